@@ -1,0 +1,33 @@
+"""Files that exist complete or not at all: written aside, flushed to disk, then renamed."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+
+def write_atomically(path: Path | str, write: Callable[[BinaryIO], None]) -> None:
+    """Call `write(file)` on a temporary neighbour of `path`, then rename it to `path`.
+
+    Raises whatever `write` or the file system raises; `path` is then as it was before.
+    """
+    path = Path(path)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(aside, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries, so that a rename in it survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
