@@ -1,0 +1,193 @@
+"""The other side of `ranks.py`: a process that waits for test functions and runs them as one rank.
+
+A test file is imported once per process, by its path, with pytest's rewriting of `assert`, so that
+a failing rank shows the values. Between two tests everything that a test could leave behind in the
+process is put back: environment, folder, random state, process groups, DTensor's caches.
+"""
+
+import ast
+import faulthandler
+import gc
+import importlib.machinery
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import CodeType, ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+from _pytest.assertion.rewrite import rewrite_asserts
+from torch.distributed.tensor import debug as dtensor_debug
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A test function (by file and name), its pickled keyword arguments and the world it runs in."""
+
+    path: str
+    module: str
+    name: str
+    arguments: bytes
+    world_size: int
+    ranks_per_node: int
+    timeout: float  # seconds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`kind` is passed, failed, skipped or xfailed; `time` tells which rank was first."""
+
+    kind: str
+    text: str
+    time: float
+
+
+def serve(connection: Connection) -> None:
+    """Run jobs until the parent closes the pipe or dies."""
+    os.setsid()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
+    connection.send("ready")
+    while True:
+        try:
+            rank, folder, job = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        with _output_to(Path(folder) / f"output.{rank}"), _restored():
+            connection.send(_outcome(job, rank, folder))
+            _clean()
+        connection.send(None)
+
+
+def _outcome(job: Job, rank: int, folder: str) -> Outcome:
+    kind, text = "passed", ""
+    try:
+        _seed()
+        _join(job, rank, folder)
+        function = _function(job)
+        function(**pickle.loads(job.arguments))
+    except pytest.skip.Exception as skip:
+        kind, text = "skipped", str(skip)
+    except pytest.xfail.Exception as xfail:
+        kind, text = "xfailed", str(xfail)
+    except BaseException as error:  # whatever it is, the parent raises it again
+        inside = error.__traceback__.tb_next or error.__traceback__
+        kind, text = "failed", "".join(traceback.format_exception(type(error), error, inside))
+    return Outcome(kind, text, time.monotonic())
+
+
+def _join(job: Job, rank: int, folder: str) -> None:
+    node, local = divmod(rank, job.ranks_per_node)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_RANK=str(local),
+        LOCAL_WORLD_SIZE=str(min(job.ranks_per_node, job.world_size)),
+        GROUP_RANK=str(node),
+        OMP_NUM_THREADS="1",
+        GLOO_SOCKET_IFNAME="lo0" if sys.platform == "darwin" else "lo",
+    )
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.timeout),
+    )
+
+
+def _function(job: Job) -> Callable:
+    module = sys.modules.get(job.module)
+    if module is None or getattr(module, "__file__", None) != job.path:
+        module = _import(job.module, job.path)
+    return getattr(module, job.name).__wrapped__
+
+
+def _import(name: str, path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Rewriting(name, path))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+class _Rewriting(importlib.machinery.SourceFileLoader):
+    """Import a test file with pytest's `assert`."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        source = self.get_data(self.path)
+        tree = ast.parse(source, self.path)
+        rewrite_asserts(tree, source, self.path)
+        return compile(tree, self.path, "exec", dont_inherit=True)
+
+
+def _seed() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+def _clean() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # An equal mesh of the next test would otherwise meet this test's destroyed groups.
+    dtensor_debug._clear_sharding_prop_cache()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    torch.set_default_dtype(torch.float32)
+    torch.set_num_threads(1)
+    gc.collect()
+
+
+@contextmanager
+def _output_to(path: Path) -> Iterator[None]:
+    kept = os.dup(1), os.dup(2)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+    try:
+        yield
+    finally:
+        for standard, stream in ((1, sys.stdout), (2, sys.stderr)):
+            stream.flush()
+            os.dup2(kept[standard - 1], standard)
+            os.close(kept[standard - 1])
+
+
+@contextmanager
+def _restored() -> Iterator[None]:
+    environment, folder = dict(os.environ), os.getcwd()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
