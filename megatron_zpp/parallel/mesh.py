@@ -1,0 +1,52 @@
+"""The grid of ranks: one axis today, `data`, whose ranks are node-contiguous.
+
+Made once and passed as a value. Environment and device come from `zeropp.topology`.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron_zpp.config import ParallelConfig
+from zeropp.topology import Environment, pick_device, start_process_group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This process among the others: its place, device, mesh, and the store they met at."""
+
+    environment: Environment
+    device: torch.device
+    mesh: DeviceMesh
+    store: dist.Store
+
+    @property
+    def rank(self) -> int:
+        return self.environment.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.environment.world_size
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over all ranks, in fp64; one collective."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        if self.num_ranks > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.sum(0.0)
+
+
+def join_ranks(environment: Environment, config: ParallelConfig) -> Ranks:
+    """Start the process group and lay all ranks on the `data` axis."""
+    device = pick_device(environment)
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    store = start_process_group(environment, device, timeout, config.distributed_backend)
+    mesh = init_device_mesh(device.type, (environment.world_size,), mesh_dim_names=("data",))
+    return Ranks(environment=environment, device=device, mesh=mesh, store=store)

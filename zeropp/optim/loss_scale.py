@@ -1,0 +1,74 @@
+"""Dynamic loss scaling for fp16: as large as gradients allow, halved when they overflow.
+
+Source: Micikevicius et al. 2018, section 3.2, with Megatron's hysteresis.
+"""
+
+from dataclasses import dataclass
+
+from zeropp.errors import InputError
+
+
+@dataclass(kw_only=True)
+class LossScaler:
+    """The factor the loss is multiplied by before backward, and how it moves.
+
+    Halves after `hysteresis` overflows (not below `min_scale`); doubles after `window` steps in
+    a row without one, which also restores the hysteresis. `dynamic=False` keeps it fixed.
+    """
+
+    scale: float
+    min_scale: float = 1.0
+    window: int = 1000
+    hysteresis: int = 2
+    dynamic: bool = True
+    clean_steps: int = 0
+    overflows_left: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.overflows_left is None:
+            self.overflows_left = self.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        """Move the scale after a step.
+
+        Raises InputError when gradients overflow at the smallest scale already.
+        """
+        if not self.dynamic:
+            return
+        if overflow:
+            self._shrink()
+        else:
+            self._grow()
+
+    def state_dict(self) -> dict:
+        """What a checkpoint must hold for the scale to go on as if never stopped."""
+        return {
+            "scale": self.scale,
+            "clean_steps": self.clean_steps,
+            "overflows_left": self.overflows_left,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        if self.dynamic:
+            self.scale = float(state["scale"])
+            self.clean_steps = int(state["clean_steps"])
+            self.overflows_left = int(state["overflows_left"])
+
+    def _shrink(self) -> None:
+        self.clean_steps = 0
+        self.overflows_left -= 1
+        if self.overflows_left > 0:
+            return
+        if self.scale <= self.min_scale:
+            raise InputError(
+                f"fp16 gradients overflow even at the smallest loss scale ({self.min_scale:g}): "
+                "lower the learning rate, lengthen the warm-up, or train with --bf16"
+            )
+        self.scale = max(self.scale / 2, self.min_scale)
+
+    def _grow(self) -> None:
+        self.clean_steps += 1
+        if self.clean_steps == self.window:
+            self.clean_steps = 0
+            self.overflows_left = self.hysteresis
+            self.scale *= 2

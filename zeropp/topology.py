@@ -1,0 +1,80 @@
+"""Where this process stands among the others: the only place that reads the environment.
+
+Launchers (torchrun, `zeropp`, Slurm through torchrun) describe each process by four variables;
+without them there is one rank. A *node* is the set of ranks with fast links to each other.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zeropp.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """One process's place: `rank` of `world_size`, `local_rank` of `local_world_size` on its node."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launched: bool = False
+
+    @classmethod
+    def read(cls) -> "Environment":
+        """The place the launcher gave this process; one rank where there was no launcher."""
+        if "WORLD_SIZE" not in os.environ:
+            return cls()
+        world_size = _number("WORLD_SIZE")
+        place = cls(
+            rank=_number("RANK"),
+            world_size=world_size,
+            local_rank=_number("LOCAL_RANK"),
+            local_world_size=_number("LOCAL_WORLD_SIZE", default=world_size),
+            launched=True,
+        )
+        if not 0 <= place.rank < world_size:
+            raise InputError(f"RANK={place.rank} is not below WORLD_SIZE={world_size}")
+        return place
+
+
+def pick_device(environment: Environment) -> torch.device:
+    """This rank's GPU where there are GPUs, the CPU otherwise."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", environment.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def start_process_group(
+    environment: Environment, device: torch.device, timeout: timedelta, backend: str | None = None
+) -> dist.Store:
+    """Join the ranks into the default process group and return the store they met at.
+
+    `backend` is torch's spelling ("gloo", "nccl", ...); by default gloo on the CPU, and on GPUs
+    nccl for CUDA tensors with gloo beside it for CPU tensors.
+    """
+    backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    place = {"rank": environment.rank, "world_size": environment.world_size, "timeout": timeout}
+    if environment.launched:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+    else:
+        store = dist.HashStore()
+    dist.init_process_group(backend, store=dist.PrefixStore("ranks", store), **place)
+    return store
+
+
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name, "" if default is None else str(default))
+    if not text.lstrip("-").isdigit():
+        raise InputError(
+            f"the environment variable {name} is {text!r}, not a number: "
+            "start the ranks with torchrun or zeropp, which set it"
+        )
+    return int(text)
