@@ -4,6 +4,8 @@ A field is named as Megatron's flag with underscores and carries the description
 the parser is generated from the sections. Values that follow from others are properties.
 """
 
+from dataclasses import dataclass, field
+
 from megatron_zpp.config.data import BatchConfig, DataConfig, TokenizerConfig
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimization import (
@@ -19,10 +21,12 @@ from megatron_zpp.config.run import (
     ParallelConfig,
     TrainingConfig,
 )
+from zeropp.config import ZeroConfig
 
 __all__ = [
     "BatchConfig",
     "CheckpointConfig",
+    "Config",
     "DataConfig",
     "EvaluationConfig",
     "LogConfig",
@@ -34,4 +38,25 @@ __all__ = [
     "ScheduleConfig",
     "TokenizerConfig",
     "TrainingConfig",
+    "ZeroConfig",
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that was asked for; `arguments.parse` builds a consistent one."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
