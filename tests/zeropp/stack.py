@@ -1,0 +1,69 @@
+"""A small model with blocks, an uneven width and a tied head, and what training it should give."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from zeropp import Sharding, optimizer_step
+
+WORDS, WIDTH, INNER = 37, 12, 19  # no multiple of 2 or 4 among rows: every shard is uneven
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, INNER)
+        self.down = nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x, self.embedding.weight)  # tied head
+
+
+def fresh_stack() -> Stack:
+    torch.manual_seed(5)
+    return Stack()
+
+
+def tokens_of(step: int, samples: int = 8) -> torch.Tensor:
+    """(samples, 6) tokens, the same on every rank."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, WORDS, (samples, 6), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(tokens[:, :-1]).float()
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train(
+    sharding: Sharding, *, rank: int, num_micro_batches: int, steps: int = 5, clip: float = 0.5
+) -> tuple[list[float], list[float]]:
+    """Losses of this rank's micro-batches, summed, and gradient norms, of `steps` AdamW steps."""
+    model = sharding.model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    losses, norms = [], []
+    for step in range(steps):
+        mine = tokens_of(step).chunk(sharding.num_ranks)[rank].chunk(num_micro_batches)
+        total = 0.0
+        for index, tokens in enumerate(mine):
+            with sharding.micro_step(last=index == num_micro_batches - 1):
+                loss = loss_of(model, tokens) / num_micro_batches
+                loss.backward()
+                total += loss.item()
+        losses.append(total)
+        norms.append(optimizer_step(optimizer, sharding, clip_grad=clip).grad_norm)
+    return losses, norms
