@@ -169,8 +169,8 @@ def _as_kind(value: Any, one: Key) -> Any:
         return tuple(_as_number(item, kind) for item in value)
     if pair and type(value) in (int, float):
         return (_as_number(value, kind),) * len(pair)
-    if isinstance(value, str):
-        same = [choice for choice in one.facts.choices if choice.lower() == value.lower()]
+    if isinstance(value, str) and kind is str:
+        same = [known for known in one.facts.choices if known.lower() == value.lower()]
         return same[0] if same else value
     return _as_number(value, kind)
 
