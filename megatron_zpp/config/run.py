@@ -77,10 +77,13 @@ class TrainingConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(Section):
-    """How often and on how much the held-out loss is measured."""
+    """How often and on how much the held-out loss is measured, and what is generated at the end."""
 
     eval_iters: int = flag(100, "batches of an evaluation; 0: none", minimum=0)
     eval_interval: int = flag(1000, "iterations between evaluations", minimum=1)
+    eval_at_start: bool = flag(False, "also evaluate before the first iteration")
+    sample_prompt: str | None = flag(None, "after training, generate text that goes on from this")
+    sample_length: int = flag(128, "tokens to generate", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
