@@ -62,6 +62,7 @@ def serve(connection: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
+    gc.freeze()  # torch itself is never garbage: a collection between two tests is then cheap
     connection.send("ready")
     while True:
         try:
@@ -109,6 +110,7 @@ def _join(job: Job, rank: int, folder: str) -> None:
         world_size=job.world_size,
         timeout=timedelta(seconds=job.timeout),
     )
+    dist.barrier()  # a rank that is done at once would otherwise leave while others still connect
 
 
 def _function(job: Job) -> Callable:
