@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.collectives import AllToAllReduceScatter
@@ -141,24 +140,6 @@ def padded_elements(module: nn.Module, num_ranks: int) -> int:
         rows = parameter.shape[0] if parameter.ndim else 1
         total += -(-rows // num_ranks) * num_ranks * (parameter.numel() // max(rows, 1))
     return total
-
-
-def local_rows(parameter: torch.Tensor) -> tuple[int, int]:
-    """The rows [start, stop) of dim 0 that this rank holds of `parameter`.
-
-    Shards follow `torch.chunk`: ceil(rows / ranks) each, the last ones shorter or empty.
-    """
-    rows = parameter.shape[0] if parameter.ndim else 1
-    start, stop = 0, rows
-    if not isinstance(parameter, DTensor):
-        return start, stop
-    for axis, placement in enumerate(parameter.placements):
-        if placement.is_shard():
-            assert placement.dim == 0 and (start, stop) == (0, rows), parameter.placements
-            chunk = -(-rows // parameter.device_mesh.size(axis))
-            start = min(parameter.device_mesh.get_local_rank(axis) * chunk, rows)
-            stop = min(start + chunk, rows)
-    return start, stop
 
 
 def _shard_units(
