@@ -1,0 +1,113 @@
+"""The GPT: embedding, transformer blocks, final normalization, output layer, loss.
+
+Built on the meta device it has no values; `megatron_zpp.model.init.initialize` draws them.
+Legend of the shapes: B batch, S sequence, H hidden, V padded vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_zpp.config import ModelConfig, RecomputeConfig
+from megatron_zpp.flops import flops_per_token
+from megatron_zpp.model.layers import (
+    Block,
+    Rotary,
+    direct,
+    make_norm,
+    normalized,
+    rotary_table,
+)
+from megatron_zpp.model.loss import head_loss
+
+
+class GPT(nn.Module):
+    """Megatron's GPT-2, and by configuration the Llama shape; `blocks` is what gets sharded.
+
+    The vocabulary is padded with entries no text contains; they take part in the softmax as in
+    Megatron and are learned away. `call` runs `blocks_per_call` blocks at a time: directly, or
+    under activation checkpointing.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab_size = vocab_size
+        self.padded_vocab_size = config.padded_vocab_size(vocab_size)
+        hidden = config.hidden_size
+        self.tokens = nn.Embedding(self.padded_vocab_size, hidden)
+        self.positions = None
+        if config.position_embedding_type == "learned_absolute":
+            self.positions = nn.Embedding(config.num_positions, hidden)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = make_norm(config)
+        self.head = None
+        if config.untie_embeddings_and_output_weights:
+            self.head = nn.Linear(hidden, self.padded_vocab_size, bias=False)
+        self.call = direct
+        self.blocks_per_call = config.num_layers
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, S, V] of tokens int64 [B, S]; with labels [B, S] the mean loss, fp32 scalar.
+
+        The loss is Σ(loss·mask)/Σmask over loss_mask [B, S], all ones if None. position_ids [B, S]
+        count from 0 in each row if None. Raises ValueError for more tokens than learned positions.
+        """
+        x = self._embed(tokens, position_ids)  # [B, S, H]
+        rotary = self._rotary(tokens, position_ids)
+        for first in range(0, len(self.blocks), self.blocks_per_call):
+            x = self.call(self._run_blocks, first, x, rotary)
+        x = normalized(self.norm, x)
+        weight = self.tokens.weight if self.head is None else self.head.weight
+        if labels is None:
+            return F.linear(x, weight)
+        mask = torch.ones(1, device=x.device) if loss_mask is None else loss_mask
+        mask = mask.expand(labels.shape)
+        return head_loss(x.flatten(0, 1), weight, labels.flatten(), mask.flatten())
+
+    def num_parameters(self) -> int:
+        """Number of weights of the whole model, whatever part of it this rank holds."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self) -> float:
+        """Model FLOPs of forward and backward for one token of a sequence of seq_length tokens.
+
+        3 · (2 · P + 4 · L · S · N · D): P weights of all matrix products, the output layer
+        included; L blocks; N · D the width of the query heads. A backward pass is two forward
+        passes; scores and values count over the whole sequence, not half of it, as PaLM and
+        Megatron count; what recomputation adds is not counted.
+        """
+        return flops_per_token(self.config, RecomputeConfig(), self.vocab_size)
+
+    def _embed(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            length = tokens.shape[1]
+            if length > self.config.num_positions:
+                raise ValueError(f"{length} tokens, but {self.config.num_positions} positions")
+            if position_ids is None:
+                x = x + self.positions.weight[:length]
+            else:
+                x = x + self.positions(position_ids)
+        if self.config.fp32_residual_connection:
+            x = x.float()
+        return F.dropout(x, self.config.hidden_dropout, self.training)
+
+    def _rotary(self, tokens: Tensor, position_ids: Tensor | None) -> Rotary | None:
+        if self.config.position_embedding_type != "rope":
+            return None
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        channels = int(self.config.head_dim * self.config.rotary_percent)
+        return rotary_table(position_ids, channels, self.config.rotary_base)
+
+    def _run_blocks(self, first: int, x: Tensor, rotary: Rotary | None) -> Tensor:
+        for block in self.blocks[first : first + self.blocks_per_call]:
+            x = block(x, rotary)
+        return x
