@@ -1,0 +1,23 @@
+"""The tokenizer that needs no files: a byte of UTF-8 is an id, 256 ends a document."""
+
+from megatron_zpp.tokenizer.base import END_OF_DOCUMENT, Tokenizer
+
+NUM_BYTES = 256
+
+
+class ByteLevelTokenizer(Tokenizer):
+    """Ids 0 to 255 are bytes; end of document is 256."""
+
+    name = "ByteLevelTokenizer"
+
+    def __init__(self, extra_ids: int = 0):
+        super().__init__(
+            size=NUM_BYTES, eod=NUM_BYTES, added=[END_OF_DOCUMENT], extra_ids=extra_ids, identity=[]
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of `text` in UTF-8."""
+        return list(text.encode())
+
+    def _decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")

@@ -1,0 +1,152 @@
+"""GPT-2's byte-level BPE from vocab.json and merges.txt, run by tiktoken.
+
+tiktoken wants a rank for every token and joins the neighbours whose union has the lowest rank; the
+number of a line in merges.txt is such a rank. That gives GPT-2's own segmentation as long as every
+line joins tokens that exist by then and no two lines make the same token, which is checked here.
+Where ranks differ from the ids in vocab.json, they are translated after encoding.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+
+from megatron_zpp.tokenizer.base import (
+    END_OF_DOCUMENT, Tokenizer, load_package, read_bytes, read_text,
+)
+from zeropp.errors import InputError
+
+# GPT-2's words, written without backtracking: contractions, letters, digits, other signs, spaces.
+WORDS = r"'(?:[smtd]|re|ve|ll)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+# tiktoken's matcher overflows on a million blanks in a row: such runs are cut out. (\s is Rust's.)
+LONG_RUN = 100_000
+BLANKS = re.compile(rf"[^\S\x1c-\x1f]{{{LONG_RUN},}}")
+SPECIAL = re.compile(r"<.+>|\[.+\]")
+MAX_SHOWN = 3
+
+
+class GPT2BPETokenizer(Tokenizer):
+    """Ids are those of `vocab_file`, segmentation that of `merge_file`; InputError if they differ."""
+
+    name = "GPT2BPETokenizer"
+
+    def __init__(self, vocab_file: str, merge_file: str, extra_ids: int = 0):
+        vocab = _read_vocab(vocab_file)
+        if END_OF_DOCUMENT not in vocab:
+            raise InputError(f"--vocab-file {vocab_file}: has no token {END_OF_DOCUMENT}")
+        alphabet = _byte_alphabet()
+        tokens = _ranked_tokens(vocab, merge_file, alphabet, vocab_file)
+        _check_all_made(vocab, tokens, vocab_file, merge_file)
+        super().__init__(
+            size=max(vocab.values()) + 1, eod=vocab[END_OF_DOCUMENT], extra_ids=extra_ids,
+            identity=[read_bytes(vocab_file, "--vocab-file"), read_bytes(merge_file, "--merge-file")],
+        )
+        pieces = [bytes(alphabet[character] for character in token) for token in tokens]
+        ids = [vocab[token] for token in tokens]
+        self._id_of_rank = None if ids == list(range(len(ids))) else ids
+        self._bytes_of_id = {number: token.encode() for token, number in vocab.items()}
+        self._bytes_of_id.update(zip(ids, pieces, strict=True))
+        self._encoding = load_package("tiktoken", self.name).Encoding(
+            name=self.name, pat_str=WORDS, special_tokens={},
+            mergeable_ranks={piece: rank for rank, piece in enumerate(pieces)},
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; a literal <|endoftext|> is ordinary text."""
+        ranks = []
+        for part in _parts(text):
+            ranks += self._encoding.encode_ordinary(part)
+        if self._id_of_rank is None:
+            return ranks
+        return [self._id_of_rank[rank] for rank in ranks]
+
+    def _decode(self, ids: list[int]) -> str:
+        return b"".join(self._bytes_of_id.get(token, b"") for token in ids).decode(errors="replace")
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Cut `text` where GPT-2 cuts anyway: around long runs of blanks, but for their last blank."""
+    start = 0
+    if len(text) > LONG_RUN:
+        for run in BLANKS.finditer(text):
+            end = run.end() - (run.end() < len(text))
+            yield text[start : run.start()]
+            yield text[run.start() : end]
+            start = end
+    yield text[start:]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte -> the byte."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {
+        chr(256 + place): byte for place, byte in enumerate(hidden)
+    }
+
+
+def _read_vocab(path: str) -> dict[str, int]:
+    try:
+        vocab = json.loads(read_text(path, "--vocab-file"))
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"--vocab-file {path}: not JSON (line {error.lineno}, column {error.colno}: {error.msg})"
+        ) from error
+    if not isinstance(vocab, dict) or not vocab:
+        raise InputError(f'--vocab-file {path}: expected one JSON object {{"token": id, ...}}')
+    for token, number in vocab.items():
+        if type(number) is not int or number < 0:
+            raise InputError(f"--vocab-file {path}: id of {token!r} is {number!r}, not a whole number")
+    if len(set(vocab.values())) < len(vocab):
+        raise InputError(f"--vocab-file {path}: two tokens have the same id")
+    return vocab
+
+
+def _ranked_tokens(
+    vocab: Mapping[str, int], path: str, alphabet: Mapping[str, int], vocab_file: str
+) -> list[str]:
+    """The 256 bytes in the order of their ids, then what each line of merges.txt makes."""
+    missing = [f"0x{byte:02x}" for character, byte in alphabet.items() if character not in vocab]
+    if missing:
+        raise InputError(
+            f"--vocab-file {vocab_file}: has no token for {len(missing)} of the 256 bytes "
+            f"({', '.join(missing[:MAX_SHOWN])}, ...); it is not a byte-level BPE vocabulary"
+        )
+    made_at = dict.fromkeys(sorted(alphabet, key=vocab.__getitem__), 0)
+    for number, line in enumerate(read_text(path, "--merge-file").split("\n"), start=1):
+        line = line.rstrip("\r")
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        parts = line.split(" ")
+        if len(parts) != 2:
+            raise InputError(f"--merge-file {path}, line {number}: expected two tokens, got {line!r}")
+        unmade = [part for part in parts if part not in made_at]
+        if unmade:
+            raise InputError(
+                f"--merge-file {path}, line {number}: {unmade[0]!r} is neither a byte nor made by "
+                "an earlier line"
+            )
+        token = "".join(parts)
+        if token not in vocab:
+            raise InputError(
+                f"--merge-file {path}, line {number}: makes {token!r}, which is not in --vocab-file "
+                f"{vocab_file}; the two files do not belong together"
+            )
+        if token in made_at:
+            raise InputError(
+                f"--merge-file {path}, line {number}: makes {token!r} again, after line {made_at[token]}"
+            )
+        made_at[token] = number
+    return list(made_at)
+
+
+def _check_all_made(
+    vocab: Mapping[str, int], tokens: list[str], vocab_file: str, merge_file: str
+) -> None:
+    lost = sorted(set(vocab).difference(tokens), key=vocab.__getitem__)
+    lost = [token for token in lost if not SPECIAL.fullmatch(token)]
+    if lost:
+        shown = ", ".join(map(repr, lost[:MAX_SHOWN]))
+        raise InputError(
+            f"--vocab-file {vocab_file}: {len(lost)} tokens ({shown}, ...) are made by no line of "
+            f"--merge-file {merge_file}; the files do not belong together, or one is cut off"
+        )

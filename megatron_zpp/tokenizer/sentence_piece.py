@@ -1,0 +1,91 @@
+"""SentencePiece models, under the three names Megatron knows, each with Megatron's ids.
+
+SentencePieceTokenizer     adds <CLS> <SEP> <EOD> <MASK> (and <PAD> <BOS> <EOS> where the model has
+                           none) after the model's pieces; end of document is <EOD>
+GPTSentencePieceTokenizer  adds nothing; end of document is the model's end of sentence
+Llama2Tokenizer            the same, and every text starts with the model's begin of sentence
+"""
+
+from pathlib import Path
+from typing import Any
+
+from megatron_zpp.tokenizer.base import Tokenizer, load_package, read_bytes
+from zeropp.errors import InputError
+
+ADDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """The model's pieces, then Megatron's own tokens; end of document is <EOD>."""
+
+    name = "SentencePieceTokenizer"
+
+    def __init__(self, model_file: str, extra_ids: int = 0):
+        self._model = _load(model_file, self.name)
+        size = self._model.get_piece_size()
+        pieces = {self._model.id_to_piece(number): number for number in range(size)}
+        added = [token for token in self._added() if token not in pieces]
+        ids = pieces | {token: number for number, token in enumerate(added, start=size)}
+        super().__init__(
+            size=size, eod=self._end_of_document(ids, model_file), added=added, extra_ids=extra_ids,
+            identity=[Path(model_file).read_bytes()],
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; names of special tokens in it are ordinary text."""
+        return self._model.encode(text)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._model.decode(ids)
+
+    def _added(self) -> list[str]:
+        special = {"<PAD>": self._model.pad_id(), "<BOS>": self._model.bos_id(),
+                   "<EOS>": self._model.eos_id()}
+        return [*ADDED, *(token for token, number in special.items() if number < 0)]
+
+    def _end_of_document(self, ids: dict[str, int], model_file: str) -> int:
+        return ids["<EOD>"]
+
+
+class GPTSentencePieceTokenizer(SentencePieceTokenizer):
+    """The model's pieces and nothing else; end of document is its end of sentence."""
+
+    name = "GPTSentencePieceTokenizer"
+
+    def _added(self) -> list[str]:
+        return []
+
+    def _end_of_document(self, ids: dict[str, int], model_file: str) -> int:
+        if self._model.eos_id() < 0:
+            raise InputError(
+                f"--tokenizer-model {model_file}: has no end of sentence to end documents with; "
+                "use --tokenizer-type SentencePieceTokenizer, which adds one"
+            )
+        return self._model.eos_id()
+
+
+class Llama2Tokenizer(GPTSentencePieceTokenizer):
+    """As GPTSentencePieceTokenizer, and every encoded text starts with begin of sentence."""
+
+    name = "Llama2Tokenizer"
+
+    def __init__(self, model_file: str, extra_ids: int = 0):
+        super().__init__(model_file, extra_ids)
+        if self._model.bos_id() < 0:
+            raise InputError(
+                f"--tokenizer-model {model_file}: has no begin of sentence; use --tokenizer-type "
+                "GPTSentencePieceTokenizer, which needs none"
+            )
+
+    def encode(self, text: str) -> list[int]:
+        """Begin of sentence, then the ids of `text`."""
+        return [self._model.bos_id(), *super().encode(text)]
+
+
+def _load(path: str, name: str) -> Any:
+    library = load_package("sentencepiece", name)
+    content = read_bytes(path, "--tokenizer-model")
+    try:
+        return library.SentencePieceProcessor(model_proto=content)
+    except (RuntimeError, OSError) as error:
+        raise InputError(f"--tokenizer-model {path}: not a SentencePiece model ({error})") from error
