@@ -25,7 +25,7 @@ class Iteration:
 
     `loss` is the mean over micro-batches and ranks, `seconds` the wall time, `consumed_*` the
     counts after this iteration, `skipped` true if the update was left out (fp16 overflow),
-    `extra` more scalars for the writers by their full name.
+    `extra` more scalars for the writers by their full name, " vs tokens" included.
     """
 
     iteration: int

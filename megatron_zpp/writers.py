@@ -89,13 +89,18 @@ class Scalars:
         }
 
     def of_memory(self, it: Iteration) -> dict[str, float | None]:
-        """Bytes of this rank, over iterations only, with whatever else the iteration brought."""
-        scalars: dict[str, float | None] = dict(it.extra)
-        if it.memory is not None and self.config.log_memory_to_tensorboard:
-            scalars["mem-reserved-bytes"] = it.memory.reserved_bytes
-            scalars["mem-allocated-bytes"] = it.memory.allocated_bytes
-            scalars["mem-allocated-count"] = it.memory.allocated_count
-        return scalars
+        """Bytes of this rank, over iterations only."""
+        if it.memory is None or not self.config.log_memory_to_tensorboard:
+            return {}
+        return {
+            "mem-reserved-bytes": it.memory.reserved_bytes,
+            "mem-allocated-bytes": it.memory.allocated_bytes,
+            "mem-allocated-count": it.memory.allocated_count,
+        }
+
+    def of_extra(self, it: Iteration, axis: Axis) -> dict[str, float | None]:
+        """Whatever else the iteration brought for one axis."""
+        return {name: value for name, value in it.extra.items() if Axis.of(name) is axis}
 
     def of_interval(self, interval: Interval) -> dict[str, float | None]:
         """Times, in seconds per iteration."""
@@ -136,6 +141,8 @@ class TensorBoard:
         at = _position(iteration)
         self._write(self._scalars.of_iteration(iteration), at)
         self._write_one(Axis.ITERATIONS, self._scalars.of_memory(iteration), at)
+        for axis in Axis:
+            self._write_one(axis, self._scalars.of_extra(iteration, axis), at)
         for axis in (Axis.SAMPLES, Axis.TOKENS):
             name, count = axis.value, at.along(axis)
             group = f"steps-vs-{name}"
@@ -201,7 +208,7 @@ class JsonLines:
             nan=interval.nan,
             tokens_per_gpu_per_second=interval.tokens_per_gpu_per_second,
             tflops=interval.tflops,
-            **last.extra,
+            **{name: value for name, value in last.extra.items() if " vs " not in name},
         )
 
     def validation(self, validation: Validation) -> None:
@@ -243,6 +250,7 @@ class WeightsAndBiases:
     def iteration(self, iteration: Iteration) -> None:
         """Everything known after one iteration."""
         scalars = self._scalars.of_iteration(iteration) | self._scalars.of_memory(iteration)
+        scalars |= self._scalars.of_extra(iteration, Axis.ITERATIONS)
         scalars["consumed-samples"] = iteration.consumed_samples
         scalars["consumed-tokens"] = iteration.consumed_tokens
         self._write(scalars, iteration.iteration)

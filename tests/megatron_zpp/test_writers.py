@@ -98,7 +98,13 @@ def position(number: int) -> Position:
 def test_every_name_of_megatron_deepspeed_over_three_axes(tmp_path):
     writers = opened(tmp_path, EVERYTHING)
     measured = {"loss_scale": 16.0, "grad_norm": 1.5, "num_zeros": 2.0, "params_norm": 3.0}
-    write(writers, range(3, 4), memory=MEMORY, extra={"comm/bytes": 7.0}, **measured)
+    write(
+        writers,
+        range(3, 4),
+        memory=MEMORY,
+        extra={"comm/bytes": 7.0, "a/b vs tokens": 5.0},
+        **measured,
+    )
     validate(writers, 3, 2.0)
     validate(writers, 3, 1.0, split="test")
     close(writers)
@@ -128,6 +134,7 @@ def test_every_name_of_megatron_deepspeed_over_three_axes(tmp_path):
         "mem-allocated-count": (3, 3.0),
         "throughput": (3, 4 * 8 / 0.25 / 2),
         "comm/bytes": (3, 7.0),
+        "a/b vs tokens": (96, 5.0),
         "steps-vs-samples/y=steps,x=samples": (12, 3.0),
         "steps-vs-samples/y=samples,x=steps": (3, 12.0),
         "steps-vs-tokens/y=steps,x=tokens": (96, 3.0),
@@ -266,7 +273,7 @@ def test_wandb_gets_the_same_names(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     config = replace(BARE, wandb_project="project", log_timers_to_tensorboard=True)
     writers = open_writers(config, rank=0, world_size=2, settings={"seed": 1})
-    write(writers, range(2, 3))
+    write(writers, range(2, 3), extra={"comm/bytes": 7.0, "a/b vs tokens": 5.0})
     validate(writers, 2, 3.0)
     close(writers)
     assert runs == [{"project": "project", "name": None, "dir": None, "config": {"seed": 1}}]
@@ -275,6 +282,7 @@ def test_wandb_gets_the_same_names(monkeypatch):
             "learning-rate/learning-rate": 0.5,
             "lm-loss-training/lm loss": 4.0,
             "seqlen/actual_seq_length": 8,
+            "comm/bytes": 7.0,
             "consumed-samples": 8,
             "consumed-tokens": 64,
         }),
