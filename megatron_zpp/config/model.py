@@ -12,7 +12,7 @@ SWIGLU_MULTIPLE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """Sizes are in elements; the properties below are everything that follows from the fields."""
+    """The GPT model; sizes are in elements, and what follows from the fields are properties."""
 
     num_layers: int = flag(4, "transformer blocks", minimum=1)
     hidden_size: int = flag(256, "width of the residual stream", minimum=1)
@@ -67,7 +67,7 @@ class ModelConfig(Section):
     openai_gelu: bool = flag(False, "GELU as OpenAI wrote it (the tanh form, written out)")
     squared_relu: bool = flag(False, "squared ReLU in the MLP")
     bias_gelu_fusion: bool = flag(
-        True, "tanh GELU; off: the exact (erf) GELU", off=("no-bias-gelu-fusion",)
+        True, "the exact (erf) GELU instead of its tanh form", off=("no-bias-gelu-fusion",)
     )
     untie_embeddings_and_output_weights: bool = flag(False, "an output layer of its own")
     disable_bias_linear: bool = flag(False, "linear layers without bias")

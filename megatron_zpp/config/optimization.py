@@ -164,6 +164,13 @@ class ScheduleConfig(Section):
             "--lr-wsd-decay-",
             [("iters", self.lr_wsd_decay_iters), ("samples", self.lr_wsd_decay_samples)],
         )
+        if self.lr_decay_style == "WSD" and not (
+            self.lr_wsd_decay_iters or self.lr_wsd_decay_samples
+        ):
+            raise InputError(
+                "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples: "
+                "the length of its last part"
+            )
         if self.lr_warmup_init > self.lr:
             raise InputError(f"--lr-warmup-init {self.lr_warmup_init:g} is above --lr {self.lr:g}")
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:

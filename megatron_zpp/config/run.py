@@ -49,9 +49,9 @@ class ParallelConfig(Section):
 class TrainingConfig(Section):
     """How long to train, in exactly one unit, and when to stop earlier."""
 
-    train_iters: int | None = flag(None, "steps of the whole run", kind=int, minimum=0)
-    train_samples: int | None = flag(None, "samples of the whole run", kind=int, minimum=0)
-    train_tokens: int | None = flag(None, "tokens of the whole run", kind=int, minimum=0)
+    train_iters: int | None = flag(None, "steps of the whole run", kind=int, minimum=1)
+    train_samples: int | None = flag(None, "samples of the whole run", kind=int, minimum=1)
+    train_tokens: int | None = flag(None, "tokens of the whole run", kind=int, minimum=1)
     seed: int = flag(1234, "seed of weights, dropout and sample order", minimum=0)
     exit_interval: int | None = flag(
         None, "save and stop at an iteration divisible by this", kind=int, minimum=1

@@ -1,0 +1,120 @@
+"""argv to Config: read the flags, let them agree with the JSON, fill in defaults, check, say.
+
+The result is consistent, frozen and complete: nothing is filled in later. Whatever is wrong ends
+with an InputError that names the flag, the value and what to do.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_zpp import defaults
+from megatron_zpp.agreement import JsonFile, agree, json_values
+from megatron_zpp.command_line import HELP, Assignment, help_text, read, vocabulary
+from megatron_zpp.config import Config
+from megatron_zpp.config.flag import Section, flags
+from megatron_zpp.config.spoken import SHORTHANDS, IdleFlags, ModelFlags, ZeroFlags
+from megatron_zpp.schedule import Schedules
+from zeropp.config import ZeroConfig
+from zeropp.errors import InputError
+
+USAGE = """\
+usage: torchrun --nproc-per-node N pretrain_gpt.py [FLAGS]
+
+GPT pretraining with ZeRO stages 0 to 3. Flags are Megatron's; the file of --deepspeed-config is
+DeepSpeed's JSON. What both leave out has a default, the data too. A flag may be spelled with - or
+_ between its words."""
+SECTIONS: Mapping[str, type[Section]] = {
+    item.name: item.default_factory
+    for item in dataclasses.fields(Config)
+    if isinstance(item.default_factory, type) and issubclass(item.default_factory, Section)
+}
+SPOKEN = (*SECTIONS.values(), ZeroFlags, ModelFlags, IdleFlags)
+
+log = logging.getLogger("megatron_zpp")
+
+
+def parse(argv: Sequence[str], world_size: int) -> Config:
+    """The configuration that `argv` (without the program's name) asks for on `world_size` ranks.
+
+    Logs once what has a default or no effect. Raises InputError for what a person has to mend, and
+    SystemExit(0) after printing the help.
+    """
+    if any(word in HELP for word in argv):
+        print(help_text(USAGE, SPOKEN, SHORTHANDS))
+        raise SystemExit(0)
+    typed = read(argv, vocabulary(SPOKEN, SHORTHANDS))
+    path = typed["deepspeed_config"].value if "deepspeed_config" in typed else None
+    file = JsonFile.read(path)
+    given = agree(typed, file)
+    accumulation = file.given.get("gradient_accumulation_steps")
+    values = defaults.settled(given, accumulation, world_size)
+    config = Config(**{name: _section(kind, values) for name, kind in SECTIONS.items()})
+    check(config, world_size)
+    _check_accumulation(config, file, world_size)
+    config = dataclasses.replace(config, zero=_zero(config, values, file, world_size))
+    _say(typed, config, defaults.said(given, values))
+    return config
+
+
+def check(config: Config, world_size: int) -> None:
+    """Raise InputError for values out of range and for values that do not fit each other."""
+    for name in SECTIONS:
+        getattr(config, name).check()
+    layers, limit = config.recompute.recompute_num_layers, config.model.num_layers
+    if config.recompute.recompute_granularity == "full" and layers > limit:
+        raise InputError(f"--recompute-num-layers {layers} is more than --num-layers {limit}")
+    Schedules.of(config).batch_size.check(world_size)
+
+
+def _section(kind: type[Section], values: Mapping[str, Any]) -> Section:
+    return kind(**{flag.dest: values[flag.dest] for flag in flags(kind) if flag.dest in values})
+
+
+def _check_accumulation(config: Config, file: JsonFile, world_size: int) -> None:
+    key = "gradient_accumulation_steps"
+    if file.given.get(key) is None:
+        return
+    if config.batch.rampup_batch_size is not None:
+        raise InputError(
+            f"--rampup-batch-size and {file.says(key)} contradict: the ramp-up changes it; "
+            "remove the second"
+        )
+    batch = config.batch
+    steps = batch.global_batch_size // (batch.micro_batch_size * world_size)
+    if steps != file.given[key]:
+        raise InputError(
+            f"{file.says(key)} contradicts global batch size {batch.global_batch_size} / "
+            f"(micro-batch size {batch.micro_batch_size} x {world_size} data-parallel ranks) = "
+            f"{steps}: change one of them"
+        )
+
+
+def _zero(config: Config, values: Mapping[str, Any], file: JsonFile, world_size: int) -> ZeroConfig:
+    """The JSON's section with every key that the flags and the defaults settle."""
+    parts = (getattr(config, name) for name in SECTIONS)
+    all_values = {**values, **{k: v for part in parts for k, v in vars(part).items()}}
+    settled = json_values(all_values)
+    batch = config.batch
+    if batch.rampup_batch_size is None:
+        per_step = batch.micro_batch_size * world_size
+        settled["gradient_accumulation_steps"] = batch.global_batch_size // per_step
+    zero = ZeroConfig.from_json(file.content, settled)
+    zero.require_available()
+    return dataclasses.replace(zero, source=file.name or zero.source)
+
+
+def _say(typed: Mapping[str, Assignment], config: Config, default_line: str) -> None:
+    for assignment in typed.values():
+        if assignment.flag.no_effect:
+            log.info("%s has no effect here: %s", assignment, assignment.flag.no_effect)
+    pinned = typed.get("use_pin_memory")
+    if pinned and config.zero.zero_optimization.offload_optimizer.device == "none":
+        log.info("%s has no effect here: nothing is offloaded", pinned)
+    if not config.model.bias_gelu_fusion:
+        log.info("--no-bias-gelu-fusion: the exact (erf) GELU is used instead of its tanh form")
+    for line in config.zero.notices:
+        log.info("%s: %s", config.zero.source, line)
+    if default_line:
+        log.info("%s", default_line)
