@@ -1,0 +1,193 @@
+"""Every variant of the model trains, is causal, and counts its own weights and operations."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_zpp.config import ModelConfig
+from megatron_zpp.model.gpt import GPT
+from tests.megatron_zpp.model.small import GPT2, LLAMA, VOCABULARY, build, rows
+
+VARIANTS = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "exact gelu": replace(GPT2, bias_gelu_fusion=False),
+    "openai gelu": replace(GPT2, openai_gelu=True),
+    "squared relu": replace(GPT2, squared_relu=True),
+    "swiglu with biases": replace(GPT2, swiglu=True),
+    "no positions": replace(GPT2, position_embedding_type="none"),
+    "half rotary": replace(GPT2, position_embedding_type="rope", rotary_percent=0.5),
+    "one group, no rotary": replace(GPT2, num_query_groups=1),
+    "wide heads": replace(GPT2, kv_channels=12),
+    "residual after norm": replace(GPT2, apply_residual_connection_post_layernorm=True),
+    "fp32 residual": replace(LLAMA, fp32_residual_connection=True),
+    "no dropout": replace(GPT2, hidden_dropout=0.0, attention_dropout=0.0),
+    "untied": replace(GPT2, untie_embeddings_and_output_weights=True),
+    "rms norm": replace(GPT2, normalization="RMSNorm"),
+}
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+def test_variant_learns_a_batch(config: ModelConfig) -> None:
+    """It starts at a uniform guess, ln(padded vocabulary), and memorises two rows."""
+    model = build(config).train()
+    data = rows()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(0)
+    losses = []
+    for _ in range(12):
+        loss = model(data[:, :-1], labels=data[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(torch.tensor(64.0).log().item(), abs=0.1)
+    assert losses[-1] < losses[0] - 1
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+@torch.no_grad()
+def test_variant_is_causal(config: ModelConfig) -> None:
+    """Changing a token changes its own logits and those after it, none before."""
+    model = build(replace(config, init_method_std=0.2)).eval()
+    tokens = rows()[:, :-1]
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % VOCABULARY
+    difference = (model(tokens) - model(changed)).abs().amax(dim=(0, 2))
+    assert difference[:9].max() == 0
+    assert difference[9:].min() > 1e-3
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_loss_is_the_cross_entropy_of_the_logits(config: ModelConfig) -> None:
+    """One forward with labels equals forward, fp32 cross-entropy and masked mean, by hand."""
+    model = build(replace(config, init_method_std=0.2)).eval()
+    data = rows(3)
+    mask = (torch.rand(3, 16, generator=torch.Generator().manual_seed(3)) < 0.6).float()
+    for chosen in (mask, None):
+        loss = model(data[:, :-1], labels=data[:, 1:], loss_mask=chosen)
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        logits = model(data[:, :-1])
+        weights = torch.ones(3, 16) if chosen is None else chosen
+        each = F.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten(), reduction="none")
+        expected = (each * weights.flatten()).sum() / weights.sum()
+        expected.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@torch.no_grad()
+def test_given_positions(config: ModelConfig) -> None:
+    """Positions counted up are the default; restarted ones give what a row of its own gives."""
+    model = build(replace(config, init_method_std=0.2)).eval()
+    tokens = rows()[:, :-1]
+    counted = torch.arange(16).expand(2, 16)
+    torch.testing.assert_close(model(tokens, position_ids=counted), model(tokens))
+    restarted = torch.cat((torch.arange(6), torch.arange(10))).expand(2, 16)
+    assert (model(tokens, position_ids=restarted) - model(tokens))[:, 6:].abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_rotary_positions_are_relative() -> None:
+    model = build(replace(LLAMA, init_method_std=0.2)).eval()
+    tokens = rows()[:, :-1]
+    late = torch.arange(16).expand(2, 16) + 100
+    torch.testing.assert_close(model(tokens, position_ids=late), model(tokens), rtol=0, atol=1e-4)
+
+
+def test_more_tokens_than_positions() -> None:
+    with pytest.raises(ValueError, match="20 tokens, but 16 positions"):
+        build(GPT2)(rows(length=19))
+    build(LLAMA)(rows(length=19))  # rotary positions have no end
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    """In 16 bit the loss is fp32 and near the fp32 one; an fp32 residual is kept in fp32."""
+    data = rows()
+    for config in (GPT2, replace(LLAMA, fp32_residual_connection=True)):
+        model = build(config).eval()
+        exact = model(data[:, :-1], labels=data[:, 1:])
+        loss = model.to(dtype)(data[:, :-1], labels=data[:, 1:])
+        loss.backward()
+        assert loss.dtype == torch.float32
+        # 16 additions to the residual of relative error 2^-9 each, on logits of order 0.1
+        assert loss.item() == pytest.approx(exact.item(), rel=2e-3)
+        assert all(parameter.grad.dtype == dtype for parameter in model.parameters())
+        seen = []
+        model.blocks[1].register_forward_hook(lambda *call, seen=seen: seen.append(call[2].dtype))
+        model(data[:, :-1])
+        assert seen == [torch.float32 if config.fp32_residual_connection else dtype]
+
+
+def test_narrowed_residual_is_noticed() -> None:
+    """Whatever casts the inputs of blocks would undo an fp32 residual in silence."""
+    block = build(replace(GPT2, fp32_residual_connection=True)).to(torch.bfloat16).blocks[0]
+    with pytest.raises(AssertionError, match="narrowed"):
+        block(torch.zeros(1, 2, 32, dtype=torch.bfloat16))
+
+
+def test_dropout_follows_the_default_generator() -> None:
+    """Same seed, same loss; another seed, another loss; evaluation has none."""
+    model = build(GPT2)
+    data = rows()
+
+    def loss(seed: int) -> float:
+        torch.manual_seed(seed)
+        return model(data[:, :-1], labels=data[:, 1:]).item()
+
+    assert loss(1) == loss(1) != loss(2)
+    model.eval()
+    assert loss(1) == loss(2)
+
+
+def test_gpt2_small_counts() -> None:
+    """GPT-2 124M: the published 124,439,808 weights; operations counted by hand."""
+    config = ModelConfig(
+        num_layers=12,
+        hidden_size=768,
+        num_attention_heads=12,
+        seq_length=1024,
+        make_vocab_size_divisible_by=1,
+    )
+    with torch.device("meta"):
+        model = GPT(config, 50257)
+        padded = GPT(replace(config, make_vocab_size_divisible_by=128), 50257)
+    assert model.num_parameters() == 124_439_808
+    assert padded.padded_vocab_size == 50304
+    assert padded.num_parameters() == 124_439_808 + (50304 - 50257) * 768
+    # 12 blocks of 12·768² and the output layer 50257·768, then scores and values over 1024 keys
+    products = 12 * 12 * 768 * 768 + 50257 * 768
+    assert model.flops_per_token() == 6 * products + 3 * 12 * (2 + 2) * 1024 * 768
+
+
+def test_llama_counts() -> None:
+    """Llama 2 7B's published 6,738,415,616 weights, and operations with grouped queries."""
+    config = ModelConfig(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=11008,
+        num_attention_heads=32,
+        seq_length=4096,
+        make_vocab_size_divisible_by=1,
+        normalization="RMSNorm",
+        position_embedding_type="rope",
+        swiglu=True,
+        disable_bias_linear=True,
+        untie_embeddings_and_output_weights=True,
+    )
+    with torch.device("meta"):
+        model = GPT(config, 32000)
+        grouped = GPT(replace(config, num_query_groups=8), 32000)
+    assert model.num_parameters() == 6_738_415_616
+    fewer = 32 * 2 * 24 * 128 * 4096  # in each block, 24 of 32 keys and of 32 values are gone
+    assert grouped.num_parameters() == 6_738_415_616 - fewer
+    assert grouped.flops_per_token() == model.flops_per_token() - 6 * fewer

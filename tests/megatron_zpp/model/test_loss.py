@@ -1,0 +1,134 @@
+"""The fused output layer and loss against torch's own, and its promises on memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_zpp.model import loss as module
+from megatron_zpp.model.loss import head_loss
+
+TOKENS, HIDDEN, VOCABULARY = 40, 8, 1000
+
+
+def example(dtype: torch.dtype = torch.float32, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(7)
+    hidden = torch.randn(TOKENS, HIDDEN).mul_(scale).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, HIDDEN).to(dtype).requires_grad_()
+    labels = torch.randint(0, VOCABULARY, (TOKENS,))
+    mask = (torch.rand(TOKENS) < 0.7).float()
+    return hidden, weight, labels, mask
+
+
+def reference(hidden, weight, labels, mask) -> torch.Tensor:
+    logits = F.linear(hidden, weight).float()
+    each = F.cross_entropy(logits, labels, reduction="none")
+    return (each * mask).sum() / mask.sum()
+
+
+class Largest(TorchDispatchMode):
+    """Notes the bytes of each new tensor as large as the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[torch.dtype] = []
+        self.storages: set[int] = set()
+        self.kept: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.numel() >= TOKENS * VOCABULARY:
+            if out.untyped_storage().data_ptr() not in self.storages:
+                self.storages.add(out.untyped_storage().data_ptr())
+                self.made.append(out.dtype)
+                self.kept.append(out)
+        return out
+
+
+@pytest.mark.parametrize("chunk", [1, 3 * VOCABULARY, 2**18], ids=["1 row", "3 rows", "all rows"])
+@pytest.mark.parametrize("scale", [1.0, 100.0], ids=["flat", "peaked"])
+def test_equals_cross_entropy(chunk: int, scale: float, monkeypatch) -> None:
+    """Value and both gradients, whatever the chunk; large logits do not overflow."""
+    monkeypatch.setattr(module, "CPU_CHUNK", chunk)
+    results = []
+    for function in (head_loss, reference):
+        hidden, weight, labels, mask = example(scale=scale)
+        loss = function(hidden, weight, labels, mask)
+        (3 * loss).backward()
+        results.append((loss.detach(), hidden.grad, weight.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    """The loss is that of fp32 on the rounded logits; gradients agree to their own round-off."""
+    results = []
+    for function in (head_loss, reference):
+        hidden, weight, labels, mask = example(dtype)
+        loss = function(hidden, weight, labels, mask)
+        (1024 * loss).backward()
+        assert loss.dtype == torch.float32 and hidden.grad.dtype == weight.grad.dtype == dtype
+        results.append((loss.detach(), hidden.grad, weight.grad))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-6, atol=0)
+    eps = torch.finfo(dtype).eps
+    for ours, theirs in zip(results[0][1:], results[1][1:], strict=True):
+        assert (ours - theirs).float().norm() < 2 * eps * theirs.float().norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_exist_once(dtype: torch.dtype, monkeypatch) -> None:
+    """Forward and backward make one tensor of the size of the logits, in their own dtype."""
+    monkeypatch.setattr(module, "CPU_CHUNK", 8 * VOCABULARY)
+    hidden, weight, labels, mask = example(dtype)
+    with Largest() as watch:
+        head_loss(hidden, weight, labels, mask).backward()
+    assert watch.made == [dtype]
+
+
+def test_without_gradient() -> None:
+    """Evaluation gives the same value bit for bit, and keeps nothing."""
+    hidden, weight, labels, mask = example()
+    trained = head_loss(hidden, weight, labels, mask)
+    with torch.no_grad():
+        measured = head_loss(hidden, weight, labels, mask)
+    assert measured.item() == trained.item()
+    assert measured.grad_fn is None
+
+
+def test_frozen_weight() -> None:
+    hidden, weight, labels, mask = example()
+    head_loss(hidden, weight.requires_grad_(False), labels, mask).backward()
+    assert weight.grad is None and hidden.grad.abs().sum() > 0
+
+
+def test_nothing_to_learn() -> None:
+    """An all-zero mask is a loss of zero with zero gradients, not a division by zero."""
+    hidden, weight, labels, _ = example()
+    loss = head_loss(hidden, weight, labels, torch.zeros(TOKENS))
+    loss.backward()
+    assert loss.item() == 0 and hidden.grad.abs().sum() == 0 == weight.grad.abs().sum()
+
+
+def test_nan_comes_out() -> None:
+    hidden, weight, labels, mask = example()
+    with torch.no_grad():
+        hidden[mask.argmax()] = torch.nan
+    assert head_loss(hidden, weight, labels, mask).isnan()
+
+
+def test_second_backward_is_refused() -> None:
+    """The logits have become their gradient: going back again must not give wrong gradients."""
+    loss = head_loss(*example())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_under_autocast() -> None:
+    hidden, weight, labels, mask = example()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = head_loss(hidden, weight, labels, mask)
+    loss.backward()
+    assert loss.item() == pytest.approx(reference(*example()).item(), rel=1e-2)
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
