@@ -16,7 +16,7 @@ from zeropp.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """One process's place: `rank` of `world_size`, `local_rank` of `local_world_size` on its node."""
+    """One process's place: `rank` of `world_size`, `local_rank` of `local_world_size` on a node."""
 
     rank: int = 0
     world_size: int = 1
@@ -68,6 +68,12 @@ def start_process_group(
         store = dist.HashStore()
     dist.init_process_group(backend, store=dist.PrefixStore("ranks", store), **place)
     return store
+
+
+def share_cores(num_ranks: int) -> None:
+    """Give each of the ranks that this process starts its share of the cores, unless told."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // num_ranks)))
 
 
 def _number(name: str, default: int | None = None) -> int:
