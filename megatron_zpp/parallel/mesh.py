@@ -3,15 +3,20 @@
 Made once and passed as a value. Environment and device come from `zeropp.topology`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_zpp.config import ParallelConfig
+from megatron_zpp.parallel.unison import in_unison
 from zeropp.topology import Environment, pick_device, start_process_group
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +43,17 @@ class Ranks:
             dist.all_reduce(total)
         return total.tolist()
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.sum(0.0)
+    def rank_zero_first(self, build: Callable[[], Result]) -> Result:
+        """Call `build` on rank 0, then on the others, which find what rank 0 left in a cache.
+
+        What it raises on one rank, it raises on all.
+        """
+        result = None
+        with in_unison():
+            if self.rank == 0:
+                result = build()
+        with in_unison():
+            return build() if result is None else result
 
 
 def join_ranks(environment: Environment, config: ParallelConfig) -> Ranks:

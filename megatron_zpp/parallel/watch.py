@@ -35,9 +35,9 @@ class Watch:
         self._closed.set()
         self._thread.join()
 
-    def blame_self(self, reason: str) -> None:
-        """Tell the others that this rank ends, and why."""
-        self._judge(f"rank {self.rank}: {reason}")
+    def blame_self(self, reason: str) -> bool:
+        """Tell the others that this rank ends, and why; returns whether it was the first to."""
+        return self._judge(f"rank {self.rank}: {reason}")
 
     def find_culprit(self) -> str | None:
         """After a failed collective: which rank ended it, or None if all others are alive."""
@@ -86,5 +86,6 @@ class Watch:
     def _read(self, key: str) -> str | None:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def _judge(self, verdict: str) -> None:
-        self._store.compare_set("verdict", "", verdict)  # the first one stands
+    def _judge(self, verdict: str) -> bool:
+        stands = self._store.compare_set("verdict", "", verdict)  # the first one
+        return stands.decode() == verdict

@@ -1,0 +1,135 @@
+"""From a configuration and the ranks to a run: data, model, optimizer, checkpoint, log."""
+
+import dataclasses
+
+import torch
+
+from megatron_zpp.config import Config, PrecisionConfig
+from megatron_zpp.console import Console
+from megatron_zpp.data.gpt_dataset import build_datasets
+from megatron_zpp.data.source import open_source
+from megatron_zpp.event_files import Position
+from megatron_zpp.flops import flops_per_token
+from megatron_zpp.metrics import Metrics
+from megatron_zpp.parallel.apply import build_model, build_optimizer
+from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.resume import Resumed, load, settings, with_checkpoint_model
+from megatron_zpp.run import Run
+from megatron_zpp.schedule import Schedules
+from megatron_zpp.stopping import Stopping
+from megatron_zpp.tokenizer import Tokenizer
+from megatron_zpp.writers import open_writers
+from zeropp import LossScaler, Sharding
+
+
+def assemble(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> Run:
+    """Everything up to the first iteration; raises InputError for what a person has to mend."""
+    if config.checkpoint.use_checkpoint_args:
+        config = with_checkpoint_model(config)
+    data, tokenizer = ranks.rank_zero_first(lambda: open_source(config.data, config.tokenizer))
+    config = dataclasses.replace(config, data=data)
+    datasets = ranks.rank_zero_first(lambda: open_datasets(config, tokenizer))
+    sharding = build_model(config, tokenizer.vocab_size, ranks)
+    optimizer = build_optimizer(sharding.model, config)
+    scaler = build_scaler(config.precision)
+    start = load(config, sharding.model, optimizer, scaler, tokenizer.fingerprint)
+    run = Run(
+        config=config,
+        ranks=ranks,
+        console=console,
+        tokenizer=tokenizer,
+        datasets=datasets,
+        sharding=sharding,
+        optimizer=optimizer,
+        scaler=scaler,
+        schedules=start.schedules,
+        metrics=open_metrics(config, ranks, console, tokenizer, start),
+        stopping=stopping,
+        counters=start.counters,
+    )
+    console.table("Megatron-Z++", summary(run))
+    return run
+
+
+def open_datasets(config: Config, tokenizer: Tokenizer) -> tuple:
+    """Training, validation and test datasets, as long as the run needs by Megatron's rule."""
+    length, evaluation = Schedules.of(config).length, config.evaluation
+    batch = config.batch.global_batch_size
+    rounds = length.iterations // evaluation.eval_interval + 1 + evaluation.eval_at_start
+    sizes = (
+        length.samples,
+        rounds * evaluation.eval_iters * batch,
+        evaluation.eval_iters * batch,
+    )
+    return build_datasets(
+        config.data, config.model.seq_length, sizes, config.training.seed, tokenizer.vocab_size
+    )
+
+
+def build_scaler(precision: PrecisionConfig) -> LossScaler | None:
+    """The loss scaler of fp16; nothing else needs one."""
+    if not precision.fp16:
+        return None
+    fixed = precision.loss_scale
+    return LossScaler(
+        scale=precision.initial_loss_scale if fixed is None else fixed,
+        min_scale=precision.min_loss_scale,
+        window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+        dynamic=fixed is None,
+    )
+
+
+def open_metrics(
+    config: Config, ranks: Ranks, console: Console, tokenizer: Tokenizer, start: Resumed
+) -> Metrics:
+    """The log and its writers, going on where the checkpoint stands."""
+    counters = start.counters
+    position = Position(counters.iteration, counters.consumed_samples, counters.consumed_tokens)
+    writers = open_writers(
+        config.log,
+        rank=ranks.rank,
+        world_size=ranks.num_ranks,
+        resumed_at=position if counters.iteration else None,
+        settings={
+            name: value for part in settings(config).values() for name, value in part.items()
+        },
+    )
+    metrics = Metrics(
+        config.log,
+        console,
+        world_size=ranks.num_ranks,
+        flops_per_token=flops_per_token(config.model, config.recompute, tokenizer.vocab_size),
+        writers=writers,
+    )
+    if start.history:
+        metrics.history.load_state_dict(start.history)
+    return metrics
+
+
+def summary(run: Run) -> list[tuple[str, object]]:
+    """Rows that say what is about to run, with the collectives as they really are."""
+    config, sharding, model = run.config, run.sharding, run.config.model
+    batch = run.schedules.batch_size.final
+    micro_batches = batch // (config.batch.micro_batch_size * run.ranks.num_ranks)
+    shape = (
+        f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
+        f"heads, vocabulary {run.tokenizer.vocab_size:,}"
+    )
+    sources = config.data.data_path or config.data.train_data_path or ("made-up samples",)
+    return [
+        ("model", f"{shape}: {sharding.model.num_parameters():,} parameters"),
+        ("data", " ".join(sources)),
+        ("batch", f"{batch} samples of {model.seq_length} tokens, {micro_batches} micro-batches "
+                  f"of {config.batch.micro_batch_size} on each of {run.ranks.num_ranks} ranks"),
+        ("length", f"{run.schedules.length.iterations:,} iterations"),
+        ("precision", precision(sharding)),
+        ("device", f"{run.ranks.device}, {torch.get_num_threads()} threads"),
+        ("ZeRO stage", sharding.stage),
+        *sharding.describe(micro_batches),
+    ]
+
+
+def precision(sharding: Sharding) -> str:
+    """The format of the computation, and that of the weights the optimizer holds."""
+    return f"{str(sharding.compute_dtype).removeprefix('torch.')}, weights and Adam in float32"

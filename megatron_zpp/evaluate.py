@@ -1,0 +1,22 @@
+"""The held-out loss: the mean over fixed batches, with dropout off."""
+
+import torch
+
+from megatron_zpp.data.loader import Loader
+from megatron_zpp.parallel.mesh import Ranks
+from zeropp import Sharding
+
+
+@torch.no_grad()
+def evaluate(sharding: Sharding, ranks: Ranks, batches: Loader, num_micro_batches: int) -> float:
+    """Mean loss in nats per token of the next `num_micro_batches` micro-batches of every rank."""
+    model = sharding.model
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    for _ in range(num_micro_batches):
+        batch = next(batches).to(ranks.device)
+        total += model(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)
+    model.train()
+    sharding.release()
+    (everywhere,) = ranks.sum(total.item())
+    return everywhere / (num_micro_batches * ranks.num_ranks)

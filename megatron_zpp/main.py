@@ -1,0 +1,108 @@
+"""What the scripts call: argv to exit status; whatever goes wrong is said once and plainly."""
+
+import logging
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from megatron_zpp.arguments import parse
+from megatron_zpp.assemble import assemble
+from megatron_zpp.config import Config
+from megatron_zpp.console import Console
+from megatron_zpp.generate import generate
+from megatron_zpp.parallel.mesh import Ranks, join_ranks
+from megatron_zpp.parallel.watch import Watch
+from megatron_zpp.run import Run
+from megatron_zpp.stopping import Interrupted, Stopping
+from megatron_zpp.train import TEST, VALIDATION, held_out, train
+from zeropp import InputError
+from zeropp.topology import Environment
+
+USAGE_ERROR, FAILED = 2, 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train as `argv` says; returns the process's exit status."""
+    with Console() as console:
+        try:
+            environment = Environment.read()
+            console.rank = environment.rank
+            config = parse(argv, environment.world_size)
+        except InputError as error:
+            console.line(f"error: {error}")
+            return USAGE_ERROR
+        stopping = Stopping(config.training)
+        ranks = join_ranks(environment, config.parallel)
+        watch = Watch(ranks.store, ranks.rank, ranks.num_ranks) if ranks.num_ranks > 1 else None
+        status = _guarded(config, ranks, console, stopping, watch)
+        if watch:
+            watch.close()
+        if status == 0:
+            dist.destroy_process_group()
+        return status
+
+
+def pretrain(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> None:
+    """The whole job: assemble, train, evaluate, show a sample, say where everything lies."""
+    run = assemble(config, ranks, console, stopping)
+    resumed_complete = run.counters.iteration >= run.schedules.length.iterations
+    if resumed_complete:
+        console.line(f"training is complete: {run.counters.iteration} iterations are done")
+    finished = config.training.skip_train or resumed_complete or train(run)
+    if finished:
+        held_out(run, VALIDATION, "the end of training for val data")
+        held_out(run, TEST, "the end of training for test data")
+    sample = None
+    if finished and config.evaluation.sample_prompt is not None:
+        sample = sample_text(run)
+    run.metrics.close()
+    console.ending(run.metrics.history, places(config), sample)
+
+
+def sample_text(run: Run) -> str:
+    """The prompt and what the model makes of it; every rank takes part."""
+    evaluation = run.config.evaluation
+    text = generate(
+        run.sharding.model,
+        run.tokenizer,
+        evaluation.sample_prompt,
+        max_new_tokens=evaluation.sample_length,
+        temperature=0.8,
+        top_k=40,
+        seed=run.config.training.seed,
+    )
+    run.sharding.release()
+    return evaluation.sample_prompt + text
+
+
+def places(config: Config) -> list[tuple[str, str]]:
+    """Where TensorBoard's files and the checkpoints lie."""
+    rows = [("TensorBoard", config.log.tensorboard_dir), ("checkpoints", config.checkpoint.save)]
+    return [(name, place) for name, place in rows if place]
+
+
+def _guarded(
+    config: Config, ranks: Ranks, console: Console, stopping: Stopping, watch: Watch | None
+) -> int:
+    """Run `pretrain`; of several ranks that fail together, the first one says why."""
+    try:
+        pretrain(config, ranks, console, stopping)
+        return 0
+    except InputError as error:
+        stopping.hold()
+        if watch is None or watch.blame_self(str(error)):
+            console.notice(logging.ERROR, str(error))
+        return FAILED
+    except Interrupted as interruption:
+        culprit = watch.find_culprit() if watch else None
+        console.notice(logging.ERROR, culprit or str(interruption))
+        return interruption.code
+    except Exception as error:
+        stopping.hold()
+        culprit = watch.find_culprit() if watch else None
+        if culprit is None:
+            if watch:
+                watch.blame_self(f"{type(error).__name__}: {error}")
+            raise
+        console.notice(logging.ERROR, f"{culprit}; this rank ends too")
+        return FAILED

@@ -1,0 +1,45 @@
+"""The recipe: from a configuration to a sharded, initialised model, without a whole copy anywhere.
+
+Built on the meta device, wrapped (recompute, compile), sharded, given memory, then filled shard by
+shard: no rank ever holds more than its shards and one block.
+"""
+
+import torch
+
+from megatron_zpp.config import Config
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.init import initialize
+from megatron_zpp.model.recompute import compile_blocks, recompute
+from megatron_zpp.parallel.mesh import Ranks
+from zeropp import Sharding, shard
+
+
+def build_model(config: Config, vocab_size: int, ranks: Ranks) -> Sharding:
+    """The GPT that `config.model` describes, sharded over `ranks` by `config.zero`."""
+    with torch.device("meta"):
+        model = GPT(config.model, vocab_size)
+    recompute(model, config.recompute)
+    if config.training.compile:
+        compile_blocks(model)
+    # The residual stream may be fp32 (--fp32-residual-connection): blocks cast their own inputs.
+    sharding = shard(model, ranks.mesh, config.zero, cast_forward_inputs=False)
+    model.to_empty(device=ranks.device)
+    initialize(model, config.training.seed, config.model)
+    return sharding
+
+
+def build_optimizer(model: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
+    """AdamW in Megatron's two groups: matrices decay, biases and normalization gains do not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "decays": True},
+        {"params": [p for p in parameters if p.ndim < 2], "decays": False},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.optimizer.lr,
+        betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
+        eps=config.optimizer.adam_eps,
+        weight_decay=config.optimizer.weight_decay,
+        fused=True,
+    )

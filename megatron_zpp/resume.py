@@ -1,0 +1,139 @@
+"""Between a run and its checkpoints: what goes in beside the tensors, and what comes out."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron_zpp import checkpoint
+from megatron_zpp.checkpoint import TrainingState
+from megatron_zpp.config import Config, ModelConfig
+from megatron_zpp.run import Counters, Run
+from megatron_zpp.schedule import Schedules
+from zeropp import InputError, LossScaler
+
+COUNTED = tuple(field.name for field in dataclasses.fields(Counters))
+IN_STATE = tuple(name for name in COUNTED if name not in ("scheduled_samples", "saved_iteration"))
+# Of the model's section: what does not decide which weights there are and what they mean.
+FREE = (
+    "seq_length", "max_position_embeddings", "init_method_std", "hidden_dropout",
+    "attention_dropout", "fp32_residual_connection", "attention_softmax_in_fp32",
+    "apply_query_key_layer_scaling",
+)
+
+log = logging.getLogger("megatron_zpp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """Where a run starts: at zero, or where the loaded checkpoint stands."""
+
+    counters: Counters
+    schedules: Schedules
+    history: Mapping[str, Any]
+
+
+def save(run: Run) -> None:
+    """Save the whole run, if `--save` names a folder."""
+    config, counters = run.config, run.counters
+    if config.checkpoint.save is None:
+        return
+    run.metrics.flush()
+    counters.saved_iteration = counters.iteration
+    state = TrainingState(
+        **{name: getattr(counters, name) for name in IN_STATE},
+        seed=config.training.seed,
+        world_size=run.ranks.num_ranks,
+        stage=run.sharding.stage,
+        tokenizer=run.tokenizer.fingerprint,
+        loss_scaler=run.scaler.state_dict() if run.scaler else {},
+        schedule={"scheduled_samples": counters.scheduled_samples, **run.schedules.state()},
+        history=run.metrics.history.state_dict(),
+        architecture=architecture(config.model, run.tokenizer.vocab_size),
+        configuration=settings(config),
+    )
+    path = checkpoint.save(
+        config.checkpoint.save,
+        run.sharding.model,
+        run.optimizer,
+        state,
+        keep=config.checkpoint.keep_checkpoints,
+        save_optimizer=not config.checkpoint.no_save_optim,
+    )
+    run.console.line(f"saved checkpoint {path}")
+
+
+def load(
+    config: Config,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: LossScaler | None,
+    tokenizer_fingerprint: str,
+) -> Resumed:
+    """Fill model, optimizer and scaler from the newest checkpoint in `--load`, if there is one."""
+    chosen, schedules = config.checkpoint, Schedules.of(config)
+    state = None
+    if chosen.load is not None:
+        state = checkpoint.load(
+            chosen.load,
+            model,
+            optimizer,
+            load_optimizer=not (chosen.no_load_optim or chosen.finetune),
+            architecture=architecture(config.model, model.vocab_size),
+            tokenizer=tokenizer_fingerprint,
+        )
+    if state is None:
+        if chosen.exit_on_missing_checkpoint:
+            raise InputError(
+                f"--load {chosen.load} holds no checkpoint (--exit-on-missing-checkpoint)"
+            )
+        return Resumed(counters=Counters(), schedules=schedules, history={})
+    log.info("loaded checkpoint of iteration %d from %s", state.iteration, chosen.load)
+    if chosen.finetune or chosen.reset_iteration:
+        return Resumed(counters=Counters(), schedules=schedules, history={})
+    if scaler and state.loss_scaler and not chosen.no_load_optim:
+        scaler.load_state_dict(state.loss_scaler)
+    return Resumed(
+        counters=Counters(
+            **{name: getattr(state, name) for name in IN_STATE},
+            scheduled_samples=state.schedule["scheduled_samples"],
+            saved_iteration=state.iteration,
+        ),
+        schedules=schedules.resumed(state.schedule, config.schedule),
+        history=state.history,
+    )
+
+
+def with_checkpoint_model(config: Config) -> Config:
+    """`config` with the model's shape of the checkpoint in `--load` (`--use-checkpoint-args`)."""
+    path = checkpoint.choose(config.checkpoint.load)
+    if path is None:
+        raise InputError(f"--use-checkpoint-args: --load {config.checkpoint.load} holds none")
+    shape = dict(checkpoint.read_state(path).architecture)
+    shape.pop("vocab_size")
+    positions = shape.pop("num_positions", None)
+    if positions is not None:
+        shape["max_position_embeddings"] = positions
+    return replace(config, model=replace(config.model, **shape))
+
+
+def architecture(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """What must be equal in every model that loads the same weights."""
+    fields = {
+        field.name: getattr(model, field.name)
+        for field in dataclasses.fields(model)
+        if field.name not in FREE
+    }
+    if model.position_embedding_type == "learned_absolute":
+        fields["num_positions"] = model.num_positions
+    return {**fields, "vocab_size": vocab_size}
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """All settings of a run by section, as plain values that JSON can hold."""
+    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    zero = sections.pop("zero").to_dict()
+    return {"zero": zero, **{name: dataclasses.asdict(part) for name, part in sections.items()}}
