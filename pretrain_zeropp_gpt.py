@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_zpp.run import main
+from megatron_zpp.main import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
