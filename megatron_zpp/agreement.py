@@ -75,6 +75,7 @@ def _power(scale: float) -> int | None:
 
 
 _ZERO = "zero_optimization"
+_ACCUMULATION = "gradient_accumulation_steps"
 _RECOMPUTE = "activation_checkpointing"
 TWINS = (
     Twin(dest="zero_stage", key=f"{_ZERO}.stage"),
@@ -141,6 +142,8 @@ def agree(typed: Mapping[str, Assignment], file: JsonFile) -> dict[str, Any]:
         values[twin.dest] = given
     _check_precision(typed, file)
     _check_distributed_optimizer(typed, file)
+    if "rampup_batch_size" in typed and file.given.get(_ACCUMULATION) is not None:
+        raise _contradiction(typed["rampup_batch_size"], file.says(_ACCUMULATION))
     if "fp16.enabled" in file.given and "initial_loss_scale" not in values:
         # The JSON's own default, 2^16, belongs to a loss scaler the JSON switched on.
         values["initial_loss_scale"] = 2.0 ** ZeroConfig().fp16.initial_scale_power

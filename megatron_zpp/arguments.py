@@ -7,6 +7,7 @@ with an InputError that names the flag, the value and what to do.
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp import defaults
@@ -25,11 +26,13 @@ usage: torchrun --nproc-per-node N pretrain_gpt.py [FLAGS]
 GPT pretraining with ZeRO stages 0 to 3. Flags are Megatron's; the file of --deepspeed-config is
 DeepSpeed's JSON. What both leave out has a default, the data too. A flag may be spelled with - or
 _ between its words."""
-SECTIONS: Mapping[str, type[Section]] = {
-    item.name: item.default_factory
-    for item in dataclasses.fields(Config)
-    if isinstance(item.default_factory, type) and issubclass(item.default_factory, Section)
-}
+SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
+    {
+        item.name: item.default_factory
+        for item in dataclasses.fields(Config)
+        if isinstance(item.default_factory, type) and issubclass(item.default_factory, Section)
+    }
+)
 SPOKEN = (*SECTIONS.values(), ZeroFlags, ModelFlags, IdleFlags)
 
 log = logging.getLogger("megatron_zpp")
@@ -76,11 +79,6 @@ def _check_accumulation(config: Config, file: JsonFile, world_size: int) -> None
     key = "gradient_accumulation_steps"
     if file.given.get(key) is None:
         return
-    if config.batch.rampup_batch_size is not None:
-        raise InputError(
-            f"--rampup-batch-size and {file.says(key)} contradict: the ramp-up changes it; "
-            "remove the second"
-        )
     batch = config.batch
     steps = batch.global_batch_size // (batch.micro_batch_size * world_size)
     if steps != file.given[key]:

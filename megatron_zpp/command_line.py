@@ -9,6 +9,7 @@ import logging
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp.config.flag import Flag, Section, check_value, flags
@@ -19,17 +20,17 @@ HELP = ("-h", "--help")
 WIDTH = 100
 FLAG_COLUMN = 42
 # Megatron's flags for what this project does not do, by the beginning of their names.
-ABSENT = {
-    ("num-experts", "moe-", "expert-", "create-moe", "disable-moe"): "mixture of experts",
-    ("fp8-", "fp4-"): "computing in 8 or 4 bits",
-    ("kd", "load-teacher", "mos"): "knowledge distillation",
-    ("rl-", "grpo-"): "reinforcement learning",
-    ("mamba-", "hybrid-"): "state-space layers",
-    ("mtp-",): "multi-token prediction",
-    ("retro-", "retriever-"): "retrieval",
-    ("data-efficiency-", "random-ltd", "curriculum-"): "curricula and token dropping",
-}
-KINDS = {int: "a whole number", float: "a number", str: "a text"}
+ABSENT = (
+    (("num-experts", "moe-", "expert-", "create-moe", "disable-moe"), "mixture of experts"),
+    (("fp8-", "fp4-"), "computing in 8 or 4 bits"),
+    (("kd", "load-teacher", "mos"), "knowledge distillation"),
+    (("rl-", "grpo-"), "reinforcement learning"),
+    (("mamba-", "hybrid-"), "state-space layers"),
+    (("mtp-",), "multi-token prediction"),
+    (("retro-", "retriever-"), "retrieval"),
+    (("data-efficiency-", "random-ltd", "curriculum-"), "curricula and token dropping"),
+)
+KINDS = MappingProxyType({int: "a whole number", float: "a number", str: "a text"})
 
 log = logging.getLogger("megatron_zpp")
 
@@ -185,7 +186,7 @@ def _chosen(choices: tuple[str, ...], spelling: str, text: str) -> str:
 
 def _unknown(spelling: str, words: Mapping[str, Meaning]) -> str:
     name = _plain(spelling[2:])
-    for beginnings, what in ABSENT.items():
+    for beginnings, what in ABSENT:
         if name.startswith(beginnings):
             return f"{spelling} is not available: there is no {what} here; leave it out"
     close = difflib.get_close_matches(name, words, n=3, cutoff=0.6)

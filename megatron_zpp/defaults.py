@@ -6,6 +6,7 @@ configuration built from all of them is complete.
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp.config import BatchConfig, ModelConfig, OptimizerConfig
@@ -13,13 +14,18 @@ from zeropp.errors import InputError
 
 ITERATIONS = 100
 # With the default length, so that something is seen of it.
-SHORT_RUN = {"train_iters": ITERATIONS, "log_interval": 10, "eval_iters": 10}
+SHORT_RUN = MappingProxyType({"train_iters": ITERATIONS, "log_interval": 10, "eval_iters": 10})
 LENGTHS = ("train_iters", "train_samples", "train_tokens")
 SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
-SHAPE = {
-    name: getattr(ModelConfig(), name)
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-} | {"lr": OptimizerConfig().lr}
+SHAPE = MappingProxyType(
+    {
+        "num_layers": ModelConfig().num_layers,
+        "hidden_size": ModelConfig().hidden_size,
+        "num_attention_heads": ModelConfig().num_attention_heads,
+        "seq_length": ModelConfig().seq_length,
+        "lr": OptimizerConfig().lr,
+    }
+)
 
 
 def settled(values: Mapping[str, Any], accumulation: int | None, world_size: int) -> dict[str, Any]:

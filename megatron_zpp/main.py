@@ -31,15 +31,15 @@ def main(argv: Sequence[str]) -> int:
         except InputError as error:
             console.line(f"error: {error}")
             return USAGE_ERROR
-        stopping = Stopping(config.training)
-        ranks = join_ranks(environment, config.parallel)
-        watch = Watch(ranks.store, ranks.rank, ranks.num_ranks) if ranks.num_ranks > 1 else None
-        status = _guarded(config, ranks, console, stopping, watch)
-        if watch:
-            watch.close()
-        if status == 0:
-            dist.destroy_process_group()
-        return status
+        with Stopping(config.training) as stopping:
+            ranks = join_ranks(environment, config.parallel)
+            watch = Watch(ranks.store, ranks.rank, ranks.num_ranks) if ranks.num_ranks > 1 else None
+            status = _guarded(config, ranks, console, stopping, watch)
+            if watch:
+                watch.close()
+            if status == 0:
+                dist.destroy_process_group()
+            return status
 
 
 def pretrain(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> None:

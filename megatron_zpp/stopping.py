@@ -6,6 +6,7 @@ iteration and all ranks agree on before saving. Without it they end the process.
 
 import signal
 import time
+from contextlib import AbstractContextManager
 from types import FrameType
 
 from megatron_zpp.config import TrainingConfig
@@ -22,16 +23,26 @@ class Interrupted(BaseException):
         self.code = 128 + number
 
 
-class Stopping:
-    """This process's reasons to stop early; `reason` is the same on every rank."""
+class Stopping(AbstractContextManager):
+    """This process's reasons to stop early; `reason` is the same on every rank.
+
+    As a context it listens to the signals.
+    """
 
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config
         self._received: int | None = None
         self._immediate = not config.exit_signal_handler
         self._started = time.monotonic()
-        for number in SIGNALS:
-            signal.signal(number, self._receive)
+        self._handlers = []
+
+    def __enter__(self) -> "Stopping":
+        self._handlers = [signal.signal(number, self._receive) for number in SIGNALS]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in zip(SIGNALS, self._handlers, strict=True):
+            signal.signal(number, handler)
 
     def reason(self, iteration: int, ranks: Ranks) -> str | None:
         """Why to save and stop after `iteration`, or None; a collective only where it must be."""

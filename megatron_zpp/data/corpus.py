@@ -16,7 +16,7 @@ import sysconfig
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer as Model
@@ -128,7 +128,9 @@ def _read_documents(source: Path, seed: int) -> list[Document]:
 def _source_files(source: Path) -> Iterator[Path]:
     for folder, subfolders, files in os.walk(source):
         subfolders[:] = [name for name in subfolders if _is_wanted(name)]
-        yield from (Path(folder, name) for name in files if name.endswith(".py") and _is_wanted(name))
+        yield from (
+            Path(folder, name) for name in files if name.endswith(".py") and _is_wanted(name)
+        )
 
 
 def _is_wanted(name: str) -> bool:
@@ -178,14 +180,22 @@ def _fill(folder: Path, documents: Sequence[Document], vocab_size: int) -> None:
     logger.info(
         "default corpus: %d files of the Python %s standard library, %.1f MB; training a tokenizer "
         "of %d entries on %d of them",
-        len(documents), platform.python_version(), num_bytes / 1e6, vocab_size, len(trained_on),
+        len(documents),
+        platform.python_version(),
+        num_bytes / 1e6,
+        vocab_size,
+        len(trained_on),
     )
     model = train_tokenizer((document.text for document in trained_on), vocab_size)
     definition = model.to_str(pretty=True).encode()
     write_atomically(folder / TOKENIZER, lambda file: file.write(definition))
     num_tokens = _encode(folder, documents)
-    corpus = {"split": SPLIT, "num_documents": len(documents), "num_bytes": num_bytes,
-              "num_tokens": num_tokens}
+    corpus = {
+        "split": SPLIT,
+        "num_documents": len(documents),
+        "num_bytes": num_bytes,
+        "num_tokens": num_tokens,
+    }
     manifest = {"corpus": corpus, "file_bytes": _sizes(folder)}
     text = json.dumps(manifest, indent=1).encode()
     write_atomically(folder / MANIFEST, lambda file: file.write(text))
@@ -205,7 +215,9 @@ def _encode(folder: Path, documents: Sequence[Document]) -> int:
             if start // BATCH % 4 == 3 or start + BATCH >= len(documents):
                 logger.info(
                     "default corpus: %d of %d files encoded, %d tokens",
-                    start + len(batch), len(documents), num_tokens,
+                    start + len(batch),
+                    len(documents),
+                    num_tokens,
                 )
     return num_tokens
 

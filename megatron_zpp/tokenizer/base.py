@@ -1,17 +1,19 @@
 """What every tokenizer offers, and how it proves that two of them are the same.
 
-Ids run from 0 to vocab_size - 1. The end-of-document id `eod` is never made by `encode`: a text that
-spells its name is ordinary text. Ids that the vocabulary files do not know (added by us, or reserved
-by --vocab-extra-ids) have a name in `reserved`, which is what they decode to.
+Ids run from 0 to vocab_size - 1. The end-of-document id `eod` is never made from text: a text that
+spells its name is ordinary text. Ids that the vocabulary files do not know (added by us, or by
+--vocab-extra-ids) have a name in `reserved`, which is what they decode to.
 """
 
 import hashlib
 import importlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType, ModuleType
+from typing import Any
 
 from zeropp.errors import InputError
 
@@ -28,8 +30,13 @@ class Tokenizer(ABC):
     reserved: Mapping[int, str]
 
     def __init__(
-        self, *, size: int, eod: int, identity: Iterable[str | bytes | int],
-        added: Iterable[str] = (), extra_ids: int = 0,
+        self,
+        *,
+        size: int,
+        eod: int,
+        identity: Iterable[str | bytes | int],
+        added: Iterable[str] = (),
+        extra_ids: int = 0,
     ):
         """Number the `added` names and the extra ids after the `size` ids of the vocabulary."""
         if extra_ids < 0:
@@ -54,8 +61,9 @@ class Tokenizer(ABC):
         Raises InputError for an id outside the vocabulary.
         """
         parts = []
-        for is_reserved, run in groupby(map(self._checked, ids), key=self.reserved.__contains__):
-            parts += map(self.reserved.get, run) if is_reserved else [self._decode(list(run))]
+        for is_reserved, group in groupby(map(self._checked, ids), key=self.reserved.__contains__):
+            run = list(group)
+            parts += [self.reserved[token] for token in run] if is_reserved else [self._decode(run)]
         return "".join(parts)
 
     @abstractmethod
@@ -65,7 +73,7 @@ class Tokenizer(ABC):
     def _checked(self, token: int) -> int:
         if not 0 <= token < self.vocab_size:
             raise InputError(
-                f"token id {token} is outside the vocabulary of {self.vocab_size} ids of {self.name}"
+                f"token id {token} is outside the {self.vocab_size} ids of {self.name}"
             )
         return int(token)
 
@@ -85,6 +93,16 @@ def read_text(path: str | Path, flag: str) -> str:
     except UnicodeDecodeError as error:
         raise InputError(
             f"{flag} {path}: not UTF-8 text (byte {error.start}); is it the right file?"
+        ) from error
+
+
+def read_json(path: str | Path, flag: str) -> Any:
+    """Value of a JSON file a person named by `flag`; InputError gives line and column."""
+    try:
+        return json.loads(read_text(path, flag))
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"{flag} {path}: not JSON (line {error.lineno}, column {error.colno}: {error.msg})"
         ) from error
 
 

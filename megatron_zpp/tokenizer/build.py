@@ -11,7 +11,9 @@ from megatron_zpp.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron_zpp.tokenizer.hugging_face import HFTokenizer
 from megatron_zpp.tokenizer.null import NullTokenizer
 from megatron_zpp.tokenizer.sentence_piece import (
-    GPTSentencePieceTokenizer, Llama2Tokenizer, SentencePieceTokenizer,
+    GPTSentencePieceTokenizer,
+    Llama2Tokenizer,
+    SentencePieceTokenizer,
 )
 from zeropp.errors import InputError
 
@@ -51,7 +53,9 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         if field not in fields and getattr(config, field) is not None:
             logger.info(
                 "%s %s has no effect with --tokenizer-type %s",
-                _flag(field), getattr(config, field), kind,
+                _flag(field),
+                getattr(config, field),
+                kind,
             )
     return tokenizer(*(getattr(config, field) for field in fields), config.vocab_extra_ids)
 

@@ -1,17 +1,21 @@
 """GPT-2's byte-level BPE from vocab.json and merges.txt, run by tiktoken.
 
 tiktoken wants a rank for every token and joins the neighbours whose union has the lowest rank; the
-number of a line in merges.txt is such a rank. That gives GPT-2's own segmentation as long as every
-line joins tokens that exist by then and no two lines make the same token, which is checked here.
+number of a line in merges.txt is such a rank. That gives GPT-2's own segmentation for whatever a
+training can write: lines joining tokens that exist by then, each into a new token (checked here).
 Where ranks differ from the ids in vocab.json, they are translated after encoding.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 
 from megatron_zpp.tokenizer.base import (
-    END_OF_DOCUMENT, Tokenizer, load_package, read_bytes, read_text,
+    END_OF_DOCUMENT,
+    Tokenizer,
+    load_package,
+    read_bytes,
+    read_json,
+    read_text,
 )
 from zeropp.errors import InputError
 
@@ -25,7 +29,7 @@ MAX_SHOWN = 3
 
 
 class GPT2BPETokenizer(Tokenizer):
-    """Ids are those of `vocab_file`, segmentation that of `merge_file`; InputError if they differ."""
+    """Ids of `vocab_file`, segmentation of `merge_file`; InputError where the two disagree."""
 
     name = "GPT2BPETokenizer"
 
@@ -37,8 +41,13 @@ class GPT2BPETokenizer(Tokenizer):
         tokens = _ranked_tokens(vocab, merge_file, alphabet, vocab_file)
         _check_all_made(vocab, tokens, vocab_file, merge_file)
         super().__init__(
-            size=max(vocab.values()) + 1, eod=vocab[END_OF_DOCUMENT], extra_ids=extra_ids,
-            identity=[read_bytes(vocab_file, "--vocab-file"), read_bytes(merge_file, "--merge-file")],
+            size=max(vocab.values()) + 1,
+            eod=vocab[END_OF_DOCUMENT],
+            extra_ids=extra_ids,
+            identity=[
+                read_bytes(vocab_file, "--vocab-file"),
+                read_bytes(merge_file, "--merge-file"),
+            ],
         )
         pieces = [bytes(alphabet[character] for character in token) for token in tokens]
         ids = [vocab[token] for token in tokens]
@@ -46,7 +55,9 @@ class GPT2BPETokenizer(Tokenizer):
         self._bytes_of_id = {number: token.encode() for token, number in vocab.items()}
         self._bytes_of_id.update(zip(ids, pieces, strict=True))
         self._encoding = load_package("tiktoken", self.name).Encoding(
-            name=self.name, pat_str=WORDS, special_tokens={},
+            name=self.name,
+            pat_str=WORDS,
+            special_tokens={},
             mergeable_ranks={piece: rank for rank, piece in enumerate(pieces)},
         )
 
@@ -85,17 +96,14 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 def _read_vocab(path: str) -> dict[str, int]:
-    try:
-        vocab = json.loads(read_text(path, "--vocab-file"))
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"--vocab-file {path}: not JSON (line {error.lineno}, column {error.colno}: {error.msg})"
-        ) from error
+    vocab = read_json(path, "--vocab-file")
     if not isinstance(vocab, dict) or not vocab:
         raise InputError(f'--vocab-file {path}: expected one JSON object {{"token": id, ...}}')
     for token, number in vocab.items():
         if type(number) is not int or number < 0:
-            raise InputError(f"--vocab-file {path}: id of {token!r} is {number!r}, not a whole number")
+            raise InputError(
+                f"--vocab-file {path}: id of {token!r} is {number!r}, not a whole number"
+            )
     if len(set(vocab.values())) < len(vocab):
         raise InputError(f"--vocab-file {path}: two tokens have the same id")
     return vocab
@@ -116,27 +124,25 @@ def _ranked_tokens(
         line = line.rstrip("\r")
         if not line or (number == 1 and line.startswith("#version")):
             continue
-        parts = line.split(" ")
-        if len(parts) != 2:
-            raise InputError(f"--merge-file {path}, line {number}: expected two tokens, got {line!r}")
-        unmade = [part for part in parts if part not in made_at]
-        if unmade:
-            raise InputError(
-                f"--merge-file {path}, line {number}: {unmade[0]!r} is neither a byte nor made by "
-                "an earlier line"
-            )
-        token = "".join(parts)
-        if token not in vocab:
-            raise InputError(
-                f"--merge-file {path}, line {number}: makes {token!r}, which is not in --vocab-file "
-                f"{vocab_file}; the two files do not belong together"
-            )
-        if token in made_at:
-            raise InputError(
-                f"--merge-file {path}, line {number}: makes {token!r} again, after line {made_at[token]}"
-            )
+        token = line.replace(" ", "", 1)
+        problem = _merge_problem(line, made_at)
+        if not problem and token not in vocab:
+            problem = f"{token!r} is not in --vocab-file {vocab_file}; they do not belong together"
+        if problem:
+            raise InputError(f"--merge-file {path}, line {number}: {problem}")
         made_at[token] = number
     return list(made_at)
+
+
+def _merge_problem(line: str, made_at: Mapping[str, int]) -> str:
+    parts = line.split(" ")
+    if len(parts) != 2 or not all(parts):
+        return f"expected two tokens and a space between them, got {line!r}"
+    for part in parts:
+        if part not in made_at:
+            return f"{part!r} is neither a byte nor made by an earlier line"
+    token = "".join(parts)
+    return f"makes {token!r} again, after line {made_at[token]}" if token in made_at else ""
 
 
 def _check_all_made(

@@ -4,13 +4,16 @@ A tokenizer.json does not say which token ends a document. It is `eos_token` of 
 tokenizer_config.json beside it, or else the one token of the vocabulary that bears a usual name.
 """
 
-import json
-from pathlib import Path
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_zpp.tokenizer.base import (
-    END_OF_DOCUMENT, Tokenizer, load_package, read_bytes, read_text,
+    END_OF_DOCUMENT,
+    Tokenizer,
+    load_package,
+    read_bytes,
+    read_json,
 )
 from zeropp.errors import InputError
 
@@ -30,7 +33,9 @@ class HFTokenizer(Tokenizer):
         if not vocab:
             raise InputError(f"--tokenizer-model {path}: the vocabulary is empty")
         super().__init__(
-            size=max(vocab.values()) + 1, eod=_end_of_document(path, vocab), extra_ids=extra_ids,
+            size=max(vocab.values()) + 1,
+            eod=_end_of_document(path, vocab),
+            extra_ids=extra_ids,
             identity=[content],
         )
 
@@ -61,12 +66,11 @@ def _load(path: Path, content: bytes, name: str) -> Any:
 
 
 def _end_of_document(path: Path, vocab: Mapping[str, int]) -> int:
-    declared = _declared_end(path.with_name("tokenizer_config.json"))
+    beside = path.with_name("tokenizer_config.json")
+    declared = _declared_end(beside)
     if declared is not None:
         if declared not in vocab:
-            raise InputError(
-                f"{path.with_name('tokenizer_config.json')}: eos_token {declared!r} is not in {path}"
-            )
+            raise InputError(f"{beside}: eos_token {declared!r} is not in {path}")
         return vocab[declared]
     found = [token for token in USUAL_ENDS if token in vocab]
     if len(found) != 1:
@@ -82,12 +86,7 @@ def _declared_end(path: Path) -> str | None:
     """`eos_token` of a tokenizer_config.json: a string, an object with `content`, or nothing."""
     if not path.exists():
         return None
-    try:
-        config = json.loads(read_text(path, "--tokenizer-model"))
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"{path}: not JSON (line {error.lineno}, column {error.colno}: {error.msg})"
-        ) from error
+    config = read_json(path, "--tokenizer-model: the file beside it,")
     end = config.get("eos_token") if isinstance(config, dict) else None
     end = end.get("content") if isinstance(end, dict) else end
     if end is not None and not isinstance(end, str):

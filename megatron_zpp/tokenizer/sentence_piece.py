@@ -27,7 +27,10 @@ class SentencePieceTokenizer(Tokenizer):
         added = [token for token in self._added() if token not in pieces]
         ids = pieces | {token: number for number, token in enumerate(added, start=size)}
         super().__init__(
-            size=size, eod=self._end_of_document(ids, model_file), added=added, extra_ids=extra_ids,
+            size=size,
+            eod=self._end_of_document(ids, model_file),
+            added=added,
+            extra_ids=extra_ids,
             identity=[Path(model_file).read_bytes()],
         )
 
@@ -39,8 +42,11 @@ class SentencePieceTokenizer(Tokenizer):
         return self._model.decode(ids)
 
     def _added(self) -> list[str]:
-        special = {"<PAD>": self._model.pad_id(), "<BOS>": self._model.bos_id(),
-                   "<EOS>": self._model.eos_id()}
+        special = {
+            "<PAD>": self._model.pad_id(),
+            "<BOS>": self._model.bos_id(),
+            "<EOS>": self._model.eos_id(),
+        }
         return [*ADDED, *(token for token, number in special.items() if number < 0)]
 
     def _end_of_document(self, ids: dict[str, int], model_file: str) -> int:
@@ -88,4 +94,6 @@ def _load(path: str, name: str) -> Any:
     try:
         return library.SentencePieceProcessor(model_proto=content)
     except (RuntimeError, OSError) as error:
-        raise InputError(f"--tokenizer-model {path}: not a SentencePiece model ({error})") from error
+        raise InputError(
+            f"--tokenizer-model {path}: not a SentencePiece model ({error})"
+        ) from error
