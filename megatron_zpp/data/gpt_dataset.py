@@ -1,0 +1,218 @@
+"""Samples of S + 1 tokens for training, validation and test, the same as megatron-core 0.19.2's.
+
+`build_datasets` opens the files, divides their sequences by `--split` (or takes one blend for each
+split), and blends. Every rank calls it; the index arrays are cached on disk, so that if rank 0
+calls it first and the others after a barrier, they are built once.
+"""
+
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_zpp.config import DataConfig
+from megatron_zpp.data.blend import BlendedDataset, blend_index, parse_blend
+from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.mock import MockDataset
+from megatron_zpp.data.sample_index import SampleRequest, cached_sample_index
+from megatron_zpp.data.split import SPLITS, parse_split, sequence_range
+from zeropp.errors import InputError
+
+SURPLUS = 0.005  # a blended dataset is built this much longer than its share, as in megatron-core
+
+logger = logging.getLogger("megatron_zpp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSpec:
+    """What is the same for all datasets of a run."""
+
+    seq_length: int
+    seed: int
+    vocab_size: int
+    cache: str | None  # folder of the index arrays; None: beside each dataset
+
+
+class GPTDataset:
+    """At least `num_samples` shuffled samples (None: those of one epoch) of a range of sequences.
+
+    Without a single token in the range there is nothing to build: the caller sees to that.
+    """
+
+    def __init__(
+        self,
+        source: IndexedDataset,
+        sequences: range,
+        split: str,
+        num_samples: int | None,
+        spec: SampleSpec,
+    ) -> None:
+        self.source, self.spec = source, spec
+        request = SampleRequest(
+            sequences=sequences,
+            seq_length=spec.seq_length,
+            num_samples=num_samples,
+            seed=spec.seed,
+        )
+        folder = Path(spec.cache or Path(source.prefix, "cache", "GPTDataset_indices"))
+        self.index = cached_sample_index(source.lengths, request, folder, split)
+
+    def __len__(self) -> int:
+        return len(self.index.shuffle)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Sample `index`: dict(tokens int64 [S + 1]); InputError for a foreign token id."""
+        row = int(self.index.shuffle[index])
+        (first, offset), (last, end) = self.index.sample[row : row + 2].tolist()
+        documents = self.index.document[first : last + 1].tolist()
+        if first == last:
+            parts = [self.source.get(documents[0], offset, end + 1 - offset)]
+        else:
+            middle = [self.source.get(document) for document in documents[1:-1]]
+            tail = self.source.get(documents[-1], 0, end + 1)
+            parts = [self.source.get(documents[0], offset), *middle, tail]
+        tokens = np.concatenate(parts, dtype=np.int64)
+        self._check_vocabulary(tokens)
+        return {"tokens": tokens}
+
+    def _check_vocabulary(self, tokens: np.ndarray) -> None:
+        # Here and not once for the whole file: a file of terabytes is never read twice.
+        vocab_size = self.spec.vocab_size
+        if tokens.max() < vocab_size and tokens.min() >= 0:
+            return
+        wrong = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+        raise InputError(
+            f"{self.source.bin_path} holds token id {wrong}, but the tokenizer's vocabulary has "
+            f"{vocab_size} entries (ids 0 to {vocab_size - 1}): preprocess the text with this "
+            "tokenizer, or give the tokenizer that wrote it"
+        )
+
+
+def build_datasets(
+    data: DataConfig, seq_length: int, sizes: tuple[int, int, int], seed: int, vocab_size: int
+) -> "tuple[GPTDataset | BlendedDataset | MockDataset | None, ...]":
+    """Training, validation and test data of at least `sizes` samples; None for a split without.
+
+    Prefixes without weights make at most the samples of one epoch of all of them. Raises InputError
+    for missing, damaged or insufficient data.
+    """
+    if data.mock_data:
+        seeds = [(seed, number) for number in range(len(SPLITS))]
+        return tuple(
+            MockDataset(size, seq_length, vocab_size, key) if size else None
+            for size, key in zip(sizes, seeds, strict=True)
+        )
+    spec = SampleSpec(
+        seq_length=seq_length, seed=seed, vocab_size=vocab_size, cache=data.data_cache_path
+    )
+    paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    builder = _Builder(spec, data.split if data.data_path is not None else None)
+    if data.data_path is not None:
+        paths, bounds = (data.data_path,) * len(SPLITS), parse_split(data.split)
+    elif any(paths):
+        bounds = [(0.0, 1.0) if path else None for path in paths]
+    else:
+        raise InputError("no data: give --data-path, --train-data-path or --mock-data")
+    return tuple(
+        builder.build(path, portion, size) if portion else None
+        for path, portion, size in zip(paths, map(_portion, SPLITS, bounds), sizes, strict=True)
+    )
+
+
+class _Portion(NamedTuple):
+    """One split: its name, and where it begins and ends as fractions of each dataset."""
+
+    split: str
+    bounds: tuple[float, float]
+
+
+class _Builder:
+    """Builds the datasets of all splits; a file that several of them use is opened once."""
+
+    def __init__(self, spec: SampleSpec, split_text: str | None) -> None:
+        self.spec, self.split_text = spec, split_text
+        self.sources: dict[str, IndexedDataset] = {}
+
+    def build(
+        self, paths: tuple[str, ...], portion: _Portion, size: int
+    ) -> "GPTDataset | BlendedDataset | None":
+        """One split's data; None if no sample is asked for and none can be made."""
+        prefixes, weights = parse_blend(paths)
+        # With one blend per split the weight of a single prefix says nothing (as megatron-core).
+        if len(prefixes) == 1 and (weights is None or self.split_text is None):
+            sequences = self._sequences(prefixes[0], portion)
+            if not size and self._tokens(prefixes[0], sequences) <= self.spec.seq_length:
+                return None
+            dataset = self._single(prefixes[0], portion, size)
+        elif not size:
+            return None
+        elif weights is None:
+            dataset = self._unweighted(prefixes, portion, size)
+        else:
+            dataset = self._weighted(prefixes, weights, portion, size)
+        logger.info(
+            "%s: %d samples of %d tokens from %s",
+            portion.split,
+            len(dataset),
+            self.spec.seq_length,
+            ", ".join(prefixes),
+        )
+        return dataset
+
+    def _unweighted(self, prefixes: list[str], portion: _Portion, size: int) -> BlendedDataset:
+        """One epoch of every dataset, blended by length."""
+        datasets = [self._single(prefix, portion, None) for prefix in prefixes]
+        lengths = [len(dataset) for dataset in datasets]
+        return BlendedDataset(datasets, blend_index(lengths, min(size, sum(lengths))))
+
+    def _weighted(
+        self, prefixes: list[str], weights: list[float], portion: _Portion, size: int
+    ) -> BlendedDataset:
+        shares = [math.ceil(size * weight) for weight in weights]
+        index = blend_index(weights, sum(shares))
+        taken = np.bincount(index[0], minlength=len(prefixes)).tolist()
+        datasets = []
+        for prefix, share, count in zip(prefixes, shares, taken, strict=True):
+            dataset = self._single(prefix, portion, math.ceil(share * (1 + SURPLUS)))
+            # Where the surplus is too small megatron-core gives up; here the dataset gets longer.
+            if len(dataset) < count:
+                dataset = self._single(prefix, portion, count)
+            datasets.append(dataset)
+        return BlendedDataset(datasets, index)
+
+    def _single(self, prefix: str, portion: _Portion, size: int | None) -> GPTDataset:
+        """The samples of one prefix; `size` None: one epoch."""
+        sequences, needed = self._sequences(prefix, portion), self.spec.seq_length + 1
+        tokens, total = self._tokens(prefix, sequences), len(self.sources[prefix])
+        if not tokens and self.split_text is not None:
+            raise InputError(
+                f"--split {self.split_text!r} leaves no document for {portion.split} of the "
+                f"{total} in {prefix}: give {portion.split} a larger weight, or 0"
+            )
+        if self._tokens(prefix, range(total)) < needed or (size is None and tokens < needed):
+            raise InputError(
+                f"{prefix} has {tokens} tokens for {portion.split}, fewer than one sample of "
+                f"--seq-length {self.spec.seq_length} + 1: give more text or a shorter length"
+            )
+        if tokens < needed:
+            logger.warning(
+                "%s: the %d tokens of %s are fewer than one sample of %d; they are repeated in it",
+                *(portion.split, tokens, prefix, needed),
+            )
+        return GPTDataset(self.sources[prefix], sequences, portion.split, size, self.spec)
+
+    def _sequences(self, prefix: str, portion: _Portion) -> range:
+        if prefix not in self.sources:
+            self.sources[prefix] = IndexedDataset(prefix)
+        return sequence_range(portion.bounds, len(self.sources[prefix]))
+
+    def _tokens(self, prefix: str, sequences: range) -> int:
+        lengths = self.sources[prefix].lengths[sequences.start : sequences.stop]
+        return int(np.sum(lengths, dtype=np.int64))
+
+
+def _portion(split: str, bounds: tuple[float, float] | None) -> _Portion | None:
+    return None if bounds is None else _Portion(split, bounds)

@@ -1,0 +1,222 @@
+"""Megatron's pair of files: `.bin` holds token ids one after another, `.idx` says what is where.
+
+    .idx  MMIDIDX\\0\\0 | u64 version 1 | u8 type of a token | u64 sequences n | u64 entries d
+          int32 lengths[n] (tokens) | int64 pointers[n] (bytes) | int64 documents[d] | int8 modes[n]
+
+Document j is the sequences documents[j] to documents[j + 1]; an empty document has none. The modes
+are optional and not used here. All numbers are little endian.
+"""
+
+import os
+import struct
+from array import array
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from zeropp.atomic import sync_folder, write_atomically
+from zeropp.errors import InputError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+CHUNK = 1 << 20  # sequences checked at once
+UINT16_LIMIT = 65500  # Megatron's bound on the vocabulary, below the type's own 65536
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Type of a token on disk for a vocabulary, as Megatron chooses it."""
+    return np.dtype("<u2" if vocab_size < UINT16_LIMIT else "<i4")
+
+
+class IndexedDataset:
+    """A dataset on disk, mapped into memory: `lengths` int32 [n], `document_index` int64 [d].
+
+    Raises InputError if a file is missing, is no Megatron file, or does not match the other one.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        self.idx_path, self.bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        _check_pair(self.prefix, self.idx_path, self.bin_path)
+        index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
+        self.dtype, self.lengths, self._pointers, self.document_index = _parse(
+            index, self.idx_path
+        )
+        self._check_documents()
+        self._check_extent()
+        self._tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r")
+
+    def __reduce__(self) -> tuple:
+        # A process that receives a dataset maps the files itself; the arrays are not sent.
+        return IndexedDataset, (self.prefix,)
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.lengths)
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens [length] of one sequence from `offset` on; a read-only view of the file."""
+        available = int(self.lengths[sequence]) - offset
+        length = available if length is None else length
+        assert 0 <= offset and 0 <= length <= available, (sequence, offset, length)
+        start = int(self._pointers[sequence]) // self.dtype.itemsize + offset
+        return self._tokens[start : start + length]
+
+    def _check_documents(self) -> None:
+        """Documents must cover the sequences in order."""
+        documents = self.document_index
+        if not len(self.lengths):
+            raise InputError(f"{self.idx_path} holds no sequence: the dataset is empty")
+        covered = len(documents) and documents[0] == 0 and documents[-1] == len(self.lengths)
+        if not covered or (documents[1:] < documents[:-1]).any():
+            raise InputError(
+                f"{self.idx_path} is damaged: its document index should rise from 0 to the "
+                f"{len(self.lengths)} sequences of the file; preprocess the text again"
+            )
+
+    def _check_extent(self) -> None:
+        """Each sequence must lie in the tokens' file, which must have no byte beyond them."""
+        size, expected = self.dtype.itemsize, 0
+        for start in range(0, len(self.lengths), CHUNK):
+            lengths = self.lengths[start : start + CHUNK].astype(np.int64)
+            pointers = self._pointers[start : start + CHUNK].astype(np.int64)
+            if lengths.min() < 0 or pointers.min() < 0 or (pointers % size).any():
+                raise InputError(
+                    f"{self.idx_path} is damaged: a length or pointer is negative, or inside a "
+                    f"token of {size} bytes; preprocess the text again"
+                )
+            expected = max(expected, int((pointers + lengths * size).max()))
+        found = self.bin_path.stat().st_size
+        if expected == 0:
+            raise InputError(f"{self.bin_path} holds no token: the dataset is empty")
+        if found != expected:
+            raise InputError(
+                f"{self.bin_path} has {found} bytes, but {self.idx_path} describes {expected}: the "
+                "file is truncated, or the two belong to different datasets; copy or preprocess "
+                "both again"
+            )
+
+
+class IndexedDatasetWriter:
+    """Writes a dataset sequence by sequence; both files appear at `finalize`, complete, or never.
+
+    As a context manager it finalizes at the end, and removes what it wrote after an exception.
+    """
+
+    def __init__(self, prefix: str | Path, vocab_size: int) -> None:
+        self.idx_path, self.bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        self.vocab_size, self.dtype = vocab_size, token_dtype(vocab_size)
+        self.bin_path.parent.mkdir(parents=True, exist_ok=True)
+        self._aside = self.bin_path.with_name(f".{self.bin_path.name}.{os.getpid()}.tmp")
+        self._file = open(self._aside, "wb")  # noqa: SIM115 (closed by finalize or abort)
+        self._lengths = array("i")  # int32
+        self._documents = array("q", [0])  # int64
+
+    def __enter__(self) -> "IndexedDatasetWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self.abort()
+        elif not self._file.closed:
+            self.finalize()
+
+    def add_item(self, tokens: np.ndarray | list[int]) -> None:
+        """Append one sequence of token ids [length]; InputError if one is not in the vocabulary."""
+        tokens = np.asarray(tokens, dtype=np.int64)
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+            wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)][0]
+            raise InputError(
+                f"token id {wrong} does not fit {self.bin_path}: the vocabulary has "
+                f"{self.vocab_size} entries (ids 0 to {self.vocab_size - 1})"
+            )
+        self._file.write(tokens.astype(self.dtype).tobytes())
+        self._lengths.append(tokens.size)
+
+    def end_document(self) -> None:
+        """Close the current document; without a sequence since the last one it is an empty one."""
+        self._documents.append(len(self._lengths))
+
+    def finalize(self) -> None:
+        """Put both files in their places; InputError if there is nothing in them."""
+        lengths = np.frombuffer(self._lengths, dtype=np.int32)
+        if not lengths.any():
+            self.abort()
+            raise InputError(f"no tokens for {self.bin_path}: the text is empty")
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            # Without an index there is no dataset: a new .bin never meets an old .idx.
+            self.idx_path.unlink(missing_ok=True)
+            os.replace(self._aside, self.bin_path)
+        finally:
+            self.abort()
+        sync_folder(self.bin_path.parent)
+        documents = np.frombuffer(self._documents, dtype=np.int64)
+        write_atomically(
+            self.idx_path, lambda file: file.write(_index_bytes(self.dtype, lengths, documents))
+        )
+
+    def abort(self) -> None:
+        """Remove what was written so far; nothing is left."""
+        self._file.close()
+        self._aside.unlink(missing_ok=True)
+
+
+def _check_pair(prefix: str, idx_path: Path, bin_path: Path) -> None:
+    missing = [path for path in (idx_path, bin_path) if not path.is_file()]
+    if not missing and not idx_path.stat().st_size:
+        raise InputError(f"{idx_path} has 0 bytes, expected at least {HEADER.size}: it is no index")
+    if not missing:
+        return
+    if len(missing) == 1:
+        raise InputError(f"{missing[0]} is missing: a dataset is a pair of .idx and .bin")
+    hint = "preprocess the text first (tools/preprocess_data.py)"
+    if prefix.endswith((".bin", ".idx")):
+        hint = f"give the path without its ending, {prefix[:-4]}"
+    raise InputError(f"no dataset at {prefix}: expected {idx_path} and {bin_path}; {hint}")
+
+
+def _parse(index: np.memmap, path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+    """Token type, lengths int32 [n], pointers int64 [n], document index int64 [d]; views."""
+    if len(index) < HEADER.size or bytes(index[: len(MAGIC)]) != MAGIC:
+        raise InputError(
+            f"{path} is no Megatron index: {len(index)} bytes that begin with "
+            f"{bytes(index[: len(MAGIC)])!r}, expected at least {HEADER.size} and {MAGIC!r}"
+        )
+    _, version, code, sequences, entries = HEADER.unpack(bytes(index[: HEADER.size]))
+    if version != VERSION:
+        raise InputError(f"{path} is of version {version}; this reads version {VERSION}")
+    if code not in CODES or np.dtype(CODES[code]).kind == "f":
+        raise InputError(f"{path} gives its tokens the type code {code}: no type of whole numbers")
+    expected = HEADER.size + 12 * sequences + 8 * entries
+    if len(index) not in (expected, expected + sequences):
+        raise InputError(
+            f"{path} has {len(index)} bytes, but its header describes {expected} ({sequences} "
+            f"sequences, {entries} document entries): copy or preprocess the dataset again"
+        )
+    pointers = HEADER.size + 4 * sequences
+    documents = pointers + 8 * sequences
+    return (
+        np.dtype(CODES[code]),
+        index[HEADER.size : pointers].view("<i4"),
+        index[pointers:documents].view("<i8"),
+        index[documents : documents + 8 * entries].view("<i8"),
+    )
+
+
+def _index_bytes(dtype: np.dtype, lengths: np.ndarray, documents: np.ndarray) -> bytes:
+    code = next(code for code, name in CODES.items() if np.dtype(name) == dtype)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    pointers = (ends - lengths) * dtype.itemsize
+    header = HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents))
+    return header + lengths.tobytes() + pointers.tobytes() + documents.tobytes()

@@ -1,0 +1,177 @@
+"""Batches for one rank. The whole state is one integer, the number of samples consumed.
+
+The samples of all ranks form one sequence. A micro-step takes the next `micro_batch_size * world`
+of them and rank r takes the r-th slice, so neither the number of ranks nor a restart changes the
+order. A larger global batch, as in a ramp-up, is more micro-steps.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from megatron_zpp.config import DataConfig
+from zeropp.errors import InputError
+
+
+class Samples(Protocol):
+    """A dataset: item i is dict(tokens int64 [S + 1])."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A micro-batch [b, S]: tokens, labels, position_ids int64; loss_mask float32 of 0 and 1."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same on a device; from pinned memory the copy does not block."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "Batch":
+        """The same in page-locked memory (called by DataLoader)."""
+        return self._map(torch.Tensor.pin_memory)
+
+    def _map(self, change) -> "Batch":
+        return Batch(**{field.name: change(getattr(self, field.name)) for field in fields(self)})
+
+
+class Loader:
+    """Endless `Batch`es of one rank's slices, read ahead by `data.num_workers` processes.
+
+    `consumed_samples` counts the samples of all ranks, those before the start included. `eod` is
+    the id that ends a document. `next` raises InputError when a `single` dataset is used up, and
+    for what is wrong with a sample.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        data: DataConfig,
+        *,
+        consumed_samples: int,
+        micro_batch_size: int,
+        rank: int,
+        world: int,
+        eod: int,
+    ) -> None:
+        self.consumed_samples, self._length = consumed_samples, len(dataset)
+        self._step = micro_batch_size * world
+        order = _cyclic if data.dataloader_type == "cyclic" else _single
+        samples = order(self._length, consumed_samples, self._step)
+        slices = _RankSlices(samples, rank, micro_batch_size)
+        loader = DataLoader(
+            _Checked(dataset),
+            batch_sampler=slices,
+            num_workers=data.num_workers,
+            collate_fn=_Collate(data.eod_mask_loss, data.reset_position_ids, eod),
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # its own, or torch's would move on and change dropout
+        )
+        self._batches = iter(loader)
+
+    def __iter__(self) -> "Loader":
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches, None)
+        if batch is None:
+            raise InputError(
+                f"the data is used up: {self.consumed_samples} of its {self._length} samples are "
+                f"consumed and {self._step} more are needed; give more data, train for less, or "
+                "repeat it with --dataloader-type cyclic"
+            )
+        if isinstance(batch, InputError):
+            raise batch
+        self.consumed_samples += self._step
+        return batch
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._batches = iter(())
+
+
+class _RankSlices:
+    """Of each micro-step's sample numbers the slice of one rank; what DataLoader draws from."""
+
+    def __init__(self, steps: Iterator[list[int]], rank: int, micro_batch_size: int) -> None:
+        self._steps = steps
+        self._slice = slice(rank * micro_batch_size, (rank + 1) * micro_batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (step[self._slice] for step in self._steps)
+
+
+def _single(length: int, consumed: int, step: int) -> Iterator[list[int]]:
+    """Samples in the order of the dataset; the last incomplete step is left out."""
+    for start in range(consumed, length - step + 1, step):
+        yield list(range(start, start + step))
+
+
+def _cyclic(length: int, consumed: int, step: int) -> Iterator[list[int]]:
+    """Samples in an order that is drawn anew for each epoch, seeded by its number."""
+    assert length > 0
+    epoch, order = -1, np.empty(0, dtype=np.int64)
+    for start in count(consumed, step):
+        numbers = []
+        while len(numbers) < step:
+            position = start + len(numbers)
+            if position // length != epoch:
+                epoch = position // length
+                seeded = torch.Generator().manual_seed(epoch)
+                order = torch.randperm(length, generator=seeded).numpy()
+            offset = position % length
+            numbers += order[offset : offset + step - len(numbers)].tolist()
+        yield numbers
+
+
+class _Checked:
+    """Hands an InputError on as a value: DataLoader would put a traceback into its message."""
+
+    def __init__(self, dataset: Samples) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: int) -> np.ndarray | InputError:
+        try:
+            return self._dataset[index]["tokens"]
+        except InputError as error:
+            return error
+
+
+@dataclass(frozen=True)
+class _Collate:
+    """Stacks samples and derives labels, loss mask and positions, as megatron-core does."""
+
+    eod_mask_loss: bool
+    reset_position_ids: bool
+    eod: int
+
+    def __call__(self, samples: list[np.ndarray | InputError]) -> Batch | InputError:
+        for sample in samples:
+            if isinstance(sample, InputError):
+                return sample
+        text = torch.from_numpy(np.stack(samples))  # [b, S + 1]
+        tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        loss_mask = torch.ones(tokens.shape, dtype=torch.float32)
+        if self.eod_mask_loss:
+            loss_mask[tokens == self.eod] = 0.0
+        position_ids = torch.arange(tokens.shape[1]).repeat(len(samples), 1)
+        if self.reset_position_ids:
+            # A document starts after each end; every token counts from the latest start.
+            starts = torch.zeros_like(position_ids)
+            starts[:, 1:] = position_ids[:, 1:] * (tokens[:, :-1] == self.eod)
+            position_ids = position_ids - starts.cummax(dim=1).values
+        return Batch(
+            tokens=tokens, labels=labels, loss_mask=loss_mask, position_ids=position_ids
+        )
