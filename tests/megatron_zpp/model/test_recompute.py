@@ -1,0 +1,207 @@
+"""Recomputation changes memory only: losses and gradients stay bit for bit, dropout included."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from megatron_zpp.config import ModelConfig, RecomputeConfig
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.layers import Block
+from megatron_zpp.model.recompute import compile_blocks, recompute
+from tests.megatron_zpp.model.small import GPT2, LLAMA, build, rows
+from tests.ranks import ranks
+
+FIVE = replace(GPT2, num_layers=5)
+PLANS = {
+    "full": RecomputeConfig(recompute_granularity="full"),
+    "groups of 2": RecomputeConfig(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
+    ),
+    "one group": RecomputeConfig(recompute_granularity="full", recompute_num_layers=9),
+    "first 2": RecomputeConfig(
+        recompute_granularity="full", recompute_method="block", recompute_num_layers=2
+    ),
+    "selective": RecomputeConfig(recompute_granularity="selective"),
+}
+
+
+def train(model: nn.Module, steps: int = 2, rank: int = 0) -> tuple[list[float], list]:
+    """Losses of some steps, then the local gradients of the last one."""
+    data = rows(seed=rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        torch.manual_seed(100 * step + rank)
+        loss = model(data[:, :-1], labels=data[:, 1:])
+        loss.backward()
+        losses.append(loss.item())
+        if step < steps - 1:
+            optimizer.step()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return losses, [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
+
+
+def assert_same(first: tuple, second: tuple) -> None:
+    assert first[0] == second[0]
+    assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+
+
+def count_forwards(model: GPT, kind: str) -> list[int]:
+    """A list that grows by one number, the block's, for each run of its `compute` or attention."""
+    seen: list[int] = []
+    for number, block in enumerate(model.blocks):
+        part = block.mlp if kind == "block" else block.attention.qkv
+        part.register_forward_pre_hook(lambda *_, number=number: seen.append(number))
+    return seen
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+@pytest.mark.parametrize("config", [FIVE, replace(LLAMA, num_layers=5)], ids=["gpt2", "llama"])
+def test_bitwise(config: ModelConfig, plan: RecomputeConfig) -> None:
+    plan.check()
+    plain, recomputed = build(config), build(config)
+    recompute(recomputed, plan)
+    assert_same(train(plain), train(recomputed))
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        ("full", [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]),
+        ("groups of 2", [0, 1, 2, 3, 4, 4, 2, 3, 0, 1]),
+        ("one group", [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]),
+        ("first 2", [0, 1, 2, 3, 4, 1, 0]),
+        ("selective", [0, 1, 2, 3, 4]),
+    ],
+)
+def test_what_runs_twice(plan: str, expected: list[int]) -> None:
+    model = build(FIVE)
+    recompute(model, PLANS[plan])
+    seen = count_forwards(model, "block")
+    train(model, steps=1)
+    assert seen == expected
+
+
+def kept_elements(plan: RecomputeConfig, config: ModelConfig = FIVE) -> int:
+    """Elements that the forward pass keeps for backward, the weights left out."""
+    model = build(config)
+    recompute(model, plan)
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in weights:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    data = rows()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(data[:, :-1], labels=data[:, 1:])
+    assert loss.requires_grad
+    return sum(kept.values())
+
+
+def test_less_is_kept() -> None:
+    """Everything, all but the attention matrices, inputs of blocks, inputs of groups."""
+    plans = [RecomputeConfig(), *(PLANS[p] for p in ("selective", "first 2", "full", "one group"))]
+    sizes = [kept_elements(plan) for plan in plans]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
+    assert sizes[3] < sizes[0] / 2
+
+
+def test_default_changes_nothing() -> None:
+    model = build(FIVE)
+    recompute(model, RecomputeConfig())
+    seen = count_forwards(model, "block")
+    train(model, steps=1)
+    assert seen == [0, 1, 2, 3, 4]
+
+
+@ranks(2)
+def test_sharded(plan: str) -> None:
+    """Inside fully_shard, block by block, gathered anew for backward: bitwise the same too."""
+    mesh = init_device_mesh("cpu", (2,))
+    rank = mesh.get_local_rank()
+    results = []
+    for chosen in (RecomputeConfig(), PLANS[plan]):
+        model = build(FIVE)
+        recompute(model, chosen)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        results.append(train(model, steps=3, rank=rank))
+    assert_same(*results)
+
+
+test_sharded = pytest.mark.parametrize("plan", PLANS)(test_sharded)
+
+
+def compiled_pair(change: Callable[[GPT], None], config: ModelConfig) -> None:
+    """Compiled training follows the eager one to round-off, dropout off."""
+    config = replace(config, hidden_dropout=0.0, attention_dropout=0.0)
+    plain, compiled = build(config), build(config)
+    change(compiled)
+    expected, result = train(plain), train(compiled)
+    assert result[0] == pytest.approx(expected[0], rel=1e-5)
+    for ours, theirs in zip(result[1], expected[1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_compiled_without_breaks(config: ModelConfig) -> None:
+    """All blocks share one graph, and nothing in a block falls back to Python."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append(graph)
+        return graph
+
+    compiled_pair(lambda model: compile_blocks(model, backend=backend), config)
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("plan", ["full", "groups of 2", "selective"])
+def test_compiled_and_recomputed(plan: str) -> None:
+    torch._dynamo.reset()
+
+    def change(model: GPT) -> None:
+        recompute(model, PLANS[plan])
+        compile_blocks(model, backend="aot_eager")
+
+    compiled_pair(change, GPT2)
+    torch._dynamo.reset()
+
+
+@ranks(2)
+def test_compiled_sharded_recomputed() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    results = []
+    for compiled in (False, True):
+        model = build(replace(LLAMA, hidden_dropout=0.0, attention_dropout=0.0))
+        recompute(model, PLANS["full"])
+        if compiled:
+            compile_blocks(model, backend="aot_eager")
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        results.append(train(model, rank=mesh.get_local_rank()))
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-5)
+
+
+def test_block_is_what_gets_sharded() -> None:
+    """Recomputation and compilation leave module tree and parameter names as they were."""
+    model = build(FIVE)
+    names = [name for name, _ in model.named_parameters()]
+    recompute(model, PLANS["full"])
+    compile_blocks(model)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert all(type(block) is Block for block in model.blocks)
