@@ -12,7 +12,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_zpp import manifest
 from megatron_zpp import named_tensors as named
@@ -41,7 +40,8 @@ class TrainingState:
     """Where training stands, beside the tensors. Everything in it can be written as JSON.
 
     `architecture` holds what must be equal in a model that loads the checkpoint, `configuration`
-    all settings of the run that saved it, `tokenizer` its tokenizer's fingerprint.
+    all settings of the run that saved it, `tokenizer` its tokenizer's fingerprint. Whether the
+    optimizer's state was to be saved is set by `save`.
     """
 
     iteration: int
@@ -53,6 +53,7 @@ class TrainingState:
     world_size: int
     stage: int
     tokenizer: str
+    optimizer_saved: bool = True
     loss_scaler: dict[str, Any] = field(default_factory=dict)
     schedule: dict[str, Any] = field(default_factory=dict)
     history: dict[str, Any] = field(default_factory=dict)
@@ -79,7 +80,8 @@ def save(
     aside = manifest.aside_path(folder, state.iteration)
     with in_unison():
         tensors = named.model_tensors(model)
-        if optimizer is not None and save_optimizer:
+        state = replace(state, optimizer_saved=optimizer is not None and save_optimizer)
+        if state.optimizer_saved:
             tensors |= named.optimizer_tensors(model, optimizer)
     num_bytes = named.num_bytes(tensors.values())
     try:
@@ -123,7 +125,7 @@ def load(
             moments = {}
             if wants_optimizer:
                 moments = named.empty_optimizer_tensors(model, optimizer, saved)
-                _check_optimizer(path, state, saved)
+                _check_optimizer(path, state)
         with _quiet():
             dcp.load({**tensors, **moments}, storage_reader=FileSystemReader(path))
     if moments:
@@ -273,9 +275,8 @@ def _check_tokenizer(path: Path, state: TrainingState, tokenizer: str | None) ->
         )
 
 
-def _check_optimizer(path: Path, state: TrainingState, saved: Metadata) -> None:
-    is_there = any(name.startswith(named.OPTIMIZER) for name in saved.state_dict_metadata)
-    if not is_there and state.iteration > state.skipped_iterations:
+def _check_optimizer(path: Path, state: TrainingState) -> None:
+    if not state.optimizer_saved:
         raise InputError(
             f"the checkpoint {path} has no optimizer state (it was saved with --no-save-optim): "
             "add --no-load-optim to start with a fresh optimizer"
