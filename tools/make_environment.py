@@ -7,6 +7,8 @@ otherwise VERSION is installed. What is importable already is not downloaded, so
 without a network needs none if it has everything. Needs the standard library only.
 """
 
+from __future__ import annotations  # an older Python must come as far as its error
+
 import argparse
 import subprocess
 import sys
@@ -74,11 +76,13 @@ def _lend_packages() -> None:
     inside = _inside("import sysconfig; print(sysconfig.get_paths()['purelib'])")
     print(f"setup: using the packages of {sys.executable}", flush=True)
     Path(inside, "lent_packages.pth").write_text("\n".join(seen) + "\n")
+    if _inside(CAN_BUILD) is None and _output(sys.executable, CAN_BUILD) is not None:
+        _pip("uninstall", "--yes", "setuptools")  # an old one hides the one that is lent
 
 
 def _install() -> None:
     """Install what is missing and this clone, editable, with torch held at its version."""
-    if _inside(CAN_BUILD + "; print('yes')") is None:
+    if _inside(CAN_BUILD) is None:
         _pip("install", "setuptools>=77")
     hold = FOLDER / "constraints.txt"
     hold.write_text(f"torch=={_inside(FOUND_TORCH)}\n")
