@@ -269,4 +269,7 @@ def _what_is_wrong(text: str, problem: json.JSONDecodeError) -> tuple[int, str]:
         return at, "strings are written with double quotes"
     if problem.msg.startswith("Expecting ',' delimiter"):
         return at, "a comma is missing before this"
-    return at, problem.msg[:1].lower() + problem.msg[1:]
+    if problem.msg.startswith("Invalid control character"):
+        return problem.pos, "a string ends on the line it begins on"
+    words = problem.msg.removesuffix(" at").removesuffix(" starting")
+    return at, words[:1].lower() + words[1:]

@@ -61,6 +61,8 @@ def test_any_misspelt_key_is_refused_and_a_real_one_suggested(data: st.DataObjec
         ('{"fp16": {}', "line 1, column 12", '{"fp16": {}', 11, "ends before its last brace"),
         ("{'fp16': 1}", "line 1, column 2", "{'fp16': 1}", 1, "double quotes"),
         ('{"fp16": {} // x', "line 1, column 13", '{"fp16": {} // x', 12, "no comments"),
+        ('{"a": "x\ny"}', "line 1, column 9", '{"a": "x', 8, "ends on the line it begins on"),
+        ('{"a": "x}', "line 1, column 7", '{"a": "x}', 6, "unterminated string"),
         ('{"a": tru}', "line 1, column 7", '{"a": tru}', 6, "expecting value"),
     ],
 )
