@@ -33,7 +33,9 @@ class DataConfig(Section):
     split: str = flag("969, 30, 1", "shares of training, validation and test documents")
     data_cache_path: str | None = flag(None, "folder of the cached sample indices")
     num_workers: int = flag(2, "background workers that read samples ahead", minimum=0)
-    num_dataset_builder_threads: int = flag(1, "threads that build indices", minimum=1)
+    num_dataset_builder_threads: int = flag(
+        1, "threads that build indices", minimum=1, no_effect="one process builds them in one go"
+    )
     dataloader_type: str = flag(
         "single",
         "order of the samples: as indexed, or permuted by epoch",

@@ -8,6 +8,9 @@ from zeropp.errors import InputError
 LENGTHS = ("train_iters", "train_samples", "train_tokens")
 
 
+_NO_RNG = "dropout follows from the seed and the samples consumed, so no generator's state is kept"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
     """How the ranks share the work: for now all of them are data-parallel."""
@@ -99,9 +102,9 @@ class CheckpointConfig(Section):
         None, "how many of the newest checkpoints stay (default: all)", kind=int, minimum=1
     )
     no_save_optim: bool = flag(False, "save without the optimizer's state")
-    no_save_rng: bool = flag(False, "save without the random generators' state")
+    no_save_rng: bool = flag(False, "save without the random generators' state", no_effect=_NO_RNG)
     no_load_optim: bool = flag(False, "start with a fresh optimizer")
-    no_load_rng: bool = flag(False, "start with fresh random generators")
+    no_load_rng: bool = flag(False, "start with fresh random generators", no_effect=_NO_RNG)
     finetune: bool = flag(False, "take the weights only and start at iteration 0")
     use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
     reset_iteration: bool = flag(False, "start counting at iteration 0")
@@ -132,7 +135,13 @@ class LogConfig(Section):
     log_params_norm: bool = flag(False, "log the norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, "log how many gradient elements are zero")
     log_throughput: bool = flag(False, "log TFLOP/s per rank")
-    timing_log_level: int = flag(0, "how finely times are logged", minimum=0, maximum=2)
+    timing_log_level: int = flag(
+        0,
+        "how finely times are logged",
+        minimum=0,
+        maximum=2,
+        no_effect="--log-timers-to-tensorboard shows every time that is measured",
+    )
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard")
     tensorboard_queue_size: int = flag(1000, "scalars held before they are written", minimum=1)
     tensorboard_log_interval: int = flag(1, "iterations between scalars", minimum=1)

@@ -214,6 +214,10 @@ IDLE = """
 --mmap-warmup
 --accumulate-allreduce-grads-in-fp32
 --ckpt-format torch_dist
+--num-dataset-builder-threads 2
+--no-save-rng
+--no-load-rng
+--timing-log-level 1
 """
 
 UNAVAILABLE = """
