@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from megatron_zpp import defaults
 from megatron_zpp.agreement import JsonFile, agree, json_values
 from megatron_zpp.command_line import HELP, Assignment, help_text, read, vocabulary
@@ -105,14 +107,36 @@ def _zero(config: Config, values: Mapping[str, Any], file: JsonFile, world_size:
 
 def _say(typed: Mapping[str, Assignment], config: Config, default_line: str) -> None:
     for assignment in typed.values():
-        if assignment.flag.no_effect:
-            log.info("%s has no effect here: %s", assignment, assignment.flag.no_effect)
-    pinned = typed.get("use_pin_memory")
-    if pinned and config.zero.zero_optimization.offload_optimizer.device == "none":
-        log.info("%s has no effect here: nothing is offloaded", pinned)
+        reason = assignment.flag.no_effect or _why_idle(assignment.flag.dest, config)
+        if reason:
+            log.info("%s has no effect here: %s", assignment, reason)
     if not config.model.bias_gelu_fusion:
         log.info("--no-bias-gelu-fusion: the exact (erf) GELU is used instead of its tanh form")
+    training = config.training
+    if training.train_tokens and (training.train_iters or training.train_samples):
+        log.info(
+            "--train-tokens and another length: the first to be reached ends the run, "
+            "after %d iterations",
+            Schedules.of(config).length.iterations,
+        )
     for line in config.zero.notices:
         log.info("%s: %s", config.zero.source, line)
     if default_line:
         log.info("%s", default_line)
+
+
+def _why_idle(dest: str, config: Config) -> str:
+    """Why a setting changes nothing in this configuration; empty if it does."""
+    if dest in ("save_interval", "keep_checkpoints") and config.checkpoint.save is None:
+        return "nothing is saved without --save"
+    offloaded = config.zero.zero_optimization.offload_optimizer.device != "none"
+    if dest == "use_pin_memory" and not offloaded:
+        return "nothing is offloaded"
+    if dest == "fp32_residual_connection" and config.precision.dtype is torch.float32:
+        return "everything is fp32"
+    if dest.startswith("lr_wsd_") and config.schedule.lr_decay_style != "WSD":
+        return "it needs --lr-decay-style WSD"
+    loss_scaling = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window")
+    if dest in (*loss_scaling, "hysteresis") and not config.precision.fp16:
+        return "only --fp16 scales the loss"
+    return ""

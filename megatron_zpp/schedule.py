@@ -116,18 +116,21 @@ class Length:
 
     @classmethod
     def of(cls, training: TrainingConfig, batch: GlobalBatchSize, seq_length: int) -> "Length":
-        """Raises InputError if not one step fits."""
+        """The shortest of the lengths given; raises InputError if not one step fits."""
+        lengths = []
         if training.train_iters is not None:
-            iterations = training.train_iters
-            return cls(iterations=iterations, samples=batch.samples_after(iterations))
+            lengths.append((batch.samples_after(training.train_iters), "--train-iters"))
         if training.train_samples is not None:
-            samples, given = training.train_samples, f"--train-samples {training.train_samples}"
-        else:
-            assert training.train_tokens is not None, "arguments.parse settles the length"
-            samples = training.train_tokens // seq_length
-            given = f"--train-tokens {training.train_tokens} (of sequences of {seq_length})"
+            lengths.append((training.train_samples, "--train-samples"))
+        if training.train_tokens is not None:
+            lengths.append((training.train_tokens // seq_length, "--train-tokens"))
+        assert lengths, "arguments.parse settles the length"
+        samples, flag = min(lengths)
         if samples < batch(0):
-            raise InputError(f"{given} is less than one step of {batch(0)} samples")
+            raise InputError(
+                f"{flag} is worth {samples} samples of {seq_length} tokens, "
+                f"less than the {batch(0)} of one step: train longer"
+            )
         return cls(iterations=batch.iterations_within(samples), samples=samples)
 
 

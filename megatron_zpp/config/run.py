@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from megatron_zpp.config.flag import Section, flag
 from zeropp.errors import InputError
 
-LENGTHS = ("train_iters", "train_samples", "train_tokens")
-
-
 _NO_RNG = "dropout follows from the seed and the samples consumed, so no generator's state is kept"
 
 
@@ -50,7 +47,7 @@ class ParallelConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Section):
-    """How long to train, in exactly one unit, and when to stop earlier."""
+    """How long to train, and when to stop earlier; --train-tokens may cap one of the others."""
 
     train_iters: int | None = flag(None, "steps of the whole run", kind=int, minimum=1)
     train_samples: int | None = flag(None, "samples of the whole run", kind=int, minimum=1)
@@ -67,15 +64,13 @@ class TrainingConfig(Section):
     compile: bool = flag(False, "compile each transformer block with torch.compile")
 
     def check(self) -> None:
-        """Raise InputError for a length given twice."""
+        """Raise InputError for a length given in iterations and in samples."""
         super().check()
-        given = [
-            f"--{name.replace('_', '-')} {getattr(self, name)}"
-            for name in LENGTHS
-            if getattr(self, name) is not None
-        ]
-        if len(given) > 1:
-            raise InputError(f"{given[0]} and {given[1]} contradict: give the length in one unit")
+        if self.train_iters is not None and self.train_samples is not None:
+            raise InputError(
+                f"--train-iters {self.train_iters} and --train-samples {self.train_samples} "
+                "contradict: give the length in one unit"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,15 +107,13 @@ class CheckpointConfig(Section):
     universal_checkpoint: bool = flag(False, "load DeepSpeed's universal format")
 
     def check(self) -> None:
-        """Raise InputError for saving without a folder and for what is not built yet."""
+        """Raise InputError for demands on a checkpoint that is not loaded, or not built yet."""
         super().check()
         if self.universal_checkpoint:
             raise InputError(
                 "--universal-checkpoint is not available: leave it out, every checkpoint "
                 "here loads at any number of ranks and any stage"
             )
-        if self.save_interval is not None and self.save is None:
-            raise InputError(f"--save-interval {self.save_interval} needs --save FOLDER")
         if self.load is None:
             for name in ("exit_on_missing_checkpoint", "use_checkpoint_args"):
                 if getattr(self, name):

@@ -48,7 +48,7 @@ from tests.megatron_zpp.asking import asked, refused
         ("--fp16 --bf16", "--fp16 and --bf16 contradict"),
         ("--train-iters 5 --train-samples 9", "--train-iters 5 and --train-samples 9"),
         ("--train-iters 5 --lr-warmup-iters 6", "--lr-warmup-*"),
-        ("--train-samples 3", "--train-samples 3 is less than one step"),
+        ("--train-samples 3", "--train-samples is worth 3 samples of 256 tokens"),
         ("--batch-size 2 --micro-batch-size 3", "--batch-size 2 and --micro-batch-size 3"),
         ("--swiglu --openai-gelu", "--swiglu and --openai-gelu"),
         ("--no-position-embedding", "--position-embedding-type rope or none"),

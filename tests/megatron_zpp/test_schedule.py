@@ -229,8 +229,17 @@ def test_length_in_each_unit():
     assert Length.of(TrainingConfig(train_samples=21), sizes, 8) == Length(iterations=5, samples=21)
     tokens = TrainingConfig(train_tokens=8 * 22 + 7)
     assert Length.of(tokens, sizes, 8) == Length(iterations=5, samples=22)
-    with pytest.raises(InputError, match="--train-tokens 31 .* less than one step of 4"):
+    with pytest.raises(InputError, match="--train-tokens is worth 3 samples .* the 4 of one"):
         Length.of(TrainingConfig(train_tokens=31), sizes, 8)
+
+
+def test_tokens_beside_another_length_end_the_run_if_they_are_reached_first():
+    sizes = batch(4)  # 32 tokens a step
+    for others in ({"train_iters": 5}, {"train_samples": 20}):
+        for tokens, iterations in ((31 + 32 * 3, 3), (32 * 5, 5), (32 * 9, 5)):
+            training = TrainingConfig(train_tokens=tokens, **others)
+            training.check()
+            assert Length.of(training, sizes, 8).iterations == iterations
 
 
 def test_lengths_of_the_schedule_become_samples_through_the_ramp():
