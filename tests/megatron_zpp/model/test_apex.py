@@ -1,0 +1,230 @@
+"""Apex with stand-ins for the two packages of that name; the real one needs a GPU to run.
+
+The stand-in for NVIDIA's has its constructor arguments, its parameter names and its habit of
+counting steps by group, and computes with plain torch.
+"""
+
+import copy
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from megatron_zpp.model.apex import FusedAdam, find_apex, fuse_norms
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.init import initialize
+from tests.megatron_zpp.model.small import GPT2, LLAMA, VOCABULARY, build, rows
+from tests.ranks import ranks
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+NORMALIZATION = """
+import torch
+class FusedLayerNorm(torch.nn.LayerNorm):
+    def __init__(self, normalized_shape, eps=1e-5, elementwise_affine=True):
+        super().__init__(normalized_shape, eps, elementwise_affine)
+class FusedRMSNorm(torch.nn.RMSNorm):
+    def __init__(self, normalized_shape, eps=1e-5, elementwise_affine=True):
+        super().__init__(normalized_shape, eps, elementwise_affine)
+"""
+OPTIMIZERS = """
+import torch
+class FusedAdam(torch.optim.Optimizer):
+    def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8,
+                 adam_w_mode=True, weight_decay=0.0):
+        assert adam_w_mode
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group["step"] + 1 if "step" in group else 1
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                assert type(p.data) is type(p.grad.data) is torch.Tensor and p.numel()
+                m, v = self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
+                m.lerp_(p.grad, 1 - first)
+                v.mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
+                root = (v / (1 - second ** group["step"])).sqrt_().add_(group["eps"])
+                p.data.mul_(1 - group["lr"] * group["weight_decay"])
+                p.data.addcdiv_(m, root, value=-group["lr"] / (1 - first ** group["step"]))
+"""
+NVIDIA = {"__init__": "", "normalization": NORMALIZATION, "optimizers": OPTIMIZERS}
+PYRAMID = {"__init__": "raise SystemExit('a web toolkit was imported')", "models": ""}
+UNBUILT = NVIDIA | {
+    "optimizers": "class FusedAdam:\n    def __init__(self, params):\n"
+    "        raise RuntimeError('FusedAdam requires cuda extensions')\n"
+}
+BROKEN = NVIDIA | {"normalization": "import no_such_extension"}
+SETTINGS = dict(lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+
+
+def install(folder: Path, files: dict[str, str]) -> None:
+    package = folder / "apex"
+    package.mkdir()
+    for name, text in files.items():
+        (package / f"{name}.py").write_text(text)
+    forget()
+    sys.path.insert(0, str(folder))
+
+
+def forget() -> None:
+    importlib.invalidate_caches()
+    for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
+        del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def clean_path() -> Iterator[None]:
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
+    forget()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> str:
+    return " | ".join(record.getMessage() for record in caplog.records)
+
+
+@pytest.fixture(autouse=True)
+def listening(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="megatron_zpp")
+
+
+def test_nvidia(tmp_path: Path, caplog) -> None:
+    install(tmp_path, NVIDIA)
+    apex = find_apex(CUDA)
+    assert apex.layer_norm.__name__ == "FusedLayerNorm"
+    assert apex.rms_norm.__name__ == "FusedRMSNorm"
+    assert apex.adam.__module__ == "apex.optimizers"
+    assert said(caplog) == "NVIDIA Apex: its fused normalization and Adam are used"
+
+
+def test_nvidia_on_a_cpu(tmp_path: Path, caplog) -> None:
+    install(tmp_path, NVIDIA)
+    assert find_apex(CPU) is None
+    assert "apex" not in sys.modules and not said(caplog)
+
+
+def test_the_other_package(tmp_path: Path, caplog) -> None:
+    """It is not even imported; the log says why it is left alone."""
+    install(tmp_path, PYRAMID)
+    assert find_apex(CUDA) is None
+    assert "apex" not in sys.modules
+    assert "not NVIDIA Apex (no apex.normalization)" in said(caplog)
+
+
+def test_no_package(caplog) -> None:
+    assert find_apex(CUDA) is None
+    assert not said(caplog)
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [(UNBUILT, "requires cuda extensions"), (BROKEN, "no_such_extension")],
+    ids=["without extensions", "broken"],
+)
+def test_unusable(files: dict[str, str], reason: str, tmp_path: Path, caplog) -> None:
+    install(tmp_path, files)
+    assert find_apex(CUDA) is None
+    assert "not usable" in said(caplog) and reason in said(caplog)
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["LayerNorm", "RMSNorm"])
+def test_fused_norms(config, tmp_path: Path) -> None:
+    """All are replaced, on meta too; names, weights and results stay."""
+    install(tmp_path, NVIDIA)
+    plain = build(config).eval()
+    with torch.device("meta"):
+        fused = GPT(config, VOCABULARY)
+    fuse_norms(fused, find_apex(CUDA))
+    assert all(parameter.is_meta for parameter in fused.parameters())
+    fused.to_empty(device="cpu")
+    initialize(fused.eval(), 1, config)
+    norms = [m for m in fused.modules() if type(m).__module__ == "apex.normalization"]
+    assert len(norms) == 2 * config.num_layers + 1
+    assert not [m for m in fused.modules() if type(m) in (nn.LayerNorm, nn.RMSNorm)]
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    tokens = rows()[:, :-1]
+    assert torch.equal(fused(tokens), plain(tokens))
+
+
+def two_groups(model: nn.Module) -> list[dict]:
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim > 1]},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+
+
+def train(model: GPT, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    model.eval()  # no dropout
+    losses = []
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + step)
+        data = rows(seed=step)
+        loss = model(data[:, :-1], labels=data[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def compare_to_torch(models: list[GPT]) -> None:
+    """Four steps with each optimizer, then the state of one goes on in the other."""
+    theirs = torch.optim.AdamW(two_groups(models[0]), **SETTINGS)
+    ours = FusedAdam(find_apex(CUDA), two_groups(models[1]), **SETTINGS)
+    expected = train(models[0], theirs, range(4))
+    assert train(models[1], ours, range(4)) == pytest.approx(expected, rel=1e-5)
+    torch_state, state = theirs.state_dict()["state"], ours.state_dict()["state"]
+    assert {k: set(v) for k, v in state.items()} == {k: set(v) for k, v in torch_state.items()}
+    again = FusedAdam(find_apex(CUDA), two_groups(models[1]), **SETTINGS)
+    groups = again.state_dict()["param_groups"]
+    again.load_state_dict({"state": copy.deepcopy(torch_state), "param_groups": groups})
+    expected = train(models[0], theirs, range(4, 7))
+    assert train(models[1], again, range(4, 7)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_adam(tmp_path: Path) -> None:
+    install(tmp_path, NVIDIA)
+    compare_to_torch([build(GPT2), build(GPT2)])
+
+
+@ranks(3)
+def test_adam_on_shards(tmp_path: Path) -> None:
+    """Apex sees plain local parts, even where a rank has no row of a parameter."""
+    folder = tmp_path / str(dist.get_rank())
+    folder.mkdir()
+    install(folder, NVIDIA)
+    mesh = init_device_mesh("cpu", (3,))
+    config = replace(GPT2, ffn_hidden_size=4)  # 2, 2 and 0 rows
+    models = [build(config), build(config)]
+    for model in models:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    compare_to_torch(models)
+    sys.path.remove(str(folder))
+    forget()
+
+
+def test_uneven_steps_are_noticed(tmp_path: Path) -> None:
+    install(tmp_path, NVIDIA)
+    model = build(GPT2)
+    optimizer = FusedAdam(find_apex(CUDA), model.parameters(), **SETTINGS)
+    next(model.parameters()).grad = torch.ones(64, 32)
+    optimizer.step()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(AssertionError, match="no gradient in an earlier step"):
+        optimizer.step()
