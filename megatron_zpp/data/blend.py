@@ -39,11 +39,13 @@ def parse_blend(paths: tuple[str, ...]) -> tuple[list[str], list[float] | None]:
     return [path.strip() for path in paths[1::2]], normalize(weights)
 
 
-def blend_index(weights: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+def blend_index(
+    weights: list[float], size: int, min_stretch: int = MIN_STRETCH
+) -> tuple[np.ndarray, np.ndarray]:
     """For each of `size` samples: dataset int16 [size], and sample in that dataset int64 [size]."""
     assert 0 < len(weights) <= MAX_DATASETS
     shares = np.array(normalize(weights))
-    stretch = max(MIN_STRETCH, math.isqrt(size))
+    stretch = max(min_stretch, math.isqrt(size))
     firsts = np.arange(0, size, stretch)
     starts = _guess(shares, firsts)
     picks = np.empty((len(firsts), stretch), dtype=np.int16)

@@ -1,0 +1,61 @@
+"""Blending against the sequential recurrence, and what `--data-path` may say."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.data.blend import BlendedDataset, blend_index, parse_blend
+from megatron_zpp.data.split import normalize
+from zeropp.errors import InputError
+
+
+def one_by_one(weights: list[float], size: int) -> tuple[list[int], list[int]]:
+    shares, counts = np.array(normalize(weights)), np.zeros(len(weights))
+    datasets, samples = [], []
+    for k in range(size):
+        pick = int(np.argmax(shares * max(k, 1) - counts))
+        datasets.append(pick)
+        samples.append(int(counts[pick]))
+        counts[pick] += 1
+    return datasets, samples
+
+
+weights = st.one_of(
+    st.lists(st.integers(1, 9).map(float), min_size=1, max_size=9),  # many ties
+    st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=9),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=weights, size=st.integers(1, 700), stretch=st.sampled_from([1, 3, 40, 512]))
+def test_stretches_side_by_side_equal_one_by_one(weights, size, stretch) -> None:
+    dataset, sample = blend_index(weights, size, stretch)
+    assert (dataset.tolist(), sample.tolist()) == one_by_one(weights, size)
+    assert dataset.dtype == np.int16 and sample.dtype == np.int64
+
+
+def test_items_come_from_their_datasets() -> None:
+    parts = [[f"a{i}" for i in range(9)], [f"b{i}" for i in range(9)]]
+    blended = BlendedDataset(parts, blend_index([1.0, 2.0], 6))
+    assert [blended[i] for i in range(len(blended))] == ["b0", "a0", "b1", "a1", "b2", "b3"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (("a",), (["a"], None)),
+        (("a", "b"), (["a", "b"], None)),
+        (("0.3", "a", "b"), (["0.3", "a", "b"], None)),
+        (("30", "a", "10", "b"), (["a", "b"], [0.75, 0.25])),
+        (("2", "a"), (["a"], [1.0])),
+    ],
+)
+def test_what_a_blend_may_say(paths: tuple, expected: tuple) -> None:
+    assert parse_blend(paths) == expected
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "nan", "inf", "c"])
+def test_a_weight_that_is_none_is_named(wrong: str) -> None:
+    with pytest.raises(InputError, match=f"'{wrong}' is no weight above 0"):
+        parse_blend(("1", "a", wrong, "b"))

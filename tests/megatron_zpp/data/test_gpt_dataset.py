@@ -1,0 +1,176 @@
+"""Samples equal to megatron-core 0.19.2's, bit for bit; and data that is not enough, named."""
+
+import hashlib
+import json
+import logging
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_zpp.config import DataConfig
+from megatron_zpp.data.gpt_dataset import GPTDataset, build_datasets
+from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_zpp.data.loader import Loader
+from megatron_zpp.data.mock import MockDataset
+from zeropp.errors import InputError
+
+FILES = Path(__file__).parents[2] / "data"
+ORACLE = json.loads((FILES / "megatron_core.json").read_text())
+CASES = {case["name"]: case for case in ORACLE["cases"]}
+EOD, VOCAB_SIZE = 50256, 50257
+
+
+def sha(array: np.ndarray, kind: str) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array, dtype=kind).tobytes()).hexdigest()
+
+
+def locate(paths: list[str] | None) -> tuple[str, ...] | None:
+    if paths is None:
+        return None
+    return tuple(str(FILES / path) if "document" in path else path for path in paths)
+
+
+def config_of(case: dict, cache: Path) -> DataConfig:
+    names = {field.name for field in fields(DataConfig)} & set(case)
+    values = {name: case[name] for name in names}
+    values |= {name: locate(values[name]) for name in names if name.endswith("data_path")}
+    return DataConfig(**values, data_cache_path=str(cache), num_workers=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_samples_are_those_of_megatron_core(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    data = config_of(case, tmp_path)
+    for _ in range(2):  # built, then from the cache
+        built = build_datasets(
+            data, case["seq_length"], tuple(case["sizes"]), case["seed"], VOCAB_SIZE
+        )
+        for dataset, expected in zip(built, case["results"].values(), strict=True):
+            if expected is None:
+                assert dataset is None
+                continue
+            assert len(dataset) == expected["length"]
+            tokens = np.stack([dataset[i]["tokens"] for i in range(len(dataset))])
+            assert tokens.dtype == np.int64 and sha(tokens, "<i4") == expected["samples"]
+            assert digests(dataset) == expected["indices"]
+            if "loss_mask" in expected:
+                assert masks(dataset, data) == [expected["loss_mask"], expected["position_ids"]]
+
+
+def digests(dataset) -> list[str]:
+    if isinstance(dataset, GPTDataset):
+        index = dataset.index
+        return [sha(index.document, "<i4"), sha(index.sample, "<i4"), sha(index.shuffle, "<u4")]
+    return [sha(dataset.dataset_index, "<i2"), sha(dataset.dataset_sample_index, "<i8")]
+
+
+def masks(dataset, data: DataConfig) -> list[str]:
+    loader = Loader(
+        dataset, data, consumed_samples=0, micro_batch_size=8, rank=0, world=1, eod=EOD
+    )
+    batch = next(loader)
+    return [sha(batch.loss_mask.numpy(), "<f4"), sha(batch.position_ids.numpy(), "<i8")]
+
+
+def build(data: DataConfig, sizes=(5, 0, 0), seq_length=8, vocab_size=VOCAB_SIZE) -> tuple:
+    return build_datasets(data, seq_length, sizes, 1, vocab_size)
+
+
+def text(folder: Path, name: str, documents: int, length: int) -> str:
+    """A dataset of equally long documents of the tokens 1, 2 ..."""
+    with IndexedDatasetWriter(folder / name, VOCAB_SIZE) as writer:
+        for _ in range(documents):
+            writer.add_item(np.arange(1, length + 1))
+            writer.end_document()
+    return str(folder / name)
+
+
+def test_a_split_without_documents_is_named(tmp_path: Path) -> None:
+    data = DataConfig(data_path=(text(tmp_path, "few", 300, 9),))
+    message = r"--split '969, 30, 1' leaves no document for test of the 300 in .*few"
+    with pytest.raises(InputError, match=message):
+        build(data, sizes=(50, 5, 5))
+    train, valid, test = build(data, sizes=(50, 5, 0))  # no sample of it is asked for
+    assert len(train) >= 50 and len(valid) >= 5 and test is None
+
+
+def test_a_dataset_shorter_than_a_sample_is_named(tmp_path: Path) -> None:
+    data = DataConfig(data_path=(text(tmp_path, "short", 2, 4),), split="1")
+    with pytest.raises(InputError, match=r"short has 8 tokens .* --seq-length 8 \+ 1"):
+        build(data)
+    assert len(build(data, seq_length=7)[0]) >= 5
+
+
+def test_a_split_shorter_than_a_sample_repeats_its_text_and_says_so(tmp_path, caplog) -> None:
+    data = DataConfig(data_path=(text(tmp_path, "text", 4, 6),), split="3,1,0")
+    with caplog.at_level(logging.INFO, "megatron_zpp"):
+        _, valid, _ = build(data, sizes=(2, 2, 0))
+    steps = np.diff(valid[0]["tokens"])
+    assert len(steps) == 8 and set(steps % 6) == {1}  # 1 to 6 again and again
+    assert "valid: the 6 tokens of" in caplog.text and "they are repeated" in caplog.text
+
+
+def test_a_blend_takes_more_of_a_dataset_than_its_surplus(tmp_path: Path) -> None:
+    # Each of the 20 small weights rounds up to one sample, which lengthens the blend and with it
+    # the share of the first dataset to more than 1.005 times its rounded one.
+    small = [text(tmp_path, f"small{i}", 1, 9) for i in range(20)]
+    large = text(tmp_path, "large", 1, 8 * 60 + 1)  # 60 samples in one epoch
+    paths = ["100", large]
+    for prefix in small:
+        paths += ["1", prefix]
+    train, _, _ = build(DataConfig(data_path=tuple(paths), split="1"), sizes=(71, 0, 0))
+    assert len(train) == 60 + 20
+    taken = np.bincount(train.dataset_index)[0]
+    assert taken > 60 and len(train.datasets[0]) >= taken
+    assert all(len(train[i]["tokens"]) == 9 for i in range(len(train)))
+
+
+def test_prefixes_without_weights_make_one_epoch(tmp_path: Path) -> None:
+    paths = (text(tmp_path, "one", 4, 17), text(tmp_path, "two", 2, 17))
+    train, _, _ = build(DataConfig(data_path=paths, split="1"), sizes=(1000, 0, 0))
+    assert np.bincount(train.dataset_index).tolist() == [8, 4]  # (tokens - 1) // 8 of each
+
+
+def test_a_token_out_of_the_vocabulary_is_named(tmp_path: Path) -> None:
+    data = DataConfig(data_path=(text(tmp_path, "text", 3, 40),), split="1")
+    train, _, _ = build(data, vocab_size=40)
+    with pytest.raises(InputError, match=r"text\.bin holds token id 40, .* has 40 entries"):
+        [train[i] for i in range(len(train))]
+    train, _, _ = build(data, vocab_size=41)
+    assert max(train[i]["tokens"].max() for i in range(len(train))) == 40
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "-1,2", "1,2,3,4", "0,0,0", "1.2.3", "."])
+def test_a_split_that_is_none_is_named(split: str, tmp_path: Path) -> None:
+    data = DataConfig(data_path=(text(tmp_path, "text", 3, 40),), split=split)
+    with pytest.raises(InputError, match="--split"):
+        build(data)
+
+
+def test_missing_data_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no dataset at nowhere/text"):
+        build(DataConfig(data_path=("nowhere/text",)))
+    with pytest.raises(InputError, match="--data-path"):
+        build(DataConfig())
+
+
+def test_the_indices_lie_in_megatrons_place(tmp_path: Path) -> None:
+    prefix = text(tmp_path, "text", 3, 40)
+    build(DataConfig(data_path=(prefix,), split="1"))
+    names = sorted(path.name for path in Path(prefix, "cache", "GPTDataset_indices").iterdir())
+    assert len(names) == 4 and all("-GPTDataset-train-" in name for name in names)
+
+
+def test_made_up_samples_depend_on_seed_split_and_index_only() -> None:
+    data = DataConfig(mock_data=True)
+    train, valid, test = build(data, sizes=(100, 10, 0), vocab_size=13)
+    again, _, _ = build(data, sizes=(200, 10, 0), vocab_size=13)
+    tokens = [train[i]["tokens"] for i in range(100)]
+    assert isinstance(train, MockDataset) and (len(train), len(valid), test) == (100, 10, None)
+    assert all((again[i]["tokens"] == tokens[i]).all() for i in (0, 57, 99))
+    assert len({tuple(sample) for sample in tokens}) == 100
+    assert (valid[0]["tokens"] != tokens[0]).any()
+    assert {len(sample) for sample in tokens} == {9}
+    assert set(np.concatenate(tokens)) == set(range(13))

@@ -1,0 +1,124 @@
+"""The arrays of samples against a slow walk through the tokens, one by one; and their cache."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.data.sample_index import (
+    SampleIndex,
+    SampleRequest,
+    build_sample_index,
+    cached_sample_index,
+    plan_epochs,
+)
+from zeropp.errors import InputError
+
+LENGTHS = np.array([3, 0, 7, 1, 12, 5, 5, 2], dtype=np.int32)
+REQUEST = SampleRequest(sequences=range(1, 8), seq_length=4, num_samples=20, seed=3)
+
+
+def walk(lengths: list[int], seq_length: int) -> list[tuple[int, int]]:
+    """Start (document, token) of every sample, by walking over all tokens."""
+    places = [(d, t) for d, length in enumerate(lengths) for t in range(length)]
+    return places[::seq_length]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any),
+    seq_length=st.integers(1, 7),
+    num_samples=st.integers(1, 60),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_samples_are_those_of_a_walk(lengths, seq_length, num_samples, seed) -> None:
+    request = SampleRequest(
+        sequences=range(len(lengths)), seq_length=seq_length, num_samples=num_samples, seed=seed
+    )
+    index = build_sample_index(np.array(lengths, dtype=np.int32), request)
+    walked = walk([lengths[d] for d in index.document], seq_length)
+    assert [tuple(row) for row in index.sample[1:].tolist()] == walked[1:]
+    assert index.sample[0].tolist() == [0, 0]
+    assert len(index.shuffle) == len(index.sample) - 1 >= num_samples
+    assert sorted(index.shuffle.tolist()) == list(range(len(index.shuffle)))
+    epochs = len(index.document) // len(lengths)
+    assert np.bincount(index.document).tolist() == [epochs] * len(lengths)
+    assert (epochs - 1) * sum(lengths) < num_samples * seq_length + 1 <= epochs * sum(lengths)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(20, 200), st.integers(1, 6), st.integers(1, 300))
+def test_a_last_epoch_apart_comes_last(tokens: int, seq_length: int, num_samples: int) -> None:
+    lengths = np.full(tokens // 5, 5, dtype=np.int32)
+    request = SampleRequest(
+        sequences=range(len(lengths)), seq_length=seq_length, num_samples=num_samples, seed=1
+    )
+    index = build_sample_index(lengths, request)
+    epochs = plan_epochs(int(lengths.sum()), seq_length, num_samples)
+    before = epochs.samples_before_last
+    if before is None:
+        return
+    assert sorted(index.shuffle[:before].tolist()) == list(range(before))
+    assert sorted(index.document[-len(lengths) :].tolist()) == list(range(len(lengths)))
+    # Less than 0.8 of an epoch is needed of the last one.
+    assert num_samples - before < int(0.8 * ((int(lengths.sum()) - 1) // seq_length))
+
+
+def build_cached(folder: Path, request: SampleRequest = REQUEST, lengths=LENGTHS) -> SampleIndex:
+    return cached_sample_index(lengths, request, folder, "train")
+
+
+def test_the_cache_gives_the_same_arrays_without_building(tmp_path: Path) -> None:
+    built = build_cached(tmp_path / "deep" / "folder")
+    files = sorted((tmp_path / "deep" / "folder").iterdir())
+    assert [path.name.split("-")[-1] for path in files] == [
+        "description.txt",
+        "document_index.npy",
+        "sample_index.npy",
+        "shuffle_index.npy",
+    ]
+    marked = np.load(files[1]) * 0
+    np.save(files[1], marked)
+    loaded = build_cached(tmp_path / "deep" / "folder")
+    assert (loaded.document == marked).all()
+    assert (loaded.sample == built.sample).all() and (loaded.shuffle == built.shuffle).all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 4},
+        {"num_samples": 21},
+        {"seq_length": 5},
+        {"sequences": range(0, 8)},
+        {"sequences": range(1, 7)},
+    ],
+)
+def test_another_request_is_another_entry(change: dict, tmp_path: Path) -> None:
+    build_cached(tmp_path)
+    build_cached(tmp_path, SampleRequest(**{**vars(REQUEST), **change}))
+    assert len(list(tmp_path.iterdir())) == 8
+
+
+def test_other_documents_are_another_entry(tmp_path: Path) -> None:
+    build_cached(tmp_path)
+    build_cached(tmp_path, lengths=LENGTHS[::-1].copy())
+    assert len(list(tmp_path.iterdir())) == 8
+
+
+def test_a_damaged_cache_is_named(tmp_path: Path) -> None:
+    build_cached(tmp_path)
+    path = next(tmp_path.glob("*sample_index.npy"))
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(InputError, match=rf"{path.name} is damaged .*delete it"):
+        build_cached(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot keep .*--data-cache-path"):
+        build_cached(tmp_path / "file" / "cache")
+    assert os.listdir(tmp_path) == ["file"]
