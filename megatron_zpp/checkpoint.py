@@ -128,7 +128,7 @@ def load(
                 _check_optimizer(path, state)
         with _quiet():
             dcp.load({**tensors, **moments}, storage_reader=FileSystemReader(path))
-    if moments:
+    if wants_optimizer:
         named.restore_optimizer(model, optimizer, moments)
     return state
 

@@ -28,6 +28,10 @@ START_SECONDS = 180  # for importing torch, once per session
 GRACE_SECONDS = 4  # for the other ranks, after one has failed
 STACK_SECONDS = 0.5  # for a hung rank to write down where it is
 OUTPUT_CHARACTERS = 6000
+PRELOADED = [  # once, in the process that all ranks are forked from
+    "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    "torch.distributed.tensor", "pytest",
+]
 
 
 def ranks(count: int, *, timeout: float = 60, ranks_per_node: int | None = None) -> Callable:
@@ -124,7 +128,7 @@ class Pool:
     def __init__(self) -> None:
         self.workers: dict[int, Worker] = {}
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor"])
+        self.context.set_forkserver_preload(PRELOADED)
 
     def run(self, job: Job, count: int, timeout: float) -> Run:
         """Run the job on the first `count` ranks and wait for them all."""
