@@ -42,9 +42,7 @@ class IndexedDataset:
         self.idx_path, self.bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
         _check_pair(self.prefix, self.idx_path, self.bin_path)
         index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
-        self.dtype, self.lengths, self._pointers, self.document_index = _parse(
-            index, self.idx_path
-        )
+        self.dtype, self.lengths, self._pointers, self.document_index = _parse(index, self.idx_path)
         self._check_documents()
         self._check_extent()
         self._tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r")

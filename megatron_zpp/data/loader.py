@@ -172,6 +172,4 @@ class _Collate:
             starts = torch.zeros_like(position_ids)
             starts[:, 1:] = position_ids[:, 1:] * (tokens[:, :-1] == self.eod)
             position_ids = position_ids - starts.cummax(dim=1).values
-        return Batch(
-            tokens=tokens, labels=labels, loss_mask=loss_mask, position_ids=position_ids
-        )
+        return Batch(tokens=tokens, labels=labels, loss_mask=loss_mask, position_ids=position_ids)

@@ -106,9 +106,7 @@ def cached_sample_index(
     return index
 
 
-def _documents(
-    sequences: np.ndarray, epochs: Epochs, random: np.random.RandomState
-) -> np.ndarray:
+def _documents(sequences: np.ndarray, epochs: Epochs, random: np.random.RandomState) -> np.ndarray:
     """Sequence numbers of all epochs, shuffled; int32."""
     together = epochs.count if epochs.samples_before_last is None else epochs.count - 1
     document = np.tile(sequences, together)
@@ -126,12 +124,11 @@ def _samples(lengths: np.ndarray, seq_length: int) -> np.ndarray:
     count = (int(ends[-1]) - 1) // seq_length
     largest = max(len(lengths), int(lengths.max()))
     kind = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
-    # Starts 0, S, 2S ... that lie before the end of each document, then in each document.
-    before = np.minimum(-(-ends // seq_length), count + 1)
-    document = np.repeat(np.arange(len(lengths)), np.diff(before, prepend=0))
+    starts = np.arange(count + 1) * seq_length
+    document = np.searchsorted(ends, starts, side="right")
     sample = np.empty((count + 1, 2), dtype=kind)
     sample[:, 0] = document
-    sample[:, 1] = np.arange(count + 1) * seq_length - (ends - lengths)[document]
+    sample[:, 1] = starts - ends[document] + lengths[document]
     sample[0] = 0  # as in megatron-core, even if the first documents are empty
     return sample
 

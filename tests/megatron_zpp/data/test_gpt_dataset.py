@@ -67,9 +67,7 @@ def digests(dataset) -> list[str]:
 
 
 def masks(dataset, data: DataConfig) -> list[str]:
-    loader = Loader(
-        dataset, data, consumed_samples=0, micro_batch_size=8, rank=0, world=1, eod=EOD
-    )
+    loader = Loader(dataset, data, consumed_samples=0, micro_batch_size=8, rank=0, world=1, eod=EOD)
     batch = next(loader)
     return [sha(batch.loss_mask.numpy(), "<f4"), sha(batch.position_ids.numpy(), "<i8")]
 
