@@ -67,6 +67,14 @@ def test_a_last_epoch_apart_comes_last(tokens: int, seq_length: int, num_samples
     assert num_samples - before < int(0.8 * ((int(lengths.sum()) - 1) // seq_length))
 
 
+def test_the_last_epoch_stands_apart_below_four_fifths() -> None:
+    # 1001 tokens make 100 samples of 10 + 1 in one epoch and 200 in two.
+    assert plan_epochs(1001, 10, 100).count == 1
+    assert plan_epochs(1001, 10, 179).samples_before_last == 100
+    assert plan_epochs(1001, 10, 180).samples_before_last is None
+    assert plan_epochs(1001, 10, 180).count == 2
+
+
 def build_cached(folder: Path, request: SampleRequest = REQUEST, lengths=LENGTHS) -> SampleIndex:
     return cached_sample_index(lengths, request, folder, "train")
 
