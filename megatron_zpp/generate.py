@@ -21,7 +21,7 @@ def generate(
     top_k: int = 0,
     seed: int = 0,
 ) -> str:
-    """The continuation of `prompt`: up to `max_new_tokens` tokens, ending before an end of document.
+    """The continuation of `prompt`: up to `max_new_tokens` tokens, up to an end of document.
 
     temperature 0 takes the likeliest token always; top_k > 0 draws from the k likeliest only. The
     context is the last `num_positions` tokens; an empty prompt starts after an end of document. The

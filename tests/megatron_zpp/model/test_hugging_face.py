@@ -143,7 +143,8 @@ def by_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int) -> 
 
 
 def compare_logits(ours: GPT, theirs: nn.Module) -> None:
-    tokens = torch.randint(0, VOCABULARY, (2, POSITIONS), generator=torch.Generator().manual_seed(5))
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, VOCABULARY, (2, POSITIONS), generator=generator)
     with torch.no_grad():
         expected = theirs.eval()(tokens).logits
         logits = ours.eval()(tokens)

@@ -1,0 +1,135 @@
+"""The parts one by one, against the formula they stand for."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_zpp.config import ModelConfig
+from megatron_zpp.model.layers import make_activation, rotary_table, rotate
+from tests.megatron_zpp.model.small import GPT2, LLAMA, build, rows
+
+
+def tanh_gelu(x: float) -> float:
+    return x / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def erf_gelu(x: float) -> float:
+    return x / 2 * (1 + math.erf(x / math.sqrt(2)))
+
+
+ACTIVATIONS = {
+    "default": ({}, tanh_gelu),
+    "unfused": ({"bias_gelu_fusion": False}, erf_gelu),
+    "openai": ({"openai_gelu": True, "bias_gelu_fusion": False}, tanh_gelu),
+    "squared relu": ({"squared_relu": True}, lambda x: max(x, 0) ** 2),
+    "swiglu": ({"swiglu": True}, lambda x: x / (1 + math.exp(-x))),
+}
+
+
+@pytest.mark.parametrize(("flags", "formula"), ACTIVATIONS.values(), ids=ACTIVATIONS.keys())
+def test_activation(flags: dict, formula) -> None:
+    points = [-3.0, -1.0, -0.1, 0.0, 0.5, 2.0]
+    values = make_activation(replace(GPT2, **flags))(torch.tensor(points))
+    assert values.tolist() == pytest.approx([formula(x) for x in points], abs=1e-6)
+
+
+@pytest.mark.parametrize("channels", [8, 4])
+def test_rotate_is_a_complex_product(channels: int) -> None:
+    """Channels i and i + R/2 are a complex number times exp(i·position·base^(-2i/R))."""
+    x = torch.randn(2, 5, 3, 2, 8)
+    positions = torch.tensor([[0, 1, 2, 3, 4], [7, 0, 100, 3, 1]])
+    half = channels // 2
+    number = torch.complex(x[..., :half].double(), x[..., half:channels].double())
+    speed = 500.0 ** (-torch.arange(half).double() * 2 / channels)
+    angle = positions[:, :, None, None, None] * speed
+    turned = number * torch.polar(torch.ones_like(angle), angle)
+    expected = torch.cat((turned.real.float(), turned.imag.float(), x[..., channels:]), dim=-1)
+    # angles up to 100 in fp32: 100 · 2^-24 = 6e-6 radians
+    result = rotate(x, rotary_table(positions, channels, 500.0))
+    torch.testing.assert_close(result, expected, rtol=0, atol=5e-5)
+    assert torch.equal(result[..., channels:], x[..., channels:])
+
+
+def test_rotate_is_exact_in_16_bit() -> None:
+    """The product is taken in fp32 and rounded once."""
+    x = torch.randn(1, 4, 2, 2, 8).bfloat16()
+    rotary = rotary_table(torch.arange(4)[None] + 1000, 8, 1e4)
+    assert torch.equal(rotate(x, rotary), rotate(x.float(), rotary).bfloat16())
+
+
+@torch.no_grad()
+def test_share_of_rotary_channels() -> None:
+    """Half of 8 channels turn: the model must differ from full and from no rotation."""
+    tokens = rows()[:, :-1]
+    logits = []
+    for change in (
+        {"rotary_percent": 0.5},
+        {"rotary_percent": 1.0},
+        {"position_embedding_type": "none"},
+    ):
+        logits.append(build(replace(LLAMA, init_method_std=0.3, **change)).eval()(tokens))
+    assert (logits[0] - logits[1]).abs().max() > 0.01 < (logits[0] - logits[2]).abs().max()
+
+
+@torch.no_grad()
+def test_where_the_residual_branches_off() -> None:
+    x = torch.randn(2, 4, 32)
+    for after, narrow in ((False, False), (True, False), (True, True)):
+        config = replace(GPT2, apply_residual_connection_post_layernorm=after, init_method_std=0.3)
+        config = replace(config, fp32_residual_connection=narrow)
+        block = build(config).blocks[0].eval()
+        block = block.bfloat16() if narrow else block
+        normal = block.norm1(x.to(block.norm1.weight.dtype))
+        middle = (normal if after else x).float() + block.attention(normal)
+        normal = block.norm2(middle.to(normal.dtype))
+        expected = (normal if after else middle).float() + block.mlp(normal)
+        assert torch.equal(block(x), expected)
+
+
+@torch.no_grad()
+def test_grouped_queries_share_their_key_and_value() -> None:
+    """Two groups equal four heads whose keys and values are repeated."""
+    config = replace(LLAMA, num_query_groups=2, init_method_std=0.3)
+    grouped = build(config).eval().blocks[0].attention
+    full = build(replace(config, num_query_groups=4)).eval().blocks[0].attention
+    weight = grouped.qkv.weight.view(2, 4, 8, 32)  # [K, Q + 2, D, H]
+    each = [torch.cat((weight[g, q : q + 1], weight[g, 2:])) for g in (0, 1) for q in (0, 1)]
+    full.qkv.weight.copy_(torch.cat(each).flatten(0, 1))
+    full.output.weight.copy_(grouped.output.weight)
+    x = torch.randn(2, 6, 32)
+    torch.testing.assert_close(grouped(x), full(x), rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_every_dropout_is_there() -> None:
+    """After the embedding, on attention weights, and on both branches; none in evaluation."""
+    tokens = rows()[:, :-1]
+
+    def changes(config: ModelConfig, blocks: bool) -> bool:
+        model = build(replace(config, init_method_std=0.3))
+        if not blocks:
+            model.blocks = torch.nn.ModuleList()
+        return not torch.allclose(model.train()(tokens), model.eval()(tokens))
+
+    none = replace(GPT2, hidden_dropout=0.0, attention_dropout=0.0)
+    assert not changes(none, blocks=True)
+    assert changes(replace(none, attention_dropout=0.5), blocks=True)
+    assert changes(replace(none, hidden_dropout=0.5), blocks=False)
+    assert not changes(replace(none, attention_dropout=0.5), blocks=False)
+    block = build(replace(GPT2, hidden_dropout=1.0)).blocks[0]
+    x = torch.randn(1, 4, 32)
+    assert torch.equal(block.train()(x), x)
+    assert not torch.equal(block.eval()(x), x)
+
+
+@torch.no_grad()
+def test_attention_softmax_is_fp32_in_16_bit() -> None:
+    """With and without dropout's other kernel: as exact as one rounding of the output allows."""
+    attention = build(replace(GPT2, attention_dropout=1e-9)).blocks[0].attention
+    q, k, v = (torch.randn(2, 16, 4, 8).mul_(4).bfloat16() for _ in range(3))
+    exact = attention.eval().attend(q.double(), k.double(), v.double())
+    for mode in (True, False):
+        result = attention.train(mode).attend(q, k, v).double()
+        assert ((result - exact).norm() / exact.norm()) < 2**-8
