@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
             status = _guarded(config, ranks, console, stopping, watch)
             if watch:
                 watch.close()
-            if status == 0:
+            if status == 0 or watch is None:  # with a dead peer this could wait for it
                 dist.destroy_process_group()
             return status
 

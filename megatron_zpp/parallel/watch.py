@@ -47,7 +47,11 @@ class Watch:
             if verdict := self._verdict():
                 return verdict
             time.sleep(BEAT_SECONDS / 4)
-        silent = [r for r, beat in self._beats().items() if before[r] == beat and r != self.rank]
+        silent = [
+            rank
+            for rank, beat in self._beats().items()
+            if beat == before[rank] and rank != self.rank and not self._finished(rank)
+        ]
         if silent:
             self._judge(f"rank {silent[0]} died or stopped responding")
         return self._verdict()

@@ -1,0 +1,64 @@
+"""Starts the real scripts under the real launchers, and finds and kills their ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LAUNCH = (sys.executable, "-c", "import sys; from zeropp.launch import main; sys.exit(main())")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+
+
+def start(command: list[str], log: Path, folder: Path) -> subprocess.Popen:
+    """Start a command in a process group of its own; what it prints goes to `log`."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with open(log, "wb") as output:
+        return subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def zeropp(num_ranks: int, script: str, flags: str) -> list[str]:
+    """The command line of a script on ranks started by our launcher."""
+    return [*LAUNCH, "--num_ranks", str(num_ranks), str(ROOT / script), *flags.split()]
+
+
+def wait_for(text: str, log: Path, process: subprocess.Popen, seconds: float = 90) -> None:
+    """Wait until `text` stands in the log; fail with the log if the process ends before."""
+    deadline = time.monotonic() + seconds
+    while text not in log.read_text():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise AssertionError(f"{text!r} never came:\n{log.read_text()}")
+        time.sleep(0.05)
+
+
+def rank_pid(rank: int, launcher: subprocess.Popen) -> int:
+    """The process of a rank below a launcher, found by its environment."""
+    for pid in descendants(launcher.pid):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if b"RANK=%d" % rank in variables:
+            return pid
+    raise AssertionError(f"no process has RANK={rank}")
+
+
+def kill_all(launcher: subprocess.Popen) -> None:
+    """SIGKILL the launcher and all its ranks at once, as a power cut would."""
+    for pid in [launcher.pid, *descendants(launcher.pid)]:
+        os.kill(pid, signal.SIGKILL)
+    launcher.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below one, its children first."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children] + [
+        below for child in children for below in descendants(int(child))
+    ]

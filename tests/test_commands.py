@@ -1,0 +1,112 @@
+"""The commands people type, on real ranks under real launchers; kills and signals included."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.launched import ROOT, TORCHRUN, kill_all, rank_pid, start, wait_for, zeropp
+
+TUTORIAL = (
+    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 2 "
+    "--hidden-size 64 --seq-length 64 --num-attention-heads 4 --batch-size 1 --zero-stage 3 "
+    f"--deepspeed_config {ROOT}/examples/ds_zero3.json --deepspeed-activation-checkpointing "
+    "--fp16 --checkpoint-activations "
+)
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 50 --num-workers 0 --log-interval 1 "
+    "--zero-stage 3 --eval-iters 0 --lr 1e-3 "
+)
+FOREVER = TINY + "--train-iters 1000000 "
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Start our script on ranks; whatever is left of it is killed at the end."""
+    processes = []
+
+    def run(command: list[str]) -> tuple[subprocess.Popen, "os.PathLike"]:
+        log = tmp_path / f"log-{len(processes)}.txt"
+        processes.append(start(command, log, tmp_path))
+        return processes[-1], log
+
+    yield run
+    for process in processes:
+        if process.poll() is None:
+            kill_all(process)
+
+
+def losses(text: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"lm loss: (\S+) \|", text)]
+
+
+def test_the_tutorials_command_under_torchrun(launch):
+    flags = TUTORIAL + "--train-iters 5 --log-interval 1 --initial-loss-scale 65536"
+    script = str(ROOT / "pretrain_zeropp_gpt.py")
+    process, log = launch([*TORCHRUN, "--nproc-per-node", "4", script, *flags.split()])
+    assert process.wait(200) == 0, log.read_text()
+    text = log.read_text()
+    assert len(losses(text)) == 5 and all(0 < loss < 20 for loss in losses(text))
+    skipped = re.findall(r"number of skipped iterations: +(\d+)", text)
+    assert skipped.count("0") >= 1
+
+
+def test_a_killed_rank_is_named_and_the_others_end(launch):
+    process, log = launch(zeropp(4, "pretrain_gpt.py", FOREVER))
+    wait_for(" iteration        3/", log, process)
+    os.kill(rank_pid(2, process), signal.SIGKILL)
+    assert process.wait(60) != 0
+    text = log.read_text()
+    assert "rank 2 died" in text and "Traceback" not in text
+    assert text.splitlines()[-1].startswith("zeropp: rank 2 was killed by SIGKILL")
+
+
+def test_bad_flags_on_several_ranks_are_said_once(launch):
+    process, log = launch(zeropp(2, "pretrain_gpt.py", TINY + "--no-such-flag"))
+    assert process.wait(60) != 0
+    text = log.read_text()
+    assert text.count("error: ") == 1 and "--no-such-flag" in text
+    assert "Traceback" not in text
+
+
+def test_sigterm_saves_and_the_next_run_goes_on(launch, tmp_path):
+    flags = f"{FOREVER} --save {tmp_path}/save --load {tmp_path}/save --exit-signal-handler"
+    process, log = launch(zeropp(2, "pretrain_gpt.py", flags))
+    wait_for(" iteration        3/", log, process)
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+    text = log.read_text()
+    assert "a signal (--exit-signal-handler)" in text and "saved checkpoint" in text
+    stopped_at = int(re.findall(r"stopping after iteration (\d+)", text)[-1])
+    again, log = launch(zeropp(2, "pretrain_gpt.py", flags))
+    wait_for(f" iteration {stopped_at + 2:8d}/", log, again)
+    assert f"loaded checkpoint of iteration {stopped_at}" in log.read_text()
+
+
+def test_power_cut_around_saves_then_every_restart_resumes(launch, tmp_path):
+    flags = f"{FOREVER} --save {tmp_path}/save --load {tmp_path}/save --save-interval 2 "
+    flags += "--keep-checkpoints 2"
+    reached = 0
+    for pause in (0.0, 0.13, 0.31):
+        process, log = launch(zeropp(2, "pretrain_gpt.py", flags))
+        wait_for(f"saved checkpoint {tmp_path}/save/iter_{reached // 2 * 2 + 4:07d}", log, process)
+        time.sleep(pause)
+        kill_all(process)
+        text = log.read_text()
+        resumed = re.findall(r"loaded checkpoint of iteration (\d+)", text)
+        assert [int(number) for number in resumed] == ([reached] if reached else [])
+        saved = (tmp_path / "save/latest_checkpointed_iteration.txt").read_text()
+        reached = int(saved)
+        assert reached >= 4
+
+
+def test_alone_without_a_launcher(tmp_path):
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *TINY.split(), "--train-iters", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(losses(done.stdout)) == 2 and not done.stderr
