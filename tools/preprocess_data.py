@@ -183,8 +183,10 @@ def input_files(config: PreprocessConfig) -> list[Path]:
     if not path.exists():
         raise InputError(f"--input {path}: no such file or folder")
     wanted = (WHOLE, *LINES)
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    files = [file for file in files if file.suffix in wanted and file.is_file()]
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+    files = [file for file in files if file.suffix in wanted]
     if not files:
         what = "no file in it is" if path.is_dir() else "it is not"
         raise InputError(f"--input {path}: {what} one of {', '.join(wanted)}")

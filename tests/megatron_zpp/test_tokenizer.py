@@ -1,0 +1,424 @@
+"""Tokenizers: genuine ids, text that comes back, ends of documents, and files that are no good."""
+
+import json
+import logging
+from functools import cache
+from pathlib import Path
+
+import pytest
+import regex
+import sentencepiece
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.config import TokenizerConfig
+from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
+from megatron_zpp.tokenizer.base import END_OF_DOCUMENT, load_package
+from megatron_zpp.tokenizer.gpt2_bpe import BLANKS, LONG_RUN, WORDS
+from zeropp.errors import InputError
+
+TEXTS = [
+    "def area(width, height):\n    return width * height\n\n\n",
+    "The widths of the areas weren't returned; they'll be higher.  Höhe × Breite = 12345.\n",
+    "for word in words:\n        if word.strip():\n            print(word, len(word))\n",
+] * 30
+# GPT-2's published pattern; the tokenizer uses another that must cut alike.
+GPT2_PATTERN = regex.compile(
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+)
+ANY_TEXT = st.text(
+    st.one_of(
+        st.sampled_from(" \n\t\r'\u00a0\u3000\x1cabdehlrstw_=(12.,é中🙂\u0301<|>"),
+        st.characters(exclude_categories=("Cs",)),
+    ),
+    max_size=60,
+)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with vocab.json and merges.txt of 400 tokens, trained here."""
+    folder = tmp_path_factory.mktemp("bpe")
+    trained = tokenizers.ByteLevelBPETokenizer()
+    trained.train_from_iterator(
+        TEXTS, vocab_size=400, special_tokens=[END_OF_DOCUMENT], show_progress=False
+    )
+    trained.save_model(str(folder))
+    trained.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gpt2(bpe: Path) -> Tokenizer:
+    return gpt2_of(bpe)
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with usual.model and ends.model, which has no begin or end of sentence."""
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    for name, special in (("usual", {}), ("bare", {"bos_id": -1, "eos_id": -1})):
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXTS),
+            model_prefix=str(folder / name),
+            vocab_size=120,
+            model_type="bpe",
+            minloglevel=2,
+            **special,
+        )
+    return folder
+
+
+def gpt2_of(folder: Path, **fields: int) -> Tokenizer:
+    return build_tokenizer(
+        TokenizerConfig(
+            tokenizer_type="GPT2BPETokenizer",
+            vocab_file=str(folder / "vocab.json"),
+            merge_file=str(folder / "merges.txt"),
+            **fields,
+        )
+    )
+
+
+def hf_of(path: Path) -> Tokenizer:
+    return build_tokenizer(
+        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path))
+    )
+
+
+def sentencepiece_of(path: Path, kind: str, extra: int = 0) -> Tokenizer:
+    return build_tokenizer(
+        TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(path), vocab_extra_ids=extra)
+    )
+
+
+@cache
+def gpt2_files(folder: Path) -> tuple[dict[str, int], dict[tuple[str, ...], int]]:
+    """The vocabulary, and the place of each pair in merges.txt."""
+    lines = (folder / "merges.txt").read_text().split("\n")[1:]
+    pairs = [tuple(line.split(" ")) for line in lines if line]
+    vocab = json.loads((folder / "vocab.json").read_text())
+    return vocab, {pair: place for place, pair in enumerate(pairs)}
+
+
+def gpt2_ids(folder: Path, text: str) -> list[int]:
+    """GPT-2's algorithm as published: in each word join all of the earliest pair, until none is."""
+    vocab, place = gpt2_files(folder)
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = sorted(set(range(256)) - set(shown))
+    letter = {byte: chr(byte) for byte in shown} | {b: chr(256 + i) for i, b in enumerate(hidden)}
+    ids = []
+    for word in GPT2_PATTERN.findall(text):
+        parts = [letter[byte] for byte in word.encode()]
+        while True:
+            pairs = set(zip(parts[:-1], parts[1:], strict=True))
+            best = min(pairs, key=lambda pair: place.get(pair, len(place)), default=None)
+            if best not in place:
+                break
+            joined, at = [], 0
+            while at < len(parts):
+                size = 2 if tuple(parts[at : at + 2]) == best else 1
+                joined.append("".join(parts[at : at + size]))
+                at += size
+            parts = joined
+        ids += [vocab[part] for part in parts]
+    return ids
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=ANY_TEXT)
+def test_gpt2_ids_are_the_published_algorithms(bpe: Path, gpt2: Tokenizer, text: str) -> None:
+    ids = gpt2.encode(text)
+    assert ids == gpt2_ids(bpe, text)
+    assert gpt2.decode(ids) == text
+
+
+def test_gpt2_joins_tokens_of_real_text(bpe: Path, gpt2: Tokenizer) -> None:
+    text = "".join(TEXTS[:3])
+    ids = gpt2.encode(text)
+    assert ids == gpt2_ids(bpe, text)
+    assert len(ids) < len(text) / 2
+
+
+def test_gpt2_ids_follow_the_vocabulary_in_any_order(
+    bpe: Path, gpt2: Tokenizer, tmp_path: Path
+) -> None:
+    vocab, _ = gpt2_files(bpe)
+    turned = {token: (7 * number + 3) % len(vocab) for token, number in vocab.items()}
+    (tmp_path / "vocab.json").write_text(json.dumps(turned))
+    (tmp_path / "merges.txt").write_text((bpe / "merges.txt").read_text())
+    other = gpt2_of(tmp_path)
+    text = "".join(TEXTS[:3])
+    assert other.encode(text) == [(7 * token + 3) % len(vocab) for token in gpt2.encode(text)]
+    assert other.decode(other.encode(text)) == text
+    assert other.eod == turned[END_OF_DOCUMENT]
+    assert other.fingerprint != gpt2.fingerprint
+
+
+def test_gpt2_end_of_document(bpe: Path, gpt2: Tokenizer) -> None:
+    vocab, _ = gpt2_files(bpe)
+    assert gpt2.eod == vocab[END_OF_DOCUMENT]
+    assert gpt2.vocab_size == len(vocab)
+    assert gpt2.eod not in gpt2.encode(f"a{END_OF_DOCUMENT}b")
+    assert gpt2.decode([*gpt2.encode("a"), gpt2.eod]) == f"a{END_OF_DOCUMENT}"
+
+
+@pytest.mark.parametrize("after", ["", "word", "\tword"])
+def test_long_blanks_are_cut_where_gpt2_cuts(gpt2: Tokenizer, after: str) -> None:
+    text = "word" + " \n" * LONG_RUN + after
+    whole = gpt2._encoding.encode_ordinary(text)
+    assert gpt2.encode(text) == [gpt2._id_of_rank[rank] for rank in whole]
+
+
+def test_a_million_blanks_are_no_crash(gpt2: Tokenizer) -> None:
+    text = "\n" * 1_100_000 + "word"
+    assert gpt2.decode(gpt2.encode(text)) == text
+
+
+def test_blanks_are_those_of_the_pattern() -> None:
+    """Python's white space and Unicode's differ by four control characters."""
+    blank = regex.compile(r"\p{White_Space}")
+    one = regex.compile(BLANKS.pattern.split("{")[0])
+    everything = "".join(map(chr, range(0x110000)))
+    assert one.findall(everything) == blank.findall(everything)
+    assert r"\s" in WORDS
+
+
+def broken(bpe: Path, folder: Path, what: str) -> None:
+    """Copy the files to `folder` with one thing wrong."""
+    vocab = json.loads((bpe / "vocab.json").read_text())
+    lines = (bpe / "merges.txt").read_text().split("\n")
+    text = None
+    if what == "not JSON":
+        text = '{"a": 0,\n "b" 1}'
+    elif what == "no end":
+        del vocab[END_OF_DOCUMENT]
+    elif what == "same id":
+        vocab["a"] = vocab["b"]
+    elif what == "id no number":
+        vocab["a"] = "7"
+    elif what == "byte missing":
+        del vocab["Ċ"]
+    elif what == "token missing":
+        del vocab["".join(lines[1].split())]
+    elif what == "merges cut off":
+        lines = lines[: len(lines) // 2]
+    elif what == "merge before its parts":
+        lines[1:] = lines[:0:-1]
+    elif what == "merge twice":
+        lines.insert(2, lines[1])
+    elif what == "three tokens":
+        lines[3] += " x"
+    elif what == "not a text":
+        (folder / "merges.txt").write_bytes(b"\xff\xfe\x00")
+    (folder / "vocab.json").write_text(text or json.dumps(vocab))
+    if what != "not a text":
+        (folder / "merges.txt").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("not JSON", r"vocab\.json: not JSON \(line 2, column 6"),
+        ("no end", r"vocab\.json: has no token <\|endoftext\|>"),
+        ("same id", r"vocab\.json: two tokens have the same id"),
+        ("id no number", r"vocab\.json: id of 'a' is '7'"),
+        ("byte missing", r"vocab\.json: has no token for 1 of the 256 bytes \(0x0a"),
+        ("token missing", r"merges\.txt, line 2: .* is not in --vocab-file .*vocab\.json"),
+        ("merges cut off", r"vocab\.json: \d+ tokens .* made by no line of .*merges\.txt"),
+        ("merge before its parts", r"merges\.txt, line \d+: .* is neither a byte nor made"),
+        ("merge twice", r"merges\.txt, line 3: makes .* again, after line 2"),
+        ("three tokens", r"merges\.txt, line 4: expected two tokens"),
+        ("not a text", r"merges\.txt: not UTF-8 text \(byte 0\)"),
+    ],
+)
+def test_gpt2_files_that_are_no_good(bpe: Path, tmp_path: Path, what: str, said: str) -> None:
+    broken(bpe, tmp_path, what)
+    with pytest.raises(InputError, match=said):
+        gpt2_of(tmp_path)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--vocab-file .*vocab\.json: No such file"):
+        gpt2_of(tmp_path)
+    with pytest.raises(InputError, match=r"--tokenizer-model .*tokenizer\.json: No such file"):
+        hf_of(tmp_path)
+    with pytest.raises(InputError, match=r"--tokenizer-model .*x\.model: No such file"):
+        sentencepiece_of(tmp_path / "x.model", "Llama2Tokenizer")
+
+
+def test_hugging_face_agrees_with_the_two_files(bpe: Path, gpt2: Tokenizer) -> None:
+    for path in (bpe, bpe / "tokenizer.json"):
+        tokenizer = hf_of(path)
+        assert [tokenizer.encode(text) for text in TEXTS[:3]] == [
+            gpt2.encode(text) for text in TEXTS[:3]
+        ]
+        assert (tokenizer.eod, tokenizer.vocab_size) == (gpt2.eod, gpt2.vocab_size)
+        assert tokenizer.encode_batch(TEXTS[:3]) == gpt2.encode_batch(TEXTS[:3])
+        assert tokenizer.eod not in tokenizer.encode(END_OF_DOCUMENT)
+        assert tokenizer.decode([tokenizer.eod]) == END_OF_DOCUMENT
+        assert tokenizer.decode(tokenizer.encode(TEXTS[1])) == TEXTS[1]
+
+
+def test_hugging_face_adds_nothing_and_cuts_nothing(bpe: Path, tmp_path: Path) -> None:
+    model = tokenizers.Tokenizer.from_file(str(bpe / "tokenizer.json"))
+    end = model.token_to_id(END_OF_DOCUMENT)
+    model.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{END_OF_DOCUMENT} $A", special_tokens=[(END_OF_DOCUMENT, end)]
+    )
+    model.enable_truncation(5)
+    model.enable_padding(length=1000)
+    model.save(str(tmp_path / "tokenizer.json"))
+    assert hf_of(tmp_path).encode(TEXTS[0]) == hf_of(bpe).encode(TEXTS[0])
+
+
+def test_hugging_face_end_of_document(bpe: Path, tmp_path: Path) -> None:
+    model = tokenizers.Tokenizer.from_file(str(bpe / "tokenizer.json"))
+    model.add_special_tokens(["</s>", "<stop>"])
+    path, beside = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    model.save(str(path))
+    with pytest.raises(InputError, match=r"which token ends .*<\|endoftext\|> and </s>.*beside"):
+        hf_of(path)
+    for end in ("<stop>", {"content": "<stop>"}):
+        beside.write_text(json.dumps({"eos_token": end}))
+        assert hf_of(path).eod == model.token_to_id("<stop>")
+    beside.write_text('{"eos_token": "<none>"}')
+    with pytest.raises(InputError, match=r"tokenizer_config\.json: eos_token '<none>' is not in"):
+        hf_of(path)
+    beside.write_text("{,}")
+    with pytest.raises(InputError, match=r"tokenizer_config\.json: not JSON \(line 1, column 2"):
+        hf_of(path)
+
+
+def test_hugging_face_without_any_end(tmp_path: Path) -> None:
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
+    model.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(InputError, match="Of the usual names it has none"):
+        hf_of(tmp_path)
+
+
+def test_hugging_face_file_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"vocab": 1}')
+    with pytest.raises(InputError, match=r"tokenizer\.json: not a tokenizer\.json"):
+        hf_of(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["GPTSentencePieceTokenizer", "Llama2Tokenizer"])
+def test_sentencepiece_is_the_library(sentences: Path, kind: str) -> None:
+    model = sentencepiece.SentencePieceProcessor(model_file=str(sentences / "usual.model"))
+    tokenizer = sentencepiece_of(sentences / "usual.model", kind)
+    begin = [model.bos_id()] if kind == "Llama2Tokenizer" else []
+    assert tokenizer.encode("the width of words") == begin + model.encode("the width of words")
+    assert tokenizer.decode(tokenizer.encode("the width of words")) == "the width of words"
+    assert (tokenizer.eod, tokenizer.vocab_size) == (model.eos_id(), 120)
+    assert (tokenizer.name, tokenizer.eod in tokenizer.encode("a</s>b")) == (kind, False)
+
+
+def test_sentencepiece_has_megatrons_layout(sentences: Path) -> None:
+    """Four tokens of Megatron after the pieces, <PAD> where there is none, then the extra ids."""
+    tokenizer = sentencepiece_of(sentences / "usual.model", "SentencePieceTokenizer", extra=3)
+    assert tokenizer.eod == 120 + 2
+    assert tokenizer.vocab_size == 120 + 4 + 1 + 3
+    assert tokenizer.decode(range(120, 128)) == (
+        "<CLS><SEP><EOD><MASK><PAD><extra_id_0><extra_id_1><extra_id_2>"
+    )
+    bare = sentencepiece_of(sentences / "bare.model", "SentencePieceTokenizer")
+    assert bare.decode(range(124, bare.vocab_size)) == "<PAD><BOS><EOS>"
+
+
+def test_sentencepiece_without_ends(sentences: Path) -> None:
+    for kind in ("GPTSentencePieceTokenizer", "Llama2Tokenizer"):
+        with pytest.raises(InputError, match=r"bare\.model: has no end of sentence"):
+            sentencepiece_of(sentences / "bare.model", kind)
+
+
+def test_sentencepiece_file_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "x.model").write_text("hello")
+    with pytest.raises(InputError, match=r"x\.model: not a SentencePiece model"):
+        sentencepiece_of(tmp_path / "x.model", "SentencePieceTokenizer")
+
+
+@given(text=ANY_TEXT)
+def test_byte_level(text: str) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="ByteLevelTokenizer"))
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert (tokenizer.eod, tokenizer.vocab_size) == (256, 257)
+
+
+def test_byte_level_end_and_broken_bytes() -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="ByteLevelTokenizer"))
+    assert tokenizer.decode([104, 105, 256, 0xC3, 0xA9, 0xFF]) == f"hi{END_OF_DOCUMENT}é\ufffd"
+
+
+def test_null() -> None:
+    config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100)
+    tokenizer = build_tokenizer(config)
+    assert tokenizer.encode(" 3 14\n15 99 ") == [3, 14, 15, 99]
+    assert tokenizer.decode([3, 14, 99]) == "3 14 99"
+    assert (tokenizer.eod, tokenizer.vocab_size) == (99, 100)
+    for text, said in (("3 x", "not 'x'"), ("-1", "not '-1'"), ("100", "id 100 is outside")):
+        with pytest.raises(InputError, match=said):
+            tokenizer.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "give --tokenizer-type, one of GPT2BPETokenizer"),
+        ({"tokenizer_type": "GPT2BPE"}, "GPT2BPE: not one of .*did you mean GPT2BPETokenizer"),
+        ({"tokenizer_type": "GPT2BPETokenizer"}, "needs --vocab-file and --merge-file"),
+        ({"tokenizer_type": "HFTokenizer"}, "needs --tokenizer-model"),
+        ({"tokenizer_type": "NullTokenizer"}, "needs --vocab-size"),
+        ({"tokenizer_type": "NullTokenizer", "vocab_size": 1}, "needs at least 2"),
+    ],
+)
+def test_a_section_that_is_no_good(fields: dict, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        build_tokenizer(TokenizerConfig(**fields))
+
+
+def test_two_files_without_a_type_mean_gpt2(bpe: Path, gpt2: Tokenizer) -> None:
+    tokenizer = build_tokenizer(
+        TokenizerConfig(vocab_file=str(bpe / "vocab.json"), merge_file=str(bpe / "merges.txt"))
+    )
+    assert (tokenizer.name, tokenizer.fingerprint) == (gpt2.name, gpt2.fingerprint)
+
+
+def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="megatron_zpp")
+    build_tokenizer(TokenizerConfig(tokenizer_type="ByteLevelTokenizer", merge_file="m.txt"))
+    assert (
+        "--merge-file m.txt has no effect with --tokenizer-type ByteLevelTokenizer" in caplog.text
+    )
+
+
+def test_extra_ids_come_last(gpt2: Tokenizer, bpe: Path) -> None:
+    tokenizer = gpt2_of(bpe, vocab_extra_ids=2)
+    assert tokenizer.vocab_size == gpt2.vocab_size + 2
+    assert tokenizer.decode([gpt2.vocab_size + 1]) == "<extra_id_1>"
+    assert tokenizer.fingerprint == gpt2.fingerprint
+    with pytest.raises(InputError, match=f"id {gpt2.vocab_size + 2} is outside"):
+        tokenizer.decode([gpt2.vocab_size + 2])
+
+
+def test_fingerprints_tell_tokenizers_apart(bpe: Path, sentences: Path) -> None:
+    model = sentences / "usual.model"
+    made = [
+        gpt2_of(bpe),
+        hf_of(bpe),
+        sentencepiece_of(model, "GPTSentencePieceTokenizer"),
+        sentencepiece_of(model, "Llama2Tokenizer"),
+        sentencepiece_of(model, "SentencePieceTokenizer"),
+        build_tokenizer(TokenizerConfig(tokenizer_type="ByteLevelTokenizer")),
+        build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100)),
+        build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=101)),
+    ]
+    assert len({tokenizer.fingerprint for tokenizer in made}) == len(made)
+    assert gpt2_of(bpe).fingerprint == made[0].fingerprint
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    with pytest.raises(InputError, match="X needs the package no_such: pip install no_such"):
+        load_package("no_such", "X")

@@ -1,0 +1,245 @@
+"""tools/preprocess_data.py as a person runs it: the files it makes, and what it says otherwise."""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_zpp.data.indexed_dataset import IndexedDataset
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tools" / "preprocess_data.py"
+BYTES = ("--tokenizer-type", "ByteLevelTokenizer")
+EOD = 256
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, str(SCRIPT), *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), env=environment(), capture_output=True, text=True, timeout=120
+    )
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """Run the script in this process with one worker, which saves the start of a Python."""
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments), "--workers", "1"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return ended.value.code
+
+
+def fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
+) -> str:
+    """Run the script, which must fail without a traceback; returns its last line, the error."""
+    assert run_here(monkeypatch, *arguments) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    line = said.strip().split("\n")[-1]
+    assert line.startswith("error: ")
+    return line
+
+
+def lines_of(path: Path, *documents: object) -> Path:
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    return path
+
+
+def documents_of(prefix: Path) -> list[list[int]]:
+    dataset = IndexedDataset(prefix)
+    bounds = dataset.document_index.tolist()
+    return [
+        [token for number in range(*pair) for token in dataset.get(number).tolist()]
+        for pair in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
+
+
+def test_lines_become_documents_whatever_the_workers(tmp_path: Path) -> None:
+    """Enough lines for many chunks; the order must be that of the file."""
+    texts = [f"{number} " + "é" * (number % 977) for number in range(3000)]
+    texts[7] = ""
+    source = lines_of(
+        tmp_path / "a.jsonl", *({"text": t, "id": f"n{n}"} for n, t in enumerate(texts))
+    )
+    made = {}
+    for workers in (1, 3):
+        prefix = tmp_path / f"by{workers}"
+        done = run(
+            "--input", source, "--output-prefix", prefix, "--json-keys", "text", "id",
+            *BYTES, "--append-eod", "--workers", workers, "--log-interval", 1000,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "3000 documents" in done.stdout and f"{prefix}_id_document.bin" in done.stdout
+        assert done.stderr.count(" documents/s, ") == 3
+        made[workers] = [
+            Path(f"{prefix}_{key}_document.{end}").read_bytes()
+            for key in ("text", "id")
+            for end in ("bin", "idx")
+        ]
+    assert made[1] == made[3]
+    expected = [[*text.encode(), EOD] if text else [] for text in texts]
+    assert documents_of(tmp_path / "by3_text_document") == expected
+    dataset = IndexedDataset(tmp_path / "by3_text_document")
+    assert dataset.dtype == np.uint16
+    assert len(dataset) == 2999  # an empty document has no sequence
+    assert len(list(tmp_path.iterdir())) == 9
+
+
+def test_text_files_are_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "texts"
+    (folder / "more").mkdir(parents=True)
+    (folder / "b.txt").write_text("second\nof two lines\n")
+    (folder / "a.txt").write_text("first")
+    (folder / "more" / "c.txt").write_text("third")
+    (folder / "more" / "image.png").write_bytes(b"\x89PNG")
+    for source, expected in (
+        (folder, ["first", "second\nof two lines\n", "third"]),
+        (folder / "a.txt", ["first"]),
+    ):
+        prefix = tmp_path / "new" / "folder" / "x"
+        assert run_here(monkeypatch, "--input", source, "--output-prefix", prefix, *BYTES) == 0
+        made = documents_of(Path(f"{prefix}_text_document"))
+        assert [bytes(ids).decode() for ids in made] == expected
+
+
+def test_blank_lines_are_skipped_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "a.json"
+    source.write_text('{"text": "a"}\r\n\n  \n{"text": "b"}')
+    prefix = tmp_path / "x"
+    assert run_here(monkeypatch, "--input", source, "--output-prefix", prefix, *BYTES) == 0
+    assert "2 blank lines skipped" in capsys.readouterr().out
+    assert documents_of(tmp_path / "x_text_document") == [[97], [98]]
+
+
+def test_null_tokenizer_chooses_the_wide_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = lines_of(tmp_path / "a.jsonl", {"ids": "5 70000 3"})
+    null = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 100_000, "--append-eod")
+    output = ("--output-prefix", tmp_path / "x", "--json_keys", "ids")
+    assert run_here(monkeypatch, "--input", source, *output, *null) == 0
+    assert IndexedDataset(tmp_path / "x_ids_document").dtype == np.int32
+    assert documents_of(tmp_path / "x_ids_document") == [[5, 70000, 3, 99999]]
+
+
+GOOD = b'{"text": "good"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (GOOD + b'{"text": "bad"\n', r"line 2: not JSON (Expecting ',' delimiter"),
+        (GOOD + b"[" * 100_000, "line 2: not JSON ("),
+        (GOOD + b'["text"]\n', 'line 2: expected a JSON object, got ["text"]'),
+        (GOOD + b'{"title": "x", "n": 1}\n', "line 2: no key 'text' (its keys: 'title', 'n')"),
+        (GOOD + b'{"text": 7}\n', "line 2: 'text' holds 7, expected a string"),
+        (
+            GOOD * 2 + b'{"text": "\xe9"}\n',
+            "line 3: not UTF-8 (invalid continuation byte,",
+        ),
+        (GOOD + b'{"text": "ab\\ud800"}\n', "line 2: half of a surrogate pair, '\\ud800', at"),
+        (b"", "there is no text in it"),
+        (b'\n{"text": ""}\n', "there is no text in it"),
+    ],
+)
+def test_bad_lines_are_named_and_nothing_is_left(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    content: bytes,
+    said: str,
+) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(content)
+    error = fail(monkeypatch, capsys, "--input", source, "--output-prefix", tmp_path / "x", *BYTES)
+    assert str(source) in error and said in error
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_other_mistakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = lines_of(tmp_path / "a.jsonl", {"text": "1 x"})
+    (tmp_path / "a.csv").write_text("a,b\n")
+    (tmp_path / "a.txt").write_bytes(b"\xff")
+    (tmp_path / "none").mkdir()
+    output = ("--output-prefix", tmp_path / "none" / "x")
+    null = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 10)
+    for arguments, said in (
+        ((*output, *BYTES), "give --input"),
+        (("--input", tmp_path / "b.jsonl", *output, *BYTES), "b.jsonl: no such file or folder"),
+        (("--input", tmp_path / "a.csv", *output, *BYTES), "a.csv: it is not one of .txt"),
+        (("--input", tmp_path / "none", *output, *BYTES), "none: no file in it is one of .txt"),
+        (("--input", tmp_path / "a.txt", *output, *BYTES), "a.txt: not UTF-8 (invalid start byte"),
+        (("--input", source, *output), "give --tokenizer-type"),
+        (("--input", source, *output, *null), "a.jsonl, line 1: NullTokenizer reads whole"),
+        (("--input", source, *output, *BYTES, "--jsonkeys", "t"), "did you mean --json-keys?"),
+        (("--input", source, *output, *BYTES, "--json-keys", "t", "t"), "a key is given twice"),
+        (
+            ("--input", tmp_path / "a.txt", *output, *BYTES, "--json-keys", "a", "b"),
+            "one text only",
+        ),
+    ):
+        assert said in fail(monkeypatch, capsys, *arguments)
+    assert list((tmp_path / "none").iterdir()) == []
+
+
+def test_a_mistake_in_a_worker_keeps_what_was_there(tmp_path: Path) -> None:
+    """Two chunks of good lines come first; an older dataset of the same name stays as it was."""
+    source = tmp_path / "a.jsonl"
+    source.write_bytes((b'{"text": "' + b"a" * 500 + b'"}\n') * 1200 + b"nonsense\n")
+    older = tmp_path / "x_text_document.bin"
+    older.write_bytes(b"older")
+    failed = run("--input", source, "--output-prefix", tmp_path / "x", *BYTES, "--workers", 2)
+    assert failed.returncode == 1
+    last = failed.stderr.strip().split("\n")[-1]
+    assert last.startswith(f"error: {source}, line 1201: not JSON")
+    assert "Traceback" not in failed.stderr
+    assert older.read_bytes() == b"older"
+    assert sorted(tmp_path.iterdir()) == [source, older]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    """The signal comes after the first line of progress, with 40 MB still to be read."""
+    source = tmp_path / "a.jsonl"
+    source.write_bytes((b'{"text": "' + b"a" * 1000 + b'"}\n') * 40_000)
+    arguments = ("--input", source, "--output-prefix", tmp_path / "x", *BYTES)
+    process = subprocess.Popen(
+        command(*arguments, "--workers", 2, "--log-interval", 200),
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert " documents/s" in process.stderr.readline()
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert said.strip().split("\n")[-1] == "error: stopped; nothing was written"
+    assert "Traceback" not in said
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here(monkeypatch, "--help") == 0
+    said = capsys.readouterr().out
+    assert "--json-keys" in said and "--tokenizer-type" in said
