@@ -147,12 +147,12 @@ def choose(folder: Path | str) -> Path | None:
         _log.warning("%s: %s", folder, oddity)
     damages = []
     for path in paths:
-        damage = _damage(path)
-        if damage is None:
+        problem = damage(path)
+        if problem is None:
             return path
-        damages.append(f"{path}: {damage}")
+        damages.append(f"{path}: {problem}")
         if rank() == 0:
-            _log.warning("the checkpoint %s is damaged: %s; the one before is tried", path, damage)
+            _log.warning("the checkpoint %s is damaged: %s; the one before is tried", path, problem)
     if damages:
         raise InputError(
             "no checkpoint is complete:\n  "
@@ -160,6 +160,19 @@ def choose(folder: Path | str) -> Path | None:
             + f"\nRestore one of them, or remove {folder} to start afresh."
         )
     return None
+
+
+def damage(path: Path) -> str | None:
+    """Return what is wrong with a checkpoint, or None; each rank reads a share of its files."""
+    problem = None
+    try:
+        entries = manifest.read_manifest(path)
+        by_size = sorted(entries, key=lambda name: entries[name].bytes, reverse=True)
+        mine = by_size[rank() :: world_size()]
+        manifest.check_content(path, {name: entries[name] for name in mine})
+    except (manifest.DamagedError, OSError) as error:
+        problem = str(error)
+    return next((found for found in gathered(problem) if found), None)
 
 
 def read_state(path: Path) -> TrainingState:
@@ -228,19 +241,6 @@ def _prune(folder: Path, iteration: int, keep: int) -> None:
             _log.info("removed %s: --keep-checkpoints %d", path, keep)
     except OSError as error:
         _log.warning("cannot remove an old checkpoint: %s", error)
-
-
-def _damage(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint, or None; each rank reads a share of the files."""
-    problem = None
-    try:
-        entries = manifest.read_manifest(path)
-        by_size = sorted(entries, key=lambda name: entries[name].bytes, reverse=True)
-        mine = by_size[rank() :: world_size()]
-        manifest.check_content(path, {name: entries[name] for name in mine})
-    except (manifest.DamagedError, OSError) as error:
-        problem = str(error)
-    return next((found for found in gathered(problem) if found), None)
 
 
 def _check(

@@ -22,6 +22,7 @@ from zeropp.atomic import sync_folder, write_atomically
 POINTER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 FORMAT = 1
+BLOCK = 1 << 20  # bytes read at once
 _NAME = re.compile(r"iter_(\d{7,})$")
 
 
@@ -76,9 +77,12 @@ def candidates(folder: Path) -> tuple[list[Path], str | None]:
 
 def entry_of(path: Path) -> Entry:
     """Read a file and return its size and checksum; raises OSError."""
-    with open(path, "rb") as file:
-        checksum = hashlib.file_digest(file, "sha256").hexdigest()
-        return Entry(file.tell(), checksum)
+    checksum, num_bytes = hashlib.sha256(), 0
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            checksum.update(block)
+            num_bytes += len(block)
+    return Entry(num_bytes, checksum.hexdigest())
 
 
 def write_manifest(checkpoint: Path, entries: dict[str, Entry]) -> None:
