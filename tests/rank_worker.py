@@ -36,7 +36,7 @@ from torch.distributed.tensor import debug as dtensor_debug
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A test function (by file and name), its pickled keyword arguments and the world it runs in."""
+    """A test function (by file and name), its pickled arguments and the world it runs in."""
 
     path: str
     module: str

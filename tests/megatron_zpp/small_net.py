@@ -1,4 +1,4 @@
-"""A small model with awkward sizes, its optimizer, and checkpoints of it, for several test files."""
+"""A small model of awkward sizes, its optimizer, and checkpoints of it, for several test files."""
 
 from pathlib import Path
 
@@ -97,7 +97,8 @@ def equal(left: dict, right: dict) -> bool:
 
 def state_at(iteration: int, **other: object) -> TrainingState:
     facts = {
-        "iteration": iteration, "consumed_samples": 4 * iteration, "consumed_tokens": 28 * iteration,
+        "iteration": iteration, "consumed_samples": 4 * iteration,
+        "consumed_tokens": 28 * iteration,
         "seed": 1234, "world_size": 4, "stage": 3, "tokenizer": "abc", "architecture": ARCHITECTURE,
         "loss_scaler": {"scale": 2.0**16, "hysteresis": 1}, "configuration": {"lr": 0.1 + 0.2},
     }

@@ -13,7 +13,13 @@ from torch import nn
 
 from megatron_zpp import checkpoint, manifest
 from tests.megatron_zpp.small_net import (
-    build, contents, equal, load_here, load_on_two, names, save_on_four, state_at, train,
+    build,
+    load_here,
+    load_on_two,
+    names,
+    save_on_four,
+    state_at,
+    train,
 )
 from tests.ranks import ranks
 from zeropp.errors import InputError

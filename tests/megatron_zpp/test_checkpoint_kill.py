@@ -1,4 +1,4 @@
-"""SIGKILL around a save, before every change of a file and at random moments: a restart always works."""
+"""SIGKILL before every change of a file and at random moments: a restart always works."""
 
 import multiprocessing
 import os
@@ -59,7 +59,7 @@ def loaded(folder: Path) -> TrainingState:
 
 
 def save_and_die(folder: Path, count: int) -> None:
-    """Replace iteration 2 by a later version of itself, killed before the count-th change to a file."""
+    """Replace iteration 2 by a later version, killed before the count-th change to a file."""
     model, optimizer = model_of(3)
     left = count
 

@@ -66,8 +66,9 @@ def test_shards_and_index(saved: Path, weights: dict[str, torch.Tensor], tmp_pat
     assert index["metadata"]["total_size"] == sum(4 * t.numel() for t in weights.values())
     assert index["weight_map"].keys() == weights.keys()
     files = sorted(set(index["weight_map"].values()))
-    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    assert len(files) > 2
+    count = len(files)
+    assert files == [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    assert count > 2
     for name in files:
         found = load_file(tmp_path / name)
         assert sum(4 * tensor.numel() for tensor in found.values()) <= 300
@@ -148,5 +149,6 @@ def test_number_beyond_fp16_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     nn.init.constant_(model.weight, 1e5)
     checkpoint.save(tmp_path, model, None, state_at(1))
     arguments = ["--load", str(tmp_path), "--output", str(tmp_path / "out"), "--dtype", "fp16"]
-    assert "weight holds 100000, more than fp16 can: use --dtype bf16" in error_of(arguments, capsys)
+    text = error_of(arguments, capsys)
+    assert "weight holds 100000, more than fp16 can: use --dtype bf16" in text
     assert list((tmp_path / "out").iterdir()) == []
