@@ -11,12 +11,15 @@ DONE := .venv/.setup-done$(if $(EXACT),-torch-$(TORCH))
 
 # What `make pretrain` trains: a small GPT on the text of Python's own standard library.
 PRETRAIN := \
-    --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 \
-    --micro-batch-size 4 --global-batch-size 16 --train-iters 300 \
-    --zero-stage 3 --bf16 --lr 1e-3 --lr-decay-style cosine --lr-warmup-fraction 0.05 \
-    --log-interval 10 --eval-interval 100 --eval-iters 5 \
-    --save runs/pretrain/checkpoint --load runs/pretrain/checkpoint --save-interval 100 \
-    --tensorboard-dir runs/pretrain/tensorboard
+    --num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256 \
+    --position-embedding-type rope --untie-embeddings-and-output-weights \
+    --hidden-dropout 0 --attention-dropout 0 \
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 400 --zero-stage 3 \
+    --lr 3e-3 --lr-decay-style cosine --lr-warmup-iters 20 --adam-beta2 0.95 \
+    --log-interval 20 --eval-interval 100 --eval-iters 16 --eval-at-start --num-workers 0 \
+    --save runs/pretrain/checkpoints --load runs/pretrain/checkpoints --save-interval 50 \
+    --keep-checkpoints 2 --exit-signal-handler --tensorboard-dir runs/pretrain/tensorboard \
+    --sample-prompt "def"
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test pretrain clean
@@ -30,7 +33,8 @@ test: setup ## run the tests (ARGS="-k name" chooses)
 	.venv/bin/python -m pytest $(ARGS)
 
 pretrain: setup ## train a small GPT on RANKS ranks under ZeRO-3; resumes where it was stopped
-	.venv/bin/zeropp --num_ranks $(RANKS) pretrain_gpt.py $(PRETRAIN) $(ARGS)
+	.venv/bin/zeropp --num_ranks $(RANKS) pretrain_gpt.py $(PRETRAIN) \
+	    $$(.venv/bin/python tools/faster_precision.py) $(ARGS)
 
 clean: ## remove .venv, caches and build products; runs/ stays
 	rm -rf .venv .cache .pytest_cache .hypothesis build dist *.egg-info

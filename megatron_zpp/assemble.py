@@ -11,6 +11,7 @@ from megatron_zpp.data.source import open_source
 from megatron_zpp.event_files import Position
 from megatron_zpp.flops import flops_per_token
 from megatron_zpp.metrics import Metrics
+from megatron_zpp.model.apex import find_apex
 from megatron_zpp.parallel.apply import build_model, build_optimizer
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.resume import Resumed, load, settings, with_checkpoint_model
@@ -29,8 +30,9 @@ def assemble(config: Config, ranks: Ranks, console: Console, stopping: Stopping)
     data, tokenizer = ranks.rank_zero_first(lambda: open_source(config.data, config.tokenizer))
     config = dataclasses.replace(config, data=data)
     datasets = ranks.rank_zero_first(lambda: open_datasets(config, tokenizer))
-    sharding = build_model(config, tokenizer.vocab_size, ranks)
-    optimizer = build_optimizer(sharding.model, config)
+    apex = find_apex(ranks.device)
+    sharding = build_model(config, tokenizer.vocab_size, ranks, apex)
+    optimizer = build_optimizer(sharding.model, config, apex)
     scaler = build_scaler(config.precision)
     start = load(config, sharding.model, optimizer, scaler, tokenizer.fingerprint)
     run = Run(

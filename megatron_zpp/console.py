@@ -68,7 +68,9 @@ class Console(AbstractContextManager):
             lines += [f"{INDENT}{'':<{width}}{INDENT}{other}" for other in others]
         self.line("\n".join(line.rstrip() for line in lines))
 
-    def ending(self, history: History, rows: Rows = (), sample: str | None = None) -> None:
+    def ending(
+        self, history: History, rows: Rows = (), sample: str | None = None, title: str = "Finished"
+    ) -> None:
         """Print how training went, more rows (where things lie), and the generated text."""
         speed = f"{history.tokens_per_second:,.0f}" if history.seconds else "none trained"
         losses = [
@@ -76,7 +78,7 @@ class Console(AbstractContextManager):
             ("held-out loss", _fall(history.first_held_out, history.last_held_out)),
         ]
         known = [(name, fall) for name, fall in losses if fall is not None]
-        self.table("Finished", [*known, ("tokens per second", speed), *rows])
+        self.table(title, [*known, ("tokens per second", speed), *rows])
         if sample is not None:
             self.line("Sample\n" + "\n".join(INDENT + text for text in sample.splitlines()))
 

@@ -56,7 +56,10 @@ def pretrain(config: Config, ranks: Ranks, console: Console, stopping: Stopping)
     if finished and config.evaluation.sample_prompt is not None:
         sample = sample_text(run)
     run.metrics.close()
-    console.ending(run.metrics.history, places(config), sample)
+    title = "Finished" if finished else "Stopped; the same command goes on from the checkpoint"
+    if not finished and config.checkpoint.save is None:
+        title = "Stopped; nothing was saved (--save FOLDER would)"
+    console.ending(run.metrics.history, places(config), sample, title)
 
 
 def sample_text(run: Run) -> str:

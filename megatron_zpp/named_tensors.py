@@ -82,11 +82,9 @@ def restore_optimizer(
         parameter_name, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
         by_parameter.setdefault(parameter_name, {})[key] = value
     state = {}
-    for index, (group, parameter) in enumerate(_parameters(optimizer)):
+    for index, (_, parameter) in enumerate(_parameters(optimizer)):
         if entries := by_parameter.get(names[parameter]):
             state[index] = entries
-            if type(optimizer).__module__.startswith("apex."):
-                group["step"] = int(entries["step"])
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 

@@ -10,6 +10,7 @@ from megatron_zpp.data.loader import Loader
 from megatron_zpp.evaluate import evaluate
 from megatron_zpp.memory import read_memory
 from megatron_zpp.metrics import Iteration, Validation
+from megatron_zpp.optimizer_states import optimizer_states
 from megatron_zpp.resume import save
 from megatron_zpp.run import Run
 from zeropp import InputError, optimizer_step
@@ -41,12 +42,16 @@ def train(run: Run) -> bool:
 
 
 def train_iteration(run: Run, batches: Loader) -> Iteration:
-    """One step on one global batch, timed, with the numbers the log wants."""
+    """One step on one global batch, timed, with the numbers the log wants.
+
+    The loss is known on the host before the optimizer's step: NaN must not reach the weights.
+    """
     counters, schedules, started = run.counters, run.schedules, time.perf_counter()
     global_batch = schedules.batch_size(counters.consumed_samples)
     set_schedule(run, counters.scheduled_samples)
     scale = run.scaler.scale if run.scaler else 1.0
     loss = forward_backward(run, batches, global_batch, scale)
+    evaluated = time.perf_counter()
     require_finite(run, loss, "the loss")
     result = optimizer_step(
         run.optimizer,
@@ -77,6 +82,7 @@ def train_iteration(run: Run, batches: Loader) -> Iteration:
         params_norm=parameters_norm(run) if run.config.log.log_params_norm else None,
         skipped=result.skipped,
         memory=read_memory(run.ranks.device),
+        extra=extra_scalars(run, forward_backward_seconds=evaluated - started),
     )
 
 
@@ -162,6 +168,16 @@ def require_finite(run: Run, value: float, what: str) -> None:
         "lower --lr, lengthen --lr-warmup-iters, lower --clip-grad, or look at the data; then "
         "resume from the last checkpoint"
     )
+
+
+def extra_scalars(run: Run, *, forward_backward_seconds: float) -> dict[str, float]:
+    """What TensorBoard gets beside the log's numbers, as the flags ask for."""
+    log, scalars = run.config.log, {}
+    if log.log_timers_to_tensorboard:
+        scalars["forward-backward-time"] = forward_backward_seconds
+    if log.log_optimizer_states_to_tensorboard:
+        scalars |= optimizer_states(run.optimizer)
+    return scalars
 
 
 def parameters_norm(run: Run) -> float:

@@ -1,9 +1,9 @@
 """The collectives of the sharded step: what moves, from which layout to which.
 
-| collective      | from                             | to                       | on the wire, per rank  |
-|-----------------|----------------------------------|--------------------------|------------------------|
-| weight gather   | shard `(C,)` on each rank        | whole `(W*C,)` on each   | (W-1)*C in 16 bit      |
-| gradient mean   | whole `(W*C,)` fp32 on each rank | mean of slice r, `(C,)`  | (W-1)*C in 16 bit      |
+| collective    | from                        | to                      | each rank sends |
+|---------------|-----------------------------|-------------------------|-----------------|
+| weight gather | shard `(C,)` on each rank   | whole `(W*C,)` on each  | (W-1)*C, 16 bit |
+| gradient mean | `(W*C,)` fp32 on each rank  | mean of slice r, `(C,)` | (W-1)*C, 16 bit |
 
 W = ranks, C = elements of one rank's padded shard of an FSDP unit. The weight gather is FSDP2's
 own; in fp32 runs the wire carries fp32.

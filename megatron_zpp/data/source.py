@@ -1,4 +1,4 @@
-"""Which text a run reads: files that were named, made-up samples, or the standard library's text."""
+"""Which text a run reads: named files, made-up samples, or the standard library's own text."""
 
 from dataclasses import replace
 from pathlib import Path

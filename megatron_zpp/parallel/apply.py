@@ -7,6 +7,7 @@ shard: no rank ever holds more than its shards and one block.
 import torch
 
 from megatron_zpp.config import Config
+from megatron_zpp.model.apex import Apex, FusedAdam, fuse_norms
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.model.recompute import compile_blocks, recompute
@@ -14,10 +15,12 @@ from megatron_zpp.parallel.mesh import Ranks
 from zeropp import Sharding, shard
 
 
-def build_model(config: Config, vocab_size: int, ranks: Ranks) -> Sharding:
+def build_model(config: Config, vocab_size: int, ranks: Ranks, apex: Apex | None) -> Sharding:
     """The GPT that `config.model` describes, sharded over `ranks` by `config.zero`."""
     with torch.device("meta"):
         model = GPT(config.model, vocab_size)
+    if apex:
+        fuse_norms(model, apex)
     recompute(model, config.recompute)
     if config.training.compile:
         compile_blocks(model)
@@ -28,18 +31,22 @@ def build_model(config: Config, vocab_size: int, ranks: Ranks) -> Sharding:
     return sharding
 
 
-def build_optimizer(model: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: torch.nn.Module, config: Config, apex: Apex | None
+) -> torch.optim.Optimizer:
     """AdamW in Megatron's two groups: matrices decay, biases and normalization gains do not."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "decays": True},
         {"params": [p for p in parameters if p.ndim < 2], "decays": False},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.optimizer.lr,
-        betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
-        eps=config.optimizer.adam_eps,
-        weight_decay=config.optimizer.weight_decay,
-        fused=True,
-    )
+    groups = [group for group in groups if group["params"]]
+    settings = {
+        "lr": config.optimizer.lr,
+        "betas": (config.optimizer.adam_beta1, config.optimizer.adam_beta2),
+        "eps": config.optimizer.adam_eps,
+        "weight_decay": config.optimizer.weight_decay,
+    }
+    if apex:
+        return FusedAdam(apex, groups, **settings)
+    return torch.optim.AdamW(groups, **settings, fused=True)

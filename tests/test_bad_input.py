@@ -1,0 +1,136 @@
+"""Whatever a person gets wrong ends with a non-zero status and the culprit in the last lines."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_zpp.main import main
+
+TINY = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --train-iters 2 "
+    "--micro-batch-size 1 --eval-iters 0 --num-workers 0 --log-interval 1 --lr 1e-3 "
+)
+MOCK = TINY + "--mock-data --tokenizer-type NullTokenizer --vocab-size 20 "
+DATA = TINY + "--tokenizer-type NullTokenizer --vocab-size 20 --data-path "
+
+
+@pytest.fixture
+def fails(capsys):
+    """Run the job with flags that must fail; return its last lines."""
+
+    def run(flags: str) -> str:
+        assert main(flags.split()) != 0
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.out + captured.err
+        lines = captured.out.splitlines()
+        start = max(i for i, line in enumerate(lines) if line.startswith("error:"))
+        return "\n".join(lines[start:])
+
+    return run
+
+
+@pytest.fixture
+def prefix(tmp_path) -> Path:
+    """A dataset of 40 documents of 12 tokens below 20."""
+    path = tmp_path / "text_document"
+    writer = IndexedDatasetWriter(path, vocab_size=20)
+    for document in range(40):
+        writer.add_item(np.arange(12) % (document % 7 + 2))
+        writer.end_document()
+    writer.finalize()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("flags", "culprits"),
+    [
+        ("--hiden-size 16", ["--hiden-size", "--hidden-size"]),
+        ("--fp16 --bf16", ["--fp16", "--bf16"]),
+        ("--hidden-size 15", ["15", "2"]),
+        ("--micro-batch-size 3 --global-batch-size 7", ["7", "3"]),
+        ("--max-position-embeddings 4", ["8", "4"]),
+        ("--lr fast", ["--lr", "fast"]),
+        ("--tensor-model-parallel-size 2", ["--tensor-model-parallel-size 2", "not available"]),
+        ("--train-samples 4", ["--train-samples", "--train-iters"]),
+    ],
+)
+def test_flags(fails, flags, culprits):
+    message = fails(MOCK + flags)
+    assert all(culprit in message for culprit in culprits), message
+
+
+@pytest.mark.parametrize(
+    ("text", "culprits"),
+    [
+        ('{\n  "fp16": {"enabled": true,}\n}', ["line 2", "column"]),
+        ('{"zero_optimisation": {"stage": 1}}', ["zero_optimisation", "zero_optimization"]),
+        ('{"zero_optimization": {"stage": 2}}', ["--zero-stage 3", "zero_optimization.stage"]),
+        ('{"bf16": {"enabled": true}}', ["--fp16", "bf16.enabled"]),
+        (
+            '{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}}',
+            ["zero_quantized_weights", "not available yet"],
+        ),
+    ],
+)
+def test_json(fails, tmp_path, text, culprits):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    message = fails(f"{MOCK} --fp16 --zero-stage 3 --deepspeed_config {path}")
+    assert all(culprit in message for culprit in culprits), message
+
+
+def test_missing_data(fails, tmp_path):
+    assert "nowhere" in fails(f"{DATA} {tmp_path}/nowhere")
+
+
+def test_empty_data(fails, tmp_path):
+    (tmp_path / "void.bin").touch()
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 0, 1)
+    (tmp_path / "void.idx").write_bytes(header + struct.pack("<q", 0))
+    message = fails(f"{DATA} {tmp_path}/void")
+    assert "void" in message and "no " in message
+
+
+def test_split_without_documents(fails, prefix):
+    message = fails(f"{DATA} {prefix} --split 999,1,0 --eval-iters 1")
+    assert "999,1,0" in message and "40" in message
+
+
+def test_truncated_bin(fails, prefix):
+    path = prefix.with_name(prefix.name + ".bin")
+    path.write_bytes(path.read_bytes()[:-10])
+    message = fails(f"{DATA} {prefix}")
+    assert path.name in message and "960" in message and "950" in message
+
+
+def test_foreign_idx(fails, prefix):
+    path = prefix.with_name(prefix.name + ".idx")
+    path.write_bytes(b"TNTIDX\x00\x00" + struct.pack("<QQ", 1, 8) + bytes(40))
+    assert path.name in fails(f"{DATA} {prefix}")
+
+
+def test_token_outside_the_vocabulary(fails, prefix):
+    message = fails(f"{DATA} {prefix} --vocab-size 5 --split 1,0,0 --train-iters 50")
+    assert "vocabulary" in message and "5" in message
+
+
+def test_checkpoint_of_another_architecture(fails, tmp_path, capsys):
+    assert main(f"{MOCK} --save {tmp_path}".split()) == 0
+    message = fails(f"{MOCK} --load {tmp_path} --hidden-size 32 --num-layers 2")
+    assert "hidden_size" in message and "16" in message and "32" in message
+    assert "num_layers" in message
+
+
+def test_loss_that_is_not_a_number(fails):
+    message = fails(f"{MOCK} --train-iters 50 --lr 1e30 --clip-grad 0 --weight-decay 0")
+    assert "iteration" in message and "lower --lr" in message
+
+
+def test_loss_scale_that_cannot_fall(fails):
+    message = fails(
+        f"{MOCK} --fp16 --initial-loss-scale 1e30 --min-loss-scale 1e30 --hysteresis 1"
+    )
+    assert "smallest loss scale" in message

@@ -1,0 +1,32 @@
+"""Prints `--bf16` where this machine multiplies bfloat16 matrices faster than float32 ones."""
+
+import statistics
+import time
+
+import torch
+
+SIZE = 512  # about the matrices of the small GPT of `make pretrain`
+REPETITIONS = 7
+MARGIN = 1.2  # below this the gain is not worth the rounding
+
+
+def main() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)
+    faster = seconds(torch.float32, device) > MARGIN * seconds(torch.bfloat16, device)
+    print("--bf16" if faster else "")
+
+
+def seconds(dtype: torch.dtype, device: torch.device) -> float:
+    """Median time of one product of two square matrices."""
+    matrix = torch.randn(SIZE, SIZE, device=device).to(dtype)
+    times = []
+    for _ in range(REPETITIONS):
+        started = time.perf_counter()
+        (matrix @ matrix).float().sum().item()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()
