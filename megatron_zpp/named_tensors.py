@@ -36,11 +36,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     """
     names = _parameter_names(model)
     tensors = {}
-    for group, parameter in _parameters(optimizer):
-        state = dict(optimizer.state.get(parameter, {}))
-        if state and "step" in group:  # where NVIDIA Apex's FusedAdam counts
-            state["step"] = group["step"]
-        for key, value in state.items():
+    for parameter in _parameters(optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items():
             name = f"{OPTIMIZER}{names[parameter]}.{key}"
             if value is not None:
                 tensors[name] = value if torch.is_tensor(value) else torch.tensor(value)
@@ -61,7 +58,7 @@ def empty_optimizer_tensors(
             keys.setdefault(parameter_name, {})[key] = facts
     names = _parameter_names(model)
     tensors = {}
-    for _, parameter in _parameters(optimizer):
+    for parameter in _parameters(optimizer):
         for key, facts in keys.get(names[parameter], {}).items():
             dtype = facts.properties.dtype
             if facts.size == parameter.shape:
@@ -82,7 +79,7 @@ def restore_optimizer(
         parameter_name, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
         by_parameter.setdefault(parameter_name, {})[key] = value
     state = {}
-    for index, (_, parameter) in enumerate(_parameters(optimizer)):
+    for index, parameter in enumerate(_parameters(optimizer)):
         if entries := by_parameter.get(names[parameter]):
             state[index] = entries
     groups = optimizer.state_dict()["param_groups"]
@@ -122,8 +119,8 @@ def few(names: list[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[tuple[dict, nn.Parameter]]:
-    return [(group, p) for group in optimizer.param_groups for p in group["params"]]
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:

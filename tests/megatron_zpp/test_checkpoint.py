@@ -1,6 +1,5 @@
 """Checkpoints: equal to the last bit at other numbers of ranks and stages; others are refused."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -97,34 +96,6 @@ def test_saved_before_the_first_update(tmp_path: Path) -> None:
     other, fresh = build(0, seed=2)
     assert checkpoint.load(tmp_path, other, fresh).iteration == 0
     assert not fresh.state and torch.equal(other.head.weight, model.head.weight)
-
-
-class GroupStepAdam(torch.optim.Optimizer):
-    """Counts steps in its groups and not by parameter, as NVIDIA Apex's FusedAdam does."""
-
-    __module__ = "apex.optimizers.fused_adam"
-
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    def step(self) -> None:
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for parameter in group["params"]:
-                self.state[parameter]["exp_avg"] = parameter.grad.clone()
-
-
-def test_steps_counted_in_the_groups_survive(tmp_path: Path) -> None:
-    model, _ = build(0, seed=1)
-    optimizer = GroupStepAdam(model.parameters())
-    train(model, optimizer, 3)
-    checkpoint.save(tmp_path, model, optimizer, state_at(3))
-    other, _ = build(0, seed=2)
-    fresh = GroupStepAdam(other.parameters())
-    checkpoint.load(tmp_path, other, fresh)
-    assert fresh.param_groups[0]["step"] == 3
-    moments = fresh.state[other.head.weight]["exp_avg"]
-    assert torch.equal(moments, optimizer.state[model.head.weight]["exp_avg"])
 
 
 def test_wrappers_leave_no_trace_in_the_names(tmp_path: Path) -> None:
