@@ -1,6 +1,7 @@
 """From a configuration and the ranks to a run: data, model, optimizer, checkpoint, log."""
 
 import dataclasses
+import logging
 
 import torch
 
@@ -14,13 +15,16 @@ from megatron_zpp.metrics import Metrics
 from megatron_zpp.model.apex import find_apex
 from megatron_zpp.parallel.apply import build_model, build_optimizer
 from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.parallel.unison import in_unison
 from megatron_zpp.resume import Resumed, load, settings, with_checkpoint_model
 from megatron_zpp.run import Run
 from megatron_zpp.schedule import Schedules
 from megatron_zpp.stopping import Stopping
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.writers import open_writers
-from zeropp import LossScaler, Sharding
+from zeropp import InputError, LossScaler, Sharding
+
+log = logging.getLogger("megatron_zpp")
 
 
 def assemble(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> Run:
@@ -29,12 +33,17 @@ def assemble(config: Config, ranks: Ranks, console: Console, stopping: Stopping)
         config = with_checkpoint_model(config)
     data, tokenizer = ranks.rank_zero_first(lambda: open_source(config.data, config.tokenizer))
     config = dataclasses.replace(config, data=data)
+    if config.evaluation.sample_prompt is not None:
+        tokenizer.encode(config.evaluation.sample_prompt)  # fails now rather than after training
     datasets = ranks.rank_zero_first(lambda: open_datasets(config, tokenizer))
+    require_data(config, datasets)
     apex = find_apex(ranks.device)
     sharding = build_model(config, tokenizer.vocab_size, ranks, apex)
     optimizer = build_optimizer(sharding.model, config, apex)
     scaler = build_scaler(config.precision)
     start = load(config, sharding.model, optimizer, scaler, tokenizer.fingerprint)
+    with in_unison():
+        metrics = open_metrics(config, ranks, console, tokenizer, start)
     run = Run(
         config=config,
         ranks=ranks,
@@ -45,7 +54,7 @@ def assemble(config: Config, ranks: Ranks, console: Console, stopping: Stopping)
         optimizer=optimizer,
         scaler=scaler,
         schedules=start.schedules,
-        metrics=open_metrics(config, ranks, console, tokenizer, start),
+        metrics=metrics,
         stopping=stopping,
         counters=start.counters,
     )
@@ -66,6 +75,19 @@ def open_datasets(config: Config, tokenizer: Tokenizer) -> tuple:
     return build_datasets(
         config.data, config.model.seq_length, sizes, config.training.seed, tokenizer.vocab_size
     )
+
+
+def require_data(config: Config, datasets: tuple) -> None:
+    """Raise InputError without training data; say so where nothing is held out."""
+    data = config.data
+    if datasets[0] is None and not config.training.skip_train:
+        raise InputError(
+            f"there is no training data: --split {data.split!r} gives it no weight"
+            if data.data_path
+            else "there is no training data: give --train-data-path too"
+        )
+    if datasets[1] is None and config.evaluation.eval_iters:
+        log.info("no text is held out (see --split): there will be no validation loss")
 
 
 def build_scaler(precision: PrecisionConfig) -> LossScaler | None:

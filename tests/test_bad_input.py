@@ -99,6 +99,23 @@ def test_split_without_documents(fails, prefix):
     assert "999,1,0" in message and "40" in message
 
 
+@pytest.mark.parametrize(
+    ("source", "culprit"), [("--split 0,1,0 --data-path", "0,1,0"), ("--valid-data-path", "train")]
+)
+def test_no_training_data(fails, prefix, source, culprit):
+    flags = f"{TINY} --tokenizer-type NullTokenizer --vocab-size 20 {source} {prefix}"
+    message = fails(flags)
+    assert "no training data" in message and culprit in message
+
+
+def test_a_tokenizer_without_data_is_not_ignored(fails):
+    assert "--tokenizer-type" in fails(f"{TINY} --tokenizer-model nowhere.json")
+
+
+def test_a_prompt_that_cannot_be_encoded_is_told_before_training(fails, capsys):
+    assert "'def'" in fails(f"{MOCK} --sample-prompt def --train-iters 100000")
+
+
 def test_truncated_bin(fails, prefix):
     path = prefix.with_name(prefix.name + ".bin")
     path.write_bytes(path.read_bytes()[:-10])
@@ -122,6 +139,12 @@ def test_checkpoint_of_another_architecture(fails, tmp_path, capsys):
     message = fails(f"{MOCK} --load {tmp_path} --hidden-size 32 --num-layers 2")
     assert "hidden_size" in message and "16" in message and "32" in message
     assert "num_layers" in message
+
+
+def test_sequences_longer_than_the_checkpoint_has_positions(fails, tmp_path):
+    assert main(f"{MOCK} --save {tmp_path}".split()) == 0
+    message = fails(f"{MOCK} --load {tmp_path} --use-checkpoint-args --seq-length 16")
+    assert "16" in message and "--max-position-embeddings 8" in message
 
 
 def test_loss_that_is_not_a_number(fails):

@@ -115,7 +115,10 @@ def build_datasets(
     elif any(paths):
         bounds = [(0.0, 1.0) if path else None for path in paths]
     else:
-        raise InputError("no data: give --data-path, --train-data-path or --mock-data")
+        raise InputError(
+            "no data for the tokenizer that was named: give --data-path, --train-data-path or "
+            "--mock-data (the default text has a tokenizer of its own)"
+        )
     return tuple(
         builder.build(path, portion, size) if portion else None
         for path, portion, size in zip(paths, map(_portion, SPLITS, bounds), sizes, strict=True)

@@ -1,6 +1,6 @@
 """Which text a run reads: named files, made-up samples, or the standard library's own text."""
 
-from dataclasses import replace
+import dataclasses
 from pathlib import Path
 
 from megatron_zpp.config import DataConfig, TokenizerConfig
@@ -15,16 +15,19 @@ def open_source(
 ) -> tuple[DataConfig, Tokenizer]:
     """The data section with paths filled in where none were given, and the tokenizer.
 
-    Without any path the corpus is the Python standard library, built on the first call and
-    cached, with a tokenizer of its own unless one was named.
+    Without any path and any tokenizer the corpus is the Python standard library with a tokenizer
+    of its own, both built on the first call and cached. Raises InputError for what is missing.
     """
-    named = data.mock_data or data.data_path or data.train_data_path
-    if named or tokenizer.tokenizer_type or tokenizer.vocab_file:
+    paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    unnamed = TokenizerConfig(vocab_extra_ids=tokenizer.vocab_extra_ids)
+    if data.mock_data or any(paths) or tokenizer != unnamed:
         return data, build_tokenizer(tokenizer)
     corpus = standard_library(Path(data.data_cache_path or DEFAULT_CACHE) / "standard-library")
     unsplit = data.split == DataConfig().split
-    data = replace(
+    data = dataclasses.replace(
         data, data_path=(str(corpus.prefix),), split=corpus.split if unsplit else data.split
     )
-    chosen = TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(corpus.tokenizer))
+    chosen = dataclasses.replace(
+        unnamed, tokenizer_type="HFTokenizer", tokenizer_model=str(corpus.tokenizer)
+    )
     return data, build_tokenizer(chosen)
