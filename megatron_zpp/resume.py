@@ -92,10 +92,10 @@ def load(
             )
         return Resumed(counters=Counters(), schedules=schedules, history={})
     log.info("loaded checkpoint of iteration %d from %s", state.iteration, chosen.load)
+    if scaler and state.loss_scaler and not (chosen.no_load_optim or chosen.finetune):
+        scaler.load_state_dict(state.loss_scaler)
     if chosen.finetune or chosen.reset_iteration:
         return Resumed(counters=Counters(), schedules=schedules, history={})
-    if scaler and state.loss_scaler and not chosen.no_load_optim:
-        scaler.load_state_dict(state.loss_scaler)
     return Resumed(
         counters=Counters(
             **{name: getattr(state, name) for name in IN_STATE},
@@ -117,7 +117,12 @@ def with_checkpoint_model(config: Config) -> Config:
     positions = shape.pop("num_positions", None)
     if positions is not None:
         shape["max_position_embeddings"] = positions
-    return replace(config, model=replace(config.model, **shape))
+    for name, value in shape.items():
+        if value != getattr(config.model, name):
+            log.info("--use-checkpoint-args: %s is %s", name, value)
+    config = replace(config, model=replace(config.model, **shape))
+    config.model.check()
+    return config
 
 
 def architecture(model: ModelConfig, vocab_size: int) -> dict[str, Any]:

@@ -287,7 +287,7 @@ def _learning_rate(
         init_lr=config.lr_warmup_init,
         style=config.lr_decay_style,
         warmup=float(warmup),
-        decay=float(decay),
+        decay=float(0 if config.lr_decay_style == "constant" else decay),  # nothing to compare
         wsd_style=config.lr_wsd_decay_style,
         wsd_decay=float(wsd_decay),
     )
@@ -299,5 +299,5 @@ def _weight_decay(config: OptimizerConfig, length: Length) -> WeightDecay:
         start=config.weight_decay if start is None else start,
         end=config.weight_decay if end is None else end,
         style=config.weight_decay_incr_style,
-        length=float(length.samples),
+        length=float(0 if config.weight_decay_incr_style == "constant" else length.samples),
     )

@@ -110,12 +110,14 @@ def held_out(run: Run, split: int, moment: str) -> None:
         return
     samples = config.evaluation.eval_iters * run.schedules.batch_size(counters.consumed_samples)
     consumed = counters.consumed_valid_samples if split == VALIDATION else 0
+    if consumed + samples > len(run.datasets[split]):
+        consumed = 0  # a checkpoint's evaluations were more or larger than this run's
     batches = loader(run, split, consumed)
     per_step = config.batch.micro_batch_size * run.ranks.num_ranks
     loss = evaluate(run.sharding, run.ranks, batches, samples // per_step)
     batches.close()
     if split == VALIDATION:
-        counters.consumed_valid_samples += samples
+        counters.consumed_valid_samples = consumed + samples
     run.metrics.validation(
         Validation(
             iteration=counters.iteration,

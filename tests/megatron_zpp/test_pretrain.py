@@ -97,6 +97,22 @@ def test_the_same_command_prints_the_same_losses(tmp_path):
     assert losses(run(4, flags, tmp_path)) == losses(run(4, flags, tmp_path))
 
 
+def test_a_longer_run_with_fewer_evaluations_goes_on(tmp_path):
+    flags = f"{BATCH} --save {tmp_path} --load {tmp_path} --lr-decay-style constant "
+    run(1, flags + "--train-iters 4 --eval-interval 1", tmp_path)
+    log = run(1, flags + "--train-iters 6 --eval-interval 100", tmp_path)
+    assert len(losses(log)) == 2
+    assert "validation loss at the end of training" in log
+
+
+def test_counting_anew_keeps_the_loss_scale(tmp_path):
+    flags = f"{BATCH} --fp16 --train-iters 2 --save {tmp_path} --load {tmp_path} "
+    first = run(1, flags + "--initial-loss-scale 1024 --loss-scale-window 1", tmp_path)
+    assert [float(scale) for scale in field(first, "loss scale")] == [1024, 2048]
+    again = run(1, flags + "--reset-iteration", tmp_path)
+    assert [float(scale) for scale in field(again, "loss scale")] == [4096, 4096]
+
+
 def test_a_finished_run_says_so_and_evaluates(tmp_path):
     flags = f"{BATCH} --train-iters 3 --save {tmp_path} --load {tmp_path} "
     run(2, flags, tmp_path)
