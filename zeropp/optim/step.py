@@ -44,7 +44,7 @@ def optimizer_step(
         factor = 1.0 / scale
         if clip_grad > 0.0 and norm > clip_grad - CLIP_EPSILON:
             factor *= clip_grad / (norm + CLIP_EPSILON)
-        if factor != 1.0:
+        if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -54,9 +54,10 @@ def optimizer_step(
 
 
 def local_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """This rank's slices of the gradients, as plain tensors that share their memory."""
+    """This rank's slices of the gradients, as plain tensors that share their memory; none empty."""
     owners = (p for group in optimizer.param_groups for p in group["params"])
-    return [local_part(p.grad) for p in owners if p.grad is not None]
+    slices = [local_part(p.grad) for p in owners if p.grad is not None]
+    return [one for one in slices if one.numel()]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,21 +67,23 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def global_norm(tensors: Sequence[torch.Tensor], sharding: Sharding) -> float:
     """L2 norm over all ranks' slices, summed in fp64."""
-    norms = torch._foreach_norm([t for t in tensors if t.numel()], dtype=torch.float32)
-    squares = torch.stack(norms).double().square().sum() if norms else torch.zeros(()).double()
-    return _sum_over_ranks(squares, tensors, sharding) ** 0.5
+    filled = [t for t in tensors if t.numel()]
+    norms = torch._foreach_norm(filled, dtype=torch.float32) if filled else ()
+    squares = [torch.stack(norms).double().square().sum()] if norms else []
+    return _sum_over_ranks(squares, sharding) ** 0.5
 
 
 def global_zeros(tensors: Sequence[torch.Tensor], sharding: Sharding) -> float:
     """How many elements over all ranks' slices are zero."""
-    zeros = sum((t.numel() - torch.count_nonzero(t) for t in tensors), torch.zeros(()))
-    return _sum_over_ranks(zeros.double(), tensors, sharding)
+    return _sum_over_ranks([t.numel() - torch.count_nonzero(t) for t in tensors], sharding)
 
 
-def _sum_over_ranks(
-    value: torch.Tensor, tensors: Sequence[torch.Tensor], sharding: Sharding
-) -> float:
+def _sum_over_ranks(terms: list[torch.Tensor], sharding: Sharding) -> float:
+    """Sum of this rank's terms and the others', in fp64; a rank may have none."""
+    device = next(sharding.model.parameters()).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if terms:
+        total += torch.stack(terms).sum(dtype=torch.float64)
     if sharding.shards_gradients:
-        value = value.to(tensors[0].device if tensors else "cpu")
-        dist.all_reduce(value, group=sharding.group)
-    return value.item()
+        dist.all_reduce(total, group=sharding.group)
+    return total.item()

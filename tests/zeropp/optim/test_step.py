@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.ranks import ranks
 from tests.zeropp.stack import WIDTH, WORDS, fresh_stack, loss_of, tokens_of
 from zeropp import LossScaler, ZeroConfig, optimizer_step, shard
+from zeropp.optim.step import global_zeros
 
 
 def one_process(scale: float = 1.0):
@@ -72,6 +73,28 @@ def test_zeros_are_counted_once_over_all_ranks(stage):
     few_words(expected).backward()
     zeros = sum((p.grad == 0).sum().item() for p in expected.parameters())
     assert result.num_zeros == zeros >= (WORDS - 7) * WIDTH
+
+
+@ranks(4)
+def test_a_rank_without_any_part_of_the_model_takes_part():
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+    config = ZeroConfig.from_json({"zero_optimization": {"stage": 3}})
+    torch.manual_seed(0)
+    model, alone = torch.nn.Linear(5, 2), torch.nn.Linear(5, 2)  # two rows: two ranks hold none
+    alone.load_state_dict(model.state_dict())
+    sharding = shard(model, mesh, config)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(3, 5)).square().sum().backward()
+    alone(torch.ones(3, 5)).square().sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+    result = optimizer_step(optimizer, sharding, clip_grad=1.0, count_zeros=True)
+    assert result.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+    assert result.num_zeros == 0
+
+
+def test_more_zeros_than_fp32_can_count():
+    zeros = [torch.zeros(2**24), torch.zeros(1)]
+    assert global_zeros(zeros, shard(fresh_stack(), None, ZeroConfig())) == 2**24 + 1
 
 
 def few_words(model: torch.nn.Module) -> torch.Tensor:
