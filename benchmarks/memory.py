@@ -20,7 +20,6 @@ from zeropp import Sharding, optimizer_step
 
 STAGES = (0, 1, 2, 3)
 FULL, MOMENTS = 4, 8  # bytes of a weight or gradient in fp32; of Adam's two moments
-PAPER_STATE = 12  # the paper's K: fp32 weight, momentum and variance
 
 
 def formula(stage: int, num_ranks: int, dtype: str) -> float:
@@ -38,12 +37,13 @@ def formula(stage: int, num_ranks: int, dtype: str) -> float:
     return shards + FULL / num_ranks
 
 
-def paper(stage: int, num_ranks: int) -> float:
-    """Bytes per parameter in 16-bit training by Rajbhandari et al. 2020, figure 1."""
-    weights = 2 / num_ranks if stage == 3 else 2
-    gradients = 2 / num_ranks if stage >= 2 else 2
-    state = PAPER_STATE / num_ranks if stage >= 1 else PAPER_STATE
-    return weights + gradients + state
+def paper(stage: int, num_ranks: int, dtype: str) -> float:
+    """Bytes per parameter by Rajbhandari et al. 2020, section 5 (fp32: by the same rule)."""
+    width = DTYPES[dtype].itemsize
+    weights = width / num_ranks if stage == 3 else width
+    gradients = width / num_ranks if stage >= 2 else width
+    state = MOMENTS if dtype == "fp32" else FULL + MOMENTS  # K = 12 with weights in 16 bit
+    return weights + gradients + (state / num_ranks if stage >= 1 else state)
 
 
 def count_stages(setting: Setting, dtype: str) -> list[dict]:
@@ -61,8 +61,8 @@ def live_storages() -> dict[int, int]:
 def _row(setting: Setting) -> dict:
     batches = setting.batches(2)
     before = sum(live_storages().values())
-    sharding = build_model(setting.config, setting.vocab_size, setting.ranks)
-    optimizer = build_optimizer(sharding.model, setting.config)
+    sharding = build_model(setting.config, setting.vocab_size, setting.ranks, apex=None)
+    optimizer = build_optimizer(sharding.model, setting.config, apex=None)
     steps = [batches[: len(batches) // 2], batches[len(batches) // 2 :]]
     _backward(sharding, steps[0], until=len(steps[0]))
     optimizer_step(optimizer, sharding, clip_grad=CLIP)
@@ -80,7 +80,7 @@ def _row(setting: Setting) -> dict:
         "measured": measured,
         "formula": predicted,
         "difference": measured / predicted - 1,
-        "paper": paper(sharding.stage, sharding.num_ranks),
+        "paper": paper(sharding.stage, sharding.num_ranks, setting.dtype),
     }
 
 

@@ -23,9 +23,9 @@ SHAPE = MappingProxyType(
         "layers": (4, "transformer blocks"),
         "hidden": (256, "width of the residual stream"),
         "heads": (4, "attention heads"),
-        "seq": (256, "tokens of a sample"),
+        "seq": (128, "tokens of a sample"),
         "vocab": (8192, "size of the vocabulary"),
-        "micro-batch": (2, "samples of one forward pass on one rank"),
+        "micro-batch": (1, "samples of one forward pass on one rank"),
         "micro-batches": (2, "forward passes of one step"),
     }
 )

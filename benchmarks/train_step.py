@@ -41,7 +41,9 @@ def main() -> int:
     """Run the parts asked for and print their tables."""
     options = read_options()
     if options.on_ranks is not None:
-        work_on_rank(options)
+        found = work_on_rank(options)
+        if found["rank"] == 0:
+            Path(options.on_ranks).write_text(json.dumps(found))
         return 0
     result = {
         "benchmark": "train_step",
@@ -53,7 +55,7 @@ def main() -> int:
         "memory": [],
     }
     for count in rank_counts(options):
-        found = launch(count)
+        found = work_on_rank(options) if count == 1 else launch(count)
         result["contests"] += found["contests"]
         result["memory"] += found["memory"]
     result["load"]["after"] = os.getloadavg()[0]
@@ -79,7 +81,7 @@ def read_options() -> argparse.Namespace:
         "--memory-ranks", type=int, nargs="+", default=(1, 2, 4), metavar="N",
         help="of the part memory (default: 1 2 4)",
     )
-    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each (default: 20)")
+    parser.add_argument("--rounds", type=int, default=12, help="timed steps of each (default: 12)")
     parser.add_argument("--json", metavar="FILE", help="write the result here; - prints only it")
     parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # this process is a rank
     add_flags(parser)
@@ -106,11 +108,11 @@ def launch(num_ranks: int) -> dict:
         return json.loads(answer.read_text())
 
 
-def work_on_rank(options: argparse.Namespace) -> None:
-    """One rank's part of everything that needs this number of ranks."""
+def work_on_rank(options: argparse.Namespace) -> dict:
+    """This rank's part of everything that needs as many ranks as there are."""
     ranks = join_ranks(Environment.read(), ParallelConfig())
     setting = Setting(shape=shape_of(options), ranks=ranks)
-    found = {"contests": [], "memory": []}
+    found = {"rank": ranks.rank, "contests": [], "memory": []}
     try:
         if "one-rank" in options.parts and ranks.num_ranks == 1:
             found["contests"].append(one_rank(setting, options.rounds))
@@ -123,9 +125,8 @@ def work_on_rank(options: argparse.Namespace) -> None:
     if "memory" in options.parts and ranks.num_ranks in options.memory_ranks:
         for dtype in options.dtypes:
             found["memory"] += count_stages(setting, dtype)
-    if ranks.rank == 0:
-        Path(options.on_ranks).write_text(json.dumps(found))
     dist.destroy_process_group()
+    return found
 
 
 def surroundings() -> dict:
@@ -167,7 +168,8 @@ def processor() -> str:
 def show(result: dict) -> None:
     """Print the tables."""
     machine, versions = result["machine"], result["versions"]
-    print(f"{result['date']}  commit {result['commit']}{' + changes' * bool(result['uncommitted'])}")
+    changed = " + changes" if result["uncommitted"] else ""
+    print(f"{result['date']}  commit {result['commit']}{changed}")
     print(f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
           f"{' '.join(machine['gpus']) or 'no GPU'}; torch {versions['torch']}")
     print("shape: " + ", ".join(f"{name} {value}" for name, value in result["shape"].items()))
@@ -183,7 +185,7 @@ def show(result: dict) -> None:
                   f"{low:.3f} to {high:.3f}   {one['work_ratio']:8.3f}")
     if result["memory"]:
         print("\nbytes per parameter: weights, gradients, Adam's moments, between micro-batches")
-        print("  ranks stage dtype  measured formula difference  paper (16 bit)")
+        print("  ranks stage dtype  measured formula difference   paper")
     for row in result["memory"]:
         print(f"  {row['ranks']:5} {row['stage']:5} {row['dtype']:5} {row['measured']:9.2f} "
               f"{row['formula']:7.2f} {100 * row['difference']:+9.1f}% {row['paper']:7.2f}")
