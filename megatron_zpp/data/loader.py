@@ -5,6 +5,7 @@ of them and rank r takes the r-th slice, so neither the number of ranks nor a re
 order. A larger global batch, as in a ramp-up, is more micro-steps.
 """
 
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import count
@@ -76,6 +77,7 @@ class Loader:
             batch_sampler=slices,
             num_workers=data.num_workers,
             collate_fn=_Collate(data.eod_mask_loss, data.reset_position_ids, eod),
+            worker_init_fn=_leave_signals,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # its own, or torch's would move on and change dropout
         )
@@ -100,6 +102,12 @@ class Loader:
     def close(self) -> None:
         """End the worker processes."""
         self._batches = iter(())
+
+
+def _leave_signals(worker: int) -> None:
+    """A signal to all processes of a job is the rank's affair: it ends its workers, or saves."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _RankSlices:

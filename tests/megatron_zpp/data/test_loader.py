@@ -1,5 +1,7 @@
 """Batches: the order knows neither ranks nor restarts; masks and positions; errors in workers."""
 
+import os
+import signal
 from itertools import islice
 
 import numpy as np
@@ -28,6 +30,18 @@ class Numbered:
         if index >= 1000:
             raise InputError(f"sample {index} is bad")
         return {"tokens": 10 * index + np.arange(4)}
+
+
+class Signalled:
+    """Each sample comes after the signals that Ctrl-C and a batch system send to every process."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        return {"tokens": index + np.arange(4)}
 
 
 class Fixed:
@@ -144,3 +158,9 @@ def test_workers_keep_the_order_and_torchs_random_state() -> None:
     assert [numbers(batch) for batch in islice(loader, 20)] == [[i, i + 1] for i in range(0, 40, 2)]
     loader.close()
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_workers_leave_signals_to_the_rank():
+    loader = load(Signalled(), num_workers=2)
+    assert [next(loader).tokens[0, 0].item() for _ in range(3)] == [0, 2, 4]
+    loader.close()
