@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 
 import torch.distributed as dist
 
@@ -28,18 +29,15 @@ def main(argv: Sequence[str]) -> int:
             environment = Environment.read()
             console.rank = environment.rank
             config = parse(argv, environment.world_size)
+            with Stopping(config.training) as stopping:
+                ranks = join_ranks(environment, config.parallel)
+                return _watched(config, ranks, console, stopping)
         except InputError as error:
             console.line(f"error: {error}")
             return USAGE_ERROR
-        with Stopping(config.training) as stopping:
-            ranks = join_ranks(environment, config.parallel)
-            watch = Watch(ranks.store, ranks.rank, ranks.num_ranks) if ranks.num_ranks > 1 else None
-            status = _guarded(config, ranks, console, stopping, watch)
-            if watch:
-                watch.close()
-            if status == 0 or watch is None:  # with a dead peer this could wait for it
-                dist.destroy_process_group()
-            return status
+        except Interrupted as interruption:
+            console.notice(logging.ERROR, str(interruption))
+            return interruption.code
 
 
 def pretrain(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> None:
@@ -48,14 +46,14 @@ def pretrain(config: Config, ranks: Ranks, console: Console, stopping: Stopping)
     resumed_complete = run.counters.iteration >= run.schedules.length.iterations
     if resumed_complete:
         console.line(f"training is complete: {run.counters.iteration} iterations are done")
-    finished = config.training.skip_train or resumed_complete or train(run)
-    if finished:
-        held_out(run, VALIDATION, "the end of training for val data")
-        held_out(run, TEST, "the end of training for test data")
     sample = None
-    if finished and config.evaluation.sample_prompt is not None:
-        sample = sample_text(run)
-    run.metrics.close()
+    with closing(run.metrics):
+        finished = config.training.skip_train or resumed_complete or train(run)
+        if finished:
+            held_out(run, VALIDATION, "the end of training for val data")
+            held_out(run, TEST, "the end of training for test data")
+            if config.evaluation.sample_prompt is not None:
+                sample = sample_text(run)
     title = "Finished" if finished else "Stopped; the same command goes on from the checkpoint"
     if not finished and config.checkpoint.save is None:
         title = "Stopped; nothing was saved (--save FOLDER would)"
@@ -82,6 +80,17 @@ def places(config: Config) -> list[tuple[str, str]]:
     """Where TensorBoard's files and the checkpoints lie."""
     rows = [("TensorBoard", config.log.tensorboard_dir), ("checkpoints", config.checkpoint.save)]
     return [(name, place) for name, place in rows if place]
+
+
+def _watched(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> int:
+    """Run `pretrain` with an eye on the other ranks, and leave them in peace."""
+    watch = Watch(ranks.store, ranks.rank, ranks.num_ranks) if ranks.num_ranks > 1 else None
+    status = _guarded(config, ranks, console, stopping, watch)
+    if watch:
+        watch.close()
+    if status == 0 or watch is None:  # with a dead peer this could wait for it
+        dist.destroy_process_group()
+    return status
 
 
 def _guarded(
