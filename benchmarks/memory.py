@@ -1,9 +1,9 @@
 """Bytes of model state that a rank holds at each ZeRO stage, counted, beside the formula.
 
-Counted is every storage that a live tensor of this process uses, once each, less what lived before
-the model was built: nothing the engine keeps can hide. The moment is the fullest of a step outside
-a forward or backward pass: after the last but one micro-batch, with Adam's moments in place. What
-each number stands for, and the derivation of the formula, is in docs/memory.md.
+Counted is every storage that a tensor made since before the model was built uses, once each:
+nothing the engine keeps can hide. The moment is the fullest of a step outside a forward or backward
+pass: after the last but one micro-batch, with Adam's moments in place. What each number stands for,
+and the derivation of the formula, is in docs/memory.md.
 """
 
 import gc
@@ -60,14 +60,16 @@ def live_storages() -> dict[int, int]:
 
 def _row(setting: Setting) -> dict:
     batches = setting.batches(2)
-    before = sum(live_storages().values())
+    gc.collect()
+    gc.freeze()  # what lives now is left out of every list of objects from here on
     sharding = build_model(setting.config, setting.vocab_size, setting.ranks, apex=None)
     optimizer = build_optimizer(sharding.model, setting.config, apex=None)
     steps = [batches[: len(batches) // 2], batches[len(batches) // 2 :]]
     _backward(sharding, steps[0], until=len(steps[0]))
     optimizer_step(optimizer, sharding, clip_grad=CLIP)
     _backward(sharding, steps[1], until=len(steps[1]) - 1)
-    held = _by_purpose(sharding.model, optimizer, before)
+    held = _by_purpose(sharding.model, optimizer)
+    gc.unfreeze()
     parameters = sharding.model.num_parameters()
     measured = setting.largest(sum(held.values())) / parameters
     predicted = formula(sharding.stage, sharding.num_ranks, setting.dtype)
@@ -92,7 +94,7 @@ def _backward(sharding: Sharding, batches: list[Batch], until: int) -> None:
             (loss / len(batches)).backward()
 
 
-def _by_purpose(model: nn.Module, optimizer: torch.optim.Optimizer, before: int) -> dict[str, int]:
+def _by_purpose(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes of this rank's live storages by what they are for; what is not found is the rest.
 
     The rest is what the engine keeps to itself: with 16-bit weights, whole gradients in fp32.
@@ -112,7 +114,7 @@ def _by_purpose(model: nn.Module, optimizer: torch.optim.Optimizer, before: int)
         found = {a: size for a, size in _storages(tensors).items() if a not in seen}
         held[name] = sum(found.values())
         seen |= found
-    held["other"] = sum(live_storages().values()) - before - sum(seen.values())
+    held["other"] = sum(live_storages().values()) - sum(seen.values())
     return held
 
 
