@@ -1,0 +1,236 @@
+"""What the project's Markdown says that can be checked: links, files, flags, tests and commands.
+
+Each rule takes a `Document` and yields `line: what is wrong`; nothing is run, commands are parsed
+by the parsers of the programs they call.
+"""
+
+import contextlib
+import functools
+import io
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.run import get_args_parser
+
+from megatron_zpp.arguments import SPOKEN, parse
+from megatron_zpp.command_line import read, vocabulary
+from megatron_zpp.config import TokenizerConfig
+from megatron_zpp.config.spoken import SHORTHANDS
+from tools.consolidate import ConsolidateConfig
+from tools.preprocess_data import PreprocessConfig
+from zeropp import launch
+from zeropp.errors import InputError
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {"zeropp", "megatron_zpp", "tests", "tools", "docs", "examples", "benchmarks", ".ci"}
+MADE_BY_RUNNING = (".", "runs", "build", "dist")  # beginnings of folders without documents of ours
+PROGRAMS = ("make", "python", "torchrun", "zeropp", "sbatch")
+PRETRAIN = ("pretrain_gpt.py", "pretrain_zeropp_gpt.py")
+SECTIONS = {
+    "tools/preprocess_data.py": (PreprocessConfig, TokenizerConfig),
+    "tools/consolidate.py": (ConsolidateConfig,),
+}
+GPUS = 8  # of the machine that a launcher without a number of ranks is meant for
+OTHER_FLAGS = {"--help", "--array"}  # every program's, and Slurm's
+
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FLAG = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
+FILE = re.compile(r"[\w./-]+\.(?:py|md|json|svg|sh|toml)|[\w./-]+/")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A Markdown file: its path in the clone and its text."""
+
+    path: str
+    text: str
+
+    def line_of(self, position: int) -> int:
+        """The line of a character, from 1."""
+        return self.text.count("\n", 0, position) + 1
+
+    def spans(self) -> Iterator[tuple[int, str]]:
+        """(line, code) of every `code` in a sentence."""
+        prose = FENCED.sub(lambda block: "\n" * block[0].count("\n"), self.text)
+        for match in SPAN.finditer(prose):
+            yield prose.count("\n", 0, match.start()) + 1, match[1]
+
+    def commands(self) -> Iterator[tuple[int, list[str]]]:
+        """(line, words) of every call of a program of ours, in blocks and in sentences."""
+        lines = list(self.spans())
+        for block in FENCED.finditer(self.text):
+            if block[1] in ("", "sh", "bash"):
+                first = self.line_of(block.start()) + 1
+                joined = block[2].replace("\\\n", " ")
+                lines += [(first, line) for line in joined.splitlines()]
+        for number, line in lines:
+            if Path(line.split(" ")[0]).name in PROGRAMS and " " in line:
+                yield number, shlex.split(line, comments=True)
+
+
+def read_documents() -> list[Document]:
+    """Every Markdown file of the clone."""
+    paths = (path.relative_to(ROOT) for path in sorted(ROOT.rglob("*.md")))
+    ours = [path for path in paths if not path.parts[0].startswith(MADE_BY_RUNNING)]
+    return [Document(str(path), (ROOT / path).read_text()) for path in ours]
+
+
+def links(document: Document) -> Iterator[str]:
+    """Links to files and headings that are not there."""
+    for match in LINK.finditer(document.text):
+        target, _, anchor = match[1].partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        path = (ROOT / document.path).parent / target if target else ROOT / document.path
+        where = document.line_of(match.start())
+        if not path.exists():
+            yield f"{where}: the link {match[1]} leads nowhere"
+        elif anchor and anchor not in _anchors(path.read_text()):
+            yield f"{where}: {target or document.path} has no heading #{anchor}"
+
+
+def files(document: Document) -> Iterator[str]:
+    """Files of ours that are named and do not exist."""
+    for number, span in document.spans():
+        if not FILE.fullmatch(span):
+            continue
+        of_ours = span.split("/")[0] in FOLDERS
+        if of_ours and not (ROOT / span).exists():
+            yield f"{number}: there is no {span}"
+        elif not of_ours and span.endswith(".py") and not _exists(span):
+            yield f"{number}: no file is called {span}"
+
+
+def flags(document: Document) -> Iterator[str]:
+    """Flags in sentences that no program here has."""
+    for number, span in document.spans():
+        for flag in FLAG.findall(span):
+            if flag.replace("_", "-") not in known_flags():
+                yield f"{number}: no program here has {flag}"
+
+
+def tests(document: Document) -> Iterator[str]:
+    """Tests that are named and do not exist."""
+    for number, span in document.spans():
+        if re.fullmatch(r"test_\w+", span) and span not in _test_names():
+            yield f"{number}: there is no test {span}"
+
+
+def commands(document: Document) -> Iterator[str]:
+    """Commands that their programs would refuse."""
+    for number, words in document.commands():
+        trouble = problem(words)
+        if trouble:
+            yield f"{number}: {' '.join(words)[:60]}: {trouble}"
+
+
+def problem(words: Sequence[str]) -> str | None:
+    """Why a command, typed in the clone's folder, would be refused; None if it would not."""
+    program, arguments = Path(words[0]).name, [word for word in words[1:] if word != "..."]
+    if program == "make":
+        return _make(arguments)
+    if program == "sbatch":
+        return None if (ROOT / arguments[-1]).is_file() else f"no script {arguments[-1]}"
+    if program == "python" and arguments[:2] == ["-m", "pytest"]:
+        missing = [word for word in arguments[2:] if "/" in word and not (ROOT / word).exists()]
+        return f"no {missing[0]}" if missing else None
+    try:
+        script, arguments, ranks = _launched(program, arguments)
+        return _script(script, arguments, ranks)
+    except (InputError, SystemExit) as refusal:
+        return str(refusal)
+
+
+@functools.cache
+def known_flags() -> frozenset[str]:
+    """Every flag of every program here, with dashes only."""
+    words = set(vocabulary(SPOKEN, SHORTHANDS))
+    for sections in SECTIONS.values():
+        words |= set(vocabulary(sections, ()))
+    own = {f"--{word}" for word in words} | OTHER_FLAGS
+    sources = [ROOT / "zeropp/launch.py", *ROOT.glob("benchmarks/*.py"), *ROOT.glob("tools/*.py")]
+    for path in sources:
+        own |= set(re.findall(r'"(--[\w-]+)"', path.read_text()))
+    own |= set(get_args_parser()._option_string_actions)
+    return frozenset(flag.replace("_", "-") for flag in own)
+
+
+def _launched(program: str, arguments: list[str]) -> tuple[str, list[str], int]:
+    """The script that a launcher starts, its arguments, and the number of ranks."""
+    if program == "python":
+        return arguments[0], arguments[1:], 1
+    if program == "zeropp":
+        options = launch._parse(arguments)
+        if not options.command:
+            raise InputError("no script given")
+        ranks = options.num_ranks or options.num_gpus or GPUS
+        return options.command[0], options.command[1:], ranks
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            options = get_args_parser().parse_args(arguments)
+        except SystemExit:
+            raise InputError(said.getvalue().strip().splitlines()[-1]) from None
+    ranks = int(options.nnodes.split(":")[-1]) * int(options.nproc_per_node)
+    return options.training_script, options.training_script_args, ranks
+
+
+def _script(script: str, arguments: list[str], ranks: int) -> str | None:
+    if not (ROOT / script).is_file():
+        return f"no script {script}"
+    if any(word in ("-h", "--help") for word in arguments):
+        return None
+    if script in PRETRAIN:
+        parse(arguments, ranks)
+    elif script in SECTIONS:
+        read(arguments, vocabulary(SECTIONS[script], ()))
+    else:
+        for flag in FLAG.findall(" ".join(arguments)):
+            if not _mentions((ROOT / script).parent, flag):
+                return f"{script} has no {flag}"
+    return None
+
+
+def _make(arguments: Sequence[str]) -> str | None:
+    makefile = (ROOT / "Makefile").read_text()
+    for word in arguments:
+        name, is_variable, _ = word.partition("=")
+        pattern = rf"^{re.escape(name)} *\?=" if is_variable else rf"^{re.escape(name)}:"
+        if not re.search(pattern, makefile, re.MULTILINE):
+            return f"the Makefile has no {name}"
+    return None
+
+
+def _mentions(folder: Path, flag: str) -> bool:
+    """Whether a flag, or the name it is made from, stands in quotes in a folder's programs."""
+    name = flag.removeprefix("--")
+    pattern = rf"[\"'](--)?{re.escape(name)}[\"']|\b{re.escape(name.replace('-', '_'))}\b *[:=]"
+    return any(re.search(pattern, path.read_text()) for path in folder.glob("*.py"))
+
+
+def _exists(name: str) -> bool:
+    return any(path == name or path.endswith(f"/{name}") for path in _python_files())
+
+
+@functools.cache
+def _python_files() -> frozenset[str]:
+    top = [path for path in ROOT.glob("*.py")]
+    below = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    return frozenset(str(path.relative_to(ROOT)) for path in [*top, *below])
+
+
+@functools.cache
+def _test_names() -> frozenset[str]:
+    texts = (path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    names = {name for text in texts for name in re.findall(r"^def (test_\w+)\(", text, re.M)}
+    return frozenset(names)
+
+
+def _anchors(text: str) -> set[str]:
+    """GitHub's names of the headings of a document."""
+    titles = re.findall(r"^#+ (.+)$", FENCED.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}

@@ -1,0 +1,135 @@
+"""Every example runs: the JSON files and the scripts, small, and the Slurm script up to srun."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_zpp.config import TokenizerConfig
+from tests.documents import problem
+from tests.megatron_zpp.pretraining import log_of, numbers
+from tests.megatron_zpp.tokenizer.vocabularies import TEXTS, train_bpe
+from tests.ranks import ranks
+from tools.preprocess_data import PreprocessConfig, preprocess
+from zeropp import ZeroConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+JSON_FILES = sorted(EXAMPLES.glob("*.json"))
+SMALL = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--micro-batch-size 1 --global-batch-size 8 --train-iters 2 --lr-warmup-iters 1 "
+    "--log-interval 1 --eval-iters 1 --num-workers 0 --save save --load save "
+    "--tensorboard-dir board --data-path corpus_text_document --split 80,10,10 "
+)
+SCRIPTS = {
+    "pretrain_gpt2_124m.sh": "--vocab-file vocab.json --merge-file merges.txt",
+    "pretrain_llama_shape.sh": "--tokenizer-model tokenizer.json --num-query-groups 2 "
+    "--ffn-hidden-size 64 --lr-wsd-decay-iters 1",
+}
+SLURM = "slurm.sh"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with corpus_text_document and the tokenizers' files, made as docs/ says."""
+    folder = train_bpe(tmp_path_factory.mktemp("corpus"))
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    (folder / "corpus.jsonl").write_text("\n".join(lines))
+    preprocess(
+        PreprocessConfig(
+            input=str(folder / "corpus.jsonl"),
+            output_prefix=str(folder / "corpus"),
+            append_eod=True,
+            workers=1,
+        ),
+        TokenizerConfig(
+            vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")
+        ),
+    )
+    return folder
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """A folder for the PATH."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    return folder
+
+
+def put(folder: Path, name: str, line: str) -> None:
+    """A program of one line of shell."""
+    (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+    (folder / name).chmod(0o755)
+
+
+def run(script: str, flags: str, programs: Path, folder: Path, **variables: str) -> str:
+    """What an example prints when it is run in `folder` with these programs first on the PATH."""
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    settings = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [str(EXAMPLES / script), *flags.split()],
+        cwd=folder,
+        env={**os.environ, **settings, **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_nothing_in_the_folder_is_untested() -> None:
+    tested = {*SCRIPTS, SLURM, *(path.name for path in JSON_FILES)}
+    assert {path.name for path in EXAMPLES.iterdir()} == tested and JSON_FILES
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_trains_with_small_sizes(name, corpus, programs) -> None:
+    put(programs, "zeropp", f'exec "{sys.executable}" "$@"')  # one rank, without a launcher
+    log = run(name, SMALL + SCRIPTS[name], programs, corpus)
+    losses = numbers(log)
+    assert len(losses) == 2 and all(4 < loss < 8 for loss in losses)  # ln 400 = 6.0
+    assert "Finished" in log and "validation loss" in log
+    assert re.search(r"checkpoints +save", log) and (corpus / "save/iter_0000002").is_dir()
+    for folder in ("save", "board"):
+        (corpus / folder).rename(corpus / f"{folder}-{name}")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_asks_for_a_run_that_its_programs_accept(name, programs, tmp_path) -> None:
+    put(programs, "zeropp", 'printf "%s\\n" zeropp "$@"')
+    words = run(name, "", programs, tmp_path).splitlines()
+    assert words[1] == str(ROOT / "pretrain_gpt.py")
+    assert problem(["zeropp", "pretrain_gpt.py", *words[2:]]) is None
+    assert "--no-such" in problem(["zeropp", "pretrain_gpt.py", *words[2:], "--no-such", "1"])
+
+
+def test_slurm_script_starts_torchrun_once_on_each_machine(programs, tmp_path) -> None:
+    put(programs, "scontrol", 'echo "first second" | tr " " "\\n"')
+    put(programs, "srun", 'printf "%s\\n" "$@"')
+    place = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "two", "SLURM_JOB_ID": "7"}
+    words = run(SLURM, "", programs, tmp_path, SLURM_JOB_NUM_NODES="2", **place).splitlines()
+    assert words[:2] == ["--kill-on-bad-exit=1", ".venv/bin/torchrun"]
+    assert "first:29500" in words and words[words.index("--nnodes") + 1] == "2"
+    assert problem(words[1:]) is None
+    text = (EXAMPLES / SLURM).read_text()
+    limit = re.search(r"#SBATCH --time=(\d+):00:00", text)[1]
+    assert int(words[words.index("--exit-duration-in-mins") + 1]) < 60 * int(limit)
+
+
+@pytest.mark.parametrize("path", JSON_FILES, ids=lambda path: path.name)
+@ranks(2)
+def test_json_runs(path, tmp_path) -> None:
+    config = ZeroConfig.from_json(path)
+    assert config.notices == ()
+    log = log_of(f"--deepspeed_config {path} --micro-batch-size 2 --train-iters 2")
+    if dist.get_rank() == 0:
+        assert len(numbers(log)) == 2
+        assert re.search(rf"ZeRO stage +{config.stage}\n", log)
