@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from megatron_zpp import defaults
 from megatron_zpp.agreement import JsonFile, agree, json_values
 from megatron_zpp.command_line import HELP, Assignment, help_text, read, vocabulary
 from megatron_zpp.config import Config
 from megatron_zpp.config.flag import Section, flags
 from megatron_zpp.config.spoken import SHORTHANDS, IdleFlags, ModelFlags, ZeroFlags
+from megatron_zpp.idle import why_idle
 from megatron_zpp.schedule import Schedules
 from zeropp.config import ZeroConfig
 from zeropp.errors import InputError
@@ -107,7 +106,7 @@ def _zero(config: Config, values: Mapping[str, Any], file: JsonFile, world_size:
 
 def _say(typed: Mapping[str, Assignment], config: Config, default_line: str) -> None:
     for assignment in typed.values():
-        reason = assignment.flag.no_effect or _why_idle(assignment.flag.dest, config)
+        reason = assignment.flag.no_effect or why_idle(assignment.flag.dest, config)
         if reason:
             log.info("%s has no effect here: %s", assignment, reason)
     if not config.model.bias_gelu_fusion:
@@ -123,20 +122,3 @@ def _say(typed: Mapping[str, Assignment], config: Config, default_line: str) -> 
         log.info("%s: %s", config.zero.source, line)
     if default_line:
         log.info("%s", default_line)
-
-
-def _why_idle(dest: str, config: Config) -> str:
-    """Why a setting changes nothing in this configuration; empty if it does."""
-    if dest in ("save_interval", "keep_checkpoints") and config.checkpoint.save is None:
-        return "nothing is saved without --save"
-    offloaded = config.zero.zero_optimization.offload_optimizer.device != "none"
-    if dest == "use_pin_memory" and not offloaded:
-        return "nothing is offloaded"
-    if dest == "fp32_residual_connection" and config.precision.dtype is torch.float32:
-        return "everything is fp32"
-    if dest.startswith("lr_wsd_") and config.schedule.lr_decay_style != "WSD":
-        return "it needs --lr-decay-style WSD"
-    loss_scaling = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window")
-    if dest in (*loss_scaling, "hysteresis") and not config.precision.fp16:
-        return "only --fp16 scales the loss"
-    return ""

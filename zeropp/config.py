@@ -247,6 +247,8 @@ class ZeroConfig(Section):
     def _why_idle(self, one: Key) -> str:
         if one.facts.idle:
             return one.facts.idle
+        if one.dotted == "communication_data_type" and self.stage == 0:
+            return "stage 0 averages whole gradients in fp32"
         needs = one.facts.needs
         if needs and self.value(needs) in (False, "none"):
             return f"it needs {needs}"

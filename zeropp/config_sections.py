@@ -194,7 +194,9 @@ class Zeropp(Section):
 
     path: ClassVar[str] = "zeropp"
 
-    ranks_per_node: int | None = key(None, minimum=1)
+    ranks_per_node: int | None = idle(
+        None, "only ZeRO++'s collectives tell nodes apart; they are not available yet", minimum=1
+    )
     weight_bits: int = key(8, choices=BITS, needs="zero_optimization.zero_quantized_weights")
     gradient_bits: tuple[int, int] = key(
         (8, 4), choices=BITS, needs="zero_optimization.zero_quantized_gradients"

@@ -267,3 +267,10 @@ def test_every_key_says_what_it_does_and_its_default_is_acceptable() -> None:
     for old, (names, _) in RENAMED.items():
         known = {one.dotted for one in all_keys(ZeroConfig)}
         assert old not in known and set(names) <= known
+
+
+@pytest.mark.parametrize(("stage", "lines"), [(0, 1), (1, 0)])
+def test_the_type_on_the_wire_is_said_to_be_fixed_at_stage_0(stage: int, lines: int) -> None:
+    values = {"communication_data_type": "bf16", "zero_optimization": {"stage": stage}}
+    notices = ZeroConfig.from_json(values).notices
+    assert len([line for line in notices if "fp32" in line]) == lines
