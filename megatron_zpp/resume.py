@@ -1,6 +1,7 @@
 """Between a run and its checkpoints: what goes in beside the tensors, and what comes out."""
 
 import dataclasses
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,12 @@ FREE = (
     "seq_length", "max_position_embeddings", "init_method_std", "hidden_dropout",
     "attention_dropout", "fp32_residual_connection", "attention_softmax_in_fp32",
     "apply_query_key_layer_scaling",
+)
+# What the order of the samples follows from, by section.
+ORDERING = (
+    ("training", ("seed",)),
+    ("model", ("seq_length",)),
+    ("data", ("data_path", "train_data_path", "split", "dataloader_type")),
 )
 
 log = logging.getLogger("megatron_zpp")
@@ -96,6 +103,8 @@ def load(
         scaler.load_state_dict(state.loss_scaler)
     if chosen.finetune or chosen.reset_iteration:
         return Resumed(counters=Counters(), schedules=schedules, history={})
+    for line in other_order(settings(config), state.configuration):
+        log.info("%s: other samples come next than would have then", line)
     return Resumed(
         counters=Counters(
             **{name: getattr(state, name) for name in IN_STATE},
@@ -105,6 +114,17 @@ def load(
         schedules=schedules.resumed(state.schedule, config.schedule),
         history=state.history,
     )
+
+
+def other_order(here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """The settings by which the samples of a resumed run follow another order than before."""
+    now = json.loads(json.dumps(here))  # tuples become lists, as in the checkpoint
+    return [
+        f"{name} is {now[section][name]} now, {saved[section][name]} in the checkpoint"
+        for section, names in ORDERING
+        for name in names
+        if now[section][name] != saved[section][name]
+    ]
 
 
 def with_checkpoint_model(config: Config) -> Config:

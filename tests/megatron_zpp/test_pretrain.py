@@ -105,6 +105,14 @@ def test_a_longer_run_with_fewer_evaluations_goes_on(tmp_path):
     assert "validation loss at the end of training" in log
 
 
+def test_another_order_of_the_samples_is_said(tmp_path):
+    flags = f"{BATCH} --train-iters 4 --save {tmp_path} --load {tmp_path} "
+    first = run(1, flags + "--exit-interval 2 --num-workers 0", tmp_path)
+    second = run(1, flags + "--seed 7", tmp_path)
+    assert "other samples" not in first
+    assert "seed is 7 now, 1234 in the checkpoint: other samples come next" in second
+
+
 def test_counting_anew_keeps_the_loss_scale(tmp_path):
     flags = f"{BATCH} --fp16 --train-iters 2 --save {tmp_path} --load {tmp_path} "
     first = run(1, flags + "--initial-loss-scale 1024 --loss-scale-window 1", tmp_path)
