@@ -123,14 +123,15 @@ def shard(
 
 
 def outermost_blocks(module: nn.Module) -> Sequence[nn.Module]:
-    """The entries of the outermost `nn.ModuleList`s that hold parameters, in definition order."""
-    found: list[nn.Module] = []
+    """The entries of the outermost `nn.ModuleList`s that hold parameters, in definition order.
+
+    One that is entered several times, as where layers share their weights, counts once.
+    """
+    found: dict[nn.Module, None] = {}
     for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            found += [block for block in child if any(True for _ in block.parameters())]
-        else:
-            found += outermost_blocks(child)
-    return found
+        inside = child if isinstance(child, nn.ModuleList) else outermost_blocks(child)
+        found |= dict.fromkeys(one for one in inside if any(True for _ in one.parameters()))
+    return list(found)
 
 
 def padded_elements(module: nn.Module, num_ranks: int) -> int:

@@ -140,3 +140,23 @@ def test_units_are_the_outermost_module_lists():
     inner = nn.ModuleList([Block()])
     model = nn.ModuleDict({"a": nn.ModuleList([nn.Sequential(inner), Block()]), "b": Block()})
     assert outermost_blocks(model) == list(model["a"])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@ranks(2)
+def test_a_block_that_is_used_twice_is_one_unit(stage):
+    def twice() -> Stack:
+        model = fresh_stack()
+        model.blocks = nn.ModuleList([model.blocks[0], model.blocks[1], model.blocks[0]])
+        return model
+
+    expected_losses, expected_norms = train(
+        shard(twice(), None, ZeroConfig()), rank=0, num_micro_batches=1
+    )
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    config = ZeroConfig.from_json({"zero_optimization": {"stage": stage}})
+    sharding = shard(twice(), mesh, config)
+    assert len(sharding.units) == 3
+    losses, norms = train(sharding, rank=dist.get_rank(), num_micro_batches=2)
+    assert mean_over_ranks(losses) == pytest.approx(expected_losses, rel=SAME)
+    assert norms == pytest.approx(expected_norms, rel=SAME)
