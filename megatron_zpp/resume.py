@@ -93,10 +93,11 @@ def load(
             tokenizer=tokenizer_fingerprint,
         )
     if state is None:
-        if chosen.exit_on_missing_checkpoint:
-            raise InputError(
-                f"--load {chosen.load} holds no checkpoint (--exit-on-missing-checkpoint)"
-            )
+        for name in ("exit_on_missing_checkpoint", "finetune"):
+            if chosen.load is not None and getattr(chosen, name):
+                raise _nothing_to_load(chosen.load, f"--{name.replace('_', '-')}")
+        if chosen.load is not None:
+            log.info("--load %s holds no checkpoint: the run starts at its beginning", chosen.load)
         return Resumed(counters=Counters(), schedules=schedules, history={})
     log.info("loaded checkpoint of iteration %d from %s", state.iteration, chosen.load)
     if scaler and state.loss_scaler and not (chosen.no_load_optim or chosen.finetune):
@@ -104,7 +105,7 @@ def load(
     if chosen.finetune or chosen.reset_iteration:
         return Resumed(counters=Counters(), schedules=schedules, history={})
     for line in other_order(settings(config), state.configuration):
-        log.info("%s: other samples come next than would have then", line)
+        log.info("%s: other samples come next than without that change", line)
     return Resumed(
         counters=Counters(
             **{name: getattr(state, name) for name in IN_STATE},
@@ -131,7 +132,7 @@ def with_checkpoint_model(config: Config) -> Config:
     """`config` with the model's shape of the checkpoint in `--load` (`--use-checkpoint-args`)."""
     path = checkpoint.choose(config.checkpoint.load)
     if path is None:
-        raise InputError(f"--use-checkpoint-args: --load {config.checkpoint.load} holds none")
+        raise _nothing_to_load(config.checkpoint.load, "--use-checkpoint-args")
     shape = dict(checkpoint.read_state(path).architecture)
     shape.pop("vocab_size")
     positions = shape.pop("num_positions", None)
@@ -162,3 +163,10 @@ def settings(config: Config) -> dict[str, Any]:
     sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     zero = sections.pop("zero").to_dict()
     return {"zero": zero, **{name: dataclasses.asdict(part) for name, part in sections.items()}}
+
+
+def _nothing_to_load(folder: str, flag: str) -> InputError:
+    return InputError(
+        f"--load {folder} holds no checkpoint, and {flag} needs one: name the folder that --save "
+        f"named, or leave {flag} out"
+    )

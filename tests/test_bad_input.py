@@ -141,6 +141,14 @@ def test_checkpoint_of_another_architecture(fails, tmp_path, capsys):
     assert "num_layers" in message
 
 
+def test_nothing_to_load(fails, tmp_path, capsys):
+    assert main(f"{MOCK} --load {tmp_path}/typo".split()) == 0
+    assert f"--load {tmp_path}/typo holds no checkpoint" in capsys.readouterr().out
+    for flag in ("--finetune", "--exit-on-missing-checkpoint", "--use-checkpoint-args"):
+        message = fails(f"{MOCK} --load {tmp_path}/typo {flag}")
+        assert flag in message and "typo holds no checkpoint" in message
+
+
 def test_sequences_longer_than_the_checkpoint_has_positions(fails, tmp_path):
     assert main(f"{MOCK} --save {tmp_path}".split()) == 0
     message = fails(f"{MOCK} --load {tmp_path} --use-checkpoint-args --seq-length 16")
