@@ -122,7 +122,7 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 def _one_machine(num_ranks: int) -> LaunchConfig:
     """The agent's settings: one machine, a free port, no restarts."""
-    patience = {"shutdown_timeout": SAVE_SECONDS}
+    patience = {"shutdown_timeout": SAVE_SECONDS}  # not in torch 2.11: 30 s there
     known = {one.name for one in dataclasses.fields(LaunchConfig)}
     return LaunchConfig(
         min_nodes=1,

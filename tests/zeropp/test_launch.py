@@ -41,6 +41,8 @@ if deed == "show":
     os.write(1, f"{place} {__name__} {sys.argv[3:]} {sys.path[0]}\\n".encode())
     sys.exit(0)
 if deed == "exit" and rank == 1:
+    while not (folder / "pid0").exists():  # or it would be ended before it has written it
+        time.sleep(0.05)
     print("error: no such corpus", file=sys.stderr)
     sys.exit(3)
 time.sleep(600)
