@@ -1,5 +1,6 @@
 """The whole job on real ranks: stages agree, and stopping in the middle changes nothing."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,38 @@ def test_a_longer_run_with_fewer_evaluations_goes_on(tmp_path):
     log = run(1, flags + "--train-iters 6 --eval-interval 100", tmp_path)
     assert len(losses(log)) == 2
     assert "validation loss at the end of training" in log
+
+
+def test_a_growing_batch_goes_on_where_it_stopped(tmp_path):
+    flags = "--micro-batch-size 2 --rampup-batch-size 4 4 24 --global-batch-size 12 "
+    flags += "--train-samples 90 --eval-interval 2 "
+    straight = run(2, flags, tmp_path)
+    folder = f"--save {tmp_path} --load {tmp_path} "
+    first = run(2, flags + folder + "--exit-interval 3", tmp_path)
+    second = run(2, flags + folder, tmp_path)
+    sizes = field(straight, "global batch size")
+    assert set(sizes) == {"4", "8", "12"} and sizes == sorted(sizes, key=int)
+    assert losses(first) + losses(second) == losses(straight)
+    held_out = [re.findall(r"loss at .*? value: (\S+)", log) for log in (first, second, straight)]
+    assert held_out[0] + held_out[1] == held_out[2]
+
+
+def test_finetuning_takes_the_weights_and_begins_anew(tmp_path):
+    flags = BATCH + NO_DROPOUT + f"--train-iters 4 --load {tmp_path} "
+    run(1, flags + f"--save {tmp_path}", tmp_path)
+    tuned = run(1, flags + "--finetune --lr 2e-3", tmp_path)
+    only_evaluated = run(1, flags + "--skip-train --finetune", tmp_path)
+    assert len(losses(tuned)) == 4 and field(tuned, "consumed samples")[0] == "16"
+    assert losses(only_evaluated) == []
+    assert "validation loss at the end of training" in only_evaluated
+
+
+def test_the_shape_of_the_checkpoint(tmp_path):
+    flags = f"{BATCH} --load {tmp_path} "
+    run(1, flags + f"--save {tmp_path} --train-iters 2 --swiglu --exit-interval 1", tmp_path)
+    log = run(1, flags + "--train-iters 2 --use-checkpoint-args --num-layers 7", tmp_path)
+    assert "--use-checkpoint-args: num_layers is 2" in log and "swiglu is True" in log
+    assert len(losses(log)) == 1
 
 
 def test_another_order_of_the_samples_is_said(tmp_path):
