@@ -1,6 +1,7 @@
 """What the scripts call: argv to exit status; whatever goes wrong is said once and plainly."""
 
 import logging
+import signal
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -8,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_zpp.arguments import parse
 from megatron_zpp.assemble import assemble
-from megatron_zpp.config import Config
+from megatron_zpp.config import CheckpointConfig, Config
 from megatron_zpp.console import Console
 from megatron_zpp.generate import generate
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
@@ -54,9 +55,7 @@ def pretrain(config: Config, ranks: Ranks, console: Console, stopping: Stopping)
             held_out(run, TEST, "the end of training for test data")
             if config.evaluation.sample_prompt is not None:
                 sample = sample_text(run)
-    title = "Finished" if finished else "Stopped; the same command goes on from the checkpoint"
-    if not finished and config.checkpoint.save is None:
-        title = "Stopped; nothing was saved (--save FOLDER would)"
+    title = "Finished" if finished else f"Stopped; {how_to_go_on(config.checkpoint)}"
     console.ending(run.metrics.history, places(config), sample, title)
 
 
@@ -74,6 +73,15 @@ def sample_text(run: Run) -> str:
     )
     run.sharding.release()
     return evaluation.sample_prompt + text
+
+
+def how_to_go_on(checkpoint: CheckpointConfig) -> str:
+    """What to type after a stop in the middle."""
+    if checkpoint.save is None:
+        return "nothing was saved (--save FOLDER would)"
+    if checkpoint.load == checkpoint.save:
+        return "the same command goes on"
+    return f"--load {checkpoint.save} goes on"
 
 
 def places(config: Config) -> list[tuple[str, str]]:
@@ -106,7 +114,9 @@ def _guarded(
             console.notice(logging.ERROR, str(error))
         return FAILED
     except Interrupted as interruption:
-        culprit = watch.find_culprit() if watch else None
+        # A launcher sends SIGTERM when another rank has died, too.
+        asks = watch is not None and interruption.number == signal.SIGTERM
+        culprit = watch.find_culprit() if asks else None
         console.notice(logging.ERROR, culprit or str(interruption))
         return interruption.code
     except Exception as error:

@@ -16,10 +16,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupted(BaseException):
-    """A signal asked this process to end now; `code` is the shell's exit status for it."""
+    """A signal asked this process to end now; `code` is the shell's exit status for that."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
         self.code = 128 + number
 
 
