@@ -7,6 +7,7 @@ and the derivation of the formula, is in docs/memory.md.
 """
 
 import gc
+import time
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -20,6 +21,7 @@ from zeropp import Sharding, optimizer_step
 
 STAGES = (0, 1, 2, 3)
 FULL, MOMENTS = 4, 8  # bytes of a weight or gradient in fp32; of Adam's two moments
+PAUSE_SECONDS, SAME_COUNTS = 0.05, 4  # between two counts; how many must be equal
 
 
 def formula(stage: int, num_ranks: int, dtype: str) -> float:
@@ -68,6 +70,7 @@ def _row(setting: Setting) -> dict:
     _backward(sharding, steps[0], until=len(steps[0]))
     optimizer_step(optimizer, sharding, clip_grad=CLIP)
     _backward(sharding, steps[1], until=len(steps[1]) - 1)
+    _settle()
     held = _by_purpose(sharding.model, optimizer)
     gc.unfreeze()
     parameters = sharding.model.num_parameters()
@@ -92,6 +95,14 @@ def _backward(sharding: Sharding, batches: list[Batch], until: int) -> None:
         with sharding.micro_step(last=index == len(batches) - 1):
             loss = sharding.model(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)
             (loss / len(batches)).backward()
+
+
+def _settle() -> None:
+    """Wait for the threads of gloo, which let go of a collective's buffers just after its end."""
+    counts: list[int] = []
+    while len(counts) < SAME_COUNTS or len(set(counts[-SAME_COUNTS:])) > 1:
+        time.sleep(PAUSE_SECONDS)
+        counts.append(sum(live_storages().values()))
 
 
 def _by_purpose(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
