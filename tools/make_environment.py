@@ -21,8 +21,9 @@ OLDEST_TORCH = (2, 11)
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv"
 INSIDE = FOLDER / "bin" / "python"
-# torch's own version, and whether setuptools can build this package without a wheel package.
-FOUND_TORCH = "import torch; print(torch.__version__)"
+# torch's version as pip knows it (PyPI's 2.11.0 calls itself 2.11.0+cu130 inside), and whether
+# setuptools can build this package without a wheel package.
+FOUND_TORCH = "import torch; from importlib.metadata import version; print(version('torch'))"
 CAN_BUILD = "import setuptools; assert int(setuptools.__version__.split('.')[0]) >= 77"
 
 
@@ -83,7 +84,7 @@ def _lend_packages() -> None:
 def _install() -> None:
     """Install what is missing and this clone, editable, with torch held at its version."""
     if _inside(CAN_BUILD) is None:
-        _pip("install", "setuptools>=77")
+        _pip("install", "setuptools>=77,<82")  # torch 2.11 allows no newer one
     hold = FOLDER / "constraints.txt"
     hold.write_text(f"torch=={_inside(FOUND_TORCH)}\n")
     clone = f"{ROOT}[test]"
