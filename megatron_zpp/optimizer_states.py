@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_zpp.event_files import Axis
+from zeropp.optim.step import local_part
 
 MOMENTS = {"variance": "exp_avg_sq", "momentum": "exp_avg"}
 KINDS = ("variance", "variance_sqrt", "momentum", "weight")
@@ -25,7 +26,7 @@ def optimizer_states(optimizer: torch.optim.Optimizer) -> Mapping[str, float]:
     for parameter in _parameters(optimizer):
         share = 1 / _copies(parameter)
         for kind, value in _tensors(parameter, optimizer.state.get(parameter, {})):
-            magnitudes = _local(value).abs().double()
+            magnitudes = local_part(value).abs().double()
             column = KINDS.index(kind)
             sums[0, column] += magnitudes.sum() * share
             sums[1, column] += magnitudes.square().sum() * share
@@ -60,11 +61,7 @@ def _tensors(
         if name in state:
             yield kind, state[name]
     if MOMENTS["variance"] in state:
-        yield "variance_sqrt", _local(state[MOMENTS["variance"]]).double().sqrt()
-
-
-def _local(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().to_local() if isinstance(value, DTensor) else value.detach()
+        yield "variance_sqrt", local_part(state[MOMENTS["variance"]]).double().sqrt()
 
 
 def _copies(parameter: torch.Tensor) -> int:

@@ -13,7 +13,8 @@ from importlib.machinery import PathFinder
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from zeropp.optim.step import local_part
 
 PARTS = ("normalization", "optimizers")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -137,4 +138,4 @@ def _load() -> Apex:
 
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a possibly distributed tensor, sharing its memory, outside autograd."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return local_part(tensor).detach()

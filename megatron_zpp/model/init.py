@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_zpp.config import ModelConfig
+from zeropp.optim.step import local_part
 
 BLOCK_ELEMENTS = 2**20  # 4 MiB in fp32; fixed, or the same seed would give other weights
 SCALED_WEIGHTS = ("attention.output.weight", "mlp.output.weight")  # these end a residual branch
@@ -29,7 +30,7 @@ def initialize(model: nn.Module, seed: int, config: ModelConfig) -> None:
     """
     for name, parameter in model.named_parameters():
         ranges = local_ranges(parameter)
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_part(parameter)
         if parameter.ndim < 2:
             local.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
