@@ -55,7 +55,7 @@ def test_training_goes_on_bit_by_bit(tmp_path: Path) -> None:
 def test_state_survives_as_it_was(tmp_path: Path) -> None:
     model, optimizer = build(0, seed=1)
     train(model, optimizer, 1)
-    written = state_at(1, rng={"words": [2**63, 1]}, schedule={"lr": 1e-5 / 3})
+    written = state_at(1, loss_scaler={"words": [2**63, 1]}, schedule={"lr": 1e-5 / 3})
     path = checkpoint.save(tmp_path, model, optimizer, written)
     assert checkpoint.load(tmp_path, model, optimizer) == written == checkpoint.read_state(path)
     assert (tmp_path / manifest.POINTER).read_text() == "1\n"
