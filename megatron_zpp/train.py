@@ -28,7 +28,7 @@ def train(run: Run) -> bool:
     with run.console.live():
         while counters.iteration < run.schedules.length.iterations:
             run.metrics.iteration(train_iteration(run, batches))
-            if counters.iteration % config.evaluation.eval_interval == 0:
+            if is_due(counters.iteration, config.evaluation.eval_interval):
                 held_out(run, VALIDATION, f"iteration {counters.iteration}")
             reason = run.stopping.reason(counters.iteration, run.ranks)
             if reason or is_due(counters.iteration, config.checkpoint.save_interval):
@@ -175,9 +175,10 @@ def require_finite(run: Run, value: float, what: str) -> None:
 def extra_scalars(run: Run, *, forward_backward_seconds: float) -> dict[str, float]:
     """What TensorBoard gets beside the log's numbers, as the flags ask for."""
     log, scalars = run.config.log, {}
+    written = is_due(run.counters.iteration, log.tensorboard_log_interval)
     if log.log_timers_to_tensorboard:
         scalars["forward-backward-time"] = forward_backward_seconds
-    if log.log_optimizer_states_to_tensorboard:
+    if log.log_optimizer_states_to_tensorboard and written:
         scalars |= optimizer_states(run.optimizer)
     return scalars
 
