@@ -79,9 +79,10 @@ class Setting:
         return found.item()
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The shape's flags, each with its default."""
-    for name, (default, meaning) in SHAPE.items():
+def add_flags(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """The shape's flags, each with its default: `SHAPE`'s, or one of `defaults`."""
+    for name, (usual, meaning) in SHAPE.items():
+        default = defaults.get(name.replace("-", "_"), usual)
         help_text = f"{meaning} (default: {default})"
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=help_text)
 

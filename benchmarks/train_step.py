@@ -11,15 +11,12 @@ per parameter at every stage, beside the formula of docs/memory.md.
 import argparse
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
 import tempfile
-from datetime import datetime, timezone
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,13 +25,13 @@ sys.path[0] = str(ROOT)
 from benchmarks.contest import Disagreement, many_ranks, one_rank  # noqa: E402
 from benchmarks.memory import count_stages  # noqa: E402
 from benchmarks.setting import DTYPES, Setting, add_flags, shape_of  # noqa: E402
+from benchmarks.surroundings import surroundings  # noqa: E402
 from megatron_zpp.config import ParallelConfig  # noqa: E402
 from megatron_zpp.parallel.mesh import join_ranks  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.topology import Environment  # noqa: E402
 
 PARTS = ("one-rank", "many-ranks", "memory")
-SOURCES = ("zeropp", "megatron_zpp", "benchmarks")
 
 
 def main() -> int:
@@ -127,42 +124,6 @@ def work_on_rank(options: argparse.Namespace) -> dict:
             found["memory"] += count_stages(setting, dtype)
     dist.destroy_process_group()
     return found
-
-
-def surroundings() -> dict:
-    """What a reader needs to judge the numbers: date, commit, machine, versions, load."""
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-    changed = subprocess.run(
-        [*git, "status", "--porcelain", "--", *SOURCES], capture_output=True, text=True
-    )
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() or None,
-        "uncommitted": changed.stdout.splitlines(),
-        "machine": {
-            "processor": processor(),
-            "cores": os.cpu_count(),
-            "memory_gib": round(memory / 2**30, 1),
-            "gpus": gpus,
-        },
-        "versions": {
-            "python": platform.python_version(), "torch": torch.__version__,
-            "system": f"{platform.system()} {platform.machine()}",
-        },
-        "load": {"before": os.getloadavg()[0]},
-    }
-
-
-def processor() -> str:
-    """The processor's model, and the vector instructions torch uses."""
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor()
-    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def show(result: dict) -> None:
