@@ -15,7 +15,6 @@ from megatron_zpp.metrics import Metrics
 from megatron_zpp.model.apex import find_apex
 from megatron_zpp.parallel.apply import build_model, build_optimizer
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.parallel.unison import in_unison
 from megatron_zpp.resume import Resumed, load, settings, with_checkpoint_model
 from megatron_zpp.run import Run
 from megatron_zpp.schedule import Schedules
@@ -23,6 +22,7 @@ from megatron_zpp.stopping import Stopping
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.writers import open_writers
 from zeropp import InputError, LossScaler, Sharding
+from zeropp.unison import in_unison
 
 log = logging.getLogger("megatron_zpp")
 

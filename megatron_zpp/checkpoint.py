@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from megatron_zpp import manifest
-from megatron_zpp import named_tensors as named
-from megatron_zpp.parallel.unison import from_first, gathered, in_unison, rank, world_size
+from zeropp import named_tensors as named
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
+from zeropp.unison import from_first, gathered, in_unison, rank, world_size
 
 STATE = "state.json"
 FORMAT = 1

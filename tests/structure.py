@@ -47,9 +47,12 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "ground",
         ("zeropp.topology", "zeropp.fsdp_adapter", "zeropp.quantize", "zeropp.traffic")
-        + ("zeropp.rank",),
+        + ("zeropp.rank", "zeropp.unison", "zeropp.named_tensors"),
     ),
-    ("operations", ("zeropp.ops",)),
+    (
+        "operations",
+        ("zeropp.ops", "zeropp.packing", "zeropp.reference", "zeropp.native"),
+    ),
     (
         "base",
         ("zeropp.config", "zeropp.config_file", "zeropp.config_sections", "zeropp.config_keys")

@@ -31,9 +31,9 @@ sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothin
 from megatron_zpp import checkpoint  # noqa: E402
 from megatron_zpp.command_line import HELP, help_text, read, vocabulary  # noqa: E402
 from megatron_zpp.config.flag import Section, flag  # noqa: E402
-from megatron_zpp.named_tensors import MODEL  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
+from zeropp.named_tensors import MODEL  # noqa: E402
 
 USAGE = "usage: python tools/consolidate.py --load FOLDER --output FILE.safetensors [flags]"
 SUFFIX = ".safetensors"

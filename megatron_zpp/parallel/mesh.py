@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_zpp.config import ParallelConfig
-from megatron_zpp.parallel.unison import in_unison
 from zeropp.topology import Environment, pick_device, start_process_group
+from zeropp.unison import in_unison
 
 Result = TypeVar("Result")
 
