@@ -22,8 +22,10 @@ from megatron_zpp.model.init import initialize
 from megatron_zpp.stopping import Stopping
 from megatron_zpp.train import TRAIN, loader, train_iteration
 from zeropp import optimizer_step, shard
-from zeropp.collectives import AllToAllReduceScatter
-from zeropp.fsdp_adapter import gather_ahead, use_reduce_scatter
+from zeropp.fsdp_adapter import gather_ahead
+from zeropp.route import gradient_route
+from zeropp.shard import find_nodes, use_gradient_mean
+from zeropp.traffic import Traffic
 
 Step = Callable[[], tuple[float, torch.Tensor | float]]  # loss of this rank; norm of the gradients
 Feed = Iterator[list[Batch]]
@@ -81,7 +83,8 @@ def fsdp2(
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     if all_to_all:
-        use_reduce_scatter((*model.blocks, model), AllToAllReduceScatter(zero.wire_dtype))
+        route = gradient_route(zero, find_nodes(mesh, zero))
+        use_gradient_mean((*model.blocks, model), mesh, route, Traffic(), zero.wire_dtype)
     if ahead:
         gather_ahead(model, model.blocks)
     _fill(model, setting)

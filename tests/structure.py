@@ -47,7 +47,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "ground",
         ("zeropp.topology", "zeropp.fsdp_adapter", "zeropp.quantize", "zeropp.traffic")
-        + ("zeropp.rank", "zeropp.unison", "zeropp.named_tensors"),
+        + ("zeropp.rank", "zeropp.unison", "zeropp.named_tensors", "zeropp.route", "zeropp.link"),
     ),
     (
         "operations",

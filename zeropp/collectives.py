@@ -1,36 +1,161 @@
 """The collectives of the sharded step: what moves, from which layout to which.
 
-| collective    | from                        | to                      | each rank sends |
-|---------------|-----------------------------|-------------------------|-----------------|
-| weight gather | shard `(C,)` on each rank   | whole `(W*C,)` on each  | (W-1)*C, 16 bit |
-| gradient mean | `(W*C,)` fp32 on each rank  | mean of slice r, `(C,)` | (W-1)*C, 16 bit |
+A unit's weights are gathered by `WeightGather`, outer hop first (D3), its gradients averaged by
+`GradientMean`, inner hop first. W = N*R ranks by the route: N = outer, R = inner; position
+n*R + r. C = elements of one rank's padded shard of the unit, P = bytes of a packed row of them.
 
-W = ranks, C = elements of one rank's padded shard of an FSDP unit. The weight gather is FSDP2's
-own; in fp32 runs the wire carries fp32.
+| weights                | each rank holds       | gradients                    | each rank holds  |
+|------------------------|-----------------------|------------------------------|------------------|
+| its shard              | (C,)                  | its own of all W slices      | (W, C) fp32      |
+| quantized              | (1, P)                | quantized, slices reordered  | (R, N, P)        |
+| after the outer hop *) | (N, P)                | after the inner hop          | (R, N, P)        |
+| after the inner hop    | (R, N, P)             | summed in fp32, quantized    | (N, P')          |
+| dequantized, reordered | (W, C), every rank    | after the outer hop          | (N, P')          |
+|                        |                       | summed in fp32               | (C,)             |
+
+*) What arrives here is hpZ's secondary copy. With it, a gather begins after this line.
+Sources: ZeRO++ (Wang et al. 2023), sections 3.1 to 3.3.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from zeropp.fsdp_adapter import ReduceScatter
+from zeropp import fsdp_adapter as fsdp
+from zeropp.link import Link
+from zeropp.quantize import Layout, dequantize, quantize, reduce_dequantize, reduce_quantize
+from zeropp.route import UNQUANTIZED, Route
 
 
-class AllToAllReduceScatter(ReduceScatter):
-    """Sum gradients by one all-to-all of `wire_dtype` and a local fp32 sum in rank order.
+class SecondaryCopies:
+    """What hpZ keeps: each unit's rows after the outer hop, until the weights change.
 
-    Sends (W-1)/W of the buffer, where gloo's own reduce-scatter sends twice that (D6), rounds
-    each term once to `wire_dtype` and accumulates in fp32 (D5), in the same order on every run.
+    The choice between a copy and a new gather follows from calls that every rank makes alike, never
+    from a tensor's state: ranks that chose differently would wait for each other for ever.
     """
 
-    def __init__(self, wire_dtype: torch.dtype) -> None:
-        self.wire_dtype = wire_dtype
+    def __init__(self, *, in_evaluation: bool) -> None:
+        self.in_evaluation = in_evaluation
+        self.version = 0
+        self._rows: dict[nn.Module, torch.Tensor] = {}
+
+    def get(self, unit: nn.Module) -> torch.Tensor | None:
+        return self._rows.get(unit)
+
+    def keep(self, unit: nn.Module, rows: torch.Tensor, version: int) -> None:
+        """Keep `rows`, gathered at `version`, unless the weights have changed since."""
+        if version == self.version and (unit.training or self.in_evaluation):
+            self._rows[unit] = rows
+
+    def drop(self, *, trained_only: bool = False) -> None:
+        """Forget the copies of all units, or of those that have parameters in training."""
+        self.version += 1
+        for unit in tuple(self._rows):
+            if not trained_only or any(one.trainable for one in fsdp.own_pieces(unit)):
+                del self._rows[unit]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank holds."""
+        return sum(rows.nbytes for rows in self._rows.values())
+
+
+class _Allocates:
+    """FSDP2 asks its collectives for the buffers it passes to them."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class WeightGather(_Allocates, fsdp.AllGather):
+    """Gather one unit's weights: qwZ by the route's bits, hpZ by the copies it may keep."""
+
+    def __init__(
+        self,
+        unit: fsdp.FSDPModule,
+        route: Route,
+        links: tuple[Link | None, Link | None],
+        copies: SecondaryCopies | None,
+    ) -> None:
+        self.unit, self.route, self.copies = unit, route, copies
+        self.inner, self.outer = links
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """`input_tensor` (C,), a view into `output_tensor` (W*C,), which gets all shards."""
+        purpose = "weights_backward" if fsdp.in_backward(self.unit) else "weights_forward"
+        if self.route.is_flat:
+            return self.inner.all_gather(output_tensor, input_tensor, purpose, async_op=async_op)
+        steps = self._steps(output_tensor, input_tensor, purpose, async_op)
+        if async_op:
+            return _Gathering(steps)
+        for _ in steps:
+            pass
+        return None
+
+    def _steps(
+        self, whole: torch.Tensor, shard: torch.Tensor, purpose: str, async_op: bool
+    ) -> Iterator[dist.Work | None]:
+        """The gather, pausing wherever another rank's data must arrive first."""
+        layout = weight_layout(fsdp.own_pieces(self.unit), self.route, shard.dtype)
+        version = self.copies.version if self.copies else 0
+        rows = self.copies.get(self.unit) if self.copies else None
+        if rows is None:
+            rows = quantize(shard.view(1, -1), layout)
+            if self.outer:
+                arrived = rows.new_empty(self.outer.size, layout.packed_bytes)
+                yield self.outer.all_gather(arrived, rows, purpose, async_op=async_op)
+                rows = arrived
+            if self.copies:
+                self.copies.keep(self.unit, rows, version)
+        if self.inner:
+            arrived = rows.new_empty(self.inner.size * rows.shape[0], layout.packed_bytes)
+            yield self.inner.all_gather(arrived, rows, purpose, async_op=async_op)
+            rows = arrived
+        dequantize(rows, whole.view(len(rows), -1), layout, fold=self.route.inner)
+
+
+class _Gathering(dist.Work):
+    """A gather under way: whoever waits for it carries it on from hop to hop."""
+
+    def __init__(self, steps: Iterator[dist.Work | None]) -> None:
+        super().__init__()
+        self._steps = steps
+        self._arriving = next(steps, None)
+
+    def wait(self, timeout: object = None) -> bool:
+        while self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = next(self._steps, None)
+        return True
+
+
+class GradientMean(_Allocates, fsdp.ReduceScatter):
+    """Sum one unit's gradients over all ranks, each to its owner: qgZ by the route's bits.
+
+    Whatever the wire carries, terms are summed in fp32 and in the order of the ranks (D5).
+    """
+
+    def __init__(
+        self,
+        pieces: tuple[fsdp.Piece, ...],
+        with_gradient: Callable[[], tuple[int, ...]],
+        route: Route,
+        links: tuple[Link | None, Link | None],
+        wire_dtype: torch.dtype,
+    ) -> None:
+        self.pieces, self.with_gradient = pieces, with_gradient
+        self.route, self.wire_dtype = route, wire_dtype
+        self.inner, self.outer = links
 
     def __call__(
         self,
@@ -40,10 +165,43 @@ class AllToAllReduceScatter(ReduceScatter):
         op: dist.ReduceOp,
         async_op: bool = False,
     ) -> None:
-        """`input_tensor` (W*C,) fp32 of this rank -> `output_tensor` (C,), the sum of slice r."""
+        """`input_tensor` (W*C,) fp32 of this rank -> `output_tensor` (C,), the sum of its slice.
+
+        FSDP2 divides by W afterwards: that is what the op SUM says.
+        """
         assert op == dist.ReduceOp.SUM and not async_op, (op, async_op)
-        sent = input_tensor.to(self.wire_dtype)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        slices = received.view(group.size(), -1)  # (W, C)
-        torch.sum(slices, dim=0, dtype=output_tensor.dtype, out=output_tensor)
+        pieces = tuple(self.pieces[index] for index in self.with_gradient())
+        inner, outer = gradient_layouts(pieces, self.route, self.wire_dtype)
+        slices = input_tensor.view(self.route.nodes.num_ranks, -1)
+        assert inner.elements == slices.shape[1], (inner, slices.shape)
+        if self.inner and self.outer:
+            rows = quantize(slices, inner, fold=self.route.inner)
+            rows = self.inner.all_to_all(rows, "gradients")
+            rows = reduce_quantize(rows, inner, outer, terms=self.route.inner)
+            rows = self.outer.all_to_all(rows, "gradients")
+            reduce_dequantize(rows, output_tensor, outer)
+        else:
+            link, layout = (self.inner, inner) if self.inner else (self.outer, outer)
+            rows = link.all_to_all(quantize(slices, layout), "gradients")
+            reduce_dequantize(rows, output_tensor, layout)
+
+
+def weight_layout(pieces: Sequence[fsdp.Piece], route: Route, dtype: torch.dtype) -> Layout:
+    """One rank's shard of a unit on its way: parameters of fewer than two dims unquantized (D4)."""
+    return _layout(pieces, route.bits[0], dtype)
+
+
+def gradient_layouts(
+    pieces: Sequence[fsdp.Piece], route: Route, wire_dtype: torch.dtype
+) -> tuple[Layout, Layout]:
+    """One rank's slice of a unit's gradients on its way, in the inner and in the outer hop."""
+    inner, outer = route.bits
+    return _layout(pieces, inner, wire_dtype), _layout(pieces, outer, wire_dtype)
+
+
+def _layout(pieces: Sequence[fsdp.Piece], bits: int, wire: torch.dtype) -> Layout:
+    return Layout(
+        sizes=tuple(one.elements for one in pieces),
+        bits=tuple(bits if one.ndim >= 2 else UNQUANTIZED for one in pieces),
+        wire=wire,
+    )

@@ -57,9 +57,9 @@ class ZeroOptimization(Section):
     path: ClassVar[str] = "zero_optimization"
 
     stage: int = key(0, choices=(0, 1, 2, 3))
-    zero_quantized_weights: bool = key(False, later=True)
-    zero_hpz_partition_size: int = key(1, minimum=1, later=True)
-    zero_quantized_gradients: bool = key(False, later=True)
+    zero_quantized_weights: bool = key(False)
+    zero_hpz_partition_size: int = key(1, minimum=1)
+    zero_quantized_gradients: bool = key(False)
     zero_quantized_nontrainable_weights: bool = key(False, later=True)
     offload_param: OffloadParam = key(OffloadParam())
     offload_optimizer: OffloadOptimizer = key(OffloadOptimizer())
@@ -190,14 +190,18 @@ class ActivationCheckpointing(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Zeropp(Section):
-    """What DeepSpeed's JSON cannot say; `gradient_bits` is [within a node, across nodes]."""
+    """What DeepSpeed's JSON cannot say.
+
+    A node is `ranks_per_node` ranks, as launched by default. `gradient_bits` is [within a node,
+    across nodes]. `secondary_in_evaluation`: passes in eval() mode keep hpZ's copies, as training
+    does.
+    """
 
     path: ClassVar[str] = "zeropp"
 
-    ranks_per_node: int | None = idle(
-        None, "only ZeRO++'s collectives tell nodes apart; they are not available yet", minimum=1
-    )
+    ranks_per_node: int | None = key(None, minimum=1)
     weight_bits: int = key(8, choices=BITS, needs="zero_optimization.zero_quantized_weights")
     gradient_bits: tuple[int, int] = key(
         (8, 4), choices=BITS, needs="zero_optimization.zero_quantized_gradients"
     )
+    secondary_in_evaluation: bool = key(True)

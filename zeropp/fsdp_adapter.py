@@ -4,17 +4,29 @@ FSDP2 is the engine (docs/adr/0001): it gathers a unit's parameters before its f
 backward and reduces their gradients after. Everything of ours enters by its extension points.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 __all__ = [
-    "AllGather", "FSDPModule", "MixedPrecisionPolicy", "ReduceScatter",
-    "gather_ahead", "shard_unit", "use_reduce_scatter",
+    "AllGather", "FSDPModule", "MixedPrecisionPolicy", "Piece", "ReduceScatter",
+    "gather_ahead", "in_backward", "own_pieces", "shard_unit", "use_all_gather",
+    "use_reduce_scatter", "watch_gradients",
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One parameter's part in its unit's buffers: `elements` of one rank's padded shard."""
+
+    elements: int
+    ndim: int
+    trainable: bool
 
 
 def shard_unit(
@@ -24,11 +36,15 @@ def shard_unit(
     fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
 
 
-def use_reduce_scatter(units: Sequence[FSDPModule], comm: ReduceScatter) -> None:
-    """Let `comm` average the gradients of every unit; it is called with the op SUM only."""
-    for unit in units:
-        unit.set_custom_reduce_scatter(comm)
-        unit.set_force_sum_reduction_for_comms(True)
+def use_all_gather(unit: FSDPModule, comm: AllGather) -> None:
+    """Let `comm` gather the unit's weights."""
+    unit.set_custom_all_gather(comm)
+
+
+def use_reduce_scatter(unit: FSDPModule, comm: ReduceScatter) -> None:
+    """Let `comm` average the unit's gradients; it is called with the op SUM only."""
+    unit.set_custom_reduce_scatter(comm)
+    unit.set_force_sum_reduction_for_comms(True)
 
 
 def gather_ahead(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:
@@ -39,3 +55,57 @@ def gather_ahead(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:
     root._set_unshard_async_op(True)
     for before, after in zip((root, *blocks[:-1]), blocks, strict=True):
         before.set_modules_to_forward_prefetch([after])
+
+
+def own_pieces(unit: FSDPModule) -> tuple[Piece, ...]:
+    """The unit's own parameters (not those of units inside it), in the order of its buffers."""
+    return tuple(
+        Piece(
+            elements=one.padded_sharded_param_size.numel(),
+            ndim=len(one._orig_size),
+            trainable=one.sharded_param.requires_grad,
+        )
+        for one in _parameters(unit)
+    )
+
+
+def in_backward(unit: FSDPModule) -> bool:
+    """Whether what FSDP2 is doing to this unit belongs to a backward pass."""
+    groups = _groups(unit)
+    return bool(groups) and groups[0]._training_state == TrainingState.PRE_BACKWARD
+
+
+def watch_gradients(unit: FSDPModule) -> Callable[[], tuple[int, ...]]:
+    """A function that says which of `own_pieces` got gradients since it was last called.
+
+    FSDP2 leaves parameters without a gradient out of the buffer it reduces and does not say which.
+    """
+    seen: set[int] = set()
+    watched: set[int] = set()
+
+    def watch(*_: object) -> None:
+        for index, one in enumerate(_parameters(unit)):
+            if index not in watched and one._unsharded_param.requires_grad:
+                one._unsharded_param.register_post_accumulate_grad_hook(
+                    lambda _, index=index: seen.add(index)
+                )
+                watched.add(index)
+
+    def take() -> tuple[int, ...]:
+        taken = tuple(sorted(seen))
+        seen.clear()
+        return taken
+
+    unit.register_forward_pre_hook(watch)  # after FSDP2's own, which gathers the parameters
+    return take
+
+
+def _parameters(unit: FSDPModule) -> list:
+    return [one for group in _groups(unit) for one in group.fsdp_params]
+
+
+def _groups(unit: FSDPModule) -> list:
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11

@@ -15,75 +15,26 @@
 Source: ZeRO (Rajbhandari et al. 2020), section 5; expressed on FSDP2 as in docs/adr/0001.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.collectives import AllToAllReduceScatter
+from zeropp.collectives import GradientMean, SecondaryCopies, WeightGather
 from zeropp.config import ZeroConfig
 from zeropp.errors import InputError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """What `shard` made of a model: its units, and how a step must treat them."""
-
-    model: nn.Module
-    stage: int
-    num_ranks: int
-    compute_dtype: torch.dtype
-    gradient_wire_dtype: torch.dtype
-    units: tuple[fsdp.FSDPModule, ...] = ()  # the blocks in forward order, then the root
-    group: dist.ProcessGroup | None = field(default=None, repr=False)
-
-    @property
-    def shards_gradients(self) -> bool:
-        """Whether each rank holds a different slice of the averaged gradients."""
-        return self.stage >= 1 and self.num_ranks > 1
-
-    @contextmanager
-    def micro_step(self, *, last: bool) -> Iterator[None]:
-        """Around one micro-batch's forward and backward; `last` is the step's last one."""
-        for unit in self.units:
-            unit.set_requires_gradient_sync(last or self.stage >= 2, recurse=False)
-            unit.set_reshard_after_backward(last or self.stage == 3, recurse=False)
-        yield
-
-    def release(self) -> None:
-        """Free weights that forward-only passes left gathered (evaluation, generation)."""
-        for unit in self.units:
-            unit.reshard()
-
-    def describe(self, num_micro_batches: int = 1) -> tuple[tuple[str, str], ...]:
-        """Rows (purpose, what really runs): collective, width, ranks, bytes each rank sends."""
-        if self.num_ranks == 1:
-            return (("collectives", "none: one rank"),)
-        share = (self.num_ranks - 1) / self.num_ranks
-        everything = padded_elements(self.model, self.num_ranks)
-        blocks = sum(padded_elements(block, self.num_ranks) for block in self.units[:-1])
-        if self.stage == 0:
-            sent = 2 * share * everything * torch.float32.itemsize
-            return (("gradients", self._row("all-reduce", torch.float32, sent)),)
-        gathered = everything if self.stage < 3 else num_micro_batches * (everything + blocks)
-        reduced = everything * (1 if self.stage == 1 else num_micro_batches)
-        gather = share * gathered * self.compute_dtype.itemsize
-        reduce = share * reduced * self.gradient_wire_dtype.itemsize
-        return (
-            ("weights", self._row("all-gather", self.compute_dtype, gather)),
-            ("gradients", self._row("all-to-all, fp32 sum", self.gradient_wire_dtype, reduce)),
-        )
-
-    def _row(self, collective: str, dtype: torch.dtype, num_bytes: float) -> str:
-        return (
-            f"{collective}, {8 * dtype.itemsize} bit, {self.num_ranks} ranks, "
-            f"{num_bytes / 2**20:.2f} MiB sent per rank and step"
-        )
+from zeropp.forecast import Forecast
+from zeropp.link import Link, connect
+from zeropp.route import Nodes, Route, gradient_route, weight_route
+from zeropp.sharding import Sharding
+from zeropp.topology import Environment
+from zeropp.traffic import Traffic
 
 
 def shard(
@@ -101,25 +52,96 @@ def shard(
     runs in `config.compute_dtype`. Build the optimizer afterwards: it must hold the shards.
     With one rank in fp32 there is nothing to shard and the model is left as it is.
 
-    Raises InputError for a mesh of more than one axis, or settings that are not available.
+    Raises InputError for a mesh of more than one axis, settings that are not available or do not
+    fit the ranks, and parameters that cannot be sharded.
     """
     config.require_available()
     num_ranks = 1 if mesh is None else mesh.size()
     facts = {
-        "model": model, "stage": config.zero_optimization.stage, "num_ranks": num_ranks,
-        "compute_dtype": config.compute_dtype, "gradient_wire_dtype": config.wire_dtype,
+        "model": model, "stage": config.stage, "num_ranks": num_ranks,
+        "compute_dtype": config.compute_dtype,
     }
     if num_ranks == 1 and config.compute_dtype == torch.float32:
         return Sharding(**facts)
     if mesh is None or mesh.ndim != 1:
         raise InputError(f"zeropp.shard needs a device mesh of one axis (the data axis): {mesh}")
+    _require_known_parameters(model)
     blocks = tuple(outermost_blocks(model) if units is None else units)
+    nodes = find_nodes(mesh, config)
+    routes = weight_route(config, nodes), gradient_route(config, nodes)
     _shard_units(model, blocks, mesh, config, cast_forward_inputs)
-    if num_ranks > 1 and facts["stage"] >= 1:
-        fsdp.use_reduce_scatter((*blocks, model), AllToAllReduceScatter(config.wire_dtype))
-    if num_ranks > 1 and blocks and mesh.device_type == "cpu":
+    facts |= {"units": (*blocks, model), "group": mesh.get_group()}
+    if num_ranks == 1:
+        return Sharding(**facts)
+    if blocks and mesh.device_type == "cpu":
         fsdp.gather_ahead(model, blocks)
-    return Sharding(**facts, units=(*blocks, model), group=mesh.get_group())
+    facts["forecast"] = Forecast(
+        stage=config.stage,
+        units=tuple(fsdp.own_pieces(unit) for unit in facts["units"]),
+        weights=routes[0],
+        gradients=routes[1],
+        compute_dtype=config.compute_dtype,
+        wire_dtype=config.wire_dtype,
+    )
+    if config.stage == 0:
+        return Sharding(**facts)
+    copies = None
+    if routes[0].keeps:
+        copies = SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation)
+        _drop_when_weights_change(model, copies)
+    traffic = Traffic()
+    use_weight_gather(facts["units"], mesh, routes[0], traffic, copies)
+    use_gradient_mean(facts["units"], mesh, routes[1], traffic, config.wire_dtype)
+    return Sharding(**facts, traffic=traffic, copies=copies)
+
+
+def find_nodes(mesh: DeviceMesh, config: ZeroConfig) -> Nodes:
+    """Which ranks of the mesh share a node: by `zeropp.ranks_per_node`, or as launched.
+
+    Raises InputError on every rank where the nodes hold different numbers of ranks.
+    """
+    given = config.zeropp.ranks_per_node
+    per_node = given or min(Environment.read().local_world_size, dist.get_world_size())
+    extremes = torch.tensor([per_node, -per_node], device=mesh.device_type)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    most, least = extremes[0].item(), -extremes[1].item()
+    if most != least:
+        raise InputError(
+            f"nodes have different numbers of ranks, {least} to {most}: start the same number on "
+            "every node, or set zeropp.ranks_per_node to one that divides them all"
+        )
+    return Nodes.of(mesh.mesh.flatten().tolist(), per_node)
+
+
+def use_weight_gather(
+    units: Sequence[fsdp.FSDPModule],
+    mesh: DeviceMesh,
+    route: Route,
+    traffic: Traffic,
+    copies: SecondaryCopies | None = None,
+) -> None:
+    """Gather the units' weights by `route`, over process groups of their own."""
+    links = _connect(route, mesh, traffic)
+    for unit in units:
+        fsdp.use_all_gather(unit, WeightGather(unit, route, links, copies))
+
+
+def use_gradient_mean(
+    units: Sequence[fsdp.FSDPModule],
+    mesh: DeviceMesh,
+    route: Route,
+    traffic: Traffic,
+    wire_dtype: torch.dtype,
+) -> None:
+    """Average the units' gradients by `route`, over process groups of their own.
+
+    Gathering and averaging overlap: on one communicator they would wait for each other.
+    """
+    links = _connect(route, mesh, traffic)
+    for unit in units:
+        pieces, with_gradient = fsdp.own_pieces(unit), fsdp.watch_gradients(unit)
+        mean = GradientMean(pieces, with_gradient, route, links, wire_dtype)
+        fsdp.use_reduce_scatter(unit, mean)
 
 
 def outermost_blocks(module: nn.Module) -> Sequence[nn.Module]:
@@ -132,15 +154,6 @@ def outermost_blocks(module: nn.Module) -> Sequence[nn.Module]:
         inside = child if isinstance(child, nn.ModuleList) else outermost_blocks(child)
         found |= dict.fromkeys(one for one in inside if any(True for _ in one.parameters()))
     return list(found)
-
-
-def padded_elements(module: nn.Module, num_ranks: int) -> int:
-    """Elements of all parameters, dim 0 of each rounded up to a multiple of `num_ranks`."""
-    total = 0
-    for parameter in module.parameters():
-        rows = parameter.shape[0] if parameter.ndim else 1
-        total += -(-rows // num_ranks) * num_ranks * (parameter.numel() // max(rows, 1))
-    return total
 
 
 def _shard_units(
@@ -168,3 +181,45 @@ def _shard_units(
     # head, at both ends: they stay gathered from its forward to its backward.
     fsdp.shard_unit(model, mesh, policy, reshard_after_forward=False)
 
+
+def _connect(
+    route: Route, mesh: DeviceMesh, traffic: Traffic
+) -> tuple[Link | None, Link | None]:
+    """This rank's inner and outer link."""
+    ranks, position = tuple(mesh.mesh.flatten().tolist()), mesh.get_local_rank()
+    hops = route.inner_hop(position), route.outer_hop(position)
+    inner, outer = (connect(hop, ranks, position, traffic) for hop in hops)
+    return inner, outer
+
+
+def _drop_when_weights_change(model: nn.Module, copies: SecondaryCopies) -> None:
+    """Forget copies after any optimizer's step and whenever a state is loaded into the model.
+
+    Tensor versions cannot tell: fused optimizers and writes through `.data` do not raise them.
+    """
+    kept = weakref.ref(copies)
+
+    def after_step(*_: object) -> None:
+        if (found := kept()) is not None:
+            found.drop(trained_only=True)
+
+    handle = register_optimizer_step_post_hook(after_step)
+    weakref.finalize(copies, handle.remove)
+    for module in model.modules():
+        module.register_load_state_dict_post_hook(lambda *_: copies.drop())
+
+
+def _require_known_parameters(model: nn.Module) -> None:
+    """Raise InputError naming the parameters that cannot be gathered as numbers."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            raise InputError(
+                f"parameter {name} is {parameter.dtype}: only floating-point parameters can be "
+                "sharded; register it as a buffer, which every rank keeps whole"
+            )
+        kind = type(parameter)
+        if kind not in (nn.Parameter, DTensor):
+            raise InputError(
+                f"parameter {name} is a {kind.__module__}.{kind.__qualname__}, which zeropp does "
+                "not know how to gather: use a plain torch.nn.Parameter"
+            )

@@ -1,11 +1,15 @@
-"""The gradient mean: what arrives equals the fp32 sum of what was sent, in rank order."""
+"""The gradient mean and the weight gather on one unit's buffers, against what they must hold."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.ranks import ranks
-from zeropp.collectives import AllToAllReduceScatter
+from zeropp.collectives import GradientMean
+from zeropp.fsdp_adapter import Piece
+from zeropp.link import connect
+from zeropp.route import Nodes, Route
+from zeropp.traffic import Traffic
 
 WORLD, CHUNK = 4, 5
 
@@ -17,12 +21,32 @@ def sent_by(rank: int) -> torch.Tensor:
     return values * 10.0 ** torch.randint(-6, 6, values.shape, generator=generator)
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
-@ranks(WORLD)
-def test_sum_is_exact_but_for_one_rounding_of_each_term(wire):
-    rank, dtype = dist.get_rank(), getattr(torch, wire)
+def mean_over(ranks_per_node: int, wire: torch.dtype, bits: tuple[int, int]) -> GradientMean:
+    """A gradient mean of one matrix whose shard on a rank has CHUNK elements."""
+    world = dist.get_world_size()
+    nodes = Nodes(num_ranks=world, ranks_per_node=ranks_per_node)
+    route = Route(nodes=nodes, inner=ranks_per_node, bits=bits)
+    position, traffic = dist.get_rank(), Traffic()
+    links = tuple(
+        connect(hop, tuple(range(world)), position, traffic)
+        for hop in (route.inner_hop(position), route.outer_hop(position))
+    )
+    piece = Piece(elements=CHUNK, ndim=2, trainable=True)
+    return GradientMean((piece,), lambda: (0,), route, links, wire)
+
+
+def summed(comm: GradientMean, values: torch.Tensor) -> torch.Tensor:
     output = torch.empty(CHUNK)
-    AllToAllReduceScatter(dtype)(output, sent_by(rank), dist.group.WORLD, dist.ReduceOp.SUM)
+    comm(output, values, dist.group.WORLD, dist.ReduceOp.SUM)
+    return output
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("ranks_per_node", [1, 4])
+@ranks(WORLD)
+def test_one_hop_sums_exactly_but_for_one_rounding_of_each_term(ranks_per_node, wire):
+    rank, dtype = dist.get_rank(), getattr(torch, wire)
+    output = summed(mean_over(ranks_per_node, dtype, (16, 16)), sent_by(rank))
     terms = torch.stack([sent_by(r).view(WORLD, CHUNK)[rank].to(dtype) for r in range(WORLD)])
     expected = terms[0].float()
     for term in terms[1:]:
@@ -30,14 +54,23 @@ def test_sum_is_exact_but_for_one_rounding_of_each_term(wire):
     assert torch.equal(output, expected)
 
 
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+@ranks(WORLD)
+def test_two_hops_sum_within_a_node_and_then_the_nodes_sums(wire):
+    rank, dtype = dist.get_rank(), getattr(torch, wire)
+    output = summed(mean_over(2, dtype, (16, 16)), sent_by(rank))
+    terms = [sent_by(r).view(WORLD, CHUNK)[rank].to(dtype).float() for r in range(WORLD)]
+    first, second = ((terms[n] + terms[n + 1]).to(dtype).float() for n in (0, 2))
+    assert torch.equal(output, first + second)
+
+
+@pytest.mark.parametrize("bits", [(16, 16), (8, 4)])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-@ranks(2)
-def test_overflow_on_one_rank_is_seen_by_the_owner(bad):
-    rank = dist.get_rank()
-    values = torch.ones(2 * CHUNK)
-    if rank == 1:
-        values[0] = bad
-    output = torch.empty(CHUNK)
-    comm = AllToAllReduceScatter(torch.bfloat16)
-    comm(output, values, dist.group.WORLD, dist.ReduceOp.SUM)
-    assert torch.isfinite(output).all() == (rank == 1)
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
+@ranks(WORLD)
+def test_overflow_on_one_rank_is_seen_by_the_owner(ranks_per_node, bad, bits):
+    values = torch.ones(WORLD * CHUNK)
+    if dist.get_rank() == 1:
+        values[2 * CHUNK] = bad
+    output = summed(mean_over(ranks_per_node, torch.bfloat16, bits), values)
+    assert torch.isfinite(output).all() == (dist.get_rank() != 2)

@@ -71,8 +71,8 @@ def loss_gradients(tokens: torch.Tensor) -> list[torch.Tensor]:
 def test_communication_data_type_widens_the_wire():
     narrow = sharded(2, bf16={"enabled": True})
     wide = sharded(2, bf16={"enabled": True}, communication_data_type="fp32")
-    assert narrow.gradient_wire_dtype == torch.bfloat16
-    assert wide.gradient_wire_dtype == torch.float32
+    assert narrow.forecast.wire_dtype == torch.bfloat16
+    assert wide.forecast.wire_dtype == torch.float32
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -118,15 +118,20 @@ def test_one_rank_in_fp32_is_left_alone():
 
 
 @ranks(2)
-def test_description_counts_the_bytes_each_rank_sends():
+def test_description_counts_the_bytes_a_node_sends():
     sharding = sharded(3)
     # Rows padded to a multiple of 2: embedding 38x12; block 12+12+20x12+20+12x19+12 = 524 each.
     whole, blocks = 38 * 12 + 3 * 524, 3 * 524
-    gathered = (whole + blocks) / 2 * 4 / 2**20
-    reduced = whole / 2 * 4 / 2**20
+    gathered, reduced = (whole + blocks) * 4, whole * 4
+    padding = 4 * 16  # a packed row of a unit's gradients ends at a multiple of 16 bytes
+    sent = sum(sharding.forecast.node().values())
+    assert gathered + reduced <= sent <= gathered + reduced + 2 * padding
     rows = dict(sharding.describe())
-    assert f"{gathered:.2f} MiB" in rows["weights"] and "all-gather, 32 bit" in rows["weights"]
-    assert f"{reduced:.2f} MiB" in rows["gradients"]
+    assert rows["weights"] == "all-gather, 32 bit among 2 ranks of a node"
+    assert rows["gradients"] == "all-to-all, 32 bit among 2 ranks of a node; summed in fp32"
+    assert rows["a node sends per step"] == (
+        f"0.00 MiB to other nodes, {sent / 2**20:.2f} MiB within"
+    )
 
 
 @ranks(2)

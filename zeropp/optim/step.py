@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from zeropp.optim.loss_scale import LossScaler
-from zeropp.shard import Sharding
+from zeropp.sharding import Sharding
 
 CLIP_EPSILON = 1e-6  # Megatron's: clip / (norm + 1e-6)
 
