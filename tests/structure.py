@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("settings", ("megatron_zpp.config", "megatron_zpp.flops")),
     ("zeropp's face", ("zeropp", "zeropp.launch", "zeropp.engine")),
     ("sharding", ("zeropp.*",)),
-    ("collectives", ("zeropp.collectives",)),
+    ("collectives", ("zeropp.collectives", "zeropp.in_flight")),
     (
         "ground",
         ("zeropp.topology", "zeropp.fsdp_adapter", "zeropp.quantize", "zeropp.traffic")

@@ -17,13 +17,14 @@ n*R + r. C = elements of one rank's padded shard of the unit, P = bytes of a pac
 Sources: ZeRO++ (Wang et al. 2023), sections 3.1 to 3.3.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from zeropp import fsdp_adapter as fsdp
+from zeropp.in_flight import Gathering, Hops, Reductions, run
 from zeropp.link import Link
 from zeropp.quantize import Layout, dequantize, quantize, reduce_dequantize, reduce_quantize
 from zeropp.route import UNQUANTIZED, Route
@@ -95,17 +96,12 @@ class WeightGather(_Allocates, fsdp.AllGather):
         purpose = "weights_backward" if fsdp.in_backward(self.unit) else "weights_forward"
         if self.route.is_flat:
             return self.inner.all_gather(output_tensor, input_tensor, purpose, async_op=async_op)
-        steps = self._steps(output_tensor, input_tensor, purpose, async_op)
-        if async_op:
-            return _Gathering(steps)
-        for _ in steps:
-            pass
-        return None
+        hops = self._hops(output_tensor, input_tensor, purpose, async_op)
+        return Gathering(hops) if async_op else run(hops)
 
-    def _steps(
+    def _hops(
         self, whole: torch.Tensor, shard: torch.Tensor, purpose: str, async_op: bool
-    ) -> Iterator[dist.Work | None]:
-        """The gather, pausing wherever another rank's data must arrive first."""
+    ) -> Hops:
         layout = weight_layout(fsdp.own_pieces(self.unit), self.route, shard.dtype)
         version = self.copies.version if self.copies else 0
         rows = self.copies.get(self.unit) if self.copies else None
@@ -124,37 +120,23 @@ class WeightGather(_Allocates, fsdp.AllGather):
         dequantize(rows, whole.view(len(rows), -1), layout, fold=self.route.inner)
 
 
-class _Gathering(dist.Work):
-    """A gather under way: whoever waits for it carries it on from hop to hop."""
-
-    def __init__(self, steps: Iterator[dist.Work | None]) -> None:
-        super().__init__()
-        self._steps = steps
-        self._arriving = next(steps, None)
-
-    def wait(self, timeout: object = None) -> bool:
-        while self._arriving is not None:
-            self._arriving.wait()
-            self._arriving = next(self._steps, None)
-        return True
-
-
 class GradientMean(_Allocates, fsdp.ReduceScatter):
-    """Sum one unit's gradients over all ranks, each to its owner: qgZ by the route's bits.
+    """Average one unit's gradients, each slice on its owner: qgZ by the route's bits.
 
     Whatever the wire carries, terms are summed in fp32 and in the order of the ranks (D5).
     """
 
     def __init__(
         self,
-        pieces: tuple[fsdp.Piece, ...],
-        with_gradient: Callable[[], tuple[int, ...]],
+        unit: fsdp.FSDPModule,
         route: Route,
         links: tuple[Link | None, Link | None],
         wire_dtype: torch.dtype,
+        in_flight: Reductions | None,
     ) -> None:
-        self.pieces, self.with_gradient = pieces, with_gradient
-        self.route, self.wire_dtype = route, wire_dtype
+        self.unit, self.pieces = unit, fsdp.own_pieces(unit)
+        self.with_gradient = fsdp.watch_gradients(unit)
+        self.route, self.wire_dtype, self.in_flight = route, wire_dtype, in_flight
         self.inner, self.outer = links
 
     def __call__(
@@ -165,25 +147,44 @@ class GradientMean(_Allocates, fsdp.ReduceScatter):
         op: dist.ReduceOp,
         async_op: bool = False,
     ) -> None:
-        """`input_tensor` (W*C,) fp32 of this rank -> `output_tensor` (C,), the sum of its slice.
+        """`input_tensor` (W*C,) fp32 of this rank -> `output_tensor` (C,), the mean of its slice.
 
-        FSDP2 divides by W afterwards: that is what the op SUM says.
+        With `in_flight`, and where nobody reads them earlier, by the end of the backward pass.
         """
         assert op == dist.ReduceOp.SUM and not async_op, (op, async_op)
         pieces = tuple(self.pieces[index] for index in self.with_gradient())
-        inner, outer = gradient_layouts(pieces, self.route, self.wire_dtype)
         slices = input_tensor.view(self.route.nodes.num_ranks, -1)
-        assert inner.elements == slices.shape[1], (inner, slices.shape)
-        if self.inner and self.outer:
-            rows = quantize(slices, inner, fold=self.route.inner)
-            rows = self.inner.all_to_all(rows, "gradients")
-            rows = reduce_quantize(rows, inner, outer, terms=self.route.inner)
-            rows = self.outer.all_to_all(rows, "gradients")
-            reduce_dequantize(rows, output_tensor, outer)
+        if self.in_flight and fsdp.may_reduce_later(self.unit):
+            self.in_flight.add(self._hops(slices, output_tensor, pieces, True))
         else:
-            link, layout = (self.inner, inner) if self.inner else (self.outer, outer)
-            rows = link.all_to_all(quantize(slices, layout), "gradients")
-            reduce_dequantize(rows, output_tensor, layout)
+            run(self._hops(slices, output_tensor, pieces, False))
+
+    def _hops(
+        self,
+        slices: torch.Tensor,
+        mean: torch.Tensor,
+        pieces: tuple[fsdp.Piece, ...],
+        async_op: bool,
+    ) -> Hops:
+        inner, outer = gradient_layouts(pieces, self.route, self.wire_dtype)
+        assert inner.elements == slices.shape[1], (inner, slices.shape)
+        layout, rows = inner, slices
+        if self.inner:
+            rows = quantize(rows, inner, fold=self.route.inner)
+            received = torch.empty_like(rows)
+            yield self.inner.all_to_all(received, rows, "gradients", async_op=async_op)
+            rows = received
+        if self.outer:
+            layout = outer
+            if self.inner:
+                rows = reduce_quantize(rows, inner, outer, terms=self.route.inner)
+            else:
+                rows = quantize(rows, outer)
+            received = torch.empty_like(rows)
+            yield self.outer.all_to_all(received, rows, "gradients", async_op=async_op)
+            rows = received
+        reduce_dequantize(rows, mean, layout)
+        mean.div_(self.route.nodes.num_ranks)
 
 
 def weight_layout(pieces: Sequence[fsdp.Piece], route: Route, dtype: torch.dtype) -> Layout:

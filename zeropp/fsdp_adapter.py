@@ -7,7 +7,9 @@ backward and reduces their gradients after. Everything of ours enters by its ext
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -15,8 +17,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 __all__ = [
     "AllGather", "FSDPModule", "MixedPrecisionPolicy", "Piece", "ReduceScatter",
-    "gather_ahead", "in_backward", "own_pieces", "shard_unit", "use_all_gather",
-    "use_reduce_scatter", "watch_gradients",
+    "after_backward", "backward_id", "gather_ahead", "in_backward", "may_reduce_later",
+    "own_pieces", "shard_unit", "use_all_gather", "use_reduce_scatter", "watch_gradients",
 ]
 
 
@@ -42,9 +44,10 @@ def use_all_gather(unit: FSDPModule, comm: AllGather) -> None:
 
 
 def use_reduce_scatter(unit: FSDPModule, comm: ReduceScatter) -> None:
-    """Let `comm` average the unit's gradients; it is called with the op SUM only."""
+    """Let `comm` average the unit's gradients: called with the op SUM, and to divide by itself."""
     unit.set_custom_reduce_scatter(comm)
     unit.set_force_sum_reduction_for_comms(True)
+    unit.set_gradient_divide_factor(1.0)
 
 
 def gather_ahead(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:
@@ -73,6 +76,29 @@ def in_backward(unit: FSDPModule) -> bool:
     """Whether what FSDP2 is doing to this unit belongs to a backward pass."""
     groups = _groups(unit)
     return bool(groups) and groups[0]._training_state == TrainingState.PRE_BACKWARD
+
+
+def may_reduce_later(unit: FSDPModule) -> bool:
+    """Whether nobody reads the unit's reduced gradients before the backward pass has ended.
+
+    FSDP2 reads them at once where it adds them to gradients that are there already, where it casts
+    them to another dtype, and for hooks that run when a gradient has been accumulated.
+    """
+    parameters = [one.sharded_param for one in _parameters(unit) if one.sharded_param.requires_grad]
+    return all(
+        one.grad is None and one.dtype == torch.float32 and not one._post_accumulate_grad_hooks
+        for one in parameters
+    )
+
+
+def backward_id() -> int:
+    """A number for the backward pass that is running on this thread; -1 for none."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` at the end of the running backward pass, before `backward()` returns."""
+    Variable._execution_engine.queue_callback(callback)
 
 
 def watch_gradients(unit: FSDPModule) -> Callable[[], tuple[int, ...]]:

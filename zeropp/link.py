@@ -35,16 +35,13 @@ class Link:
         self.traffic.add(purpose, self.hop.gather_bytes(self.position, shard.nbytes))
         return ALL_GATHER(output, shard, group=self.group, async_op=async_op)
 
-    def all_to_all(self, rows: torch.Tensor, purpose: str) -> torch.Tensor:
-        """`rows` in equal parts, the i-th for member i -> the parts all members had for this rank.
-
-        Both have the same shape; the received parts lie in the order of their senders.
-        """
-        received = torch.empty_like(rows)
+    def all_to_all(
+        self, received: torch.Tensor, rows: torch.Tensor, purpose: str, *, async_op: bool = False
+    ) -> dist.Work | None:
+        """`rows` in equal parts, the i-th for member i -> `received`, in the order of senders."""
         part = rows.nbytes // self.size
         self.traffic.add(purpose, self.hop.exchange_bytes(self.position, part))
-        dist.all_to_all_single(received, rows, group=self.group)
-        return received
+        return dist.all_to_all_single(received, rows, group=self.group, async_op=async_op)
 
 
 def connect(hop: Hop, ranks: tuple[int, ...], position: int, traffic: Traffic) -> Link | None:

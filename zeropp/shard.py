@@ -30,6 +30,7 @@ from zeropp.collectives import GradientMean, SecondaryCopies, WeightGather
 from zeropp.config import ZeroConfig
 from zeropp.errors import InputError
 from zeropp.forecast import Forecast
+from zeropp.in_flight import Reductions
 from zeropp.link import Link, connect
 from zeropp.route import Nodes, Route, gradient_route, weight_route
 from zeropp.sharding import Sharding
@@ -138,10 +139,9 @@ def use_gradient_mean(
     Gathering and averaging overlap: on one communicator they would wait for each other.
     """
     links = _connect(route, mesh, traffic)
+    in_flight = Reductions() if mesh.device_type == "cpu" else None
     for unit in units:
-        pieces, with_gradient = fsdp.own_pieces(unit), fsdp.watch_gradients(unit)
-        mean = GradientMean(pieces, with_gradient, route, links, wire_dtype)
-        fsdp.use_reduce_scatter(unit, mean)
+        fsdp.use_reduce_scatter(unit, GradientMean(unit, route, links, wire_dtype, in_flight))
 
 
 def outermost_blocks(module: nn.Module) -> Sequence[nn.Module]:

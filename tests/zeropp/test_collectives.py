@@ -1,14 +1,15 @@
-"""The gradient mean and the weight gather on one unit's buffers, against what they must hold."""
+"""The gradient mean of one unit, through FSDP2, against the sum it must hold."""
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import ranks
-from zeropp.collectives import GradientMean
-from zeropp.fsdp_adapter import Piece
-from zeropp.link import connect
+from zeropp.fsdp_adapter import MixedPrecisionPolicy, shard_unit
 from zeropp.route import Nodes, Route
+from zeropp.shard import use_gradient_mean
 from zeropp.traffic import Traffic
 
 WORLD, CHUNK = 4, 5
@@ -21,24 +22,19 @@ def sent_by(rank: int) -> torch.Tensor:
     return values * 10.0 ** torch.randint(-6, 6, values.shape, generator=generator)
 
 
-def mean_over(ranks_per_node: int, wire: torch.dtype, bits: tuple[int, int]) -> GradientMean:
-    """A gradient mean of one matrix whose shard on a rank has CHUNK elements."""
-    world = dist.get_world_size()
-    nodes = Nodes(num_ranks=world, ranks_per_node=ranks_per_node)
+def summed(
+    ranks_per_node: int, values: torch.Tensor, *, wire: torch.dtype, bits: tuple[int, int]
+) -> torch.Tensor:
+    """What `GradientMean` makes of a unit of one (WORLD, CHUNK) matrix, times WORLD."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    unit = nn.Linear(CHUNK, WORLD, bias=False)
+    shard_unit(unit, mesh, MixedPrecisionPolicy(), reshard_after_forward=True)
+    nodes = Nodes(num_ranks=WORLD, ranks_per_node=ranks_per_node)
     route = Route(nodes=nodes, inner=ranks_per_node, bits=bits)
-    position, traffic = dist.get_rank(), Traffic()
-    links = tuple(
-        connect(hop, tuple(range(world)), position, traffic)
-        for hop in (route.inner_hop(position), route.outer_hop(position))
-    )
-    piece = Piece(elements=CHUNK, ndim=2, trainable=True)
-    return GradientMean((piece,), lambda: (0,), route, links, wire)
-
-
-def summed(comm: GradientMean, values: torch.Tensor) -> torch.Tensor:
-    output = torch.empty(CHUNK)
-    comm(output, values, dist.group.WORLD, dist.ReduceOp.SUM)
-    return output
+    use_gradient_mean([unit], mesh, route, Traffic(), wire)
+    unit.set_requires_gradient_sync(True)
+    (unit(torch.eye(CHUNK)) * values.view(WORLD, CHUNK).T).sum().backward()
+    return unit.weight.grad.to_local().flatten() * WORLD
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
@@ -46,7 +42,7 @@ def summed(comm: GradientMean, values: torch.Tensor) -> torch.Tensor:
 @ranks(WORLD)
 def test_one_hop_sums_exactly_but_for_one_rounding_of_each_term(ranks_per_node, wire):
     rank, dtype = dist.get_rank(), getattr(torch, wire)
-    output = summed(mean_over(ranks_per_node, dtype, (16, 16)), sent_by(rank))
+    output = summed(ranks_per_node, sent_by(rank), wire=dtype, bits=(16, 16))
     terms = torch.stack([sent_by(r).view(WORLD, CHUNK)[rank].to(dtype) for r in range(WORLD)])
     expected = terms[0].float()
     for term in terms[1:]:
@@ -58,7 +54,7 @@ def test_one_hop_sums_exactly_but_for_one_rounding_of_each_term(ranks_per_node, 
 @ranks(WORLD)
 def test_two_hops_sum_within_a_node_and_then_the_nodes_sums(wire):
     rank, dtype = dist.get_rank(), getattr(torch, wire)
-    output = summed(mean_over(2, dtype, (16, 16)), sent_by(rank))
+    output = summed(2, sent_by(rank), wire=dtype, bits=(16, 16))
     terms = [sent_by(r).view(WORLD, CHUNK)[rank].to(dtype).float() for r in range(WORLD)]
     first, second = ((terms[n] + terms[n + 1]).to(dtype).float() for n in (0, 2))
     assert torch.equal(output, first + second)
@@ -72,5 +68,5 @@ def test_overflow_on_one_rank_is_seen_by_the_owner(ranks_per_node, bad, bits):
     values = torch.ones(WORLD * CHUNK)
     if dist.get_rank() == 1:
         values[2 * CHUNK] = bad
-    output = summed(mean_over(ranks_per_node, torch.bfloat16, bits), values)
+    output = summed(ranks_per_node, values, wire=torch.bfloat16, bits=bits)
     assert torch.isfinite(output).all() == (dist.get_rank() != 2)
