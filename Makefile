@@ -38,8 +38,9 @@ pretrain: setup ## train a small GPT on RANKS ranks under ZeRO-3; resumes where 
 
 clean: ## remove .venv, caches and build products; runs/ stays
 	rm -rf .venv .cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -f zeropp/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(DONE): pyproject.toml setup.py tools/make_environment.py
+$(DONE): pyproject.toml setup.py tools/make_environment.py $(wildcard csrc/*)
 	$(PYTHON) tools/make_environment.py --torch $(TORCH) $(EXACT)
 	@touch $@

@@ -4,12 +4,13 @@
 and on the CPU the kernels of csrc/ where they were built. A layout travels as its three fields.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from zeropp import reference
+from zeropp import native, reference
 from zeropp.packing import FLOATS, Layout, layout_of
 
 NAMESPACE = "zeropp"
@@ -26,38 +27,25 @@ SCHEMAS = (
 Ints = Sequence[int]
 
 
-def quantize_anywhere(
-    rows: Tensor, sizes: Ints, bits: Ints, wire: torch.dtype, fold: int
-) -> Tensor:
-    layout = layout_of(tuple(sizes), tuple(bits), wire)
-    check_quantize(rows, layout, fold)
-    return reference.quantize(rows, layout, fold)
+class Backend(Protocol):
+    """What runs the four ops on checked tensors: zeropp/reference.py, or zeropp/native.py."""
+
+    def quantize(self, rows: Tensor, layout: Layout, fold: int) -> Tensor: ...
+    def dequantize(self, packed: Tensor, out: Tensor, layout: Layout, fold: int) -> None: ...
+    def reduce_quantize(
+        self, packed: Tensor, layout: Layout, onto: Layout, terms: int
+    ) -> Tensor: ...
+    def reduce_dequantize(self, packed: Tensor, out: Tensor, layout: Layout) -> None: ...
 
 
-def dequantize_anywhere(
-    packed: Tensor, out: Tensor, sizes: Ints, bits: Ints, wire: torch.dtype, fold: int
-) -> None:
-    layout = layout_of(tuple(sizes), tuple(bits), wire)
-    check_dequantize(packed, out, layout, fold)
-    reference.dequantize(packed, out, layout, fold)
+def anywhere() -> Backend:
+    """The backend of every device that has no other."""
+    return reference
 
 
-def reduce_quantize_anywhere(
-    packed: Tensor, sizes: Ints, bits: Ints, wire: torch.dtype, onto_bits: Ints,
-    onto_wire: torch.dtype, terms: int,
-) -> Tensor:  # fmt: skip
-    layout = layout_of(tuple(sizes), tuple(bits), wire)
-    onto = layout_of(tuple(sizes), tuple(onto_bits), onto_wire)
-    check_reduce_quantize(packed, layout, terms)
-    return reference.reduce_quantize(packed, layout, onto, terms)
-
-
-def reduce_dequantize_anywhere(
-    packed: Tensor, out: Tensor, sizes: Ints, bits: Ints, wire: torch.dtype
-) -> None:
-    layout = layout_of(tuple(sizes), tuple(bits), wire)
-    check_reduce_dequantize(packed, out, layout)
-    reference.reduce_dequantize(packed, out, layout)
+def on_cpu() -> Backend:
+    """The backend of the CPU."""
+    return native.native() or reference
 
 
 def quantize_shape(rows: Tensor, sizes: Ints, bits: Ints, wire: torch.dtype, fold: int) -> Tensor:
@@ -143,18 +131,57 @@ def _check_groups(rows: int, groups: int, name: str) -> None:
         raise ValueError(f"{name} is {groups}; it must divide the {rows} rows")
 
 
+def _implementations(backend: Callable[[], Backend]) -> dict[str, Callable]:
+    """The four ops by name: arguments checked, then left to the backend."""
+
+    def quantize(
+        rows: Tensor, sizes: Ints, bits: Ints, wire: torch.dtype, fold: int
+    ) -> Tensor:  # fmt: skip
+        layout = layout_of(tuple(sizes), tuple(bits), wire)
+        check_quantize(rows, layout, fold)
+        return backend().quantize(rows, layout, fold)
+
+    def dequantize(
+        packed: Tensor, out: Tensor, sizes: Ints, bits: Ints, wire: torch.dtype, fold: int
+    ) -> None:
+        layout = layout_of(tuple(sizes), tuple(bits), wire)
+        check_dequantize(packed, out, layout, fold)
+        backend().dequantize(packed, out, layout, fold)
+
+    def reduce_quantize(
+        packed: Tensor, sizes: Ints, bits: Ints, wire: torch.dtype, onto_bits: Ints,
+        onto_wire: torch.dtype, terms: int,
+    ) -> Tensor:  # fmt: skip
+        layout = layout_of(tuple(sizes), tuple(bits), wire)
+        onto = layout_of(tuple(sizes), tuple(onto_bits), onto_wire)
+        check_reduce_quantize(packed, layout, terms)
+        return backend().reduce_quantize(packed, layout, onto, terms)
+
+    def reduce_dequantize(
+        packed: Tensor, out: Tensor, sizes: Ints, bits: Ints, wire: torch.dtype
+    ) -> None:
+        layout = layout_of(tuple(sizes), tuple(bits), wire)
+        check_reduce_dequantize(packed, out, layout)
+        backend().reduce_dequantize(packed, out, layout)
+
+    written = (quantize, dequantize, reduce_quantize, reduce_dequantize)
+    return {function.__name__: function for function in written}
+
+
 def _register() -> None:
-    functions = {
-        "quantize": (quantize_anywhere, quantize_shape),
-        "dequantize": (dequantize_anywhere, dequantize_shape),
-        "reduce_quantize": (reduce_quantize_anywhere, reduce_quantize_shape),
-        "reduce_dequantize": (reduce_dequantize_anywhere, reduce_dequantize_shape),
+    shapes = {
+        "quantize": quantize_shape,
+        "dequantize": dequantize_shape,
+        "reduce_quantize": reduce_quantize_shape,
+        "reduce_dequantize": reduce_dequantize_shape,
     }
     for schema in SCHEMAS:
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for name, (anywhere, shape) in functions.items():
-        LIBRARY.impl(name, anywhere, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"zeropp::{name}", shape, lib=LIBRARY)
+    for name, shape in shapes.items():
+        torch.library.register_fake(f"{NAMESPACE}::{name}", shape, lib=LIBRARY)
+    for key, backend in (("CompositeExplicitAutograd", anywhere), ("CPU", on_cpu)):
+        for name, function in _implementations(backend).items():
+            LIBRARY.impl(name, function, key)
 
 
 _register()

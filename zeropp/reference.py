@@ -17,7 +17,7 @@ TINY = 2.0**-94  # a block with no element this large becomes zeros
 def quantize(rows: Tensor, layout: Layout, fold: int) -> Tensor:
     """rows (K, C) -> uint8 (K, P); output row r*N+n is input row n*fold+r, N = K // fold."""
     count, elements = rows.shape
-    source = rows.view(-1, fold, elements).transpose(0, 1).reshape(count, elements)
+    source = rows.view(count // fold, fold, elements).transpose(0, 1).reshape(count, elements)
     packed = rows.new_zeros((count, layout.packed_bytes), dtype=torch.uint8)
     for segment in layout.segments:
         part = source[:, segment.start : segment.start + segment.size]
@@ -27,7 +27,7 @@ def quantize(rows: Tensor, layout: Layout, fold: int) -> Tensor:
 
 def dequantize(packed: Tensor, out: Tensor, layout: Layout, fold: int) -> None:
     """packed (K, P) -> out (K, C); packed row r*N+n goes to out row n*fold+r, N = K // fold."""
-    rows = out.view(-1, fold, layout.elements).transpose(0, 1)
+    rows = out.view(len(out) // fold, fold, layout.elements).transpose(0, 1)
     for segment in layout.segments:
         values = unpack(packed, segment, layout.wire).to(out.dtype)
         part = rows[:, :, segment.start : segment.start + segment.size]
@@ -36,7 +36,7 @@ def dequantize(packed: Tensor, out: Tensor, layout: Layout, fold: int) -> None:
 
 def reduce_quantize(packed: Tensor, layout: Layout, onto: Layout, terms: int) -> Tensor:
     """packed (T*K, P1), T outermost -> the quantized sums, uint8 (K, P2)."""
-    stacked = packed.view(terms, -1, layout.packed_bytes)
+    stacked = packed.view(terms, len(packed) // terms, layout.packed_bytes)
     reduced = packed.new_zeros((stacked.shape[1], onto.packed_bytes))
     sums = _sums(stacked, layout)
     for total, segment in zip(sums, onto.segments, strict=True):
@@ -46,7 +46,7 @@ def reduce_quantize(packed: Tensor, layout: Layout, onto: Layout, terms: int) ->
 
 def reduce_dequantize(packed: Tensor, out: Tensor, layout: Layout) -> None:
     """packed (T, P) -> the sums over T, out (C,)."""
-    sums = _sums(packed.view(-1, 1, layout.packed_bytes), layout)
+    sums = _sums(packed[:, None], layout)
     for total, segment in zip(sums, layout.segments, strict=True):
         out[segment.start : segment.start + segment.size].copy_(total[0])
 
@@ -70,18 +70,21 @@ def unpack(packed: Tensor, segment: Segment, wire: torch.dtype) -> Tensor:
 
 def _pack(part: Tensor, segment: Segment, packed: Tensor, wire: torch.dtype) -> None:
     """Write a segment's values (K, n) to its place in the packed rows."""
+    if not len(part):
+        return
     if segment.bits == RAW:
-        _put(packed, segment.data_at, part.to(wire).contiguous().view(torch.uint8))
+        _put(packed, segment.data_at, part.to(wire))
         return
     codes, scales = _quantized(part.float(), segment.bits)
-    _put(packed, segment.scales_at, scales.view(torch.uint8))
+    _put(packed, segment.scales_at, scales)
     if segment.bits == 4:
         codes = pad(codes, (0, segment.size % 2))
         codes = (codes[:, 0::2] & 15) | (codes[:, 1::2] << 4)
-    _put(packed, segment.data_at, codes.contiguous().view(torch.uint8))
+    _put(packed, segment.data_at, codes)
 
 
-def _put(packed: Tensor, at: int, data: Tensor) -> None:
+def _put(packed: Tensor, at: int, values: Tensor) -> None:
+    data = values.contiguous().view(torch.uint8)
     packed[:, at : at + data.shape[1]].copy_(data)
 
 

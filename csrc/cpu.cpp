@@ -1,0 +1,252 @@
+// The C functions that Python calls: rows are cut into tiles, tiles are shared out to threads.
+//
+// One thread is no machinery at all. More are started for the call and joined at its end, so that
+// nothing is left behind that a fork could break or that would compete with PyTorch's own threads.
+
+#include <atomic>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "kernels.h"
+#include "quant_math.h"
+
+using namespace zpp;
+
+namespace {
+
+constexpr int64_t VERSION = 1;
+constexpr int64_t ALIGN = 16;
+constexpr int RAW = 16;
+constexpr int64_t BYTES_PER_THREAD = 1 << 20;
+
+// As zeropp/native.py has them; byte offsets are those of zeropp/packing.py.
+struct Segment {
+    int64_t start, size, bits, scales_at, data_at;
+
+    Width width() const { return bits == 8 ? INT8 : INT4; }
+    int64_t block() const { return bits == 8 ? BLOCK8 : BLOCK4; }
+    int64_t tiles() const { return (size + TILE - 1) / TILE; }
+};
+
+struct Layout {
+    const Segment* segments;
+    int64_t count, elements, packed_bytes, wire;
+
+    int64_t tiles() const {
+        int64_t all = 0;
+        for (int64_t i = 0; i < count; ++i) all += segments[i].tiles();
+        return all;
+    }
+};
+
+constexpr int64_t WORD_BYTES[NUM_TYPES] = {2, 2, 4};
+
+std::atomic<const Kernels*> chosen{nullptr};
+
+const Kernels* by_name(int isa) {
+    return isa == 2 ? avx512_kernels() : isa == 1 ? avx2_kernels() : plain_kernels();
+}
+
+const Kernels& kernels() {
+    const Kernels* found = chosen.load(std::memory_order_relaxed);
+    for (int isa = 2; found == nullptr; --isa) found = by_name(isa);
+    return *found;
+}
+
+// A piece of one segment of one packed row.
+struct Tile {
+    int64_t row, first, size;  // first: elements from the segment's start
+    const Segment* segment;
+
+    uint8_t* codes(uint8_t* packed) const {
+        return packed + segment->data_at + first * segment->bits / 8;
+    }
+    uint8_t* scales(uint8_t* packed) const {
+        return packed + segment->scales_at + first / segment->block() * 2;
+    }
+    uint8_t* raw(uint8_t* packed, int64_t wire) const {
+        return packed + segment->data_at + first * WORD_BYTES[wire];
+    }
+    int64_t element() const { return segment->start + first; }
+    bool opens_row(const Layout& layout) const {
+        return first == 0 && segment == layout.segments;
+    }
+};
+
+template <class Body>
+void walk(const Layout& layout, int64_t from, int64_t to, const Body& body) {
+    const int64_t per_row = layout.tiles();
+    int64_t row = from / per_row, skip = from % per_row;
+    for (int64_t left = to - from; left > 0; ++row) {
+        for (int64_t i = 0; i < layout.count && left > 0; ++i) {
+            const Segment& segment = layout.segments[i];
+            const int64_t tiles = segment.tiles();
+            for (int64_t tile = skip < tiles ? skip : tiles; tile < tiles && left > 0; ++tile) {
+                const int64_t first = tile * TILE;
+                const int64_t rest = segment.size - first;
+                body(Tile{row, first, rest < TILE ? rest : TILE, &segment});
+                --left;
+            }
+            skip = skip > tiles ? skip - tiles : 0;
+        }
+    }
+}
+
+template <class Body>
+void share(const Layout& layout, int64_t rows, int64_t bytes, int64_t threads, const Body& body) {
+    const int64_t tiles = rows * layout.tiles();
+    if (tiles == 0) return;
+    const int64_t useful = bytes / BYTES_PER_THREAD;
+    int64_t count = threads < useful ? threads : useful;
+    if (count > tiles) count = tiles;
+    if (count <= 1) return walk(layout, 0, tiles, body);
+    std::vector<std::thread> started;
+    started.reserve(size_t(count));
+    int64_t done = tiles / count;  // the first part is this thread's own
+    const int64_t own = done;
+    for (int64_t i = 1; i < count; ++i) {
+        const int64_t next = tiles * (i + 1) / count;
+        try {
+            started.emplace_back([&layout, &body, done, next] { walk(layout, done, next, body); });
+        } catch (const std::system_error&) {  // no thread to be had: its part is done here
+            walk(layout, done, next, body);
+        }
+        done = next;
+    }
+    walk(layout, 0, own, body);
+    for (auto& thread : started) thread.join();
+}
+
+// The bytes that no value, scale or code uses are zeros.
+void clear_gaps(const Layout& layout, uint8_t* packed) {
+    int64_t raw_end = 0, scales_end = 0;
+    for (int64_t i = 0; i < layout.count; ++i) {
+        const Segment& one = layout.segments[i];
+        if (one.bits == RAW) {
+            raw_end = one.data_at + one.size * WORD_BYTES[layout.wire];
+            continue;
+        }
+        scales_end = one.scales_at + (one.size + one.block() - 1) / one.block() * 2;
+        const int64_t end = one.data_at + (one.size * one.bits + 7) / 8;
+        memset(packed + end, 0, size_t(-end & (ALIGN - 1)));
+    }
+    memset(packed + raw_end, 0, size_t(-raw_end & (ALIGN - 1)));
+    memset(packed + scales_end, 0, size_t(-scales_end & (ALIGN - 1)));
+}
+
+void put(const Kernels& use, const Layout& layout, const Tile& tile, const void* values, int type,
+         uint8_t* packed) {
+    const Segment& segment = *tile.segment;
+    if (tile.opens_row(layout)) clear_gaps(layout, packed);
+    if (segment.bits == RAW) {
+        use.convert[type][layout.wire](values, tile.raw(packed, layout.wire), tile.size);
+    } else {
+        use.quantize[type][segment.width()](values, tile.codes(packed), tile.scales(packed),
+                                            tile.size);
+    }
+}
+
+// sums = the terms `stride` bytes apart, in order.
+void add_up(const Kernels& use, const Layout& layout, const Tile& tile, uint8_t* packed,
+            int64_t stride, int64_t terms, float* sums) {
+    memset(sums, 0, size_t(tile.size) * 4);
+    const Segment& segment = *tile.segment;
+    if (segment.bits == RAW) {
+        for (int64_t term = 0; term < terms; ++term) {
+            const uint8_t* values = tile.raw(packed + term * stride, layout.wire);
+            use.sum_raw[layout.wire](values, sums, tile.size);
+        }
+        return;
+    }
+    for (int64_t term = 0; term < terms; term += MAX_TERMS) {
+        Coded some[MAX_TERMS];
+        const int count = int(terms - term < MAX_TERMS ? terms - term : MAX_TERMS);
+        for (int i = 0; i < count; ++i) {
+            uint8_t* row = packed + (term + i) * stride;
+            some[i] = Coded{tile.codes(row), tile.scales(row)};
+        }
+        use.sum[segment.width()](some, count, sums, tile.size);
+    }
+}
+
+// Where packed row k's elements come from: input row n*fold+r for k = r*N+n.
+int64_t unfolded(int64_t packed_row, int64_t rows, int64_t fold) {
+    const int64_t slices = rows / fold;
+    return packed_row % slices * fold + packed_row / slices;
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t zpp_version() { return VERSION; }
+
+// Elements that share a scale.
+int64_t zpp_block(int64_t bits) { return bits == 8 ? BLOCK8 : BLOCK4; }
+
+// 0 plain, 1 AVX2, 2 AVX-512, -1 the best one there is; returns 0 if this processor has it not.
+int64_t zpp_set_isa(int64_t isa) {
+    const Kernels* found = isa < 0 ? nullptr : by_name(int(isa));
+    if (isa >= 0 && found == nullptr) return 0;
+    chosen.store(found);
+    return 1;
+}
+
+void zpp_quantize(const Layout* layout, const uint8_t* rows, int64_t type, uint8_t* packed,
+                  int64_t count, int64_t fold, int64_t threads) {
+    const Kernels& use = kernels();
+    const int64_t row_bytes = layout->elements * WORD_BYTES[type];
+    const int64_t bytes = count * (row_bytes + layout->packed_bytes);
+    share(*layout, count, bytes, threads, [=, &use](const Tile& tile) {
+        const uint8_t* row = rows + unfolded(tile.row, count, fold) * row_bytes;
+        put(use, *layout, tile, row + tile.element() * WORD_BYTES[type], int(type),
+            packed + tile.row * layout->packed_bytes);
+    });
+}
+
+void zpp_dequantize(const Layout* layout, uint8_t* packed, uint8_t* rows, int64_t type,
+                    int64_t count, int64_t fold, int64_t threads) {
+    const Kernels& use = kernels();
+    const int64_t row_bytes = layout->elements * WORD_BYTES[type];
+    const int64_t bytes = count * (row_bytes + layout->packed_bytes);
+    share(*layout, count, bytes, threads, [=, &use](const Tile& tile) {
+        uint8_t* from = packed + tile.row * layout->packed_bytes;
+        uint8_t* to = rows + unfolded(tile.row, count, fold) * row_bytes +
+                      tile.element() * WORD_BYTES[type];
+        if (tile.segment->bits == RAW) {
+            use.convert[layout->wire][type](tile.raw(from, layout->wire), to, tile.size);
+        } else {
+            const Coded coded{tile.codes(from), tile.scales(from)};
+            use.dequantize[tile.segment->width()][type](coded, to, tile.size);
+        }
+    });
+}
+
+// The two layouts have the same segments but for bits and places.
+void zpp_reduce_quantize(const Layout* layout, uint8_t* packed, const Layout* onto,
+                         uint8_t* reduced, int64_t count, int64_t terms, int64_t threads) {
+    const Kernels& use = kernels();
+    const int64_t bytes = count * (terms * layout->packed_bytes + onto->packed_bytes);
+    share(*layout, count, bytes, threads, [=, &use](const Tile& tile) {
+        alignas(64) float sums[TILE];
+        uint8_t* first = packed + tile.row * layout->packed_bytes;
+        add_up(use, *layout, tile, first, count * layout->packed_bytes, terms, sums);
+        Tile target = tile;
+        target.segment = onto->segments + (tile.segment - layout->segments);
+        put(use, *onto, target, sums, FP32, reduced + tile.row * onto->packed_bytes);
+    });
+}
+
+void zpp_reduce_dequantize(const Layout* layout, uint8_t* packed, uint8_t* out, int64_t type,
+                           int64_t terms, int64_t threads) {
+    const Kernels& use = kernels();
+    const int64_t bytes = terms * layout->packed_bytes + layout->elements * WORD_BYTES[type];
+    share(*layout, 1, bytes, threads, [=, &use](const Tile& tile) {
+        alignas(64) float sums[TILE];
+        add_up(use, *layout, tile, packed, layout->packed_bytes, terms, sums);
+        use.convert[FP32][type](sums, out + tile.element() * WORD_BYTES[type], tile.size);
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,41 @@
+// The functions that each instruction set provides, as a table; a tile is a piece of one segment
+// that starts at a block. Element types and widths are numbered as zeropp/native.py numbers them.
+#pragma once
+
+#include <stdint.h>
+
+namespace zpp {
+
+enum Type { BF16 = 0, FP16 = 1, FP32 = 2, NUM_TYPES = 3 };
+enum Width { INT8 = 0, INT4 = 1, NUM_WIDTHS = 2 };
+
+constexpr int64_t TILE = 2048;  // elements; a multiple of every block
+constexpr int MAX_TERMS = 4;    // of one call of a sum
+
+// Where a tile's codes and scales are.
+struct Coded {
+    const uint8_t* codes;
+    const uint8_t* scales;
+};
+
+using Quantize = void (*)(const void* values, uint8_t* codes, uint8_t* scales, int64_t size);
+using Dequantize = void (*)(Coded from, void* values, int64_t size);
+using Convert = void (*)(const void* from, void* to, int64_t size);
+// sums += the terms, one after another; at most MAX_TERMS of them.
+using Sum = void (*)(const Coded* terms, int count, float* sums, int64_t size);
+using SumRaw = void (*)(const void* values, float* sums, int64_t size);
+
+struct Kernels {
+    Quantize quantize[NUM_TYPES][NUM_WIDTHS];
+    Dequantize dequantize[NUM_WIDTHS][NUM_TYPES];
+    Convert convert[NUM_TYPES][NUM_TYPES];
+    Sum sum[NUM_WIDTHS];
+    SumRaw sum_raw[NUM_TYPES];
+};
+
+// Null where the instruction set was not compiled or this processor has it not.
+const Kernels* plain_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+
+}  // namespace zpp

@@ -1,0 +1,104 @@
+// The arithmetic of block quantization, once for every processor: docs/numerics.md says why.
+//
+// Rounding is half to even; build with contraction off (-ffp-contract=off, nvcc --fmad=false) and
+// without fast-math. No torch, no C++ library: this header is for host and device alike.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __CUDACC__
+#define ZPP_HD static __host__ __device__ __forceinline__
+#else
+#define ZPP_HD static inline
+#endif
+
+namespace zpp {
+
+// Elements that share a scale; zeropp/packing.py has the same.
+constexpr int BLOCK8 = 256;
+constexpr int BLOCK4 = 128;
+// A block with no element of this magnitude becomes zeros (2^-94): scales, reciprocals, products
+// and their sums are then never subnormal, so that flush-to-zero modes change nothing.
+constexpr float TINY = 5.048709793414476e-29f;
+constexpr uint16_t NAN_SCALE = 0x7FC0;
+constexpr uint32_t INFINITY_BITS = 0x7F800000u;
+
+ZPP_HD uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+ZPP_HD float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+ZPP_HD float from_bf16(uint16_t bits) { return float_of(uint32_t(bits) << 16); }
+
+ZPP_HD uint16_t to_bf16(float value) {
+    const uint32_t bits = bits_of(value);
+    if ((bits & 0x7FFFFFFFu) > INFINITY_BITS) return NAN_SCALE;
+    return uint16_t((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+ZPP_HD float from_fp16(uint16_t bits) {
+    const uint32_t sign = uint32_t(bits & 0x8000u) << 16;
+    const uint32_t exponent = (bits >> 10) & 31u, fraction = bits & 1023u;
+    if (exponent == 0) {  // zero or subnormal: fraction * 2^-24
+        return float_of(bits_of(float(fraction) * 5.9604644775390625e-8f) | sign);
+    }
+    if (exponent == 31) {
+        const uint32_t quiet = fraction ? 0x400000u : 0u;
+        return float_of(sign | INFINITY_BITS | quiet | (fraction << 13));
+    }
+    return float_of(sign | ((exponent + 112u) << 23) | (fraction << 13));
+}
+
+ZPP_HD uint16_t to_fp16(float value) {
+    const uint32_t bits = bits_of(value), sign = (bits >> 16) & 0x8000u;
+    const uint32_t size = bits & 0x7FFFFFFFu;
+    if (size > INFINITY_BITS) return uint16_t(sign | 0x7E00u);
+    if (size >= 0x47800000u) return uint16_t(sign | 0x7C00u);  // from 65536 on
+    if (size < 0x38800000u) {  // below 2^-14: the sum's last place is that of fp16's subnormals
+        return uint16_t(sign | (bits_of(float_of(size) + 0.5f) - 0x3F000000u));
+    }
+    return uint16_t(sign | ((size + 0xFFFu + ((size >> 13) & 1u) - 0x38000000u) >> 13));
+}
+
+// The element of the largest magnitude, from its bits; the positive one of a tie. `high` is the
+// largest of all bits read as signed integers, `low` as unsigned: the largest positive and the most
+// negative element where there are both, else twice the same.
+ZPP_HD uint32_t extreme_bits(uint32_t high, uint32_t low, uint32_t sign) {
+    return (high & ~sign) >= (low & ~sign) ? high : low;
+}
+
+// The bf16 scale of a block: -extreme / 2^(bits-1), cut off to 8 significant bits, so that the
+// extreme gets the code -2^(bits-1) and no code times its scale is larger than the extreme.
+// 0 for a block of zeros or below TINY, NaN for a block that is not finite.
+ZPP_HD uint16_t scale_of(float extreme, int bits) {
+    const uint32_t size = bits_of(extreme) & 0x7FFFFFFFu;
+    if (size >= INFINITY_BITS) return NAN_SCALE;
+    if (size < bits_of(TINY)) return 0;
+    return uint16_t(bits_of(extreme * (bits == 8 ? -0.0078125f : -0.125f)) >> 16);
+}
+
+// What elements are multiplied by; call it for a scale that has codes (has_codes) only.
+ZPP_HD float steps_per_unit(uint16_t scale) { return 1.0f / from_bf16(scale); }
+
+ZPP_HD bool has_codes(uint16_t scale) { return (scale & 0x7FFF) != 0 && scale != NAN_SCALE; }
+
+// The code of an element that is `steps` (at most 2^9) steps large: rounded half to even by adding
+// 1.5 * 2^23, clamped.
+ZPP_HD int code_of(float steps, int bits) {
+    const int top = 1 << (bits - 1);
+    const int code = int(bits_of(steps + 12582912.0f)) - 0x4B400000;
+    return code < -top ? -top : (code > top - 1 ? top - 1 : code);
+}
+
+// Exact: a code has at most 8 significant bits and a scale 8. Adding 0 turns -0 into 0.
+ZPP_HD float value_of(int code, float scale) { return float(code) * scale + 0.0f; }
+
+}  // namespace zpp

@@ -1,0 +1,241 @@
+// The kernels over one tile, for any vector type V. Each instruction set instantiates them.
+//
+// V has: F, a vector of WIDTH floats; load and store of four of them for each element type; the
+// same for codes (get, put); extremes. All of them work on UNIT = 4 * WIDTH elements; what is left
+// over at the end of a segment goes through a zeroed buffer of one unit.
+#pragma once
+
+#include "kernels.h"
+#include "quant_math.h"
+
+namespace zpp {
+
+template <Type T> struct Element { using Word = uint16_t; };
+template <> struct Element<FP32> { using Word = uint32_t; };
+
+template <Width W> struct Codes {
+    static constexpr int BITS = 8, BLOCK = BLOCK8;
+};
+template <> struct Codes<INT4> {
+    static constexpr int BITS = 4, BLOCK = BLOCK4;
+};
+
+template <class V> constexpr int64_t UNIT = 4 * V::WIDTH;
+
+template <Type T> ZPP_HD float widen(uint32_t word) {
+    return T == BF16   ? from_bf16(uint16_t(word))
+           : T == FP16 ? from_fp16(uint16_t(word))
+                       : float_of(word);
+}
+
+ZPP_HD uint16_t scale_at(const uint8_t* scales, int64_t block) {
+    uint16_t scale;
+    memcpy(&scale, scales + 2 * block, 2);
+    return scale;
+}
+
+// One block of one segment: elements of type T, codes of width W.
+template <class V, Type T, Width W> struct Block {
+    using Word = typename Element<T>::Word;
+    using F = typename V::F;
+
+    static void extremes(const Word* values, int64_t size, uint32_t* high, uint32_t* low) {
+        const int64_t whole = size / UNIT<V> * UNIT<V>, left = size - whole;
+        *high = uint32_t(1) << (8 * sizeof(Word) - 1);  // the least signed word, and the least
+        *low = 0;                                       // unsigned one: neutral
+        if (whole) V::extremes(values, whole, high, low);
+        for (int64_t i = 0; i < left; ++i) {
+            Word word;
+            memcpy(&word, values + whole + i, sizeof(Word));
+            const uint32_t flip = uint32_t(1) << (8 * sizeof(Word) - 1);
+            if ((word ^ flip) > (*high ^ flip)) *high = word;
+            if (word > *low) *low = word;
+        }
+    }
+
+    static void encode(const Word* values, uint8_t* codes, float factor) {
+        F unit[4];
+        V::template load<T>(values, unit);
+        const F factors = V::all(factor);
+        for (int i = 0; i < 4; ++i) unit[i] = V::mul(unit[i], factors);
+        V::template put<W>(unit, codes);
+    }
+
+    static void quantize(const Word* values, uint8_t* codes, uint8_t* scale_out, int64_t size) {
+        constexpr int BITS = Codes<W>::BITS;
+        uint32_t high, low;
+        extremes(values, size, &high, &low);
+        const uint32_t sign = uint32_t(1) << (8 * sizeof(Word) - 1);
+        const uint16_t scale = scale_of(widen<T>(extreme_bits(high, low, sign)), BITS);
+        memcpy(scale_out, &scale, 2);
+        if (!has_codes(scale)) {
+            memset(codes, 0, size_t((size * BITS + 7) / 8));
+            return;
+        }
+        const float factor = steps_per_unit(scale);
+        const int64_t whole = size / UNIT<V> * UNIT<V>, left = size - whole;
+        for (int64_t i = 0; i < whole; i += UNIT<V>) {
+            encode(values + i, codes + i * BITS / 8, factor);
+        }
+        if (!left) return;
+        Word last[UNIT<V>] = {};
+        uint8_t coded[UNIT<V>];
+        memcpy(last, values + whole, size_t(left) * sizeof(Word));
+        encode(last, coded, factor);
+        memcpy(codes + whole * BITS / 8, coded, size_t((left * BITS + 7) / 8));
+    }
+
+    static void decode(const uint8_t* codes, Word* values, float scale) {
+        F unit[4];
+        V::template get<W>(codes, unit);
+        const F scales = V::all(scale), zero = V::all(0.0f);
+        for (int i = 0; i < 4; ++i) unit[i] = V::add_product(unit[i], scales, zero);
+        V::template store<T>(unit, values);
+    }
+
+    static void dequantize(const uint8_t* codes, Word* values, uint16_t scale, int64_t size) {
+        constexpr int BITS = Codes<W>::BITS;
+        const float factor = from_bf16(scale);
+        const int64_t whole = size / UNIT<V> * UNIT<V>, left = size - whole;
+        for (int64_t i = 0; i < whole; i += UNIT<V>) {
+            decode(codes + i * BITS / 8, values + i, factor);
+        }
+        if (!left) return;
+        uint8_t coded[UNIT<V>] = {};
+        Word last[UNIT<V>];
+        memcpy(coded, codes + whole * BITS / 8, size_t((left * BITS + 7) / 8));
+        decode(coded, last, factor);
+        memcpy(values + whole, last, size_t(left) * sizeof(Word));
+    }
+};
+
+template <class V, Type T, Width W>
+static void quantize_tile(const void* from, uint8_t* codes, uint8_t* scales, int64_t size) {
+    using B = Block<V, T, W>;
+    constexpr int64_t BLOCK = Codes<W>::BLOCK;
+    const auto* values = static_cast<const typename B::Word*>(from);
+    for (int64_t i = 0; i < size; i += BLOCK) {
+        const int64_t length = size - i < BLOCK ? size - i : BLOCK;
+        B::quantize(values + i, codes + i * Codes<W>::BITS / 8, scales + i / BLOCK * 2, length);
+    }
+}
+
+template <class V, Type T, Width W>
+static void dequantize_tile(Coded from, void* to, int64_t size) {
+    using B = Block<V, T, W>;
+    constexpr int64_t BLOCK = Codes<W>::BLOCK;
+    auto* values = static_cast<typename B::Word*>(to);
+    for (int64_t i = 0; i < size; i += BLOCK) {
+        const int64_t length = size - i < BLOCK ? size - i : BLOCK;
+        const uint8_t* codes = from.codes + i * Codes<W>::BITS / 8;
+        B::dequantize(codes, values + i, scale_at(from.scales, i / BLOCK), length);
+    }
+}
+
+template <class V, Type FROM, Type TO>
+static void convert_tile(const void* from, void* to, int64_t size) {
+    using In = typename Element<FROM>::Word;
+    using Out = typename Element<TO>::Word;
+    if (FROM == TO) {
+        memcpy(to, from, size_t(size) * sizeof(In));
+        return;
+    }
+    const auto* source = static_cast<const In*>(from);
+    auto* target = static_cast<Out*>(to);
+    const int64_t whole = size / UNIT<V> * UNIT<V>, left = size - whole;
+    typename V::F unit[4];
+    for (int64_t i = 0; i < whole; i += UNIT<V>) {
+        V::template load<FROM>(source + i, unit);
+        V::template store<TO>(unit, target + i);
+    }
+    if (!left) return;
+    In first[UNIT<V>] = {};
+    Out last[UNIT<V>];
+    memcpy(first, source + whole, size_t(left) * sizeof(In));
+    V::template load<FROM>(first, unit);
+    V::template store<TO>(unit, last);
+    memcpy(target + whole, last, size_t(left) * sizeof(Out));
+}
+
+// sums += the codes of COUNT terms, for the units of one block.
+template <class V, Width W, int COUNT>
+static void add_units(const uint8_t* const* codes, const float* scales, float* sums, int64_t size) {
+    typename V::F unit[4], total[4];
+    for (int64_t i = 0; i < size; i += UNIT<V>) {
+        V::template load<FP32>(reinterpret_cast<uint32_t*>(sums + i), total);
+        for (int term = 0; term < COUNT; ++term) {
+            V::template get<W>(codes[term] + i * Codes<W>::BITS / 8, unit);
+            const typename V::F scale = V::all(scales[term]);
+            for (int j = 0; j < 4; ++j) total[j] = V::add_product(unit[j], scale, total[j]);
+        }
+        V::template store<FP32>(total, reinterpret_cast<uint32_t*>(sums + i));
+    }
+}
+
+template <class V, Width W, int COUNT>
+static void add_block(const uint8_t* const* codes, const float* scales, float* sums, int64_t size) {
+    const int64_t whole = size / UNIT<V> * UNIT<V>, left = size - whole;
+    add_units<V, W, COUNT>(codes, scales, sums, whole);
+    if (!left) return;
+    uint8_t coded[COUNT][UNIT<V>] = {};
+    const uint8_t* last[COUNT];
+    for (int term = 0; term < COUNT; ++term) {
+        const uint8_t* from = codes[term] + whole * Codes<W>::BITS / 8;
+        memcpy(coded[term], from, size_t((left * Codes<W>::BITS + 7) / 8));
+        last[term] = coded[term];
+    }
+    float total[UNIT<V>] = {};
+    memcpy(total, sums + whole, size_t(left) * 4);
+    add_units<V, W, COUNT>(last, scales, total, UNIT<V>);
+    memcpy(sums + whole, total, size_t(left) * 4);
+}
+
+template <class V, Width W, int COUNT>
+static void sum_terms(const Coded* terms, float* sums, int64_t size) {
+    constexpr int64_t BLOCK = Codes<W>::BLOCK;
+    for (int64_t i = 0; i < size; i += BLOCK) {
+        const uint8_t* codes[COUNT];
+        float scales[COUNT];
+        for (int term = 0; term < COUNT; ++term) {
+            codes[term] = terms[term].codes + i * Codes<W>::BITS / 8;
+            scales[term] = from_bf16(scale_at(terms[term].scales, i / BLOCK));
+        }
+        const int64_t length = size - i < BLOCK ? size - i : BLOCK;
+        add_block<V, W, COUNT>(codes, scales, sums + i, length);
+    }
+}
+
+template <class V, Width W>
+static void sum_tile(const Coded* terms, int count, float* sums, int64_t size) {
+    if (count == 4) return sum_terms<V, W, 4>(terms, sums, size);
+    if (count == 3) return sum_terms<V, W, 3>(terms, sums, size);
+    if (count == 2) return sum_terms<V, W, 2>(terms, sums, size);
+    sum_terms<V, W, 1>(terms, sums, size);
+}
+
+template <class V, Type T>
+static void sum_raw_tile(const void* from, float* sums, int64_t size) {
+    float values[TILE];
+    convert_tile<V, T, FP32>(from, values, size);
+    for (int64_t i = 0; i < size; ++i) sums[i] += values[i];
+}
+
+template <class V> static const Kernels* kernels_of() {
+    static const Kernels table = {
+        {{quantize_tile<V, BF16, INT8>, quantize_tile<V, BF16, INT4>},
+         {quantize_tile<V, FP16, INT8>, quantize_tile<V, FP16, INT4>},
+         {quantize_tile<V, FP32, INT8>, quantize_tile<V, FP32, INT4>}},
+        {{dequantize_tile<V, BF16, INT8>, dequantize_tile<V, FP16, INT8>,
+          dequantize_tile<V, FP32, INT8>},
+         {dequantize_tile<V, BF16, INT4>, dequantize_tile<V, FP16, INT4>,
+          dequantize_tile<V, FP32, INT4>}},
+        {{convert_tile<V, BF16, BF16>, convert_tile<V, BF16, FP16>, convert_tile<V, BF16, FP32>},
+         {convert_tile<V, FP16, BF16>, convert_tile<V, FP16, FP16>, convert_tile<V, FP16, FP32>},
+         {convert_tile<V, FP32, BF16>, convert_tile<V, FP32, FP16>, convert_tile<V, FP32, FP32>}},
+        {sum_tile<V, INT8>, sum_tile<V, INT4>},
+        {sum_raw_tile<V, BF16>, sum_raw_tile<V, FP16>, sum_raw_tile<V, FP32>},
+    };
+    return &table;
+}
+
+}  // namespace zpp
