@@ -1,0 +1,72 @@
+"""16-bit matrix products in fp32, where the processor has no 16-bit arithmetic.
+
+Without AVX-512 or AMX instructions for bfloat16, PyTorch multiplies bf16 matrices many times slower
+than fp32 ones, and a step would measure nothing else. Operands and results stay bf16, sums are
+taken in fp32 as bf16 hardware does; only who multiplies changes, for every configuration alike.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+PRODUCTS = (
+    "mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+)
+SIZE, REPETITIONS = 512, 5
+
+
+def bf16_is_slow() -> bool:
+    """Whether one thread multiplies bf16 matrices slower than fp32 ones, casts included."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    matrix = torch.randn(SIZE, SIZE).bfloat16()
+    native = _seconds(lambda: matrix @ matrix)
+    wide = _seconds(lambda: (matrix.float() @ matrix.float()).bfloat16())
+    torch.set_num_threads(threads)
+    return native > wide
+
+
+def multiply_in_fp32() -> torch.library.Library:
+    """From here on this process multiplies bf16 in fp32, until the library returned is deleted."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in PRODUCTS:
+        library.impl(name, _in_fp32(name), "CPU", with_keyset=True, allow_override=True)
+    return library
+
+
+def _in_fp32(name: str) -> Callable:
+    original = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+    def product(keyset, *args, **kwargs):
+        dtype = next(one.dtype for one in args if isinstance(one, torch.Tensor))
+        if dtype != torch.bfloat16:
+            return original.call_boxed(keyset, *args, **kwargs)
+        wide = [_cast(one, torch.bfloat16, torch.float32) for one in args]
+        result = original.call_boxed(keyset, *wide, **kwargs)
+        if isinstance(result, tuple):
+            # of attention only the first is a product; its backward's are all gradients
+            backward = name.endswith("_backward")
+            return tuple(
+                _cast(one, torch.float32, dtype) if backward or index == 0 else one
+                for index, one in enumerate(result)
+            )
+        return result.to(dtype)
+
+    return product
+
+
+def _cast(value: object, old: torch.dtype, new: torch.dtype) -> object:
+    is_old = isinstance(value, torch.Tensor) and value.dtype == old
+    return value.to(new) if is_old else value
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    times = []
+    for _ in range(REPETITIONS):
+        started = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
