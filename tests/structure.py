@@ -41,13 +41,14 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         + ("megatron_zpp.tokenizer",),
     ),
     ("settings", ("megatron_zpp.config", "megatron_zpp.flops")),
-    ("zeropp's face", ("zeropp", "zeropp.launch", "zeropp.engine")),
+    ("zeropp's face", ("zeropp", "zeropp.launch", "zeropp.engine", "zeropp.start")),
     ("sharding", ("zeropp.*",)),
     ("collectives", ("zeropp.collectives", "zeropp.in_flight")),
     (
         "ground",
         ("zeropp.topology", "zeropp.fsdp_adapter", "zeropp.quantize", "zeropp.traffic")
-        + ("zeropp.rank", "zeropp.unison", "zeropp.named_tensors", "zeropp.route", "zeropp.link"),
+        + ("zeropp.rank", "zeropp.unison", "zeropp.named_tensors", "zeropp.deferred")
+        + ("zeropp.route", "zeropp.link"),
     ),
     (
         "operations",

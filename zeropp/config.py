@@ -38,6 +38,8 @@ _DTYPES = MappingProxyType(
     }
 )
 _PRINTED = "the training script's own log settings decide what is printed and when"
+_WRITTEN = "the training script writes what it wants to see; the engine has the numbers"
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _MONITOR = ("enabled", "output_path", "job_name")
 _EXACT_MEAN = "gradients are averaged exactly, without an overflow on the way"
 _ANY_OPTIMIZER = "any torch optimizer may be used at any stage"
@@ -64,7 +66,7 @@ class ZeroConfig(Section):
     fp16: Fp16 = key(Fp16())
     bf16: Bf16 = key(Bf16())
     optimizer: Optimizer = key(Optimizer())
-    scheduler: Scheduler = idle(Scheduler(), _SCHEDULE)
+    scheduler: Scheduler = idle(Scheduler(), _SCHEDULE, in_engine="")
     activation_checkpointing: ActivationCheckpointing = key(ActivationCheckpointing())
 
     prescale_gradients: bool = idle(False, _EXACT_MEAN)
@@ -76,13 +78,18 @@ class ZeroConfig(Section):
     zero_force_ds_cpu_optimizer: bool = idle(True, _ANY_OPTIMIZER)
     graph_harvesting: bool = idle(False, "no CUDA graphs are captured")
     dataloader_drop_last: bool = idle(False, "every rank always gets full batches")
-    steps_per_print: int | None = idle(None, "use --log-interval", minimum=1)
-    wall_clock_breakdown: bool = idle(False, "use --timing-log-level")
+    steps_per_print: int | None = idle(None, "use --log-interval", minimum=1, in_engine="")
+    wall_clock_breakdown: bool = idle(False, "use --timing-log-level", in_engine=_PRINTED)
     memory_breakdown: bool = idle(False, _PRINTED)
     dump_state: bool = idle(False, _PRINTED)
-    tensorboard: Mapping | None = idle(None, "use --tensorboard-dir", keys=_MONITOR)
+    tensorboard: Mapping | None = idle(
+        None, "use --tensorboard-dir", keys=_MONITOR, in_engine=_WRITTEN
+    )
     wandb: Mapping | None = idle(
-        None, "use --wandb-project and its like", keys=("enabled", "group", "team", "project")
+        None,
+        "use --wandb-project and its like",
+        keys=("enabled", "group", "team", "project"),
+        in_engine=_WRITTEN,
     )
     csv_monitor: Mapping | None = idle(None, _PRINTED, keys=_MONITOR)
     flops_profiler: Mapping | None = idle(
@@ -90,6 +97,7 @@ class ZeroConfig(Section):
         "use --log-throughput",
         keys=("enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules")
         + ("detailed", "output_file"),
+        in_engine="operations are not counted",
     )
     comms_logger: Mapping | None = idle(
         None, _PRINTED, keys=("enabled", "verbose", "prof_all", "debug", "prof_ops")
@@ -168,11 +176,26 @@ class ZeroConfig(Section):
     @property
     def notices(self) -> tuple[str, ...]:
         """One line for each given key that is an old name or has no effect here, and why."""
+        return self._notices(in_engine=False)
+
+    @property
+    def notices_for_initialize(self) -> tuple[str, ...]:
+        """The same under `zeropp.initialize`, which honours the schedule and needs no flags."""
+        return self._notices(in_engine=True)
+
+    @property
+    def unfilled(self) -> tuple[str, ...]:
+        """Keys left to "auto" that `zeropp.initialize` needs, but batch sizes it can work out."""
+        auto = (one for one in all_keys(ZeroConfig) if one.dotted in self.auto)
+        needed = (one.dotted for one in auto if not self._why_idle(one, in_engine=True))
+        return tuple(one for one in needed if one not in _BATCH)
+
+    def _notices(self, *, in_engine: bool) -> tuple[str, ...]:
         lines = [f"{old} is an old name of {' and '.join(RENAMED[old][0])}" for old in self.renamed]
         silenced: tuple[str, ...] = ()
         for one in all_keys(ZeroConfig):
             if not one.dotted.startswith(silenced or "\0") and self._was_given(one):
-                reason = self._why_idle(one)
+                reason = self._why_idle(one, in_engine=in_engine)
                 if reason:
                     lines.append(f"{one.dotted} has no effect here: {reason}")
                     silenced += (f"{one.dotted}.",)
@@ -244,7 +267,9 @@ class ZeroConfig(Section):
         named = self.given | self.auto
         return one.dotted in named or any(other.startswith(inside) for other in named)
 
-    def _why_idle(self, one: Key) -> str:
+    def _why_idle(self, one: Key, *, in_engine: bool) -> str:
+        if in_engine and one.facts.in_engine is not None:
+            return one.facts.in_engine
         if one.facts.idle:
             return one.facts.idle
         if one.dotted == "communication_data_type" and self.stage == 0:
@@ -306,7 +331,7 @@ RULES = (
         why="only stage 3 shards the weights that would be moved to the CPU",
     ),
     Rule(
-        keys=("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+        keys=_BATCH,
         broken=lambda c: (
             (c.train_batch_size or 0)
             % ((c.train_micro_batch_size_per_gpu or 1) * (c.gradient_accumulation_steps or 1))

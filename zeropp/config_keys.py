@@ -18,6 +18,7 @@ class Facts:
     `idle`: why it has no effect; `needs`: the key without which it has none; `refused`: values that
     exist in DeepSpeed and not here, with the reason; `later`: not available yet; `auto`: "auto" may
     stand for it; `keys`: the names inside an object that is accepted whole and has no effect.
+    `in_engine`: what `idle` is under `zeropp.initialize` where that differs, "" if honoured.
     """
 
     choices: tuple = ()
@@ -29,6 +30,7 @@ class Facts:
     later: bool = False
     auto: bool = False
     keys: tuple[str, ...] = ()
+    in_engine: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

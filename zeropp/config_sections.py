@@ -82,7 +82,9 @@ class ZeroOptimization(Section):
     elastic_checkpoint: bool = idle(False, _CHECKPOINTS)
     pipeline_loading_checkpoint: bool = idle(False, _CHECKPOINTS)
     stage3_gather_16bit_weights_on_model_save: bool = idle(
-        False, "checkpoints stay sharded; tools/consolidate.py writes one 16-bit file"
+        False,
+        "checkpoints stay sharded; tools/consolidate.py writes one 16-bit file",
+        in_engine="engine.save_16bit_model gathers the weights whenever it is called",
     )
     stage3_prefetch_bucket_size: int = idle(50_000_000, _PREFETCH, auto=True)
     stage3_max_live_parameters: int = idle(1_000_000_000, _PREFETCH, auto=True)
@@ -154,7 +156,7 @@ class SchedulerParams(Section):
     path: ClassVar[str] = "scheduler.params"
 
     warmup_min_lr: float = key(0.0, minimum=0, auto=True)
-    warmup_max_lr: float = key(0.001, minimum=0, auto=True)
+    warmup_max_lr: float | None = key(None, minimum=0, auto=True)
     warmup_num_steps: int = key(1000, minimum=0, auto=True)
     warmup_type: str = key("log", choices=("log", "linear"), auto=True)
     warmup_min_ratio: float = key(0.0, minimum=0, maximum=1, auto=True)
@@ -183,7 +185,9 @@ class ActivationCheckpointing(Section):
     )
     cpu_checkpointing: bool = idle(False, "kept activations stay on the device")
     contiguous_memory_optimization: bool = idle(False, _RECOMPUTE)
-    number_checkpoints: int | None = idle(None, "use --recompute-num-layers", minimum=1)
+    number_checkpoints: int | None = idle(
+        None, "use --recompute-num-layers", minimum=1, in_engine=_RECOMPUTE
+    )
     synchronize_checkpoint_boundary: bool = idle(False, _RECOMPUTE)
     profile: bool = idle(False, _RECOMPUTE)
 

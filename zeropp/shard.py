@@ -32,6 +32,8 @@ from zeropp.errors import InputError
 from zeropp.forecast import Forecast
 from zeropp.in_flight import Reductions
 from zeropp.link import Link, connect
+from zeropp.materialize import fill, set_aside
+from zeropp.optim.notice import Notice
 from zeropp.route import Nodes, Route, gradient_route, weight_route
 from zeropp.sharding import Sharding
 from zeropp.topology import Environment
@@ -51,49 +53,17 @@ def shard(
     `units` are the submodules gathered one at a time, in forward order; by default the entries
     of the model's outermost `nn.ModuleList`s. Parameters stay fp32 (or as they are); compute
     runs in `config.compute_dtype`. Build the optimizer afterwards: it must hold the shards.
-    With one rank in fp32 there is nothing to shard and the model is left as it is.
+    With one rank in fp32 there is nothing to shard and the model is left as it is. A model built
+    inside `zeropp.zero.Init` gets its memory here, shard by shard.
 
     Raises InputError for a mesh of more than one axis, settings that are not available or do not
     fit the ranks, and parameters that cannot be sharded.
     """
     config.require_available()
-    num_ranks = 1 if mesh is None else mesh.size()
-    facts = {
-        "model": model, "stage": config.stage, "num_ranks": num_ranks,
-        "compute_dtype": config.compute_dtype,
-    }
-    if num_ranks == 1 and config.compute_dtype == torch.float32:
-        return Sharding(**facts)
-    if mesh is None or mesh.ndim != 1:
-        raise InputError(f"zeropp.shard needs a device mesh of one axis (the data axis): {mesh}")
-    _require_known_parameters(model)
-    blocks = tuple(outermost_blocks(model) if units is None else units)
-    nodes = find_nodes(mesh, config)
-    routes = weight_route(config, nodes), gradient_route(config, nodes)
-    _shard_units(model, blocks, mesh, config, cast_forward_inputs)
-    facts |= {"units": (*blocks, model), "group": mesh.get_group()}
-    if num_ranks == 1:
-        return Sharding(**facts)
-    if blocks and mesh.device_type == "cpu":
-        fsdp.gather_ahead(model, blocks)
-    facts["forecast"] = Forecast(
-        stage=config.stage,
-        units=tuple(fsdp.own_pieces(unit) for unit in facts["units"]),
-        weights=routes[0],
-        gradients=routes[1],
-        compute_dtype=config.compute_dtype,
-        wire_dtype=config.wire_dtype,
-    )
-    if config.stage == 0:
-        return Sharding(**facts)
-    copies = None
-    if routes[0].keeps:
-        copies = SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation)
-        _drop_when_weights_change(model, copies)
-    traffic = Traffic()
-    use_weight_gather(facts["units"], mesh, routes[0], traffic, copies)
-    use_gradient_mean(facts["units"], mesh, routes[1], traffic, config.wire_dtype)
-    return Sharding(**facts, traffic=traffic, copies=copies)
+    waiting = set_aside(model)
+    sharding = _shard(model, mesh, config, units, cast_forward_inputs)
+    fill(waiting, sharding.group, _device_of(mesh))
+    return sharding
 
 
 def find_nodes(mesh: DeviceMesh, config: ZeroConfig) -> Nodes:
@@ -156,6 +126,52 @@ def outermost_blocks(module: nn.Module) -> Sequence[nn.Module]:
     return list(found)
 
 
+def _shard(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    config: ZeroConfig,
+    units: Iterable[nn.Module] | None,
+    cast_forward_inputs: bool,
+) -> Sharding:
+    num_ranks = 1 if mesh is None else mesh.size()
+    facts = {
+        "model": model, "stage": config.stage, "num_ranks": num_ranks,
+        "compute_dtype": config.compute_dtype,
+    }
+    if num_ranks == 1 and config.compute_dtype == torch.float32:
+        return Sharding(**facts)
+    if mesh is None or mesh.ndim != 1:
+        raise InputError(f"zeropp.shard needs a device mesh of one axis (the data axis): {mesh}")
+    _require_known_parameters(model)
+    blocks = tuple(outermost_blocks(model) if units is None else units)
+    nodes = find_nodes(mesh, config)
+    routes = weight_route(config, nodes), gradient_route(config, nodes)
+    _shard_units(model, blocks, mesh, config, cast_forward_inputs)
+    facts |= {"units": (*blocks, model), "group": mesh.get_group()}
+    if num_ranks == 1:
+        return Sharding(**facts)
+    if blocks and mesh.device_type == "cpu":
+        fsdp.gather_ahead(model, blocks)
+    facts["forecast"] = Forecast(
+        stage=config.stage,
+        units=tuple(fsdp.own_pieces(unit) for unit in facts["units"]),
+        weights=routes[0],
+        gradients=routes[1],
+        compute_dtype=config.compute_dtype,
+        wire_dtype=config.wire_dtype,
+    )
+    if config.stage == 0:
+        return Sharding(**facts)
+    copies = None
+    if routes[0].keeps:
+        copies = SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation)
+        _drop_when_weights_change(model, copies)
+    traffic = Traffic()
+    use_weight_gather(facts["units"], mesh, routes[0], traffic, copies)
+    use_gradient_mean(facts["units"], mesh, routes[1], traffic, config.wire_dtype)
+    return Sharding(**facts, traffic=traffic, copies=copies)
+
+
 def _shard_units(
     model: nn.Module,
     blocks: Sequence[nn.Module],
@@ -182,6 +198,12 @@ def _shard_units(
     fsdp.shard_unit(model, mesh, policy, reshard_after_forward=False)
 
 
+def _device_of(mesh: DeviceMesh | None) -> torch.device:
+    if mesh is None or mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
 def _connect(
     route: Route, mesh: DeviceMesh, traffic: Traffic
 ) -> tuple[Link | None, Link | None]:
@@ -199,9 +221,9 @@ def _drop_when_weights_change(model: nn.Module, copies: SecondaryCopies) -> None
     """
     kept = weakref.ref(copies)
 
-    def after_step(*_: object) -> None:
+    def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         if (found := kept()) is not None:
-            found.drop(trained_only=True)
+            found.drop(trained_only=not isinstance(optimizer, Notice))
 
     handle = register_optimizer_step_post_hook(after_step)
     weakref.finalize(copies, handle.remove)
