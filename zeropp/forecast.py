@@ -9,7 +9,8 @@ once per step.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from math import lcm
 
 import torch
 
@@ -42,12 +43,24 @@ class Forecast:
                     sent[purpose, hop] += num_bytes
         return {(purpose, hop): sent[purpose, hop] for purpose in PURPOSES for hop in HOPS}
 
-    def node(self, num_micro_batches: int = 1) -> dict[tuple[str, str], int]:
-        """Bytes that the ranks of one node send per step, by (purpose, hop)."""
+    def node(self, num_micro_batches: int = 1) -> dict[tuple[str, str], float]:
+        """Bytes that the ranks of a node send per step, by (purpose, hop): the mean of all nodes.
+
+        Nodes differ only where hops begin in the middle of one; after `period` ranks all repeats.
+        """
+        per_node = self.weights.nodes.ranks_per_node
+        period = lcm(per_node, self.weights.inner)
         total: Counter[tuple[str, str]] = Counter()
-        for position in range(self.weights.nodes.ranks_per_node):
+        for position in range(period):
             total.update(self.rank(position, num_micro_batches))
-        return dict(total)
+        return {key: sent * per_node / period for key, sent in total.items()}
+
+    def plain(self) -> "PlainForecast":
+        """What the same stage would send for the same shapes without any of this."""
+        same = {field.name: getattr(self, field.name) for field in fields(self)}
+        nodes = self.weights.nodes
+        flat = Route(nodes=nodes, inner=nodes.num_ranks)
+        return PlainForecast(**same | {"weights": flat, "gradients": flat})
 
     def _unit(
         self, pieces: tuple[Piece, ...], is_root: bool, position: int, num_micro_batches: int
@@ -96,6 +109,18 @@ class Forecast:
         whole = sum(one.elements for one in pieces if one.trainable) * REDUCED_WHOLE.itemsize
         everyone = Hop(members=tuple(range(nodes.num_ranks)), nodes=nodes)
         return everyone.gather_bytes(position, round(2 * whole / nodes.num_ranks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainForecast(Forecast):
+    """ZeRO as FSDP2 runs it alone: nothing quantized, each collective one ring over all ranks."""
+
+    def _mean(self, pieces: tuple[Piece, ...], position: int, times: int) -> dict[str, int]:
+        """A ring's reduce-scatter sends on as many slices as its all-gather sends shards."""
+        row = sum(one.elements for one in pieces) * self.wire_dtype.itemsize
+        sent: Counter[str] = Counter()
+        _add(sent, self.weights.inner_hop(position).gather_bytes(position, row), times)
+        return sent
 
 
 def routes_of_one_rank() -> tuple[Route, Route]:

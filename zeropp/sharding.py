@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,10 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.collectives import SecondaryCopies
 from zeropp.forecast import REDUCED_WHOLE, Forecast
 from zeropp.route import UNQUANTIZED, Hop, Route
-from zeropp.traffic import HOPS, Traffic
+from zeropp.traffic import PURPOSES, Sent, Traffic
+
+MIB = 2**20
+COLUMNS = MappingProxyType({"across_nodes": "across nodes", "in_node": "in node"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,28 +70,34 @@ class Sharding:
             return {}
         return self.forecast.rank(dist.get_rank(self.group), num_micro_batches)
 
+    def plain_traffic(self, num_micro_batches: int = 1) -> dict[tuple[str, str], int]:
+        """`expected_traffic` of the same stage as FSDP2 runs it alone: what ZeRO++ is to save."""
+        if self.forecast is None:
+            return {}
+        return self.forecast.plain().rank(dist.get_rank(self.group), num_micro_batches)
+
     def describe(self, num_micro_batches: int = 1) -> tuple[tuple[str, str], ...]:
-        """Rows (what, how): the collectives as they will run, and the bytes a node will send."""
+        """Rows (what, how): the collectives as they will run, and the bytes a node will send.
+
+        A value may have several lines.
+        """
         forecast = self.forecast
         if forecast is None:
             return (("collectives", "none: one rank"),)
+        nodes = forecast.weights.nodes
         if self.stage == 0:
             width = f"{8 * REDUCED_WHOLE.itemsize} bit among {self.num_ranks} ranks"
             rows = [("gradients", f"all-reduce, {width}")]
         else:
             weights = _hops(forecast.weights, self.compute_dtype, ("outer", "inner"))
             means = _hops(forecast.gradients, forecast.wire_dtype, ("inner", "outer"))
-            kept = "; kept in the node until the weights change (hpZ)" if self.copies else ""
+            kept = "\nkept in each node until the weights change (hpZ)" if self.copies else ""
             rows = [
                 ("weights", f"all-gather, {weights}{kept}"),
-                ("gradients", f"all-to-all, {means}; summed in fp32"),
+                ("gradients", f"all-to-all, {means}\nsummed in fp32, whatever the wire carries"),
             ]
-        sent = forecast.node(num_micro_batches)
-        far, near = (
-            sum(sent[key] for key in sent if key[1] == hop) / 2**20 for hop in reversed(HOPS)
-        )
-        total = f"{far:.2f} MiB to other nodes, {near:.2f} MiB within"
-        return (*rows, ("a node sends per step", total))
+        sent = _table(forecast.node(num_micro_batches))
+        return (("nodes", f"{nodes.count} of {nodes.ranks_per_node} ranks"), *rows, ("sends", sent))
 
 
 def _hops(route: Route, wire: torch.dtype, order: tuple[str, str]) -> str:
@@ -99,8 +109,21 @@ def _hops(route: Route, wire: torch.dtype, order: tuple[str, str]) -> str:
         if hops[name].size > 1:
             bits = widths[name]
             width = f"{8 * wire.itemsize} bit" if bits == UNQUANTIZED else f"INT{bits}"
-            words.append(f"{width} among {hops[name].size} ranks {_where(hops[name])}")
-    return " then ".join(words)
+            members = f"{hops[name].size}" if words else f"{hops[name].size} ranks"
+            words.append(f"{width} among {members} {_where(hops[name])}")
+    return ", then ".join(words)
+
+
+def _table(sent: Sent) -> str:
+    """Lines of MiB by purpose, a column for each hop; purposes that send nothing are left out."""
+    sums = {purpose: [sent[purpose, hop] for hop in COLUMNS] for purpose in PURPOSES}
+    sums["total"] = [sum(column) for column in zip(*sums.values(), strict=True)]
+    lines = ["MiB per node and step" + "".join(f"{COLUMNS[hop]:>14}" for hop in COLUMNS)]
+    for name, row in sums.items():
+        if any(row):
+            cells = "".join(f"{num_bytes / MIB:14.2f}" for num_bytes in row)
+            lines.append(f"{name.replace('_', ' '):<21}{cells}")
+    return "\n".join(lines)
 
 
 def _where(hop: Hop) -> str:

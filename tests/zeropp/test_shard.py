@@ -128,10 +128,9 @@ def test_description_counts_the_bytes_a_node_sends():
     assert gathered + reduced <= sent <= gathered + reduced + 2 * padding
     rows = dict(sharding.describe())
     assert rows["weights"] == "all-gather, 32 bit among 2 ranks of a node"
-    assert rows["gradients"] == "all-to-all, 32 bit among 2 ranks of a node; summed in fp32"
-    assert rows["a node sends per step"] == (
-        f"0.00 MiB to other nodes, {sent / 2**20:.2f} MiB within"
-    )
+    assert rows["gradients"].startswith("all-to-all, 32 bit among 2 ranks of a node\nsummed in")
+    assert rows["nodes"] == "1 of 2 ranks"
+    assert rows["sends"].splitlines()[-1].split() == ["total", "0.00", f"{sent / 2**20:.2f}"]
 
 
 @ranks(2)
