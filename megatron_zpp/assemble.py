@@ -5,6 +5,7 @@ import logging
 
 import torch
 
+from megatron_zpp.communication import Account
 from megatron_zpp.config import Config, PrecisionConfig
 from megatron_zpp.console import Console
 from megatron_zpp.data.gpt_dataset import build_datasets
@@ -41,7 +42,7 @@ def assemble(config: Config, ranks: Ranks, console: Console, stopping: Stopping)
     sharding = build_model(config, tokenizer.vocab_size, ranks, apex)
     optimizer = build_optimizer(sharding.model, config, apex)
     scaler = build_scaler(config.precision)
-    start = load(config, sharding.model, optimizer, scaler, tokenizer.fingerprint)
+    start = load(config, sharding, optimizer, scaler, tokenizer.fingerprint)
     with in_unison():
         metrics = open_metrics(config, ranks, console, tokenizer, start)
     run = Run(
@@ -57,6 +58,7 @@ def assemble(config: Config, ranks: Ranks, console: Console, stopping: Stopping)
         metrics=metrics,
         stopping=stopping,
         counters=start.counters,
+        account=Account(sharding, ranks),
     )
     console.table("Megatron-Z++", summary(run))
     return run

@@ -56,7 +56,8 @@ def pretrain(config: Config, ranks: Ranks, console: Console, stopping: Stopping)
             if config.evaluation.sample_prompt is not None:
                 sample = sample_text(run)
     title = "Finished" if finished else f"Stopped; {how_to_go_on(config.checkpoint)}"
-    console.ending(run.metrics.history, places(config), sample, title)
+    rows = [*run.account.rows(), *places(config)]
+    console.ending(run.metrics.history, rows, sample, title)
 
 
 def sample_text(run: Run) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from megatron_zpp.communication import Communication
 from megatron_zpp.config import LogConfig
 from megatron_zpp.memory import Memory, memory_line
 
@@ -25,7 +26,8 @@ class Iteration:
 
     `loss` is the mean over micro-batches and ranks, `seconds` the wall time, `consumed_*` the
     counts after this iteration, `skipped` true if the update was left out (fp16 overflow),
-    `extra` more scalars for the writers by their full name, " vs tokens" included.
+    `communication` what the nodes sent since the last log line, known where a line is due, `extra`
+    more scalars for the writers by their full name, " vs tokens" included.
     """
 
     iteration: int
@@ -43,6 +45,7 @@ class Iteration:
     params_norm: float | None = None
     skipped: bool = False
     memory: Memory | None = None
+    communication: Communication | None = None
     extra: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -164,6 +167,8 @@ class Metrics:
         interval = summarize(self._pending, self._world_size, self._flops_per_token)
         self._pending = []
         self._screen.line(log_line(interval, throughput=self._config.log_throughput))
+        if iteration.communication:
+            self._screen.line(iteration.communication.line())
         self._report_memory(iteration)
         for writer in self._writers:
             writer.interval(interval)

@@ -14,7 +14,7 @@ from megatron_zpp.checkpoint import TrainingState
 from megatron_zpp.config import Config, ModelConfig
 from megatron_zpp.run import Counters, Run
 from megatron_zpp.schedule import Schedules
-from zeropp import InputError, LossScaler
+from zeropp import InputError, LossScaler, Sharding
 
 COUNTED = tuple(field.name for field in dataclasses.fields(Counters))
 IN_STATE = tuple(name for name in COUNTED if name not in ("scheduled_samples", "saved_iteration"))
@@ -75,14 +75,14 @@ def save(run: Run) -> None:
 
 def load(
     config: Config,
-    model: torch.nn.Module,
+    sharding: Sharding,
     optimizer: torch.optim.Optimizer,
     scaler: LossScaler | None,
     tokenizer_fingerprint: str,
 ) -> Resumed:
-    """Fill model, optimizer and scaler from the newest checkpoint in `--load`, if there is one."""
+    """Fill weights, optimizer and scaler from the newest checkpoint in `--load`, if any."""
     chosen, schedules = config.checkpoint, Schedules.of(config)
-    state = None
+    state, model = None, sharding.model
     if chosen.load is not None:
         state = checkpoint.load(
             chosen.load,
@@ -92,6 +92,7 @@ def load(
             architecture=architecture(config.model, model.vocab_size),
             tokenizer=tokenizer_fingerprint,
         )
+        sharding.weights_changed()
     if state is None:
         for name in ("exit_on_missing_checkpoint", "finetune"):
             if chosen.load is not None and getattr(chosen, name):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_zpp.communication import Account
 from megatron_zpp.config import Config
 from megatron_zpp.console import Console
 from megatron_zpp.metrics import Metrics
@@ -32,7 +33,7 @@ class Counters:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What does not change while training; `assemble` makes it, only `counters` move."""
+    """What does not change while training; `assemble` makes it, `counters` and `account` move."""
 
     config: Config
     ranks: Ranks
@@ -46,3 +47,4 @@ class Run:
     metrics: Metrics
     stopping: Stopping
     counters: Counters
+    account: Account

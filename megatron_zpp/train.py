@@ -47,6 +47,7 @@ def train_iteration(run: Run, batches: Loader) -> Iteration:
     The loss is known on the host before the optimizer's step: NaN must not reach the weights.
     """
     counters, schedules, started = run.counters, run.schedules, time.perf_counter()
+    log_interval = run.config.log.log_interval
     global_batch = schedules.batch_size(counters.consumed_samples)
     set_schedule(run, counters.scheduled_samples)
     scale = run.scaler.scale if run.scaler else 1.0
@@ -82,6 +83,7 @@ def train_iteration(run: Run, batches: Loader) -> Iteration:
         params_norm=parameters_norm(run) if run.config.log.log_params_norm else None,
         skipped=result.skipped,
         memory=read_memory(run.ranks.device),
+        communication=run.account.take() if is_due(counters.iteration, log_interval) else None,
         extra=extra_scalars(run, forward_backward_seconds=evaluated - started),
     )
 
@@ -91,6 +93,7 @@ def forward_backward(run: Run, batches: Loader, global_batch: int, scale: float)
     sharding, ranks, micro = run.sharding, run.ranks, run.config.batch.micro_batch_size
     num_micro_batches = global_batch // (micro * ranks.num_ranks)
     total = torch.zeros((), device=ranks.device)
+    run.account.begin_step()
     for index in range(num_micro_batches):
         first_sample = batches.consumed_samples + ranks.rank * micro
         batch = next(batches).to(ranks.device)
@@ -99,6 +102,7 @@ def forward_backward(run: Run, batches: Loader, global_batch: int, scale: float)
             loss = sharding.model(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)
             (loss * (scale / num_micro_batches)).backward()
         total += loss.detach()
+    run.account.end_step(num_micro_batches)
     (everywhere,) = ranks.sum(total.item())
     return everywhere / (num_micro_batches * ranks.num_ranks)
 

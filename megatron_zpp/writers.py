@@ -111,6 +111,11 @@ class Scalars:
         """TFLOP/s per rank, as Megatron-LM names it, over iterations only."""
         return {"throughput": _if(self.config.log_throughput, interval.tflops)}
 
+    def of_communication(self, interval: Interval) -> dict[str, float]:
+        """Bytes that a node sent per step, over iterations only."""
+        communication = interval.last.communication
+        return communication.scalars() if communication else {}
+
     def of_validation(self, validation: Validation) -> dict[str, float | None]:
         """Held-out loss, and its perplexity if asked for."""
         name = f"lm-loss-validation/lm loss {validation.split}"
@@ -154,6 +159,7 @@ class TensorBoard:
         at = _position(interval.last)
         self._write(self._scalars.of_interval(interval), at)
         self._write_one(Axis.ITERATIONS, self._scalars.of_throughput(interval), at)
+        self._write_one(Axis.ITERATIONS, self._scalars.of_communication(interval), at)
 
     def validation(self, validation: Validation) -> None:
         """A held-out loss."""
@@ -209,6 +215,7 @@ class JsonLines:
             tokens_per_gpu_per_second=interval.tokens_per_gpu_per_second,
             tflops=interval.tflops,
             **{name: value for name, value in last.extra.items() if " vs " not in name},
+            **(last.communication.scalars() if last.communication else {}),
         )
 
     def validation(self, validation: Validation) -> None:
@@ -258,6 +265,7 @@ class WeightsAndBiases:
     def interval(self, interval: Interval) -> None:
         """What only an interval knows."""
         scalars = self._scalars.of_interval(interval) | self._scalars.of_throughput(interval)
+        scalars |= self._scalars.of_communication(interval)
         self._write(scalars, interval.last.iteration)
 
     def validation(self, validation: Validation) -> None:

@@ -28,6 +28,7 @@ def build_model(config: Config, vocab_size: int, ranks: Ranks, apex: Apex | None
     sharding = shard(model, ranks.mesh, config.zero, cast_forward_inputs=False)
     model.to_empty(device=ranks.device)
     initialize(model, config.training.seed, config.model)
+    sharding.weights_changed()
     return sharding
 
 

@@ -2,6 +2,8 @@
 
 import io
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -9,9 +11,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_zpp.arguments import parse
+from megatron_zpp.assemble import assemble
+from megatron_zpp.config import Config
 from megatron_zpp.console import Console
 from megatron_zpp.main import pretrain
 from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.run import Run
 from megatron_zpp.stopping import Stopping
 from zeropp.topology import Environment
 
@@ -24,15 +29,17 @@ TINY = (
 
 def log_of(flags: str) -> str:
     """What rank 0 prints for `TINY` and `flags` on the ranks of this test's process group."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    config = parse((TINY + flags).split(), world)
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
-    place = Environment(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
-    ranks = Ranks(environment=place, device=torch.device("cpu"), mesh=mesh, store=None)
     printed = io.StringIO()
-    with Console(rank, printed, interactive=False) as console, Stopping(config.training) as stop:
-        pretrain(config, ranks, console, stop)
+    with _job(flags, printed) as job:
+        pretrain(*job)
     return printed.getvalue()
+
+
+@contextmanager
+def assembled(flags: str) -> Iterator[Run]:
+    """The run of `TINY` and `flags` on these ranks, before its first iteration."""
+    with _job(flags, io.StringIO()) as job:
+        yield assemble(*job)
 
 
 def write_log(flags: str, path: Path) -> None:
@@ -54,3 +61,14 @@ def field(log: str, name: str) -> list[str]:
 
 def numbers(log: str) -> list[float]:
     return [float(loss) for loss in losses(log)]
+
+
+@contextmanager
+def _job(flags: str, printed: io.StringIO) -> Iterator[tuple[Config, Ranks, Console, Stopping]]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config = parse((TINY + flags).split(), world)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
+    place = Environment(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
+    ranks = Ranks(environment=place, device=torch.device("cpu"), mesh=mesh, store=None)
+    with Console(rank, printed, interactive=False) as console, Stopping(config.training) as stop:
+        yield config, ranks, console, stop
