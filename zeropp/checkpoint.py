@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from zeropp import named_tensors as named
 from zeropp.atomic import sync_folder, write_atomically
 from zeropp.errors import InputError
-from zeropp.unison import from_first, in_unison, rank
+from zeropp.unison import from_first, gathered, in_unison, rank
 
 LATEST = "latest"
 STATE = "state.pt"
@@ -156,8 +156,9 @@ def _replaced(path: Path) -> Path:
 
 
 def _check_tag(tag: str) -> None:
-    if (first := from_first(tag)) != tag:
-        raise InputError(f"the tag is {tag!r} here and {first!r} on rank 0")
+    tags = gathered(tag)
+    if len(set(tags)) > 1:
+        raise InputError(f"the tag must be the same on all ranks, and it is {', '.join(tags)}")
     if not tag or tag.startswith(".") or Path(tag).name != tag or tag == LATEST:
         raise InputError(f"the tag {tag!r} is not a folder's name")
 

@@ -22,7 +22,7 @@ from zeropp.engine import Batch, Engine
 from zeropp.errors import InputError
 from zeropp.materialize import agree
 from zeropp.optim.lr_schedule import build_scheduler
-from zeropp.optim.remap import Names, names_of, remap, remapped
+from zeropp.optim.remap import Names, listed, names_of, remap, remapped
 from zeropp.shard import shard
 from zeropp.topology import Environment, pick_device, start_process_group
 
@@ -71,12 +71,12 @@ def initialize(
     axis = (place.world_size,)
     mesh = mesh_param or init_device_mesh(device.type, axis, mesh_dim_names=("data",))
     names = names_of(model)
-    chosen = None if model_parameters is None else list(model_parameters)
+    chosen = None if model_parameters is None else listed(model_parameters)
     agree(model, mesh.get_group(), device)
     sharding = shard(model, mesh, zero)
+    _require_memory(model)
     if not sharding.units:
         model.to(device)
-    _require_memory(model)
     stepping = _optimizer(zero, optimizer, chosen, names, model)
     schedule = _schedule(zero, lr_scheduler, stepping)
     engine = Engine(sharding, zero, batch, place, device, stepping, schedule)

@@ -46,17 +46,27 @@ def remap(optimizer: torch.optim.Optimizer, names: Names, model: nn.Module) -> N
         group["params"] = renewed
 
 
+def listed(parameters: Iterable[Any]) -> list[Any]:
+    """Parameters, or groups of them, out of generators that would run over a sharded model."""
+    found = []
+    for one in parameters:
+        if isinstance(one, Mapping):
+            inside = one["params"]
+            one = {**one, "params": [inside] if isinstance(inside, torch.Tensor) else list(inside)}
+        found.append(one)
+    return found
+
+
 def remapped(parameters: Iterable[Any], names: Names, model: nn.Module) -> list[Any]:
-    """The same parameters, or groups of them, as the sharded model holds them.
+    """What `listed` gave, as the sharded model holds it.
 
     Raises InputError for a parameter that is not the model's.
     """
     now, found = dict(model.named_parameters()), []
     for one in parameters:
         if isinstance(one, Mapping):
-            inside = one["params"]
-            inside = [inside] if isinstance(inside, torch.Tensor) else list(inside)
-            found.append({**one, "params": _same_names(inside, names, now, "model_parameters")})
+            inside = _same_names(one["params"], names, now, "model_parameters")
+            found.append({**one, "params": inside})
         else:
             found += _same_names([one], names, now, "model_parameters")
     return found
