@@ -50,11 +50,11 @@ class SecondaryCopies:
         if version == self.version and (unit.training or self.in_evaluation):
             self._rows[unit] = rows
 
-    def drop(self, *, trained_only: bool = False) -> None:
-        """Forget the copies of all units, or of those that have parameters in training."""
+    def drop(self, *, stepped_only: bool = False) -> None:
+        """Forget the copies of all units, or of those that an optimizer may just have stepped."""
         self.version += 1
         for unit in tuple(self._rows):
-            if not trained_only or any(one.trainable for one in fsdp.own_pieces(unit)):
+            if not stepped_only or fsdp.may_be_stepped(unit):
                 del self._rows[unit]
 
     @property

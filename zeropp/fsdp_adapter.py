@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,8 +18,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 __all__ = [
     "AllGather", "FSDPModule", "MixedPrecisionPolicy", "Piece", "ReduceScatter",
-    "after_backward", "backward_id", "gather_ahead", "in_backward", "may_reduce_later",
-    "own_pieces", "shard_unit", "use_all_gather", "use_reduce_scatter", "watch_gradients",
+    "after_backward", "backward_id", "forget_gathered", "gather_ahead", "in_backward",
+    "may_be_stepped", "may_reduce_later", "own_pieces", "shard_unit", "use_all_gather",
+    "use_reduce_scatter", "watch_gradients",
 ]
 
 
@@ -76,6 +78,26 @@ def in_backward(unit: FSDPModule) -> bool:
     """Whether what FSDP2 is doing to this unit belongs to a backward pass."""
     groups = _groups(unit)
     return bool(groups) and groups[0]._training_state == TrainingState.PRE_BACKWARD
+
+
+def forget_gathered(unit: FSDPModule) -> None:
+    """Free the unit's whole weights, and a gather of them that was begun and never waited for."""
+    for group in _groups(unit):
+        if group._training_state != TrainingState.IDLE:
+            continue  # in use
+        if (begun := group._all_gather_result) is not None:
+            if begun.all_gather_event is not None:
+                group.device_handle.current_stream().wait_event(begun.all_gather_event)
+            if isinstance(begun.all_gather_work, dist.Work):
+                begun.all_gather_work.wait()
+            group._all_gather_result = None
+        group.reshard()
+
+
+def may_be_stepped(unit: FSDPModule) -> bool:
+    """Whether an optimizer may change the unit: it is trained, or has gradients from before."""
+    parameters = (one.sharded_param for one in _parameters(unit))
+    return any(one.requires_grad or one.grad is not None for one in parameters)
 
 
 def may_reduce_later(unit: FSDPModule) -> bool:

@@ -15,7 +15,6 @@
 Source: ZeRO (Rajbhandari et al. 2020), section 5; expressed on FSDP2 as in docs/adr/0001.
 """
 
-import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -23,17 +22,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.collectives import GradientMean, SecondaryCopies, WeightGather
 from zeropp.config import ZeroConfig
 from zeropp.errors import InputError
 from zeropp.forecast import Forecast
+from zeropp.freshness import forget_when_weights_change
 from zeropp.in_flight import Reductions
 from zeropp.link import Link, connect
 from zeropp.materialize import fill, set_aside
-from zeropp.optim.notice import Notice
 from zeropp.route import Nodes, Route, gradient_route, weight_route
 from zeropp.sharding import Sharding
 from zeropp.topology import Environment
@@ -148,6 +146,10 @@ def _shard(
     routes = weight_route(config, nodes), gradient_route(config, nodes)
     _shard_units(model, blocks, mesh, config, cast_forward_inputs)
     facts |= {"units": (*blocks, model), "group": mesh.get_group()}
+    copies = None
+    if routes[0].keeps:
+        copies = SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation)
+    forget_when_weights_change(model, facts["units"], copies)
     if num_ranks == 1:
         return Sharding(**facts)
     if blocks and mesh.device_type == "cpu":
@@ -162,10 +164,6 @@ def _shard(
     )
     if config.stage == 0:
         return Sharding(**facts)
-    copies = None
-    if routes[0].keeps:
-        copies = SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation)
-        _drop_when_weights_change(model, copies)
     traffic = Traffic()
     use_weight_gather(facts["units"], mesh, routes[0], traffic, copies)
     use_gradient_mean(facts["units"], mesh, routes[1], traffic, config.wire_dtype)
@@ -212,23 +210,6 @@ def _connect(
     hops = route.inner_hop(position), route.outer_hop(position)
     inner, outer = (connect(hop, ranks, position, traffic) for hop in hops)
     return inner, outer
-
-
-def _drop_when_weights_change(model: nn.Module, copies: SecondaryCopies) -> None:
-    """Forget copies after any optimizer's step and whenever a state is loaded into the model.
-
-    Tensor versions cannot tell: fused optimizers and writes through `.data` do not raise them.
-    """
-    kept = weakref.ref(copies)
-
-    def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if (found := kept()) is not None:
-            found.drop(trained_only=not isinstance(optimizer, Notice))
-
-    handle = register_optimizer_step_post_hook(after_step)
-    weakref.finalize(copies, handle.remove)
-    for module in model.modules():
-        module.register_load_state_dict_post_hook(lambda *_: copies.drop())
 
 
 def _require_known_parameters(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from zeropp import fsdp_adapter as fsdp
 from zeropp.collectives import SecondaryCopies
 from zeropp.forecast import REDUCED_WHOLE, Forecast
+from zeropp.freshness import forget
 from zeropp.route import UNQUANTIZED, Hop, Route
 from zeropp.traffic import PURPOSES, Sent, Traffic
 
@@ -53,16 +54,15 @@ class Sharding:
     def release(self) -> None:
         """Free weights that forward-only passes left gathered (evaluation, generation)."""
         for unit in self.units:
-            unit.reshard()
+            fsdp.forget_gathered(unit)
 
     def weights_changed(self) -> None:
-        """Forget every secondary copy: the shards hold other weights than were gathered (hpZ).
+        """Forget what was gathered, hpZ's copies too: the shards hold other weights now.
 
         Optimizers of torch.optim and `load_state_dict` give this notice by themselves; whoever
         writes into the shards by other means gives it, on every rank.
         """
-        if self.copies:
-            self.copies.drop()
+        forget(self.units, self.copies)
 
     def expected_traffic(self, num_micro_batches: int = 1) -> dict[tuple[str, str], int]:
         """Bytes that this rank will send per step, by (purpose, hop); empty for one rank."""

@@ -1,0 +1,59 @@
+"""What the tests of hpZ's copies and of fresh weights share: steps, evaluations, other weights."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tests.zeropp.given import configured, data_mesh
+from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
+from zeropp import Sharding, shard
+
+QWZ = {"stage": 3, "zero_quantized_weights": True}
+HPZ = {"stage": 3, "zero_hpz_partition_size": 2}
+BOTH = QWZ | HPZ
+
+
+def sharded(zero: dict, model: nn.Module | None = None, **settings: object) -> Sharding:
+    return shard(model or fresh_stack(), data_mesh(), configured(zero, 2, **settings))
+
+
+def step(sharding: Sharding, optimizer, number: int, *, micro_batches: int = 1) -> list[float]:
+    """One optimizer step; the losses of this rank's micro-batches."""
+    losses = []
+    for index in range(micro_batches):
+        tokens = tokens_of(97 * number + index).chunk(4)[dist.get_rank()]
+        with sharding.micro_step(last=index == micro_batches - 1):
+            loss = loss_of(sharding.model, tokens)
+            (loss / micro_batches).backward()
+        losses.append(loss.item())
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses
+
+
+def evaluate(sharding: Sharding) -> float:
+    sharding.model.eval()
+    with torch.no_grad():
+        loss = loss_of(sharding.model, tokens_of(5)).item()
+    sharding.release()
+    sharding.model.train()
+    return loss
+
+
+def like(sharded_weight: DTensor, seed: int) -> DTensor:
+    """Other values of the same shape, sharded alike."""
+    torch.manual_seed(seed)
+    whole = 0.3 * torch.randn(sharded_weight.shape)
+    mesh, placements = sharded_weight.device_mesh, sharded_weight.placements
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def load_whole(sharding: Sharding, seed: int) -> None:
+    state = sharding.model.state_dict()
+    sharding.model.load_state_dict({name: like(one, seed) for name, one in state.items()})
+
+
+def freeze(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)

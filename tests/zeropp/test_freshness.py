@@ -1,0 +1,189 @@
+"""Whatever was gathered before the weights changed is not used after it, at any stage."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import ranks
+from tests.zeropp.stack import Stack, fresh_stack, loss_of, tokens_of
+from tests.zeropp.stepping import (
+    BOTH,
+    HPZ,
+    QWZ,
+    evaluate,
+    freeze,
+    like,
+    load_whole,
+    sharded,
+    step,
+)
+from zeropp import Sharding
+
+
+def load_submodule(sharding: Sharding, seed: int) -> None:
+    for part in (sharding.model.blocks[1].up, sharding.model.embedding):
+        part.load_state_dict({name: like(one, seed) for name, one in part.state_dict().items()})
+
+
+def write_data(sharding: Sharding, seed: int) -> None:
+    for weight in sharding.model.parameters():
+        weight.to_local().data.copy_(like(weight, seed).to_local())
+    sharding.weights_changed()
+
+
+WRITERS = {"load": load_whole, "submodule": load_submodule, "data": write_data}
+
+
+@pytest.mark.parametrize("writer", list(WRITERS))
+@ranks(4)
+def test_written_weights_are_seen_by_the_next_pass(writer):
+    def seen(zero: dict) -> list[float]:
+        sharding = sharded(zero)
+        found = []
+        for seed in range(3):
+            WRITERS[writer](sharding, seed)
+            found += [evaluate(sharding), evaluate(sharding)]
+            with sharding.micro_step(last=True):
+                loss = loss_of(sharding.model, tokens_of(1))
+                loss.backward()
+            found.append(loss.item())
+        return found
+
+    assert seen(BOTH) == seen(QWZ)
+    assert seen(HPZ) == seen({"stage": 3})
+
+
+@pytest.mark.parametrize("zero", [BOTH, HPZ])
+@ranks(4)
+def test_weights_frozen_after_their_backward_are_stepped_and_seen(zero):
+    def losses(zero: dict) -> list[float]:
+        sharding = sharded(zero)
+        optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
+        loss_of(sharding.model, tokens_of(0)).backward()
+        freeze(sharding.model.blocks[0])  # its gradients are there, so it is stepped
+        optimizer.step()
+        optimizer.zero_grad()
+        return [evaluate(sharding), *step(sharding, optimizer, 1), evaluate(sharding)]
+
+    assert losses(zero) == losses({**zero, "zero_hpz_partition_size": 1})
+
+
+@ranks(4)
+def test_weights_trained_after_they_were_frozen_are_seen():
+    def losses(zero: dict) -> list[float]:
+        model = fresh_stack()
+        freeze(model.blocks[0])
+        sharding = sharded(zero, model)
+        optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
+        found = []
+        for number, trained in enumerate((False, True, False, True)):
+            for parameter in model.blocks[0].parameters():
+                parameter.requires_grad_(trained)
+            found += step(sharding, optimizer, number, micro_batches=2) + [evaluate(sharding)]
+        return found
+
+    assert losses(BOTH) == losses(QWZ)
+
+
+@pytest.mark.parametrize("zero", [BOTH, {"stage": 3}, {"stage": 2}, {"stage": 1}])
+@ranks(4)
+def test_two_models_that_train_in_turn(zero):
+    """peers.md, users' #4901 #7066: two models in a process; here each feeds the other's loss."""
+
+    def losses(zero: dict) -> list[float]:
+        maker, judge = (sharded(zero, model) for model in (fresh_stack(), fresh_stack()))
+        steppers = [torch.optim.SGD(one.model.parameters(), lr=0.3) for one in (maker, judge)]
+        found = []
+        for number in range(3):
+            tokens = tokens_of(number).chunk(4)[dist.get_rank()]
+            for mine, other, stepper in ((maker, judge, 0), (judge, maker, 1)):
+                with torch.no_grad():
+                    target = other.model(tokens).float().softmax(-1)
+                other.release()
+                with mine.micro_step(last=True):
+                    loss = (mine.model(tokens).float() * (1 - target)).mean()
+                    loss.backward()
+                steppers[stepper].step()
+                steppers[stepper].zero_grad()
+                found.append(loss.item())
+        return found
+
+    expected = losses({k: v for k, v in zero.items() if k != "zero_hpz_partition_size"})
+    assert losses(zero) == expected
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks(4)
+def test_one_model_steps_between_the_other_s_forward_and_backward(stage):
+    def losses(zero: dict) -> list[float]:
+        first, second = sharded(zero), sharded(zero)
+        steppers = [torch.optim.SGD(one.model.parameters(), lr=0.3) for one in (first, second)]
+        tokens, found = tokens_of(0).chunk(4)[dist.get_rank()], []
+        for _ in range(3):
+            with first.micro_step(last=True), second.micro_step(last=True):
+                one, other = (loss_of(model.model, tokens) for model in (first, second))
+                one.backward()
+                steppers[0].step()
+                other.backward()
+                steppers[1].step()
+            found += [one.item(), other.item()]
+            for stepper in steppers:
+                stepper.zero_grad()
+        assert found[0::2] == found[1::2]
+        return found
+
+    quantized = {"stage": stage, "zero_quantized_weights": True}
+    kept = quantized | {"zero_hpz_partition_size": 2 if stage == 3 else 1}
+    assert losses(kept) == losses(quantized)
+
+
+@ranks(4)
+def test_an_optimizer_s_step_between_evaluation_and_forward_is_seen_at_every_stage():
+    """Weights that an evaluation left gathered, without `release`, are not used after a step."""
+    for stage in (0, 1, 2, 3):
+        found = []
+        for released in (True, False):
+            sharding = sharded({"stage": stage})
+            optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
+            loss_of(sharding.model, tokens_of(0)).backward()
+            with torch.no_grad():
+                loss_of(sharding.model, tokens_of(1))
+            if released:
+                sharding.release()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(evaluate(sharding))
+        assert found[0] == found[1], stage
+
+
+class Skipping(Stack):
+    """A stack that may leave out its last blocks, or come back to its first."""
+
+    order = (0, 1, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index in self.order:
+            x = self.blocks[index](x)
+        return nn.functional.linear(x, self.embedding.weight)
+
+
+@pytest.mark.parametrize(
+    ("zero", "order"),
+    [({"stage": 3}, (0,)), ({"stage": 3}, (2, 1, 0)), (BOTH, (0, 1, 0)), ({"stage": 2}, (0,))],
+)
+@ranks(4)
+def test_a_gather_begun_for_a_block_that_was_not_used_is_not_used_later(zero, order):
+    """What was gathered ahead for a skipped block is older than the weights loaded after it."""
+    torch.manual_seed(5)
+    sharding = sharded(zero, Skipping())
+    load_whole(sharding, 1)
+    sharding.model.order = order
+    evaluate(sharding)
+    load_whole(sharding, 2)
+    sharding.model.order = (0, 1, 2)
+    seen = evaluate(sharding)
+    other = sharded(zero)
+    load_whole(other, 2)
+    assert seen == evaluate(other)
