@@ -150,9 +150,9 @@ void put(const Kernels& use, const Layout& layout, const Tile& tile, const void*
 // sums = the terms `stride` bytes apart, in order.
 void add_up(const Kernels& use, const Layout& layout, const Tile& tile, uint8_t* packed,
             int64_t stride, int64_t terms, float* sums) {
-    memset(sums, 0, size_t(tile.size) * 4);
     const Segment& segment = *tile.segment;
     if (segment.bits == RAW) {
+        memset(sums, 0, size_t(tile.size) * 4);
         for (int64_t term = 0; term < terms; ++term) {
             const uint8_t* values = tile.raw(packed + term * stride, layout.wire);
             use.sum_raw[layout.wire](values, sums, tile.size);
@@ -166,7 +166,7 @@ void add_up(const Kernels& use, const Layout& layout, const Tile& tile, uint8_t*
             uint8_t* row = packed + (term + i) * stride;
             some[i] = Coded{tile.codes(row), tile.scales(row)};
         }
-        use.sum[segment.width()](some, count, sums, tile.size);
+        use.sum[segment.width()](some, count, term == 0, sums, tile.size);
     }
 }
 

@@ -88,8 +88,7 @@ struct Avx2 {
             put_at(codes, bytes);
             return;
         }
-        bytes = _mm256_max_epi8(bytes, _mm256_set1_epi8(-8));
-        bytes = _mm256_min_epi8(bytes, _mm256_set1_epi8(7));
+        bytes = _mm256_min_epi8(bytes, _mm256_set1_epi8(7));  // none is below -8.07 steps
         bytes = _mm256_and_si256(bytes, _mm256_set1_epi8(15));
         const I pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(0x1001));  // low + 16 high
         const I packed = _mm256_permute4x64_epi64(_mm256_packus_epi16(pairs, pairs), 0x08);

@@ -41,8 +41,8 @@ __m512 floats(__m128i int8s) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(in
 
 // 16 int4 as eight 16-bit words, each two codes: low + 16 high.
 __m128i pairs_of(__m512 steps) {
-    __m128i bytes = _mm_max_epi8(rounded(steps), _mm_set1_epi8(-8));
-    bytes = _mm_and_si128(_mm_min_epi8(bytes, _mm_set1_epi8(7)), _mm_set1_epi8(15));
+    const __m128i top = _mm_min_epi8(rounded(steps), _mm_set1_epi8(7));  // none below -8.07 steps
+    const __m128i bytes = _mm_and_si128(top, _mm_set1_epi8(15));
     return _mm_maddubs_epi16(bytes, _mm_set1_epi16(0x1001));
 }
 

@@ -5,11 +5,14 @@
 namespace zpp {
 namespace {
 
+constexpr int UNIT_SIZE = 32;
+
 struct Plain {
     static constexpr int64_t WIDTH = 8;
     struct F {
         float lane[WIDTH];
     };
+    static_assert(4 * sizeof(F) == UNIT_SIZE * sizeof(float), "four vectors are one array");
 
     static F all(float value) {
         F out;
@@ -28,44 +31,47 @@ struct Plain {
     }
 
     template <Type T> static void load(const typename Element<T>::Word* from, F* unit) {
-        for (int i = 0; i < 4 * WIDTH; ++i) unit[i / WIDTH].lane[i % WIDTH] = widen<T>(from[i]);
+        float values[UNIT_SIZE];
+        for (int i = 0; i < UNIT_SIZE; ++i) values[i] = widen<T>(from[i]);
+        memcpy(unit, values, sizeof(values));
     }
 
     template <Type T> static void store(const F* unit, typename Element<T>::Word* to) {
         using Word = typename Element<T>::Word;
-        for (int i = 0; i < 4 * WIDTH; ++i) {
-            const float value = unit[i / WIDTH].lane[i % WIDTH];
-            to[i] = T == BF16   ? Word(to_bf16(value))
-                    : T == FP16 ? Word(to_fp16(value))
-                                : Word(bits_of(value));
+        float values[UNIT_SIZE];
+        memcpy(values, unit, sizeof(values));
+        for (int i = 0; i < UNIT_SIZE; ++i) {
+            to[i] = T == BF16   ? Word(to_bf16(values[i]))
+                    : T == FP16 ? Word(to_fp16(values[i]))
+                                : Word(bits_of(values[i]));
         }
     }
 
     template <Width W> static void put(const F* unit, uint8_t* codes) {
-        int8_t code[4 * WIDTH];
-        for (int i = 0; i < 4 * WIDTH; ++i) {
-            code[i] = int8_t(code_of(unit[i / WIDTH].lane[i % WIDTH], Codes<W>::BITS));
-        }
+        float steps[UNIT_SIZE];
+        int32_t code[UNIT_SIZE];
+        memcpy(steps, unit, sizeof(steps));
+        for (int i = 0; i < UNIT_SIZE; ++i) code[i] = code_of(steps[i], Codes<W>::BITS);
         if (W == INT8) {
-            memcpy(codes, code, sizeof(code));
+            for (int i = 0; i < UNIT_SIZE; ++i) codes[i] = uint8_t(code[i]);
             return;
         }
-        for (int i = 0; i < 2 * WIDTH; ++i) {
+        for (int i = 0; i < UNIT_SIZE / 2; ++i) {
             codes[i] = uint8_t((code[2 * i] & 15) | ((code[2 * i + 1] & 15) << 4));
         }
     }
 
     template <Width W> static void get(const uint8_t* codes, F* unit) {
-        int8_t code[4 * WIDTH];
+        float values[UNIT_SIZE];
         if (W == INT8) {
-            memcpy(code, codes, sizeof(code));
+            for (int i = 0; i < UNIT_SIZE; ++i) values[i] = float(int8_t(codes[i]));
         } else {
-            for (int i = 0; i < 2 * WIDTH; ++i) {
-                code[2 * i] = int8_t(((codes[i] & 15) ^ 8) - 8);
-                code[2 * i + 1] = int8_t(((codes[i] >> 4) ^ 8) - 8);
+            for (int i = 0; i < UNIT_SIZE / 2; ++i) {
+                values[2 * i] = float(int((codes[i] & 15) ^ 8) - 8);
+                values[2 * i + 1] = float(int((codes[i] >> 4) ^ 8) - 8);
             }
         }
-        for (int i = 0; i < 4 * WIDTH; ++i) unit[i / WIDTH].lane[i % WIDTH] = float(code[i]);
+        memcpy(unit, values, sizeof(values));
     }
 
     static void extremes(const uint16_t* from, int64_t size, uint32_t* high, uint32_t* low) {

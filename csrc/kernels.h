@@ -21,8 +21,8 @@ struct Coded {
 using Quantize = void (*)(const void* values, uint8_t* codes, uint8_t* scales, int64_t size);
 using Dequantize = void (*)(Coded from, void* values, int64_t size);
 using Convert = void (*)(const void* from, void* to, int64_t size);
-// sums += the terms, one after another; at most MAX_TERMS of them.
-using Sum = void (*)(const Coded* terms, int count, float* sums, int64_t size);
+// sums = 0 if `fresh`, then += the terms, one after another; at most MAX_TERMS of them.
+using Sum = void (*)(const Coded* terms, int count, bool fresh, float* sums, int64_t size);
 using SumRaw = void (*)(const void* values, float* sums, int64_t size);
 
 struct Kernels {

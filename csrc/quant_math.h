@@ -72,7 +72,8 @@ ZPP_HD uint16_t to_fp16(float value) {
 // largest of all bits read as signed integers, `low` as unsigned: the largest positive and the most
 // negative element where there are both, else twice the same.
 ZPP_HD uint32_t extreme_bits(uint32_t high, uint32_t low, uint32_t sign) {
-    return (high & ~sign) >= (low & ~sign) ? high : low;
+    const uint32_t take_low = 0u - uint32_t((high & ~sign) < (low & ~sign));  // not a branch
+    return (high & ~take_low) | (low & take_low);
 }
 
 // The bf16 scale of a block: -extreme / 2^(bits-1), cut off to 8 significant bits, so that the
@@ -91,11 +92,12 @@ ZPP_HD float steps_per_unit(uint16_t scale) { return 1.0f / from_bf16(scale); }
 ZPP_HD bool has_codes(uint16_t scale) { return (scale & 0x7FFF) != 0 && scale != NAN_SCALE; }
 
 // The code of an element that is `steps` (at most 2^9) steps large: rounded half to even by adding
-// 1.5 * 2^23, clamped.
+// 1.5 * 2^23, then clamped.
 ZPP_HD int code_of(float steps, int bits) {
-    const int top = 1 << (bits - 1);
-    const int code = int(bits_of(steps + 12582912.0f)) - 0x4B400000;
-    return code < -top ? -top : (code > top - 1 ? top - 1 : code);
+    const int low = bits == 8 ? -128 : -8, high = bits == 8 ? 127 : 7;
+    const int rounded = int(bits_of(steps + 12582912.0f)) - 0x4B400000;
+    const int above = rounded < low ? low : rounded;
+    return above > high ? high : above;
 }
 
 // Exact: a code has at most 8 significant bits and a scale 8. Adding 0 turns -0 into 0.

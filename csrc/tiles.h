@@ -61,18 +61,15 @@ template <class V, Type T, Width W> struct Block {
         V::template put<W>(unit, codes);
     }
 
-    static void quantize(const Word* values, uint8_t* codes, uint8_t* scale_out, int64_t size) {
-        constexpr int BITS = Codes<W>::BITS;
+    static uint16_t scale(const Word* values, int64_t size) {
         uint32_t high, low;
         extremes(values, size, &high, &low);
         const uint32_t sign = uint32_t(1) << (8 * sizeof(Word) - 1);
-        const uint16_t scale = scale_of(widen<T>(extreme_bits(high, low, sign)), BITS);
-        memcpy(scale_out, &scale, 2);
-        if (!has_codes(scale)) {
-            memset(codes, 0, size_t((size * BITS + 7) / 8));
-            return;
-        }
-        const float factor = steps_per_unit(scale);
+        return scale_of(widen<T>(extreme_bits(high, low, sign)), Codes<W>::BITS);
+    }
+
+    static void quantize(const Word* values, uint8_t* codes, float factor, int64_t size) {
+        constexpr int BITS = Codes<W>::BITS;
         const int64_t whole = size / UNIT<V> * UNIT<V>, left = size - whole;
         for (int64_t i = 0; i < whole; i += UNIT<V>) {
             encode(values + i, codes + i * BITS / 8, factor);
@@ -109,14 +106,26 @@ template <class V, Type T, Width W> struct Block {
     }
 };
 
+// All scales come first, so that the processor works on several blocks' at a time.
 template <class V, Type T, Width W>
 static void quantize_tile(const void* from, uint8_t* codes, uint8_t* scales, int64_t size) {
     using B = Block<V, T, W>;
     constexpr int64_t BLOCK = Codes<W>::BLOCK;
     const auto* values = static_cast<const typename B::Word*>(from);
+    float factors[TILE / BLOCK];
+    for (int64_t i = 0; i < size; i += BLOCK) {
+        const uint16_t scale = B::scale(values + i, size - i < BLOCK ? size - i : BLOCK);
+        memcpy(scales + i / BLOCK * 2, &scale, 2);
+        factors[i / BLOCK] = has_codes(scale) ? steps_per_unit(scale) : 0.0f;
+    }
     for (int64_t i = 0; i < size; i += BLOCK) {
         const int64_t length = size - i < BLOCK ? size - i : BLOCK;
-        B::quantize(values + i, codes + i * Codes<W>::BITS / 8, scales + i / BLOCK * 2, length);
+        uint8_t* target = codes + i * Codes<W>::BITS / 8;
+        if (factors[i / BLOCK] == 0.0f) {
+            memset(target, 0, size_t((length * Codes<W>::BITS + 7) / 8));
+        } else {
+            B::quantize(values + i, target, factors[i / BLOCK], length);
+        }
     }
 }
 
@@ -157,25 +166,30 @@ static void convert_tile(const void* from, void* to, int64_t size) {
     memcpy(target + whole, last, size_t(left) * sizeof(Out));
 }
 
-// sums += the codes of COUNT terms, for the units of one block.
-template <class V, Width W, int COUNT>
+// sums += the codes of COUNT terms of a block, for whole units; they begin with zeros if FRESH.
+template <class V, Width W, int COUNT, bool FRESH>
 static void add_units(const uint8_t* const* codes, const float* scales, float* sums, int64_t size) {
-    typename V::F unit[4], total[4];
+    using F = typename V::F;
+    F factors[COUNT];
+    for (int term = 0; term < COUNT; ++term) factors[term] = V::all(scales[term]);
     for (int64_t i = 0; i < size; i += UNIT<V>) {
-        V::template load<FP32>(reinterpret_cast<uint32_t*>(sums + i), total);
+        F unit[4], total[4] = {V::all(0.0f), V::all(0.0f), V::all(0.0f), V::all(0.0f)};
+        auto* words = reinterpret_cast<uint32_t*>(sums + i);
+        if (!FRESH) V::template load<FP32>(words, total);
         for (int term = 0; term < COUNT; ++term) {
             V::template get<W>(codes[term] + i * Codes<W>::BITS / 8, unit);
-            const typename V::F scale = V::all(scales[term]);
-            for (int j = 0; j < 4; ++j) total[j] = V::add_product(unit[j], scale, total[j]);
+            for (int j = 0; j < 4; ++j) {
+                total[j] = V::add_product(unit[j], factors[term], total[j]);
+            }
         }
-        V::template store<FP32>(total, reinterpret_cast<uint32_t*>(sums + i));
+        V::template store<FP32>(total, words);
     }
 }
 
-template <class V, Width W, int COUNT>
+template <class V, Width W, int COUNT, bool FRESH>
 static void add_block(const uint8_t* const* codes, const float* scales, float* sums, int64_t size) {
     const int64_t whole = size / UNIT<V> * UNIT<V>, left = size - whole;
-    add_units<V, W, COUNT>(codes, scales, sums, whole);
+    add_units<V, W, COUNT, FRESH>(codes, scales, sums, whole);
     if (!left) return;
     uint8_t coded[COUNT][UNIT<V>] = {};
     const uint8_t* last[COUNT];
@@ -185,12 +199,12 @@ static void add_block(const uint8_t* const* codes, const float* scales, float* s
         last[term] = coded[term];
     }
     float total[UNIT<V>] = {};
-    memcpy(total, sums + whole, size_t(left) * 4);
-    add_units<V, W, COUNT>(last, scales, total, UNIT<V>);
+    if (!FRESH) memcpy(total, sums + whole, size_t(left) * 4);
+    add_units<V, W, COUNT, FRESH>(last, scales, total, UNIT<V>);
     memcpy(sums + whole, total, size_t(left) * 4);
 }
 
-template <class V, Width W, int COUNT>
+template <class V, Width W, int COUNT, bool FRESH>
 static void sum_terms(const Coded* terms, float* sums, int64_t size) {
     constexpr int64_t BLOCK = Codes<W>::BLOCK;
     for (int64_t i = 0; i < size; i += BLOCK) {
@@ -201,16 +215,22 @@ static void sum_terms(const Coded* terms, float* sums, int64_t size) {
             scales[term] = from_bf16(scale_at(terms[term].scales, i / BLOCK));
         }
         const int64_t length = size - i < BLOCK ? size - i : BLOCK;
-        add_block<V, W, COUNT>(codes, scales, sums + i, length);
+        add_block<V, W, COUNT, FRESH>(codes, scales, sums + i, length);
     }
 }
 
+template <class V, Width W, int COUNT>
+static void sum_tile_of(const Coded* terms, bool fresh, float* sums, int64_t size) {
+    if (fresh) return sum_terms<V, W, COUNT, true>(terms, sums, size);
+    sum_terms<V, W, COUNT, false>(terms, sums, size);
+}
+
 template <class V, Width W>
-static void sum_tile(const Coded* terms, int count, float* sums, int64_t size) {
-    if (count == 4) return sum_terms<V, W, 4>(terms, sums, size);
-    if (count == 3) return sum_terms<V, W, 3>(terms, sums, size);
-    if (count == 2) return sum_terms<V, W, 2>(terms, sums, size);
-    sum_terms<V, W, 1>(terms, sums, size);
+static void sum_tile(const Coded* terms, int count, bool fresh, float* sums, int64_t size) {
+    if (count == 4) return sum_tile_of<V, W, 4>(terms, fresh, sums, size);
+    if (count == 3) return sum_tile_of<V, W, 3>(terms, fresh, sums, size);
+    if (count == 2) return sum_tile_of<V, W, 2>(terms, fresh, sums, size);
+    sum_tile_of<V, W, 1>(terms, fresh, sums, size);
 }
 
 template <class V, Type T>

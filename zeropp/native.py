@@ -42,11 +42,15 @@ class Native:
     def quantize(self, rows: Tensor, layout: Layout, fold: int) -> Tensor:
         """As `reference.quantize`."""
         packed = rows.new_empty((rows.shape[0], layout.packed_bytes), dtype=torch.uint8)
+        self.quantize_into(rows, packed, layout, fold)
+        return packed
+
+    def quantize_into(self, rows: Tensor, packed: Tensor, layout: Layout, fold: int) -> None:
+        """`quantize` into memory that is there."""
         self.library.zpp_quantize(
             _described(layout), rows.data_ptr(), _TYPES.index(rows.dtype), packed.data_ptr(),
             rows.shape[0], fold, torch.get_num_threads(),
         )  # fmt: skip
-        return packed
 
     def dequantize(self, packed: Tensor, out: Tensor, layout: Layout, fold: int) -> None:
         """As `reference.dequantize`."""
@@ -58,11 +62,18 @@ class Native:
     def reduce_quantize(self, packed: Tensor, layout: Layout, onto: Layout, terms: int) -> Tensor:
         """As `reference.reduce_quantize`."""
         reduced = packed.new_empty((packed.shape[0] // terms, onto.packed_bytes))
+        self.reduce_quantize_into(packed, reduced, layout, onto)
+        return reduced
+
+    def reduce_quantize_into(
+        self, packed: Tensor, reduced: Tensor, layout: Layout, onto: Layout
+    ) -> None:
+        """`reduce_quantize` into memory that is there; its rows say how many terms there are."""
+        rows = reduced.shape[0]
         self.library.zpp_reduce_quantize(
             _described(layout), packed.data_ptr(), _described(onto), reduced.data_ptr(),
-            reduced.shape[0], terms, torch.get_num_threads(),
+            rows, packed.shape[0] // rows if rows else 0, torch.get_num_threads(),
         )  # fmt: skip
-        return reduced
 
     def reduce_dequantize(self, packed: Tensor, out: Tensor, layout: Layout) -> None:
         """As `reference.reduce_dequantize`."""
