@@ -77,6 +77,7 @@ class Recipe:
         words = [*self.flags.split(), "--train-iters", str(self.steps), "--seed", str(seed)]
         words += [] if self.dtype == "fp32" else [f"--{self.dtype}"]
         words += ["--eval-interval", str(self.steps + 1)]  # the benchmark evaluates by itself
+        words += ["--log-interval", str(self.steps)]  # bytes are summed up to the last step
         config = parse([*words, "--deepspeed_config", json.dumps(self.zero(arm))], self.ranks)
         rounds = -(-self.eval_samples // config.batch.global_batch_size)
         evaluation = dataclasses.replace(config.evaluation, eval_iters=rounds)

@@ -8,7 +8,6 @@ import json
 import statistics
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import torch.distributed as dist
@@ -59,20 +58,17 @@ def train_arm(run: Run, recipe: Recipe) -> dict:
     """
     batches, seconds, training = loader(run, TRAIN, 0), [], []
     held_out = [(0, held_out_loss(run, recipe))]
-    sent: Counter[tuple[str, str]] = Counter()
     for iteration in range(1, recipe.steps + 1):
-        run.sharding.traffic.take()
         started = time.perf_counter()
-        training.append(train_iteration(run, batches).loss)
+        done = train_iteration(run, batches)
         seconds.append(time.perf_counter() - started)
-        sent.update(run.sharding.traffic.take())
+        training.append(done.loss)
         if is_due(iteration, recipe.eval_interval) or iteration == recipe.steps:
             held_out.append((iteration, held_out_loss(run, recipe)))
             report(run, iteration, training[-1], held_out[-1][1])
-    nodes = recipe.ranks // recipe.ranks_per_node
+    communication = done.communication  # of all steps: the log's interval is the whole run
     batch = run.config.batch
     micro_batches = batch.global_batch_size // (batch.micro_batch_size * recipe.ranks)
-    totals = run.ranks.sum(*sent.values())
     return {
         "parameters": run.sharding.model.num_parameters(),
         "collectives": [list(row) for row in run.sharding.describe(micro_batches)],
@@ -80,8 +76,8 @@ def train_arm(run: Run, recipe: Recipe) -> dict:
         "held_out": held_out,
         "step_seconds": statistics.median(seconds),
         "node_bytes": {
-            "/".join(key): total / nodes / recipe.steps
-            for key, total in zip(sent, totals, strict=True)
+            "/".join(key): num_bytes / communication.steps
+            for key, num_bytes in communication.sent.items()
         },
     }
 
