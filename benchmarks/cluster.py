@@ -204,15 +204,15 @@ def started(plan: Plan, rate: str | None) -> Iterator[tuple[Crew, emulation.Clus
         if rate is None:
             port = emulation.free_port()
             variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            host = Host(variables={**variables, "GLOO_SOCKET_IFNAME": emulation.LOOPBACK})
+            variables["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
         else:
             cluster = stack.enter_context(emulation.emulated_cluster(plan.nodes, rate))
             variables = {"MASTER_ADDR": cluster.address(0), "MASTER_PORT": str(PORT)}
             variables["GLOO_SOCKET_IFNAME"] = emulation.INTERFACE
 
         def host_of(node: int) -> Host:
-            return host if cluster is None else Host(inside=cluster.inside(node),
-                                                     variables=variables)
+            inside = () if cluster is None else cluster.inside(node)
+            return Host(inside=inside, variables=variables)
 
         yield stack.enter_context(started_crew(plan.nodes, plan.ranks_per_node, host_of)), cluster
 

@@ -1,5 +1,6 @@
 """One rank of an emulated cluster: does what `benchmarks/crew.py` orders through a pipe."""
 
+import gc
 import socket
 import sys
 import time
@@ -44,6 +45,8 @@ class Rank:
         setting = Setting(shape=shape, ranks=self.ranks, dtype="bf16", stage=3)
         one = trainee(name, setting, self.ranks.environment.local_world_size)
         self.trainees[name] = one
+        gc.collect()
+        gc.freeze()  # the models are never garbage: no step pays for looking through them
         return {"parameters": one.parameters, "expected": one.expected}
 
     def step(self, name: str) -> dict:

@@ -9,8 +9,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 
-from torch import nn
-
 from benchmarks.setting import Setting
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.model.gpt import GPT
@@ -32,14 +30,15 @@ def require_deepspeed() -> None:
 
 def deepspeed_step(
     setting: Setting, feed: Iterator[Sequence[Batch]]
-) -> tuple[Callable[[], float], nn.Module]:
-    """A step of DeepSpeed's engine at stage 3, and its model."""
+) -> tuple[Callable[[], float], int]:
+    """A step of DeepSpeed's engine at stage 3, and its model's number of parameters."""
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=os.environ["LOCAL_WORLD_SIZE"])
     import deepspeed
 
     config = setting.config
     model = GPT(config.model, setting.vocab_size)
     initialize(model, config.training.seed, config.model)
+    parameters = model.num_parameters()  # DeepSpeed leaves empty tensors in their place
     shape = dict(setting.shape)
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -64,4 +63,4 @@ def deepspeed_step(
             total += loss.item() / len(batches)
         return total
 
-    return step, model
+    return step, parameters

@@ -74,13 +74,13 @@ def bits_per_second(rate: str) -> float | None:
     """A rate as in "200mbit", "1.5gbit" or "none" (None); raises InputError for anything else."""
     if rate == UNLIMITED:
         return None
-    number, unit = re.fullmatch(r"([\d.]*)(\D*)", rate).groups() if rate.isascii() else ("", "")
-    if unit not in UNITS or not re.fullmatch(r"\d+(\.\d+)?", number) or not float(number):
+    read = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(UNITS)})", rate, re.ASCII)
+    if read is None or not float(read[1]):
         raise InputError(
             f"the rate {rate!r}: expected a number and a unit ({', '.join(UNITS)}), "
             f"as in 200mbit, or {UNLIMITED}"
         )
-    return float(number) * UNITS[unit]
+    return float(read[1]) * UNITS[read[2]]
 
 
 def require_means() -> None:

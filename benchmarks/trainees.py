@@ -66,8 +66,8 @@ def trainee(name: str, setting: Setting, ranks_per_node: int) -> Trainee:
     batches = setting.batches(DIFFERENT_STEPS)
     feed = itertools.cycle(list(steps_of(batches, micro_batches)))
     if name == DEEPSPEED:
-        step, model = deepspeed_step(setting, feed)
-        return Trainee(step=step, parameters=model.num_parameters())
+        step, parameters = deepspeed_step(setting, feed)
+        return Trainee(step=step, parameters=parameters)
     if name == FSDP2:
         peer = fsdp2(setting, name, iter(()))
         step = _plain_step(peer.model, peer.optimizer, feed)
