@@ -50,12 +50,16 @@ class Rank:
         return {"parameters": one.parameters, "expected": one.expected}
 
     def step(self, name: str) -> dict:
-        """One step: its seconds and loss, and the bytes that the ledger says this rank sent."""
+        """One step: its seconds and loss, and the bytes that the ledger says this rank sent.
+
+        `work` is the seconds of processor time that all threads of this rank took.
+        """
         one = self.trainees[name]
         one.take()
-        started = time.perf_counter()
+        started, idle = time.perf_counter(), time.process_time()
         loss = one.step()
-        return {"seconds": time.perf_counter() - started, "loss": loss, "sent": one.take()}
+        seconds, work = time.perf_counter() - started, time.process_time() - idle
+        return {"seconds": seconds, "work": work, "loss": loss, "sent": one.take()}
 
     def probe(self, sender: int, receiver: int, address: str, num_bytes: int) -> dict:
         """Bits per second of one plain connection between two ranks; {} on all but the receiver."""

@@ -28,6 +28,7 @@ def summary(
                 "median": median,
                 "quartiles": _quartiles(one.seconds),
                 "speedup": reference / median,
+                "processor_seconds": statistics.median(one.work),
                 "nodes": _nodes(one, ranks_per_node),
                 "expected": _by_node([one["expected"] for one in built[name]], ranks_per_node),
                 "first_loss": one.first_loss,
@@ -121,7 +122,7 @@ def _apart(wire: float | None, ledger: float | None) -> float | None:
 
 def _times(run: dict) -> Table:
     first = run["rows"][0]["name"]
-    table = _empty("step, ms", "quartiles", f"{first} takes", "final loss")
+    table = _empty("step, ms", "quartiles", f"{first} takes", "processor, s", "final loss")
     for row in run["rows"]:
         low, high = row["quartiles"]
         table.add_row(
@@ -129,6 +130,7 @@ def _times(run: dict) -> Table:
             f"{1e3 * row['median']:.0f}",
             f"{1e3 * low:.0f} to {1e3 * high:.0f}",
             f"{row['speedup']:.2f} x",
+            f"{row['processor_seconds']:.2f}",
             f"{row['final_loss']:.4f}",
         )
     return table

@@ -34,6 +34,7 @@ class Turns:
 
     first_loss: float
     seconds: list[float] = field(default_factory=list)  # of the slowest rank
+    work: list[float] = field(default_factory=list)  # processor time of all ranks together
     losses: list[float] = field(default_factory=list)  # mean over ranks
     sent: list[list[dict | None]] = field(default_factory=list)  # by rank, what its ledger says
     wire: list[list[dict[str, Counters]]] = field(default_factory=list)  # by node and interface
@@ -63,6 +64,7 @@ def take_turns(
             after = [counters(process) for process in processes]
             one = turns[name]
             one.seconds.append(max(answer["seconds"] for answer in answers))
+            one.work.append(sum(answer["work"] for answer in answers))
             one.losses.append(_mean_loss(answers))
             one.sent.append([answer["sent"] for answer in answers])
             one.wire.append(

@@ -18,7 +18,7 @@ from benchmarks.emulation import Counters
 from benchmarks.products import multiply_in_fp32
 from benchmarks.trainees import NAMES, OURS, zero_config
 from benchmarks.turns import Disagreement, Turns, take_turns
-from tests.benchmarks.test_emulation import namespaces_of, needs_namespaces, wait_until
+from tests.benchmarks.namespaces import namespaces_of, needs_namespaces, wait_until
 from zeropp.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +103,8 @@ class FakeCrew:
     def ask(self, what: str, name: str) -> list[dict]:
         self.asked.append(name)
         seconds = (0.1 * len(self.asked), 0.2)
-        return [{"seconds": one, "loss": self.losses[name], "sent": None} for one in seconds]
+        loss = self.losses[name]
+        return [{"seconds": one, "work": 0.5, "loss": loss, "sent": None} for one in seconds]
 
 
 def fake_plan(*names: str, rounds: int) -> cluster.Plan:
@@ -119,6 +120,7 @@ def test_steps_are_taken_in_turn_and_the_slowest_rank_counts():
     assert crew.asked == ["fsdp2", "qwz", "fsdp2", "qwz", "qwz", "fsdp2"]
     assert turns["fsdp2"].seconds == pytest.approx([0.3, 0.6])
     assert turns["qwz"].seconds == pytest.approx([0.4, 0.5])
+    assert turns["qwz"].work == [1.0, 1.0]
 
 
 def test_what_trains_another_model_is_not_timed():
@@ -136,6 +138,7 @@ def made_up(link: dict | None) -> dict:
     plain = Turns(first_loss=5.0, seconds=[2.0, 4.0, 3.0, 9.0, 1.0], losses=[5.0, 4.5, 4.0, 3.5, 3])
     ours = Turns(first_loss=5.0, seconds=[1.5] * 5, losses=[5.0, 4.5, 4.0, 3.5, 3.1])
     for one, sent in ((plain, [None] * 4), (ours, ledger)):
+        one.work = [0.7] * 5
         one.wire, one.sent = [wire if link else []] * 5, [sent] * 5
     built = {"fsdp2": [{"expected": None}] * 4, "zeropp": [{"expected": ledger[0]}] * 4}
     rows = summary({"fsdp2": plain, "zeropp": ours}, built, ranks_per_node=2)
@@ -156,7 +159,7 @@ def test_bytes_are_those_of_nodes_and_stand_beside_the_ledgers():
     plain, ours = made_up(LINK)["runs"][0]["rows"]
     assert plain["median"] == 3 and plain["quartiles"] == [1.5, 6.5]
     assert ours["speedup"] == 2 and plain["speedup"] == 1
-    assert ours["final_loss"] == 3.1
+    assert ours["final_loss"] == 3.1 and ours["processor_seconds"] == 0.7
     assert plain["nodes"][0]["sent"] == 1030 and plain["nodes"][1]["received"] == 1030
     assert plain["nodes"][0]["ledger"] is None and plain["nodes"][0]["difference"] is None
     assert ours["nodes"][0]["difference"] == pytest.approx(0.03)
@@ -264,10 +267,10 @@ def test_nothing_is_left_behind_by_an_interrupted_run(ending: signal.Signals):
         return " ".join(listed).split()
 
     try:
-        wait_until(lambda: len(ranks()) == 4, "ranks in their nodes")
+        wait_until(lambda: len(ranks()) == 4, "ranks in their nodes", seconds=120)
         started = ranks()
         run.send_signal(ending)
-        _, errors = run.communicate(timeout=20)
+        _, errors = run.communicate(timeout=60)
     finally:
         run.kill()
     assert run.returncode == 128 + ending

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,41 +13,11 @@ import pytest
 from benchmarks import emulation
 from benchmarks.crew import Crew, Host, RankFailed, started_crew
 from benchmarks.emulation import bits_per_second, counters, emulated_cluster
+from tests.benchmarks.namespaces import namespaces_of, needs_namespaces
 from zeropp.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 SLEEP = "import time; time.sleep(60)"
-
-
-def why_impossible() -> str:
-    """Why no namespace can be made here; empty if one can."""
-    try:
-        emulation.require_means()
-    except InputError as reason:
-        return str(reason)
-    name = f"zeropp-{os.getpid()}-trial"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if made.returncode != 0:
-        return made.stderr.strip()
-    subprocess.run(["ip", "netns", "delete", name], check=True)
-    return ""
-
-
-IMPOSSIBLE = why_impossible()
-needs_namespaces = pytest.mark.skipif(bool(IMPOSSIBLE), reason=IMPOSSIBLE or "possible")
-
-
-def namespaces_of(process: int) -> set[str]:
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
-    names = {line.split()[0] for line in listed.stdout.splitlines() if line}
-    return {name for name in names if name.startswith(f"zeropp-{process}-")}
-
-
-def wait_until(true: Callable[[], object], what: str, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
