@@ -9,7 +9,6 @@ from torch import nn
 from zeropp import InputError
 from zeropp.deferred import Deferred, recording
 
-
 GIVEN = ("given", "norm.num_batches_tracked")  # made from numbers that are there already
 
 

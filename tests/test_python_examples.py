@@ -1,0 +1,52 @@
+"""The examples in Python learn: DeepSpeed's loop, and a Hugging Face model under all of ZeRO++."""
+
+import json
+import re
+
+from tests.launched import LAUNCH, ROOT, start, zeropp
+
+EXAMPLES = ROOT / "examples"
+SECONDS = 300  # some 15 on an idle machine of 2 cores
+PROGRAM = """
+import runpy, sys
+sys.path.insert(0, {folder!r})
+sys.argv = [{script!r}, "--steps", "10"]
+runpy.run_path({script!r}, run_name="__main__")
+ours = [name for name in sys.modules if name.partition(".")[0] == "megatron_zpp"]
+print("imported of megatron_zpp:", ours)
+"""
+
+
+def test_the_engines_loop_learns_saves_and_goes_on(tmp_path):
+    flags = f"--deepspeed_config {EXAMPLES}/ds_train_engine.json --save {tmp_path}/save --steps"
+    losses = {}
+    for steps in (10, 20):
+        command = zeropp(2, "examples/train_engine.py", f"{flags} {steps}")
+        process = start(command, tmp_path / "log", tmp_path)
+        assert process.wait(timeout=SECONDS) == 0, (tmp_path / "log").read_text()
+        log = (tmp_path / "log").read_text()
+        found = re.findall(r"^step (\d+), loss ([\d.]+)", log, re.M)
+        assert [int(step) for step, _ in found] == [steps]
+        losses |= {int(step): float(loss) for step, loss in found}
+    assert losses[20] < losses[10] and losses[20] < 4.0  # ln 256 = 5.5 is chance
+    saved = {path.name for path in (tmp_path / "save").iterdir()}
+    assert saved == {"global_step10", "global_step20", "latest", "pytorch_model.bin"}
+
+
+def test_gpt2_learns_with_all_three_on_without_megatron_zpp(tmp_path):
+    zero = json.loads((EXAMPLES / "ds_hugging_face.json").read_text())["zero_optimization"]
+    assert zero["zero_quantized_weights"] and zero["zero_quantized_gradients"]
+    assert zero["zero_hpz_partition_size"] == 2 and zero["stage"] == 3
+    program, log = tmp_path / "program.py", tmp_path / "log"
+    script = str(EXAMPLES / "shard_hugging_face.py")
+    program.write_text(PROGRAM.format(folder=str(EXAMPLES), script=script))
+    launch = [*LAUNCH, "--num_ranks", "4", "--ranks_per_node", "2", str(program)]
+    assert start(launch, log, tmp_path).wait(timeout=SECONDS) == 0, log.read_text()
+    text = log.read_text()
+    losses = [float(loss) for loss in re.findall(r"^step \d+, loss ([\d.]+)", text, re.M)]
+    assert len(losses) == 2 and losses[0] > 5 > 4.5 > losses[1]  # ln 256 = 5.5 is chance
+    assert text.count("imported of megatron_zpp: []") == 4
+    sent = dict(re.findall(r"sent per step, (\w+, \w+): ([\d.]+) KiB", text))
+    # Backward finds the weights that forward left in the node: they do not cross nodes again.
+    assert float(sent["weights_forward, across_nodes"]) > 0
+    assert float(sent.get("weights_backward, across_nodes", "0")) == 0
