@@ -23,6 +23,8 @@ from megatron_zpp.stopping import Stopping
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.writers import open_writers
 from zeropp import InputError, LossScaler, Sharding
+from zeropp.route import require_fit
+from zeropp.shard import find_nodes
 from zeropp.unison import in_unison
 
 log = logging.getLogger("megatron_zpp")
@@ -30,6 +32,7 @@ log = logging.getLogger("megatron_zpp")
 
 def assemble(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> Run:
     """Everything up to the first iteration; raises InputError for what a person has to mend."""
+    require_fit(config.zero, find_nodes(ranks.mesh, config.zero))
     if config.checkpoint.use_checkpoint_args:
         config = with_checkpoint_model(config)
     data, tokenizer = ranks.rank_zero_first(lambda: open_source(config.data, config.tokenizer))

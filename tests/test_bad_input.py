@@ -82,6 +82,29 @@ def test_json(fails, tmp_path, text, culprits):
     assert all(culprit in message for culprit in culprits), message
 
 
+@pytest.mark.parametrize(
+    ("stage", "text", "culprits"),
+    [
+        (2, '{"zero_optimization": {"zero_hpz_partition_size": 2}}',
+         ["zero_hpz_partition_size = 2", "stage = 2", "stage 3"]),
+        (0, '{"zero_optimization": {"zero_quantized_gradients": true}}',
+         ["zero_quantized_gradients = true", "stage = 0", "stage 1, 2 or 3"]),
+        (0, '{"zero_optimization": {"zero_quantized_weights": true}}',
+         ["zero_quantized_weights = true", "stage = 0"]),
+        (3, '{"zeropp": {"weight_bits": 7}}', ["zeropp.weight_bits = 7", "4, 8, 16"]),
+        (3, '{"zeropp": {"gradient_bits": [8, 2]}}', ["gradient_bits = 2", "4, 8, 16"]),
+        (3, '{"zeropp": {"gradient_bits": [8, 8, 4]}}', ["[8, 8, 4]", "two values"]),
+        (3, '{"zeropp": {"ranks_per_node": 0}}', ["ranks_per_node = 0", "at least 1"]),
+    ],
+)  # fmt: skip
+def test_zeropp(fails, tmp_path, stage, text, culprits):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    message = fails(f"{MOCK} --zero-stage {stage} --deepspeed_config {path}")
+    assert all(culprit in message for culprit in culprits), message
+    assert message.startswith("error: ") and "\n" not in message
+
+
 def test_missing_data(fails, tmp_path):
     assert "nowhere" in fails(f"{DATA} {tmp_path}/nowhere")
 

@@ -111,6 +111,20 @@ class Route:
         return Hop(members=tuple(members), nodes=self.nodes)
 
 
+def require_fit(config: ZeroConfig, nodes: Nodes) -> None:
+    """Raise InputError for an hpZ partition that does not divide the ranks.
+
+    For programs that want to know before they build anything; `weight_route` asks by itself.
+    """
+    wanted = config.zero_optimization.zero_hpz_partition_size
+    if wanted <= nodes.num_ranks and nodes.num_ranks % wanted:
+        raise InputError(
+            f"zero_optimization.zero_hpz_partition_size = {wanted} does not divide the "
+            f"{nodes.num_ranks} ranks: use the ranks of one node, {nodes.ranks_per_node}, "
+            "or another divisor"
+        )
+
+
 def weight_route(config: ZeroConfig, nodes: Nodes) -> Route:
     """How weights are gathered: outer hop, then inner hop (D3); flat where nothing asks for two.
 
@@ -133,6 +147,7 @@ def gradient_route(config: ZeroConfig, nodes: Nodes) -> Route:
 
 def _secondary_partition(config: ZeroConfig, nodes: Nodes) -> int:
     """Ranks that share one secondary copy; 1 means there is none."""
+    require_fit(config, nodes)
     wanted = config.zero_optimization.zero_hpz_partition_size
     if wanted > nodes.num_ranks:
         log.info(
@@ -140,10 +155,4 @@ def _secondary_partition(config: ZeroConfig, nodes: Nodes) -> int:
             "node", wanted, nodes.num_ranks, nodes.ranks_per_node,
         )  # fmt: skip
         return nodes.ranks_per_node
-    if nodes.num_ranks % wanted:
-        raise InputError(
-            f"zero_optimization.zero_hpz_partition_size = {wanted} does not divide the "
-            f"{nodes.num_ranks} ranks: use the ranks of one node, {nodes.ranks_per_node}, "
-            "or another divisor"
-        )
     return wanted
