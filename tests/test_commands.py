@@ -1,5 +1,6 @@
 """The commands people type, on real ranks under real launchers; kills and signals included."""
 
+import json
 import os
 import re
 import signal
@@ -9,13 +10,13 @@ import time
 
 import pytest
 
-from tests.launched import ROOT, TORCHRUN, kill_all, rank_pid, start, wait_for, zeropp
+from tests.launched import LAUNCH, ROOT, TORCHRUN, kill_all, rank_pid, start, wait_for, zeropp
 
 TUTORIAL = (
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 2 "
     "--hidden-size 64 --seq-length 64 --num-attention-heads 4 --batch-size 1 --zero-stage 3 "
-    f"--deepspeed_config {ROOT}/examples/ds_zero3.json --deepspeed-activation-checkpointing "
-    "--fp16 --checkpoint-activations "
+    f"--deepspeed_config {ROOT}/examples/ds_zeropp_config.json "
+    "--deepspeed-activation-checkpointing --fp16 --checkpoint-activations "
 )
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data "
@@ -45,15 +46,22 @@ def losses(text: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"lm loss: (\S+) \|", text)]
 
 
-def test_the_tutorials_command_under_torchrun(launch):
-    flags = TUTORIAL + "--train-iters 5 --log-interval 1 --initial-loss-scale 65536"
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_tutorials_command(nodes, launch):
+    flags = TUTORIAL + "--train-iters 5 --log-interval 1 --initial-loss-scale 1024"
     script = str(ROOT / "pretrain_zeropp_gpt.py")
-    process, log = launch([*TORCHRUN, "--nproc-per-node", "4", script, *flags.split()])
+    launcher = [*TORCHRUN, "--nproc-per-node", "4"]
+    if nodes == 2:
+        launcher = [*LAUNCH, "--num_ranks", "4", "--ranks_per_node", "2"]
+    process, log = launch([*launcher, script, *flags.split()])
     assert process.wait(200) == 0, log.read_text()
     text = log.read_text()
     assert len(losses(text)) == 5 and all(0 < loss < 20 for loss in losses(text))
-    skipped = re.findall(r"number of skipped iterations: +(\d+)", text)
-    assert skipped.count("0") >= 1
+    assert re.findall(r"number of skipped iterations: +(\d+)", text) == ["0"] * 5
+    assert f"using the {4 // nodes} of one node" in text and "INT8" in text
+    crossed = re.findall(r"across nodes: (\S+) .* weights backward: (\S+) ", text)
+    assert len(crossed) == 5 and all(float(backward) == 0 for _, backward in crossed)
+    assert all((float(total) > 0) == (nodes == 2) for total, _ in crossed)
 
 
 def test_a_killed_rank_is_named_and_the_others_end(launch):
@@ -72,6 +80,25 @@ def test_bad_flags_on_several_ranks_are_said_once(launch):
     text = log.read_text()
     assert text.count("error: ") == 1 and "--no-such-flag" in text
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"zero_optimization": {"zero_hpz_partition_size": 3}}, ["partition_size = 3", "4 ranks"]),
+        ({"zeropp": {"ranks_per_node": 3}}, ["ranks_per_node = 3", "4 ranks"]),
+    ],
+)
+def test_what_does_not_fit_the_ranks_is_said_once_before_anything_is_built(
+    settings, named, launch, tmp_path
+):
+    (tmp_path / "ds.json").write_text(json.dumps(settings))
+    flags = f"{TINY} --deepspeed_config {tmp_path}/ds.json --data-path nowhere"
+    process, log = launch(zeropp(4, "pretrain_gpt.py", flags.replace("--mock-data", "")))
+    assert process.wait(120) != 0
+    text = log.read_text()
+    assert text.count("error: ") == 1 and "Traceback" not in text, text
+    assert all(name in text for name in named) and "nowhere" not in text
 
 
 def test_sigterm_saves_and_the_next_run_goes_on(launch, tmp_path):

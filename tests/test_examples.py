@@ -20,7 +20,12 @@ from zeropp import ZeroConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-JSON_FILES = sorted(EXAMPLES.glob("*.json"))
+PYTHON = {  # run by tests/test_python_examples.py, with the JSON that they read
+    "train_engine.py", "ds_train_engine.json",
+    "shard_hugging_face.py", "ds_hugging_face.json",
+    "standard_library.py",
+}  # fmt: skip
+JSON_FILES = sorted(path for path in EXAMPLES.glob("*.json") if path.name not in PYTHON)
 SMALL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--micro-batch-size 1 --global-batch-size 8 --train-iters 2 --lr-warmup-iters 1 "
@@ -33,6 +38,12 @@ SCRIPTS = {
     "--ffn-hidden-size 64 --lr-wsd-decay-iters 1",
 }
 SLURM = "slurm.sh"
+TUTORIAL = "pretrain_zeropp_18b.sh"
+IDLE = {  # keys of DeepSpeed's own files that change nothing here, and are said to
+    "ds_zeropp_config.json": (
+        "reduce_bucket_size", "reduce_scatter", "contiguous_gradients", "overlap_comm"
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +97,9 @@ def run(script: str, flags: str, programs: Path, folder: Path, **variables: str)
 
 
 def test_nothing_in_the_folder_is_untested() -> None:
-    tested = {*SCRIPTS, SLURM, *(path.name for path in JSON_FILES)}
-    assert {path.name for path in EXAMPLES.iterdir()} == tested and JSON_FILES
+    tested = {*SCRIPTS, SLURM, TUTORIAL, *PYTHON, *(path.name for path in JSON_FILES)}
+    found = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
+    assert found == tested and JSON_FILES
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -124,11 +136,40 @@ def test_slurm_script_starts_torchrun_once_on_each_machine(programs, tmp_path) -
     assert int(words[words.index("--exit-duration-in-mins") + 1]) < 60 * int(limit)
 
 
+def test_tutorial_script_trains_with_small_sizes(corpus, programs) -> None:
+    one_rank = f'until [ -f "$1" ]; do shift; done; exec "{sys.executable}" "$@"'
+    put(programs, "torchrun", one_rank)
+    log = run(TUTORIAL, f"{SMALL} {SCRIPTS['pretrain_gpt2_124m.sh']}", programs, corpus)
+    assert len(numbers(log)) == 2 and "Finished" in log
+    for folder in ("save", "board"):
+        (corpus / folder).rename(corpus / f"{folder}-{TUTORIAL}")
+
+
+def test_tutorial_script_starts_torchrun_for_the_machines_it_is_told(programs, tmp_path) -> None:
+    put(programs, "torchrun", 'printf "%s\n" torchrun "$@"')
+    words = run(TUTORIAL, "", programs, tmp_path, NODES="4", GPUS="8", FIRST="one").splitlines()
+    assert words[:5] == ["torchrun", "--nnodes", "4", "--nproc-per-node", "8"]
+    assert "one:29500" in words and str(ROOT / "pretrain_zeropp_gpt.py") in words
+    assert problem(words) is None
+
+
+def test_the_tutorials_json_is_the_tutorials() -> None:
+    ours = json.loads((EXAMPLES / "ds_zeropp_config.json").read_text())
+    assert ours == {
+        "zero_optimization": {
+            "stage": 3, "reduce_bucket_size": 10000000, "reduce_scatter": True,
+            "zero_quantized_weights": True, "zero_hpz_partition_size": 16,
+            "zero_quantized_gradients": True, "contiguous_gradients": True, "overlap_comm": True,
+        }
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("path", JSON_FILES, ids=lambda path: path.name)
 @ranks(2)
 def test_json_runs(path, tmp_path) -> None:
     config = ZeroConfig.from_json(path)
-    assert config.notices == ()
+    said = [notice.split()[0].rpartition(".")[2] for notice in config.notices]
+    assert sorted(said) == sorted(IDLE.get(path.name, ()))
     log = log_of(f"--deepspeed_config {path} --micro-batch-size 2 --train-iters 2")
     if dist.get_rank() == 0:
         assert len(numbers(log)) == 2
