@@ -9,12 +9,14 @@ ARGS ?=
 EXACT := $(if $(filter file,$(origin TORCH)),,--exact)
 DONE := .venv/.setup-done$(if $(EXACT),-torch-$(TORCH))
 
-# What `make pretrain` trains: a small GPT on the text of Python's own standard library.
+# What `make pretrain` trains: a small GPT on the text of Python's own standard library. The JSON
+# switches ZeRO++ on and says that every two ranks are a node.
 PRETRAIN := \
     --num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256 \
     --position-embedding-type rope --untie-embeddings-and-output-weights \
     --hidden-dropout 0 --attention-dropout 0 \
-    --micro-batch-size 2 --global-batch-size 8 --train-iters 400 --zero-stage 3 \
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 400 \
+    --deepspeed_config examples/ds_zeropp_two_nodes.json \
     --lr 3e-3 --lr-decay-style cosine --lr-warmup-iters 20 --adam-beta2 0.95 \
     --log-interval 20 --eval-interval 100 --eval-iters 16 --eval-at-start --num-workers 0 \
     --save runs/pretrain/checkpoints --load runs/pretrain/checkpoints --save-interval 50 \
@@ -32,7 +34,7 @@ setup: $(DONE) ## make .venv with everything in it (instant the second time)
 test: setup ## run the tests (ARGS="-k name" chooses)
 	.venv/bin/python -m pytest $(ARGS)
 
-pretrain: setup ## train a small GPT on RANKS ranks under ZeRO-3; resumes where it was stopped
+pretrain: setup ## train a small GPT with ZeRO++ on RANKS ranks, two to a node; resumes where it stopped
 	.venv/bin/zeropp --num_ranks $(RANKS) pretrain_gpt.py $(PRETRAIN) \
 	    $$(.venv/bin/python tools/faster_precision.py) $(ARGS)
 
