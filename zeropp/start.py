@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
@@ -62,6 +63,8 @@ def initialize(
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise InputError(f"zeropp.initialize needs model=, an nn.Module, not {kind}")
+    if any(isinstance(one, DTensor) for one in model.parameters()):
+        raise InputError("the model given to zeropp.initialize is sharded already: give a new one")
     zero = ZeroConfig.from_json(_one_config(args, config, config_params))
     _require_said(zero)
     _require_one(zero, optimizer, lr_scheduler)

@@ -88,8 +88,9 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
     others = []
     try:
         for one in sharded:
-            others.append(_whole(one))
-            torch.utils.swap_tensors(one, others[-1])  # what was `one` everywhere is whole now
+            whole = _whole(one)
+            torch.utils.swap_tensors(one, whole)  # what was `one` everywhere is whole now
+            others.append(whole)
         yield
     finally:
         for one, other in zip(sharded, others, strict=False):

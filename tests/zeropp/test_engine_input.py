@@ -71,6 +71,8 @@ def test_an_optimizer_that_has_stepped_is_refused():
     optimizer.step()
     with pytest.raises(InputError, match="has state already"):
         zeropp.initialize(model=model, optimizer=optimizer, config=UNNAMED)
+    with pytest.raises(InputError, match="is sharded already"):
+        zeropp.initialize(model=model, config=config_of())
 
 
 @ranks(1)
