@@ -77,6 +77,9 @@ class Native:
 
     def reduce_dequantize(self, packed: Tensor, out: Tensor, layout: Layout) -> None:
         """As `reference.reduce_dequantize`."""
+        if not packed.shape[0]:
+            out.zero_()  # the sum of no terms
+            return
         self.library.zpp_reduce_dequantize(
             _described(layout), packed.data_ptr(), out.data_ptr(), _TYPES.index(out.dtype),
             packed.shape[0], torch.get_num_threads(),
