@@ -17,6 +17,7 @@ from zeropp.errors import InputError
 log = logging.getLogger("zeropp")
 
 UNQUANTIZED = 16
+_NOTHING_KEPT = "a copy split over all ranks would be the shards themselves, so none is kept"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +153,10 @@ def _secondary_partition(config: ZeroConfig, nodes: Nodes) -> int:
     if wanted > nodes.num_ranks:
         log.info(
             "zero_hpz_partition_size = %d is more than the %d ranks there are: using the %d of one "
-            "node", wanted, nodes.num_ranks, nodes.ranks_per_node,
+            "node%s", wanted, nodes.num_ranks, nodes.ranks_per_node,
+            f"; {_NOTHING_KEPT}" if nodes.count == 1 else "",
         )  # fmt: skip
         return nodes.ranks_per_node
+    if wanted == nodes.num_ranks > 1:
+        log.info("zero_hpz_partition_size = %d is all ranks: %s", wanted, _NOTHING_KEPT)
     return wanted

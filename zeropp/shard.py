@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.collectives import GradientMean, SecondaryCopies, WeightGather
@@ -33,6 +32,7 @@ from zeropp.in_flight import Reductions
 from zeropp.link import Link, connect
 from zeropp.materialize import fill, set_aside
 from zeropp.route import Nodes, Route, gradient_route, weight_route
+from zeropp.shardable import require_shardable
 from zeropp.sharding import Sharding
 from zeropp.topology import Environment
 from zeropp.traffic import Traffic
@@ -140,8 +140,8 @@ def _shard(
         return Sharding(**facts)
     if mesh is None or mesh.ndim != 1:
         raise InputError(f"zeropp.shard needs a device mesh of one axis (the data axis): {mesh}")
-    _require_known_parameters(model)
     blocks = tuple(outermost_blocks(model) if units is None else units)
+    require_shardable(model, blocks)
     nodes = find_nodes(mesh, config)
     routes = weight_route(config, nodes), gradient_route(config, nodes)
     _shard_units(model, blocks, mesh, config, cast_forward_inputs)
@@ -210,19 +210,3 @@ def _connect(
     hops = route.inner_hop(position), route.outer_hop(position)
     inner, outer = (connect(hop, ranks, position, traffic) for hop in hops)
     return inner, outer
-
-
-def _require_known_parameters(model: nn.Module) -> None:
-    """Raise InputError naming the parameters that cannot be gathered as numbers."""
-    for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
-            raise InputError(
-                f"parameter {name} is {parameter.dtype}: only floating-point parameters can be "
-                "sharded; register it as a buffer, which every rank keeps whole"
-            )
-        kind = type(parameter)
-        if kind not in (nn.Parameter, DTensor):
-            raise InputError(
-                f"parameter {name} is a {kind.__module__}.{kind.__qualname__}, which zeropp does "
-                "not know how to gather: use a plain torch.nn.Parameter"
-            )

@@ -1,4 +1,4 @@
-"""Many nodes without having them: one step's ledger under a fake process group, and the formulas."""
+"""Many nodes without having them: a step's ledger under a fake process group, and the formulas."""
 
 from collections import Counter
 

@@ -1,0 +1,77 @@
+"""Whether a model can be sharded, asked before anything of it is changed.
+
+FSDP2 finds some of this only in the first forward pass, and says it in words of its own.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zeropp import fsdp_adapter as fsdp
+from zeropp.errors import InputError
+
+
+def require_shardable(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Raise InputError naming the parameters that keep `model` from being sharded by `blocks`."""
+    for name, module in model.named_modules():
+        if isinstance(module, fsdp.FSDPModule):
+            where = f"its {name}" if name else "it"
+            raise InputError(f"the model given to zeropp.shard, {where}, is sharded already: "
+                             "give a new one")  # fmt: skip
+    for name, parameter in model.named_parameters():
+        _require_known(name, parameter)
+    owners: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    trained: dict[nn.Module, tuple[torch.dtype, str]] = {}
+    for unit, name, parameter in _by_unit(model, frozenset(blocks), model):
+        _require_one_unit(*owners.setdefault(parameter, (unit, name)), unit, name)
+        if parameter.requires_grad:
+            _require_one_type(*trained.setdefault(unit, (parameter.dtype, name)), parameter, name)
+
+
+def _require_known(name: str, parameter: nn.Parameter) -> None:
+    """Only plain parameters of floating-point numbers can be gathered as numbers."""
+    kind = type(parameter)
+    if kind not in (nn.Parameter, DTensor):
+        raise InputError(
+            f"parameter {name} is a {kind.__module__}.{kind.__qualname__}, which zeropp does "
+            "not know how to gather: use a plain torch.nn.Parameter"
+        )
+    if not parameter.is_floating_point():
+        raise InputError(
+            f"parameter {name} is {parameter.dtype}: only floating-point parameters can be "
+            "sharded; register it as a buffer, which every rank keeps whole"
+        )
+
+
+def _require_one_unit(first: nn.Module, first_name: str, unit: nn.Module, name: str) -> None:
+    """A weight that two units share would be two weights once they are sharded."""
+    if unit is not first:
+        raise InputError(
+            f"{first_name} and {name} are one parameter in two units that are gathered apart: "
+            "give zeropp.shard units= without those two, or do not share it"
+        )
+
+
+def _require_one_type(
+    dtype: torch.dtype, first_name: str, parameter: nn.Parameter, name: str
+) -> None:
+    """The gradients of a unit are averaged in one buffer."""
+    if parameter.dtype != dtype:
+        raise InputError(
+            f"{first_name} is {dtype} and {name} {parameter.dtype}: the parameters of a unit that "
+            "are trained must have one type; call model.float(), and let bf16.enabled or "
+            "fp16.enabled choose what is computed in"
+        )
+
+
+def _by_unit(
+    module: nn.Module, units: frozenset[nn.Module], unit: nn.Module, prefix: str = ""
+) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """(unit, name, parameter) of every place of a parameter: the innermost unit it is in."""
+    unit = module if module in units else unit
+    for name, parameter in module.named_parameters(recurse=False):
+        yield unit, prefix + name, parameter
+    for name, child in module.named_children():
+        yield from _by_unit(child, units, unit, f"{prefix}{name}.")
