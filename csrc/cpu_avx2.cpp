@@ -28,12 +28,12 @@ I bf16_of(__m256 value) {
     return _mm256_srli_epi32(_mm256_blendv_epi8(up, quiet, nan), 16);
 }
 
-// The 32 int8 of four vectors of floats, rounded half to even and saturated, in order.
+// The 32 int8 of four vectors of floats, rounded half to even and saturated; four from the lower
+// half of each vector, then four from the upper half of each.
 I rounded(const __m256* unit) {
     const I a = _mm256_packs_epi32(_mm256_cvtps_epi32(unit[0]), _mm256_cvtps_epi32(unit[1]));
     const I b = _mm256_packs_epi32(_mm256_cvtps_epi32(unit[2]), _mm256_cvtps_epi32(unit[3]));
-    const I order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(a, b), order);
+    return _mm256_packs_epi16(a, b);
 }
 
 __m256 floats(__m128i int8s) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(int8s)); }
@@ -85,14 +85,17 @@ struct Avx2 {
     template <Width W> static void put(const F* unit, uint8_t* codes) {
         I bytes = rounded(unit);
         if (W == INT8) {
-            put_at(codes, bytes);
+            const I order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+            put_at(codes, _mm256_permutevar8x32_epi32(bytes, order));
             return;
         }
         bytes = _mm256_min_epi8(bytes, _mm256_set1_epi8(7));  // none is below -8.07 steps
         bytes = _mm256_and_si256(bytes, _mm256_set1_epi8(15));
         const I pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(0x1001));  // low + 16 high
-        const I packed = _mm256_permute4x64_epi64(_mm256_packus_epi16(pairs, pairs), 0x08);
-        put_half_at(codes, _mm256_castsi256_si128(packed));
+        const __m128i packed = _mm_packus_epi16(_mm256_castsi256_si128(pairs),
+                                                _mm256_extracti128_si256(pairs, 1));
+        const __m128i order = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+        put_half_at(codes, _mm_shuffle_epi8(packed, order));
     }
 
     template <Width W> static void get(const uint8_t* codes, F* unit) {
@@ -117,8 +120,9 @@ struct Avx2 {
     static void extremes(const uint16_t* from, int64_t size, uint32_t* high, uint32_t* low) {
         I most = _mm256_set1_epi16(INT16_MIN), top = _mm256_setzero_si256();
         for (int64_t i = 0; i < size; i += 16) {
-            most = _mm256_max_epi16(most, at(from + i));
-            top = _mm256_max_epu16(top, at(from + i));
+            const I words = at(from + i);
+            most = _mm256_max_epi16(most, words);
+            top = _mm256_max_epu16(top, words);
         }
         const __m128i sign = _mm_set1_epi16(INT16_MIN);
         const __m128i most8 = _mm_max_epi16(_mm256_castsi256_si128(most),
@@ -130,16 +134,24 @@ struct Avx2 {
 
     static void extremes(const uint32_t* from, int64_t size, uint32_t* high, uint32_t* low) {
         I most = _mm256_set1_epi32(INT32_MIN), top = _mm256_setzero_si256();
-        for (int64_t i = 0; i < size; i += 8) {
-            most = _mm256_max_epi32(most, at(from + i));
-            top = _mm256_max_epu32(top, at(from + i));
+        I most2 = most, top2 = top;  // two chains, which run side by side
+        for (int64_t i = 0; i < size; i += 16) {
+            const I words = at(from + i), words2 = at(from + i + 8);
+            most = _mm256_max_epi32(most, words);
+            top = _mm256_max_epu32(top, words);
+            most2 = _mm256_max_epi32(most2, words2);
+            top2 = _mm256_max_epu32(top2, words2);
         }
-        __m128i m = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
-        __m128i t = _mm_max_epu32(_mm256_castsi256_si128(top), _mm256_extracti128_si256(top, 1));
-        m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E));
-        t = _mm_max_epu32(t, _mm_shuffle_epi32(t, 0x4E));
-        *high = uint32_t(_mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xB1))));
-        *low = uint32_t(_mm_cvtsi128_si32(_mm_max_epu32(t, _mm_shuffle_epi32(t, 0xB1))));
+        most = _mm256_max_epi32(most, most2);
+        top = _mm256_max_epu32(top, top2);
+        top = _mm256_xor_si256(top, _mm256_set1_epi32(INT32_MIN));  // in signed order, like most
+        const I four = _mm256_max_epi32(_mm256_unpacklo_epi64(most, top),
+                                        _mm256_unpackhi_epi64(most, top));
+        const __m128i two = _mm_max_epi32(_mm256_castsi256_si128(four),
+                                          _mm256_extracti128_si256(four, 1));
+        const __m128i both = _mm_max_epi32(two, _mm_shuffle_epi32(two, 0xB1));
+        *high = uint32_t(_mm_cvtsi128_si32(both));
+        *low = uint32_t(_mm_extract_epi32(both, 2)) ^ 0x80000000u;
     }
 };
 

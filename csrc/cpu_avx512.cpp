@@ -121,8 +121,9 @@ struct Avx512 {
     static void extremes(const uint16_t* from, int64_t size, uint32_t* high, uint32_t* low) {
         I most = _mm512_set1_epi16(INT16_MIN), top = _mm512_setzero_si512();
         for (int64_t i = 0; i < size; i += 32) {
-            most = _mm512_max_epi16(most, at(from + i));
-            top = _mm512_max_epu16(top, at(from + i));
+            const I words = at(from + i);
+            most = _mm512_max_epi16(most, words);
+            top = _mm512_max_epu16(top, words);
         }
         const __m256i most16 = _mm256_max_epi16(_mm512_castsi512_si256(most),
                                                 _mm512_extracti64x4_epi64(most, 1));
@@ -135,8 +136,9 @@ struct Avx512 {
     static void extremes(const uint32_t* from, int64_t size, uint32_t* high, uint32_t* low) {
         I most = _mm512_set1_epi32(INT32_MIN), top = _mm512_setzero_si512();
         for (int64_t i = 0; i < size; i += 16) {
-            most = _mm512_max_epi32(most, at(from + i));
-            top = _mm512_max_epu32(top, at(from + i));
+            const I words = at(from + i);
+            most = _mm512_max_epi32(most, words);
+            top = _mm512_max_epu32(top, words);
         }
         *high = uint32_t(_mm512_reduce_max_epi32(most));
         *low = _mm512_reduce_max_epu32(top);

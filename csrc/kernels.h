@@ -10,7 +10,7 @@ enum Type { BF16 = 0, FP16 = 1, FP32 = 2, NUM_TYPES = 3 };
 enum Width { INT8 = 0, INT4 = 1, NUM_WIDTHS = 2 };
 
 constexpr int64_t TILE = 2048;  // elements; a multiple of every block
-constexpr int MAX_TERMS = 4;    // of one call of a sum
+constexpr int MAX_TERMS = 8;    // of one call of a sum
 
 // Where a tile's codes and scales are.
 struct Coded {

@@ -68,28 +68,32 @@ ZPP_HD uint16_t to_fp16(float value) {
     return uint16_t(sign | ((size + 0xFFFu + ((size >> 13) & 1u) - 0x38000000u) >> 13));
 }
 
+// All ones or none: what a block's scale needs has no branches, so that compilers make vectors of it.
+ZPP_HD uint32_t mask_of(bool condition) { return 0u - uint32_t(condition); }
+
 // The element of the largest magnitude, from its bits; the positive one of a tie. `high` is the
 // largest of all bits read as signed integers, `low` as unsigned: the largest positive and the most
 // negative element where there are both, else twice the same.
 ZPP_HD uint32_t extreme_bits(uint32_t high, uint32_t low, uint32_t sign) {
-    const uint32_t take_low = 0u - uint32_t((high & ~sign) < (low & ~sign));  // not a branch
+    const uint32_t take_low = mask_of((high & ~sign) < (low & ~sign));
     return (high & ~take_low) | (low & take_low);
 }
 
 // The bf16 scale of a block: -extreme / 2^(bits-1), cut off to 8 significant bits, so that the
 // extreme gets the code -2^(bits-1) and no code times its scale is larger than the extreme.
 // 0 for a block of zeros or below TINY, NaN for a block that is not finite.
-ZPP_HD uint16_t scale_of(float extreme, int bits) {
+ZPP_HD uint32_t scale_of(float extreme, int bits) {
     const uint32_t size = bits_of(extreme) & 0x7FFFFFFFu;
-    if (size >= INFINITY_BITS) return NAN_SCALE;
-    if (size < bits_of(TINY)) return 0;
-    return uint16_t(bits_of(extreme * (bits == 8 ? -0.0078125f : -0.125f)) >> 16);
+    const uint32_t scale = bits_of(extreme * (bits == 8 ? -0.0078125f : -0.125f)) >> 16;
+    const uint32_t finite = mask_of(size < INFINITY_BITS);
+    return (scale & finite & mask_of(size >= bits_of(TINY))) | (NAN_SCALE & ~finite);
 }
 
-// What elements are multiplied by; call it for a scale that has codes (has_codes) only.
-ZPP_HD float steps_per_unit(uint16_t scale) { return 1.0f / from_bf16(scale); }
-
-ZPP_HD bool has_codes(uint16_t scale) { return (scale & 0x7FFF) != 0 && scale != NAN_SCALE; }
+// What elements are multiplied by to give steps; 0 for a block whose codes are all 0.
+ZPP_HD float steps_per_unit(uint32_t scale) {
+    const uint32_t factor = bits_of(1.0f / float_of(scale << 16));
+    return float_of(factor & mask_of((scale & 0x7FFF) != 0) & mask_of(scale != NAN_SCALE));
+}
 
 // The code of an element that is `steps` (at most 2^9) steps large: rounded half to even by adding
 // 1.5 * 2^23, then clamped.

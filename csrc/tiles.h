@@ -20,6 +20,9 @@ template <> struct Codes<INT4> {
     static constexpr int BITS = 4, BLOCK = BLOCK4;
 };
 
+// Loops over a block are compiled twice: for a whole block, whose size is then known, and for less.
+#define ZPP_INLINE static inline __attribute__((always_inline))
+
 template <class V> constexpr int64_t UNIT = 4 * V::WIDTH;
 
 template <Type T> ZPP_HD float widen(uint32_t word) {
@@ -39,7 +42,7 @@ template <class V, Type T, Width W> struct Block {
     using Word = typename Element<T>::Word;
     using F = typename V::F;
 
-    static void extremes(const Word* values, int64_t size, uint32_t* high, uint32_t* low) {
+    ZPP_INLINE void extremes(const Word* values, int64_t size, uint32_t* high, uint32_t* low) {
         const int64_t whole = size / UNIT<V> * UNIT<V>, left = size - whole;
         *high = uint32_t(1) << (8 * sizeof(Word) - 1);  // the least signed word, and the least
         *low = 0;                                       // unsigned one: neutral
@@ -53,7 +56,7 @@ template <class V, Type T, Width W> struct Block {
         }
     }
 
-    static void encode(const Word* values, uint8_t* codes, float factor) {
+    ZPP_INLINE void encode(const Word* values, uint8_t* codes, float factor) {
         F unit[4];
         V::template load<T>(values, unit);
         const F factors = V::all(factor);
@@ -61,14 +64,7 @@ template <class V, Type T, Width W> struct Block {
         V::template put<W>(unit, codes);
     }
 
-    static uint16_t scale(const Word* values, int64_t size) {
-        uint32_t high, low;
-        extremes(values, size, &high, &low);
-        const uint32_t sign = uint32_t(1) << (8 * sizeof(Word) - 1);
-        return scale_of(widen<T>(extreme_bits(high, low, sign)), Codes<W>::BITS);
-    }
-
-    static void quantize(const Word* values, uint8_t* codes, float factor, int64_t size) {
+    ZPP_INLINE void quantize(const Word* values, uint8_t* codes, float factor, int64_t size) {
         constexpr int BITS = Codes<W>::BITS;
         const int64_t whole = size / UNIT<V> * UNIT<V>, left = size - whole;
         for (int64_t i = 0; i < whole; i += UNIT<V>) {
@@ -82,7 +78,7 @@ template <class V, Type T, Width W> struct Block {
         memcpy(codes + whole * BITS / 8, coded, size_t((left * BITS + 7) / 8));
     }
 
-    static void decode(const uint8_t* codes, Word* values, float scale) {
+    ZPP_INLINE void decode(const uint8_t* codes, Word* values, float scale) {
         F unit[4];
         V::template get<W>(codes, unit);
         const F scales = V::all(scale), zero = V::all(0.0f);
@@ -90,7 +86,7 @@ template <class V, Type T, Width W> struct Block {
         V::template store<T>(unit, values);
     }
 
-    static void dequantize(const uint8_t* codes, Word* values, uint16_t scale, int64_t size) {
+    ZPP_INLINE void dequantize(const uint8_t* codes, Word* values, uint16_t scale, int64_t size) {
         constexpr int BITS = Codes<W>::BITS;
         const float factor = from_bf16(scale);
         const int64_t whole = size / UNIT<V> * UNIT<V>, left = size - whole;
@@ -106,39 +102,58 @@ template <class V, Type T, Width W> struct Block {
     }
 };
 
-// All scales come first, so that the processor works on several blocks' at a time.
+// All scales come first: several blocks' at a time, in vectors where the compiler sees them.
 template <class V, Type T, Width W>
 static void quantize_tile(const void* from, uint8_t* codes, uint8_t* scales, int64_t size) {
     using B = Block<V, T, W>;
-    constexpr int64_t BLOCK = Codes<W>::BLOCK;
+    constexpr int64_t BLOCK = Codes<W>::BLOCK, BITS = Codes<W>::BITS;
     const auto* values = static_cast<const typename B::Word*>(from);
-    float factors[TILE / BLOCK];
-    for (int64_t i = 0; i < size; i += BLOCK) {
-        const uint16_t scale = B::scale(values + i, size - i < BLOCK ? size - i : BLOCK);
-        memcpy(scales + i / BLOCK * 2, &scale, 2);
-        factors[i / BLOCK] = has_codes(scale) ? steps_per_unit(scale) : 0.0f;
+    const int64_t whole = size / BLOCK, left = size % BLOCK, blocks = whole + (left != 0);
+    constexpr int64_t BLOCKS = TILE / BLOCK;
+    uint32_t high[BLOCKS] = {}, low[BLOCKS] = {};
+    uint16_t scale[BLOCKS];
+    float factors[BLOCKS];
+    for (int64_t i = 0; i < whole; ++i) {
+        B::extremes(values + i * BLOCK, BLOCK, high + i, low + i);
     }
-    for (int64_t i = 0; i < size; i += BLOCK) {
-        const int64_t length = size - i < BLOCK ? size - i : BLOCK;
-        uint8_t* target = codes + i * Codes<W>::BITS / 8;
-        if (factors[i / BLOCK] == 0.0f) {
-            memset(target, 0, size_t((length * Codes<W>::BITS + 7) / 8));
+    if (left) B::extremes(values + whole * BLOCK, left, high + whole, low + whole);
+    constexpr uint32_t SIGN = uint32_t(1) << (8 * sizeof(typename B::Word) - 1);
+    for (int64_t i = 0; i < BLOCKS; ++i) {  // all of a tile's, so that the count is known
+        const uint32_t bits = scale_of(widen<T>(extreme_bits(high[i], low[i], SIGN)), BITS);
+        scale[i] = uint16_t(bits);
+        factors[i] = steps_per_unit(bits);
+    }
+    memcpy(scales, scale, size_t(blocks) * 2);
+    for (int64_t i = 0; i < whole; ++i) {
+        uint8_t* target = codes + i * BLOCK * BITS / 8;
+        if (factors[i] == 0.0f) {
+            memset(target, 0, BLOCK * BITS / 8);
         } else {
-            B::quantize(values + i, target, factors[i / BLOCK], length);
+            B::quantize(values + i * BLOCK, target, factors[i], BLOCK);
         }
+    }
+    if (!left) return;
+    uint8_t* target = codes + whole * BLOCK * BITS / 8;
+    if (factors[whole] == 0.0f) {
+        memset(target, 0, size_t((left * BITS + 7) / 8));
+    } else {
+        B::quantize(values + whole * BLOCK, target, factors[whole], left);
     }
 }
 
 template <class V, Type T, Width W>
 static void dequantize_tile(Coded from, void* to, int64_t size) {
     using B = Block<V, T, W>;
-    constexpr int64_t BLOCK = Codes<W>::BLOCK;
+    constexpr int64_t BLOCK = Codes<W>::BLOCK, BITS = Codes<W>::BITS;
     auto* values = static_cast<typename B::Word*>(to);
-    for (int64_t i = 0; i < size; i += BLOCK) {
-        const int64_t length = size - i < BLOCK ? size - i : BLOCK;
-        const uint8_t* codes = from.codes + i * Codes<W>::BITS / 8;
-        B::dequantize(codes, values + i, scale_at(from.scales, i / BLOCK), length);
+    const int64_t whole = size / BLOCK, left = size % BLOCK;
+    for (int64_t i = 0; i < whole; ++i) {
+        const uint8_t* codes = from.codes + i * BLOCK * BITS / 8;
+        B::dequantize(codes, values + i * BLOCK, scale_at(from.scales, i), BLOCK);
     }
+    if (!left) return;
+    const uint8_t* codes = from.codes + whole * BLOCK * BITS / 8;
+    B::dequantize(codes, values + whole * BLOCK, scale_at(from.scales, whole), left);
 }
 
 template <class V, Type FROM, Type TO>
@@ -168,7 +183,8 @@ static void convert_tile(const void* from, void* to, int64_t size) {
 
 // sums += the codes of COUNT terms of a block, for whole units; they begin with zeros if FRESH.
 template <class V, Width W, int COUNT, bool FRESH>
-static void add_units(const uint8_t* const* codes, const float* scales, float* sums, int64_t size) {
+ZPP_INLINE void add_units(const uint8_t* const* codes, const float* scales, float* sums,
+                          int64_t size) {
     using F = typename V::F;
     F factors[COUNT];
     for (int term = 0; term < COUNT; ++term) factors[term] = V::all(scales[term]);
@@ -187,7 +203,8 @@ static void add_units(const uint8_t* const* codes, const float* scales, float* s
 }
 
 template <class V, Width W, int COUNT, bool FRESH>
-static void add_block(const uint8_t* const* codes, const float* scales, float* sums, int64_t size) {
+ZPP_INLINE void add_block(const uint8_t* const* codes, const float* scales, float* sums,
+                          int64_t size) {
     const int64_t whole = size / UNIT<V> * UNIT<V>, left = size - whole;
     add_units<V, W, COUNT, FRESH>(codes, scales, sums, whole);
     if (!left) return;
@@ -213,9 +230,16 @@ static void sum_terms(const Coded* terms, float* sums, int64_t size) {
         for (int term = 0; term < COUNT; ++term) {
             codes[term] = terms[term].codes + i * Codes<W>::BITS / 8;
             scales[term] = from_bf16(scale_at(terms[term].scales, i / BLOCK));
+            const uint8_t* next_tile = codes[term] + TILE * Codes<W>::BITS / 8;
+            for (int line = 0; line < BLOCK * Codes<W>::BITS / 8; line += 64) {
+                __builtin_prefetch(next_tile + line);
+            }
         }
-        const int64_t length = size - i < BLOCK ? size - i : BLOCK;
-        add_block<V, W, COUNT, FRESH>(codes, scales, sums + i, length);
+        if (size - i >= BLOCK) {
+            add_block<V, W, COUNT, FRESH>(codes, scales, sums + i, BLOCK);
+        } else {
+            add_block<V, W, COUNT, FRESH>(codes, scales, sums + i, size - i);
+        }
     }
 }
 
@@ -227,7 +251,12 @@ static void sum_tile_of(const Coded* terms, bool fresh, float* sums, int64_t siz
 
 template <class V, Width W>
 static void sum_tile(const Coded* terms, int count, bool fresh, float* sums, int64_t size) {
-    if (count == 4) return sum_tile_of<V, W, 4>(terms, fresh, sums, size);
+    if (count == 8) return sum_tile_of<V, W, 8>(terms, fresh, sums, size);
+    if (count >= 4) {
+        sum_tile_of<V, W, 4>(terms, fresh, sums, size);
+        if (count > 4) sum_tile<V, W>(terms + 4, count - 4, false, sums, size);
+        return;
+    }
     if (count == 3) return sum_tile_of<V, W, 3>(terms, fresh, sums, size);
     if (count == 2) return sum_tile_of<V, W, 2>(terms, fresh, sums, size);
     sum_tile_of<V, W, 1>(terms, fresh, sums, size);
