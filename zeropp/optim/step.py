@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from zeropp.errors import InputError
 from zeropp.optim.loss_scale import LossScaler
 from zeropp.sharding import Sharding
 
@@ -33,8 +34,10 @@ def optimizer_step(
 
     Gradients are divided by the scaler's scale and, where their global L2 norm exceeds
     `clip_grad` > 0, scaled down to it. A non-finite norm skips the update (every rank agrees,
-    the norm being global) and, with a scaler, lowers its scale.
+    the norm being global) and, with a scaler, lowers its scale. Raises InputError where no
+    parameter of the optimizer has a gradient.
     """
+    _require_gradients(optimizer)
     gradients = local_gradients(optimizer)
     scale = scaler.scale if scaler else 1.0
     norm = global_norm(gradients, sharding) / scale
@@ -76,6 +79,14 @@ def global_norm(tensors: Sequence[torch.Tensor], sharding: Sharding) -> float:
 def global_zeros(tensors: Sequence[torch.Tensor], sharding: Sharding) -> float:
     """How many elements over all ranks' slices are zero."""
     return _sum_over_ranks([t.numel() - torch.count_nonzero(t) for t in tensors], sharding)
+
+
+def _require_gradients(optimizer: torch.optim.Optimizer) -> None:
+    if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        raise InputError(
+            "no parameter of the optimizer has a gradient: make the optimizer after zeropp.shard, "
+            "which puts shards in the places of the parameters, and call backward() before a step"
+        )
 
 
 def _sum_over_ranks(terms: list[torch.Tensor], sharding: Sharding) -> float:
