@@ -48,11 +48,12 @@ def losses(text: str) -> list[float]:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_tutorials_command(nodes, launch):
-    flags = TUTORIAL + "--train-iters 5 --log-interval 1 --initial-loss-scale 1024"
+    flags = TUTORIAL + "--train-iters 5 --log-interval 1 --eval-iters 1 --initial-loss-scale 1024 "
     script = str(ROOT / "pretrain_zeropp_gpt.py")
     launcher = [*TORCHRUN, "--nproc-per-node", "4"]
     if nodes == 2:
         launcher = [*LAUNCH, "--num_ranks", "4", "--ranks_per_node", "2"]
+        flags += "--mock-data --tokenizer-type NullTokenizer --vocab-size 50"
     process, log = launch([*launcher, script, *flags.split()])
     assert process.wait(200) == 0, log.read_text()
     text = log.read_text()
