@@ -62,11 +62,14 @@ def test_settings_that_do_not_fit_the_ranks():
 
 
 @ranks(4)
-def test_nodes_of_different_sizes_are_refused_on_every_rank(monkeypatch):
+def test_nodes_of_different_sizes_are_refused_on_every_rank():
     """peers.md, users' #5054; each rank knows only how many there are on its own node."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3" if dist.get_rank() < 3 else "1")
-    refused("nodes have different numbers of ranks, 1 to 3: start the same number", ALL_THREE, None)
-    sharding = shard(fresh_stack(), data_mesh(), configured(ALL_THREE, 2))  # as the error proposes
+    said = "nodes have different numbers of ranks, 1 to 3: start the same number"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "3" if dist.get_rank() < 3 else "1")
+        refused(said, ALL_THREE, None)
+        refused(said, {"stage": 3}, None)
+        sharding = shard(fresh_stack(), data_mesh(), configured(ALL_THREE, 2))  # as is proposed
     assert sharding.forecast.weights.nodes == Nodes(num_ranks=4, ranks_per_node=2)
 
 
@@ -166,15 +169,16 @@ def test_a_model_that_is_sharded_already():
 
 
 @ranks(4, ranks_per_node=2)
-def test_the_size_of_a_node_is_the_launchers_and_not_a_count_of_devices(monkeypatch):
+def test_the_size_of_a_node_is_the_launchers_and_not_a_count_of_devices():
     """peers.md, defect 7: `device_count()` taken for the node size."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    for zero in ({"stage": 3}, ALL_THREE):
-        forecast = shard(fresh_stack(), data_mesh(), configured(zero)).forecast
-        for route in (forecast.weights, forecast.gradients):
-            assert route.nodes == Nodes(num_ranks=4, ranks_per_node=2)
-    given = shard(fresh_stack(), data_mesh(), configured({"stage": 3}, 1)).forecast
+    nodes = Nodes(num_ranks=4, ranks_per_node=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 4)
+        patch.setattr(torch.accelerator, "device_count", lambda: 4)
+        for zero in ({"stage": 3}, ALL_THREE):
+            forecast = shard(fresh_stack(), data_mesh(), configured(zero)).forecast
+            assert forecast.weights.nodes == forecast.gradients.nodes == nodes
+        given = shard(fresh_stack(), data_mesh(), configured({"stage": 3}, 1)).forecast
     assert given.gradients.nodes.ranks_per_node == 1
 
 

@@ -1,0 +1,121 @@
+"""When collectives begin: gathers before the block before has computed, reductions while others do.
+
+On a CPU nothing overlaps by itself, so the order in which hops begin is what makes overlap. The
+ledger is told of each hop as it begins.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import ranks
+from tests.zeropp.given import ALL_THREE, configured, data_mesh
+from tests.zeropp.stack import Stack, fresh_stack, loss_of, tokens_of
+from tests.zeropp.stepping import sharded
+from zeropp import Sharding, shard
+
+SHORT = {"weights_forward": "w", "weights_backward": "w", "gradients": "g"}
+
+
+class Watched(Stack):
+    """A stack whose blocks write down when they compute, in forward and in backward."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        for index, block in enumerate(self.blocks):
+            block.norm.register_forward_hook(self.mark(events, index))
+
+    @staticmethod
+    def mark(events: list[str], index: int):
+        def computed(module, arguments, output: torch.Tensor) -> None:
+            events.append(f"forward {index}")
+            if output.requires_grad:
+                output.register_hook(lambda _: events.append(f"backward {index}"))
+
+        return computed
+
+
+def watched(zero: dict, ranks_per_node: int) -> tuple[Sharding, list[str]]:
+    """A sharded stack and what happens in it, in order."""
+    torch.manual_seed(5)
+    events: list[str] = []
+    sharding = shard(Watched(events), data_mesh(), configured(zero, ranks_per_node))
+    entered = sharding.traffic.add
+
+    def add(purpose: str, by_hop: dict[str, int]) -> None:
+        far = "across" if by_hop.get("across_nodes") else "near"
+        events.append(f"{SHORT[purpose]} {far}")
+        entered(purpose, by_hop)
+
+    sharding.traffic.add = add
+    return sharding, events
+
+
+# Two hops. A unit's second hop begins where its weights are needed, and right after that the first
+# of the unit that comes next, which thus crosses the nodes while this one computes. In backward the
+# weights are in the node; a reduction goes on by a hop when the next one begins.
+TWO_HOPS = """
+    w across, w near,
+    w across, w near, w across, forward 0,
+    w near, w across, forward 1,
+    w near, forward 2,
+    w near, w near, backward 2, g near,
+    w near, backward 1, g near, g across,
+    backward 0, g near, g across,
+    g near, g across, g across
+"""
+ONE_HOP = """
+    w near,
+    w near, w near, forward 0,
+    w near, forward 1,
+    forward 2,
+    w near, w near, backward 2, g near,
+    w near, backward 1, g near,
+    backward 0, g near,
+    g near
+"""
+
+
+@pytest.mark.parametrize(
+    ("zero", "ranks_per_node", "order"), [(ALL_THREE, 2, TWO_HOPS), ({"stage": 3}, 4, ONE_HOP)]
+)
+@ranks(4)
+def test_each_gather_begins_before_the_block_before_computes(zero, ranks_per_node, order):
+    """fsdp2.md: on a CPU all is serial by default."""
+    sharding, events = watched(zero, ranks_per_node)
+    with sharding.micro_step(last=True):
+        loss_of(sharding.model, tokens_of(0)).backward()
+    assert events == [one.strip() for one in order.split(",")]
+
+
+@ranks(4)
+def test_every_hop_has_one_process_group_for_each_direction_whatever_the_blocks():
+    """fsdp2.md: the integer form of `reshard_after_forward` makes two for every wrapped module."""
+    mesh, made = data_mesh(), []
+    new_group = dist.new_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", lambda *a, **k: made.append(a) or new_group(*a, **k))
+        for num_blocks in (1, 5):
+            made.clear()
+            sharding = shard(Stack(num_blocks), mesh, configured(ALL_THREE, 2))
+            assert len(made) == 4 and len(sharding.units) == num_blocks + 1
+
+
+@ranks(4)
+def test_two_models_in_one_backward_pass():
+    """peers.md, users' #4901 #7066: each has its own gathers, copies and reductions under way."""
+
+    def gradients(together: bool) -> list[torch.Tensor]:
+        models = [sharded(ALL_THREE, fresh_stack()) for _ in range(2)]
+        mine = [tokens_of(number).chunk(4)[dist.get_rank()] for number in (0, 1)]
+        for _ in range(2):  # the second time gradients are there already
+            losses = (loss_of(one.model, some) for one, some in zip(models, mine, strict=True))
+            if together:
+                sum(losses).backward()
+            else:
+                for loss in losses:
+                    loss.backward()
+        return [w.grad.full_tensor() for one in models for w in one.model.parameters()]
+
+    for one, other in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(one, other) and one.any()
