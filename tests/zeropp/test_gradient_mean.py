@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.ranks import ranks
 from tests.zeropp.given import (
@@ -122,24 +122,34 @@ def test_every_pair_of_widths_keeps_the_gain(bits):
     assert exact[0] == pytest.approx(exact[1].item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("count", [2, 4])
+WIDE = {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
+
+
+@pytest.mark.parametrize("settings", [{}, WIDE], ids=["fp32", "bf16, sent in fp32"])
+@pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks(4)
-def test_without_quantization_gradients_are_plain_fsdp2_s(stage, count):
-    flat = [shape for unit in ODD for shape in unit]
-    mine = [gradient_of(dist.get_rank(), i, shape) for i, shape in enumerate(flat)]
-    found = averaged(ODD, mine, configured({"stage": stage}, count))
+def test_without_quantization_gradients_are_plain_fsdp2_s(stage, count, settings):
+    """To 1e-6 of each tensor's largest, however small its gradients are."""
+    config = configured({"stage": stage}, count, **settings)
+    flat, dtype = [shape for unit in ODD for shape in unit], config.compute_dtype
+    mine = [gradient_of(dist.get_rank(), i, shape).to(dtype) for i, shape in enumerate(flat)]
+    found = averaged(ODD, mine, config)
     torch.manual_seed(0)
     plain = GivenStack(ODD)
-    for unit in plain.units:
-        fully_shard(unit, mesh=data_mesh())
-    fully_shard(plain, mesh=data_mesh())
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for unit in (*plain.units, plain):
+        fully_shard(unit, mesh=data_mesh(), mp_policy=policy)
     rest = list(mine)
     for unit in plain.units:
         unit.given = [rest.pop(0) for _ in unit.given]
     plain().backward()
     for ours, theirs in zip(found, plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.to_local(), theirs.grad.to_local(), rtol=1e-6, atol=1e-6)
+        largest = theirs.grad.full_tensor().abs().max().item()
+        assert largest > 0
+        torch.testing.assert_close(
+            ours.full_tensor(), theirs.grad.full_tensor(), rtol=0, atol=1e-6 * largest
+        )
 
 
 @pytest.mark.parametrize("zero", [{"stage": 3}, ALL_THREE, {"stage": 1}])
