@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tests.ranks import ranks
 from tests.zeropp.engines import engine_of, run, whole
+from tests.zeropp.given import ALL_THREE
 from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
 from zeropp import Engine, InputError
 
@@ -46,6 +47,28 @@ def test_a_resumed_run_equals_one_that_never_stopped(name, tmp_path):
     assert run(second, steps=3, first=3) == expected[3:]
     for key, weight in whole(through.module).items():
         assert torch.equal(whole(second.module)[key], weight)
+
+
+@ranks(4, ranks_per_node=2)
+def test_a_loaded_checkpoint_replaces_what_nodes_keep(tmp_path):
+    """hpZ: copies of the weights from before loading are not used after it."""
+
+    def engine(model: torch.nn.Module | None = None) -> Engine:
+        return engine_of(model, micro_batches=2, zero_optimization=ALL_THREE)
+
+    through = engine()
+    expected = run(through, steps=4)
+    first = engine()
+    assert run(first, steps=2) == expected[:2]
+    first.save_checkpoint(tmp_path)
+    second = engine(blank())
+    untrained = losses_of(second)
+    assert second.sharding.copies.nbytes > 0
+    second.load_checkpoint(tmp_path)
+    assert losses_of(second) == losses_of(first) != untrained
+    assert run(second, steps=2, first=2) == expected[2:]
+    first.load_checkpoint(tmp_path)
+    assert run(first, steps=2, first=2) == expected[2:]
 
 
 @ranks(2)
