@@ -6,7 +6,7 @@ n*R + r. C = elements of one rank's padded shard of the unit, P = bytes of a pac
 
 | weights                | each rank holds       | gradients                    | each rank holds  |
 |------------------------|-----------------------|------------------------------|------------------|
-| its shard              | (C,)                  | its own of all W slices      | (W, C) fp32      |
+| its shard              | (C,)                  | its own of all W slices +)   | (W, C) fp32      |
 | quantized              | (1, P)                | quantized, slices reordered  | (R, N, P)        |
 | after the outer hop *) | (N, P)                | after the inner hop          | (R, N, P)        |
 | after the inner hop    | (R, N, P)             | summed in fp32, quantized    | (N, P')          |
@@ -14,6 +14,7 @@ n*R + r. C = elements of one rank's padded shard of the unit, P = bytes of a pac
 |                        |                       | summed in fp32               | (C,)             |
 
 *) What arrives here is hpZ's secondary copy. With it, a gather begins after this line.
++) Divided by R here, and not at the end, where sums travel as fp16, which could not hold them.
 Sources: ZeRO++ (Wang et al. 2023), sections 3.1 to 3.3.
 """
 
@@ -138,6 +139,8 @@ class GradientMean(_Allocates, fsdp.ReduceScatter):
         self.with_gradient = fsdp.watch_gradients(unit)
         self.route, self.wire_dtype, self.in_flight = route, wire_dtype, in_flight
         self.inner, self.outer = links
+        # Between the hops sums travel; of numbers that fp16 can hold, fp16 must hold them too.
+        self.divides_first = wire_dtype == torch.float16 and None not in links
 
     def __call__(
         self,
@@ -168,6 +171,8 @@ class GradientMean(_Allocates, fsdp.ReduceScatter):
     ) -> Hops:
         inner, outer = gradient_layouts(pieces, self.route, self.wire_dtype)
         assert inner.elements == slices.shape[1], (inner, slices.shape)
+        if self.divides_first:
+            slices.div_(self.route.inner)
         layout, rows = inner, slices
         if self.inner:
             rows = quantize(rows, inner, fold=self.route.inner)
@@ -184,7 +189,7 @@ class GradientMean(_Allocates, fsdp.ReduceScatter):
             yield self.outer.all_to_all(received, rows, "gradients", async_op=async_op)
             rows = received
         reduce_dequantize(rows, mean, layout)
-        mean.div_(self.route.nodes.num_ranks)
+        mean.div_(self.route.outer if self.divides_first else self.route.nodes.num_ranks)
 
 
 def weight_layout(pieces: Sequence[fsdp.Piece], route: Route, dtype: torch.dtype) -> Layout:
