@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import ranks
+from tests.zeropp.given import ALL_THREE
 from tests.zeropp.stack import Stack, fresh_stack, loss_of, tokens_of
 from tests.zeropp.stepping import (
     BOTH,
@@ -155,6 +156,37 @@ def test_an_optimizer_s_step_between_evaluation_and_forward_is_seen_at_every_sta
             optimizer.zero_grad()
             found.append(evaluate(sharding))
         assert found[0] == found[1], stage
+
+
+@pytest.mark.parametrize("zero", [ALL_THREE, {"stage": 3}, {"stage": 2}])
+@ranks(4)
+def test_a_step_for_each_gradient_within_the_backward_pass(zero):
+    """Whole weights that backward still needs stay; what was kept of them does not."""
+
+    def losses(*, within: bool) -> list[float]:
+        sharding = sharded(zero)
+        weights = list(sharding.model.parameters())
+        optimizers = {weight: torch.optim.SGD([weight], lr=0.5) for weight in weights}
+
+        def update(weight: nn.Parameter) -> None:
+            optimizers[weight].step()
+            optimizers[weight].zero_grad()
+
+        if within:
+            for weight in weights:
+                weight.register_post_accumulate_grad_hook(update)
+        found = []
+        for number in range(3):
+            with sharding.micro_step(last=True):
+                loss = loss_of(sharding.model, tokens_of(number).chunk(4)[dist.get_rank()])
+                loss.backward()
+            if not within:
+                for weight in weights:
+                    update(weight)
+            found += [loss.item(), evaluate(sharding)]
+        return found
+
+    assert losses(within=True) == losses(within=False)
 
 
 class Skipping(Stack):
