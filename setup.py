@@ -13,8 +13,10 @@ from setuptools.command.build_ext import build_ext
 # Contraction would fuse roundings that docs/numerics.md counts one by one.
 EVERYWHERE = ["-std=c++17", "-O3", "-g0", "-ffp-contract=off"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-AVX512 += ["-Wno-maybe-uninitialized"]  # GCC 12 warns of its own header, bug 105593
+AVX512 = [
+    *AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl",
+    "-Wno-maybe-uninitialized",  # GCC 12 warns of its own header, bug 105593
+]  # fmt: skip
 PER_SOURCE = {"csrc/cpu_avx2.cpp": AVX2, "csrc/cpu_avx512.cpp": AVX512}
 
 
