@@ -15,6 +15,7 @@ from megatron_zpp.run import Run
 from megatron_zpp.train import VALIDATION, loader
 from tests.megatron_zpp.pretraining import assembled, field, log_of, losses, numbers, write_log
 from tests.ranks import ranks
+from zeropp import InputError
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/ds_zeropp_two_nodes.json"
 ALL_THREE = f"--deepspeed_config {EXAMPLE} "
@@ -168,6 +169,28 @@ def test_the_weights_cross_once_for_a_step_whatever_its_micro_batches(tmp_path):
         weights, gradients = "comm/weights_forward_across_nodes", "comm/gradients_across_nodes"
         assert four[weights] == one[weights] > 0
         assert four[gradients] == 4 * one[gradients] > 0
+
+
+@pytest.mark.parametrize(
+    ("partition", "ranks_per_node", "said"),
+    [(3, 2, "zero_hpz_partition_size = 3 does not divide the 4 ranks"),
+     (2, 3, "zeropp.ranks_per_node = 3 does not divide the 4 ranks")],
+)  # fmt: skip
+@ranks(4)
+def test_what_does_not_fit_the_ranks_ends_before_data_is_opened(
+    partition, ranks_per_node, said, tmp_path
+):
+    path = tmp_path / f"rank-{dist.get_rank()}.json"
+    zero = {"stage": 3, "zero_hpz_partition_size": partition}
+    nodes = {"ranks_per_node": ranks_per_node}
+    path.write_text(json.dumps({"zero_optimization": zero, "zeropp": nodes}))
+    opened = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_zpp.assemble.open_source", lambda *_: opened.append(True))
+        with pytest.raises(InputError, match=said):
+            with assembled(f"{BATCH} --train-iters 1 --deepspeed_config {path}"):
+                pass
+    assert not opened
 
 
 @ranks(4)
