@@ -229,3 +229,23 @@ def test_a_gather_begun_for_a_block_that_was_not_used_is_not_used_later(zero, or
     other = sharded(zero)
     load_whole(other, 2)
     assert seen == evaluate(other)
+
+
+@ranks(4)
+def test_a_gather_under_way_when_the_optimizer_steps_is_not_kept():
+    def seen(*, released: bool) -> float:
+        torch.manual_seed(5)
+        sharding = sharded(BOTH, Skipping())
+        optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
+        loss_of(sharding.model, tokens_of(0)).backward()
+        optimizer.step()  # no copies now
+        sharding.model.order = (0, 1, 0)
+        with torch.no_grad():
+            loss_of(sharding.model, tokens_of(1))  # begins to gather the block that it leaves out
+        if released:
+            sharding.release()
+        optimizer.step()
+        sharding.model.order = (0, 1, 2)
+        return evaluate(sharding)
+
+    assert seen(released=False) == seen(released=True)
