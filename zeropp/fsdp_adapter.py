@@ -23,6 +23,10 @@ __all__ = [
     "use_reduce_scatter", "watch_gradients",
 ]
 
+# Gathers under way before a unit's forward. With one, links between nodes would stand idle while
+# that one takes its second hop; each costs one more gathered unit of memory.
+AHEAD = 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
@@ -53,13 +57,14 @@ def use_reduce_scatter(unit: FSDPModule, comm: ReduceScatter) -> None:
 
 
 def gather_ahead(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:
-    """Start each unit's gather while the unit before it computes.
+    """Start each unit's gather while the units before it compute, `AHEAD` of them.
 
     Without streams (CPU) nothing overlaps unless the gathers are asynchronous and prefetched.
     """
     root._set_unshard_async_op(True)
-    for before, after in zip((root, *blocks[:-1]), blocks, strict=True):
-        before.set_modules_to_forward_prefetch([after])
+    units = (root, *blocks)
+    for index, unit in enumerate(blocks):
+        units[index].set_modules_to_forward_prefetch([unit, *blocks[index + 1 : index + AHEAD]])
 
 
 def own_pieces(unit: FSDPModule) -> tuple[Piece, ...]:

@@ -90,7 +90,7 @@ def test_weights_trained_after_they_were_frozen_are_seen():
 @pytest.mark.parametrize("zero", [BOTH, {"stage": 3}, {"stage": 2}, {"stage": 1}])
 @ranks(4)
 def test_two_models_that_train_in_turn(zero):
-    """peers.md, users' #4901 #7066: two models in a process; here each feeds the other's loss."""
+    """DeepSpeed issues #4901 #7066: two models in a process; here each feeds the other's loss."""
 
     def losses(zero: dict) -> list[float]:
         maker, judge = (sharded(zero, model) for model in (fresh_stack(), fresh_stack()))

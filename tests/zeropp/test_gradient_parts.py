@@ -67,7 +67,7 @@ ZEROS += [ALL_THREE]
 @pytest.mark.parametrize("zero", ZEROS, ids=str)
 @ranks(4)
 def test_parameters_without_a_gradient_shift_no_other_s(zero):
-    """fsdp2.md: only parameters that have a gradient are in the buffer that is reduced."""
+    """FSDP2: only parameters that have a gradient are in the buffer that is reduced."""
     sharding = shard_given(SHAPES, configured(zero, 2))
     weights = list(sharding.model.parameters())
     for seed, absent in enumerate([(), (0,), (1, 2), (3, 4), (), (7,), (0, 1, 2, 3)]):
@@ -118,7 +118,7 @@ def test_frozen_parameters_inside_a_unit(zero):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @ranks(4)
 def test_parameters_of_other_types_get_the_same_mean(zero, dtype):
-    """fsdp2.md: reduced gradients are cast to the parameter's type, right after the collective."""
+    """FSDP2: reduced gradients are cast to the parameter's type, right after the collective."""
     torch.manual_seed(0)
     sharding = shard(GivenStack(SHAPES).to(dtype), data_mesh(), configured(zero, 2))
     for seed in (1, 2):
@@ -150,7 +150,7 @@ def test_hooks_that_read_a_gradient_as_soon_as_it_is_there(zero):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks(4)
 def test_one_hop_is_quantized_too_and_keeps_the_gain(stage, ranks_per_node, width):
-    """peers.md, defect 5: qgZ on one node is silently ignored; here it is INT8, or INT4."""
+    """DeepSpeed 0.19.8: qgZ on one node is silently ignored; here it is INT8, or INT4."""
     zero = {"stage": stage, "zero_quantized_gradients": True}
     sharding = shard_given(SHAPES, configured(zero, ranks_per_node))
     one_pass(sharding, 1, ())
@@ -174,7 +174,7 @@ def test_one_hop_is_quantized_too_and_keeps_the_gain(stage, ranks_per_node, widt
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
 @ranks(4)
 def test_a_mean_of_large_fp16_gradients_does_not_overflow(ranks_per_node):
-    """fsdp2.md: fp16 divides before and after the sum, as 4 times 6e4 is no fp16 number."""
+    """FSDP2: fp16 divides before and after the sum, as 4 times 6e4 is no fp16 number."""
     for zero in ({"stage": 3}, {"stage": 1}, ALL_THREE):
         config = configured(zero, ranks_per_node, fp16={"enabled": True})
         sharding = shard_given([[(8, 64), (4,)]], config)
@@ -186,7 +186,7 @@ def test_a_mean_of_large_fp16_gradients_does_not_overflow(ranks_per_node):
 
 @ranks(2)
 def test_an_optimizer_made_before_sharding_is_told_to_be_made_after():
-    """fsdp2.md: an optimizer built before `fully_shard` silently trains nothing."""
+    """FSDP2: an optimizer built before `fully_shard` silently trains nothing."""
     torch.manual_seed(0)
     model = GivenStack(SHAPES)
     early = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -1,4 +1,4 @@
-"""When collectives begin: gathers before the block before has computed, reductions while others do.
+"""When collectives begin: gathers while the two blocks before compute, reductions while others do.
 
 On a CPU nothing overlaps by itself, so the order in which hops begin is what makes overlap. The
 ledger is told of each hop as it begins.
@@ -51,13 +51,13 @@ def watched(zero: dict, ranks_per_node: int) -> tuple[Sharding, list[str]]:
     return sharding, events
 
 
-# Two hops. A unit's second hop begins where its weights are needed, and right after that the first
-# of the unit that comes next, which thus crosses the nodes while this one computes. In backward the
-# weights are in the node; a reduction goes on by a hop when the next one begins.
+# Two hops. The first hops of the next two units' gathers have begun when a unit computes; its own
+# second hop begins where its weights are needed, while weights of others cross the nodes. In
+# backward the weights are in the node; a reduction goes on by a hop when the next one begins.
 TWO_HOPS = """
     w across, w near,
-    w across, w near, w across, forward 0,
-    w near, w across, forward 1,
+    w across, w across, w near, w across, forward 0,
+    w near, forward 1,
     w near, forward 2,
     w near, w near, backward 2, g near,
     w near, backward 1, g near, g across,
@@ -66,8 +66,8 @@ TWO_HOPS = """
 """
 ONE_HOP = """
     w near,
-    w near, w near, forward 0,
-    w near, forward 1,
+    w near, w near, w near, forward 0,
+    forward 1,
     forward 2,
     w near, w near, backward 2, g near,
     w near, backward 1, g near,
@@ -80,8 +80,8 @@ ONE_HOP = """
     ("zero", "ranks_per_node", "order"), [(ALL_THREE, 2, TWO_HOPS), ({"stage": 3}, 4, ONE_HOP)]
 )
 @ranks(4)
-def test_each_gather_begins_before_the_block_before_computes(zero, ranks_per_node, order):
-    """fsdp2.md: on a CPU all is serial by default."""
+def test_each_gather_begins_before_the_two_blocks_before_compute(zero, ranks_per_node, order):
+    """FSDP2: on a CPU all is serial by default."""
     sharding, events = watched(zero, ranks_per_node)
     with sharding.micro_step(last=True):
         loss_of(sharding.model, tokens_of(0)).backward()
@@ -90,7 +90,7 @@ def test_each_gather_begins_before_the_block_before_computes(zero, ranks_per_nod
 
 @ranks(4)
 def test_every_hop_has_one_process_group_for_each_direction_whatever_the_blocks():
-    """fsdp2.md: the integer form of `reshard_after_forward` makes two for every wrapped module."""
+    """FSDP2: the integer form of `reshard_after_forward` makes two for every wrapped module."""
     mesh, made = data_mesh(), []
     new_group = dist.new_group
     with pytest.MonkeyPatch.context() as patch:
@@ -103,7 +103,7 @@ def test_every_hop_has_one_process_group_for_each_direction_whatever_the_blocks(
 
 @ranks(4)
 def test_two_models_in_one_backward_pass():
-    """peers.md, users' #4901 #7066: each has its own gathers, copies and reductions under way."""
+    """DeepSpeed issues #4901 #7066: each has its own gathers, copies and reductions under way."""
 
     def gradients(together: bool) -> list[torch.Tensor]:
         models = [sharded(ALL_THREE, fresh_stack()) for _ in range(2)]

@@ -79,7 +79,7 @@ def norms(model: nn.Module) -> list[float]:
 @pytest.mark.parametrize("way", list(WAYS))
 @ranks(4)
 def test_recomputation_changes_no_bit_and_no_byte(way, reentrant):
-    """peers.md, users' #4784; fsdp2.md: the wrapping goes inside `fully_shard`."""
+    """DeepSpeed issues #4784; FSDP2: the wrapping goes inside `fully_shard`."""
     for zero in (ALL_THREE, {"stage": 3}, {"stage": 2, "zero_quantized_gradients": True}):
         expected, sent = story(fresh_stack(), zero)
         found, again = story(WAYS[way](reentrant), zero)

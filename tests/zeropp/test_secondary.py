@@ -73,7 +73,7 @@ def story(zero: dict, optimizer: str, model: nn.Module, **settings: object) -> t
 )
 @ranks(4)
 def test_a_copy_changes_no_bit(kind, optimizer, settings):
-    """peers.md, users' #4851 #5059 #7606: a stale secondary; #4784: activation checkpointing."""
+    """DeepSpeed issues #4851 #5059 #7606: a stale secondary; #4784: activation checkpointing."""
     for without, with_copy in ((QWZ, BOTH), ({"stage": 3}, HPZ)):
         torch.manual_seed(5)
         expected, more = story(without, optimizer, kind(), **settings)

@@ -63,7 +63,7 @@ def test_settings_that_do_not_fit_the_ranks():
 
 @ranks(4)
 def test_nodes_of_different_sizes_are_refused_on_every_rank():
-    """peers.md, users' #5054; each rank knows only how many there are on its own node."""
+    """DeepSpeed issues #5054; each rank knows only how many there are on its own node."""
     said = "nodes have different numbers of ranks, 1 to 3: start the same number"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "3" if dist.get_rank() < 3 else "1")
@@ -124,7 +124,7 @@ def test_integer_buffers_stay_whole_on_every_rank():
 
 @ranks(2)
 def test_trainable_parameters_of_two_types_in_one_unit():
-    """fsdp2.md: trainable parameters of a group need one original dtype; frozen ones may differ."""
+    """FSDP2: trainable parameters of a group need one original dtype; frozen ones may differ."""
     model = fresh_stack()
     model.blocks[1].up.bfloat16()
     refused(
@@ -140,7 +140,7 @@ def test_trainable_parameters_of_two_types_in_one_unit():
 
 @ranks(2)
 def test_a_weight_that_two_units_share():
-    """fsdp2.md: parameters tied across groups raise; tied inside one group they work."""
+    """FSDP2: parameters tied across groups raise; tied inside one group they work."""
     model = fresh_stack()
     model.blocks[2].up.weight = model.blocks[0].up.weight
     said = "blocks.0.up.weight and blocks.2.up.weight are one parameter in two units"
@@ -170,7 +170,7 @@ def test_a_model_that_is_sharded_already():
 
 @ranks(4, ranks_per_node=2)
 def test_the_size_of_a_node_is_the_launchers_and_not_a_count_of_devices():
-    """peers.md, defect 7: `device_count()` taken for the node size."""
+    """DeepSpeed 0.19.8: `device_count()` taken for the node size."""
     nodes = Nodes(num_ranks=4, ranks_per_node=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -200,7 +200,7 @@ def described(sharding: Sharding) -> dict[str, str]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks(4)
 def test_what_really_runs_on_each_hop_is_said(stage, ranks_per_node, weights, gradients):
-    """peers.md, defect 5: qgZ on one node, and at stage 2, is ignored in silence."""
+    """DeepSpeed 0.19.8: qgZ on one node, and at stage 2, is ignored in silence."""
     zero = ALL_THREE | {"stage": stage, "zero_hpz_partition_size": 1}
     rows = described(shard(fresh_stack(), data_mesh(), configured(zero, ranks_per_node)))
     assert rows["weights"] == weights

@@ -77,7 +77,7 @@ def computed_with(sharding: Sharding, *, passes: int = 1) -> list[list[torch.Ten
 def test_every_rank_computes_with_the_same_weights_each_quantized_alone(settings, bits):
     """D4: blocks never cross a parameter, fewer than two dims travel as they are, any shape.
 
-    fsdp2.md: the own shard is dequantized too; the quantizer does not write its input.
+    FSDP2: the own shard is dequantized too; the quantizer does not write its input.
     """
     for ranks_per_node, zero in ((2, QWZ), (2, BOTH), (1, QWZ), (4, QWZ), (4, QWZ | {"stage": 1})):
         config = configured(zero, ranks_per_node, zeropp={"weight_bits": bits}, **settings)
@@ -109,7 +109,7 @@ def test_without_quantization_weights_arrive_as_they_are():
 
 @ranks(4)
 def test_weights_frozen_before_sharding_keep_their_values():
-    """peers.md, defect 4: they become all zeros there."""
+    """DeepSpeed 0.19.8: they become all zeros there."""
     model = fresh_stack()
     model.requires_grad_(False)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
@@ -124,7 +124,7 @@ def test_weights_frozen_before_sharding_keep_their_values():
 
 @ranks(4)
 def test_frozen_weights_of_another_type_in_a_unit():
-    """fsdp2.md: mixed types in a group turn the buffer into bytes, unless all are cast alike."""
+    """FSDP2: mixed types in a group turn the buffer into bytes, unless all are cast alike."""
 
     def losses(zero: dict, **settings: object) -> list[float]:
         model = fresh_stack()
