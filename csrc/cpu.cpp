@@ -147,9 +147,9 @@ void put(const Kernels& use, const Layout& layout, const Tile& tile, const void*
     }
 }
 
-// sums = the terms `stride` bytes apart, in order.
+// sums = the terms `stride` bytes apart, in order; with `extremes`, which no raw tile has, theirs.
 void add_up(const Kernels& use, const Layout& layout, const Tile& tile, uint8_t* packed,
-            int64_t stride, int64_t terms, float* sums) {
+            int64_t stride, int64_t terms, float* sums, Extremes* extremes) {
     const Segment& segment = *tile.segment;
     if (segment.bits == RAW) {
         memset(sums, 0, size_t(tile.size) * 4);
@@ -166,7 +166,8 @@ void add_up(const Kernels& use, const Layout& layout, const Tile& tile, uint8_t*
             uint8_t* row = packed + (term + i) * stride;
             some[i] = Coded{tile.codes(row), tile.scales(row)};
         }
-        use.sum[segment.width()](some, count, term == 0, sums, tile.size);
+        Extremes* seen = term + count == terms ? extremes : nullptr;
+        use.sum[segment.width()](some, count, term == 0, sums, tile.size, seen);
     }
 }
 
@@ -231,10 +232,19 @@ void zpp_reduce_quantize(const Layout* layout, uint8_t* packed, const Layout* on
     share(*layout, count, bytes, threads, [=, &use](const Tile& tile) {
         alignas(64) float sums[TILE];
         uint8_t* first = packed + tile.row * layout->packed_bytes;
-        add_up(use, *layout, tile, first, count * layout->packed_bytes, terms, sums);
+        uint8_t* out = reduced + tile.row * onto->packed_bytes;
+        const int64_t stride = count * layout->packed_bytes;
         Tile target = tile;
         target.segment = onto->segments + (tile.segment - layout->segments);
-        put(use, *onto, target, sums, FP32, reduced + tile.row * onto->packed_bytes);
+        if (tile.segment->bits == RAW || target.segment->bits == RAW) {
+            add_up(use, *layout, tile, first, stride, terms, sums, nullptr);
+            return put(use, *onto, target, sums, FP32, out);
+        }
+        Extremes extremes;
+        add_up(use, *layout, tile, first, stride, terms, sums, &extremes);
+        if (target.opens_row(*onto)) clear_gaps(*onto, out);
+        use.quantize_sum[target.segment->width()](sums, extremes, target.codes(out),
+                                                  target.scales(out), tile.size);
     });
 }
 
@@ -244,7 +254,7 @@ void zpp_reduce_dequantize(const Layout* layout, uint8_t* packed, uint8_t* out, 
     const int64_t bytes = terms * layout->packed_bytes + layout->elements * WORD_BYTES[type];
     share(*layout, 1, bytes, threads, [=, &use](const Tile& tile) {
         alignas(64) float sums[TILE];
-        add_up(use, *layout, tile, packed, layout->packed_bytes, terms, sums);
+        add_up(use, *layout, tile, packed, layout->packed_bytes, terms, sums, nullptr);
         use.convert[FP32][type](sums, out + tile.element() * WORD_BYTES[type], tile.size);
     });
 }

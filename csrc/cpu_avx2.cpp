@@ -43,9 +43,42 @@ uint32_t most_unsigned(__m128i words) {  // of eight 16-bit words
     return 0xFFFFu ^ uint32_t(_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(words, ones)), 0));
 }
 
+// The extremes of floats, by their bits; two chains, which run side by side.
+class SeenFloats {
+    I most_[2], top_[2];
+
+public:
+    SeenFloats() {
+        most_[0] = most_[1] = _mm256_set1_epi32(INT32_MIN);
+        top_[0] = top_[1] = _mm256_setzero_si256();
+    }
+
+    void add(const __m256* unit) {
+        for (int i = 0; i < 4; ++i) {
+            const I words = _mm256_castps_si256(unit[i]);
+            most_[i % 2] = _mm256_max_epi32(most_[i % 2], words);
+            top_[i % 2] = _mm256_max_epu32(top_[i % 2], words);
+        }
+    }
+
+    void end(uint32_t* high, uint32_t* low) const {
+        const I most = _mm256_max_epi32(most_[0], most_[1]);
+        const I sign = _mm256_set1_epi32(INT32_MIN);  // turns unsigned order into signed order
+        const I top = _mm256_xor_si256(_mm256_max_epu32(top_[0], top_[1]), sign);
+        const I four = _mm256_max_epi32(_mm256_unpacklo_epi64(most, top),
+                                        _mm256_unpackhi_epi64(most, top));
+        const __m128i two = _mm_max_epi32(_mm256_castsi256_si128(four),
+                                          _mm256_extracti128_si256(four, 1));
+        const __m128i both = _mm_max_epi32(two, _mm_shuffle_epi32(two, 0xB1));
+        *high = uint32_t(_mm_cvtsi128_si32(both));
+        *low = uint32_t(_mm_extract_epi32(both, 2)) ^ 0x80000000u;
+    }
+};
+
 struct Avx2 {
     static constexpr int64_t WIDTH = 8;
     using F = __m256;
+    using Seen = SeenFloats;
 
     static F all(float value) { return _mm256_set1_ps(value); }
     static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
@@ -130,28 +163,6 @@ struct Avx2 {
         *high = most_unsigned(_mm_xor_si128(most8, sign)) ^ 0x8000u;
         *low = most_unsigned(_mm_max_epu16(_mm256_castsi256_si128(top),
                                            _mm256_extracti128_si256(top, 1)));
-    }
-
-    static void extremes(const uint32_t* from, int64_t size, uint32_t* high, uint32_t* low) {
-        I most = _mm256_set1_epi32(INT32_MIN), top = _mm256_setzero_si256();
-        I most2 = most, top2 = top;  // two chains, which run side by side
-        for (int64_t i = 0; i < size; i += 16) {
-            const I words = at(from + i), words2 = at(from + i + 8);
-            most = _mm256_max_epi32(most, words);
-            top = _mm256_max_epu32(top, words);
-            most2 = _mm256_max_epi32(most2, words2);
-            top2 = _mm256_max_epu32(top2, words2);
-        }
-        most = _mm256_max_epi32(most, most2);
-        top = _mm256_max_epu32(top, top2);
-        top = _mm256_xor_si256(top, _mm256_set1_epi32(INT32_MIN));  // in signed order, like most
-        const I four = _mm256_max_epi32(_mm256_unpacklo_epi64(most, top),
-                                        _mm256_unpackhi_epi64(most, top));
-        const __m128i two = _mm_max_epi32(_mm256_castsi256_si128(four),
-                                          _mm256_extracti128_si256(four, 1));
-        const __m128i both = _mm_max_epi32(two, _mm_shuffle_epi32(two, 0xB1));
-        *high = uint32_t(_mm_cvtsi128_si32(both));
-        *low = uint32_t(_mm_extract_epi32(both, 2)) ^ 0x80000000u;
     }
 };
 

@@ -53,9 +53,29 @@ uint32_t most_unsigned(__m256i words) {  // of sixteen 16-bit words
     return 0xFFFFu ^ uint32_t(_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(eight, ones)), 0));
 }
 
+// The extremes of floats, by their bits.
+class SeenFloats {
+    I most_ = _mm512_set1_epi32(INT32_MIN), top_ = _mm512_setzero_si512();
+
+public:
+    void add(const __m512* unit) {
+        for (int i = 0; i < 4; ++i) {
+            const I words = _mm512_castps_si512(unit[i]);
+            most_ = _mm512_max_epi32(most_, words);
+            top_ = _mm512_max_epu32(top_, words);
+        }
+    }
+
+    void end(uint32_t* high, uint32_t* low) const {
+        *high = uint32_t(_mm512_reduce_max_epi32(most_));
+        *low = _mm512_reduce_max_epu32(top_);
+    }
+};
+
 struct Avx512 {
     static constexpr int64_t WIDTH = 16;
     using F = __m512;
+    using Seen = SeenFloats;
 
     static F all(float value) { return _mm512_set1_ps(value); }
     static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
@@ -131,17 +151,6 @@ struct Avx512 {
         *high = most_unsigned(_mm256_xor_si256(most16, sign)) ^ 0x8000u;
         *low = most_unsigned(_mm256_max_epu16(_mm512_castsi512_si256(top),
                                               _mm512_extracti64x4_epi64(top, 1)));
-    }
-
-    static void extremes(const uint32_t* from, int64_t size, uint32_t* high, uint32_t* low) {
-        I most = _mm512_set1_epi32(INT32_MIN), top = _mm512_setzero_si512();
-        for (int64_t i = 0; i < size; i += 16) {
-            const I words = at(from + i);
-            most = _mm512_max_epi32(most, words);
-            top = _mm512_max_epu32(top, words);
-        }
-        *high = uint32_t(_mm512_reduce_max_epi32(most));
-        *low = _mm512_reduce_max_epu32(top);
     }
 };
 

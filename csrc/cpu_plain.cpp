@@ -12,6 +12,36 @@ struct Plain {
     struct F {
         float lane[WIDTH];
     };
+    // The extremes of floats, by their bits.
+    class Seen {
+        int32_t most_[WIDTH];
+        uint32_t top_[WIDTH];
+
+    public:
+        Seen() {
+            for (int i = 0; i < WIDTH; ++i) most_[i] = INT32_MIN, top_[i] = 0;
+        }
+
+        void add(const F* unit) {
+            for (int i = 0; i < 4 * WIDTH; ++i) {
+                const uint32_t word = bits_of(unit[i / WIDTH].lane[i % WIDTH]);
+                int32_t& most = most_[i % WIDTH];
+                uint32_t& top = top_[i % WIDTH];
+                most = int32_t(word) > most ? int32_t(word) : most;
+                top = word > top ? word : top;
+            }
+        }
+
+        void end(uint32_t* high, uint32_t* low) const {
+            int32_t most = most_[0];
+            *low = top_[0];
+            for (int i = 1; i < WIDTH; ++i) {
+                most = most_[i] > most ? most_[i] : most;
+                *low = top_[i] > *low ? top_[i] : *low;
+            }
+            *high = uint32_t(most);
+        }
+    };
     static_assert(4 * sizeof(F) == UNIT_SIZE * sizeof(float), "four vectors are one array");
 
     static F all(float value) {
@@ -83,18 +113,6 @@ struct Plain {
             top = from[i] > top ? from[i] : top;
         }
         *high = uint16_t(most);
-        *low = top;
-    }
-
-    static void extremes(const uint32_t* from, int64_t size, uint32_t* high, uint32_t* low) {
-        int32_t most = INT32_MIN;
-        uint32_t top = 0;
-        for (int64_t i = 0; i < size; ++i) {
-            const int32_t word = int32_t(from[i]);
-            most = word > most ? word : most;
-            top = from[i] > top ? from[i] : top;
-        }
-        *high = uint32_t(most);
         *low = top;
     }
 };

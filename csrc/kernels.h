@@ -10,6 +10,7 @@ enum Type { BF16 = 0, FP16 = 1, FP32 = 2, NUM_TYPES = 3 };
 enum Width { INT8 = 0, INT4 = 1, NUM_WIDTHS = 2 };
 
 constexpr int64_t TILE = 2048;  // elements; a multiple of every block
+constexpr int64_t CHUNK = 128;  // elements; divides every block
 constexpr int MAX_TERMS = 8;    // of one call of a sum
 
 // Where a tile's codes and scales are.
@@ -18,11 +19,20 @@ struct Coded {
     const uint8_t* scales;
 };
 
+// What a chunk's scale needs to know (extreme_bits), for each chunk of a tile.
+struct Extremes {
+    uint32_t high[TILE / CHUNK], low[TILE / CHUNK];
+};
+
 using Quantize = void (*)(const void* values, uint8_t* codes, uint8_t* scales, int64_t size);
 using Dequantize = void (*)(Coded from, void* values, int64_t size);
 using Convert = void (*)(const void* from, void* to, int64_t size);
-// sums = 0 if `fresh`, then += the terms, one after another; at most MAX_TERMS of them.
-using Sum = void (*)(const Coded* terms, int count, bool fresh, float* sums, int64_t size);
+// sums = 0 if `fresh`, then += the terms, one after another; at most MAX_TERMS of them. With
+// `extremes`, also those of the sums.
+using Sum = void (*)(const Coded* terms, int count, bool fresh, float* sums, int64_t size,
+                     Extremes* extremes);
+using QuantizeSum = void (*)(const float* sums, const Extremes& extremes, uint8_t* codes,
+                             uint8_t* scales, int64_t size);
 using SumRaw = void (*)(const void* values, float* sums, int64_t size);
 
 struct Kernels {
@@ -30,6 +40,7 @@ struct Kernels {
     Dequantize dequantize[NUM_WIDTHS][NUM_TYPES];
     Convert convert[NUM_TYPES][NUM_TYPES];
     Sum sum[NUM_WIDTHS];
+    QuantizeSum quantize_sum[NUM_WIDTHS];
     SumRaw sum_raw[NUM_TYPES];
 };
 

@@ -46,7 +46,17 @@ template <class V, Type T, Width W> struct Block {
         const int64_t whole = size / UNIT<V> * UNIT<V>, left = size - whole;
         *high = uint32_t(1) << (8 * sizeof(Word) - 1);  // the least signed word, and the least
         *low = 0;                                       // unsigned one: neutral
-        if (whole) V::extremes(values, whole, high, low);
+        if constexpr (T == FP32) {
+            typename V::Seen seen;
+            for (int64_t i = 0; i < whole; i += UNIT<V>) {
+                F unit[4];
+                V::template load<FP32>(values + i, unit);
+                seen.add(unit);
+            }
+            seen.end(high, low);
+        } else if (whole) {
+            V::extremes(values, whole, high, low);
+        }
         for (int64_t i = 0; i < left; ++i) {
             Word word;
             memcpy(&word, values + whole + i, sizeof(Word));
@@ -102,22 +112,19 @@ template <class V, Type T, Width W> struct Block {
     }
 };
 
-// All scales come first: several blocks' at a time, in vectors where the compiler sees them.
+// From the extremes of each block. All scales come first: several blocks' at a time, in vectors where
+// the compiler sees them.
 template <class V, Type T, Width W>
-static void quantize_tile(const void* from, uint8_t* codes, uint8_t* scales, int64_t size) {
+ZPP_INLINE void quantize_blocks(const typename Element<T>::Word* values, const uint32_t* high,
+                                const uint32_t* low, uint8_t* codes, uint8_t* scales,
+                                int64_t size) {
     using B = Block<V, T, W>;
     constexpr int64_t BLOCK = Codes<W>::BLOCK, BITS = Codes<W>::BITS;
-    const auto* values = static_cast<const typename B::Word*>(from);
-    const int64_t whole = size / BLOCK, left = size % BLOCK, blocks = whole + (left != 0);
     constexpr int64_t BLOCKS = TILE / BLOCK;
-    uint32_t high[BLOCKS] = {}, low[BLOCKS] = {};
+    constexpr uint32_t SIGN = uint32_t(1) << (8 * sizeof(typename B::Word) - 1);
+    const int64_t whole = size / BLOCK, left = size % BLOCK, blocks = whole + (left != 0);
     uint16_t scale[BLOCKS];
     float factors[BLOCKS];
-    for (int64_t i = 0; i < whole; ++i) {
-        B::extremes(values + i * BLOCK, BLOCK, high + i, low + i);
-    }
-    if (left) B::extremes(values + whole * BLOCK, left, high + whole, low + whole);
-    constexpr uint32_t SIGN = uint32_t(1) << (8 * sizeof(typename B::Word) - 1);
     for (int64_t i = 0; i < BLOCKS; ++i) {  // all of a tile's, so that the count is known
         const uint32_t bits = scale_of(widen<T>(extreme_bits(high[i], low[i], SIGN)), BITS);
         scale[i] = uint16_t(bits);
@@ -139,6 +146,37 @@ static void quantize_tile(const void* from, uint8_t* codes, uint8_t* scales, int
     } else {
         B::quantize(values + whole * BLOCK, target, factors[whole], left);
     }
+}
+
+template <class V, Type T, Width W>
+static void quantize_tile(const void* from, uint8_t* codes, uint8_t* scales, int64_t size) {
+    using B = Block<V, T, W>;
+    constexpr int64_t BLOCK = Codes<W>::BLOCK;
+    const auto* values = static_cast<const typename B::Word*>(from);
+    const int64_t whole = size / BLOCK, left = size % BLOCK;
+    uint32_t high[TILE / BLOCK] = {}, low[TILE / BLOCK] = {};
+    for (int64_t i = 0; i < whole; ++i) {
+        B::extremes(values + i * BLOCK, BLOCK, high + i, low + i);
+    }
+    if (left) B::extremes(values + whole * BLOCK, left, high + whole, low + whole);
+    quantize_blocks<V, T, W>(values, high, low, codes, scales, size);
+}
+
+template <class V, Width W>
+static void quantize_sum(const float* sums, const Extremes& extremes, uint8_t* codes,
+                         uint8_t* scales, int64_t size) {
+    constexpr int64_t BLOCK = Codes<W>::BLOCK, CHUNKS = BLOCK / CHUNK;
+    uint32_t high[TILE / BLOCK], low[TILE / BLOCK];
+    for (int64_t i = 0; i < TILE / BLOCK; ++i) {
+        high[i] = extremes.high[i * CHUNKS];
+        low[i] = extremes.low[i * CHUNKS];
+        for (int64_t j = i * CHUNKS + 1; j < (i + 1) * CHUNKS; ++j) {
+            if (int32_t(extremes.high[j]) > int32_t(high[i])) high[i] = extremes.high[j];
+            if (extremes.low[j] > low[i]) low[i] = extremes.low[j];
+        }
+    }
+    const auto* words = reinterpret_cast<const uint32_t*>(sums);
+    quantize_blocks<V, FP32, W>(words, high, low, codes, scales, size);
 }
 
 template <class V, Type T, Width W>
@@ -181,10 +219,10 @@ static void convert_tile(const void* from, void* to, int64_t size) {
     memcpy(target + whole, last, size_t(left) * sizeof(Out));
 }
 
-// sums += the codes of COUNT terms of a block, for whole units; they begin with zeros if FRESH.
-template <class V, Width W, int COUNT, bool FRESH>
+// sums += the codes of COUNT terms of a chunk, for whole units; they begin with zeros if FRESH.
+template <class V, Width W, int COUNT, bool FRESH, bool SEE>
 ZPP_INLINE void add_units(const uint8_t* const* codes, const float* scales, float* sums,
-                          int64_t size) {
+                          int64_t size, typename V::Seen* seen) {
     using F = typename V::F;
     F factors[COUNT];
     for (int term = 0; term < COUNT; ++term) factors[term] = V::all(scales[term]);
@@ -198,68 +236,87 @@ ZPP_INLINE void add_units(const uint8_t* const* codes, const float* scales, floa
                 total[j] = V::add_product(unit[j], factors[term], total[j]);
             }
         }
+        if (SEE) seen->add(total);
         V::template store<FP32>(total, words);
     }
 }
 
-template <class V, Width W, int COUNT, bool FRESH>
-ZPP_INLINE void add_block(const uint8_t* const* codes, const float* scales, float* sums,
-                          int64_t size) {
+// Codes beyond the end count as zeros, which change no extreme of the others.
+template <class V, Width W, int COUNT, bool FRESH, bool SEE>
+ZPP_INLINE void add_chunk(const uint8_t* const* codes, const float* scales, float* sums,
+                          int64_t size, typename V::Seen* seen) {
     const int64_t whole = size / UNIT<V> * UNIT<V>, left = size - whole;
-    add_units<V, W, COUNT, FRESH>(codes, scales, sums, whole);
+    add_units<V, W, COUNT, FRESH, SEE>(codes, scales, sums, whole, seen);
     if (!left) return;
     uint8_t coded[COUNT][UNIT<V>] = {};
     const uint8_t* last[COUNT];
     for (int term = 0; term < COUNT; ++term) {
         const uint8_t* from = codes[term] + whole * Codes<W>::BITS / 8;
         memcpy(coded[term], from, size_t((left * Codes<W>::BITS + 7) / 8));
+        if (W == INT4 && left % 2) coded[term][left / 2] &= 15;
         last[term] = coded[term];
     }
     float total[UNIT<V>] = {};
     if (!FRESH) memcpy(total, sums + whole, size_t(left) * 4);
-    add_units<V, W, COUNT, FRESH>(last, scales, total, UNIT<V>);
+    add_units<V, W, COUNT, FRESH, SEE>(last, scales, total, UNIT<V>, seen);
     memcpy(sums + whole, total, size_t(left) * 4);
 }
 
-template <class V, Width W, int COUNT, bool FRESH>
-static void sum_terms(const Coded* terms, float* sums, int64_t size) {
-    constexpr int64_t BLOCK = Codes<W>::BLOCK;
-    for (int64_t i = 0; i < size; i += BLOCK) {
+template <class V, Width W, int COUNT, bool FRESH, bool SEE>
+static void sum_terms(const Coded* terms, float* sums, int64_t size, Extremes* extremes) {
+    for (int64_t i = 0; i < size; i += CHUNK) {
         const uint8_t* codes[COUNT];
         float scales[COUNT];
         for (int term = 0; term < COUNT; ++term) {
             codes[term] = terms[term].codes + i * Codes<W>::BITS / 8;
-            scales[term] = from_bf16(scale_at(terms[term].scales, i / BLOCK));
+            scales[term] = from_bf16(scale_at(terms[term].scales, i / Codes<W>::BLOCK));
             const uint8_t* next_tile = codes[term] + TILE * Codes<W>::BITS / 8;
-            for (int line = 0; line < BLOCK * Codes<W>::BITS / 8; line += 64) {
+            for (int line = 0; line < CHUNK * Codes<W>::BITS / 8; line += 64) {
                 __builtin_prefetch(next_tile + line);
             }
         }
-        if (size - i >= BLOCK) {
-            add_block<V, W, COUNT, FRESH>(codes, scales, sums + i, BLOCK);
+        typename V::Seen seen;
+        if (size - i >= CHUNK) {
+            add_chunk<V, W, COUNT, FRESH, SEE>(codes, scales, sums + i, CHUNK, &seen);
         } else {
-            add_block<V, W, COUNT, FRESH>(codes, scales, sums + i, size - i);
+            add_chunk<V, W, COUNT, FRESH, SEE>(codes, scales, sums + i, size - i, &seen);
         }
+        if (SEE) seen.end(extremes->high + i / CHUNK, extremes->low + i / CHUNK);
     }
 }
 
-template <class V, Width W, int COUNT>
-static void sum_tile_of(const Coded* terms, bool fresh, float* sums, int64_t size) {
-    if (fresh) return sum_terms<V, W, COUNT, true>(terms, sums, size);
-    sum_terms<V, W, COUNT, false>(terms, sums, size);
+template <class V, Width W, int COUNT, bool SEE>
+static void sum_tile_of(const Coded* terms, bool fresh, float* sums, int64_t size,
+                        Extremes* extremes) {
+    if (fresh) return sum_terms<V, W, COUNT, true, SEE>(terms, sums, size, extremes);
+    sum_terms<V, W, COUNT, false, SEE>(terms, sums, size, extremes);
+}
+
+template <class V, Width W, bool SEE>
+static void sum_some(const Coded* terms, int count, bool fresh, float* sums, int64_t size,
+                     Extremes* extremes) {
+    if (count == 8) return sum_tile_of<V, W, 8, SEE>(terms, fresh, sums, size, extremes);
+    if (count > 4) {
+        sum_tile_of<V, W, 4, false>(terms, fresh, sums, size, nullptr);
+        return sum_some<V, W, SEE>(terms + 4, count - 4, false, sums, size, extremes);
+    }
+    if (count == 4) return sum_tile_of<V, W, 4, SEE>(terms, fresh, sums, size, extremes);
+    if (count == 3) return sum_tile_of<V, W, 3, SEE>(terms, fresh, sums, size, extremes);
+    if (count == 2) return sum_tile_of<V, W, 2, SEE>(terms, fresh, sums, size, extremes);
+    sum_tile_of<V, W, 1, SEE>(terms, fresh, sums, size, extremes);
 }
 
 template <class V, Width W>
-static void sum_tile(const Coded* terms, int count, bool fresh, float* sums, int64_t size) {
-    if (count == 8) return sum_tile_of<V, W, 8>(terms, fresh, sums, size);
-    if (count >= 4) {
-        sum_tile_of<V, W, 4>(terms, fresh, sums, size);
-        if (count > 4) sum_tile<V, W>(terms + 4, count - 4, false, sums, size);
-        return;
+static void sum_tile(const Coded* terms, int count, bool fresh, float* sums, int64_t size,
+                     Extremes* extremes) {
+    if (extremes == nullptr) {
+        return sum_some<V, W, false>(terms, count, fresh, sums, size, nullptr);
     }
-    if (count == 3) return sum_tile_of<V, W, 3>(terms, fresh, sums, size);
-    if (count == 2) return sum_tile_of<V, W, 2>(terms, fresh, sums, size);
-    sum_tile_of<V, W, 1>(terms, fresh, sums, size);
+    for (int64_t i = 0; i < TILE / CHUNK; ++i) {
+        extremes->high[i] = 0x80000000u;  // the least signed word, and the least unsigned one
+        extremes->low[i] = 0;
+    }
+    sum_some<V, W, true>(terms, count, fresh, sums, size, extremes);
 }
 
 template <class V, Type T>
@@ -282,6 +339,7 @@ template <class V> static const Kernels* kernels_of() {
          {convert_tile<V, FP16, BF16>, convert_tile<V, FP16, FP16>, convert_tile<V, FP16, FP32>},
          {convert_tile<V, FP32, BF16>, convert_tile<V, FP32, FP16>, convert_tile<V, FP32, FP32>}},
         {sum_tile<V, INT8>, sum_tile<V, INT4>},
+        {quantize_sum<V, INT8>, quantize_sum<V, INT4>},
         {sum_raw_tile<V, BF16>, sum_raw_tile<V, FP16>, sum_raw_tile<V, FP32>},
     };
     return &table;
