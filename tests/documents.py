@@ -182,6 +182,7 @@ def _launched(program: str, arguments: list[str]) -> tuple[str, list[str], int]:
 def _script(script: str, arguments: list[str], ranks: int) -> str | None:
     if not (ROOT / script).is_file():
         return f"no script {script}"
+    script = str((ROOT / script).relative_to(ROOT))
     if any(word in ("-h", "--help") for word in arguments):
         return None
     if script in PRETRAIN:

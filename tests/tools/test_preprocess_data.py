@@ -220,9 +220,9 @@ def test_a_mistake_in_a_worker_keeps_what_was_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
-    """The signal comes after the first line of progress, with 40 MB still to be read."""
+    """The signal comes after the first line of progress, with 200 MB still to be read."""
     source = tmp_path / "a.jsonl"
-    source.write_bytes((b'{"text": "' + b"a" * 1000 + b'"}\n') * 40_000)
+    source.write_bytes((b'{"text": "' + b"a" * 1000 + b'"}\n') * 200_000)
     arguments = ("--input", source, "--output-prefix", tmp_path / "x", *BYTES)
     process = subprocess.Popen(
         command(*arguments, "--workers", 2, "--log-interval", 200),
