@@ -9,7 +9,6 @@ import errno
 import json
 import logging
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from megatron_zpp import manifest
 from zeropp import named_tensors as named
 from zeropp.atomic import write_atomically
+from zeropp.checkpoint import without_remarks
 from zeropp.errors import InputError
 from zeropp.unison import from_first, gathered, in_unison, rank, world_size
 
@@ -125,7 +125,7 @@ def load(
             if wants_optimizer:
                 moments = named.empty_optimizer_tensors(model, optimizer, saved)
                 _check_optimizer(path, state)
-        with _quiet():
+        with without_remarks():
             dcp.load({**tensors, **moments}, storage_reader=FileSystemReader(path))
     if wants_optimizer:
         named.restore_optimizer(model, optimizer, moments)
@@ -208,7 +208,7 @@ def _write(
             if shutil.disk_usage(folder).free < num_bytes:
                 raise OSError(errno.ENOSPC, "too little space left", str(folder))
             aside.mkdir()
-    with _quiet():
+    with without_remarks():
         dcp.save(tensors, storage_writer=_Writer(aside))
     with in_unison():
         mine = {path.name: manifest.entry_of(path) for path in aside.glob(f"__{rank()}_*")}
@@ -305,12 +305,3 @@ def _input_error(what: str, error: OSError, folder: Path, num_bytes: int) -> Inp
         "there. Free some space, raise the limit, keep fewer checkpoints (--keep-checkpoints), or "
         "give another folder (--save)."
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's remark that there is one rank only, which is no news."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        warnings.filterwarnings("ignore", message=".*assuming the intent is to")
-        yield

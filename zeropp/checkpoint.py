@@ -59,7 +59,7 @@ def save(
         tensors = named.model_tensors(model)
         if optimizer is not None:
             tensors |= named.optimizer_tensors(model, optimizer)
-        with _quiet():
+        with without_remarks():
             dcp.save(tensors, storage_writer=FileSystemWriter(aside))
         with in_unison():
             if rank() == 0:
@@ -100,11 +100,20 @@ def load(
                         "load_optimizer_states=False"
                     )
                 moments = named.empty_optimizer_tensors(model, optimizer, saved)
-        with _quiet():
+        with without_remarks():
             dcp.load({**tensors, **moments}, storage_reader=FileSystemReader(path))
     if optimizer is not None:
         named.restore_optimizer(model, optimizer, moments)
     return path, state
+
+
+@contextmanager
+def without_remarks() -> Iterator[None]:
+    """Around checkpoint calls: without torch's remark that there is one rank only, no news."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to")
+        yield
 
 
 def _find(folder: Path, tag: str | None) -> Path:
@@ -189,12 +198,3 @@ def _explained(what: str) -> Iterator[None]:
         raise InputError(f"{what} (rank {number}): {error}") from failure
     except OSError as error:
         raise InputError(f"{what}: {error}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's remark that there is one rank only, which is no news."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        warnings.filterwarnings("ignore", message=".*assuming the intent is to")
-        yield
