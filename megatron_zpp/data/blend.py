@@ -56,10 +56,19 @@ def blend_index(
         wrong = 1 + np.flatnonzero((starts[1:] != ends[:-1]).any(axis=1))
         starts[wrong] = ends[wrong - 1]
     dataset = picks.reshape(-1)[:size]
-    order = np.argsort(dataset, kind="stable")
-    taken = np.bincount(dataset, minlength=len(weights))
-    sample = np.empty(size, dtype=np.int64)
-    sample[order] = np.arange(size) - np.repeat(np.cumsum(taken) - taken, taken)
+    return dataset, _numbered(dataset, len(weights))
+
+
+def exhaustive_blend_index(sizes: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """As `blend_index` with the sizes as weights, each dataset taken exactly `sizes` times.
+
+    Exact shares never overdraw a dataset before all are used up: the sum of w * k - taken is 0, so
+    its largest is not negative, and a dataset used up is below. Rounded ones may by one sample.
+    """
+    dataset, sample = blend_index(sizes, sum(sizes))
+    if np.bincount(dataset, minlength=len(sizes)).tolist() != sizes:
+        dataset = _one_by_one(sizes)
+        sample = _numbered(dataset, len(sizes))
     return dataset, sample
 
 
@@ -79,6 +88,27 @@ class BlendedDataset:
         """Sample `index`: dict(tokens int64 [S + 1])."""
         dataset = self.datasets[self.dataset_index[index]]
         return dataset[int(self.dataset_sample_index[index])]
+
+
+def _numbered(dataset: np.ndarray, num_datasets: int) -> np.ndarray:
+    """For each entry of `dataset` [n] how often the same one came before it; int64 [n]."""
+    order = np.argsort(dataset, kind="stable")
+    taken = np.bincount(dataset, minlength=num_datasets)
+    sample = np.empty(len(dataset), dtype=np.int64)
+    sample[order] = np.arange(len(dataset)) - np.repeat(np.cumsum(taken) - taken, taken)
+    return sample
+
+
+def _one_by_one(sizes: list[int]) -> np.ndarray:
+    """The recurrence with datasets that drop out when they are used up; int16 [sum of sizes]."""
+    shares, left = np.array(normalize(sizes)), np.array(sizes)
+    counts, picks = np.zeros(len(sizes)), np.empty(sum(sizes), dtype=np.int16)
+    for k in range(len(picks)):
+        behind = np.where(left > 0, shares * max(k, 1) - counts, -np.inf)
+        picks[k] = behind.argmax()
+        counts[picks[k]] += 1
+        left[picks[k]] -= 1
+    return picks
 
 
 def _number(text: str) -> float | None:

@@ -14,7 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_zpp.config import DataConfig
-from megatron_zpp.data.blend import BlendedDataset, blend_index, parse_blend
+from megatron_zpp.data.blend import (
+    BlendedDataset,
+    blend_index,
+    exhaustive_blend_index,
+    parse_blend,
+)
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.data.sample_index import SampleRequest, cached_sample_index
@@ -36,6 +41,14 @@ class SampleSpec:
     cache: str | None  # folder of the index arrays; None: beside each dataset
 
 
+class Place(NamedTuple):
+    """A piece of one sequence of a file: `length` tokens from `offset` on."""
+
+    sequence: int
+    offset: int
+    length: int
+
+
 class GPTDataset:
     """At least `num_samples` shuffled samples (None: those of one epoch) of a range of sequences.
 
@@ -50,6 +63,11 @@ class GPTDataset:
         num_samples: int | None,
         spec: SampleSpec,
     ) -> None:
+        if source.dtype.kind == "f":
+            raise InputError(
+                f"{source.idx_path} gives its tokens the type {source.dtype.name}: token ids are "
+                "whole numbers; preprocess the text again"
+            )
         self.source, self.spec = source, spec
         request = SampleRequest(
             sequences=sequences,
@@ -65,18 +83,23 @@ class GPTDataset:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Sample `index`: dict(tokens int64 [S + 1]); InputError for a foreign token id."""
-        row = int(self.index.shuffle[index])
-        (first, offset), (last, end) = self.index.sample[row : row + 2].tolist()
-        documents = self.index.document[first : last + 1].tolist()
-        if first == last:
-            parts = [self.source.get(documents[0], offset, end + 1 - offset)]
-        else:
-            middle = [self.source.get(document) for document in documents[1:-1]]
-            tail = self.source.get(documents[-1], 0, end + 1)
-            parts = [self.source.get(documents[0], offset), *middle, tail]
+        parts = [self.source.get(*place) for place in self.places(index)]
         tokens = np.concatenate(parts, dtype=np.int64)
         self._check_vocabulary(tokens)
         return {"tokens": tokens}
+
+    def places(self, index: int) -> list[Place]:
+        """The pieces of the file that sample `index` is made of, in order."""
+        row = int(self.index.shuffle[index])
+        (first, offset), (last, end) = self.index.sample[row : row + 2].tolist()
+        sequences = self.index.document[first : last + 1].tolist()
+        if first == last:
+            return [Place(sequences[0], offset, end + 1 - offset)]
+        whole = [int(self.source.lengths[sequence]) for sequence in sequences[:-1]]
+        starts = [offset] + [0] * (len(whole) - 1)
+        pieces = zip(sequences[:-1], starts, whole, strict=True)
+        places = [Place(sequence, start, length - start) for sequence, start, length in pieces]
+        return [*places, Place(sequences[-1], 0, end + 1)]
 
     def _check_vocabulary(self, tokens: np.ndarray) -> None:
         # Here and not once for the whole file: a file of terabytes is never read twice.
@@ -92,12 +115,17 @@ class GPTDataset:
 
 
 def build_datasets(
-    data: DataConfig, seq_length: int, sizes: tuple[int, int, int], seed: int, vocab_size: int
+    data: DataConfig,
+    seq_length: int,
+    sizes: tuple[int | None, int | None, int | None],
+    seed: int,
+    vocab_size: int,
 ) -> "tuple[GPTDataset | BlendedDataset | MockDataset | None, ...]":
     """Training, validation and test data of at least `sizes` samples; None for a split without.
 
-    Prefixes without weights make at most the samples of one epoch of all of them. Raises InputError
-    for missing, damaged or insufficient data.
+    A size of None means every sample of one epoch once. Prefixes without weights never make more
+    than that. Raises InputError for missing, damaged or insufficient data, and for weights without
+    a size.
     """
     if data.mock_data:
         seeds = [(seed, number) for number in range(len(SPLITS))]
@@ -140,7 +168,7 @@ class _Builder:
         self.sources: dict[str, IndexedDataset] = {}
 
     def build(
-        self, paths: tuple[str, ...], portion: _Portion, size: int
+        self, paths: tuple[str, ...], portion: _Portion, size: int | None
     ) -> "GPTDataset | BlendedDataset | None":
         """One split's data; None if no sample is asked for and none can be made."""
         prefixes, weights = parse_blend(paths)
@@ -150,7 +178,7 @@ class _Builder:
             if not size and self._tokens(prefixes[0], sequences) <= self.spec.seq_length:
                 return None
             dataset = self._single(prefixes[0], portion, size)
-        elif not size:
+        elif size == 0:
             return None
         elif weights is None:
             dataset = self._unweighted(prefixes, portion, size)
@@ -165,15 +193,24 @@ class _Builder:
         )
         return dataset
 
-    def _unweighted(self, prefixes: list[str], portion: _Portion, size: int) -> BlendedDataset:
+    def _unweighted(
+        self, prefixes: list[str], portion: _Portion, size: int | None
+    ) -> BlendedDataset:
         """One epoch of every dataset, blended by length."""
         datasets = [self._single(prefix, portion, None) for prefix in prefixes]
         lengths = [len(dataset) for dataset in datasets]
+        if size is None:
+            return BlendedDataset(datasets, exhaustive_blend_index(lengths))
         return BlendedDataset(datasets, blend_index(lengths, min(size, sum(lengths))))
 
     def _weighted(
-        self, prefixes: list[str], weights: list[float], portion: _Portion, size: int
+        self, prefixes: list[str], weights: list[float], portion: _Portion, size: int | None
     ) -> BlendedDataset:
+        if size is None:
+            raise InputError(
+                f"{portion.split}: datasets with weights need a number of samples; give it, or "
+                f"leave the weights of {', '.join(prefixes)} out to take every sample once"
+            )
         shares = [math.ceil(size * weight) for weight in weights]
         index = blend_index(weights, sum(shares))
         taken = np.bincount(index[0], minlength=len(prefixes)).tolist()
@@ -195,7 +232,7 @@ class _Builder:
                 f"--split {self.split_text!r} leaves no document for {portion.split} of the "
                 f"{total} in {prefix}: give {portion.split} a larger weight, or 0"
             )
-        if self._tokens(prefix, range(total)) < needed or (size is None and tokens < needed):
+        if size is None and tokens < needed:
             raise InputError(
                 f"{prefix} has {tokens} tokens for {portion.split}, fewer than one sample of "
                 f"--seq-length {self.spec.seq_length} + 1: give more text or a shorter length"

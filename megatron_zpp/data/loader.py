@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from megatron_zpp.config import DataConfig
+from megatron_zpp.data.masks import loss_mask, position_ids
 from zeropp.errors import InputError
 
 
@@ -171,13 +172,9 @@ class _Collate:
                 return sample
         text = torch.from_numpy(np.stack(samples))  # [b, S + 1]
         tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-        loss_mask = torch.ones(tokens.shape, dtype=torch.float32)
-        if self.eod_mask_loss:
-            loss_mask[tokens == self.eod] = 0.0
-        position_ids = torch.arange(tokens.shape[1]).repeat(len(samples), 1)
-        if self.reset_position_ids:
-            # A document starts after each end; every token counts from the latest start.
-            starts = torch.zeros_like(position_ids)
-            starts[:, 1:] = position_ids[:, 1:] * (tokens[:, :-1] == self.eod)
-            position_ids = position_ids - starts.cummax(dim=1).values
-        return Batch(tokens=tokens, labels=labels, loss_mask=loss_mask, position_ids=position_ids)
+        return Batch(
+            tokens=tokens,
+            labels=labels,
+            loss_mask=loss_mask(tokens, self.eod, self.eod_mask_loss),
+            position_ids=position_ids(tokens, self.eod, self.reset_position_ids),
+        )

@@ -5,7 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.data.blend import BlendedDataset, blend_index, parse_blend
+from megatron_zpp.data.blend import (
+    BlendedDataset,
+    blend_index,
+    exhaustive_blend_index,
+    parse_blend,
+)
 from megatron_zpp.data.split import normalize
 from zeropp.errors import InputError
 
@@ -33,6 +38,15 @@ def test_stretches_side_by_side_equal_one_by_one(weights, size, stretch) -> None
     dataset, sample = blend_index(weights, size, stretch)
     assert (dataset.tolist(), sample.tolist()) == one_by_one(weights, size)
     assert dataset.dtype == np.int16 and sample.dtype == np.int64
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=9))
+def test_an_exhaustive_blend_takes_every_sample_once(sizes: list[int]) -> None:
+    dataset, sample = exhaustive_blend_index(sizes)
+    pairs = sorted(zip(dataset.tolist(), sample.tolist(), strict=True))
+    assert pairs == [(number, k) for number, size in enumerate(sizes) for k in range(size)]
+    assert dataset.tolist() == one_by_one(sizes, sum(sizes))[0]
 
 
 def test_items_come_from_their_datasets() -> None:

@@ -17,8 +17,11 @@ from megatron_zpp.data.mock import MockDataset
 from zeropp.errors import InputError
 
 FILES = Path(__file__).parents[2] / "data"
-ORACLE = json.loads((FILES / "megatron_core.json").read_text())
-CASES = {case["name"]: case for case in ORACLE["cases"]}
+CASES = {
+    case["name"]: case
+    for name in ("megatron_core.json", "megatron_core_more.json")
+    for case in json.loads((FILES / name).read_text())["cases"]
+}
 EOD, VOCAB_SIZE = 50256, 50257
 
 
@@ -48,7 +51,7 @@ def test_samples_are_those_of_megatron_core(name: str, tmp_path: Path) -> None:
             data, case["seq_length"], tuple(case["sizes"]), case["seed"], VOCAB_SIZE
         )
         for dataset, expected in zip(built, case["results"].values(), strict=True):
-            if expected is None:
+            if expected is None or not expected["length"]:
                 assert dataset is None
                 continue
             assert len(dataset) == expected["length"]
@@ -67,7 +70,10 @@ def digests(dataset) -> list[str]:
 
 
 def masks(dataset, data: DataConfig) -> list[str]:
-    loader = Loader(dataset, data, consumed_samples=0, micro_batch_size=8, rank=0, world=1, eod=EOD)
+    rows = min(8, len(dataset))
+    loader = Loader(
+        dataset, data, consumed_samples=0, micro_batch_size=rows, rank=0, world=1, eod=EOD
+    )
     batch = next(loader)
     return [sha(batch.loss_mask.numpy(), "<f4"), sha(batch.position_ids.numpy(), "<i8")]
 
@@ -94,11 +100,52 @@ def test_a_split_without_documents_is_named(tmp_path: Path) -> None:
     assert len(train) >= 50 and len(valid) >= 5 and test is None
 
 
-def test_a_dataset_shorter_than_a_sample_is_named(tmp_path: Path) -> None:
+def test_a_dataset_shorter_than_a_sample(tmp_path: Path, caplog) -> None:
     data = DataConfig(data_path=(text(tmp_path, "short", 2, 4),), split="1")
+    assert len(build(data)[0]) >= 5  # as megatron-core repeats it
+    assert "the 8 tokens of" in caplog.text and "they are repeated" in caplog.text
+    assert build(data, sizes=(None, 0, 0))[0] is None  # no sample without repeating
+    blend = DataConfig(data_path=data.data_path * 2, split="1")
     with pytest.raises(InputError, match=r"short has 8 tokens .* --seq-length 8 \+ 1"):
-        build(data)
-    assert len(build(data, seq_length=7)[0]) >= 5
+        build(blend)
+
+
+def test_weights_need_a_size(tmp_path: Path) -> None:
+    data = DataConfig(data_path=("1", text(tmp_path, "text", 4, 9)), split="1")
+    with pytest.raises(InputError, match="train: datasets with weights need a number of samples"):
+        build(data, sizes=(None, 0, 0))
+
+
+def test_tokens_that_are_no_whole_numbers_are_named(tmp_path: Path) -> None:
+    prefix = text(tmp_path, "text", 4, 10)
+    idx, bin = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    index = bytearray(idx.read_bytes())
+    pointers = np.arange(4, dtype="<i8") * 40
+    index[17], index[34 + 4 * 4 : 34 + 12 * 4] = 7, pointers.tobytes()
+    idx.write_bytes(index)
+    bin.write_bytes(np.fromfile(bin, dtype="<u2").astype("<f4").tobytes())
+    with pytest.raises(InputError, match=r"text\.idx gives its tokens the type float32"):
+        build(DataConfig(data_path=(prefix,), split="1"))
+
+
+def samples(prefix: str) -> list[dict[str, np.ndarray]]:
+    dataset, _, _ = build(DataConfig(data_path=(prefix,), split="1"))
+    return [dataset[number] for number in range(len(dataset))]
+
+
+@pytest.mark.parametrize("kind", ["<u1", "<i1", "<i2", "<i4", "<i8", "<u2"])
+def test_every_type_of_whole_numbers(kind: str, tmp_path: Path) -> None:
+    prefix = text(tmp_path, "text", 4, 10)
+    expected = [sample["tokens"] for sample in samples(prefix)]
+    width, code = np.dtype(kind).itemsize, "<u1 <i1 <i2 <i4 <i8 f8 f4 <u2".split().index(kind) + 1
+    idx, bin = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    index = bytearray(idx.read_bytes())
+    index[17] = code
+    index[34 + 4 * 4 : 34 + 12 * 4] = (np.arange(4, dtype="<i8") * 10 * width).tobytes()
+    idx.write_bytes(index)
+    bin.write_bytes(np.fromfile(bin, dtype="<u2").astype(kind).tobytes())
+    found = [sample["tokens"] for sample in samples(prefix)]
+    assert (np.array(found) == np.array(expected)).all() and found[0].dtype == np.int64
 
 
 def test_a_split_shorter_than_a_sample_repeats_its_text_and_says_so(tmp_path, caplog) -> None:

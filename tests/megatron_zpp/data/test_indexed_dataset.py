@@ -134,7 +134,7 @@ DAMAGES = {  # 2 sequences of 3 and 2 tokens of 2 bytes: lengths at 34, pointers
     "short idx": (cut_idx(60), r"text\.idx has 60 bytes, but its header describes 82"),
     "other file": (patch_idx(0, b"PAR1"), r"text\.idx is no Megatron index.*PAR1"),
     "version": (patch_idx(9, b"\2"), r"text\.idx is of version 2"),
-    "type code": (patch_idx(17, b"\7"), r"text\.idx gives its tokens the type code 7"),
+    "type code": (patch_idx(17, b"\x09"), r"text\.idx gives its tokens the type code 9"),
     "negative length": (patch_idx(34, b"\xff" * 4), r"text\.idx is damaged: a length or pointer"),
     "odd pointer": (patch_idx(50, b"\3"), r"text\.idx is damaged: a length or pointer"),
     "far pointer": (patch_idx(54, b"\1"), r"text\.bin has 10 bytes, but .* describes"),
