@@ -40,7 +40,7 @@ pretrain: setup ## train a small GPT with ZeRO++ on RANKS ranks, two to a node; 
 
 clean: ## remove .venv, caches and build products; runs/ stays
 	rm -rf .venv .cache .pytest_cache .hypothesis build dist *.egg-info
-	rm -f zeropp/*.so
+	rm -f zeropp/*.so megatron_zpp/data/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(DONE): pyproject.toml setup.py tools/make_environment.py $(wildcard csrc/*)

@@ -52,4 +52,11 @@ KERNELS = Extension(
     optional=True,
 )
 
-setup(ext_modules=[KERNELS], cmdclass={"build_ext": BuildKernels})
+INDEX = Extension(
+    "megatron_zpp.data._index",
+    sources=["csrc/index.cpp"],
+    extra_compile_args=EVERYWHERE,
+    optional=True,
+)
+
+setup(ext_modules=[KERNELS, INDEX], cmdclass={"build_ext": BuildKernels})

@@ -25,7 +25,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
 
 from megatron_zpp.command_line import HELP, help_text, read, vocabulary  # noqa: E402
-from megatron_zpp.config import DataConfig, ModelConfig, TokenizerConfig, TrainingConfig  # noqa: E402
+from megatron_zpp.config import (  # noqa: E402
+    DataConfig,
+    ModelConfig,
+    TokenizerConfig,
+    TrainingConfig,
+)
 from megatron_zpp.config.flag import Section, flag, shared  # noqa: E402
 from megatron_zpp.data.blend import BlendedDataset  # noqa: E402
 from megatron_zpp.data.gpt_dataset import GPTDataset, build_datasets  # noqa: E402

@@ -3,15 +3,17 @@
 Before each sample k the dataset that is furthest behind its share, argmax of w * max(k, 1) - taken,
 gives the next of its own samples; the first one wins a tie.
 
-That recurrence is sequential, but soon forgets where it started. So many stretches of it run side
-by side from guessed counts, and every stretch that did not start where the one before it ended is
-run again from there, until all fit. The result is exactly the sequential one.
+csrc/index.cpp does this one after another. Where it was not built NumPy does: the recurrence soon
+forgets where it started, so many stretches of it run side by side from guessed counts, and every
+stretch that did not start where the one before it ended is run again from there, until all fit.
+The result is exactly the sequential one.
 """
 
 import math
 
 import numpy as np
 
+from megatron_zpp.data.native import native
 from megatron_zpp.data.split import normalize
 from zeropp.errors import InputError
 
@@ -39,12 +41,17 @@ def parse_blend(paths: tuple[str, ...]) -> tuple[list[str], list[float] | None]:
     return [path.strip() for path in paths[1::2]], normalize(weights)
 
 
-def blend_index(
-    weights: list[float], size: int, min_stretch: int = MIN_STRETCH
-) -> tuple[np.ndarray, np.ndarray]:
+def blend_index(weights: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
     """For each of `size` samples: dataset int16 [size], and sample in that dataset int64 [size]."""
     assert 0 < len(weights) <= MAX_DATASETS
     shares = np.array(normalize(weights))
+    return native().blend(shares, size) if native() else blend_in_stretches(shares, size)
+
+
+def blend_in_stretches(
+    shares: np.ndarray, size: int, min_stretch: int = MIN_STRETCH
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `blend_index`, in NumPy, for shares [n] that add up to 1."""
     stretch = max(min_stretch, math.isqrt(size))
     firsts = np.arange(0, size, stretch)
     starts = _guess(shares, firsts)
@@ -56,7 +63,7 @@ def blend_index(
         wrong = 1 + np.flatnonzero((starts[1:] != ends[:-1]).any(axis=1))
         starts[wrong] = ends[wrong - 1]
     dataset = picks.reshape(-1)[:size]
-    return dataset, _numbered(dataset, len(weights))
+    return dataset, _numbered(dataset, len(shares))
 
 
 def exhaustive_blend_index(sizes: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -65,7 +72,10 @@ def exhaustive_blend_index(sizes: list[int]) -> tuple[np.ndarray, np.ndarray]:
     Exact shares never overdraw a dataset before all are used up: the sum of w * k - taken is 0, so
     its largest is not negative, and a dataset used up is below. Rounded ones may by one sample.
     """
-    dataset, sample = blend_index(sizes, sum(sizes))
+    shares, size = np.array(normalize(sizes)), sum(sizes)
+    if native():
+        return native().blend(shares, size, np.array(sizes))
+    dataset, sample = blend_in_stretches(shares, size)
     if np.bincount(dataset, minlength=len(sizes)).tolist() != sizes:
         dataset = _one_by_one(sizes)
         sample = _numbered(dataset, len(sizes))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_zpp.data.native import MAX_SHUFFLED, native
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
 
@@ -72,7 +73,7 @@ def build_sample_index(lengths: np.ndarray, request: SampleRequest) -> SampleInd
     epochs = plan_epochs(tokens, request.seq_length, request.num_samples)
     random = np.random.RandomState(request.seed)
     document = _documents(sequences, epochs, random)
-    sample = _samples(lengths[document], request.seq_length)
+    sample = _samples(lengths, document, request.seq_length, epochs.count * tokens)
     shuffle = _shuffle(len(sample) - 1, epochs, random)
     return SampleIndex(document=document, sample=sample, shuffle=shuffle)
 
@@ -108,39 +109,61 @@ def cached_sample_index(
 
 def _documents(sequences: np.ndarray, epochs: Epochs, random: np.random.RandomState) -> np.ndarray:
     """Sequence numbers of all epochs, shuffled; int32."""
-    together = epochs.count if epochs.samples_before_last is None else epochs.count - 1
-    document = np.tile(sequences, together)
-    random.shuffle(document)
-    if together == epochs.count:
-        return document
-    last = sequences.copy()
-    random.shuffle(last)
-    return np.concatenate((document, last))
+    document = np.tile(sequences, epochs.count)
+    if epochs.samples_before_last is None:
+        _shuffled(document, random)
+    else:
+        _shuffled(document[: -len(sequences)], random)
+        _shuffled(document[-len(sequences) :], random)
+    return document
 
 
-def _samples(lengths: np.ndarray, seq_length: int) -> np.ndarray:
-    """Where each sample starts [n + 1, 2], for documents of `lengths` laid end to end."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    count = (int(ends[-1]) - 1) // seq_length
-    largest = max(len(lengths), int(lengths.max()))
+def _samples(
+    lengths: np.ndarray, document: np.ndarray, seq_length: int, tokens: int
+) -> np.ndarray:
+    """Where each sample starts [n + 1, 2]: the sequences `document`, `tokens` in all, end to end.
+
+    The first row is 0, 0 as in megatron-core, even if the first documents are empty.
+    """
+    count = (tokens - 1) // seq_length
+    largest = max(len(document), int(lengths.max()))
     kind = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
-    starts = np.arange(count + 1) * seq_length
-    document = np.searchsorted(ends, starts, side="right")
-    sample = np.empty((count + 1, 2), dtype=kind)
-    sample[:, 0] = document
-    sample[:, 1] = starts - ends[document] + lengths[document]
-    sample[0] = 0  # as in megatron-core, even if the first documents are empty
+    sample = np.zeros((count + 1, 2), dtype=kind)
+    if native():
+        native().starts(lengths, document, seq_length, sample)
+    else:
+        fill_starts(lengths, document, seq_length, sample)
     return sample
+
+
+def fill_starts(
+    lengths: np.ndarray, document: np.ndarray, seq_length: int, out: np.ndarray
+) -> None:
+    """As `NativeIndex.starts`, in NumPy."""
+    own = lengths[document]
+    ends = np.cumsum(own, dtype=np.int64)
+    starts = np.arange(1, len(out)) * seq_length
+    entry = np.searchsorted(ends, starts, side="right")
+    out[0] = 0
+    out[1:, 0] = entry
+    out[1:, 1] = starts - ends[entry] + own[entry]
 
 
 def _shuffle(count: int, epochs: Epochs, random: np.random.RandomState) -> np.ndarray:
     kind = np.uint32 if count < np.iinfo(np.uint32).max - 1 else np.int64
     shuffle = np.arange(count, dtype=kind)
     first = count if epochs.samples_before_last is None else epochs.samples_before_last
-    random.shuffle(shuffle[:first])
-    if first < count:
-        random.shuffle(shuffle[first:])
+    _shuffled(shuffle[:first], random)
+    _shuffled(shuffle[first:], random)
     return shuffle
+
+
+def _shuffled(array: np.ndarray, random: np.random.RandomState) -> None:
+    """`random.shuffle(array)`."""
+    if native() and array.itemsize == 4 and len(array) <= MAX_SHUFFLED:
+        native().shuffle(array, random)
+    else:
+        random.shuffle(array)
 
 
 def _describe(lengths: np.ndarray, request: SampleRequest) -> str:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_zpp.data.blend import (
     BlendedDataset,
+    blend_in_stretches,
     blend_index,
     exhaustive_blend_index,
     parse_blend,
@@ -35,7 +36,7 @@ weights = st.one_of(
 @settings(max_examples=60, deadline=None)
 @given(weights=weights, size=st.integers(1, 700), stretch=st.sampled_from([1, 3, 40, 512]))
 def test_stretches_side_by_side_equal_one_by_one(weights, size, stretch) -> None:
-    dataset, sample = blend_index(weights, size, stretch)
+    dataset, sample = blend_in_stretches(np.array(normalize(weights)), size, stretch)
     assert (dataset.tolist(), sample.tolist()) == one_by_one(weights, size)
     assert dataset.dtype == np.int16 and sample.dtype == np.int64
 

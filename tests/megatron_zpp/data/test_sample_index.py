@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_zpp.data import sample_index as module
 from megatron_zpp.data.sample_index import (
     SampleIndex,
     SampleRequest,
@@ -65,6 +66,15 @@ def test_a_last_epoch_apart_comes_last(tokens: int, seq_length: int, num_samples
     assert sorted(index.document[-len(lengths) :].tolist()) == list(range(len(lengths)))
     # Less than 0.8 of an epoch is needed of the last one.
     assert num_samples - before < int(0.8 * ((int(lengths.sum()) - 1) // seq_length))
+
+
+def test_numpy_alone_makes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [build_sample_index(LENGTHS, REQUEST)]
+    monkeypatch.setattr(module, "native", lambda: None)
+    wanted.append(build_sample_index(LENGTHS, REQUEST))
+    for part in module.PARTS:
+        one, other = (getattr(index, part) for index in wanted)
+        assert one.dtype == other.dtype and (one == other).all()
 
 
 def test_the_last_epoch_stands_apart_below_four_fifths() -> None:
