@@ -1,8 +1,8 @@
 """Samples of S + 1 tokens for training, validation and test, the same as megatron-core 0.19.2's.
 
 `build_datasets` opens the files, divides their sequences by `--split` (or takes one blend for each
-split), and blends. Every rank calls it; the index arrays are cached on disk, so that if rank 0
-calls it first and the others after a barrier, they are built once.
+split), and blends. Every rank calls it; the index arrays are cached on disk and built once for all
+that share the folder.
 """
 
 import logging
@@ -20,9 +20,10 @@ from megatron_zpp.data.blend import (
     exhaustive_blend_index,
     parse_blend,
 )
+from megatron_zpp.data.index_cache import cached_sample_index
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.mock import MockDataset
-from megatron_zpp.data.sample_index import SampleRequest, cached_sample_index
+from megatron_zpp.data.sample_index import SampleRequest
 from megatron_zpp.data.split import SPLITS, parse_split, sequence_range
 from zeropp.errors import InputError
 

@@ -6,23 +6,13 @@ asked for. If the last epoch is needed for less than 0.8 of its samples, it is s
 that no document is seen twice before all were seen equally often.
 """
 
-import hashlib
-import json
-import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from megatron_zpp.data.native import MAX_SHUFFLED, native
-from zeropp.atomic import write_atomically
-from zeropp.errors import InputError
 
 LAST_EPOCH_SHARE = 0.80
-PARTS = ("document", "sample", "shuffle")
-FORMAT = 1  # of the cache; raised when the same request gives other arrays
-
-logger = logging.getLogger("megatron_zpp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +23,10 @@ class SampleRequest:
     seq_length: int
     num_samples: int | None  # None: one epoch
     seed: int
+
+    def tokens(self, lengths: np.ndarray) -> int:
+        """Tokens of one epoch, for `lengths` int32 [all sequences of the dataset]."""
+        return int(np.sum(lengths[self.sequences.start : self.sequences.stop], dtype=np.int64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,42 +63,13 @@ def plan_epochs(tokens: int, seq_length: int, num_samples: int | None) -> Epochs
 def build_sample_index(lengths: np.ndarray, request: SampleRequest) -> SampleIndex:
     """The three arrays for sequences of `lengths` int32 [all sequences of the dataset]."""
     sequences = np.arange(request.sequences.start, request.sequences.stop, dtype=np.int32)
-    tokens = int(np.sum(lengths[request.sequences.start : request.sequences.stop], dtype=np.int64))
+    tokens = request.tokens(lengths)
     epochs = plan_epochs(tokens, request.seq_length, request.num_samples)
     random = np.random.RandomState(request.seed)
     document = _documents(sequences, epochs, random)
     sample = _samples(lengths, document, request.seq_length, epochs.count * tokens)
     shuffle = _shuffle(len(sample) - 1, epochs, random)
     return SampleIndex(document=document, sample=sample, shuffle=shuffle)
-
-
-def cached_sample_index(
-    lengths: np.ndarray, request: SampleRequest, folder: Path, split: str
-) -> SampleIndex:
-    """As `build_sample_index`, kept in `folder` under a hash of all that determines it.
-
-    Files appear complete or not at all, so ranks that build at the same time do no harm. The
-    arrays of a found index are mapped, not read. Raises InputError if `folder` is not writable.
-    """
-    description = _describe(lengths, request)
-    digest = hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()
-    paths = [folder / f"{digest}-GPTDataset-{split}-{part}_index.npy" for part in PARTS]
-    if all(path.is_file() for path in paths):
-        return _load(paths)
-    index = build_sample_index(lengths, request)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = folder / f"{digest}-GPTDataset-{split}-description.txt"
-        write_atomically(text, lambda file: file.write(description.encode()))
-        for path, part in zip(paths, PARTS, strict=True):
-            array = getattr(index, part)
-            write_atomically(path, lambda file, array=array: np.save(file, array))
-    except OSError as error:
-        raise InputError(
-            f"cannot keep the sample index in {folder} ({error.strerror}): "
-            "name a folder with room and write access with --data-cache-path"
-        ) from error
-    return index
 
 
 def _documents(sequences: np.ndarray, epochs: Epochs, random: np.random.RandomState) -> np.ndarray:
@@ -164,28 +129,3 @@ def _shuffled(array: np.ndarray, random: np.random.RandomState) -> None:
         native().shuffle(array, random)
     else:
         random.shuffle(array)
-
-
-def _describe(lengths: np.ndarray, request: SampleRequest) -> str:
-    used = np.ascontiguousarray(lengths[request.sequences.start : request.sequences.stop])
-    fields = {
-        "format": FORMAT,
-        "lengths": hashlib.md5(used.tobytes(), usedforsecurity=False).hexdigest(),
-        "sequences": [request.sequences.start, request.sequences.stop],
-        "seq_length": request.seq_length,
-        "num_samples": request.num_samples,
-        "seed": request.seed,
-    }
-    return json.dumps(fields, indent=1)
-
-
-def _load(paths: list[Path]) -> SampleIndex:
-    arrays = []
-    for path in paths:
-        try:
-            arrays.append(np.load(path, mmap_mode="r", allow_pickle=False))
-        except (ValueError, OSError) as error:
-            raise InputError(
-                f"the cached index {path} is damaged ({error}): delete it and start again"
-            ) from error
-    return SampleIndex(**dict(zip(PARTS, arrays, strict=True)))

@@ -1,7 +1,4 @@
-"""The arrays of samples against a slow walk through the tokens, one by one; and their cache."""
-
-import os
-from pathlib import Path
+"""The arrays of samples against a slow walk through the tokens, one by one."""
 
 import numpy as np
 import pytest
@@ -10,13 +7,10 @@ from hypothesis import strategies as st
 
 from megatron_zpp.data import sample_index as module
 from megatron_zpp.data.sample_index import (
-    SampleIndex,
     SampleRequest,
     build_sample_index,
-    cached_sample_index,
     plan_epochs,
 )
-from zeropp.errors import InputError
 
 LENGTHS = np.array([3, 0, 7, 1, 12, 5, 5, 2], dtype=np.int32)
 REQUEST = SampleRequest(sequences=range(1, 8), seq_length=4, num_samples=20, seed=3)
@@ -72,7 +66,7 @@ def test_numpy_alone_makes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [build_sample_index(LENGTHS, REQUEST)]
     monkeypatch.setattr(module, "native", lambda: None)
     wanted.append(build_sample_index(LENGTHS, REQUEST))
-    for part in module.PARTS:
+    for part in ("document", "sample", "shuffle"):
         one, other = (getattr(index, part) for index in wanted)
         assert one.dtype == other.dtype and (one == other).all()
 
@@ -83,60 +77,3 @@ def test_the_last_epoch_stands_apart_below_four_fifths() -> None:
     assert plan_epochs(1001, 10, 179).samples_before_last == 100
     assert plan_epochs(1001, 10, 180).samples_before_last is None
     assert plan_epochs(1001, 10, 180).count == 2
-
-
-def build_cached(folder: Path, request: SampleRequest = REQUEST, lengths=LENGTHS) -> SampleIndex:
-    return cached_sample_index(lengths, request, folder, "train")
-
-
-def test_the_cache_gives_the_same_arrays_without_building(tmp_path: Path) -> None:
-    built = build_cached(tmp_path / "deep" / "folder")
-    files = sorted((tmp_path / "deep" / "folder").iterdir())
-    assert [path.name.split("-")[-1] for path in files] == [
-        "description.txt",
-        "document_index.npy",
-        "sample_index.npy",
-        "shuffle_index.npy",
-    ]
-    marked = np.load(files[1]) * 0
-    np.save(files[1], marked)
-    loaded = build_cached(tmp_path / "deep" / "folder")
-    assert (loaded.document == marked).all()
-    assert (loaded.sample == built.sample).all() and (loaded.shuffle == built.shuffle).all()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"seed": 4},
-        {"num_samples": 21},
-        {"seq_length": 5},
-        {"sequences": range(0, 8)},
-        {"sequences": range(1, 7)},
-    ],
-)
-def test_another_request_is_another_entry(change: dict, tmp_path: Path) -> None:
-    build_cached(tmp_path)
-    build_cached(tmp_path, SampleRequest(**{**vars(REQUEST), **change}))
-    assert len(list(tmp_path.iterdir())) == 8
-
-
-def test_other_documents_are_another_entry(tmp_path: Path) -> None:
-    build_cached(tmp_path)
-    build_cached(tmp_path, lengths=LENGTHS[::-1].copy())
-    assert len(list(tmp_path.iterdir())) == 8
-
-
-def test_a_damaged_cache_is_named(tmp_path: Path) -> None:
-    build_cached(tmp_path)
-    path = next(tmp_path.glob("*sample_index.npy"))
-    path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(InputError, match=rf"{path.name} is damaged .*delete it"):
-        build_cached(tmp_path)
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"cannot keep .*--data-cache-path"):
-        build_cached(tmp_path / "file" / "cache")
-    assert os.listdir(tmp_path) == ["file"]

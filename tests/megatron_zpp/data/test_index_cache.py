@@ -1,0 +1,161 @@
+"""Indices on disk: found again, never confused, never half written, built once for all who wait."""
+
+import logging
+import os
+import resource
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_zpp.data import index_cache as module
+from megatron_zpp.data.index_cache import cached_sample_index
+from megatron_zpp.data.sample_index import SampleIndex, SampleRequest, build_sample_index
+from zeropp.errors import InputError
+
+LENGTHS = np.array([3, 0, 7, 1, 12, 5, 5, 2], dtype=np.int32)
+REQUEST = SampleRequest(sequences=range(1, 8), seq_length=4, num_samples=20, seed=3)
+BUILT = "document_index.npy", "sample_index.npy", "shuffle_index.npy"
+
+
+def build_cached(folder: Path, request: SampleRequest = REQUEST, lengths=LENGTHS) -> SampleIndex:
+    return cached_sample_index(lengths, request, folder, "train")
+
+
+def test_the_cache_gives_the_same_arrays_without_building(tmp_path: Path) -> None:
+    built = build_cached(tmp_path / "deep" / "folder")
+    files = sorted((tmp_path / "deep" / "folder").iterdir())
+    assert [path.name.split("-")[-1] for path in files] == [
+        "description.txt",
+        "document_index.npy",
+        "sample_index.npy",
+        "shuffle_index.npy",
+    ]
+    marked = np.load(files[1]) * 0
+    np.save(files[1], marked)
+    loaded = build_cached(tmp_path / "deep" / "folder")
+    assert (loaded.document == marked).all()
+    assert (loaded.sample == built.sample).all() and (loaded.shuffle == built.shuffle).all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 4},
+        {"num_samples": 21},
+        {"seq_length": 5},
+        {"sequences": range(0, 8)},
+        {"sequences": range(1, 7)},
+    ],
+)
+def test_another_request_is_another_entry(change: dict, tmp_path: Path) -> None:
+    build_cached(tmp_path)
+    build_cached(tmp_path, SampleRequest(**{**vars(REQUEST), **change}))
+    assert len(list(tmp_path.iterdir())) == 8
+
+
+def test_other_documents_are_another_entry(tmp_path: Path) -> None:
+    build_cached(tmp_path)
+    build_cached(tmp_path, lengths=LENGTHS[::-1].copy())
+    assert len(list(tmp_path.iterdir())) == 8
+
+
+def test_a_damaged_cache_is_named(tmp_path: Path) -> None:
+    build_cached(tmp_path)
+    path = next(tmp_path.glob("*sample_index.npy"))
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(InputError, match=rf"{path.name} is damaged .*delete it"):
+        build_cached(tmp_path)
+
+
+def test_a_cache_of_other_data_under_our_name_is_noticed(tmp_path: Path) -> None:
+    build_cached(tmp_path)
+    path = next(tmp_path.glob("*sample_index.npy"))
+    whole = np.load(path)
+    np.save(path, whole[:-1])
+    with pytest.raises(InputError, match=rf"{path.name} holds int32 .* of other data"):
+        build_cached(tmp_path)
+    np.save(path, whole)
+    text = next(tmp_path.glob("*description.txt"))
+    text.write_text(text.read_text().replace('"seed": 3', '"seed": 4'))
+    with pytest.raises(InputError, match=rf"{text.name} is of other data"):
+        build_cached(tmp_path)
+
+
+def test_another_version_builds_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_cached(tmp_path)
+    monkeypatch.setattr(module, "FORMAT", module.FORMAT + 1)
+    build_cached(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 8
+
+
+def test_those_who_come_while_it_is_built_wait_and_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+
+    def slow(*arguments: object) -> SampleIndex:
+        calls.append(arguments)
+        while "waiting" not in caplog.text:  # ends only if somebody does wait
+            time.sleep(0.01)
+        return build_sample_index(*arguments)
+
+    monkeypatch.setattr(module, "build_sample_index", slow)
+    with caplog.at_level(logging.INFO, "megatron_zpp"), ThreadPoolExecutor(3) as pool:
+        built = list(pool.map(build_cached, [tmp_path] * 3))
+    assert len(calls) == 1 and len(list(tmp_path.iterdir())) == 4  # the lock is gone
+    assert "waiting for another process that builds" in caplog.text
+    assert all((index.shuffle == built[0].shuffle).all() for index in built)
+
+
+def test_who_waited_for_a_builder_that_failed_builds(tmp_path: Path, monkeypatch) -> None:
+    def fail(*arguments: object) -> SampleIndex:
+        monkeypatch.undo()
+        raise RuntimeError
+
+    monkeypatch.setattr(module, "build_sample_index", fail)
+    with pytest.raises(RuntimeError):
+        build_cached(tmp_path)
+    build_cached(tmp_path)
+    assert len([path for path in tmp_path.iterdir() if path.name.endswith(BUILT)]) == 3
+
+
+def test_a_full_disk_is_named_and_nothing_stays(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk's end; it meets the second array."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (250, hard))
+    try:
+        with pytest.raises(InputError, match=r"cannot keep the sample index .*--data-cache-path"):
+            build_cached(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+
+
+def test_leftovers_of_a_killed_builder_are_removed(tmp_path: Path) -> None:
+    build_cached(tmp_path)
+    path = next(tmp_path.glob("*sample_index.npy"))
+    leftover = path.with_name(f".{path.name}.123.tmp")
+    leftover.write_bytes(b"half")
+    path.unlink()
+    build_cached(tmp_path)
+    assert not leftover.exists() and len(list(tmp_path.iterdir())) == 4
+
+
+def test_without_locks_it_goes_on_and_says_so(tmp_path: Path, monkeypatch, caplog) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(module.errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(module.fcntl, "flock", refuse)
+    with caplog.at_level(logging.INFO, "megatron_zpp"):
+        build_cached(tmp_path)
+    assert "no locks in" in caplog.text and len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot keep .*--data-cache-path"):
+        build_cached(tmp_path / "file" / "cache")
+    assert os.listdir(tmp_path) == ["file"]
