@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -138,11 +139,17 @@ def _write(index: SampleIndex, entry: Entry) -> None:
     try:
         for path, part in zip(entry.arrays, PARTS, strict=True):
             array = getattr(index, part)
-            write_atomically(path, lambda file, array=array: np.save(file, array))
+            write_atomically(path, lambda file, array=array: _save(file, array))
         write_atomically(entry.text, lambda file: file.write(entry.description.encode()))
     except BaseException:
         entry.remove()
         raise
+
+
+def _save(file: BinaryIO, array: np.ndarray) -> None:
+    """Write an .npy file; np.save does not notice when the disk is full at its last bytes."""
+    np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+    file.write(memoryview(np.ascontiguousarray(array)).cast("B"))
 
 
 def _shapes(lengths: np.ndarray, request: SampleRequest) -> list[tuple[int, ...]]:
