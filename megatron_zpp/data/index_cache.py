@@ -149,7 +149,7 @@ def _write(index: SampleIndex, entry: Entry) -> None:
 def _save(file: BinaryIO, array: np.ndarray) -> None:
     """Write an .npy file; np.save does not notice when the disk is full at its last bytes."""
     np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
-    file.write(memoryview(np.ascontiguousarray(array)).cast("B"))
+    file.write(np.ascontiguousarray(array).data)
 
 
 def _shapes(lengths: np.ndarray, request: SampleRequest) -> list[tuple[int, ...]]:

@@ -4,7 +4,7 @@
           int32 lengths[n] (tokens) | int64 pointers[n] (bytes) | int64 documents[d] | int8 modes[n]
 
 Document j is the sequences documents[j] to documents[j + 1]; an empty document has none. The modes
-are optional and not used here. All numbers are little endian.
+are optional and not used in training. All numbers are little endian.
 """
 
 import os
@@ -34,6 +34,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 class IndexedDataset:
     """A dataset on disk, mapped into memory: `lengths` int32 [n], `document_index` int64 [d].
 
+    `pointers` int64 [n] are bytes in the .bin; `modes` are int8 [n], or None where there are none.
     Raises InputError if a file is missing, is no Megatron file, or does not match the other one.
     """
 
@@ -42,7 +43,9 @@ class IndexedDataset:
         self.idx_path, self.bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
         _check_pair(self.prefix, self.idx_path, self.bin_path)
         index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
-        self.dtype, self.lengths, self._pointers, self.document_index = _parse(index, self.idx_path)
+        self.dtype, self.lengths, self.pointers, self.document_index = _parse(index, self.idx_path)
+        modes = index[HEADER.size + 12 * len(self) + 8 * len(self.document_index) :]
+        self.modes = modes.view(np.int8) if len(modes) else None
         self._check_documents()
         self._check_extent()
         self._tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r")
@@ -60,7 +63,7 @@ class IndexedDataset:
         available = int(self.lengths[sequence]) - offset
         length = available if length is None else length
         assert 0 <= offset and 0 <= length <= available, (sequence, offset, length)
-        start = int(self._pointers[sequence]) // self.dtype.itemsize + offset
+        start = int(self.pointers[sequence]) // self.dtype.itemsize + offset
         return self._tokens[start : start + length]
 
     def _check_documents(self) -> None:
@@ -80,7 +83,7 @@ class IndexedDataset:
         size, expected = self.dtype.itemsize, 0
         for start in range(0, len(self.lengths), CHUNK):
             lengths = self.lengths[start : start + CHUNK].astype(np.int64)
-            pointers = self._pointers[start : start + CHUNK].astype(np.int64)
+            pointers = self.pointers[start : start + CHUNK].astype(np.int64)
             if lengths.min() < 0 or pointers.min() < 0 or (pointers % size).any():
                 raise InputError(
                     f"{self.idx_path} is damaged: a length or pointer is negative, or inside a "
@@ -212,9 +215,14 @@ def _parse(index: np.memmap, path: Path) -> tuple[np.dtype, np.ndarray, np.ndarr
     )
 
 
-def _index_bytes(dtype: np.dtype, lengths: np.ndarray, documents: np.ndarray) -> bytes:
+def index_header(dtype: np.dtype, num_sequences: int, num_entries: int) -> bytes:
+    """The first bytes of an .idx, for tokens of `dtype`."""
     code = next(code for code, name in CODES.items() if np.dtype(name) == dtype)
+    return HEADER.pack(MAGIC, VERSION, code, num_sequences, num_entries)
+
+
+def _index_bytes(dtype: np.dtype, lengths: np.ndarray, documents: np.ndarray) -> bytes:
     ends = np.cumsum(lengths, dtype=np.int64)
     pointers = (ends - lengths) * dtype.itemsize
-    header = HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents))
+    header = index_header(dtype, len(lengths), len(documents))
     return header + lengths.tobytes() + pointers.tobytes() + documents.tobytes()
