@@ -15,7 +15,7 @@ def evaluate(sharding: Sharding, ranks: Ranks, batches: Loader, num_micro_batche
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for _ in range(num_micro_batches):
         batch = next(batches).to(ranks.device)
-        total += model(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)
+        total += model(*batch.inputs())
     model.train()
     sharding.release()
     (everywhere,) = ranks.sum(total.item())

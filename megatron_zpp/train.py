@@ -99,7 +99,7 @@ def forward_backward(run: Run, batches: Loader, global_batch: int, scale: float)
         batch = next(batches).to(ranks.device)
         seed_dropout(run.config.training.seed, first_sample)
         with sharding.micro_step(last=index == num_micro_batches - 1):
-            loss = sharding.model(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)
+            loss = sharding.model(*batch.inputs())
             (loss * (scale / num_micro_batches)).backward()
         total += loss.detach()
     run.account.end_step(num_micro_batches)

@@ -63,8 +63,6 @@ class DataConfig(Section):
             raise InputError(
                 f"--mock-data and {apart[0] if apart else '--data-path'} contradict: leave one out"
             )
-        if self.reset_attention_mask:
-            raise InputError("--reset-attention-mask is not available yet: leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)

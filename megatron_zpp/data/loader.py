@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from megatron_zpp.config import DataConfig
-from megatron_zpp.data.masks import loss_mask, position_ids
+from megatron_zpp.data.masks import document_edges, loss_mask, position_ids
 from zeropp.errors import InputError
 
 
@@ -30,12 +30,16 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A micro-batch [b, S]: tokens, labels, position_ids int64; loss_mask float32 of 0 and 1."""
+    """A micro-batch [b, S]: tokens, labels, position_ids int64; loss_mask float32 of 0 and 1.
+
+    `edges` int32 [n + 1]: where documents begin, if attention is to stop there; else None.
+    """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
+    edges: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same on a device; from pinned memory the copy does not block."""
@@ -46,7 +50,12 @@ class Batch:
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, change) -> "Batch":
-        return Batch(**{field.name: change(getattr(self, field.name)) for field in fields(self)})
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Batch(**{k: None if v is None else change(v) for k, v in tensors.items()})
+
+    def inputs(self) -> tuple[torch.Tensor | None, ...]:
+        """What `GPT.forward` takes, in its order."""
+        return self.tokens, self.labels, self.loss_mask, self.position_ids, self.edges
 
 
 class Loader:
@@ -77,7 +86,7 @@ class Loader:
             _Checked(dataset),
             batch_sampler=slices,
             num_workers=data.num_workers,
-            collate_fn=_Collate(data.eod_mask_loss, data.reset_position_ids, eod),
+            collate_fn=_Collate(data, eod),
             worker_init_fn=_leave_signals,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # its own, or torch's would move on and change dropout
@@ -162,8 +171,7 @@ class _Checked:
 class _Collate:
     """Stacks samples and derives labels, loss mask and positions, as megatron-core does."""
 
-    eod_mask_loss: bool
-    reset_position_ids: bool
+    data: DataConfig
     eod: int
 
     def __call__(self, samples: list[np.ndarray | InputError]) -> Batch | InputError:
@@ -175,6 +183,7 @@ class _Collate:
         return Batch(
             tokens=tokens,
             labels=labels,
-            loss_mask=loss_mask(tokens, self.eod, self.eod_mask_loss),
-            position_ids=position_ids(tokens, self.eod, self.reset_position_ids),
+            loss_mask=loss_mask(tokens, self.eod, self.data.eod_mask_loss),
+            position_ids=position_ids(tokens, self.eod, self.data.reset_position_ids),
+            edges=document_edges(tokens, self.eod) if self.data.reset_attention_mask else None,
         )

@@ -16,6 +16,17 @@ def loss_mask(tokens: Tensor, eod: int, eod_mask_loss: bool) -> Tensor:
     return mask
 
 
+def document_edges(tokens: Tensor, eod: int) -> Tensor:
+    """Where documents begin in the rows laid end to end, and the end; int32 [n + 1].
+
+    Every row begins a document, and so does every token after an end of document.
+    """
+    begins = torch.ones(tokens.shape, dtype=torch.bool)
+    begins[:, 1:] = tokens[:, :-1] == eod
+    starts = begins.flatten().nonzero().flatten()
+    return torch.cat((starts, torch.tensor([tokens.numel()]))).to(torch.int32)
+
+
 def position_ids(tokens: Tensor, eod: int, reset_position_ids: bool) -> Tensor:
     """0, 1, 2 ..., with `reset_position_ids` from 0 again after each end; int64 [b, S]."""
     positions = torch.arange(tokens.shape[1]).repeat(len(tokens), 1)

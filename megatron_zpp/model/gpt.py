@@ -53,16 +53,19 @@ class GPT(nn.Module):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        edges: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, S, V] of tokens int64 [B, S]; with labels [B, S] the mean loss, fp32 scalar.
 
         The loss is Σ(loss·mask)/Σmask over loss_mask [B, S], all ones if None. position_ids [B, S]
-        count from 0 in each row if None. Raises ValueError for more tokens than learned positions.
+        count from 0 in each row if None. With `edges` int32 [n + 1], where documents begin in the
+        rows laid end to end, they do not see each other. Raises ValueError for more tokens than
+        learned positions.
         """
         x = self._embed(tokens, position_ids)  # [B, S, H]
         rotary = self._rotary(tokens, position_ids)
         for first in range(0, len(self.blocks), self.blocks_per_call):
-            x = self.call(self._run_blocks, first, x, rotary)
+            x = self.call(self._run_blocks, first, x, rotary, edges)
         x = normalized(self.norm, x)
         weight = self.tokens.weight if self.head is None else self.head.weight
         if labels is None:
@@ -107,7 +110,9 @@ class GPT(nn.Module):
         channels = int(self.config.head_dim * self.config.rotary_percent)
         return rotary_table(position_ids, channels, self.config.rotary_base)
 
-    def _run_blocks(self, first: int, x: Tensor, rotary: Rotary | None) -> Tensor:
+    def _run_blocks(
+        self, first: int, x: Tensor, rotary: Rotary | None, edges: Tensor | None
+    ) -> Tensor:
         for block in self.blocks[first : first + self.blocks_per_call]:
-            x = block(x, rotary)
+            x = block(x, rotary, edges)
         return x

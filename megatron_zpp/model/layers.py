@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.config import ModelConfig
+from megatron_zpp.model.documents import attend_documents
 
 Rotary = tuple[Tensor, Tensor]  # cosines and signed sines, each [B or 1, S, 1, 1, R] in fp32
 
@@ -90,8 +91,10 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, config.hidden_size, bias=bias)
         self.call = direct
 
-    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
-        """x [B, S, H] → [B, S, H]."""
+    def forward(
+        self, x: Tensor, rotary: Rotary | None = None, edges: Tensor | None = None
+    ) -> Tensor:
+        """x [B, S, H] → [B, S, H]; with `edges` int32 [n + 1] documents do not see each other."""
         queries = self.group_size
         shape = (*x.shape[:2], self.kv_heads, queries + 2, self.head_dim)
         qkv = self.qkv(x).view(shape)  # [B, S, K, Q + 2, D]
@@ -100,14 +103,17 @@ class Attention(nn.Module):
         else:
             turned, v = qkv.split((queries + 1, 1), dim=3)
             q, k = rotate(turned, rotary).split((queries, 1), dim=3)
-        attended = self.call(self.attend, *(part.flatten(2, 3) for part in (q, k, v)))
+        attended = self.call(self.attend, *(part.flatten(2, 3) for part in (q, k, v)), edges)
         return self.output(attended.flatten(2))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, edges: Tensor | None = None) -> Tensor:
         """Core attention: q [B, S, N, D], k and v [B, S, K, D] → [B, S, N, D]; fp32 softmax."""
+        dropout = self.dropout if self.training else 0.0
+        if edges is not None:
+            return attend_documents(q, k, v, edges, dropout)
         attended = F.scaled_dot_product_attention(
             *(part.transpose(1, 2) for part in (q, k, v)),
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=dropout,
             is_causal=True,
             enable_gqa=self.group_size > 1,
         )
@@ -151,15 +157,19 @@ class Block(nn.Module):
         self.fp32_residual = config.fp32_residual_connection
         self.call = direct
 
-    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: Rotary | None = None, edges: Tensor | None = None
+    ) -> Tensor:
         """x [B, S, H] → [B, S, H]."""
-        return self.call(self.compute, x, rotary)
+        return self.call(self.compute, x, rotary, edges)
 
-    def compute(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
+    def compute(
+        self, x: Tensor, rotary: Rotary | None = None, edges: Tensor | None = None
+    ) -> Tensor:
         """The block itself, x [B, S, H] → [B, S, H]."""
         assert not self.fp32_residual or x.dtype == torch.float32, "the residual was narrowed"
         normal = normalized(self.norm1, x)
-        x = self._add(x, normal, self.attention(normal, rotary))
+        x = self._add(x, normal, self.attention(normal, rotary, edges))
         normal = normalized(self.norm2, x)
         return self._add(x, normal, self.mlp(normal))
 

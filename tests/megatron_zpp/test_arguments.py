@@ -85,6 +85,7 @@ SETTINGS = """
 --num-dataset-builder-threads 2       data.num_dataset_builder_threads 2
 --dataloader-type cyclic              data.dataloader_type "cyclic"
 --reset-position-ids                  data.reset_position_ids true
+--reset-attention-mask                data.reset_attention_mask true
 --eod-mask-loss                       data.eod_mask_loss true
 --mock-data                           data.mock_data true
 --tokenizer-type NullTokenizer        tokenizer.tokenizer_type "NullTokenizer"
@@ -230,7 +231,6 @@ UNAVAILABLE = """
 --context-parallel-size 2
 --sequence-parallel
 --num-layers-per-virtual-pipeline-stage 2
---reset-attention-mask
 --universal-checkpoint
 --remote-device nvme
 """
@@ -257,7 +257,7 @@ def test_every_setting_is_covered():
     tried = {word.partition("=")[0] for word in (SETTINGS + PAIRS + IDLE + UNAVAILABLE).split()}
     tried = {word.replace("_", "-") for word in tried}
     ours = {"--eval-at-start", "--sample-prompt", "--sample-length", "--deepspeed-config"}
-    ours |= {"--cpu-optimizer", "--no-position-embedding", "--reset-attention-mask"}
+    ours |= {"--cpu-optimizer", "--no-position-embedding"}
     idle_extras = {f.shown().replace("_", "-") for s in SPOKEN for f in flags(s) if f.no_effect}
     for section in SPOKEN:
         for described in flags(section):

@@ -103,7 +103,6 @@ def test_values_out_of_range_are_named(values, said):
         (DataConfig, {"data_path": ("a",), "valid_data_path": ("b",)}, ["--data-path", "--valid"]),
         (DataConfig, {"data_path": ("a",), "mock_data": True}, ["--mock-data and --data-path"]),
         (DataConfig, {"train_data_path": ("a",), "mock_data": True}, ["--train-data-path"]),
-        (DataConfig, {"reset_attention_mask": True}, ["--reset-attention-mask is not available"]),
         (BatchConfig, {"rampup_batch_size": (2, 2, 9)}, ["needs --global-batch-size"]),
         (BatchConfig, {"rampup_batch_size": (0, 2, 9), "global_batch_size": 8}, ["at least 1"]),
         (BatchConfig, {"rampup_batch_size": (2, 0, 9), "global_batch_size": 8}, ["at least 1"]),

@@ -164,3 +164,11 @@ def test_workers_leave_signals_to_the_rank():
     loader = load(Signalled(), num_workers=2)
     assert [next(loader).tokens[0, 0].item() for _ in range(3)] == [0, 2, 4]
     loader.close()
+
+
+def test_edges_of_documents_are_there_if_attention_is_to_stop() -> None:
+    samples = Fixed([1, EOD, 2, 3], [EOD, 4, 5, EOD])
+    assert next(load(samples)).edges is None
+    batch = next(load(samples, reset_attention_mask=True))
+    assert batch.edges.tolist() == [0, 2, 3, 4, 6] and batch.edges.dtype == torch.int32
+    assert batch.to("cpu").edges is not None and batch.inputs()[4] is batch.edges
