@@ -2,7 +2,6 @@
 // Plain C to the outside, called by megatron_zpp/data/native.py; nothing here knows Python.
 
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -86,6 +85,31 @@ void starts(const int32_t* lengths, const int32_t* documents, int64_t num_docume
   }
 }
 
+// The largest of shares * max(k, 1) - taken gives sample k; the first one wins a tie. The picks come
+// nearly in a period that a processor foresees: a branch is five times faster than a selection.
+template <bool kLimited>
+void blend(const double* shares, const int64_t* limits, int64_t n, int64_t size, int16_t* dataset,
+           int64_t* sample) {
+  std::vector<double> taken(n, 0.0);
+  double* counts = taken.data();
+  for (int64_t k = 0; k < size; ++k) {
+    const double position = k ? static_cast<double>(k) : 1.0;
+    int64_t pick = 0;
+    double furthest = -std::numeric_limits<double>::infinity();
+    for (int64_t i = 0; i < n; ++i) {
+      const double behind = shares[i] * position - counts[i];
+      if (kLimited && counts[i] >= static_cast<double>(limits[i])) continue;
+      if (behind > furthest) {
+        furthest = behind;
+        pick = i;
+      }
+    }
+    dataset[k] = static_cast<int16_t>(pick);
+    sample[k] = static_cast<int64_t>(counts[pick]);
+    counts[pick] += 1.0;
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -112,22 +136,10 @@ void zpp_index_starts(const int32_t* lengths, const int32_t* documents, int64_t 
 // taken so often drops out; their sum must be at least `size`.
 void zpp_index_blend(const double* shares, const int64_t* limits, int64_t n, int64_t size,
                      int16_t* dataset, int64_t* sample) {
-  std::vector<double> taken(n, 0.0);
-  for (int64_t k = 0; k < size; ++k) {
-    const double position = k ? static_cast<double>(k) : 1.0;
-    int64_t pick = 0;
-    double furthest = -std::numeric_limits<double>::infinity();
-    for (int64_t i = 0; i < n; ++i) {
-      if (limits && taken[i] >= static_cast<double>(limits[i])) continue;
-      const double behind = shares[i] * position - taken[i];
-      if (behind > furthest) {
-        furthest = behind;
-        pick = i;
-      }
-    }
-    dataset[k] = static_cast<int16_t>(pick);
-    sample[k] = static_cast<int64_t>(taken[pick]);
-    taken[pick] += 1.0;
+  if (limits) {
+    blend<true>(shares, limits, n, size, dataset, sample);
+  } else {
+    blend<false>(shares, limits, n, size, dataset, sample);
   }
 }
 
