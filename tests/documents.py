@@ -17,9 +17,12 @@ from torch.distributed.run import get_args_parser
 
 from megatron_zpp.arguments import SPOKEN, parse
 from megatron_zpp.command_line import read, vocabulary
-from megatron_zpp.config import TokenizerConfig
+from megatron_zpp.config import DataConfig, TokenizerConfig
 from megatron_zpp.config.spoken import SHORTHANDS
 from tools.consolidate import ConsolidateConfig
+from tools.dump_samples import DumpConfig
+from tools.inspect_dataset import InspectConfig
+from tools.merge_datasets import MergeConfig
 from tools.preprocess_data import PreprocessConfig
 from zeropp import launch
 from zeropp.errors import InputError
@@ -32,6 +35,9 @@ PRETRAIN = ("pretrain_gpt.py", "pretrain_zeropp_gpt.py")
 SECTIONS = {
     "tools/preprocess_data.py": (PreprocessConfig, TokenizerConfig),
     "tools/consolidate.py": (ConsolidateConfig,),
+    "tools/dump_samples.py": (DumpConfig, DataConfig, TokenizerConfig),
+    "tools/inspect_dataset.py": (InspectConfig, TokenizerConfig),
+    "tools/merge_datasets.py": (MergeConfig,),
 }
 GPUS = 8  # of the machine that a launcher without a number of ranks is meant for
 OTHER_FLAGS = {"--help", "--array"}  # every program's, and Slurm's
