@@ -102,6 +102,11 @@ def share_cores(num_ranks: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // num_ranks)))
 
 
+def one_rust_thread() -> None:
+    """Let libraries written in Rust (tokenizers) use one thread; before the first use of one."""
+    os.environ["RAYON_NUM_THREADS"] = "1"
+
+
 def _number(name: str, default: int | None = None) -> int:
     text = os.environ.get(name, "" if default is None else str(default))
     if not text.lstrip("-").isdigit():

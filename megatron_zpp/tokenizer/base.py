@@ -15,6 +15,8 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+import numpy as np
+
 from zeropp.errors import InputError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -55,6 +57,10 @@ class Tokenizer(ABC):
         """Ids of each text: `encode` of each, in parallel where the library can."""
         return [self.encode(text) for text in texts]
 
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of all texts, one after another, and how many each text has; on this core."""
+        return joined([np.array(self.encode(text), dtype=np.int64) for text in texts])
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; reserved ids give their names, broken UTF-8 gives U+FFFD.
 
@@ -76,6 +82,12 @@ class Tokenizer(ABC):
                 f"token id {token} is outside the {self.vocab_size} ids of {self.name}"
             )
         return int(token)
+
+
+def joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Arrays of ids as one, and the length of each, int64 [len(parts)]."""
+    counts = np.array([len(part) for part in parts], dtype=np.int64)
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64), counts
 
 
 def read_bytes(path: str | Path, flag: str) -> bytes:

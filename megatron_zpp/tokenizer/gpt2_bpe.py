@@ -7,11 +7,14 @@ Where ranks differ from the ids in vocab.json, they are translated after encodin
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
 
 from megatron_zpp.tokenizer.base import (
     END_OF_DOCUMENT,
     Tokenizer,
+    joined,
     load_package,
     read_bytes,
     read_json,
@@ -54,10 +57,11 @@ class GPT2BPETokenizer(Tokenizer):
         self._id_of_rank = None if ids == list(range(len(ids))) else ids
         self._bytes_of_id = {number: token.encode() for token, number in vocab.items()}
         self._bytes_of_id.update(zip(ids, pieces, strict=True))
+        # encode_to_numpy needs a special token to look for; none is ever allowed, so none is made.
         self._encoding = load_package("tiktoken", self.name).Encoding(
             name=self.name,
             pat_str=WORDS,
-            special_tokens={},
+            special_tokens={END_OF_DOCUMENT: len(pieces)},
             mergeable_ranks={piece: rank for rank, piece in enumerate(pieces)},
         )
 
@@ -69,6 +73,19 @@ class GPT2BPETokenizer(Tokenizer):
         if self._id_of_rank is None:
             return ranks
         return [self._id_of_rank[rank] for rank in ranks]
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """As the base class says, without a Python integer for every id."""
+        ids, counts = joined([self._ranks(text) for text in texts])
+        if self._id_of_rank is not None:
+            ids = np.array(self._id_of_rank, dtype=np.uint32)[ids]
+        return ids, counts
+
+    def _ranks(self, text: str) -> np.ndarray:
+        parts = [
+            self._encoding.encode_to_numpy(part, disallowed_special=()) for part in _parts(text)
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _decode(self, ids: list[int]) -> str:
         return b"".join(self._bytes_of_id.get(token, b"") for token in ids).decode(errors="replace")

@@ -187,8 +187,8 @@ def test_other_mistakes(
     for arguments, said in (
         ((*output, *BYTES), "give --input"),
         (("--input", tmp_path / "b.jsonl", *output, *BYTES), "b.jsonl: no such file or folder"),
-        (("--input", tmp_path / "a.csv", *output, *BYTES), "a.csv: it is not one of .txt"),
-        (("--input", tmp_path / "none", *output, *BYTES), "none: no file in it is one of .txt"),
+        (("--input", tmp_path / "a.csv", *output, *BYTES), "a.csv: it is not one of .jsonl"),
+        (("--input", tmp_path / "none", *output, *BYTES), "none: no file in it is one of .jsonl"),
         (("--input", tmp_path / "a.txt", *output, *BYTES), "a.txt: not UTF-8 (invalid start byte"),
         (("--input", source, *output), "give --tokenizer-type"),
         (("--input", source, *output, *null), "a.jsonl, line 1: NullTokenizer reads whole"),
@@ -218,24 +218,77 @@ def test_a_mistake_in_a_worker_keeps_what_was_there(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [source, older]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
-    """The signal comes after the first line of progress, with 200 MB still to be read."""
-    source = tmp_path / "a.jsonl"
-    source.write_bytes((b'{"text": "' + b"a" * 1000 + b'"}\n') * 200_000)
-    arguments = ("--input", source, "--output-prefix", tmp_path / "x", *BYTES)
+def stopped_run(source: Path, prefix: Path, number: signal.Signals) -> subprocess.Popen[str]:
+    """A run of two workers that was sent a signal after its first line of progress."""
     process = subprocess.Popen(
-        command(*arguments, "--workers", 2, "--log-interval", 200),
+        command(
+            "--input", source, "--output-prefix", prefix, *BYTES, "--append-eod",
+            "--workers", 2, "--log-interval", 200,
+        ),
         env=environment(),
         stderr=subprocess.PIPE,
         text=True,
-    )
+    )  # fmt: skip
     assert " documents/s" in process.stderr.readline()
     process.send_signal(number)
-    said = process.communicate(timeout=60)[1]
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_by_a_signal_it_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+) -> None:  # fmt: skip
+    """The signal comes with most of 40 MB still to be read; the last part is done by one worker."""
+    source = tmp_path / "a.jsonl"
+    texts = [f"{n} " + "a" * 1000 for n in range(40_000)]
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    process = stopped_run(source, tmp_path / "x", number)
+    said = process.communicate(timeout=60)[1].strip().split("\n")[-1]
     assert process.returncode == 130
-    assert said.strip().split("\n")[-1] == "error: stopped; nothing was written"
-    assert "Traceback" not in said
+    assert said.startswith("error: stopped; ") and "the same command goes on from there" in said
+    kept = tmp_path / "x.partial"
+    assert sorted(tmp_path.iterdir()) == [source, kept]
+    assert (kept / "0.bin").stat().st_size < 1000 * 2 * 40_000
+    with open(kept / "0.bin", "ab") as file:
+        file.write(b"what a kill may leave behind")
+    again = ("--input", source, "--output-prefix", tmp_path / "x", *BYTES)
+    other = fail(monkeypatch, capsys, *again)
+    assert f"{kept} holds an unfinished run that was begun with another --append-eod" in other
+    assert run_here(monkeypatch, *again, "--append-eod") == 0
+    assert "going on after " in capsys.readouterr().out
+    assert not kept.exists()
+    dataset = IndexedDataset(tmp_path / "x_text_document")
+    assert dataset.document_index.tolist() == list(range(40_001))
+    expected = np.frombuffer("".join(f"{text}\0" for text in texts).encode(), np.uint8)
+    assert np.array_equal(np.where(dataset._tokens == EOD, 0, dataset._tokens), expected)
+
+
+def test_killed_it_leaves_no_worker_and_no_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes((b'{"text": "' + b"a" * 1000 + b'"}\n') * 20_000)
+    process = stopped_run(source, tmp_path / "x", signal.SIGKILL)
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    # The workers hold the other end of this pipe: it ends when all of them have.
+    process.communicate(timeout=60)
+    assert sorted(tmp_path.iterdir()) == [source, tmp_path / "x.partial"]
+    again = ("--input", source, "--output-prefix", tmp_path / "x", *BYTES, "--append-eod")
+    assert run_here(monkeypatch, *again) == 0
+    assert documents_of(tmp_path / "x_text_document") == [[97] * 1000 + [EOD]] * 20_000
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    """A limit on the size of a file stands for the disk: the system refuses a write alike."""
+    source = lines_of(tmp_path / "a.jsonl", *({"text": "a" * 1000} for _ in range(4000)))
+    limited = subprocess.run(
+        ["bash", "-c", 'ulimit -f 2000; trap "" XFSZ; exec "$@"', "run"]
+        + command("--input", source, "--output-prefix", tmp_path / "x", *BYTES, "--workers", 1),
+        env=environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert limited.returncode == 1
+    assert limited.stderr.strip().split("\n")[-1] == "error: [Errno 27] File too large"
     assert list(tmp_path.iterdir()) == [source]
 
 

@@ -1,0 +1,114 @@
+"""The texts of a chunk, document by document; what cannot be read is named with file and line."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_zpp.preprocess.source import Chunk
+from zeropp.errors import InputError
+
+SHOWN = 60  # characters of a bad line
+BLANK = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """The texts of each key; more than one where the value is a list of texts."""
+
+    where: str
+    texts: tuple[list[str], ...]
+
+
+def documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | InputError | None]:
+    """Each document, or what is wrong with it, or None for a blank line."""
+    if chunk.is_whole:
+        yield _attempt(lambda: _whole(chunk))
+    elif chunk.rows:
+        for number, row in enumerate(chunk.rows, start=chunk.first):
+            where = f"{chunk.path}, row {number}"
+            yield _attempt(_row, row, keys, where)
+    else:
+        for number, line in enumerate(_split(chunk.data), start=chunk.first):
+            where = f"{chunk.path}, line {number}"
+            yield _attempt(_line, line, keys, where) if line.strip() else BLANK
+
+
+def _attempt(read: Callable[..., Document], *arguments: Any) -> Document | InputError:
+    try:
+        return read(*arguments)
+    except InputError as error:
+        return error
+
+
+def _split(data: bytes) -> list[str] | list[bytes]:
+    """The lines, decoded at once where all of them are UTF-8."""
+    data = data.removesuffix(b"\n")
+    return data.decode().split("\n") if _is_utf8(data) else data.split(b"\n")
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _whole(chunk: Chunk) -> Document:
+    where = f"{chunk.path}"
+    return Document(where=where, texts=([_decoded(chunk.data, where)],))
+
+
+def _row(row: Sequence[Any], keys: Sequence[str], where: str) -> Document:
+    texts = tuple(_texts(value, key, where) for key, value in zip(keys, row, strict=True))
+    return Document(where=where, texts=texts)
+
+
+def _line(line: str | bytes, keys: Sequence[str], where: str) -> Document:
+    text = line if isinstance(line, str) else _decoded(line, where)
+    try:
+        document = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"{where}: not JSON ({error}): {text[:SHOWN].rstrip()}") from error
+    if not isinstance(document, dict):
+        raise InputError(f"{where}: expected a JSON object, got {_shortened(document)}")
+    for key in keys:
+        if key not in document:
+            found = ", ".join(map(repr, document)) or "none"
+            raise InputError(f"{where}: no key {key!r} (its keys: {found}); see --json-keys")
+    return Document(where=where, texts=tuple(_texts(document[key], key, where) for key in keys))
+
+
+def _texts(value: Any, key: str, where: str) -> list[str]:
+    if isinstance(value, bytes):
+        value = _decoded(value, where)
+    texts = value if isinstance(value, list) else [value]
+    for text in texts:
+        if not isinstance(text, str):
+            raise InputError(f"{where}: {key!r} holds {_shortened(value)}, expected a string")
+        if not text.isascii():
+            _check_characters(text, where)
+    return texts
+
+
+def _check_characters(text: str, where: str) -> None:
+    """JSON can spell half a character; no tokenizer has an id for it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{where}: half of a surrogate pair, {text[error.start]!r}, at character {error.start}"
+        ) from error
+
+
+def _decoded(line: bytes, where: str) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}: not UTF-8 ({error.reason}, byte {error.start})") from error
+
+
+def _shortened(value: Any) -> str:
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= SHOWN else text[:SHOWN] + " ..."
