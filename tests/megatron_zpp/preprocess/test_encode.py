@@ -1,0 +1,147 @@
+"""Documents to tokens: sequences, what is left out, and the library that is compared first."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.config import TokenizerConfig
+from megatron_zpp.preprocess import encode
+from megatron_zpp.tokenizer import Tokenizer
+from megatron_zpp.tokenizer.base import END_OF_DOCUMENT
+from megatron_zpp.tokenizer.fast_gpt2 import FastGPT2
+from tests.megatron_zpp.preprocess.runs import documents_of, run, texts_of
+from tests.megatron_zpp.tokenizer.vocabularies import ANY_TEXT, TEXTS, gpt2_of, train_bpe
+from zeropp.errors import InputError
+
+BAD_LINES = [
+    b'{"text": "bad"',
+    b'{"text": "\xff"}',
+    b'{"title": "x"}',
+    b'{"text": null}',
+    b'{"text": "\\ud800"}',
+]
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_bpe(tmp_path_factory.mktemp("bpe"))
+
+
+@pytest.fixture(scope="module")
+def gpt2(bpe: Path) -> Tokenizer:
+    return gpt2_of(bpe)
+
+
+@pytest.fixture(scope="module")
+def fast(bpe: Path) -> FastGPT2:
+    return FastGPT2(str(bpe / "vocab.json"), str(bpe / "merges.txt"))
+
+
+def config_of(bpe: Path) -> TokenizerConfig:
+    return TokenizerConfig(vocab_file=str(bpe / "vocab.json"), merge_file=str(bpe / "merges.txt"))
+
+
+def test_lists_are_sequences_and_empty_documents_have_none(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    values = [["ab", "", "c"], "d", "", [], [""]]
+    source.write_text("".join(json.dumps({"text": value}) + "\n" for value in values))
+    made = documents_of(run(source, tmp_path / "x", append_eod=True))
+    assert made == [[[97, 98], [99, 256]], [[100, 256]], [], [], []]
+
+
+def test_sentences_are_sequences(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text(json.dumps({"text": "One here. Two?\nThree"}) + "\n")
+    prefix = run(source, tmp_path / "x", split_sentences=True)
+    assert prefix == tmp_path / "x_text_sentence"
+    assert texts_of(prefix) == ["One here.|Two?|Three"]
+    kept = run(source, tmp_path / "y", split_sentences=True, keep_newlines=True)
+    assert texts_of(kept) == ["One here.|Two?\n|Three"]
+
+
+def test_invalid_lines_are_counted_and_the_first_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(b'{"text": "a"}\n' + b"\n".join(BAD_LINES) + b'\n{"text": "b"}\n')
+    assert texts_of(run(source, tmp_path / "x", skip_invalid=True)) == ["a", "b"]
+    said = capsys.readouterr().out
+    assert f"5 invalid documents skipped; the first: {source}, line 2: not JSON" in said
+
+
+def test_what_the_tokenizer_refuses_is_invalid_for_all_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "a.jsonl"
+    lines = [("1", "2"), ("3", "70000"), ("x", "4"), ("5", "6")]
+    source.write_text("".join(json.dumps({"a": a, "b": b}) + "\n" for a, b in lines))
+    null = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=50257)
+    run(source, tmp_path / "x", null, json_keys=("a", "b"), skip_invalid=True)
+    assert "2 invalid documents skipped" in capsys.readouterr().out
+    assert documents_of(tmp_path / "x_a_document") == [[[1]], [[5]]]
+    assert documents_of(tmp_path / "x_b_document") == [[[2]], [[6]]]
+    with pytest.raises(InputError, match=r"line 2: token id 70000 is outside the 50257 ids"):
+        run(source, tmp_path / "y", null, json_keys=("a", "b"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts=st.lists(ANY_TEXT, max_size=5))
+def test_many_texts_at_once_are_each_text_alone(
+    gpt2: Tokenizer, fast: FastGPT2, texts: list[str]
+) -> None:
+    alone = [gpt2.encode(text) for text in texts]
+    for one in (gpt2, fast):
+        ids, counts = one.encode_flat(texts)
+        assert counts.tolist() == [len(each) for each in alone]
+        assert ids.tolist() == [token for each in alone for token in each]
+
+
+def test_a_name_of_a_special_token_is_ordinary_text(gpt2: Tokenizer, fast: FastGPT2) -> None:
+    text = f"a {END_OF_DOCUMENT}{END_OF_DOCUMENT} b"
+    for one in (gpt2, fast):
+        ids = one.encode_flat([text])[0].tolist()
+        assert gpt2.eod not in ids and ids == gpt2.encode(text)
+
+
+def test_the_libraries_write_the_same_files(tmp_path: Path, bpe: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    made = {}
+    for library in ("tiktoken", "fastokens"):
+        for workers in (1, 2):
+            prefix = run(
+                source, tmp_path / f"{library}{workers}", config_of(bpe),
+                bpe_library=library, workers=workers, append_eod=True,
+            )  # fmt: skip
+            made[library, workers] = [
+                prefix.with_name(f"{prefix.name}.{end}").read_bytes() for end in ("bin", "idx")
+            ]
+    assert all(files == made["tiktoken", 1] for files in made.values())
+
+
+def test_other_ids_of_the_faster_library_end_the_run(
+    tmp_path: Path, bpe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(self: FastGPT2, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids, counts = exact(self, texts)
+        return ids ^ (ids == ids.max()), counts
+
+    exact = FastGPT2.encode_flat
+    source = tmp_path / "a.jsonl"
+    source.write_text(json.dumps({"text": TEXTS[0]}) + "\n")
+    monkeypatch.setattr(encode.FastGPT2, "encode_flat", wrong)
+    for skip in (False, True):
+        with pytest.raises(InputError, match=r"line 1 and what follows: fastokens makes other ids"):
+            run(source, tmp_path / "x", config_of(bpe), bpe_library="fastokens", skip_invalid=skip)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_the_faster_library_is_for_gpt2_only(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "a"}\n')
+    with pytest.raises(InputError, match="fastokens needs GPT2BPETokenizer, not ByteLevel"):
+        run(source, tmp_path / "x", bpe_library="fastokens")

@@ -1,0 +1,38 @@
+"""Where sentences end."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_zpp.preprocess.sentences import sentences
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        ["One.", "Two!", "Three?", "Four"],
+        ["Mr. Smith met Dr. J. R. Brown, e.g. at 3.5 km.", "He left."],
+        ['"Stop!" he said.', '"Why?"', "(Nobody knew.)", "Then it was 5 p.m. and late."],
+        ["See Fig. 3 of vol. 2.", "It was sold by Acme Inc.", "Nobody bought it."],
+        ["so she said... and went on.", "1984 was next."],
+        ["Élan.", "Über alles.", "So did I.", "We were two."],
+        ["これは一つ。", "これは二つ。", "end"],
+    ],
+)
+def test_sentences_end_where_a_reader_would_end_them(expected: list[str]) -> None:
+    assert sentences(" ".join(expected), False) == expected
+
+
+def test_an_empty_line_ends_a_sentence_and_newlines_can_be_kept() -> None:
+    text = "A heading\n\nA sentence.\nAnother one. The last. \n"
+    assert sentences(text, False) == ["A heading", "A sentence.", "Another one.", "The last."]
+    assert sentences(text, True) == [
+        "A heading\n\n", "A sentence.\n", "Another one.", "The last. \n"
+    ]  # fmt: skip
+
+
+@given(st.text(st.sampled_from("aB1 .!?\n\"'()。é")))
+def test_nothing_but_white_space_is_lost(text: str) -> None:
+    found = sentences(text, False)
+    assert "".join("".join(found).split()) == "".join(text.split())
+    assert all(found)
