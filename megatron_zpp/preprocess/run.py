@@ -1,6 +1,7 @@
 """Preprocess from the beginning, or from where a stopped run of the same settings came to."""
 
 import functools
+import hashlib
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -43,11 +44,8 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> N
     partial = Partial(folder, settings, len(config.keys))
     if not partial.journal.complete:
         try:
-            journal = _write_all(config, tokenizer_config, files, partial)
-            if not journal.count.tokens:
-                raise InputError(f"--input {config.input}: there is no text in it")
-            partial.complete(journal, token_dtype(tokenizer.vocab_size))
-        except (Stopped, WorkerDied):
+            _write_all(config, tokenizer_config, files, partial)
+        except (Stopped, WorkerDied, KeyboardInterrupt):
             if partial.journal.count.documents:
                 partial.close()
             else:
@@ -63,8 +61,8 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> N
 
 def _write_all(
     config: PreprocessConfig, tokenizer: TokenizerConfig, files: Sequence[Path], partial: Partial
-) -> Journal:
-    """Encode and write what is not done yet."""
+) -> None:
+    """Encode and write what is not done yet, and complete the files."""
     journal = partial.journal
     if journal.count.documents:
         print(f"going on after {journal.count.documents} documents ({partial.folder})")
@@ -89,12 +87,14 @@ def _write_all(
                 if time.monotonic() - last_commit > COMMIT_SECONDS:
                     partial.commit(journal)
                     last_commit = time.monotonic()
+        if not journal.count.tokens:
+            raise InputError(f"--input {config.input}: there is no text in it")
+        _summary(journal.count, progress.rate(journal.count, journal.read))
+        partial.complete(journal, token_dtype(tokenizer_of(tokenizer).vocab_size))
     except KeyboardInterrupt:
         raise Stopped(f"stopped; {_keep(partial, journal)}") from None
     except WorkerDied as error:
         raise WorkerDied(f"{error}; {_keep(partial, journal)}") from error
-    _summary(journal.count, progress.rate(journal.count, journal.read))
-    return journal
 
 
 def _keep(partial: Partial, journal: Journal) -> str:
@@ -123,9 +123,11 @@ def _settings(
     config: PreprocessConfig, files: Sequence[Path], tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """What decides which bytes are written, by the names that a person knows."""
-    states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    states = hashlib.sha256()
+    for path in files:
+        states.update(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}\n".encode())
     return {
-        "--input (or its files changed)": states,
+        "--input (or its files changed)": states.hexdigest(),
         "--json-keys": config.keys,
         "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size],
         "--append-eod": config.append_eod,
