@@ -31,7 +31,8 @@ def documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | InputErr
     else:
         for number, line in enumerate(_split(chunk.data), start=chunk.first):
             where = f"{chunk.path}, line {number}"
-            yield _attempt(_line, line, keys, where) if line.strip() else BLANK
+            is_blank = not line or line.isspace()
+            yield BLANK if is_blank else _attempt(_line, line, keys, where)
 
 
 def _attempt(read: Callable[..., Document], *arguments: Any) -> Document | InputError:
