@@ -192,6 +192,8 @@ def test_other_mistakes(
         (("--input", tmp_path / "a.txt", *output, *BYTES), "a.txt: not UTF-8 (invalid start byte"),
         (("--input", source, *output), "give --tokenizer-type"),
         (("--input", source, *output, *null), "a.jsonl, line 1: NullTokenizer reads whole"),
+        (("--input", source, "--output-prefix", source / "x", *BYTES), "Not a directory: "),
+        (("--input", source, *output, *BYTES, "--keep-newlines"), "needs --split-sentences"),
         (("--input", source, *output, *BYTES, "--jsonkeys", "t"), "did you mean --json-keys?"),
         (("--input", source, *output, *BYTES, "--json-keys", "t", "t"), "a key is given twice"),
         (
@@ -296,3 +298,28 @@ def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert run_here(monkeypatch, "--help") == 0
     said = capsys.readouterr().out
     assert "--json-keys" in said and "--tokenizer-type" in said
+
+
+def test_flags_without_effect_say_so(tmp_path: Path) -> None:
+    source = lines_of(tmp_path / "a.jsonl", {"text": "a"}, {"text": "b"})
+    done = run(
+        "--input", source, "--output-prefix", tmp_path / "x", *BYTES, "--partitions", 2,
+        "--keep-sequential-samples", "--workers", 1,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "--partitions 2 has no effect here: text is streamed" in done.stderr
+    assert documents_of(tmp_path / "x_text_document") == [[97], [98]]
+
+
+def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
+    """Root may write everywhere; then there is nothing to see."""
+    source = lines_of(tmp_path / "a.jsonl", {"text": "a"})
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    closed.chmod(0o555)
+    if os.access(closed, os.W_OK):
+        pytest.skip("this user may write everywhere")
+    failed = run("--input", source, "--output-prefix", closed / "x", *BYTES)
+    assert failed.returncode == 1
+    said = failed.stderr.strip().split("\n")[-1]
+    assert said == f"error: [Errno 13] Permission denied: '{closed / 'x.partial'}'"
