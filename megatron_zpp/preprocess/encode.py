@@ -61,6 +61,13 @@ def tokenizer_of(config: TokenizerConfig) -> Tokenizer:
     return build_tokenizer(config)
 
 
+def prepare(job: Job) -> None:
+    """Make what `encode` needs before workers are forked, who then have it; encodes nothing."""
+    tokenizer_of(job.tokenizer)
+    if job.library == NAME:
+        _fast(job.tokenizer)
+
+
 def encode(job: Job, number: int, chunk: Chunk) -> Result:
     """Tokenize the documents of chunk `number`; InputError for one that cannot be read."""
     good, blank, invalid = [], 0, []

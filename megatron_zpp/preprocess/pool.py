@@ -30,8 +30,8 @@ class WorkerDied(InputError):
 def in_order(
     function: Callable[[int, Given], Made], given: Iterable[Given], workers: int
 ) -> Iterator[tuple[Given, Made]]:
-    """Each thing given and `function(number, thing)`; with one worker, in this process."""
-    if workers == 1:
+    """Each thing given and `function(number, thing)`; with no worker, in this process."""
+    if not workers:
         for number, thing in enumerate(given):
             yield thing, function(number, thing)
         return

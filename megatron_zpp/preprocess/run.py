@@ -12,7 +12,7 @@ from typing import Any
 from megatron_zpp.config import TokenizerConfig
 from megatron_zpp.data.indexed_dataset import token_dtype
 from megatron_zpp.preprocess.config import PreprocessConfig
-from megatron_zpp.preprocess.encode import Job, encode, tokenizer_of
+from megatron_zpp.preprocess.encode import Job, encode, prepare, tokenizer_of
 from megatron_zpp.preprocess.partial import Journal, Partial
 from megatron_zpp.preprocess.pool import WorkerDied, in_order
 from megatron_zpp.preprocess.progress import Count, Progress
@@ -72,11 +72,14 @@ def _write_all(
         append_eod=config.append_eod, split_sentences=config.split_sentences,
         keep_newlines=config.keep_newlines, skip_invalid=config.skip_invalid,
     )  # fmt: skip
+    prepare(job)
+    # The faster library starts threads when it encodes; a process that has them cannot be forked.
+    workers = 0 if config.workers == 1 and config.bpe_library != NAME else config.workers
     given = chunks(files, config.keys, journal.place)
     progress = Progress(config.log_interval, sum(_sizes(files)), journal.count, journal.read)
     last_commit = time.monotonic()
     try:
-        with closing(in_order(functools.partial(encode, job), given, config.workers)) as done:
+        with closing(in_order(functools.partial(encode, job), given, workers)) as done:
             for chunk, result in done:
                 partial.write(result.datasets)
                 journal = Journal(
