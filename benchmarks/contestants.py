@@ -24,7 +24,7 @@ from megatron_zpp.train import TRAIN, loader, train_iteration
 from zeropp import optimizer_step, shard
 from zeropp.fsdp_adapter import gather_ahead
 from zeropp.route import gradient_route
-from zeropp.shard import find_nodes, use_gradient_mean
+from zeropp.stages import find_nodes, use_gradient_mean
 from zeropp.traffic import Traffic
 
 Step = Callable[[], tuple[float, torch.Tensor | float]]  # loss of this rank; norm of the gradients

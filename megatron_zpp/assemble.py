@@ -24,7 +24,7 @@ from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.writers import open_writers
 from zeropp import InputError, LossScaler, Sharding
 from zeropp.route import require_fit
-from zeropp.shard import find_nodes
+from zeropp.stages import find_nodes
 from zeropp.unison import in_unison
 
 log = logging.getLogger("megatron_zpp")

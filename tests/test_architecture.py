@@ -73,7 +73,7 @@ def project(**texts: str) -> dict[str, Source]:
     [
         (
             structure.wrong_direction,
-            project(zeropp__errors="from zeropp.shard import shard", zeropp__shard=""),
+            project(zeropp__errors="from zeropp.stages import shard", zeropp__stages=""),
             "zeropp/errors.py:1",
             "'sharding' above its own, 'base'",
         ),
@@ -85,9 +85,9 @@ def project(**texts: str) -> dict[str, Source]:
         ),
         (
             structure.wrong_direction,
-            project(zeropp__topology="\nfrom . import shard", zeropp__shard=""),
+            project(zeropp__topology="\nfrom . import stages", zeropp__stages=""),
             "zeropp/topology.py:2",
-            "imports zeropp.shard",
+            "imports zeropp.stages",
         ),
         (
             structure.wrong_direction,
@@ -97,33 +97,33 @@ def project(**texts: str) -> dict[str, Source]:
         ),
         (
             structure.late_imports,
-            project(zeropp__shard="def f():\n    from zeropp import errors", zeropp__errors=""),
-            "zeropp/shard.py:2",
+            project(zeropp__stages="def f():\n    from zeropp import errors", zeropp__errors=""),
+            "zeropp/stages.py:2",
             "imports zeropp.errors inside f()",
         ),
         (
             structure.global_statements,
-            project(zeropp__shard="x = 1\ndef f():\n    global x"),
-            "zeropp/shard.py:3",
+            project(zeropp__stages="x = 1\ndef f():\n    global x"),
+            "zeropp/stages.py:3",
             "global x",
         ),
         (
             structure.mutable_module_state,
-            project(zeropp__shard="groups = {}"),
-            "zeropp/shard.py:1",
+            project(zeropp__stages="groups = {}"),
+            "zeropp/stages.py:1",
             "groups is mutable state",
         ),
         (
             structure.mutable_module_state,
-            project(zeropp__shard="import collections\nSEEN: dict = collections.defaultdict(list)\n"
-                    "def f(x):\n    SEEN[x] = 1"),
-            "zeropp/shard.py:4",
+            project(zeropp__stages="import collections\n"
+                    "SEEN: dict = collections.defaultdict(list)\ndef f(x):\n    SEEN[x] = 1"),
+            "zeropp/stages.py:4",
             "changes SEEN",
         ),
         (
             structure.mutable_module_state,
-            project(zeropp__shard="_ALL = []\ndef f(x):\n    _ALL.append(x)"),
-            "zeropp/shard.py:3",
+            project(zeropp__stages="_ALL = []\ndef f(x):\n    _ALL.append(x)"),
+            "zeropp/stages.py:3",
             "changes _ALL",
         ),
         (
@@ -140,47 +140,47 @@ def project(**texts: str) -> dict[str, Source]:
         ),
         (
             structure.private_fsdp,
-            project(zeropp__shard="def f(m):\n    return m._fsdp_param_group"),
-            "zeropp/shard.py:2",
+            project(zeropp__stages="def f(m):\n    return m._fsdp_param_group"),
+            "zeropp/stages.py:2",
             "_fsdp_param_group",
         ),
         (
             structure.private_fsdp,
-            project(zeropp__shard="from torch.distributed.fsdp._fully_shard import _fsdp_api"),
-            "zeropp/shard.py:1",
+            project(zeropp__stages="from torch.distributed.fsdp._fully_shard import _fsdp_api"),
+            "zeropp/stages.py:1",
             "_fully_shard",
         ),
         (
             structure.patched_torch,
-            project(zeropp__shard="from torch import nn\nnn.Linear.forward = None"),
-            "zeropp/shard.py:2",
+            project(zeropp__stages="from torch import nn\nnn.Linear.forward = None"),
+            "zeropp/stages.py:2",
             "nn.Linear.forward",
         ),
         (
             structure.swallowed_exceptions,
-            project(zeropp__shard="try:\n    x = 1\nexcept Exception:\n    pass"),
-            "zeropp/shard.py:3",
+            project(zeropp__stages="try:\n    x = 1\nexcept Exception:\n    pass"),
+            "zeropp/stages.py:3",
             "hides mistakes",
         ),
         (
             structure.sizes,
-            project(zeropp__shard="x = 1\n" * 401),
-            "zeropp/shard.py:401",
+            project(zeropp__stages="x = 1\n" * 401),
+            "zeropp/stages.py:401",
             "401 lines; at most 400",
         ),
         (
             structure.sizes,
-            project(zeropp__shard="def f():\n" + "    x = 1\n" * 60),
-            "zeropp/shard.py:1",
+            project(zeropp__stages="def f():\n" + "    x = 1\n" * 60),
+            "zeropp/stages.py:1",
             "f() has 61 lines",
         ),
         (
             structure.sizes,
-            project(zeropp__shard="def f(a, b, c, d, e, f, /, g, h, *, i): ..."),
-            "zeropp/shard.py:1",
+            project(zeropp__stages="def f(a, b, c, d, e, f, /, g, h, *, i): ..."),
+            "zeropp/stages.py:1",
             "8 positional arguments",
         ),
-        (structure.sizes, project(zeropp__shard="#" * 101), "zeropp/shard.py:1", "101 columns"),
+        (structure.sizes, project(zeropp__stages="#" * 101), "zeropp/stages.py:1", "101 columns"),
         (structure.sizes, project(zeropp__utils=""), "zeropp/utils.py:1", "name the file"),
     ],
 )  # fmt: skip
@@ -206,7 +206,7 @@ def test_a_circle_is_found() -> None:
 @pytest.mark.parametrize("rule", GRAPH_RULES + FILE_RULES, ids=lambda rule: rule.__name__)
 def test_good_code_passes(rule: Callable[..., Iterator[str]]) -> None:
     good = project(
-        zeropp__shard=(
+        zeropp__stages=(
             "import os\nfrom types import MappingProxyType\nfrom torch import nn\n"
             "from zeropp.errors import InputError\n"
             "BITS = (4, 8)\n_NAMES = {'a': 1}\n__all__ = ['f']\nlog = print\n"

@@ -24,7 +24,7 @@ from zeropp.errors import InputError
 from zeropp.materialize import agree
 from zeropp.optim.lr_schedule import build_scheduler
 from zeropp.optim.remap import Names, listed, names_of, remap, remapped
-from zeropp.shard import shard
+from zeropp.stages import shard
 from zeropp.topology import Environment, pick_device, start_process_group
 
 DEEPSPEED_PORT = 29500  # its default; here the launcher chooses the port

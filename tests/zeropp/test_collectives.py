@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.ranks import ranks
 from zeropp.fsdp_adapter import MixedPrecisionPolicy, shard_unit
 from zeropp.route import Nodes, Route
-from zeropp.shard import use_gradient_mean
+from zeropp.stages import use_gradient_mean
 from zeropp.traffic import Traffic
 
 WORLD, CHUNK = 4, 5

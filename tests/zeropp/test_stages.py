@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from tests.ranks import ranks
 from tests.zeropp.stack import Block, Stack, fresh_stack, loss_of, tokens_of, train
 from zeropp import InputError, Sharding, ZeroConfig, shard
-from zeropp.shard import outermost_blocks
+from zeropp.stages import outermost_blocks
 
 # Each of 5 AdamW steps may enlarge a rounding difference of 2^-24 by the depth of the sums
 # (< 64 terms in rank order), so losses agree to 5 * 64 * 2^-24 = 2e-5; 1e-5 is the promise.
