@@ -1,17 +1,52 @@
-"""ZeRO and ZeRO++ for any PyTorch model, on top of FSDP2."""
+"""ZeRO and ZeRO++ for any PyTorch model, on top of FSDP2.
 
-from zeropp import zero
-from zeropp.config import ZeroConfig
-from zeropp.engine import Engine
-from zeropp.errors import InputError
-from zeropp.optim.loss_scale import LossScaler
-from zeropp.optim.step import StepResult, optimizer_step
-from zeropp.shard import shard
-from zeropp.sharding import Sharding
-from zeropp.start import initialize
+What is named here is imported when it is first used: tools that need only the names of files and
+errors start without torch.
+"""
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zeropp import zero
+    from zeropp.config import ZeroConfig
+    from zeropp.engine import Engine
+    from zeropp.errors import InputError
+    from zeropp.optim.loss_scale import LossScaler
+    from zeropp.optim.step import StepResult, optimizer_step
+    from zeropp.sharding import Sharding
+    from zeropp.stages import shard
+    from zeropp.start import initialize
 
 __all__ = [
     "Engine", "InputError", "LossScaler", "Sharding", "StepResult", "ZeroConfig", "initialize",
     "optimizer_step", "shard", "zero",
 ]
 __version__ = "0.1.0"
+
+_MODULES = MappingProxyType(
+    {
+        "Engine": "zeropp.engine",
+        "InputError": "zeropp.errors",
+        "LossScaler": "zeropp.optim.loss_scale",
+        "Sharding": "zeropp.sharding",
+        "StepResult": "zeropp.optim.step",
+        "ZeroConfig": "zeropp.config",
+        "initialize": "zeropp.start",
+        "optimizer_step": "zeropp.optim.step",
+        "shard": "zeropp.stages",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "zero":
+        return import_module("zeropp.zero")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'zeropp' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
