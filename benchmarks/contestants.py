@@ -75,16 +75,17 @@ def fsdp2(
 ) -> Contestant:
     """Plain FSDP2 that sends what we send; `all_to_all` and `ahead` add one part of ours each."""
     zero, mesh, model = setting.config.zero, setting.ranks.mesh, _unsharded(setting)
+    wire_dtype = getattr(torch, zero.wire_format)
     policy = MixedPrecisionPolicy(
-        param_dtype=zero.compute_dtype,
-        reduce_dtype=torch.float32 if all_to_all else zero.wire_dtype,
+        param_dtype=getattr(torch, zero.compute_format),
+        reduce_dtype=torch.float32 if all_to_all else wire_dtype,
     )
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     if all_to_all:
         route = gradient_route(zero, find_nodes(mesh, zero))
-        use_gradient_mean((*model.blocks, model), mesh, route, Traffic(), zero.wire_dtype)
+        use_gradient_mean((*model.blocks, model), mesh, route, Traffic(), wire_dtype)
     if ahead:
         gather_ahead(model, model.blocks)
     _fill(model, setting)

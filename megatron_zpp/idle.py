@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from megatron_zpp.config import Config
 
 
@@ -36,7 +34,7 @@ IDLE = (
     ),
     Idle(
         settings=("fp32_residual_connection",),
-        when=lambda c: c.precision.dtype is torch.float32,
+        when=lambda c: c.precision.format == "float32",
         why="everything is fp32",
     ),
     Idle(

@@ -46,7 +46,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("collectives", ("zeropp.collectives", "zeropp.in_flight")),
     (
         "ground",
-        ("zeropp.topology", "zeropp.fsdp_adapter", "zeropp.quantize", "zeropp.traffic")
+        ("zeropp.process_group", "zeropp.fsdp_adapter", "zeropp.quantize", "zeropp.traffic")
         + ("zeropp.rank", "zeropp.unison", "zeropp.named_tensors", "zeropp.deferred")
         + ("zeropp.route", "zeropp.link"),
     ),
@@ -57,7 +57,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "base",
         ("zeropp.config", "zeropp.config_file", "zeropp.config_sections", "zeropp.config_keys")
-        + ("zeropp.errors", "zeropp.atomic"),
+        + ("zeropp.errors", "zeropp.atomic", "zeropp.topology"),
     ),
 )
 

@@ -75,7 +75,7 @@ def test_what_is_wrong_is_found(rule: Callable, text: str, said: str) -> None:
 
 def test_what_is_right_is_left_alone() -> None:
     text = (
-        "[a](docs/pretraining.md#learning-rate) `zeropp/stages.py` `optim/step.py` `--zero_stage 3` "
+        "[a](docs/pretraining.md#learning-rate) `zeropp/zero.py` `optim/step.py` `--zero_stage 3` "
         "`make pretrain RANKS=2` `zeropp pretrain_gpt.py ...` `https://a.b/c`\n"
     )
     assert not [line for rule in RULES for line in rule(Document("README.md", text))]

@@ -11,8 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import torch
-
 from zeropp.config_file import RENAMED, all_keys, build, read_json, read_sections, unknown
 from zeropp.config_keys import Key, Section, idle, key, keys_of, shown
 from zeropp.config_sections import (
@@ -26,15 +24,15 @@ from zeropp.config_sections import (
 )
 from zeropp.errors import InputError
 
-_DTYPES = MappingProxyType(
+_FORMATS = MappingProxyType(  # torch's name of each
     {
-        "fp32": torch.float32,
-        "float32": torch.float32,
-        "fp16": torch.float16,
-        "float16": torch.float16,
-        "bf16": torch.bfloat16,
-        "bfp16": torch.bfloat16,
-        "bfloat16": torch.bfloat16,
+        "fp32": "float32",
+        "float32": "float32",
+        "fp16": "float16",
+        "float16": "float16",
+        "bf16": "bfloat16",
+        "bfp16": "bfloat16",
+        "bfloat16": "bfloat16",
     }
 )
 _PRINTED = "the training script's own log settings decide what is printed and when"
@@ -60,7 +58,7 @@ class ZeroConfig(Section):
     train_micro_batch_size_per_gpu: int | None = key(None, minimum=1, auto=True)  # samples
     gradient_accumulation_steps: int | None = key(None, minimum=1, auto=True)
     gradient_clipping: float = key(0.0, minimum=0, auto=True)  # 0 means none
-    communication_data_type: str | None = key(None, choices=tuple(_DTYPES))
+    communication_data_type: str | None = key(None, choices=tuple(_FORMATS))
     zero_optimization: ZeroOptimization = key(ZeroOptimization())
     zeropp: Zeropp = key(Zeropp())
     fp16: Fp16 = key(Fp16())
@@ -161,17 +159,17 @@ class ZeroConfig(Section):
         return self.zero_optimization.stage
 
     @property
-    def compute_dtype(self) -> torch.dtype:
-        """What forward and backward compute in."""
+    def compute_format(self) -> str:
+        """What forward and backward compute in, as torch calls it."""
         if self.fp16.enabled:
-            return torch.float16
-        return torch.bfloat16 if self.bf16.enabled else torch.float32
+            return "float16"
+        return "bfloat16" if self.bf16.enabled else "float32"
 
     @property
-    def wire_dtype(self) -> torch.dtype:
-        """What unquantized collectives send."""
+    def wire_format(self) -> str:
+        """What unquantized collectives send, as torch calls it."""
         named = self.communication_data_type
-        return self.compute_dtype if named is None else _DTYPES[named]
+        return self.compute_format if named is None else _FORMATS[named]
 
     @property
     def notices(self) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ def shard(
 
     `units` are the submodules gathered one at a time, in forward order; by default the entries
     of the model's outermost `nn.ModuleList`s. Parameters stay fp32 (or as they are); compute
-    runs in `config.compute_dtype`. Build the optimizer afterwards: it must hold the shards.
+    runs in `config.compute_format`. Build the optimizer afterwards: it must hold the shards.
     With one rank in fp32 there is nothing to shard and the model is left as it is. A model built
     inside `zeropp.zero.Init` gets its memory here, shard by shard.
 
@@ -132,11 +132,13 @@ def _shard(
     cast_forward_inputs: bool,
 ) -> Sharding:
     num_ranks = 1 if mesh is None else mesh.size()
+    compute_dtype = getattr(torch, config.compute_format)
+    wire_dtype = getattr(torch, config.wire_format)
     facts = {
         "model": model, "stage": config.stage, "num_ranks": num_ranks,
-        "compute_dtype": config.compute_dtype,
+        "compute_dtype": compute_dtype,
     }
-    if num_ranks == 1 and config.compute_dtype == torch.float32:
+    if num_ranks == 1 and compute_dtype == torch.float32:
         return Sharding(**facts)
     if mesh is None or mesh.ndim != 1:
         raise InputError(f"zeropp.shard needs a device mesh of one axis (the data axis): {mesh}")
@@ -159,14 +161,14 @@ def _shard(
         units=tuple(fsdp.own_pieces(unit) for unit in facts["units"]),
         weights=routes[0],
         gradients=routes[1],
-        compute_dtype=config.compute_dtype,
-        wire_dtype=config.wire_dtype,
+        compute_dtype=compute_dtype,
+        wire_dtype=wire_dtype,
     )
     if config.stage == 0:
         return Sharding(**facts)
     traffic = Traffic()
     use_weight_gather(facts["units"], mesh, routes[0], traffic, copies)
-    use_gradient_mean(facts["units"], mesh, routes[1], traffic, config.wire_dtype)
+    use_gradient_mean(facts["units"], mesh, routes[1], traffic, wire_dtype)
     return Sharding(**facts, traffic=traffic, copies=copies)
 
 
@@ -184,7 +186,7 @@ def _shard_units(
         )
     # Unsharded gradients accumulate in reduce_dtype; the wire's width is the collective's affair.
     policy = fsdp.MixedPrecisionPolicy(
-        param_dtype=config.compute_dtype,
+        param_dtype=getattr(torch, config.compute_format),
         reduce_dtype=torch.float32,
         cast_forward_inputs=cast_forward_inputs,
     )

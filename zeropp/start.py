@@ -24,8 +24,9 @@ from zeropp.errors import InputError
 from zeropp.materialize import agree
 from zeropp.optim.lr_schedule import build_scheduler
 from zeropp.optim.remap import Names, listed, names_of, remap, remapped
+from zeropp.process_group import pick_device, start_process_group
 from zeropp.stages import shard
-from zeropp.topology import Environment, pick_device, start_process_group
+from zeropp.topology import Environment
 
 DEEPSPEED_PORT = 29500  # its default; here the launcher chooses the port
 TIMEOUT = timedelta(minutes=30)  # for a collective, as torch's default

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from megatron_zpp.config.flag import Section, flag, shared
 from zeropp.errors import InputError
 
@@ -53,11 +51,11 @@ class PrecisionConfig(Section):
     hysteresis: int = flag(2, "overflows before the scale halves", minimum=1)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Number format of weights and activations in forward and backward."""
+    def format(self) -> str:
+        """Number format of weights and activations in forward and backward, as torch calls it."""
         if self.fp16:
-            return torch.float16
-        return torch.bfloat16 if self.bf16 else torch.float32
+            return "float16"
+        return "bfloat16" if self.bf16 else "float32"
 
     def check(self) -> None:
         """Raise InputError for two formats at once or a first scale below the smallest."""

@@ -1,6 +1,6 @@
 """The grid of ranks: one axis today, `data`, whose ranks are node-contiguous.
 
-Made once and passed as a value. Environment and device come from `zeropp.topology`.
+Made once and passed as a value. The device comes from `zeropp.process_group`.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_zpp.config import ParallelConfig
-from zeropp.topology import Environment, pick_device, start_process_group
+from zeropp.process_group import pick_device, start_process_group
+from zeropp.topology import Environment
 from zeropp.unison import in_unison
 
 Result = TypeVar("Result")

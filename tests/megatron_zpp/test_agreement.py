@@ -3,7 +3,6 @@
 import logging
 
 import pytest
-import torch
 
 from tests.megatron_zpp.asking import asked, refused, setting
 
@@ -110,7 +109,7 @@ def test_flags_and_json_that_contradict_are_both_named(line, file, named, tmp_pa
     ("file", "path", "value"),
     [
         ({"zero_optimization": {"stage": 2}}, "zero.stage", 2),
-        ({"bf16": {"enabled": True}}, "precision.dtype", torch.bfloat16),
+        ({"bf16": {"enabled": True}}, "precision.format", "bfloat16"),
         ({"fp16": {"enabled": True}}, "precision.initial_loss_scale", 2.0**16),
         (
             {"fp16": {"enabled": True, "initial_scale_power": 12}},
@@ -137,7 +136,7 @@ def test_what_only_the_json_gives_holds(file, path, value, tmp_path):
     ("line", "path", "value"),
     [
         ("--zero-stage 3", "zero.stage", 3),
-        ("--bf16", "zero.compute_dtype", torch.bfloat16),
+        ("--bf16", "zero.compute_format", "bfloat16"),
         ("--fp16", "zero.fp16.initial_scale_power", 32),
         ("--fp16 --loss-scale 64", "zero.fp16.loss_scale", 64.0),
         ("--clip-grad 0.5", "zero.gradient_clipping", 0.5),

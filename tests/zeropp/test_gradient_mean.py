@@ -101,7 +101,7 @@ def test_mean_in_every_dtype_and_stage(settings, stage):
     sizes = [math.prod(shape) for unit in ODD for shape in unit]
     # ten times as large a tensor of each kind: the whole model's gain is known to 3 * 0.115 / 75
     large = [[(700, 51), *ODD[0]], *ODD[1:]]
-    table = moments(large, config.compute_dtype, config)
+    table = moments(large, getattr(torch, config.compute_format), config)
     check(table, [700 * 51, *sizes], as_they_are=False)
 
 
@@ -132,7 +132,8 @@ WIDE = {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
 def test_without_quantization_gradients_are_plain_fsdp2_s(stage, count, settings):
     """To 1e-6 of each tensor's largest, however small its gradients are."""
     config = configured({"stage": stage}, count, **settings)
-    flat, dtype = [shape for unit in ODD for shape in unit], config.compute_dtype
+    flat = [shape for unit in ODD for shape in unit]
+    dtype = getattr(torch, config.compute_format)
     mine = [gradient_of(dist.get_rank(), i, shape).to(dtype) for i, shape in enumerate(flat)]
     found = averaged(ODD, mine, config)
     torch.manual_seed(0)

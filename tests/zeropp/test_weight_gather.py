@@ -82,7 +82,7 @@ def test_every_rank_computes_with_the_same_weights_each_quantized_alone(settings
     for ranks_per_node, zero in ((2, QWZ), (2, BOTH), (1, QWZ), (4, QWZ), (4, QWZ | {"stage": 1})):
         config = configured(zero, ranks_per_node, zeropp={"weight_bits": bits}, **settings)
         sharding = shard_odds(config)
-        dtype = config.compute_dtype
+        dtype = getattr(torch, config.compute_format)
         for seen in computed_with(sharding, passes=2):
             for weight, whole in zip(seen, Odd().weights, strict=True):
                 expected = whole.to(dtype)
