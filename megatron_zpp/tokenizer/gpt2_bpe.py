@@ -40,9 +40,8 @@ class GPT2BPETokenizer(Tokenizer):
         vocab = _read_vocab(vocab_file)
         if END_OF_DOCUMENT not in vocab:
             raise InputError(f"--vocab-file {vocab_file}: has no token {END_OF_DOCUMENT}")
-        alphabet = _byte_alphabet()
-        tokens = _ranked_tokens(vocab, merge_file, alphabet, vocab_file)
-        _check_all_made(vocab, tokens, vocab_file, merge_file)
+        pieces = _ranked_pieces(vocab, merge_file, vocab_file)
+        _check_all_made(vocab, pieces, vocab_file, merge_file)
         super().__init__(
             size=max(vocab.values()) + 1,
             eod=vocab[END_OF_DOCUMENT],
@@ -52,17 +51,17 @@ class GPT2BPETokenizer(Tokenizer):
                 read_bytes(merge_file, "--merge-file"),
             ],
         )
-        pieces = [bytes(alphabet[character] for character in token) for token in tokens]
-        ids = [vocab[token] for token in tokens]
+        ids = [vocab[token] for token in pieces]
         self._id_of_rank = None if ids == list(range(len(ids))) else ids
-        self._bytes_of_id = {number: token.encode() for token, number in vocab.items()}
-        self._bytes_of_id.update(zip(ids, pieces, strict=True))
+        self._bytes_of_id = dict(zip(ids, pieces.values(), strict=True))
+        special = vocab.keys() - pieces.keys()
+        self._bytes_of_id.update((vocab[token], token.encode()) for token in special)
         # encode_to_numpy needs a special token to look for; none is ever allowed, so none is made.
         self._encoding = load_package("tiktoken", self.name).Encoding(
             name=self.name,
             pat_str=WORDS,
             special_tokens={END_OF_DOCUMENT: len(pieces)},
-            mergeable_ranks={piece: rank for rank, piece in enumerate(pieces)},
+            mergeable_ranks=dict(zip(pieces.values(), range(len(pieces)), strict=True)),
         )
 
     def encode(self, text: str) -> list[int]:
@@ -126,46 +125,48 @@ def _read_vocab(path: str) -> dict[str, int]:
     return vocab
 
 
-def _ranked_tokens(
-    vocab: Mapping[str, int], path: str, alphabet: Mapping[str, int], vocab_file: str
-) -> list[str]:
-    """The 256 bytes in the order of their ids, then what each line of merges.txt makes."""
+def _ranked_pieces(vocab: Mapping[str, int], path: str, vocab_file: str) -> dict[str, bytes]:
+    """Token -> bytes: the 256 bytes in the order of their ids, then what merges.txt makes."""
+    alphabet = _byte_alphabet()
     missing = [f"0x{byte:02x}" for character, byte in alphabet.items() if character not in vocab]
     if missing:
         raise InputError(
             f"--vocab-file {vocab_file}: has no token for {len(missing)} of the 256 bytes "
             f"({', '.join(missing[:MAX_SHOWN])}, ...); it is not a byte-level BPE vocabulary"
         )
-    made_at = dict.fromkeys(sorted(alphabet, key=vocab.__getitem__), 0)
-    for number, line in enumerate(read_text(path, "--merge-file").split("\n"), start=1):
-        line = line.rstrip("\r")
-        if not line or (number == 1 and line.startswith("#version")):
-            continue
-        token = line.replace(" ", "", 1)
-        problem = _merge_problem(line, made_at)
-        if not problem and token not in vocab:
-            problem = f"{token!r} is not in --vocab-file {vocab_file}; they do not belong together"
-        if problem:
+    pieces = {one: bytes([alphabet[one]]) for one in sorted(alphabet, key=vocab.__getitem__)}
+    lines = [line.rstrip("\r") for line in read_text(path, "--merge-file").split("\n")]
+    for number, line in enumerate(lines, start=1):
+        left, _, right = line.partition(" ")
+        token = left + right
+        if left in pieces and right in pieces and token in vocab and token not in pieces:
+            pieces[token] = pieces[left] + pieces[right]
+        elif line and not (number == 1 and line.startswith("#version")):
+            problem = _merge_problem(line, pieces, lines) or (
+                f"{token!r} is not in --vocab-file {vocab_file}; they do not belong together"
+            )
             raise InputError(f"--merge-file {path}, line {number}: {problem}")
-        made_at[token] = number
-    return list(made_at)
+    return pieces
 
 
-def _merge_problem(line: str, made_at: Mapping[str, int]) -> str:
+def _merge_problem(line: str, pieces: Mapping[str, bytes], lines: Sequence[str]) -> str:
     parts = line.split(" ")
     if len(parts) != 2 or not all(parts):
         return f"expected two tokens and a space between them, got {line!r}"
     for part in parts:
-        if part not in made_at:
+        if part not in pieces:
             return f"{part!r} is neither a byte nor made by an earlier line"
     token = "".join(parts)
-    return f"makes {token!r} again, after line {made_at[token]}" if token in made_at else ""
+    if token not in pieces:
+        return ""
+    made = [one.replace(" ", "", 1) for one in lines]
+    return f"makes {token!r} again, after line {made.index(token) + 1}"
 
 
 def _check_all_made(
-    vocab: Mapping[str, int], tokens: list[str], vocab_file: str, merge_file: str
+    vocab: Mapping[str, int], made: Mapping[str, bytes], vocab_file: str, merge_file: str
 ) -> None:
-    lost = sorted(set(vocab).difference(tokens), key=vocab.__getitem__)
+    lost = sorted(vocab.keys() - made.keys(), key=vocab.__getitem__)
     lost = [token for token in lost if not SPECIAL.fullmatch(token)]
     if lost:
         shown = ", ".join(map(repr, lost[:MAX_SHOWN]))
