@@ -10,6 +10,7 @@ from zeropp.errors import InputError
 
 SHOWN = 60  # characters of a bad line
 BLANK = None
+DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +27,17 @@ def documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | InputErr
         yield _attempt(lambda: _whole(chunk))
     elif chunk.rows:
         for number, row in enumerate(chunk.rows, start=chunk.first):
-            where = f"{chunk.path}, row {number}"
-            yield _attempt(_row, row, keys, where)
+            yield _attempt(_row, row, keys, f"{chunk.path}, row {number}")
     else:
-        for number, line in enumerate(_split(chunk.data), start=chunk.first):
+        text = _utf8(chunk.data)
+        lines = _lines(chunk.data) if text is None else _parsed(text)
+        for number, (line, value) in enumerate(lines, start=chunk.first):
             where = f"{chunk.path}, line {number}"
-            is_blank = not line or line.isspace()
-            yield BLANK if is_blank else _attempt(_line, line, keys, where)
+            if value is not None:
+                yield _attempt(_document, value, keys, where)
+            else:
+                is_blank = not line or line.isspace()
+                yield BLANK if is_blank else _attempt(_line, line, keys, where)
 
 
 def _attempt(read: Callable[..., Document], *arguments: Any) -> Document | InputError:
@@ -42,18 +47,37 @@ def _attempt(read: Callable[..., Document], *arguments: Any) -> Document | Input
         return error
 
 
-def _split(data: bytes) -> list[str] | list[bytes]:
-    """The lines, decoded at once where all of them are UTF-8."""
-    data = data.removesuffix(b"\n")
-    return data.decode().split("\n") if _is_utf8(data) else data.split(b"\n")
-
-
-def _is_utf8(data: bytes) -> bool:
+def _utf8(data: bytes) -> str | None:
     try:
-        data.decode()
+        return data.decode()
     except UnicodeDecodeError:
-        return False
-    return True
+        return None
+
+
+def _lines(data: bytes) -> Iterator[tuple[bytes, None]]:
+    for line in data.removesuffix(b"\n").split(b"\n"):
+        yield line, None
+
+
+def _parsed(text: str) -> Iterator[tuple[str, dict | None]]:
+    """The object of each line, read where it stands; the line itself where it is none."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start)
+        end = len(text) if end < 0 else end
+        value = _object(text, start, end)
+        yield ("", value) if value is not None else (text[start:end], None)
+        start = end + 1
+
+
+def _object(text: str, start: int, end: int) -> dict | None:
+    if text[start] != "{":
+        return None
+    try:
+        value, stop = DECODER.raw_decode(text, start)
+    except (json.JSONDecodeError, RecursionError):
+        return None
+    return value if stop == end or text[stop:end] == "\r" else None
 
 
 def _whole(chunk: Chunk) -> Document:
@@ -72,6 +96,10 @@ def _line(line: str | bytes, keys: Sequence[str], where: str) -> Document:
         document = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise InputError(f"{where}: not JSON ({error}): {text[:SHOWN].rstrip()}") from error
+    return _document(document, keys, where)
+
+
+def _document(document: Any, keys: Sequence[str], where: str) -> Document:
     if not isinstance(document, dict):
         raise InputError(f"{where}: expected a JSON object, got {_shortened(document)}")
     for key in keys:
