@@ -73,8 +73,7 @@ def _write_all(
         keep_newlines=config.keep_newlines, skip_invalid=config.skip_invalid,
     )  # fmt: skip
     prepare(job)
-    # The faster library starts threads when it encodes; a process that has them cannot be forked.
-    workers = 0 if config.workers == 1 and config.bpe_library != NAME else config.workers
+    workers = 0 if config.workers == 1 else config.workers
     given = chunks(files, config.keys, journal.place)
     progress = Progress(config.log_interval, sum(_sizes(files)), journal.count, journal.read)
     last_commit = time.monotonic()
