@@ -93,7 +93,12 @@ def dump(config: DumpConfig, data: DataConfig, tokenizer_config: TokenizerConfig
             "--mock-data never ends: give --train-samples, --valid-samples and --test-samples"
         )
     datasets = build_datasets(
-        data, config.seq_length, config.sizes, config.seed, tokenizer.vocab_size
+        data,
+        config.seq_length,
+        config.sizes,
+        config.seed,
+        tokenizer.vocab_size,
+        cache_required=False,  # who only looks may look at data that cannot be written
     )
     splits = {
         split: dataset

@@ -18,6 +18,7 @@ from megatron_zpp.data.split import normalize
 from zeropp.errors import InputError
 
 MAX_DATASETS = 32766  # the index is int16, as in megatron-core
+CHUNK = 1 << 20  # samples counted at once: a blend is larger than memory should be
 MIN_STRETCH = 512  # samples; below that there is nothing to gain
 
 
@@ -82,13 +83,21 @@ def exhaustive_blend_index(sizes: list[int]) -> tuple[np.ndarray, np.ndarray]:
     return dataset, sample
 
 
+def times_taken(dataset: np.ndarray, datasets: int) -> list[int]:
+    """How many samples of each of the `datasets` a blend takes, for its index int16 [n]."""
+    counts = np.zeros(datasets, dtype=np.int64)
+    for start in range(0, len(dataset), CHUNK):
+        counts += np.bincount(dataset[start : start + CHUNK], minlength=datasets)
+    return counts.tolist()
+
+
 class BlendedDataset:
     """Samples of `datasets` in the order of a `blend_index`."""
 
     def __init__(self, datasets: list, index: tuple[np.ndarray, np.ndarray]) -> None:
         self.datasets = datasets
         self.dataset_index, self.dataset_sample_index = index
-        taken = np.bincount(self.dataset_index, minlength=len(datasets))
+        taken = times_taken(self.dataset_index, len(datasets))
         assert all(len(dataset) >= count for dataset, count in zip(datasets, taken, strict=True))
 
     def __len__(self) -> int:

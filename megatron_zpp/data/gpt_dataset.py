@@ -8,19 +8,13 @@ that share the folder.
 import logging
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_zpp.config import DataConfig
-from megatron_zpp.data.blend import (
-    BlendedDataset,
-    blend_index,
-    exhaustive_blend_index,
-    parse_blend,
-)
-from megatron_zpp.data.index_cache import cached_sample_index
+from megatron_zpp.data.blend import BlendedDataset, parse_blend, times_taken
+from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.data.sample_index import SampleRequest
@@ -39,7 +33,7 @@ class SampleSpec:
     seq_length: int
     seed: int
     vocab_size: int
-    cache: str | None  # folder of the index arrays; None: beside each dataset
+    cache: IndexCache
 
 
 class Place(NamedTuple):
@@ -76,8 +70,7 @@ class GPTDataset:
             num_samples=num_samples,
             seed=spec.seed,
         )
-        folder = Path(spec.cache or Path(source.prefix, "cache", "GPTDataset_indices"))
-        self.index = cached_sample_index(source.lengths, request, folder, split)
+        self.index = spec.cache.sample_index(source.lengths, request, source.prefix, split)
 
     def __len__(self) -> int:
         return len(self.index.shuffle)
@@ -121,12 +114,13 @@ def build_datasets(
     sizes: tuple[int | None, int | None, int | None],
     seed: int,
     vocab_size: int,
+    cache_required: bool = True,
 ) -> "tuple[GPTDataset | BlendedDataset | MockDataset | None, ...]":
     """Training, validation and test data of at least `sizes` samples; None for a split without.
 
     A size of None means every sample of one epoch once. Prefixes without weights never make more
-    than that. Raises InputError for missing, damaged or insufficient data, and for weights without
-    a size.
+    than that. Raises InputError for missing, damaged or insufficient data, for weights without a
+    size, and if the indices cannot be kept (without `cache_required` a warning says so).
     """
     if data.mock_data:
         seeds = [(seed, number) for number in range(len(SPLITS))]
@@ -135,13 +129,17 @@ def build_datasets(
             for size, key in zip(sizes, seeds, strict=True)
         )
     spec = SampleSpec(
-        seq_length=seq_length, seed=seed, vocab_size=vocab_size, cache=data.data_cache_path
+        seq_length=seq_length,
+        seed=seed,
+        vocab_size=vocab_size,
+        cache=IndexCache(data.data_cache_path, cache_required),
     )
     paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
     builder = _Builder(spec, data.split if data.data_path is not None else None)
     if data.data_path is not None:
         paths, bounds = (data.data_path,) * len(SPLITS), parse_split(data.split)
     elif any(paths):
+        _refuse_split(data.split)
         bounds = [(0.0, 1.0) if path else None for path in paths]
     else:
         raise InputError(
@@ -200,9 +198,9 @@ class _Builder:
         """One epoch of every dataset, blended by length."""
         datasets = [self._single(prefix, portion, None) for prefix in prefixes]
         lengths = [len(dataset) for dataset in datasets]
-        if size is None:
-            return BlendedDataset(datasets, exhaustive_blend_index(lengths))
-        return BlendedDataset(datasets, blend_index(lengths, min(size, sum(lengths))))
+        size = None if size is None else min(size, sum(lengths))
+        index = self.spec.cache.blend_index(lengths, size, prefixes[0], portion.split)
+        return BlendedDataset(datasets, index)
 
     def _weighted(
         self, prefixes: list[str], weights: list[float], portion: _Portion, size: int | None
@@ -213,8 +211,8 @@ class _Builder:
                 f"leave the weights of {', '.join(prefixes)} out to take every sample once"
             )
         shares = [math.ceil(size * weight) for weight in weights]
-        index = blend_index(weights, sum(shares))
-        taken = np.bincount(index[0], minlength=len(prefixes)).tolist()
+        index = self.spec.cache.blend_index(weights, sum(shares), prefixes[0], portion.split)
+        taken = times_taken(index[0], len(prefixes))
         datasets = []
         for prefix, share, count in zip(prefixes, shares, taken, strict=True):
             dataset = self._single(prefix, portion, math.ceil(share * (1 + SURPLUS)))
@@ -253,6 +251,14 @@ class _Builder:
     def _tokens(self, prefix: str, sequences: range) -> int:
         lengths = self.sources[prefix].lengths[sequences.start : sequences.stop]
         return int(np.sum(lengths, dtype=np.int64))
+
+
+def _refuse_split(text: str) -> None:
+    if text != DataConfig().split:
+        raise InputError(
+            f"--split {text!r} divides --data-path; --train-data-path, --valid-data-path and "
+            "--test-data-path are taken whole: leave --split out"
+        )
 
 
 def _portion(split: str, bounds: tuple[float, float] | None) -> _Portion | None:

@@ -84,12 +84,13 @@ class IndexedDataset:
         for start in range(0, len(self.lengths), CHUNK):
             lengths = self.lengths[start : start + CHUNK].astype(np.int64)
             pointers = self.pointers[start : start + CHUNK].astype(np.int64)
-            if lengths.min() < 0 or pointers.min() < 0 or (pointers % size).any():
+            ends = pointers + lengths * size  # below 0 if it does not fit into 64 bits
+            if min(lengths.min(), pointers.min(), ends.min()) < 0 or (pointers % size).any():
                 raise InputError(
-                    f"{self.idx_path} is damaged: a length or pointer is negative, or inside a "
-                    f"token of {size} bytes; preprocess the text again"
+                    f"{self.idx_path} is damaged: a length or pointer is negative or too large, or "
+                    f"inside a token of {size} bytes; preprocess the text again"
                 )
-            expected = max(expected, int((pointers + lengths * size).max()))
+            expected = max(expected, int(ends.max()))
         found = self.bin_path.stat().st_size
         if expected == 0:
             raise InputError(f"{self.bin_path} holds no token: the dataset is empty")

@@ -1,5 +1,6 @@
 """Which sequences of a dataset train, which validate and which test: Megatron's `--split`."""
 
+import math
 import re
 
 import numpy as np
@@ -18,15 +19,16 @@ def normalize(weights: tuple[float, ...] | list[float]) -> list[float]:
 def parse_split(text: str) -> tuple[tuple[float, float] | None, ...]:
     """Bounds of the three splits as fractions of the dataset; None for a split without weight.
 
-    `text` is up to three weights, as in "969, 30, 1"; raises InputError for anything else.
+    `text` is up to three weights, as in "969, 30, 1" or "96%/3%/1%". Raises InputError for what is
+    none, and for signs and letters, in "-1" or "1e3", which megatron-core reads as separators.
     """
     numbers = re.findall(r"[.0-9]+", text)
-    valid = re.fullmatch(r"[.0-9,/;:\s]+", text) and 1 <= len(numbers) <= len(SPLITS)
+    valid = not re.search(r"[-+]|[^\W\d]", text) and 1 <= len(numbers) <= len(SPLITS)
     if not valid or any(number.count(".") > 1 or number == "." for number in numbers):
         raise InputError(f"--split {text!r}: expected up to three weights, as in '969, 30, 1'")
     weights = [float(number) for number in numbers]
-    if not sum(weights):
-        raise InputError(f"--split {text!r}: one of the weights must be above 0")
+    if not 0 < sum(weights) < math.inf:
+        raise InputError(f"--split {text!r}: the weights must add up to a number above 0")
     shares = normalize(weights + [0.0] * (len(SPLITS) - len(weights)))
     bounds = [0.0]
     for share in shares:

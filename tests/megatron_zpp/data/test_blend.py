@@ -5,12 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_zpp.data import blend as module
 from megatron_zpp.data.blend import (
     BlendedDataset,
     blend_in_stretches,
     blend_index,
     exhaustive_blend_index,
     parse_blend,
+    times_taken,
 )
 from megatron_zpp.data.split import normalize
 from zeropp.errors import InputError
@@ -48,6 +50,11 @@ def test_an_exhaustive_blend_takes_every_sample_once(sizes: list[int]) -> None:
     pairs = sorted(zip(dataset.tolist(), sample.tolist(), strict=True))
     assert pairs == [(number, k) for number, size in enumerate(sizes) for k in range(size)]
     assert dataset.tolist() == one_by_one(sizes, sum(sizes))[0]
+
+
+def test_samples_are_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK", 3)
+    assert times_taken(np.array([0, 2, 2, 0, 0, 2, 0], dtype=np.int16), 4) == [4, 0, 3, 0]
 
 
 def test_items_come_from_their_datasets() -> None:

@@ -14,6 +14,7 @@ from megatron_zpp.data.gpt_dataset import GPTDataset, build_datasets
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.data.loader import Loader
 from megatron_zpp.data.mock import MockDataset
+from megatron_zpp.data.split import parse_split
 from zeropp.errors import InputError
 
 FILES = Path(__file__).parents[2] / "data"
@@ -187,11 +188,29 @@ def test_a_token_out_of_the_vocabulary_is_named(tmp_path: Path) -> None:
     assert max(train[i]["tokens"].max() for i in range(len(train))) == 40
 
 
-@pytest.mark.parametrize("split", ["", "a,b", "-1,2", "1,2,3,4", "0,0,0", "1.2.3", "."])
+NO_SPLIT = ("", " ", "a,b", "-1,2", "1,2,3,4", "0,0,0", "1.2.3", ".", "nan,1", "1e3,1", "9" * 400)
+
+
+@pytest.mark.parametrize("split", NO_SPLIT)
 def test_a_split_that_is_none_is_named(split: str, tmp_path: Path) -> None:
     data = DataConfig(data_path=(text(tmp_path, "text", 3, 40),), split=split)
     with pytest.raises(InputError, match="--split"):
         build(data)
+
+
+@pytest.mark.parametrize(
+    "split",
+    ["96,3,1", "96/3/1", " 96; 3;1 ", "96%,3%,1%", "(96, 3, 1)", "0.96 .03 .01", "96.,3.,1."],
+)
+def test_megatrons_spellings_of_a_split(split: str) -> None:
+    bounds = [(0.0, 0.96), (0.96, 0.99), (0.99, 1.0)]
+    assert [pytest.approx(pair) for pair in bounds] == list(parse_split(split))
+
+
+def test_a_split_of_datasets_that_are_taken_whole_is_refused(tmp_path: Path) -> None:
+    prefix = text(tmp_path, "text", 3, 40)
+    with pytest.raises(InputError, match="--split '9,1' divides --data-path; .*leave --split out"):
+        build(DataConfig(train_data_path=(prefix,), split="9,1"))
 
 
 def test_missing_data_is_named(tmp_path: Path) -> None:
@@ -206,6 +225,18 @@ def test_the_indices_lie_in_megatrons_place(tmp_path: Path) -> None:
     build(DataConfig(data_path=(prefix,), split="1"))
     names = sorted(path.name for path in Path(prefix, "cache", "GPTDataset_indices").iterdir())
     assert len(names) == 4 and all("-GPTDataset-train-" in name for name in names)
+
+
+def test_a_blend_is_kept_beside_its_first_dataset(tmp_path: Path) -> None:
+    one, two = (text(tmp_path, name, 3, 40) for name in ("one", "two"))
+    build(DataConfig(data_path=("1", one, "3", two), split="1"), sizes=(20, 0, 0))
+    names = sorted(path.name for path in Path(one, "cache", "BlendedDataset_indices").iterdir())
+    assert [name.split("-", 1)[1] for name in names] == [
+        "BlendedDataset-train-dataset_index.npy",
+        "BlendedDataset-train-dataset_sample_index.npy",
+        "BlendedDataset-train-description.txt",
+    ]
+    assert not Path(two, "cache", "BlendedDataset_indices").exists()
 
 
 def test_made_up_samples_depend_on_seed_split_and_index_only() -> None:

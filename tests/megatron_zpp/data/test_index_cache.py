@@ -1,5 +1,6 @@
 """Indices on disk: found again, never confused, never half written, built once for all who wait."""
 
+import fcntl
 import logging
 import os
 import resource
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 from megatron_zpp.data import index_cache as module
-from megatron_zpp.data.index_cache import cached_sample_index
+from megatron_zpp.data.blend import blend_index, exhaustive_blend_index
+from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.sample_index import SampleIndex, SampleRequest, build_sample_index
 from zeropp.errors import InputError
 
@@ -21,7 +23,7 @@ BUILT = "document_index.npy", "sample_index.npy", "shuffle_index.npy"
 
 
 def build_cached(folder: Path, request: SampleRequest = REQUEST, lengths=LENGTHS) -> SampleIndex:
-    return cached_sample_index(lengths, request, folder, "train")
+    return IndexCache(folder).sample_index(lengths, request, "text", "train")
 
 
 def test_the_cache_gives_the_same_arrays_without_building(tmp_path: Path) -> None:
@@ -65,9 +67,11 @@ def test_other_documents_are_another_entry(tmp_path: Path) -> None:
 def test_a_damaged_cache_is_named(tmp_path: Path) -> None:
     build_cached(tmp_path)
     path = next(tmp_path.glob("*sample_index.npy"))
-    path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(InputError, match=rf"{path.name} is damaged .*delete it"):
-        build_cached(tmp_path)
+    whole = path.read_bytes()
+    for size in (0, 40, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(InputError, match=rf"{path.name} is damaged .*delete it"):
+            build_cached(tmp_path)
 
 
 def test_a_cache_of_other_data_under_our_name_is_noticed(tmp_path: Path) -> None:
@@ -82,6 +86,30 @@ def test_a_cache_of_other_data_under_our_name_is_noticed(tmp_path: Path) -> None
     text.write_text(text.read_text().replace('"seed": 3', '"seed": 4'))
     with pytest.raises(InputError, match=rf"{text.name} is of other data"):
         build_cached(tmp_path)
+
+
+def test_a_blend_is_built_once_and_found_again(tmp_path: Path, monkeypatch) -> None:
+    expected = blend_index([0.3, 0.7], 50), exhaustive_blend_index([5, 9, 1])
+
+    def build_both() -> list[np.ndarray]:
+        cache = IndexCache(tmp_path)
+        weighted = cache.blend_index([0.3, 0.7], 50, "text", "train")
+        return [*weighted, *cache.blend_index([5, 9, 1], None, "text", "train")]
+
+    build_both()
+    monkeypatch.setattr(module, "blend_index", None)
+    monkeypatch.setattr(module, "exhaustive_blend_index", None)
+    for found, array in zip(build_both(), (*expected[0], *expected[1]), strict=True):
+        assert isinstance(found, np.memmap) and found.dtype == array.dtype
+        assert (found == array).all()
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+@pytest.mark.parametrize(("weights", "size"), [([0.3, 0.7], 51), ([0.7, 0.3], 50), ([3, 7], None)])
+def test_another_blend_is_another_entry(weights: list, size: int | None, tmp_path: Path) -> None:
+    for given in (([0.3, 0.7], 50), (weights, size)):
+        IndexCache(tmp_path).blend_index(*given, "text", "train")
+    assert len(list(tmp_path.iterdir())) == 6
 
 
 def test_another_version_builds_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,16 +150,58 @@ def test_who_waited_for_a_builder_that_failed_builds(tmp_path: Path, monkeypatch
     assert len([path for path in tmp_path.iterdir() if path.name.endswith(BUILT)]) == 3
 
 
-def test_a_full_disk_is_named_and_nothing_stays(tmp_path: Path) -> None:
+@pytest.fixture
+def full_disk():
     """A limit on the size of files stands for the disk's end; it meets the second array."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (250, hard))
-    try:
-        with pytest.raises(InputError, match=r"cannot keep the sample index .*--data-cache-path"):
-            build_cached(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_named_and_nothing_stays(tmp_path: Path, full_disk) -> None:
+    with pytest.raises(InputError, match=r"cannot keep the sample index .*--data-cache-path"):
+        build_cached(tmp_path)
+    with pytest.raises(InputError, match=r"cannot keep the sample index .*--data-cache-path"):
+        IndexCache(tmp_path).blend_index([0.5, 0.5], 100, "text", "train")
     assert not list(tmp_path.iterdir())
+
+
+def test_where_nothing_has_to_be_kept_it_is_built_in_memory(
+    tmp_path: Path, full_disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, expected = IndexCache(tmp_path, required=False), build_sample_index(LENGTHS, REQUEST)
+    for _ in range(2):
+        index = cache.sample_index(LENGTHS, REQUEST, "text", "train")
+        assert (index.shuffle == expected.shuffle).all()
+    assert cache.blend_index([0.5, 0.5], 100, "text", "train")[0].tolist() == [0, 1] * 50
+    assert caplog.text.count("it is built in memory") == 1 and str(tmp_path) in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_lock_that_another_removed_is_taken_anew(tmp_path: Path, monkeypatch, caplog) -> None:
+    """Who waited for a builder that failed holds the lock of a file that is gone."""
+    entry_lock = []
+
+    def build(*arguments: object) -> SampleIndex:
+        entry_lock.extend(tmp_path.glob(".*.lock"))
+        return build_sample_index(*arguments)
+
+    monkeypatch.setattr(module, "build_sample_index", build)
+    build_cached(tmp_path)
+    lock = entry_lock.pop()
+    for path in tmp_path.iterdir():
+        path.unlink()
+    with open(lock, "w") as held, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with caplog.at_level(logging.INFO, "megatron_zpp"):
+            waiting = pool.submit(build_cached, tmp_path)
+            while "waiting" not in caplog.text:
+                time.sleep(0.01)
+        lock.unlink()
+        fcntl.flock(held, fcntl.LOCK_UN)
+        waiting.result(timeout=30)
+    assert entry_lock == [lock]
 
 
 def test_leftovers_of_a_killed_builder_are_removed(tmp_path: Path) -> None:

@@ -138,6 +138,10 @@ DAMAGES = {  # 2 sequences of 3 and 2 tokens of 2 bytes: lengths at 34, pointers
     "negative length": (patch_idx(34, b"\xff" * 4), r"text\.idx is damaged: a length or pointer"),
     "odd pointer": (patch_idx(50, b"\3"), r"text\.idx is damaged: a length or pointer"),
     "far pointer": (patch_idx(54, b"\1"), r"text\.bin has 10 bytes, but .* describes"),
+    "pointer past 64 bits": (
+        patch_idx(42, struct.pack("<q", 2**63 - 2)),
+        r"text\.idx is damaged: a length or pointer",
+    ),
     "documents": (patch_idx(66, b"\7"), r"text\.idx is damaged: its document index"),
     "nothing": (empty_both, r"text\.idx holds no sequence: the dataset is empty"),
 }

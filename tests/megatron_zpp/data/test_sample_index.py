@@ -62,6 +62,24 @@ def test_a_last_epoch_apart_comes_last(tokens: int, seq_length: int, num_samples
     assert num_samples - before < int(0.8 * ((int(lengths.sum()) - 1) // seq_length))
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_tokens_beyond_32_bits(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(module, "native", lambda: None)
+    longest, seq_length = 2**31 - 1, 2**30 - 3
+    lengths = np.array([longest, 7, longest, longest - 5, 0, longest], dtype=np.int32)
+    request = SampleRequest(
+        sequences=range(6), seq_length=seq_length, num_samples=2**10, seed=2**31 - 1
+    )
+    index = build_sample_index(lengths, request)
+    ends = np.cumsum([int(lengths[d]) for d in index.document])  # int64
+    for row, (entry, token) in enumerate(index.sample.tolist()):
+        assert int(ends[entry]) - int(lengths[index.document[entry]]) + token == row * seq_length
+    assert len(index.shuffle) == (int(ends[-1]) - 1) // seq_length >= 2**10
+    far = plan_epochs(2**40 + 1, 2048, 2**45 + 100)  # more than 2^56 tokens
+    assert (far.count, far.samples_before_last) == (2**16 + 1, 2**45 + 31)
+
+
 def test_numpy_alone_makes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [build_sample_index(LENGTHS, REQUEST)]
     monkeypatch.setattr(module, "native", lambda: None)
