@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,20 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from tests.ranks import shared_pool  # noqa: E402  (needs the path above)
+from tests.closed_folder import ClosedFolder  # noqa: E402  (needs the path above)
+from tests.ranks import shared_pool  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Iterator[ClosedFolder]:
+    """A folder that the programs it runs cannot write."""
+    folder = ClosedFolder(tmp_path / "closed")
+    yield folder
+    folder.open()
 
 
 def pytest_sessionfinish() -> None:

@@ -1,5 +1,6 @@
 """Whatever a person gets wrong ends with a non-zero status and the culprit in the last lines."""
 
+import resource
 import struct
 from pathlib import Path
 
@@ -117,6 +118,22 @@ def test_empty_data(fails, tmp_path):
     assert "void" in message and "no " in message
 
 
+@pytest.mark.parametrize("weight", ["-1", "nan", "inf", "-inf", "0", "much"])
+def test_a_weight_that_is_none(fails, prefix, weight):
+    message = fails(f"{DATA} {weight} {prefix} 2 {prefix}")
+    assert f"'{weight}' is no weight above 0" in message
+    assert f"'{weight}' is no weight above 0" in fails(f"{DATA} 2 {prefix} {weight} {prefix}")
+
+
+@pytest.mark.parametrize("split", ["0,0,0", "-1,2", "nan,1,1", "1,2,3,4", ","])
+def test_a_split_that_is_none(fails, prefix, split):
+    assert f"--split '{split}'" in fails(f"{DATA} {prefix} --split {split}")
+
+
+def test_an_empty_split(fails, prefix):
+    assert "--split needs a value" in fails(f"{DATA} {prefix} --split=")
+
+
 def test_split_without_documents(fails, prefix):
     message = fails(f"{DATA} {prefix} --split 999,1,0 --eval-iters 1")
     assert "999,1,0" in message and "40" in message
@@ -144,6 +161,84 @@ def test_truncated_bin(fails, prefix):
     path.write_bytes(path.read_bytes()[:-10])
     message = fails(f"{DATA} {prefix}")
     assert path.name in message and "960" in message and "950" in message
+
+
+def test_a_bin_with_bytes_beyond_the_index(fails, prefix):
+    path = prefix.with_name(prefix.name + ".bin")
+    path.write_bytes(path.read_bytes() + bytes(10))
+    message = fails(f"{DATA} {prefix}")
+    assert path.name in message and "970" in message and "960" in message
+
+
+def test_the_name_of_a_file_in_place_of_the_prefix(fails, prefix):
+    message = fails(f"{DATA} {prefix}.bin")
+    assert message.endswith(f"give the path without its ending, {prefix}")
+
+
+@pytest.mark.parametrize(
+    ("place", "content", "culprits"),
+    [
+        (slice(300, None), b"", ["300 bytes", "40 sequences"]),  # truncated
+        (slice(10), b"", ["no Megatron index"]),
+        (slice(9, 10), b"\2", ["version 2", "version 1"]),
+        (slice(17, 18), b"\11", ["code 9"]),
+        (slice(34 + 4 * 40, 34 + 4 * 40 + 8), struct.pack("<q", 1 << 40), ["960", "109951162"]),
+        (slice(34, 38), struct.pack("<i", -12), ["damaged"]),
+    ],
+)
+def test_a_damaged_idx(fails, prefix, place, content, culprits):
+    path = prefix.with_name(prefix.name + ".idx")
+    whole = bytearray(path.read_bytes())
+    whole[place] = content
+    path.write_bytes(whole)
+    message = fails(f"{DATA} {prefix}")
+    assert path.name in message and all(culprit in message for culprit in culprits), message
+
+
+def test_a_damaged_cache(fails, prefix, tmp_path, capsys):
+    job = f"{DATA} {prefix} --split 1 --data-cache-path {tmp_path}/cache"
+    assert main(job.split()) == 0
+    path = next(tmp_path.glob("cache/*shuffle_index.npy"))
+    whole = path.read_bytes()
+    for size in (0, 100, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        message = fails(job)
+        assert path.name in message and "damaged" in message and "delete it" in message
+
+
+def test_a_cache_of_other_data(fails, prefix, tmp_path, capsys):
+    job = f"{DATA} {prefix} --split 1 --data-cache-path {tmp_path}/cache"
+    assert main(job.split()) == 0
+    path = next(tmp_path.glob("cache/*description.txt"))
+    path.write_text(path.read_text().replace("1234", "4321"))
+    message = fails(job)
+    assert path.name in message and "other data" in message and "delete it" in message
+
+
+def test_a_cache_that_cannot_be_written(prefix, closed):
+    for path in prefix.parent.glob("text_document.*"):
+        path.rename(closed.folder / path.name)
+    failed = closed.run("pretrain_gpt.py", *f"{DATA} {closed.folder}/text_document".split())
+    assert failed.returncode == 1 and "Traceback" not in failed.stdout + failed.stderr
+    (message,) = [line for line in failed.stdout.splitlines() if line.startswith("error: ")]
+    assert f"{closed.folder}/text_document/cache" in message and "Permission denied" in message
+    assert "--data-cache-path" in message
+    assert sorted(path.name for path in closed.folder.iterdir()) == [
+        "text_document.bin",
+        "text_document.idx",
+    ]
+
+
+def test_a_cache_on_a_full_disk(fails, prefix, tmp_path):
+    """A limit on the size of files stands for the disk's end."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (250, hard))
+    try:
+        message = fails(f"{DATA} {prefix} --split 1 --data-cache-path {tmp_path}/cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert f"{tmp_path}/cache" in message and "--data-cache-path" in message
+    assert not list((tmp_path / "cache").iterdir())
 
 
 def test_foreign_idx(fails, prefix):

@@ -6,8 +6,9 @@
 
 The data flags are those of `pretrain_gpt.py`. A split without a number of samples gives each of its
 samples once. With --output all samples of each split are written, in the order in which training
-takes them, under the names {train,valid,test}/tokens int32 [n, S + 1], loss_mask float32 [n, S],
-position_ids int64 [n, S] and dataset_index int16 [n]; without it the first few are printed.
+takes them (--dataloader-type single), under the names {train,valid,test}/tokens int32 [n, S + 1],
+loss_mask float32 [n, S], position_ids int64 [n, S] and dataset_index int16 [n]; without it the
+first few are printed.
 """
 
 import logging
@@ -16,6 +17,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO
 
 import numpy as np
@@ -32,6 +34,7 @@ from megatron_zpp.config import (  # noqa: E402
     TrainingConfig,
 )
 from megatron_zpp.config.flag import Section, flag, shared  # noqa: E402
+from megatron_zpp.config.spoken import IdleFlags  # noqa: E402
 from megatron_zpp.data.blend import BlendedDataset  # noqa: E402
 from megatron_zpp.data.gpt_dataset import GPTDataset, build_datasets  # noqa: E402
 from megatron_zpp.data.masks import loss_mask, position_ids  # noqa: E402
@@ -45,6 +48,13 @@ from zeropp.errors import InputError  # noqa: E402
 USAGE = "usage: python tools/dump_samples.py --data-path PREFIX [--output FILE.npz] [flags]"
 ROWS = 64  # samples read at once
 EPOCH = "(default: each one of an epoch)"
+IDLE = MappingProxyType(
+    {
+        "num_workers": "the samples are read here, one after another",
+        "dataloader_type": "the samples come in the order of the dataset",
+        "reset_attention_mask": "the attention mask follows from tokens and is not written",
+    }
+)
 
 Dataset = GPTDataset | BlendedDataset | MockDataset
 
@@ -58,6 +68,9 @@ class DumpConfig(Section):
     train_samples: int | None = flag(None, f"training samples {EPOCH}", kind=int, minimum=0)
     valid_samples: int | None = flag(None, f"validation samples {EPOCH}", kind=int, minimum=0)
     test_samples: int | None = flag(None, f"test samples {EPOCH}", kind=int, minimum=0)
+    data_impl: str = shared(IdleFlags, "data_impl")
+    mmap_warmup: bool = shared(IdleFlags, "mmap_warmup")
+    no_mmap_bin_files: bool = shared(IdleFlags, "no_mmap_bin_files")
     output: str | None = flag(None, "the .npz file to write (default: print samples as text)")
     show: int = flag(3, "samples of each split to print", minimum=1)
 
@@ -224,7 +237,11 @@ def _member(
 def _configurations(
     argv: Sequence[str], sections: tuple[type[Section], ...]
 ) -> tuple[Section, ...]:
-    typed = {name: given.value for name, given in read(argv, vocabulary(sections, ())).items()}
+    assignments = read(argv, vocabulary(sections, ()))
+    for name, given in assignments.items():
+        if reason := given.flag.no_effect or IDLE.get(name):
+            logging.warning("%s has no effect here: %s", given, reason)
+    typed = {name: given.value for name, given in assignments.items()}
     made = [
         section(**{name: typed[name] for name in section.__dataclass_fields__.keys() & typed})
         for section in sections

@@ -89,6 +89,27 @@ def test_text_shows_the_borders_of_documents(tmp_path: Path, capsys) -> None:
     assert all(shown[text] == f"--- {tmp_path}/text, {pieces[text]}" for text in whole)
 
 
+def test_the_data_flags_of_a_run_are_taken(tmp_path: Path, capsys, caplog) -> None:
+    argv = "--train-samples 0 --data-impl mmap --num_workers 3 --reset-attention-mask".split()
+    assert main(small(tmp_path, *argv, "--output", str(tmp_path / "samples.npz"))) == 0
+    assert "train 1" in capsys.readouterr().out  # as in megatron-core an epoch: it is never less
+    for flag in ("--data-impl mmap", "--num_workers 3", "--reset-attention-mask"):
+        assert f"{flag} has no effect here: " in caplog.text
+
+
+def test_data_that_cannot_be_written_is_shown_all_the_same(tmp_path: Path, closed) -> None:
+    output = tmp_path / "samples.npz"
+    argv = small(closed.folder, "--split", "1,1", "--seq-length", "1", "--output", str(output))
+    done = closed.run("tools/dump_samples.py", *argv)
+    assert done.returncode == 0, done.stderr
+    (said,) = done.stderr.splitlines()
+    assert said.startswith(f"cannot keep the sample index in {closed.folder}/text/cache")
+    assert said.endswith("(Permission denied); it is built in memory each time")
+    found = np.load(output)
+    assert found["train/tokens"].shape == (5, 2) and found["valid/tokens"].shape == (1, 2)
+    assert sorted(path.name for path in closed.folder.iterdir()) == ["text.bin", "text.idx"]
+
+
 def test_a_split_too_short_for_a_sample_is_an_empty_array(tmp_path: Path) -> None:
     output = tmp_path / "samples.npz"
     argv = small(tmp_path, "--split", "2,1", "--output", str(output))
