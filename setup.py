@@ -59,4 +59,11 @@ INDEX = Extension(
     optional=True,
 )
 
-setup(ext_modules=[KERNELS, INDEX], cmdclass={"build_ext": BuildKernels})
+JSON = Extension(
+    "megatron_zpp.preprocess._json",
+    sources=["csrc/json_lines.cpp"],
+    extra_compile_args=EVERYWHERE,
+    optional=True,
+)
+
+setup(ext_modules=[KERNELS, INDEX, JSON], cmdclass={"build_ext": BuildKernels})

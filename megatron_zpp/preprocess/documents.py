@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_zpp.preprocess.native import native
 from megatron_zpp.preprocess.source import Chunk
 from zeropp.errors import InputError
 
 SHOWN = 60  # characters of a bad line
 BLANK = None
-DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +29,10 @@ def documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | InputErr
         for number, row in enumerate(chunk.rows, start=chunk.first):
             yield _attempt(_row, row, keys, f"{chunk.path}, row {number}")
     else:
-        text = _utf8(chunk.data)
-        lines = _lines(chunk.data) if text is None else _parsed(text)
-        for number, (line, value) in enumerate(lines, start=chunk.first):
+        for number, (line, texts) in enumerate(_lines(chunk.data, keys), start=chunk.first):
             where = f"{chunk.path}, line {number}"
-            if value is not None:
-                yield _attempt(_document, value, keys, where)
+            if texts is not None:
+                yield Document(where=where, texts=texts)
             else:
                 is_blank = not line or line.isspace()
                 yield BLANK if is_blank else _attempt(_line, line, keys, where)
@@ -47,37 +45,24 @@ def _attempt(read: Callable[..., Document], *arguments: Any) -> Document | Input
         return error
 
 
-def _utf8(data: bytes) -> str | None:
+def _lines(
+    data: bytes, keys: Sequence[str]
+) -> Iterator[tuple[bytes, tuple[list[str], ...] | None]]:
+    """Each line, or its texts where it is plain JSON and there is a compiled reader."""
+    reader = native()
+    if reader is not None and _is_utf8(data):
+        yield from reader.lines(data, keys)
+    else:
+        for line in data.removesuffix(b"\n").split(b"\n"):
+            yield line, None
+
+
+def _is_utf8(data: bytes) -> bool:
     try:
-        return data.decode()
+        data.decode()
     except UnicodeDecodeError:
-        return None
-
-
-def _lines(data: bytes) -> Iterator[tuple[bytes, None]]:
-    for line in data.removesuffix(b"\n").split(b"\n"):
-        yield line, None
-
-
-def _parsed(text: str) -> Iterator[tuple[str, dict | None]]:
-    """The object of each line, read where it stands; the line itself where it is none."""
-    start = 0
-    while start < len(text):
-        end = text.find("\n", start)
-        end = len(text) if end < 0 else end
-        value = _object(text, start, end)
-        yield ("", value) if value is not None else (text[start:end], None)
-        start = end + 1
-
-
-def _object(text: str, start: int, end: int) -> dict | None:
-    if text[start] != "{":
-        return None
-    try:
-        value, stop = DECODER.raw_decode(text, start)
-    except (json.JSONDecodeError, RecursionError):
-        return None
-    return value if stop == end or text[stop:end] == "\r" else None
+        return False
+    return True
 
 
 def _whole(chunk: Chunk) -> Document:
@@ -90,16 +75,12 @@ def _row(row: Sequence[Any], keys: Sequence[str], where: str) -> Document:
     return Document(where=where, texts=texts)
 
 
-def _line(line: str | bytes, keys: Sequence[str], where: str) -> Document:
-    text = line if isinstance(line, str) else _decoded(line, where)
+def _line(line: bytes, keys: Sequence[str], where: str) -> Document:
+    text = _decoded(line, where)
     try:
         document = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not JSON ({error}): {text[:SHOWN].rstrip()}") from error
-    return _document(document, keys, where)
-
-
-def _document(document: Any, keys: Sequence[str], where: str) -> Document:
     if not isinstance(document, dict):
         raise InputError(f"{where}: expected a JSON object, got {_shortened(document)}")
     for key in keys:

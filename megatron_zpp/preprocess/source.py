@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from megatron_zpp.preprocess.config import PreprocessConfig
 from megatron_zpp.preprocess.text_file import GZIP, ZSTANDARD, TextFile
 from megatron_zpp.tokenizer.base import load_package
@@ -18,6 +20,7 @@ LINES, WHOLE, TABLE = (".jsonl", ".json", ".ndjson"), ".txt", ".parquet"
 WANTED = f"{', '.join((*LINES, WHOLE))} (also .gz or .zst), {TABLE}"
 CHUNK_BYTES = 1 << 20  # of text that goes to a worker at once
 ROWS = 64  # of a table, read at once
+NEWLINE = ord("\n")
 BOM = b"\xef\xbb\xbf"
 
 
@@ -99,7 +102,7 @@ def _lines(path: Path, place: Place) -> Iterator[Chunk]:
         while data := file.lines(CHUNK_BYTES):
             first, at_start = number, offset == 0
             offset += len(data)
-            number += data.count(b"\n")
+            number += int(np.count_nonzero(np.frombuffer(data, np.uint8) == NEWLINE))
             end = Place(file=place.file, offset=offset, number=number)
             data = data.removeprefix(BOM) if at_start else data
             yield Chunk(path=path, first=first, data=data, end=end, read=file.read_bytes)
