@@ -1,7 +1,7 @@
-"""The part of the build that pyproject.toml cannot say: the optional C++ kernels of csrc/.
+"""The part of the build that pyproject.toml cannot say: the optional C++ of csrc/.
 
 They have a plain C interface and know neither Python nor torch, so that any C++17 compiler builds
-them in seconds. Without one the package works too: the references in plain PyTorch stand in.
+them in seconds. Without one the package works too: plain PyTorch, NumPy and json stand in.
 """
 
 import platform

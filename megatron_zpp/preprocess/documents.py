@@ -29,7 +29,7 @@ def documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | InputErr
         for number, row in enumerate(chunk.rows, start=chunk.first):
             yield _attempt(_row, row, keys, f"{chunk.path}, row {number}")
     else:
-        for number, (line, texts) in enumerate(_lines(chunk.data, keys), start=chunk.first):
+        for number, (line, texts) in enumerate(_lines(chunk.content(), keys), start=chunk.first):
             where = f"{chunk.path}, line {number}"
             if texts is not None:
                 yield Document(where=where, texts=texts)

@@ -37,16 +37,33 @@ class Place:
 class Chunk:
     """Some documents: lines as `data`, one whole text as `data`, or `rows` of texts by key.
 
-    `end` is the place after it, `read` the bytes of its file on disk up to there.
+    `end` is the place after it, `read` the bytes of its file on disk up to there. Where `data`
+    stands in the file as it is, at `offset`, it is not sent to a worker, who reads it there.
     """
 
     path: Path
     first: int
     data: bytes = b""
+    offset: int | None = None
+    size: int = 0
     rows: tuple[tuple[object, ...], ...] = ()
     is_whole: bool = False
     end: Place
     read: int
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | ({} if self.offset is None else {"data": b""})
+
+    def content(self) -> bytes:
+        """`data`, read again where it was not sent; InputError if it is not there any more."""
+        if self.data or self.offset is None:
+            return self.data
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            data = file.read(self.size)
+        if len(data) < self.size:
+            raise InputError(f"{self.path}: became shorter while it was read")
+        return data
 
 
 def input_files(config: PreprocessConfig) -> list[Path]:
@@ -105,7 +122,10 @@ def _lines(path: Path, place: Place) -> Iterator[Chunk]:
             number += int(np.count_nonzero(np.frombuffer(data, np.uint8) == NEWLINE))
             end = Place(file=place.file, offset=offset, number=number)
             data = data.removeprefix(BOM) if at_start else data
-            yield Chunk(path=path, first=first, data=data, end=end, read=file.read_bytes)
+            yield Chunk(
+                path=path, first=first, data=data, size=len(data), end=end, read=file.read_bytes,
+                offset=offset - len(data) if file.is_plain else None,
+            )  # fmt: skip
 
 
 def _tables(path: Path, keys: Sequence[str], place: Place) -> Iterator[Chunk]:

@@ -31,9 +31,14 @@ class TextFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._text is not self._raw:
+        if not self.is_plain:
             self._text.close()
         self._raw.close()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the text is the file, not compressed."""
+        return self._text is self._raw
 
     @property
     def read_bytes(self) -> int:
@@ -57,7 +62,7 @@ class TextFile:
 
     def skip(self, offset: int) -> None:
         """Go to a byte of the text: at once in a plain file, by reading in a compressed one."""
-        if self._text is self._raw:
+        if self.is_plain:
             self._raw.seek(offset)
             return
         try:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import pickle
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -78,6 +79,26 @@ def test_reading_goes_on_from_any_place(
         assert [c.first for c in rest[:1]] == [c.first for c in expected[:1]]
     first = [chunk.first for chunk in whole[:2]]
     assert first == [1, 1 + (whole[0].data.count(b"\n") or len(whole[0].rows))]
+
+
+@pytest.mark.parametrize("write", [json_lines, gzipped])
+def test_a_worker_reads_a_plain_file_itself(
+    tmp_path: Path, write: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "CHUNK_BYTES", 5000)
+    path = write(tmp_path / "a.jsonl")
+    if write is json_lines:
+        path.write_bytes(source.BOM + path.read_bytes())
+    given = list(chunks([path], ["text"], Place()))
+    sent = [pickle.dumps(chunk) for chunk in given]
+    assert (max(map(len, sent)) < 1000) is (write is json_lines)
+    assert b"".join(pickle.loads(one).content() for one in sent) == _lines()
+    for one, chunk in zip(sent, given, strict=True):
+        assert pickle.loads(one).content() == chunk.data
+    if write is json_lines:
+        path.write_bytes(_lines()[:5000])
+        with pytest.raises(InputError, match="became shorter while it was read"):
+            pickle.loads(sent[-1]).content()
 
 
 def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
