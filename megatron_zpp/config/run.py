@@ -52,7 +52,9 @@ class TrainingConfig(Section):
     train_iters: int | None = flag(None, "steps of the whole run", kind=int, minimum=1)
     train_samples: int | None = flag(None, "samples of the whole run", kind=int, minimum=1)
     train_tokens: int | None = flag(None, "tokens of the whole run", kind=int, minimum=1)
-    seed: int = flag(1234, "seed of weights, dropout and sample order", minimum=0)
+    seed: int = flag(
+        1234, "seed of weights, dropout and sample order", minimum=0, maximum=2**32 - 1
+    )
     exit_interval: int | None = flag(
         None, "save and stop at an iteration divisible by this", kind=int, minimum=1
     )

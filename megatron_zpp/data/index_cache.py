@@ -65,7 +65,14 @@ class IndexCache:
         )
 
         def build() -> list[np.ndarray]:
-            index = build_sample_index(lengths, request)
+            try:
+                index = build_sample_index(lengths, request)
+            except (MemoryError, OverflowError, ValueError) as error:  # NumPy has one for each size
+                raise InputError(
+                    f"the index of {request.num_samples} {split} samples of {request.seq_length} "
+                    f"tokens from the {request.tokens(lengths)} of {prefix} does not fit into "
+                    f"memory ({error}): ask for fewer samples, or give more text"
+                ) from error
             return [getattr(index, part) for part in PARTS]
 
         return SampleIndex(**dict(zip(PARTS, self._kept(entry, build), strict=True)))

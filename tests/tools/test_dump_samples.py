@@ -125,6 +125,8 @@ def test_a_split_too_short_for_a_sample_is_an_empty_array(tmp_path: Path) -> Non
         (["--data-path", "1", "text", "--split", "1"], "weights need a number of samples"),
         (["--data-path", "nowhere"], "no dataset at nowhere"),
         (["--split", "a"], "--split 'a'"),
+        (["--seed", str(2**32)], f"--seed {2**32}: expected at most"),
+        (["--train-samples", "9e18"], "does not fit into memory"),
         (["--train-samples", "-1"], "--train-samples -1: expected at least 0"),
         (["--mock-data", "--train-samples", "3"], "contradict"),
         (["--vocab-size", "5"], "holds token id"),

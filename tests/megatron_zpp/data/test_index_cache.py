@@ -167,6 +167,18 @@ def test_a_full_disk_is_named_and_nothing_stays(tmp_path: Path, full_disk) -> No
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("seq_length", "num_samples"), [(4, 10**15), (10**11, 9 * 10**18)])
+def test_an_index_beyond_all_memory_is_named(
+    seq_length: int, num_samples: int, tmp_path: Path
+) -> None:
+    request = SampleRequest(
+        sequences=range(8), seq_length=seq_length, num_samples=num_samples, seed=1
+    )
+    with pytest.raises(InputError, match=rf"{num_samples} train samples .* the 35 of text .*fewer"):
+        build_cached(tmp_path, request)
+    assert not list(tmp_path.iterdir())
+
+
 def test_where_nothing_has_to_be_kept_it_is_built_in_memory(
     tmp_path: Path, full_disk, caplog: pytest.LogCaptureFixture
 ) -> None:
