@@ -90,7 +90,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--vocab-file", required=True, help="GPT-2's vocab.json (encoder.json)")
     parser.add_argument("--merge-file", required=True, help="GPT-2's merges.txt (vocab.bpe)")
     parser.add_argument("--input", metavar="FOLDER", help="text to use instead")
-    parser.add_argument("--megabytes", type=int, default=150, help="at most (default: 150)")
+    parser.add_argument("--megabytes", type=int, default=300, help="at most (default: 300)")
     parser.add_argument("--rounds", type=int, default=3, help="of everything (default: 3)")
     parser.add_argument(
         "--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES, help="default: both"
