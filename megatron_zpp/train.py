@@ -24,8 +24,7 @@ def train(run: Run) -> bool:
     config, counters = run.config, run.counters
     if config.evaluation.eval_at_start and counters.iteration == 0:
         held_out(run, VALIDATION, "the start of training")
-    batches = loader(run, TRAIN, counters.consumed_samples)
-    with run.console.live():
+    with loader(run, TRAIN, counters.consumed_samples) as batches, run.console.live():
         while counters.iteration < run.schedules.length.iterations:
             run.metrics.iteration(train_iteration(run, batches))
             if is_due(counters.iteration, config.evaluation.eval_interval):
@@ -48,7 +47,7 @@ def train_iteration(run: Run, batches: Loader) -> Iteration:
     """
     counters, schedules, started = run.counters, run.schedules, time.perf_counter()
     log_interval = run.config.log.log_interval
-    global_batch = schedules.batch_size(counters.consumed_samples)
+    global_batch, waited = schedules.batch_size(counters.consumed_samples), batches.waited
     set_schedule(run, counters.scheduled_samples)
     scale = run.scaler.scale if run.scaler else 1.0
     loss = forward_backward(run, batches, global_batch, scale)
@@ -84,7 +83,9 @@ def train_iteration(run: Run, batches: Loader) -> Iteration:
         skipped=result.skipped,
         memory=read_memory(run.ranks.device),
         communication=run.account.take() if is_due(counters.iteration, log_interval) else None,
-        extra=extra_scalars(run, forward_backward_seconds=evaluated - started),
+        extra=extra_scalars(
+            run, forward_backward=evaluated - started, batch_generator=batches.waited - waited
+        ),
     )
 
 
@@ -116,10 +117,9 @@ def held_out(run: Run, split: int, moment: str) -> None:
     consumed = counters.consumed_valid_samples if split == VALIDATION else 0
     if consumed + samples > len(run.datasets[split]):
         consumed = 0  # a checkpoint's evaluations were more or larger than this run's
-    batches = loader(run, split, consumed)
     per_step = config.batch.micro_batch_size * run.ranks.num_ranks
-    loss = evaluate(run.sharding, run.ranks, batches, samples // per_step)
-    batches.close()
+    with loader(run, split, consumed) as batches:
+        loss = evaluate(run.sharding, run.ranks, batches, samples // per_step)
     if split == VALIDATION:
         counters.consumed_valid_samples = consumed + samples
     run.metrics.validation(
@@ -176,12 +176,12 @@ def require_finite(run: Run, value: float, what: str) -> None:
     )
 
 
-def extra_scalars(run: Run, *, forward_backward_seconds: float) -> dict[str, float]:
-    """What TensorBoard gets beside the log's numbers, as the flags ask for."""
+def extra_scalars(run: Run, **seconds: float) -> dict[str, float]:
+    """What TensorBoard gets beside the log's numbers, as the flags ask for; `seconds` by timer."""
     log, scalars = run.config.log, {}
     written = is_due(run.counters.iteration, log.tensorboard_log_interval)
     if log.log_timers_to_tensorboard:
-        scalars["forward-backward-time"] = forward_backward_seconds
+        scalars |= {f"{timer.replace('_', '-')}-time": each for timer, each in seconds.items()}
     if log.log_optimizer_states_to_tensorboard and written:
         scalars |= optimizer_states(run.optimizer)
     return scalars

@@ -5,10 +5,18 @@ of them and rank r takes the r-th slice, so neither the number of ranks nor a re
 order. A larger global batch, as in a ramp-up, is more micro-steps.
 """
 
+import multiprocessing
+import os
 import signal
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from ctypes import c_bool
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import count
+from multiprocessing import connection
+from types import TracebackType
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +26,8 @@ from torch.utils.data import DataLoader
 from megatron_zpp.config import DataConfig
 from megatron_zpp.data.masks import document_edges, loss_mask, position_ids
 from zeropp.errors import InputError
+
+LAST_BREATH = 1.0  # seconds until the end of a process is seen after that of its connections
 
 
 class Samples(Protocol):
@@ -61,9 +71,10 @@ class Batch:
 class Loader:
     """Endless `Batch`es of one rank's slices, read ahead by `data.num_workers` processes.
 
-    `consumed_samples` counts the samples of all ranks, those before the start included. `eod` is
-    the id that ends a document. `next` raises InputError when a `single` dataset is used up, and
-    for what is wrong with a sample.
+    `consumed_samples` counts the samples of all ranks, those before the start included; `waited`
+    the seconds that `next` took so far. `eod` is the id that ends a document. `next` raises
+    InputError when a `single` dataset is used up, and for what is wrong with a sample. A context
+    manager: at its end no worker is left, and the death of one is an InputError.
     """
 
     def __init__(
@@ -77,7 +88,8 @@ class Loader:
         world: int,
         eod: int,
     ) -> None:
-        self.consumed_samples, self._length = consumed_samples, len(dataset)
+        self.consumed_samples, self._length, self.waited = consumed_samples, len(dataset), 0.0
+        self._num_workers, self._closing = data.num_workers, multiprocessing.RawValue(c_bool)
         self._step = micro_batch_size * world
         order = _cyclic if data.dataloader_type == "cyclic" else _single
         samples = order(self._length, consumed_samples, self._step)
@@ -87,17 +99,40 @@ class Loader:
             batch_sampler=slices,
             num_workers=data.num_workers,
             collate_fn=_Collate(data, eod),
-            worker_init_fn=_leave_signals,
+            worker_init_fn=partial(_leave_signals, self._closing),
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # its own, or torch's would move on and change dropout
         )
+        others = multiprocessing.active_children()
         self._batches = iter(loader)
+        self._workers = [each for each in multiprocessing.active_children() if each not in others]
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # Noticed by SIGCHLD, or while a tensor is fetched from it: with which error is chance.
+        lost = self._lost_worker() if isinstance(error, (RuntimeError, OSError, EOFError)) else None
+        self.close()
+        if lost is not None:
+            raise InputError(
+                f"a process that reads samples ahead has died (exit code {lost}); the system may "
+                f"have killed it for want of memory: give fewer than --num-workers "
+                f"{self._num_workers}, or 0, with which the rank reads for itself"
+            ) from error
 
     def __iter__(self) -> "Loader":
         return self
 
     def __next__(self) -> Batch:
+        started = time.perf_counter()
         batch = next(self._batches, None)
+        self.waited += time.perf_counter() - started
         if batch is None:
             raise InputError(
                 f"the data is used up: {self.consumed_samples} of its {self._length} samples are "
@@ -111,13 +146,28 @@ class Loader:
 
     def close(self) -> None:
         """End the worker processes."""
-        self._batches = iter(())
+        self._closing.value = True
+        self._batches = iter(())  # DataLoader ends its workers, unless an error still refers to it
+        for worker in self._workers:
+            worker.terminate()
+            worker.join()
+        self._workers = []
+
+    def _lost_worker(self) -> int | None:
+        """The exit code of a worker that failed (minus the signal that killed it), if any has."""
+        with suppress(RuntimeError):  # raised by torch's handler of SIGCHLD when one ends just now
+            ended = connection.wait([worker.sentinel for worker in self._workers], LAST_BREATH)
+            for worker in self._workers:
+                if worker.sentinel in ended:
+                    worker.join()
+        return next((worker.exitcode for worker in self._workers if worker.exitcode), None)
 
 
-def _leave_signals(worker: int) -> None:
+def _leave_signals(closing: c_bool, worker: int) -> None:
     """A signal to all processes of a job is the rank's affair: it ends its workers, or saves."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Status 0, or torch's handler of SIGCHLD would report a failure.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if closing.value else None)
 
 
 class _RankSlices:

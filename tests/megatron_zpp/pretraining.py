@@ -22,13 +22,16 @@ from zeropp.topology import Environment
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1e-2 "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-workers 0 "
+    "--tokenizer-type NullTokenizer --vocab-size 50 --num-workers 0 "
     "--make-vocab-size-divisible-by 8 --log-interval 1 --eval-iters 1 --eval-interval 1000 "
 )
 
 
 def log_of(flags: str) -> str:
-    """What rank 0 prints for `TINY` and `flags` on the ranks of this test's process group."""
+    """What rank 0 prints for `TINY` and `flags` on the ranks of this test's process group.
+
+    The samples are made up unless `flags` name a dataset.
+    """
     printed = io.StringIO()
     with _job(flags, printed) as job:
         pretrain(*job)
@@ -66,7 +69,8 @@ def numbers(log: str) -> list[float]:
 @contextmanager
 def _job(flags: str, printed: io.StringIO) -> Iterator[tuple[Config, Ranks, Console, Stopping]]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    config = parse((TINY + flags).split(), world)
+    source = "" if "--data-path" in flags else "--mock-data "
+    config = parse((TINY + source + flags).split(), world)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
     place = Environment(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
     ranks = Ranks(environment=place, device=torch.device("cpu"), mesh=mesh, store=None)

@@ -1,7 +1,9 @@
 """Batches: the order knows neither ranks nor restarts; masks and positions; errors in workers."""
 
+import multiprocessing
 import os
 import signal
+import time
 from itertools import islice
 
 import numpy as np
@@ -41,6 +43,31 @@ class Signalled:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
+        return {"tokens": index + np.arange(4)}
+
+
+class Slow:
+    """Each sample takes a while."""
+
+    SECONDS = 0.05
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        time.sleep(self.SECONDS)
+        return {"tokens": index + np.arange(4)}
+
+
+class Deadly:
+    """The process that reads sample 20 is killed, as the system does when memory runs out."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if index == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
         return {"tokens": index + np.arange(4)}
 
 
@@ -164,6 +191,29 @@ def test_workers_leave_signals_to_the_rank():
     loader = load(Signalled(), num_workers=2)
     assert [next(loader).tokens[0, 0].item() for _ in range(3)] == [0, 2, 4]
     loader.close()
+
+
+def test_a_killed_worker_is_named_and_none_is_left() -> None:
+    with pytest.raises(InputError, match=r"has died \(exit code -9\).* --num-workers 2"):
+        with load(Deadly(), num_workers=2) as loader:
+            list(islice(loader, 20))
+    assert not multiprocessing.active_children()
+
+
+def test_an_error_of_the_rank_leaves_no_worker() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        with load(Numbered(100), num_workers=2) as loader:
+            batches, loader._batches = loader._batches, iter(())  # what a traceback may hold on to
+            next(batches)
+            raise ZeroDivisionError
+    assert caught.value and not multiprocessing.active_children()
+
+
+def test_the_wait_is_counted() -> None:
+    loader = load(Slow())
+    assert loader.waited == 0
+    next(loader)
+    assert loader.waited >= 2 * Slow.SECONDS
 
 
 def test_edges_of_documents_are_there_if_attention_is_to_stop() -> None:
