@@ -123,8 +123,16 @@ def dump(config: DumpConfig, data: DataConfig, tokenizer_config: TokenizerConfig
             show(split, dataset, tokenizer, config)
         return
     path = Path(config.output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda file: write(file, splits, data, tokenizer.eod, config.seq_length))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(
+            path, lambda file: write(file, splits, data, tokenizer.eod, config.seq_length)
+        )
+    except OSError as error:
+        raise InputError(
+            f"cannot write {path} ({error.strerror or error}): "
+            "name a file with --output where there is room and write access"
+        ) from error
     counts = ", ".join(f"{split} {_length(dataset)}" for split, dataset in splits.items())
     print(f"wrote {path}: {counts} samples of {config.seq_length} + 1 tokens")
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,19 @@ def test_a_split_too_short_for_a_sample_is_an_empty_array(tmp_path: Path) -> Non
     found = np.load(output)
     assert found["valid/tokens"].shape == (0, 5) and found["train/tokens"].shape == (1, 5)
     assert "test/tokens" not in found
+
+
+def test_a_full_disk_is_named_and_no_half_file_stays(tmp_path: Path, capsys) -> None:
+    """A limit on the size of files stands for the disk's end."""
+    argv = small(tmp_path, "--output", str(tmp_path / "samples.npz"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (250, hard))
+    try:
+        assert main(argv) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert f"error: cannot write {tmp_path}/samples.npz (File too large)" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*samples*")) and not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize(
