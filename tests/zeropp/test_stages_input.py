@@ -94,7 +94,7 @@ UNKNOWN = {
     ),
     "a kind of parameter": (
         lambda: Marked(torch.ones(3)),
-        "parameter blocks.1.extra is a tests.zeropp.test_stages_input.Marked, which zeropp does not",
+        "parameter blocks.1.extra is a tests.zeropp.test_stages_input.Marked, which zeropp does",
     ),
     "a kind of tensor": (
         lambda: nn.Parameter(torch.ones(3).as_subclass(Wrapped)),
