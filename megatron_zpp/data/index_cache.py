@@ -42,13 +42,13 @@ class IndexCache:
     """Keeps the indices in `folder`, or beside each dataset if that is None.
 
     One process builds an index, the others wait and say so. Where it cannot be kept InputError is
-    raised; with `required` False it is built in memory and a warning says so, once for each folder.
+    raised; with `required` False it is built in memory, and a warning says so once.
     """
 
     def __init__(self, folder: str | Path | None, required: bool = True) -> None:
         self._folder = None if folder is None else Path(folder)
         self._required = required
-        self._said: set[Path] = set()
+        self._said = False
 
     def sample_index(
         self, lengths: np.ndarray, request: SampleRequest, prefix: str, split: str
@@ -122,9 +122,9 @@ class IndexCache:
             raise InputError(
                 f"{why}: name a folder with room and write access with --data-cache-path"
             ) from error
-        if folder not in self._said:
+        if not self._said:
             logger.warning("%s; it is built in memory each time", why)
-        self._said.add(folder)
+        self._said = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,14 +101,17 @@ def test_the_data_flags_of_a_run_are_taken(tmp_path: Path, capsys, caplog) -> No
 def test_data_that_cannot_be_written_is_shown_all_the_same(tmp_path: Path, closed) -> None:
     output = tmp_path / "samples.npz"
     argv = small(closed.folder, "--split", "1,1", "--seq-length", "1", "--output", str(output))
+    other = write(closed.folder / "other", [[[1, 2, 3]], [[4, 5, 6]]])
+    argv += ["--data-path", argv[1], other]
     done = closed.run("tools/dump_samples.py", *argv)
     assert done.returncode == 0, done.stderr
     (said,) = done.stderr.splitlines()
     assert said.startswith(f"cannot keep the sample index in {closed.folder}/text/cache")
     assert said.endswith("(Permission denied); it is built in memory each time")
     found = np.load(output)
-    assert found["train/tokens"].shape == (5, 2) and found["valid/tokens"].shape == (1, 2)
-    assert sorted(path.name for path in closed.folder.iterdir()) == ["text.bin", "text.idx"]
+    assert found["train/tokens"].shape == (7, 2) and found["valid/tokens"].shape == (3, 2)
+    names = sorted(path.name for path in closed.folder.iterdir())
+    assert names == ["other.bin", "other.idx", "text.bin", "text.idx"]
 
 
 def test_a_split_too_short_for_a_sample_is_an_empty_array(tmp_path: Path) -> None:
