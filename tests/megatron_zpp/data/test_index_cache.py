@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from megatron_zpp.data import index_cache as module
 from megatron_zpp.data.blend import blend_index, exhaustive_blend_index
 from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.sample_index import SampleIndex, SampleRequest, build_sample_index
+from tests.ranks import ranks
 from zeropp.errors import InputError
 
 LENGTHS = np.array([3, 0, 7, 1, 12, 5, 5, 2], dtype=np.int32)
@@ -136,6 +138,15 @@ def test_those_who_come_while_it_is_built_wait_and_say_so(
     assert len(calls) == 1 and len(list(tmp_path.iterdir())) == 4  # the lock is gone
     assert "waiting for another process that builds" in caplog.text
     assert all((index.shuffle == built[0].shuffle).all() for index in built)
+
+
+@ranks(4)
+def test_ranks_share_one_blend(tmp_path: Path) -> None:
+    dataset, sample = IndexCache(tmp_path).blend_index([0.5, 0.25, 0.25], 200_000, "text", "train")
+    dist.barrier()
+    assert isinstance(dataset, np.memmap) and isinstance(sample, np.memmap)
+    assert np.bincount(dataset).tolist() == [100_000, 50_000, 50_000]
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_who_waited_for_a_builder_that_failed_builds(tmp_path: Path, monkeypatch) -> None:
