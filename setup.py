@@ -1,7 +1,7 @@
 """The part of the build that pyproject.toml cannot say: the optional C++ of csrc/.
 
 They have a plain C interface and know neither Python nor torch, so that any C++17 compiler builds
-them in seconds. Without one the package works too: plain PyTorch, NumPy and json stand in.
+them in seconds. Without one the package works too: plain PyTorch and NumPy stand in.
 """
 
 import platform
@@ -59,11 +59,4 @@ INDEX = Extension(
     optional=True,
 )
 
-JSON = Extension(
-    "megatron_zpp.preprocess._json",
-    sources=["csrc/json_lines.cpp"],
-    extra_compile_args=EVERYWHERE,
-    optional=True,
-)
-
-setup(ext_modules=[KERNELS, INDEX, JSON], cmdclass={"build_ext": BuildKernels})
+setup(ext_modules=[KERNELS, INDEX], cmdclass={"build_ext": BuildKernels})

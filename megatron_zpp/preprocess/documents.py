@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.preprocess.native import native
+import orjson
+
 from megatron_zpp.preprocess.source import Chunk
 from zeropp.errors import InputError
 
@@ -29,13 +30,10 @@ def documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | InputErr
         for number, row in enumerate(chunk.rows, start=chunk.first):
             yield _attempt(_row, row, keys, f"{chunk.path}, row {number}")
     else:
-        for number, (line, texts) in enumerate(_lines(chunk.content(), keys), start=chunk.first):
-            where = f"{chunk.path}, line {number}"
-            if texts is not None:
-                yield Document(where=where, texts=texts)
-            else:
-                is_blank = not line or line.isspace()
-                yield BLANK if is_blank else _attempt(_line, line, keys, where)
+        lines = chunk.content().removesuffix(b"\n").split(b"\n")
+        for number, line in enumerate(lines, start=chunk.first):
+            is_blank = not line or line.isspace()
+            yield BLANK if is_blank else _attempt(_line, line, keys, f"{chunk.path}, line {number}")
 
 
 def _attempt(read: Callable[..., Document], *arguments: Any) -> Document | InputError:
@@ -43,26 +41,6 @@ def _attempt(read: Callable[..., Document], *arguments: Any) -> Document | Input
         return read(*arguments)
     except InputError as error:
         return error
-
-
-def _lines(
-    data: bytes, keys: Sequence[str]
-) -> Iterator[tuple[bytes, tuple[list[str], ...] | None]]:
-    """Each line, or its texts where it is plain JSON and there is a compiled reader."""
-    reader = native()
-    if reader is not None and _is_utf8(data):
-        yield from reader.lines(data, keys)
-    else:
-        for line in data.removesuffix(b"\n").split(b"\n"):
-            yield line, None
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _whole(chunk: Chunk) -> Document:
@@ -76,11 +54,10 @@ def _row(row: Sequence[Any], keys: Sequence[str], where: str) -> Document:
 
 
 def _line(line: bytes, keys: Sequence[str], where: str) -> Document:
-    text = _decoded(line, where)
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not JSON ({error}): {text[:SHOWN].rstrip()}") from error
+        document = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        document = _judged(line, where)
     if not isinstance(document, dict):
         raise InputError(f"{where}: expected a JSON object, got {_shortened(document)}")
     for key in keys:
@@ -88,6 +65,15 @@ def _line(line: bytes, keys: Sequence[str], where: str) -> Document:
             found = ", ".join(map(repr, document)) or "none"
             raise InputError(f"{where}: no key {key!r} (its keys: {found}); see --json-keys")
     return Document(where=where, texts=tuple(_texts(document[key], key, where) for key in keys))
+
+
+def _judged(line: bytes, where: str) -> Any:
+    """The value of a line that orjson refuses: json allows NaN, or says what is wrong."""
+    text = _decoded(line, where)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not JSON ({error}): {text[:SHOWN].rstrip()}") from error
 
 
 def _texts(value: Any, key: str, where: str) -> list[str]:

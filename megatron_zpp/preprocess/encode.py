@@ -13,7 +13,6 @@ import numpy as np
 from megatron_zpp.config import TokenizerConfig
 from megatron_zpp.data.indexed_dataset import token_dtype
 from megatron_zpp.preprocess.documents import Document, documents
-from megatron_zpp.preprocess.native import native
 from megatron_zpp.preprocess.sentences import sentences
 from megatron_zpp.preprocess.source import Chunk
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
@@ -64,7 +63,6 @@ def tokenizer_of(config: TokenizerConfig) -> Tokenizer:
 
 def prepare(job: Job) -> None:
     """Make what `encode` needs before workers are forked, who then have it; encodes nothing."""
-    native()
     tokenizer_of(job.tokenizer)
     if job.library == NAME:
         _fast(job.tokenizer)
