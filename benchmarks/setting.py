@@ -69,8 +69,9 @@ class Setting:
             rank=ranks.rank,
             world=ranks.num_ranks,
             eod=self.vocab_size - 1,
+            device=ranks.device,
         )
-        return [next(loader).to(ranks.device) for _ in range(steps * micro_batches)]
+        return [next(loader) for _ in range(steps * micro_batches)]
 
     def largest(self, value: float) -> float:
         """The largest of all ranks' values."""

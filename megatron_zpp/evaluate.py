@@ -14,7 +14,7 @@ def evaluate(sharding: Sharding, ranks: Ranks, batches: Loader, num_micro_batche
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for _ in range(num_micro_batches):
-        batch = next(batches).to(ranks.device)
+        batch = next(batches)
         total += model(*batch.inputs())
     model.train()
     sharding.release()

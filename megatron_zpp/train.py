@@ -97,7 +97,7 @@ def forward_backward(run: Run, batches: Loader, global_batch: int, scale: float)
     run.account.begin_step()
     for index in range(num_micro_batches):
         first_sample = batches.consumed_samples + ranks.rank * micro
-        batch = next(batches).to(ranks.device)
+        batch = next(batches)
         seed_dropout(run.config.training.seed, first_sample)
         with sharding.micro_step(last=index == num_micro_batches - 1):
             loss = sharding.model(*batch.inputs())
@@ -144,6 +144,7 @@ def loader(run: Run, split: int, consumed_samples: int) -> Loader:
         rank=run.ranks.rank,
         world=run.ranks.num_ranks,
         eod=run.tokenizer.eod,
+        device=run.ranks.device,
     )
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from ctypes import c_bool
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from multiprocessing import connection
@@ -51,18 +51,6 @@ class Batch:
     position_ids: torch.Tensor
     edges: torch.Tensor | None = None
 
-    def to(self, device: torch.device | str) -> "Batch":
-        """The same on a device; from pinned memory the copy does not block."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin_memory(self) -> "Batch":
-        """The same in page-locked memory (called by DataLoader)."""
-        return self._map(torch.Tensor.pin_memory)
-
-    def _map(self, change) -> "Batch":
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Batch(**{k: None if v is None else change(v) for k, v in tensors.items()})
-
     def inputs(self) -> tuple[torch.Tensor | None, ...]:
         """What `GPT.forward` takes, in its order."""
         return self.tokens, self.labels, self.loss_mask, self.position_ids, self.edges
@@ -70,6 +58,9 @@ class Batch:
 
 class Loader:
     """Endless `Batch`es of one rank's slices, read ahead by `data.num_workers` processes.
+
+    A process hands over one tensor, the text [b, S + 1], in page-locked memory where `device` is a
+    GPU; all that follows from it is made on the device, and nothing waits for the copy.
 
     `consumed_samples` counts the samples of all ranks, those before the start included; `waited`
     the seconds that `next` took so far. `eod` is the id that ends a document. `next` raises
@@ -87,10 +78,12 @@ class Loader:
         rank: int,
         world: int,
         eod: int,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.consumed_samples, self._length, self.waited = consumed_samples, len(dataset), 0.0
-        self._num_workers, self._closing = data.num_workers, multiprocessing.RawValue(c_bool)
-        self._step = micro_batch_size * world
+        self._closing = multiprocessing.RawValue(c_bool)
+        self._step, self._data, self._eod = micro_batch_size * world, data, eod
+        self._device = torch.device(device)
         order = _cyclic if data.dataloader_type == "cyclic" else _single
         samples = order(self._length, consumed_samples, self._step)
         slices = _RankSlices(samples, rank, micro_batch_size)
@@ -98,9 +91,9 @@ class Loader:
             _Checked(dataset),
             batch_sampler=slices,
             num_workers=data.num_workers,
-            collate_fn=_Collate(data, eod),
+            collate_fn=_Collate(eod if data.reset_attention_mask else None),
             worker_init_fn=partial(_leave_signals, self._closing),
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=self._device.type == "cuda",
             generator=torch.Generator(),  # its own, or torch's would move on and change dropout
         )
         others = multiprocessing.active_children()
@@ -123,7 +116,7 @@ class Loader:
             raise InputError(
                 f"a process that reads samples ahead has died (exit code {lost}); the system may "
                 f"have killed it for want of memory: give fewer than --num-workers "
-                f"{self._num_workers}, or 0, with which the rank reads for itself"
+                f"{self._data.num_workers}, or 0, with which the rank reads for itself"
             ) from error
 
     def __iter__(self) -> "Loader":
@@ -131,18 +124,18 @@ class Loader:
 
     def __next__(self) -> Batch:
         started = time.perf_counter()
-        batch = next(self._batches, None)
+        read = next(self._batches, None)
         self.waited += time.perf_counter() - started
-        if batch is None:
+        if read is None:
             raise InputError(
                 f"the data is used up: {self.consumed_samples} of its {self._length} samples are "
                 f"consumed and {self._step} more are needed; give more data, train for less, or "
                 "repeat it with --dataloader-type cyclic"
             )
-        if isinstance(batch, InputError):
-            raise batch
+        if isinstance(read, InputError):
+            raise read
         self.consumed_samples += self._step
-        return batch
+        return self._batch(*read)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -152,6 +145,18 @@ class Loader:
             worker.terminate()
             worker.join()
         self._workers = []
+
+    def _batch(self, text: torch.Tensor, edges: torch.Tensor | None) -> Batch:
+        """What follows from the text [b, S + 1]: labels, loss mask, positions."""
+        text = text.to(self._device, non_blocking=True)
+        tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        return Batch(
+            tokens=tokens,
+            labels=labels,
+            loss_mask=loss_mask(tokens, self._eod, self._data.eod_mask_loss),
+            position_ids=position_ids(tokens, self._eod, self._data.reset_position_ids),
+            edges=None if edges is None else edges.to(self._device, non_blocking=True),
+        )
 
     def _lost_worker(self) -> int | None:
         """The exit code of a worker that failed (minus the signal that killed it), if any has."""
@@ -219,21 +224,17 @@ class _Checked:
 
 @dataclass(frozen=True)
 class _Collate:
-    """Stacks samples and derives labels, loss mask and positions, as megatron-core does."""
+    """Stacks samples to a text [b, S + 1], with the edges of its documents if `eod` is given."""
 
-    data: DataConfig
-    eod: int
+    eod: int | None
 
-    def __call__(self, samples: list[np.ndarray | InputError]) -> Batch | InputError:
+    def __call__(
+        self, samples: list[np.ndarray | InputError]
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | InputError:
         for sample in samples:
             if isinstance(sample, InputError):
                 return sample
-        text = torch.from_numpy(np.stack(samples))  # [b, S + 1]
-        tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-        return Batch(
-            tokens=tokens,
-            labels=labels,
-            loss_mask=loss_mask(tokens, self.eod, self.data.eod_mask_loss),
-            position_ids=position_ids(tokens, self.eod, self.data.reset_position_ids),
-            edges=document_edges(tokens, self.eod) if self.data.reset_attention_mask else None,
-        )
+        text = torch.from_numpy(np.stack(samples))
+        # Their number depends on the text: on a GPU counting them would wait for it.
+        edges = None if self.eod is None else document_edges(text[:, :-1], self.eod)
+        return text, edges

@@ -10,10 +10,9 @@ from torch import Tensor
 
 def loss_mask(tokens: Tensor, eod: int, eod_mask_loss: bool) -> Tensor:
     """1, and with `eod_mask_loss` 0 where the input is the end of a document; float32 [b, S]."""
-    mask = torch.ones(tokens.shape, dtype=torch.float32)
     if eod_mask_loss:
-        mask[tokens == eod] = 0.0
-    return mask
+        return (tokens != eod).float()
+    return torch.ones_like(tokens, dtype=torch.float32)
 
 
 def document_edges(tokens: Tensor, eod: int) -> Tensor:
@@ -29,7 +28,7 @@ def document_edges(tokens: Tensor, eod: int) -> Tensor:
 
 def position_ids(tokens: Tensor, eod: int, reset_position_ids: bool) -> Tensor:
     """0, 1, 2 ..., with `reset_position_ids` from 0 again after each end; int64 [b, S]."""
-    positions = torch.arange(tokens.shape[1]).repeat(len(tokens), 1)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
     if reset_position_ids:
         # A document starts after each end; every token counts from the latest start.
         starts = torch.zeros_like(positions)
