@@ -3,15 +3,18 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
+import numpy as np
 import orjson
 
-from megatron_zpp.preprocess.source import Chunk
+from megatron_zpp.preprocess.source import NEWLINE, Chunk
 from zeropp.errors import InputError
 
 SHOWN = 60  # characters of a bad line
 BLANK = None
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,17 +33,26 @@ def documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | InputErr
         for number, row in enumerate(chunk.rows, start=chunk.first):
             yield _attempt(_row, row, keys, f"{chunk.path}, row {number}")
     else:
-        lines = chunk.content().removesuffix(b"\n").split(b"\n")
-        for number, line in enumerate(lines, start=chunk.first):
-            is_blank = not line or line.isspace()
-            yield BLANK if is_blank else _attempt(_line, line, keys, f"{chunk.path}, line {number}")
+        for number, line in enumerate(_lines(chunk.content()), start=chunk.first):
+            yield _attempt(_line, line, keys, f"{chunk.path}, line {number}")
 
 
-def _attempt(read: Callable[..., Document], *arguments: Any) -> Document | InputError:
+def _attempt(read: Callable[..., T], *arguments: Any) -> T | InputError:
     try:
         return read(*arguments)
     except InputError as error:
         return error
+
+
+def _lines(data: bytes) -> Iterator[memoryview]:
+    """Each line where it stands, without its end."""
+    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == NEWLINE).tolist()
+    if not data.endswith(b"\n"):
+        ends.append(len(data))
+    view, start = memoryview(data), 0
+    for end in ends:
+        yield view[start:end]
+        start = end + 1
 
 
 def _whole(chunk: Chunk) -> Document:
@@ -53,18 +65,24 @@ def _row(row: Sequence[Any], keys: Sequence[str], where: str) -> Document:
     return Document(where=where, texts=texts)
 
 
-def _line(line: bytes, keys: Sequence[str], where: str) -> Document:
+def _line(line: memoryview, keys: Sequence[str], where: str) -> Document | None:
     try:
-        document = orjson.loads(line)
+        document, is_judged = orjson.loads(line), False
     except orjson.JSONDecodeError:
-        document = _judged(line, where)
+        content = bytes(line)
+        if not content or content.isspace():
+            return BLANK
+        document, is_judged = _judged(content, where), True
     if not isinstance(document, dict):
         raise InputError(f"{where}: expected a JSON object, got {_shortened(document)}")
     for key in keys:
         if key not in document:
             found = ", ".join(map(repr, document)) or "none"
             raise InputError(f"{where}: no key {key!r} (its keys: {found}); see --json-keys")
-    return Document(where=where, texts=tuple(_texts(document[key], key, where) for key in keys))
+    texts = tuple(_texts(document[key], key, where) for key in keys)
+    if is_judged:
+        _check_characters(texts, where)
+    return Document(where=where, texts=texts)
 
 
 def _judged(line: bytes, where: str) -> Any:
@@ -83,19 +101,19 @@ def _texts(value: Any, key: str, where: str) -> list[str]:
     for text in texts:
         if not isinstance(text, str):
             raise InputError(f"{where}: {key!r} holds {_shortened(value)}, expected a string")
-        if not text.isascii():
-            _check_characters(text, where)
     return texts
 
 
-def _check_characters(text: str, where: str) -> None:
-    """JSON can spell half a character; no tokenizer has an id for it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"{where}: half of a surrogate pair, {text[error.start]!r}, at character {error.start}"
-        ) from error
+def _check_characters(texts: Sequence[list[str]], where: str) -> None:
+    """json reads half a character, which orjson refuses; no tokenizer has an id for it."""
+    for text in chain.from_iterable(texts):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"{where}: half of a surrogate pair, {text[error.start]!r}, at character "
+                f"{error.start}"
+            ) from error
 
 
 def _decoded(line: bytes, where: str) -> str:

@@ -5,10 +5,10 @@ a sample of the text at hand. It reads the content of a tokenizer.json, which is
 vocab.json and merges.txt. No token is declared special, so that a name in a text is ordinary text.
 """
 
-import json
 from collections.abc import Sequence
 
 import numpy as np
+import orjson
 
 from megatron_zpp.tokenizer.base import load_package, read_json, read_text
 from zeropp.errors import InputError
@@ -47,7 +47,7 @@ class FastGPT2:
         }  # fmt: skip
         library = load_package(NAME, f"--bpe-library {NAME}")
         try:
-            self._tokenizer = library.Tokenizer.from_json_str(json.dumps(content))
+            self._tokenizer = library.Tokenizer.from_json_str(orjson.dumps(content).decode())
         except ValueError as error:
             raise InputError(
                 f"{NAME} cannot use --vocab-file {vocab_file} and --merge-file {merge_file} "
