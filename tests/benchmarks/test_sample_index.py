@@ -1,4 +1,4 @@
-"""The benchmark of the sample index on a thousand documents: it verifies, and its table is whole."""
+"""The benchmark of the sample index on a thousand documents: verified, and its table is whole."""
 
 import json
 import subprocess
