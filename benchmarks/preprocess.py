@@ -5,10 +5,10 @@
 
 The text is Python source: the standard library and the packages that are installed, each different
 file once (or the .txt, .md, .rst, .html and .py files of --input), as one .jsonl. Program and bare
-library run in turn. The bare library reads GPT-2's vocabulary from the same files, is given the same
-documents in memory and encodes them, with one thread. CPU time is that of all processes together,
-start included, and of the library its vocabulary included; the start, the time for an input of one
-line, is stated too. The datasets must be equal.
+library run in turn. The bare library reads GPT-2's vocabulary from the same files, is given the
+same documents in memory and encodes them, with one thread. CPU time is that of all processes
+together, start included, and of the library its vocabulary included; the start, the time for an
+input of one line, is stated too. The datasets must be equal.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from megatron_zpp.tokenizer.fast_gpt2 import FastGPT2
 from megatron_zpp.tokenizer.gpt2_bpe import GPT2BPETokenizer
 source, library, vocab, merges = sys.argv[1:]
 made = GPT2BPETokenizer(vocab, merges) if library == "tiktoken" else FastGPT2(vocab, merges)
-start = time.process_time() - cpu
+loaded = time.process_time() - cpu
 with open(source) as file:
     texts = [json.loads(line)["text"] for line in file]
 cpu, tokens = time.process_time(), 0
@@ -54,7 +54,7 @@ for start in range(0, len(texts), 100):
         tokens += sum(len(made._encoding.encode_ordinary(t)) for t in texts[start : start + 100])
     else:
         tokens += len(made._tokenizer.encode_batch_flat(texts[start : start + 100])[0]) // 4
-print(json.dumps({"cpu": time.process_time() - cpu, "start": start, "tokens": tokens}))
+print(json.dumps({"cpu": time.process_time() - cpu, "start": loaded, "tokens": tokens}))
 """
 
 
