@@ -8,6 +8,7 @@ order. A larger global batch, as in a ramp-up, is more micro-steps.
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -27,6 +28,7 @@ from megatron_zpp.config import DataConfig
 from megatron_zpp.data.masks import document_edges, loss_mask, position_ids
 from zeropp.errors import InputError
 
+ON_LINUX = sys.platform == "linux"
 LAST_BREATH = 1.0  # seconds until the end of a process is seen after that of its connections
 
 
@@ -91,6 +93,8 @@ class Loader:
             _Checked(dataset),
             batch_sampler=slices,
             num_workers=data.num_workers,
+            # A fork shares the mapped indices; elsewhere than on Linux it is not safe.
+            multiprocessing_context="fork" if data.num_workers and ON_LINUX else None,
             collate_fn=_Collate(eod if data.reset_attention_mask else None),
             worker_init_fn=partial(_leave_signals, self._closing),
             pin_memory=self._device.type == "cuda",

@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-import torch
 
 from megatron_zpp.arguments import SECTIONS, SPOKEN
 from megatron_zpp.config import (
@@ -174,10 +173,10 @@ def test_derived_sizes_of_the_model():
     assert ModelConfig(num_query_groups=2).kv_heads == 2
 
 
-def test_dtype():
-    assert PrecisionConfig().dtype is torch.float32
-    assert PrecisionConfig(fp16=True).dtype is torch.float16
-    assert PrecisionConfig(bf16=True).dtype is torch.bfloat16
+def test_format():
+    assert PrecisionConfig().format == "float32"
+    assert PrecisionConfig(fp16=True).format == "float16"
+    assert PrecisionConfig(bf16=True).format == "bfloat16"
 
 
 def test_a_whole_configuration_of_defaults():
