@@ -1,6 +1,5 @@
 """Whatever a person gets wrong ends with a non-zero status and the culprit in the last lines."""
 
-import resource
 import struct
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.main import main
+from tests.full_disk import full_disk
 
 TINY = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --train-iters 2 "
@@ -230,13 +230,8 @@ def test_a_cache_that_cannot_be_written(prefix, closed):
 
 
 def test_a_cache_on_a_full_disk(fails, prefix, tmp_path):
-    """A limit on the size of files stands for the disk's end."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (250, hard))
-    try:
+    with full_disk(250):
         message = fails(f"{DATA} {prefix} --split 1 --data-cache-path {tmp_path}/cache")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert f"{tmp_path}/cache" in message and "--data-cache-path" in message
     assert not list((tmp_path / "cache").iterdir())
 

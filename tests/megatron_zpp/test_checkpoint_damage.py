@@ -1,10 +1,10 @@
 """Damaged checkpoints, full disks, failing ranks: named, and what was complete stays usable."""
 
 import logging
-import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_zpp import checkpoint, manifest
+from tests.full_disk import full_disk
 from tests.megatron_zpp.small_net import (
     build,
     load_here,
@@ -117,14 +118,9 @@ def save_with_a_limit_on_rank_one(folder: Path) -> None:
     checkpoint.save(folder, model, optimizer, state_at(1))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     dist.barrier()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
-    try:
-        with pytest.raises(InputError) as error:
-            checkpoint.save(folder, model, optimizer, state_at(2))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    disk = full_disk(4000) if dist.get_rank() == 1 else nullcontext()
+    with disk, pytest.raises(InputError) as error:
+        checkpoint.save(folder, model, optimizer, state_at(2))
     assert f"cannot save in {folder} (rank 1): File too large" in str(error.value)
     assert "needs" in str(error.value) and "are free" in str(error.value)
     dist.barrier()

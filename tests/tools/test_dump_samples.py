@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import resource
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from tests.full_disk import full_disk
 from tools.dump_samples import main
 
 FILES = Path(__file__).parents[1] / "data"
@@ -124,14 +124,9 @@ def test_a_split_too_short_for_a_sample_is_an_empty_array(tmp_path: Path) -> Non
 
 
 def test_a_full_disk_is_named_and_no_half_file_stays(tmp_path: Path, capsys) -> None:
-    """A limit on the size of files stands for the disk's end."""
     argv = small(tmp_path, "--output", str(tmp_path / "samples.npz"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (250, hard))
-    try:
+    with full_disk(250):
         assert main(argv) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert f"error: cannot write {tmp_path}/samples.npz (File too large)" in capsys.readouterr().err
     assert not list(tmp_path.glob("*samples*")) and not list(tmp_path.glob(".*"))
 

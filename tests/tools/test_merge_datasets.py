@@ -1,12 +1,12 @@
 """Merged datasets: byte for byte what writing all documents at once gives; and what is refused."""
 
-import resource
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from tests.full_disk import full_disk
 from tools.merge_datasets import main
 
 FILES = Path(__file__).parents[1] / "data"
@@ -102,12 +102,8 @@ def test_what_does_not_fit_is_named(parts: Path, tmp_path: Path, capsys) -> None
 def test_a_full_disk_leaves_the_old_pair(parts: Path, tmp_path: Path, capsys) -> None:
     old = content(write(tmp_path / "all", [[[1, 2]]]))
     write(parts / "d", [[list(range(90)) * 30]])
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
+    with full_disk(1000):
         status = main(["--input", str(parts), "--output-prefix", str(tmp_path / "all")])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert status == 1 and "too large" in capsys.readouterr().err
     assert content(tmp_path / "all") == old
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.bin", "all.idx", "parts"]

@@ -3,7 +3,6 @@
 import fcntl
 import logging
 import os
-import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,12 +15,14 @@ from megatron_zpp.data import index_cache as module
 from megatron_zpp.data.blend import blend_index, exhaustive_blend_index
 from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.sample_index import SampleIndex, SampleRequest, build_sample_index
+from tests.full_disk import full_disk
 from tests.ranks import ranks
 from zeropp.errors import InputError
 
 LENGTHS = np.array([3, 0, 7, 1, 12, 5, 5, 2], dtype=np.int32)
 REQUEST = SampleRequest(sequences=range(1, 8), seq_length=4, num_samples=20, seed=3)
 BUILT = "document_index.npy", "sample_index.npy", "shuffle_index.npy"
+SECOND_ARRAY = 250  # bytes of a file; the first array of an index is smaller, the second larger
 
 
 def build_cached(folder: Path, request: SampleRequest = REQUEST, lengths=LENGTHS) -> SampleIndex:
@@ -161,19 +162,11 @@ def test_who_waited_for_a_builder_that_failed_builds(tmp_path: Path, monkeypatch
     assert len([path for path in tmp_path.iterdir() if path.name.endswith(BUILT)]) == 3
 
 
-@pytest.fixture
-def full_disk():
-    """A limit on the size of files stands for the disk's end; it meets the second array."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (250, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_full_disk_is_named_and_nothing_stays(tmp_path: Path, full_disk) -> None:
-    with pytest.raises(InputError, match=r"cannot keep the sample index .*--data-cache-path"):
+def test_a_full_disk_is_named_and_nothing_stays(tmp_path: Path) -> None:
+    said = r"cannot keep the sample index .*--data-cache-path"
+    with full_disk(SECOND_ARRAY), pytest.raises(InputError, match=said):
         build_cached(tmp_path)
-    with pytest.raises(InputError, match=r"cannot keep the sample index .*--data-cache-path"):
+    with full_disk(SECOND_ARRAY), pytest.raises(InputError, match=said):
         IndexCache(tmp_path).blend_index([0.5, 0.5], 100, "text", "train")
     assert not list(tmp_path.iterdir())
 
@@ -191,13 +184,14 @@ def test_an_index_beyond_all_memory_is_named(
 
 
 def test_where_nothing_has_to_be_kept_it_is_built_in_memory(
-    tmp_path: Path, full_disk, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache, expected = IndexCache(tmp_path, required=False), build_sample_index(LENGTHS, REQUEST)
-    for _ in range(2):
-        index = cache.sample_index(LENGTHS, REQUEST, "text", "train")
-        assert (index.shuffle == expected.shuffle).all()
-    assert cache.blend_index([0.5, 0.5], 100, "text", "train")[0].tolist() == [0, 1] * 50
+    with full_disk(SECOND_ARRAY):
+        found = [cache.sample_index(LENGTHS, REQUEST, "text", "train") for _ in range(2)]
+        dataset, _ = cache.blend_index([0.5, 0.5], 100, "text", "train")
+    assert all((index.shuffle == expected.shuffle).all() for index in found)
+    assert dataset.tolist() == [0, 1] * 50
     assert caplog.text.count("it is built in memory") == 1 and str(tmp_path) in caplog.text
     assert not list(tmp_path.iterdir())
 
