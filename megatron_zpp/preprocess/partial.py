@@ -13,7 +13,8 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -50,7 +51,8 @@ class Partial:
         self.folder, self.settings = folder, json.loads(json.dumps(settings))
         self._files: list[list[BinaryIO]] = []
         is_new = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,9 +77,10 @@ class Partial:
         for (tokens, lengths, documents), new in zip(self._files, datasets, strict=True):
             before = lengths.tell() // 4
             ends = before + np.cumsum(new.sequences, dtype="<i8")
-            _append(tokens, new.ids)
-            _append(lengths, new.lengths.astype("<i4", copy=False))
-            _append(documents, ends)
+            with _writing(self.folder):
+                _append(tokens, new.ids)
+                _append(lengths, new.lengths.astype("<i4", copy=False))
+                _append(documents, ends)
 
     def commit(self, journal: Journal) -> None:
         """Make all that `journal` counts safe on the disk, then the journal itself."""
@@ -91,9 +94,10 @@ class Partial:
 
     def complete(self, journal: Journal, dtype: np.dtype) -> None:
         """Write the indices, after which only renaming is left to do."""
-        for key in range(len(self._files)):
-            self._write_index(key, dtype)
-        self.commit(replace(journal, complete=True))
+        with _writing(self.folder):
+            for key in range(len(self._files)):
+                self._write_index(key, dtype)
+            self.commit(replace(journal, complete=True))
 
     def place(self, prefixes: Sequence[str]) -> None:
         """Put all datasets in their places and remove the folder."""
@@ -182,6 +186,17 @@ class Partial:
         if made_idx.exists():
             os.replace(made_idx, idx_path)
         sync_folder(idx_path.parent)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"cannot write in {folder} ({error.strerror}): make room or give access there, or name "
+            "another place with --output-prefix"
+        ) from error
 
 
 def _blocks(numbers: np.ndarray) -> list[np.ndarray]:

@@ -19,7 +19,7 @@ def fresh(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_order_in_which_names_are_used_does_not_matter(seed: int) -> None:
     names = random.Random(seed).sample(zeropp.__all__, len(zeropp.__all__))
     code = "import zeropp\n"
