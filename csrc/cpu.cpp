@@ -15,32 +15,15 @@ using namespace zpp;
 
 namespace {
 
-constexpr int64_t VERSION = 1;
-constexpr int64_t ALIGN = 16;
-constexpr int RAW = 16;
 constexpr int64_t BYTES_PER_THREAD = 1 << 20;
 
-// As zeropp/native.py has them; byte offsets are those of zeropp/packing.py.
-struct Segment {
-    int64_t start, size, bits, scales_at, data_at;
+int64_t tiles_of(const Segment& segment) { return (segment.size + TILE - 1) / TILE; }
 
-    Width width() const { return bits == 8 ? INT8 : INT4; }
-    int64_t block() const { return bits == 8 ? BLOCK8 : BLOCK4; }
-    int64_t tiles() const { return (size + TILE - 1) / TILE; }
-};
-
-struct Layout {
-    const Segment* segments;
-    int64_t count, elements, packed_bytes, wire;
-
-    int64_t tiles() const {
-        int64_t all = 0;
-        for (int64_t i = 0; i < count; ++i) all += segments[i].tiles();
-        return all;
-    }
-};
-
-constexpr int64_t WORD_BYTES[NUM_TYPES] = {2, 2, 4};
+int64_t tiles_of(const Layout& layout) {
+    int64_t all = 0;
+    for (int64_t i = 0; i < layout.count; ++i) all += tiles_of(layout.segments[i]);
+    return all;
+}
 
 std::atomic<const Kernels*> chosen{nullptr};
 
@@ -76,12 +59,12 @@ struct Tile {
 
 template <class Body>
 void walk(const Layout& layout, int64_t from, int64_t to, const Body& body) {
-    const int64_t per_row = layout.tiles();
+    const int64_t per_row = tiles_of(layout);
     int64_t row = from / per_row, skip = from % per_row;
     for (int64_t left = to - from; left > 0; ++row) {
         for (int64_t i = 0; i < layout.count && left > 0; ++i) {
             const Segment& segment = layout.segments[i];
-            const int64_t tiles = segment.tiles();
+            const int64_t tiles = tiles_of(segment);
             for (int64_t tile = skip < tiles ? skip : tiles; tile < tiles && left > 0; ++tile) {
                 const int64_t first = tile * TILE;
                 const int64_t rest = segment.size - first;
@@ -95,7 +78,7 @@ void walk(const Layout& layout, int64_t from, int64_t to, const Body& body) {
 
 template <class Body>
 void share(const Layout& layout, int64_t rows, int64_t bytes, int64_t threads, const Body& body) {
-    const int64_t tiles = rows * layout.tiles();
+    const int64_t tiles = rows * tiles_of(layout);
     if (tiles == 0) return;
     const int64_t useful = bytes / BYTES_PER_THREAD;
     int64_t count = threads < useful ? threads : useful;
@@ -124,15 +107,14 @@ void clear_gaps(const Layout& layout, uint8_t* packed) {
     for (int64_t i = 0; i < layout.count; ++i) {
         const Segment& one = layout.segments[i];
         if (one.bits == RAW) {
-            raw_end = one.data_at + one.size * WORD_BYTES[layout.wire];
+            raw_end = one.raw_end(layout.wire);
             continue;
         }
-        scales_end = one.scales_at + (one.size + one.block() - 1) / one.block() * 2;
-        const int64_t end = one.data_at + (one.size * one.bits + 7) / 8;
-        memset(packed + end, 0, size_t(-end & (ALIGN - 1)));
+        scales_end = one.scales_end();
+        memset(packed + one.codes_end(), 0, size_t(gap_after(one.codes_end())));
     }
-    memset(packed + raw_end, 0, size_t(-raw_end & (ALIGN - 1)));
-    memset(packed + scales_end, 0, size_t(-scales_end & (ALIGN - 1)));
+    memset(packed + raw_end, 0, size_t(gap_after(raw_end)));
+    memset(packed + scales_end, 0, size_t(gap_after(scales_end)));
 }
 
 void put(const Kernels& use, const Layout& layout, const Tile& tile, const void* values, int type,

@@ -1,13 +1,10 @@
 // The functions that each instruction set provides, as a table; a tile is a piece of one segment
-// that starts at a block. Element types and widths are numbered as zeropp/native.py numbers them.
+// that starts at a block.
 #pragma once
 
-#include <stdint.h>
+#include "format.h"
 
 namespace zpp {
-
-enum Type { BF16 = 0, FP16 = 1, FP32 = 2, NUM_TYPES = 3 };
-enum Width { INT8 = 0, INT4 = 1, NUM_WIDTHS = 2 };
 
 constexpr int64_t TILE = 2048;  // elements; a multiple of every block
 constexpr int64_t CHUNK = 128;  // elements; divides every block

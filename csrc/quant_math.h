@@ -45,6 +45,11 @@ ZPP_HD uint16_t to_bf16(float value) {
 }
 
 ZPP_HD float from_fp16(uint16_t bits) {
+#ifdef __CUDA_ARCH__
+    float value;  // the same in one instruction
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+#else
     const uint32_t sign = uint32_t(bits & 0x8000u) << 16;
     const uint32_t exponent = (bits >> 10) & 31u, fraction = bits & 1023u;
     if (exponent == 0) {  // zero or subnormal: fraction * 2^-24
@@ -55,6 +60,7 @@ ZPP_HD float from_fp16(uint16_t bits) {
         return float_of(sign | INFINITY_BITS | quiet | (fraction << 13));
     }
     return float_of(sign | ((exponent + 112u) << 23) | (fraction << 13));
+#endif
 }
 
 ZPP_HD uint16_t to_fp16(float value) {
@@ -66,6 +72,28 @@ ZPP_HD uint16_t to_fp16(float value) {
         return uint16_t(sign | (bits_of(float_of(size) + 0.5f) - 0x3F000000u));
     }
     return uint16_t(sign | ((size + 0xFFFu + ((size >> 13) & 1u) - 0x38000000u) >> 13));
+}
+
+// Two 16-bit numbers in a word, the first in the lower half. A GPU's own instruction rounds alike;
+// only a NaN may have other bits.
+ZPP_HD uint32_t to_bf16_pair(float first, float second) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+#else
+    return to_bf16(first) | uint32_t(to_bf16(second)) << 16;
+#endif
+}
+
+ZPP_HD uint32_t to_fp16_pair(float first, float second) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+#else
+    return to_fp16(first) | uint32_t(to_fp16(second)) << 16;
+#endif
 }
 
 // All ones or none: what a block's scale needs has no branches, so that compilers make vectors of it.
@@ -104,7 +132,24 @@ ZPP_HD int code_of(float steps, int bits) {
     return above > high ? high : above;
 }
 
-// Exact: a code has at most 8 significant bits and a scale 8. Adding 0 turns -0 into 0.
-ZPP_HD float value_of(int code, float scale) { return float(code) * scale + 0.0f; }
+// A code's value added to a sum. The product is exact, a code having at most 8 significant bits and a
+// scale 8, so that a fused addition rounds alike. Added to 0, a value is never -0.
+ZPP_HD float add_value(float code, float scale, float sum) {
+#ifdef __CUDA_ARCH__
+    return __fmaf_rn(code, scale, sum);
+#else
+    return sum + code * scale;
+#endif
+}
+
+// Code i of a word of them, the sign bits turned over: exact, as the fraction of a number from 2^23 on.
+ZPP_HD float code_in(uint32_t turned, int i, int bits) {
+    if (bits == 4) return float_of(0x4B000000u | (turned >> 4 * i & 15u)) - 8388616.0f;
+#ifdef __CUDA_ARCH__  // one instruction puts the byte below the exponent's
+    return float_of(__byte_perm(turned, 0x4B000000u, 0x7440u | uint32_t(i))) - 8388736.0f;
+#else
+    return float_of(0x4B000000u | (turned >> 8 * i & 255u)) - 8388736.0f;
+#endif
+}
 
 }  // namespace zpp

@@ -10,16 +10,6 @@
 
 namespace zpp {
 
-template <Type T> struct Element { using Word = uint16_t; };
-template <> struct Element<FP32> { using Word = uint32_t; };
-
-template <Width W> struct Codes {
-    static constexpr int BITS = 8, BLOCK = BLOCK8;
-};
-template <> struct Codes<INT4> {
-    static constexpr int BITS = 4, BLOCK = BLOCK4;
-};
-
 // Loops over a block are compiled twice: for a whole block, whose size is then known, and for less.
 #define ZPP_INLINE static inline __attribute__((always_inline))
 

@@ -52,7 +52,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (
         "operations",
-        ("zeropp.ops", "zeropp.packing", "zeropp.reference", "zeropp.native"),
+        ("zeropp.ops", "zeropp.packing", "zeropp.reference", "zeropp.native", "zeropp.cuda")
+        + ("zeropp.library",),
     ),
     (
         "base",

@@ -1,7 +1,7 @@
 """The quantization ops of PyTorch: schema, shape rule, and what runs on which device.
 
 `torch.ops.zeropp.quantize` and its three companions have the plain-torch reference on every device,
-and on the CPU the kernels of csrc/ where they were built. A layout travels as its three fields.
+and on CPUs and GPUs the kernels of csrc/ where they were built. A layout travels as its three fields.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zeropp import native, reference
+from zeropp import cuda, native, reference
 from zeropp.packing import FLOATS, Layout, layout_of
 
 NAMESPACE = "zeropp"
@@ -28,7 +28,7 @@ Ints = Sequence[int]
 
 
 class Backend(Protocol):
-    """What runs the four ops on checked tensors: zeropp/reference.py, or zeropp/native.py."""
+    """What runs the four ops on checked tensors: zeropp/reference.py, or a `Kernels`."""
 
     def quantize(self, rows: Tensor, layout: Layout, fold: int) -> Tensor: ...
     def dequantize(self, packed: Tensor, out: Tensor, layout: Layout, fold: int) -> None: ...
@@ -46,6 +46,11 @@ def anywhere() -> Backend:
 def on_cpu() -> Backend:
     """The backend of the CPU."""
     return native.native() or reference
+
+
+def on_cuda() -> Backend:
+    """The backend of NVIDIA GPUs."""
+    return cuda.cuda() or reference
 
 
 def quantize_shape(rows: Tensor, sizes: Ints, bits: Ints, wire: torch.dtype, fold: int) -> Tensor:
@@ -179,7 +184,8 @@ def _register() -> None:
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for name, shape in shapes.items():
         torch.library.register_fake(f"{NAMESPACE}::{name}", shape, lib=LIBRARY)
-    for key, backend in (("CompositeExplicitAutograd", anywhere), ("CPU", on_cpu)):
+    backends = {"CompositeExplicitAutograd": anywhere, "CPU": on_cpu, "CUDA": on_cuda}
+    for key, backend in backends.items():
         for name, function in _implementations(backend).items():
             LIBRARY.impl(name, function, key)
 

@@ -22,7 +22,7 @@ from tests.zeropp.packed_rows import (
     seeds,
     widths,
 )
-from zeropp import native, ops, reference
+from zeropp import library, native, ops, reference
 from zeropp.native import ISAS, Native
 from zeropp.packing import FLOATS, Layout
 from zeropp.quantize import dequantize, quantize
@@ -60,7 +60,7 @@ def threads() -> Iterator[None]:
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The folder where kernels are looked for, and are not."""
-    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
     native.native.cache_clear()
     yield tmp_path
     native.native.cache_clear()
@@ -230,7 +230,7 @@ def test_kernels_of_other_sources_are_not_used(without_kernels, caplog):
 
 
 def test_kernels_with_other_block_sizes_are_not_used(kernels, monkeypatch):
-    monkeypatch.setattr(native, "BLOCK", {8: 512, 4: 128})
+    monkeypatch.setattr(library, "BLOCK", {8: 512, 4: 128})
     native.native.cache_clear()
     try:
         assert native.native() is None

@@ -1,0 +1,58 @@
+// The host's side of a launch: layouts cut into tables, grids, errors.
+#pragma once
+
+#include "cuda_table.h"
+
+namespace zpp {
+
+static inline Place place_of(const Layout& layout, int64_t index) {
+    const Segment& one = layout.segments[index];
+    const bool raw = one.bits == RAW;
+    bool last = true;  // of those that are raw, or of those that have scales
+    for (int64_t i = index + 1; i < layout.count && last; ++i) {
+        last = (layout.segments[i].bits == RAW) != raw;
+    }
+    const int64_t gap = gap_after(raw ? one.raw_end(layout.wire) : one.scales_end());
+    return Place{one.scales_at, one.data_at, int32_t(one.bits), last ? int32_t(gap) : 0};
+}
+
+// The segments from `first` on, as many as fit. `reduced` may be the same layout.
+static inline void fill(const Layout& packed, const Layout& reduced, int64_t first, Table* table) {
+    const int64_t left = packed.count - first;
+    table->elements = packed.elements;
+    table->packed_bytes = packed.packed_bytes;
+    table->reduced_bytes = reduced.packed_bytes;
+    table->wire = int32_t(packed.wire);
+    table->reduced_wire = int32_t(reduced.wire);
+    table->count = uint32_t(left < MAX_SEGMENTS ? left : MAX_SEGMENTS);
+    table->tiles = 0;
+    for (uint32_t i = 0; i < table->count; ++i) {
+        const Segment& one = packed.segments[first + i];
+        table->first_tile[i] = table->tiles;
+        table->entries[i] = Entry{one.start, one.size, place_of(packed, first + i),
+                                  place_of(reduced, first + i)};
+        table->tiles += uint32_t((one.size + WARP_TILE - 1) / WARP_TILE);
+    }
+}
+
+using Kernel = void(Job);
+
+// All segments of all rows; `job` has all but the table. On the device's `stream`, nothing waits.
+static inline int launch(Kernel* kernel, Job* job, const Layout& packed, const Layout& reduced,
+                         int64_t device, void* stream) {
+    if (job->slices == 0 || job->parts == 0) return cudaSuccess;
+    cudaError_t error = cudaSetDevice(int(device));
+    for (int64_t first = 0; first < packed.count && !error; first += MAX_SEGMENTS) {
+        fill(packed, reduced, first, &job->table);
+        const dim3 grid((job->table.tiles + WARPS - 1) / WARPS,
+                        unsigned(job->slices < MAX_GRID ? job->slices : MAX_GRID),
+                        unsigned(job->parts < MAX_GRID ? job->parts : MAX_GRID));
+        void* parameters[] = {job};
+        error = cudaLaunchKernel(kernel, grid, dim3(WARPS * LANES), parameters, 0,
+                                 static_cast<cudaStream_t>(stream));
+    }
+    if (error) cudaGetLastError();  // forgotten here: it is the caller's now
+    return int(error);
+}
+
+}  // namespace zpp

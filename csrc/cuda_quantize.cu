@@ -1,0 +1,142 @@
+// Rows of values to packed rows and back.
+
+#include "cuda_codes.h"
+#include "cuda_launch.h"
+
+namespace zpp {
+namespace {
+
+template <Type T, int VEC>
+ZPP_DEVICE void pack(const uint8_t* values, const Place& place, int wire, const Tile& tile,
+                     uint8_t* packed) {
+    Held<VEC> held;
+    read_numbers<T, VEC>(values, tile, &held);
+    put(held, place, wire, tile, packed);
+}
+
+template <Type T, int VEC>
+ZPP_DEVICE void unpack(const Place& place, int wire, const Tile& tile, uint8_t* packed,
+                       uint8_t* values) {
+    Held<VEC> held;
+    if (place.bits == RAW) {
+        read_wire(wire, raw_at(place, wire, tile, packed), tile, &held);
+    } else {
+        clear(&held);
+        const uint8_t* codes = codes_at(place, tile, packed);
+        const uint8_t* scales = scales_at(place, tile, packed);
+        if (place.bits == 8) {
+            Coded<INT8, VEC> read;
+            read_codes(codes, scales, tile, &read);
+            add_codes(read, tile, &held);
+        } else {
+            Coded<INT4, VEC> read;
+            read_codes(codes, scales, tile, &read);
+            add_codes(read, tile, &held);
+        }
+    }
+    write_numbers<T, VEC>(held, tile, values);
+}
+
+// Of values and, where they travel as they are, of what is packed.
+template <Type T, int VEC>
+ZPP_DEVICE bool both_fit(const uint8_t* values, const Place& place, int wire, const Tile& tile,
+                         uint8_t* packed) {
+    if (!fits<T, VEC>(values, tile.size)) return false;
+    return place.bits != RAW ||
+           wire_fits<VEC>(wire, raw_at(place, wire, tile, packed), tile.size);
+}
+
+template <Type T>
+__global__ void __launch_bounds__(WARPS * LANES) quantize_rows(const __grid_constant__ Job job) {
+    constexpr int SIZE = int(sizeof(typename Element<T>::Word)), VEC = 16 / SIZE;
+    const Table& table = job.table;
+    Tile tile;
+    if (!find_tile(table, &tile)) return;
+    const Entry& entry = table.entries[tile.entry];
+    for_rows(job, [&](int64_t packed_row, int64_t row) {
+        const int64_t element = row * table.elements + entry.start + tile.first;
+        const uint8_t* values = job.from + element * SIZE;
+        uint8_t* packed = job.to + packed_row * table.packed_bytes;
+        if (both_fit<T, VEC>(values, entry.packed, table.wire, tile, packed)) {
+            pack<T, VEC>(values, entry.packed, table.wire, tile, packed);
+        } else {
+            pack<T, 2>(values, entry.packed, table.wire, tile, packed);
+        }
+    });
+}
+
+template <Type T>
+__global__ void __launch_bounds__(WARPS * LANES) dequantize_rows(const __grid_constant__ Job job) {
+    constexpr int SIZE = int(sizeof(typename Element<T>::Word)), VEC = 16 / SIZE;
+    const Table& table = job.table;
+    Tile tile;
+    if (!find_tile(table, &tile)) return;
+    const Entry& entry = table.entries[tile.entry];
+    for_rows(job, [&](int64_t packed_row, int64_t row) {
+        const int64_t element = row * table.elements + entry.start + tile.first;
+        uint8_t* values = job.to + element * SIZE;
+        uint8_t* packed = job.from + packed_row * table.packed_bytes;
+        if (both_fit<T, VEC>(values, entry.packed, table.wire, tile, packed)) {
+            unpack<T, VEC>(entry.packed, table.wire, tile, packed, values);
+        } else {
+            unpack<T, 2>(entry.packed, table.wire, tile, packed, values);
+        }
+    });
+}
+
+constexpr Kernel* QUANTIZE[NUM_TYPES] = {quantize_rows<BF16>, quantize_rows<FP16>,
+                                         quantize_rows<FP32>};
+constexpr Kernel* DEQUANTIZE[NUM_TYPES] = {dequantize_rows<BF16>, dequantize_rows<FP16>,
+                                           dequantize_rows<FP32>};
+
+Job job_of(uint8_t* from, uint8_t* to, int64_t count, int64_t fold) {
+    Job job;
+    job.from = from;
+    job.to = to;
+    job.slices = count / fold;
+    job.parts = fold;
+    job.terms = 1;
+    job.stride = 0;
+    return job;
+}
+
+}  // namespace
+}  // namespace zpp
+
+using namespace zpp;
+
+extern "C" {
+
+int64_t zpp_version() { return VERSION; }
+
+// Elements that share a scale.
+int64_t zpp_block(int64_t bits) { return bits == 8 ? BLOCK8 : BLOCK4; }
+
+// 0 if the kernels run on this device; else an error, as all that follow return. Loads them, so that
+// the first launch may be one that is captured.
+int64_t zpp_ready(int64_t device) {
+    cudaError_t error = cudaSetDevice(int(device));
+    cudaFuncAttributes found;
+    for (int i = 0; i < NUM_TYPES && !error; ++i) {
+        error = cudaFuncGetAttributes(&found, QUANTIZE[i]);
+        if (!error) error = cudaFuncGetAttributes(&found, DEQUANTIZE[i]);
+    }
+    if (error) cudaGetLastError();
+    return int64_t(error);
+}
+
+const char* zpp_error(int64_t error) { return cudaGetErrorString(cudaError_t(error)); }
+
+int64_t zpp_quantize(const Layout* layout, uint8_t* rows, int64_t type, uint8_t* packed,
+                     int64_t count, int64_t fold, int64_t device, void* stream) {
+    Job job = job_of(rows, packed, count, fold);
+    return launch(QUANTIZE[type], &job, *layout, *layout, device, stream);
+}
+
+int64_t zpp_dequantize(const Layout* layout, uint8_t* packed, uint8_t* rows, int64_t type,
+                       int64_t count, int64_t fold, int64_t device, void* stream) {
+    Job job = job_of(packed, rows, count, fold);
+    return launch(DEQUANTIZE[type], &job, *layout, *layout, device, stream);
+}
+
+}  // extern "C"

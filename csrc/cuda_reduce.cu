@@ -1,0 +1,147 @@
+// Packed rows added up in fp32, in their order, and packed again or written out.
+
+#include "cuda_codes.h"
+#include "cuda_launch.h"
+
+namespace zpp {
+namespace {
+
+// Terms whose codes a lane asks for at once: 4 of 32 bytes each are as much in flight as the
+// quantization of fp32 has. Where units are small, half of that: more requests for as many bytes.
+template <int VEC> constexpr int64_t AT_ONCE = VEC < 8 ? 2 : 4;
+
+template <Width W, int VEC>
+ZPP_DEVICE void sum_codes(const Job& job, const Tile& tile, const uint8_t* codes,
+                          const uint8_t* scales, Held<VEC>* sums) {
+    for (int64_t first = 0; first < job.terms; first += AT_ONCE<VEC>) {
+        Coded<W, VEC> read[AT_ONCE<VEC>];
+#pragma unroll
+        for (int64_t i = 0; i < AT_ONCE<VEC>; ++i) {
+            const int64_t skip = (first + i) * job.stride;
+            if (first + i < job.terms) read_codes(codes + skip, scales + skip, tile, &read[i]);
+        }
+#pragma unroll
+        for (int64_t i = 0; i < AT_ONCE<VEC>; ++i) {
+            if (first + i < job.terms) add_codes(read[i], tile, sums);
+        }
+    }
+}
+
+template <int VEC>
+ZPP_DEVICE void sum_raw(const Job& job, const Tile& tile, const uint8_t* from, Held<VEC>* sums) {
+    for (int64_t term = 0; term < job.terms; ++term) {
+        Held<VEC> one;
+        read_wire(job.table.wire, from + term * job.stride, tile, &one);
+#pragma unroll
+        for (int u = 0; u < Held<VEC>::UNITS; ++u) {
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) sums->value[u][i] += one.value[u][i];
+        }
+    }
+}
+
+template <int VEC>
+ZPP_DEVICE void sum_terms(const Job& job, const Tile& tile, const Place& place, uint8_t* packed,
+                          Held<VEC>* sums) {
+    clear(sums);
+    if (place.bits == RAW) {
+        return sum_raw(job, tile, raw_at(place, job.table.wire, tile, packed), sums);
+    }
+    const uint8_t* codes = codes_at(place, tile, packed);
+    const uint8_t* scales = scales_at(place, tile, packed);
+    if (place.bits == 8) {
+        sum_codes<INT8>(job, tile, codes, scales, sums);
+    } else {
+        sum_codes<INT4>(job, tile, codes, scales, sums);
+    }
+}
+
+template <int VEC>
+ZPP_DEVICE void reduce(const Job& job, const Tile& tile, uint8_t* packed, uint8_t* reduced) {
+    const Entry& entry = job.table.entries[tile.entry];
+    Held<VEC> sums;
+    sum_terms(job, tile, entry.packed, packed, &sums);
+    clear_beyond(tile, &sums);
+    put(sums, entry.reduced, job.table.reduced_wire, tile, reduced);
+}
+
+__global__ void __launch_bounds__(WARPS * LANES) reduce_rows(const __grid_constant__ Job job) {
+    const Table& table = job.table;
+    Tile tile;
+    if (!find_tile(table, &tile)) return;
+    const Entry& entry = table.entries[tile.entry];
+    const bool raw = entry.packed.bits == RAW, raw_on = entry.reduced.bits == RAW;
+    for_rows(job, [&](int64_t row, int64_t) {
+        uint8_t* packed = job.from + row * table.packed_bytes;
+        uint8_t* reduced = job.to + row * table.reduced_bytes;
+        if (!raw && !raw_on) return reduce<16>(job, tile, packed, reduced);
+        const uint8_t* from = raw_at(entry.packed, table.wire, tile, packed);
+        const uint8_t* to = raw_at(entry.reduced, table.reduced_wire, tile, reduced);
+        if ((!raw || wire_fits<8>(table.wire, from, tile.size)) &&
+            (!raw_on || wire_fits<8>(table.reduced_wire, to, tile.size))) {
+            return reduce<8>(job, tile, packed, reduced);
+        }
+        reduce<2>(job, tile, packed, reduced);
+    });
+}
+
+template <Type T, int VEC>
+ZPP_DEVICE void sum_up(const Job& job, const Tile& tile, uint8_t* out) {
+    Held<VEC> sums;
+    sum_terms(job, tile, job.table.entries[tile.entry].packed, job.from, &sums);
+    write_numbers<T, VEC>(sums, tile, out);
+}
+
+template <Type T>
+__global__ void __launch_bounds__(WARPS * LANES) sum_rows(const __grid_constant__ Job job) {
+    constexpr int SIZE = int(sizeof(typename Element<T>::Word)), VEC = 16 / SIZE;
+    const Table& table = job.table;
+    Tile tile;
+    if (!find_tile(table, &tile)) return;
+    const Entry& entry = table.entries[tile.entry];
+    uint8_t* out = job.to + (entry.start + tile.first) * SIZE;
+    const uint8_t* raw = raw_at(entry.packed, table.wire, tile, job.from);
+    if (fits<T, VEC>(out, tile.size) &&
+        (entry.packed.bits != RAW || wire_fits<VEC>(table.wire, raw, tile.size))) {
+        sum_up<T, VEC>(job, tile, out);
+    } else {
+        sum_up<T, 2>(job, tile, out);
+    }
+}
+
+constexpr Kernel* SUM[NUM_TYPES] = {sum_rows<BF16>, sum_rows<FP16>, sum_rows<FP32>};
+
+}  // namespace
+}  // namespace zpp
+
+using namespace zpp;
+
+extern "C" {
+
+// The two layouts have the same segments but for bits and places.
+int64_t zpp_reduce_quantize(const Layout* layout, uint8_t* packed, const Layout* onto,
+                            uint8_t* reduced, int64_t count, int64_t terms, int64_t device,
+                            void* stream) {
+    Job job;
+    job.from = packed;
+    job.to = reduced;
+    job.slices = count;
+    job.parts = 1;
+    job.terms = terms;
+    job.stride = count * layout->packed_bytes;
+    return launch(reduce_rows, &job, *layout, *onto, device, stream);
+}
+
+int64_t zpp_reduce_dequantize(const Layout* layout, uint8_t* packed, uint8_t* out, int64_t type,
+                              int64_t terms, int64_t device, void* stream) {
+    Job job;
+    job.from = packed;
+    job.to = out;
+    job.slices = 1;
+    job.parts = 1;
+    job.terms = terms;
+    job.stride = layout->packed_bytes;
+    return launch(SUM[type], &job, *layout, *layout, device, stream);
+}
+
+}  // extern "C"
