@@ -37,22 +37,34 @@ static inline void fill(const Layout& packed, const Layout& reduced, int64_t fir
 
 using Kernel = void(Job);
 
+// The segments of `job`'s table in all rows.
+static inline cudaError_t launch_table(Kernel* kernel, Job* job, cudaStream_t stream) {
+    cudaError_t error = cudaSuccess;
+    const unsigned tiles = (job->table.tiles + WARPS - 1) / WARPS;
+    for (job->first_part = 0; job->first_part < job->parts; job->first_part += MAX_GRID) {
+        const int64_t parts = job->parts - job->first_part;
+        for (job->first_slice = 0; job->first_slice < job->slices; job->first_slice += MAX_GRID) {
+            const int64_t slices = job->slices - job->first_slice;
+            const dim3 grid(tiles, unsigned(slices < MAX_GRID ? slices : MAX_GRID),
+                            unsigned(parts < MAX_GRID ? parts : MAX_GRID));
+            void* parameters[] = {job};
+            error = cudaLaunchKernel(kernel, grid, dim3(WARPS * LANES), parameters, 0, stream);
+            if (error) return error;
+        }
+    }
+    return error;
+}
+
 // All segments of all rows; `job` has all but the table. On the device's `stream`, nothing waits.
-static inline int launch(Kernel* kernel, Job* job, const Layout& packed, const Layout& reduced,
-                         int64_t device, void* stream) {
-    if (job->slices == 0 || job->parts == 0) return cudaSuccess;
+static inline int64_t launch(Kernel* kernel, Job* job, const Layout& packed, const Layout& reduced,
+                             int64_t device, void* stream) {
     cudaError_t error = cudaSetDevice(int(device));
     for (int64_t first = 0; first < packed.count && !error; first += MAX_SEGMENTS) {
         fill(packed, reduced, first, &job->table);
-        const dim3 grid((job->table.tiles + WARPS - 1) / WARPS,
-                        unsigned(job->slices < MAX_GRID ? job->slices : MAX_GRID),
-                        unsigned(job->parts < MAX_GRID ? job->parts : MAX_GRID));
-        void* parameters[] = {job};
-        error = cudaLaunchKernel(kernel, grid, dim3(WARPS * LANES), parameters, 0,
-                                 static_cast<cudaStream_t>(stream));
+        error = launch_table(kernel, job, static_cast<cudaStream_t>(stream));
     }
     if (error) cudaGetLastError();  // forgotten here: it is the caller's now
-    return int(error);
+    return int64_t(error);
 }
 
 }  // namespace zpp

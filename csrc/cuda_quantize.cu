@@ -53,16 +53,14 @@ __global__ void __launch_bounds__(WARPS * LANES) quantize_rows(const __grid_cons
     Tile tile;
     if (!find_tile(table, &tile)) return;
     const Entry& entry = table.entries[tile.entry];
-    for_rows(job, [&](int64_t packed_row, int64_t row) {
-        const int64_t element = row * table.elements + entry.start + tile.first;
-        const uint8_t* values = job.from + element * SIZE;
-        uint8_t* packed = job.to + packed_row * table.packed_bytes;
-        if (both_fit<T, VEC>(values, entry.packed, table.wire, tile, packed)) {
-            pack<T, VEC>(values, entry.packed, table.wire, tile, packed);
-        } else {
-            pack<T, 2>(values, entry.packed, table.wire, tile, packed);
-        }
-    });
+    const int64_t element = job.row() * table.elements + entry.start + tile.first;
+    const uint8_t* values = job.from + element * SIZE;
+    uint8_t* packed = job.to + job.packed_row() * table.packed_bytes;
+    if (both_fit<T, VEC>(values, entry.packed, table.wire, tile, packed)) {
+        pack<T, VEC>(values, entry.packed, table.wire, tile, packed);
+    } else {
+        pack<T, 2>(values, entry.packed, table.wire, tile, packed);
+    }
 }
 
 template <Type T>
@@ -72,16 +70,14 @@ __global__ void __launch_bounds__(WARPS * LANES) dequantize_rows(const __grid_co
     Tile tile;
     if (!find_tile(table, &tile)) return;
     const Entry& entry = table.entries[tile.entry];
-    for_rows(job, [&](int64_t packed_row, int64_t row) {
-        const int64_t element = row * table.elements + entry.start + tile.first;
-        uint8_t* values = job.to + element * SIZE;
-        uint8_t* packed = job.from + packed_row * table.packed_bytes;
-        if (both_fit<T, VEC>(values, entry.packed, table.wire, tile, packed)) {
-            unpack<T, VEC>(entry.packed, table.wire, tile, packed, values);
-        } else {
-            unpack<T, 2>(entry.packed, table.wire, tile, packed, values);
-        }
-    });
+    const int64_t element = job.row() * table.elements + entry.start + tile.first;
+    uint8_t* values = job.to + element * SIZE;
+    uint8_t* packed = job.from + job.packed_row() * table.packed_bytes;
+    if (both_fit<T, VEC>(values, entry.packed, table.wire, tile, packed)) {
+        unpack<T, VEC>(entry.packed, table.wire, tile, packed, values);
+    } else {
+        unpack<T, 2>(entry.packed, table.wire, tile, packed, values);
+    }
 }
 
 constexpr Kernel* QUANTIZE[NUM_TYPES] = {quantize_rows<BF16>, quantize_rows<FP16>,

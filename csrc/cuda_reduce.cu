@@ -71,18 +71,16 @@ __global__ void __launch_bounds__(WARPS * LANES) reduce_rows(const __grid_consta
     if (!find_tile(table, &tile)) return;
     const Entry& entry = table.entries[tile.entry];
     const bool raw = entry.packed.bits == RAW, raw_on = entry.reduced.bits == RAW;
-    for_rows(job, [&](int64_t row, int64_t) {
-        uint8_t* packed = job.from + row * table.packed_bytes;
-        uint8_t* reduced = job.to + row * table.reduced_bytes;
-        if (!raw && !raw_on) return reduce<16>(job, tile, packed, reduced);
-        const uint8_t* from = raw_at(entry.packed, table.wire, tile, packed);
-        const uint8_t* to = raw_at(entry.reduced, table.reduced_wire, tile, reduced);
-        if ((!raw || wire_fits<8>(table.wire, from, tile.size)) &&
-            (!raw_on || wire_fits<8>(table.reduced_wire, to, tile.size))) {
-            return reduce<8>(job, tile, packed, reduced);
-        }
-        reduce<2>(job, tile, packed, reduced);
-    });
+    uint8_t* packed = job.from + job.row() * table.packed_bytes;
+    uint8_t* reduced = job.to + job.row() * table.reduced_bytes;
+    if (!raw && !raw_on) return reduce<16>(job, tile, packed, reduced);
+    const uint8_t* from = raw_at(entry.packed, table.wire, tile, packed);
+    const uint8_t* to = raw_at(entry.reduced, table.reduced_wire, tile, reduced);
+    if ((!raw || wire_fits<8>(table.wire, from, tile.size)) &&
+        (!raw_on || wire_fits<8>(table.reduced_wire, to, tile.size))) {
+        return reduce<8>(job, tile, packed, reduced);
+    }
+    reduce<2>(job, tile, packed, reduced);
 }
 
 template <Type T, int VEC>

@@ -41,12 +41,18 @@ struct Table {
     Entry entries[MAX_SEGMENTS];
 };
 
-// Packed row k = part * slices + slice belongs to the row slice * parts + part of values.
+// Packed row k = part * slices + slice belongs to the row slice * parts + part of values. A grid has
+// the tiles of a row in x, slices in y and parts in z, both from a first one on.
 struct Job {
     Table table;
     uint8_t *from, *to;
-    int64_t slices, parts;
+    int64_t slices, parts, first_slice, first_part;
     int64_t terms, stride;  // of a sum; bytes from one term to the next
+
+    __device__ __forceinline__ int64_t slice() const { return first_slice + blockIdx.y; }
+    __device__ __forceinline__ int64_t part() const { return first_part + blockIdx.z; }
+    __device__ __forceinline__ int64_t packed_row() const { return part() * slices + slice(); }
+    __device__ __forceinline__ int64_t row() const { return slice() * parts + part(); }
 };
 static_assert(sizeof(Job) <= MAX_PARAMETERS, "parameters of a kernel");
 
@@ -94,15 +100,6 @@ ZPP_DEVICE uint8_t* codes_at(const Place& place, const Tile& tile, uint8_t* pack
 }
 ZPP_DEVICE uint8_t* scales_at(const Place& place, const Tile& tile, uint8_t* packed) {
     return packed + place.scales_at + tile.first / (place.bits == 8 ? BLOCK8 : BLOCK4) * 2;
-}
-
-// The rows of the packed kind and of values that a thread block works on, one after another.
-template <class Body> ZPP_DEVICE void for_rows(const Job& job, const Body& body) {
-    for (int64_t part = blockIdx.z; part < job.parts; part += gridDim.z) {
-        for (int64_t slice = blockIdx.y; slice < job.slices; slice += gridDim.y) {
-            body(part * job.slices + slice, slice * job.parts + part);
-        }
-    }
 }
 
 }  // namespace zpp
