@@ -18,7 +18,7 @@ from zeropp.library import ADDRESS, NUMBER, Kernels
 from zeropp.packing import ALIGN
 
 STEM = "_cuda"
-_FACTS = (("zpp_ready", (NUMBER,)), ("zpp_error", (NUMBER,)))
+FACTS = (("zpp_ready", (NUMBER,)), ("zpp_error", (NUMBER,)))
 _log = logging.getLogger("zeropp")
 
 
@@ -66,7 +66,7 @@ def cuda() -> Cuda | None:
 
 
 def _load(path: Path) -> Cuda | None:
-    loaded = library.load(path, (NUMBER, ADDRESS), NUMBER, _FACTS)
+    loaded = library.load(path, (NUMBER, ADDRESS), NUMBER, FACTS)
     if loaded is None:
         return None
     loaded.zpp_error.restype = ctypes.c_char_p

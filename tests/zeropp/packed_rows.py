@@ -67,6 +67,17 @@ def any_rows(count: int, elements: int, dtype: torch.dtype, seed: int) -> torch.
     return rows
 
 
+def every_16_bit_number(dtype: torch.dtype) -> torch.Tensor:
+    """(1, n): all bit patterns; in fp32 those around all halves of a 16-bit step."""
+    words = torch.arange(1 << 16, dtype=torch.int32)
+    if dtype == torch.float32:
+        low = torch.tensor([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1000, 0x0FFF, 0x3000])
+        rows = ((words << 16)[:, None] | low.int()).view(dtype).view(1, -1)
+    else:
+        rows = words.to(torch.int16).view(dtype).view(1, -1)
+    return torch.where(rows.isnan(), torch.nan, rows)  # one of its many bit patterns
+
+
 def scales_of(packed: torch.Tensor, segment: Segment) -> torch.Tensor:
     """(K, n) fp64: the scale of each element of a quantized segment."""
     stop = segment.scales_at + 2 * num_blocks(segment.size, segment.bits)

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.zeropp.against_reference import check_rows, check_sums, other_bits
 from tests.zeropp.packed_rows import (
     FEW,
     RAGGED,
     any_rows,
-    bits_of,
-    bytes_of,
     dtypes,
+    every_16_bit_number,
     layouts,
     ragged_layouts,
     seeds,
@@ -66,39 +66,6 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     native.native.cache_clear()
 
 
-def same(packed: torch.Tensor, expected: torch.Tensor, layout: Layout) -> None:
-    assert torch.equal(bytes_of(packed, layout), bytes_of(expected, layout))
-
-
-def check_rows(kernels: Native, rows: torch.Tensor, layout: Layout, fold: int) -> torch.Tensor:
-    """Quantize and, into every type, dequantize; returns the packed rows."""
-    packed = kernels.quantize(rows, layout, fold)
-    same(packed, reference.quantize(rows, layout, fold), layout)
-    for dtype in FLOATS:
-        own, expected = (torch.full(rows.shape, 7, dtype=dtype) for _ in range(2))
-        kernels.dequantize(packed, own, layout, fold)
-        reference.dequantize(packed, expected, layout, fold)
-        assert torch.equal(bits_of(own), bits_of(expected)), dtype
-    return packed
-
-
-def check_sums(kernels: Native, packed: torch.Tensor, layout: Layout, onto: Layout, terms: int):
-    reduced = kernels.reduce_quantize(packed, layout, onto, terms)
-    same(reduced, reference.reduce_quantize(packed, layout, onto, terms), onto)
-    for dtype in FLOATS:
-        own, expected = (torch.full((layout.elements,), 7, dtype=dtype) for _ in range(2))
-        kernels.reduce_dequantize(packed, own, layout)
-        reference.reduce_dequantize(packed, expected, layout)
-        assert torch.equal(bits_of(own), bits_of(expected)), dtype
-
-
-def other_bits(layout: Layout) -> Layout:
-    """The same sizes with every width exchanged for another."""
-    turned = {8: 4, 4: 16, 16: 8}
-    bits = tuple(turned[one] for one in layout.bits)
-    return Layout(sizes=layout.sizes, bits=bits, wire=layout.wire)
-
-
 @pytest.mark.parametrize("wire", FLOATS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_rows_of_ragged_segments(of_isa, dtype, wire):
@@ -137,13 +104,7 @@ def test_any_rows_and_any_sums(kernels, layout, dtype, seed, data):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_every_16_bit_number_and_all_its_neighbours_in_fp32(of_isa, dtype):
     """Conversions between types on all bit patterns, and around all halves of a 16-bit step."""
-    words = torch.arange(1 << 16, dtype=torch.int32)
-    if dtype == torch.float32:
-        low = torch.tensor([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1000, 0x0FFF, 0x3000])
-        rows = ((words << 16)[:, None] | low.int()).view(dtype).view(1, -1)
-    else:
-        rows = words.to(torch.int16).view(dtype).view(1, -1)
-    rows = torch.where(rows.isnan(), torch.nan, rows)  # one of its many bit patterns
+    rows = every_16_bit_number(dtype)
     for wire in FLOATS:
         layout = Layout(sizes=(rows.numel(),), bits=(16,), wire=wire)
         check_rows(of_isa, rows, layout, 1)

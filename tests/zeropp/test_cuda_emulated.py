@@ -1,0 +1,99 @@
+"""The CUDA kernels on the CPU, warp by warp: which element goes where, against the reference.
+
+What the emulation does not show is said in tests/zeropp/emulated_cuda/cuda_runtime.h.
+"""
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.zeropp.against_reference import (
+    check_rows,
+    check_sums,
+    many_segments,
+    other_bits,
+    with_dirty_gaps,
+)
+from tests.zeropp.packed_rows import RAGGED, any_rows, ragged_layouts
+from zeropp import library
+from zeropp.cuda import FACTS
+from zeropp.library import ADDRESS, NUMBER, Kernels
+from zeropp.packing import ALIGN, FLOATS, Layout
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = (
+    "-std=c++17 -O1 -Wall -Wno-unknown-pragmas -ffp-contract=off -fno-strict-aliasing -fPIC -shared"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emulated(Kernels):
+    """The library that a GPU would run, on the CPU."""
+
+    def call(self, name: str, packed: Tensor, *arguments: object) -> None:
+        assert packed.data_ptr() % ALIGN == 0
+        assert getattr(self.library, f"zpp_{name}")(*arguments, 0, None) == 0
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ here to compile the emulated kernels")
+    built = tmp_path_factory.mktemp("emulated") / "kernels.so"
+    sources = [str(path) for path in sorted((ROOT / "csrc").glob("cuda_*.cu"))]
+    headers = ["-I", str(ROOT / "tests/zeropp/emulated_cuda")]
+    command = [compiler, "-x", "c++", *FLAGS.split(), *headers, *sources, "-o", str(built)]
+    subprocess.run(command, check=True)
+    loaded = library.load(built, (NUMBER, ADDRESS), NUMBER, FACTS)
+    assert loaded is not None
+    return Emulated(library=loaded)
+
+
+@pytest.mark.parametrize("shift", [0, 3])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rows_of_ragged_segments(kernels, dtype, shift):
+    for seed, wire in enumerate((*FLOATS, *FLOATS)):
+        layout = ragged_layouts(wire)[seed]
+        rows = any_rows(6, layout.elements, dtype, seed)
+        for fold in (2, 3):
+            check_rows(kernels, rows, layout, fold, shift=shift)
+
+
+@pytest.mark.parametrize("terms", [1, 2, 3, 4, 5, 9])
+def test_sums_of_ragged_segments(kernels, terms):
+    for seed in range(len(RAGGED)):
+        layout = ragged_layouts(FLOATS[(seed + terms) % 3])[seed]
+        rows = any_rows(2 * terms, layout.elements, torch.float32, seed + 10 * terms)
+        packed = kernels.quantize(rows, layout, 1)
+        for onto in (layout, other_bits(layout), other_bits(other_bits(layout))):
+            check_sums(kernels, packed, layout, onto, terms, shift=terms % 2)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_segments_that_only_wide_accesses_touch(kernels, dtype, bits):
+    layout = Layout(sizes=(3072, 768, 2048 + 16), bits=(bits,) * 3, wire=dtype)
+    packed = check_rows(kernels, any_rows(4, layout.elements, dtype, bits), layout, 2)
+    for onto_bits in (4, 8, 16):
+        onto = Layout(sizes=layout.sizes, bits=(onto_bits,) * 3, wire=dtype)
+        check_sums(kernels, packed, layout, onto, 4)
+
+
+@pytest.mark.parametrize("count", [55, 56, 57, 120])
+def test_more_segments_than_a_launch_takes(kernels, count):
+    layout = many_segments(count, FLOATS[count % 3])
+    packed = check_rows(kernels, any_rows(2, layout.elements, torch.float32, count), layout, 1)
+    check_sums(kernels, packed, layout, other_bits(layout), 2)
+
+
+def test_what_lies_in_gaps_is_not_read(kernels):
+    for seed, layout in enumerate(ragged_layouts(torch.bfloat16)):
+        clean = kernels.quantize(any_rows(4, layout.elements, torch.float32, seed), layout, 1)
+        packed = with_dirty_gaps(clean, layout)
+        check_sums(kernels, packed, layout, other_bits(layout), 2)
