@@ -3,9 +3,10 @@
 They have a plain C interface and know neither Python nor torch, so that any C++17 compiler builds
 them in seconds. Without one the package works too: plain PyTorch and NumPy stand in.
 
-The kernels for GPUs are built where there are nvcc (in CUDA_HOME, on the PATH, or in /usr/local/cuda)
-and a torch that has CUDA. Which torch that is, its version.py says, which is read and not imported: a
-build that pip isolates sees no packages, but knows the folder of those of the Python that runs it.
+The kernels for GPUs are built where there are nvcc (in CUDA_HOME, on the PATH, in /usr/local/cuda)
+and a torch that has CUDA. Whether it has, its version.py says, which is read and not imported: a
+build that pip isolates sees no packages, but knows where those of the Python that runs it are. With
+no torch there yet, they are not built.
 ZPP_BUILD_CUDA=1 builds them for any torch, ZPP_BUILD_CUDA=0 for none. No GPU is needed.
 """
 
@@ -34,7 +35,7 @@ PER_SOURCE = {"csrc/cpu_avx2.cpp": AVX2, "csrc/cpu_avx512.cpp": AVX512}
 CUDA = "zeropp._cuda"
 # Division is correctly rounded, and subnormals are kept, unless nvcc is told otherwise.
 CUDA_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "-Xcompiler=-fPIC,-ffp-contract=off"]
-# GPUs whose own code is built: of the first two, where nvcc still knows it, the older. It runs on all
+# GPUs whose own code is built: of the first two the older, where nvcc still knows it. It runs on all
 # of the same first digit; for later GPUs there is the last one's PTX.
 OLDEST, NEWER = (70, 75), (80, 90)
 
@@ -115,7 +116,6 @@ def builds_cuda() -> bool:
     if wanted == "1" and find_nvcc() is None:
         sys.exit("error: ZPP_BUILD_CUDA is 1 and there is no nvcc; set CUDA_HOME to a toolkit")
     return wanted == "1" or (wanted != "0" and bool(find_nvcc()) and torch_cuda() is not None)
-
 
 
 KERNELS = Extension(

@@ -1,7 +1,7 @@
-"""The compiled kernels for NVIDIA GPUs, where they were built: csrc/cuda_quantize.cu, cuda_reduce.cu.
+"""The compiled kernels for NVIDIA GPUs, where they were built, from csrc/cuda_*.cu.
 
-They run on the current stream of the tensors' device, wait for nothing and allocate nothing but what
-they return, so that a CUDA graph can hold them.
+They run on the current stream of the tensors' device, wait for nothing and allocate nothing but
+what they return, so that a CUDA graph can hold them.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ class Cuda(Kernels):
 
 @cache
 def cuda() -> Cuda | None:
-    """The kernels, or `None` where there are none that this GPU can run; says once, at INFO, which."""
+    """The kernels, or `None` where none run on this GPU; says once, at INFO, which it is."""
     found = library.find(STEM)
     if found is None:
         why = "they were not built here (no nvcc, or a PyTorch without CUDA at that time)"

@@ -1,8 +1,8 @@
 """The compiled libraries of csrc/, one for CPUs and one for GPUs: found, checked, declared, called.
 
 They are plain C to the outside, so that they build in seconds and fit any torch. ctypes lets go of
-the interpreter's lock during a call. Both have the same functions; where and how they run follows in
-the last arguments.
+the interpreter's lock during a call. Both have the same functions; where and how they run follows
+in the last arguments.
 """
 
 import ctypes

@@ -1,7 +1,8 @@
 """The quantization ops of PyTorch: schema, shape rule, and what runs on which device.
 
 `torch.ops.zeropp.quantize` and its three companions have the plain-torch reference on every device,
-and on CPUs and GPUs the kernels of csrc/ where they were built. A layout travels as its three fields.
+and on CPUs and GPUs the kernels of csrc/ where they were built. A layout travels as its three
+fields.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The CUDA kernels on a GPU: the reference's bytes, on the stream and in the graph they are given."""
+"""The CUDA kernels on a GPU: the reference's bytes, on the stream and in the graph given."""
 
 import pytest
 import torch
@@ -173,7 +173,7 @@ def test_the_ops_use_the_kernels(kernels):
 
 
 def test_it_runs_on_the_current_stream_and_waits_for_nothing(kernels):
-    """The rows are written behind a long wait: a kernel elsewhere would read what was there before."""
+    """The rows are written behind a long wait: elsewhere, a kernel would read what was there."""
     layout = Layout(sizes=(1 << 16, 77), bits=(8, 4), wire=torch.bfloat16)
     rows = any_rows(2, layout.elements, torch.float32, 1)
     late, now = rows.pin_memory(), torch.zeros_like(rows, device=GPU)

@@ -1,4 +1,4 @@
-"""nvcc compiles the CUDA kernels, and everything that a kernel holds fits in registers. No GPU needed."""
+"""nvcc compiles the CUDA kernels, and all that they hold fits in registers. No GPU is needed."""
 
 import pytest
 
