@@ -35,8 +35,8 @@ PER_SOURCE = {"csrc/cpu_avx2.cpp": AVX2, "csrc/cpu_avx512.cpp": AVX512}
 CUDA = "zeropp._cuda"
 # Division is correctly rounded, and subnormals are kept, unless nvcc is told otherwise.
 CUDA_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "-Xcompiler=-fPIC,-ffp-contract=off"]
-# GPUs whose own code is built: of the first two the older, where nvcc still knows it. It runs on all
-# of the same first digit; for later GPUs there is the last one's PTX.
+# GPUs whose own code is built: of the first two the older, where nvcc still knows it. Code runs on
+# all of the same first digit; for later GPUs there is the last one's PTX.
 OLDEST, NEWER = (70, 75), (80, 90)
 
 

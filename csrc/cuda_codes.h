@@ -6,7 +6,7 @@
 
 namespace zpp {
 
-// The parts of a tile as lanes of a warp hold it. A group is the fewest units that are whole blocks.
+// The parts of a tile as a warp's lanes hold it. A group: the fewest units that are whole blocks.
 template <Width W, int VEC> struct Shape {
     static constexpr int BITS = Codes<W>::BITS, BLOCK = Codes<W>::BLOCK;
     static constexpr int UNITS = Held<VEC>::UNITS;

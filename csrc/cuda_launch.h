@@ -55,6 +55,16 @@ static inline cudaError_t launch_table(Kernel* kernel, Job* job, cudaStream_t st
     return error;
 }
 
+// Loads kernels, so that their first launch may be one that is captured.
+static inline cudaError_t load(Kernel* const* kernels, int count) {
+    cudaError_t error = cudaSuccess;
+    cudaFuncAttributes found;
+    for (int i = 0; i < count && !error; ++i) error = cudaFuncGetAttributes(&found, kernels[i]);
+    return error;
+}
+
+cudaError_t load_sums();  // those of cuda_reduce.cu
+
 // All segments of all rows; `job` has all but the table. On the device's `stream`, nothing waits.
 static inline int64_t launch(Kernel* kernel, Job* job, const Layout& packed, const Layout& reduced,
                              int64_t device, void* stream) {

@@ -108,15 +108,12 @@ int64_t zpp_version() { return VERSION; }
 // Elements that share a scale.
 int64_t zpp_block(int64_t bits) { return bits == 8 ? BLOCK8 : BLOCK4; }
 
-// 0 if the kernels run on this device; else an error, as all that follow return. Loads them, so that
-// the first launch may be one that is captured.
+// Loads all kernels. 0 if they run on this device; else an error, as all that follow return.
 int64_t zpp_ready(int64_t device) {
     cudaError_t error = cudaSetDevice(int(device));
-    cudaFuncAttributes found;
-    for (int i = 0; i < NUM_TYPES && !error; ++i) {
-        error = cudaFuncGetAttributes(&found, QUANTIZE[i]);
-        if (!error) error = cudaFuncGetAttributes(&found, DEQUANTIZE[i]);
-    }
+    if (!error) error = load(QUANTIZE, NUM_TYPES);
+    if (!error) error = load(DEQUANTIZE, NUM_TYPES);
+    if (!error) error = load_sums();
     if (error) cudaGetLastError();
     return int64_t(error);
 }

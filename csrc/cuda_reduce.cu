@@ -108,8 +108,15 @@ __global__ void __launch_bounds__(WARPS * LANES) sum_rows(const __grid_constant_
 }
 
 constexpr Kernel* SUM[NUM_TYPES] = {sum_rows<BF16>, sum_rows<FP16>, sum_rows<FP32>};
+constexpr Kernel* REDUCE = reduce_rows;
 
 }  // namespace
+
+cudaError_t load_sums() {
+    const cudaError_t error = load(SUM, NUM_TYPES);
+    return error ? error : load(&REDUCE, 1);
+}
+
 }  // namespace zpp
 
 using namespace zpp;
@@ -127,7 +134,7 @@ int64_t zpp_reduce_quantize(const Layout* layout, uint8_t* packed, const Layout*
     job.parts = 1;
     job.terms = terms;
     job.stride = count * layout->packed_bytes;
-    return launch(reduce_rows, &job, *layout, *onto, device, stream);
+    return launch(REDUCE, &job, *layout, *onto, device, stream);
 }
 
 int64_t zpp_reduce_dequantize(const Layout* layout, uint8_t* packed, uint8_t* out, int64_t type,

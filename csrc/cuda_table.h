@@ -1,5 +1,5 @@
-// A layout as kernels get it: in their parameters, so that a launch copies nothing to the device and
-// can be captured in a CUDA graph. Layouts of more segments than fit take several launches.
+// A layout as kernels get it: in their parameters, so that a launch copies nothing to the device
+// and can be captured in a CUDA graph. Layouts of more segments than fit take several launches.
 //
 // A tile is a piece of one segment, WARP_TILE elements or what is left of it, and one warp's work.
 #pragma once
@@ -21,8 +21,8 @@ constexpr int PER_LANE = WARP_TILE / LANES;
 constexpr unsigned ALL = 0xFFFFFFFFu;
 constexpr int64_t MAX_GRID = 65535;  // in y and z
 
-// A segment's place in a packed row. Behind its scales, or its raw values, are `gap` bytes that hold
-// nothing; behind its codes are those up to the next aligned place.
+// A segment's place in a packed row. Behind its scales, or its raw values, are `gap` bytes that
+// hold nothing; behind its codes are those up to the next aligned place.
 struct Place {
     int64_t scales_at, data_at;
     int32_t bits, gap;
@@ -41,8 +41,8 @@ struct Table {
     Entry entries[MAX_SEGMENTS];
 };
 
-// Packed row k = part * slices + slice belongs to the row slice * parts + part of values. A grid has
-// the tiles of a row in x, slices in y and parts in z, both from a first one on.
+// Packed row k = part * slices + slice belongs to the row slice * parts + part of values. A grid
+// has the tiles of a row in x, slices in y and parts in z, both from a first one on.
 struct Job {
     Table table;
     uint8_t *from, *to;

@@ -132,8 +132,8 @@ ZPP_HD int code_of(float steps, int bits) {
     return above > high ? high : above;
 }
 
-// A code's value added to a sum. The product is exact, a code having at most 8 significant bits and a
-// scale 8, so that a fused addition rounds alike. Added to 0, a value is never -0.
+// A code's value added to a sum. The product is exact, a code having at most 8 significant bits and
+// a scale 8, so that a fused addition rounds alike. Added to 0, a value is never -0.
 ZPP_HD float add_value(float code, float scale, float sum) {
 #ifdef __CUDA_ARCH__
     return __fmaf_rn(code, scale, sum);
@@ -142,7 +142,8 @@ ZPP_HD float add_value(float code, float scale, float sum) {
 #endif
 }
 
-// Code i of a word of them, the sign bits turned over: exact, as the fraction of a number from 2^23 on.
+// Code i of a word of them, the sign bits turned over: exact, as the fraction of a number from 2^23
+// on.
 ZPP_HD float code_in(uint32_t turned, int i, int bits) {
     if (bits == 4) return float_of(0x4B000000u | (turned >> 4 * i & 15u)) - 8388616.0f;
 #ifdef __CUDA_ARCH__  // one instruction puts the byte below the exponent's

@@ -1,8 +1,9 @@
-// Enough of CUDA to run csrc/cuda_*.cu on the CPU, one warp after another: for their index arithmetic.
+// Enough of CUDA to run csrc/cuda_*.cu on the CPU, warp by warp: for their index arithmetic.
 //
-// A warp's 32 threads are 32 contexts that take turns; one that shuffles waits until all of them have.
-// Not shown by this: conversions, multiply-adds and byte permutations that are instructions of a
-// GPU, races between warps, alignment that only a GPU insists on, and speed.
+// A warp's 32 threads are 32 contexts that take turns; one that shuffles waits until all have. The
+// last warp of a row runs first, so that one that writes into what follows it shows. Not shown:
+// conversions, multiply-adds and byte permutations that are instructions of a GPU, races, alignment
+// that only a GPU insists on, and speed.
 #pragma once
 
 #include <stdint.h>
@@ -105,8 +106,8 @@ cudaError_t cudaLaunchKernel(void (*kernel)(A), dim3 grid, dim3 block, void** pa
     gridDim = grid;
     for (unsigned z = 0; z < grid.z; ++z)
         for (unsigned y = 0; y < grid.y; ++y)
-            for (unsigned x = 0; x < grid.x; ++x)
-                for (unsigned warp = 0; warp < block.x / emulated::WARP; ++warp) {
+            for (unsigned x = grid.x; x-- > 0;)
+                for (unsigned warp = block.x / emulated::WARP; warp-- > 0;) {
                     blockIdx = dim3(x, y, z);
                     for (unsigned i = 0; i < emulated::WARP; ++i) {
                         threadOfLane[i] = dim3(warp * emulated::WARP + i, 0, 0);
