@@ -1,8 +1,8 @@
 // How a warp's lanes read and write a tile: numbers, codes and scales.
 //
-// A lane holds PER_LANE numbers in registers, as units of VEC beside each other; the units of the
-// 32 lanes lie beside each other too, so that every access of a warp is one piece of memory. VEC = 2
-// is for places that no wider access may touch: numbers are read one by one.
+// A lane holds PER_LANE numbers in registers, as units of VEC beside each other; the units of 32
+// lanes lie beside each other too, so that an access of a warp is one piece of memory. VEC = 2 is
+// for places that no wider access may touch: numbers are read one by one.
 //
 // All of a tile is asked for before any of it is used. A lane then waits for 32 bytes (codes to be
 // decoded) to 128, and the 16 to 40 warps that a multiprocessor's registers hold for 32 to 100 KB.

@@ -3,6 +3,8 @@
 What the emulation does not show is said in tests/zeropp/emulated_cuda/cuda_runtime.h.
 """
 
+import ctypes
+import logging
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from tests.zeropp.against_reference import (
     with_dirty_gaps,
 )
 from tests.zeropp.packed_rows import RAGGED, any_rows, ragged_layouts
-from zeropp import library
+from zeropp import cuda, library, ops, reference
 from zeropp.cuda import FACTS
 from zeropp.library import ADDRESS, NUMBER, Kernels
 from zeropp.packing import ALIGN, FLOATS, Layout
@@ -97,3 +99,26 @@ def test_what_lies_in_gaps_is_not_read(kernels):
         clean = kernels.quantize(any_rows(4, layout.elements, torch.float32, seed), layout, 1)
         packed = with_dirty_gaps(clean, layout)
         check_sums(kernels, packed, layout, other_bits(layout), 2)
+
+
+def test_without_the_library_the_reference_runs_and_the_log_says_so_once(
+    monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    cuda.cuda.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO, "zeropp"):
+            assert ops.on_cuda() is ops.on_cuda() is reference
+    finally:
+        cuda.cuda.cache_clear()
+    assert [one.message for one in caplog.records] == [
+        "quantization on GPUs runs in plain PyTorch, not in CUDA kernels: they were not built here "
+        "(no nvcc, or a PyTorch without CUDA at that time)"
+    ]
+
+
+def test_an_error_has_cudas_words(kernels):
+    number = kernels.library.zpp_ready(99)
+    kernels.library.zpp_error.restype = ctypes.c_char_p
+    assert cuda.Cuda(library=kernels.library).error(number) == "invalid device ordinal"
+    assert kernels.library.zpp_ready(0) == 0
