@@ -10,9 +10,6 @@ which leaves out waiting for a processor; a column gives the plain-torch referen
 
 import argparse
 import ctypes
-import json
-import os
-import shlex
 import statistics
 import sys
 import time
@@ -26,9 +23,8 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from benchmarks.surroundings import surroundings  # noqa: E402
+from benchmarks.result import add_json, begin, finish, heading  # noqa: E402
 from zeropp import reference  # noqa: E402
-from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.native import ISAS, Native, native  # noqa: E402
 from zeropp.packing import Layout  # noqa: E402
 
@@ -60,23 +56,14 @@ def main() -> int:
     for work in works(kernels, CHECKED):
         verify(work)
     result = {
-        "benchmark": "kernels",
-        "command": shlex.join(["python", "benchmarks/kernels.py", *sys.argv[1:]]),
-        **surroundings(),
+        **begin("kernels"),
         "isa": options.isa or next(name for name in reversed(ISAS) if kernels.use(name)),
         "rounds": options.rounds,
         "rows": [],
     }
     for elements in options.elements:
         result["rows"] += contest(works(kernels, elements), elements, options.rounds)
-    result["load"]["after"] = os.getloadavg()[0]
-    text = json.dumps(result, indent=1) + "\n"
-    if options.json == "-":
-        print(text, end="")
-        return 0
-    show(result)
-    if options.json is not None:
-        write_atomically(Path(options.json), lambda file: file.write(text.encode()))
+    finish(result, show, options.json)
     return 0
 
 
@@ -91,7 +78,7 @@ def read_options() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=15, help="samples of each (default: 15)")
     parser.add_argument("--isa", choices=ISAS, help="default: the best this processor has")
-    parser.add_argument("--json", metavar="FILE", help="write the result here; - prints only it")
+    add_json(parser)
     return parser.parse_args()
 
 
@@ -189,13 +176,7 @@ def clocked(run: Callable[[], None], times: int) -> float:
 
 def show(result: dict) -> None:
     """Print the table."""
-    machine, versions, load = result["machine"], result["versions"], result["load"]
-    changed = " + changes" if result["uncommitted"] else ""
-    print(f"{result['date']}  commit {result['commit']}{changed}")
-    print(
-        f"{machine['processor']}, {machine['cores']} cores; torch {versions['torch']}; "
-        f"load {load['before']:.1f} to {load['after']:.1f}"
-    )
+    print(heading(result, "torch"))
     print(f"kernels: {result['isa']}, one thread; verified against the reference\n")
     print(
         f"  {'':24} {'elements':>10} {'GB/s':>6} {'memcpy':>6} {'ratio':>6}   "

@@ -12,9 +12,6 @@ the same tokens in one array.
 import argparse
 import dataclasses
 import io
-import json
-import os
-import shlex
 import statistics
 import sys
 import time
@@ -29,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from benchmarks.surroundings import surroundings  # noqa: E402
+from benchmarks.result import add_json, begin, finish, heading  # noqa: E402
 from megatron_zpp.arguments import parse  # noqa: E402
 from megatron_zpp.assemble import assemble  # noqa: E402
 from megatron_zpp.console import Console  # noqa: E402
@@ -38,7 +35,6 @@ from megatron_zpp.parallel.mesh import join_ranks  # noqa: E402
 from megatron_zpp.run import Run  # noqa: E402
 from megatron_zpp.stopping import Stopping  # noqa: E402
 from megatron_zpp.train import TRAIN, loader, train_iteration  # noqa: E402
-from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.topology import Environment  # noqa: E402
 
 MEMORY = "in memory"
@@ -80,11 +76,7 @@ class PlainSamples(Dataset):
 def main() -> int:
     """Assemble the run, verify, take turns, print a table."""
     options, flags = read_options()
-    result = {
-        "benchmark": "loader",
-        "command": shlex.join(["python", "benchmarks/loader.py", *sys.argv[1:]]),
-        **surroundings(),
-    }
+    result = begin("loader")
     config = parse([*QUIET.split(), *flags], 1)
     ranks = join_ranks(Environment.read(), config.parallel)
     console = Console(0, io.StringIO(), interactive=False)
@@ -96,12 +88,8 @@ def main() -> int:
         "steps": in_turn(run, options.workers, options.rounds),
         "alone": alone(run, options.workers),
     }
-    result["load"]["after"] = os.getloadavg()[0]
     torch.distributed.destroy_process_group()
-    show(result)
-    if options.json is not None:
-        text = json.dumps(result, indent=1) + "\n"
-        write_atomically(Path(options.json), lambda file: file.write(text.encode()))
+    finish(result, show, options.json)
     return 0
 
 
@@ -113,7 +101,7 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], metavar="N")
     parser.add_argument("--rounds", type=int, default=40, help="timed steps of each (default: 40)")
-    parser.add_argument("--json", metavar="FILE", help="write the result here")
+    add_json(parser)
     return parser.parse_args(own.split()), flags.split()
 
 
@@ -191,12 +179,8 @@ def in_memory(run: Run) -> InMemory:
 
 def show(result: dict) -> None:
     """Print the table: medians over the rounds, and ratios round by round."""
-    machine, versions, load = result["machine"], result["versions"], result["load"]
-    changed = " + changes" if result["uncommitted"] else ""
     print(
-        f"{result['date']}  commit {result['commit']}{changed}\n"
-        f"{machine['processor']}, {machine['cores']} cores, {' '.join(machine['gpus']) or 'no GPU'}"
-        f"; torch {versions['torch']}; load {load['before']:.1f} to {load['after']:.1f}\n"
+        f"{heading(result, 'torch')}\n"
         f"{result['parameters'] / 1e6:.2f} M parameters, micro-batch of "
         f"{result['micro_batch_size']} x {result['seq_length']} tokens; batches equal\n\n"
         f"  {'step fed':16} {'median ms':>10} {'ratio':>7}   {'its quartiles':16} "

@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import resource
-import shlex
 import statistics
 import subprocess
 import sys
@@ -30,8 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from benchmarks.surroundings import surroundings  # noqa: E402
-from zeropp.atomic import write_atomically  # noqa: E402
+from benchmarks.result import add_json, begin, finish, heading  # noqa: E402
 
 TOOL = ROOT / "tools" / "preprocess_data.py"
 ENDINGS = (".txt", ".md", ".rst", ".html", ".py")
@@ -67,9 +65,7 @@ def main() -> int:
         one_line = Path(folder) / "line.jsonl"
         one_line.write_text('{"text": "a"}\n')
         result = {
-            "benchmark": "preprocess",
-            "command": shlex.join(["python", "benchmarks/preprocess.py", *sys.argv[1:]]),
-            **surroundings(),
+            **begin("preprocess"),
             "text_bytes": num_bytes,
             "documents": num_documents,
             "rounds": [],
@@ -77,11 +73,7 @@ def main() -> int:
         for number in range(options.rounds):
             result["rounds"].append(round_of(options, source, one_line))
             print(f"round {number + 1} of {options.rounds} done", file=sys.stderr, flush=True)
-    result["load"]["after"] = os.getloadavg()[0]
-    show(result, options.libraries)
-    if options.json is not None:
-        text = json.dumps(result, indent=1) + "\n"
-        write_atomically(Path(options.json), lambda file: file.write(text.encode()))
+    finish(result, show, options.json)
     return 0
 
 
@@ -99,7 +91,7 @@ def read_options() -> argparse.Namespace:
         "--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES, help="default: both"
     )
     parser.add_argument("--folder", help="where to write (default: the system's temporary folder)")
-    parser.add_argument("--json", metavar="FILE", help="write the result here")
+    add_json(parser)
     return parser.parse_args()
 
 
@@ -209,15 +201,10 @@ def _held(pid: int) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
-def show(result: dict, libraries: Sequence[str]) -> None:
+def show(result: dict) -> None:
     """Print the tables: medians over the rounds."""
-    machine, versions, load = result["machine"], result["versions"], result["load"]
-    changed = " + changes" if result["uncommitted"] else ""
-    print(f"{result['date']}  commit {result['commit']}{changed}")
-    print(
-        f"{machine['processor']}, {machine['cores']} cores; Python {versions['python']}; "
-        f"load {load['before']:.1f} to {load['after']:.1f}"
-    )
+    libraries = list(result["rounds"][0])
+    print(heading(result, "python"))
     tokens = result["rounds"][0][libraries[0]]["bare"]["tokens"]
     print(
         f"{result['text_bytes'] / 1e6:.1f} MB of text, {result['documents']} documents, "

@@ -13,8 +13,6 @@ arrays of the index with the compiled loops, beside what it holds before. Linux 
 import argparse
 import importlib.util
 import json
-import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -30,11 +28,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
 
-from benchmarks.surroundings import surroundings  # noqa: E402
+from benchmarks.result import add_json, begin, finish, heading  # noqa: E402
 from megatron_zpp.data.blend import blend_in_stretches  # noqa: E402
 from megatron_zpp.data.native import native  # noqa: E402
 from megatron_zpp.data.sample_index import fill_starts  # noqa: E402
-from zeropp.atomic import write_atomically  # noqa: E402
 
 MEAN = 660  # tokens of a document
 SHARES = np.array([0.1, 0.15, 0.2, 0.25, 0.3])
@@ -82,9 +79,7 @@ def main() -> int:
     if native() is None:
         sys.exit("error: csrc/ is not built here: make setup builds it where there is a compiler")
     result = {
-        "benchmark": "sample_index",
-        "command": shlex.join(["python", "benchmarks/sample_index.py", *sys.argv[1:]]),
-        **surroundings(),
+        **begin("sample_index"),
         "documents": options.documents,
         "epochs": options.epochs,
         "seq_length": options.seq_length,
@@ -93,11 +88,7 @@ def main() -> int:
         "parts": measure(task, options),
         "memory": json.loads(in_a_process_of_its_own()),
     }
-    result["load"]["after"] = os.getloadavg()[0]
-    show(result)
-    if options.json is not None:
-        text = json.dumps(result, indent=1) + "\n"
-        write_atomically(Path(options.json), lambda file: file.write(text.encode()))
+    finish(result, show, options.json)
     return 0
 
 
@@ -111,7 +102,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--seq-length", type=int, default=2048, metavar="N")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--megatron", metavar="FILE", help="helpers_cpp*.so of megatron-core")
-    parser.add_argument("--json", metavar="FILE", help="write the result here")
+    add_json(parser)
     parser.add_argument("--only-build", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -231,12 +222,9 @@ def _peak() -> int:
 
 def show(result: dict) -> None:
     """Print the table: medians, and how often each takes the time that ours takes."""
-    machine, load, memory = result["machine"], result["load"], result["memory"]
-    changed = " + changes" if result["uncommitted"] else ""
+    memory = result["memory"]
     print(
-        f"{result['date']}  commit {result['commit']}{changed}\n"
-        f"{machine['processor']}, {machine['cores']} cores; numpy {np.__version__}; "
-        f"load {load['before']:.1f} to {load['after']:.1f}\n"
+        f"{heading(result, 'python')}\n"
         f"{result['documents'] / 1e6:g} M documents x {result['epochs']} epochs, "
         f"{result['tokens'] / 1e9:.2f} G tokens, {result['samples'] / 1e6:.2f} M samples of "
         f"{result['seq_length']}; arrays equal\n\n"

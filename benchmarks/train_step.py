@@ -10,8 +10,6 @@ per parameter at every stage, beside the formula of docs/memory.md.
 
 import argparse
 import json
-import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -24,11 +22,10 @@ sys.path[0] = str(ROOT)
 
 from benchmarks.contest import Disagreement, many_ranks, one_rank  # noqa: E402
 from benchmarks.memory import count_stages  # noqa: E402
+from benchmarks.result import add_json, begin, finish, heading  # noqa: E402
 from benchmarks.setting import DTYPES, Setting, add_flags, shape_of  # noqa: E402
-from benchmarks.surroundings import surroundings  # noqa: E402
 from megatron_zpp.config import ParallelConfig  # noqa: E402
 from megatron_zpp.parallel.mesh import join_ranks  # noqa: E402
-from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.topology import Environment  # noqa: E402
 
 PARTS = ("one-rank", "many-ranks", "memory")
@@ -43,9 +40,7 @@ def main() -> int:
             Path(options.on_ranks).write_text(json.dumps(found))
         return 0
     result = {
-        "benchmark": "train_step",
-        "command": shlex.join(["python", "benchmarks/train_step.py", *sys.argv[1:]]),
-        **surroundings(),
+        **begin("train_step"),
         "shape": dict(shape_of(options)),
         "rounds": options.rounds,
         "contests": [],
@@ -55,14 +50,7 @@ def main() -> int:
         found = work_on_rank(options) if count == 1 else launch(count)
         result["contests"] += found["contests"]
         result["memory"] += found["memory"]
-    result["load"]["after"] = os.getloadavg()[0]
-    text = json.dumps(result, indent=1) + "\n"
-    if options.json == "-":
-        print(text, end="")
-        return 0
-    show(result)
-    if options.json is not None:
-        write_atomically(Path(options.json), lambda file: file.write(text.encode()))
+    finish(result, show, options.json)
     return 0
 
 
@@ -79,7 +67,7 @@ def read_options() -> argparse.Namespace:
         help="of the part memory (default: 1 2 4)",
     )
     parser.add_argument("--rounds", type=int, default=12, help="timed steps of each (default: 12)")
-    parser.add_argument("--json", metavar="FILE", help="write the result here; - prints only it")
+    add_json(parser)
     parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # this process is a rank
     add_flags(parser)
     return parser.parse_args()
@@ -128,11 +116,7 @@ def work_on_rank(options: argparse.Namespace) -> dict:
 
 def show(result: dict) -> None:
     """Print the tables."""
-    machine, versions = result["machine"], result["versions"]
-    changed = " + changes" if result["uncommitted"] else ""
-    print(f"{result['date']}  commit {result['commit']}{changed}")
-    print(f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
-          f"{' '.join(machine['gpus']) or 'no GPU'}; torch {versions['torch']}")
+    print(heading(result, "torch"))
     print("shape: " + ", ".join(f"{name} {value}" for name, value in result["shape"].items()))
     for contest in result["contests"]:
         worst = contest["verified"]["differences"]
