@@ -6,22 +6,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.data.indexed_dataset import IndexedDataset
+from tests.indexed import write
 from tools.inspect_dataset import BAR, HEIGHT, WIDTH, draw, main
 
 FILES = Path(__file__).parents[1] / "data"
 EOD = 99
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
 CLEAN = [[[1, 2, 3, EOD]], [[4, 5], [6, EOD]], [[7, EOD]]]
-
-
-def write(prefix: Path, documents: list[list[list[int]]], vocab_size: int = 100) -> str:
-    with IndexedDatasetWriter(prefix, vocab_size) as writer:
-        for document in documents:
-            for sequence in document:
-                writer.add_item(sequence)
-            writer.end_document()
-    return str(prefix)
 
 
 def report(capsys: pytest.CaptureFixture, *argv: str) -> list[str]:

@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.data.indexed_dataset import IndexedDataset
 from tests.full_disk import full_disk
+from tests.indexed import write
 from tools.merge_datasets import main
 
 FILES = Path(__file__).parents[1] / "data"
@@ -15,15 +16,6 @@ PARTS = {
     "a": [[[7]], [[8, 9], []]],
     "c": [[], [[10, 11]], []],
 }
-
-
-def write(prefix: Path, documents: list[list[list[int]]], vocab_size: int = 100) -> str:
-    with IndexedDatasetWriter(prefix, vocab_size) as writer:
-        for document in documents:
-            for sequence in document:
-                writer.add_item(sequence)
-            writer.end_document()
-    return str(prefix)
 
 
 def with_modes(prefix: str, modes: list[int]) -> str:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, token_dtype
+from tests import indexed
 from zeropp.errors import InputError
 
 FILES = Path(__file__).parents[2] / "data"
@@ -17,12 +18,7 @@ HEADER = 34  # bytes
 
 
 def write(prefix: Path, documents: list[list[list[int]]], vocab_size: int = 100) -> IndexedDataset:
-    with IndexedDatasetWriter(prefix, vocab_size) as writer:
-        for document in documents:
-            for sequence in document:
-                writer.add_item(sequence)
-            writer.end_document()
-    return IndexedDataset(prefix)
+    return IndexedDataset(indexed.write(prefix, documents, vocab_size))
 
 
 @pytest.mark.parametrize("name", ["a_text_document", "b_text_document"])
