@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_zpp.data.indexed_dataset import CODES, HEADER, MAGIC, VERSION
+from megatron_zpp.data.indexed_dataset import index_header
 from megatron_zpp.preprocess.encode import Encoded
 from megatron_zpp.preprocess.progress import Count
 from megatron_zpp.preprocess.source import Place
@@ -158,12 +158,11 @@ class Partial:
 
     def _write_index(self, key: int, dtype: np.dtype) -> None:
         """The .idx of one dataset, in bounded memory."""
-        code = next(code for code, name in CODES.items() if np.dtype(name) == dtype)
         lengths = np.memmap(self.folder / f"{key}.lengths", dtype="<i4", mode="r")
         documents = np.memmap(self.folder / f"{key}.documents", dtype="<i8", mode="r")
 
         def write(file: BinaryIO) -> None:
-            file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents)))
+            file.write(index_header(dtype, len(lengths), len(documents)))
             for block in _blocks(lengths):
                 file.write(block.tobytes())
             start = 0
