@@ -41,12 +41,14 @@ class Setting:
     ranks: Ranks
     dtype: str = "fp32"
     stage: int = 3
+    more: str = ""  # further flags
 
     @property
     def config(self) -> Config:
         """What Megatron-Z++'s flags make of it."""
         text = flags(dict(self.shape), self.ranks.num_ranks)
         text += f" --zero-stage {self.stage}" + ("" if self.dtype == "fp32" else f" --{self.dtype}")
+        text += " " + self.more
         return parse(text.split(), self.ranks.num_ranks)
 
     @property
