@@ -206,7 +206,9 @@ def _updated(
         pull = pull + by.decay * before
     mean = mean + by.mean_rate * (pull - mean)
     square = by.square_keep * square + by.square_rate * pull * pull
-    divisor = square.sqrt() * by.root_correction + by.eps
+    # PyTorch's root of fp32 may be an ulp off on CPUs. One in fp64 rounds right: no root of an fp32
+    # number is nearer than 4 of fp64's ulps to a tie.
+    divisor = square.double().sqrt().float() * by.root_correction + by.eps
     return before - by.step_size * (mean / divisor), mean, square
 
 
