@@ -51,7 +51,7 @@ class Duels:
         peer = bare(self.setting, how, self._weights, self._batches)
         verified = agreement(peer.name, history(peer), self._history, self.setting)
         measured = Measured(name=peer.name, held=allocated(self._device) - before)
-        mine = Measured(name=self.measured.name, held=self.measured.held)
+        mine = Measured(name=self._loop.name, held=self.measured.held)
         pairs = [(self._loop, mine, measured.held), (peer, measured, mine.held)]
         for loop, _, _ in pairs:
             finish(loop.step())  # one more step to warm up, with the usual eps
@@ -66,6 +66,12 @@ class Duels:
             "peak_bytes": measured.peak or None, "verified": verified,
             "ratio": statistics.median(ratios), "quartiles": quartiles(ratios),
         }  # fmt: skip
+
+    def alone(self) -> None:
+        """Time ours where no peer could be met."""
+        finish(self._loop.step())
+        for _ in range(self.rounds):
+            self._time(self._loop, self.measured, 0)
 
     def close(self) -> None:
         """End the reading of data."""

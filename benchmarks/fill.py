@@ -27,9 +27,10 @@ def show_size(found: Mapping) -> None:
         )
         print(f"{found['parameters']:,} parameters, {found['flops_per_token'] / 1e9:.4g} GFLOP per "
               f"token; bf16 products, TFLOP/s by size: {products}")  # fmt: skip
-    if found["ours"]:
+    if found["ours"] or found["peers"]:
         print(f"  {'':36} {'ms/step':>9} {'tokens/s':>10} {'TFLOP/s':>8} {'MFU':>6} "
               f"{'peak GB':>8}  its time / ours, quartiles")  # fmt: skip
+    if found["ours"]:
         print(_row(found["ours"]))
     for peer in found["peers"]:
         low, high = peer["quartiles"]

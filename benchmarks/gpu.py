@@ -73,7 +73,7 @@ def main() -> int:
         command = shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
         state = State(command=command, facts=known)
         for step in plan:
-            print(f"{step.name}: {shlex.join(step.command)}", file=sys.stderr, flush=True)
+            print(f"{step.name}: {spoken(step.command, keep)}", file=sys.stderr, flush=True)
             state.outcomes.append(carry_out(step, keep, until, 60 * options.minutes))
             state.waiting = [one.title for one in plan[len(state.outcomes) :]]
             text = report(state)
@@ -143,7 +143,7 @@ def steps(device: str, tiny: bool, keep: Path) -> Iterator[Step]:
 def carry_out(step: Step, keep: Path, until: float, whole: float) -> Outcome:
     """Run a step within its limit and what time is left; what came of it."""
     if step.why_not:
-        return Outcome(title=step.title, command=shlex.join(step.command), status="not run",
+        return Outcome(title=step.title, command=spoken(step.command, keep), status="not run",
                        body=step.why_not)  # fmt: skip
     limit = max(0.0, min(step.share * whole, until - time.monotonic()))
     command = list(step.command)
@@ -158,9 +158,15 @@ def carry_out(step: Step, keep: Path, until: float, whole: float) -> Outcome:
         status = f"failed: no {', '.join(lost)} was built"
     body, verdict = step.tell(done)
     return Outcome(
-        title=step.title, command=shlex.join(command), body=body, seconds=done.seconds,
+        title=step.title, command=spoken(command, keep), body=body, seconds=done.seconds,
         limit=limit, status=verdict or status if status == "ok" else status,
     )  # fmt: skip
+
+
+def spoken(command: Sequence[str], keep: Path) -> str:
+    """A command as a person would type it."""
+    text = shlex.join("python" if word == sys.executable else word for word in command)
+    return text.replace(str(keep), "FOLDER")
 
 
 def missing_libraries(device: str) -> list[str]:

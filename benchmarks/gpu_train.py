@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -119,7 +120,9 @@ def new(size: str, options: argparse.Namespace) -> dict:
     }  # fmt: skip
 
 
-def fill_in(found: dict, options: argparse.Namespace, left: float, save) -> None:
+def fill_in(
+    found: dict, options: argparse.Namespace, left: float, save: Callable[[], None]
+) -> None:
     """Measure a size into `found`, which `save` stores after each step of the way."""
     until = time.monotonic() + left
     ranks = join_ranks(Environment.read(), ParallelConfig())
@@ -143,31 +146,40 @@ def fill_in(found: dict, options: argparse.Namespace, left: float, save) -> None
     dist.destroy_process_group()
 
 
-def meet_all(found: dict, duels: Duels, peers: list[str], until: float, save) -> None:
-    """Let ours meet each peer that there is time for."""
+def meet_all(
+    found: dict, duels: Duels, peers: Sequence[str], until: float, save: Callable[[], None]
+) -> None:
+    """Let ours meet each peer that there is time for; if none can be met, it runs alone."""
     for name in peers:
-        if name.startswith("hf") and not is_installed():
-            found["not_run"].append(f"{BARE[name].name}: transformers is not installed")
-            continue
-        if time.monotonic() > until:
-            found["not_run"].append(f"{BARE[name].name}: the time was up")
-            continue
-        print(f"{found['size']}: {BARE[name].name}", file=sys.stderr, flush=True)
-        try:
-            row = duels.meet(BARE[name])
-            found["peers"].append(row | speeds(row["seconds"], found))
-        except RuntimeError as error:
-            failed(found, BARE[name].name, error)
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        ours = duels.measured
-        if ours.seconds:
-            found["ours"] = {
-                "name": ours.name, "seconds": ours.seconds, "peak_bytes": ours.peak or None,
-            } | speeds(ours.seconds, found)  # fmt: skip
-        save()
+        how = BARE[name]
+        if how.hugging_face and not is_installed():
+            found["not_run"].append(f"{how.name}: transformers is not installed")
+        elif time.monotonic() > until:
+            found["not_run"].append(f"{how.name}: the time was up")
+        else:
+            print(f"{found['size']}: {how.name}", file=sys.stderr, flush=True)
+            try:
+                row = duels.meet(how)
+                found["peers"].append(row | speeds(row["seconds"], found))
+            except RuntimeError as error:
+                failed(found, how.name, error)
+            give_back_memory()
+            save()
+    if not duels.measured.seconds:
+        duels.alone()
+    ours = duels.measured
+    found["ours"] = {
+        "name": ours.name, "seconds": ours.seconds, "peak_bytes": ours.peak or None,
+        **speeds(ours.seconds, found),
+    }  # fmt: skip
     duels.close()
+
+
+def give_back_memory() -> None:
+    """Let the device's memory go that a dropped model held."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def failed(found: dict, name: str, error: RuntimeError) -> None:
@@ -178,22 +190,20 @@ def failed(found: dict, name: str, error: RuntimeError) -> None:
 
 def in_a_process(size: str, options: argparse.Namespace, left: float) -> dict:
     """What this script finds of one size when it is run again for it alone."""
-    lost = new(size, options)
+    found, ended = new(size, options), None
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, __file__, *sys.argv[1:], "--sizes", size, "--json", str(answer)]
         command += ["--minutes", str(max(left, 0) / 60)]
         try:
             done = subprocess.run(command, stdout=sys.stderr, timeout=max(left, 0) + GRACE)
-            ended = f"it ended with status {done.returncode}"
+            if done.returncode:
+                ended = f"it ended with status {done.returncode}"
         except subprocess.TimeoutExpired:
             ended = f"it did not end within --minutes and {GRACE:.0f} seconds"
         if answer.exists():
             (found,) = json.loads(answer.read_text())["sizes"]
-        else:
-            found = lost
-    whole = found["ours"] or found["failed"] or found["not_run"]
-    if "within" in ended or not whole:
+    if ended and not found["failed"]:
         found["failed"].append(f"{size}: {ended}")
     return found
 

@@ -27,9 +27,9 @@ class Work:
 
     name: str
     run: Callable[[], object]
-    wrote: Tensor
+    wrote: tuple[Tensor, ...]
     inputs: tuple[Tensor, ...]
-    plain: Callable[..., Tensor]  # inputs, on any device -> what `wrote` must hold
+    plain: Callable[..., tuple[Tensor, ...]]  # inputs, on any device -> what `wrote` must hold
     num_bytes: int
     peers: Peers = partial(iter, ())
 
@@ -59,9 +59,9 @@ def quantizing(
     packed = torch.ones(ROWS, layout.packed_bytes, dtype=torch.uint8, device=rows.device)
     whole = len(layout.sizes) == 1
     return Work(
-        name=name, wrote=packed, inputs=(rows,), num_bytes=rows.nbytes + packed.nbytes,
+        name=name, wrote=(packed,), inputs=(rows,), num_bytes=rows.nbytes + packed.nbytes,
         run=lambda: kernels.quantize_into(rows, packed, layout, fold),
-        plain=lambda rows: reference.quantize(rows, layout, fold),
+        plain=lambda rows: (reference.quantize(rows, layout, fold),),
         peers=partial(quantizers.quantizing, rows, layout.bits[0]) if whole else partial(iter, ()),
     )  # fmt: skip
 
@@ -70,13 +70,14 @@ def dequantizing(kernels: Kernels, name: str, rows: Tensor, layout: Layout) -> W
     """Packed rows of `rows` back to numbers of their dtype."""
     packed, out = kernels.quantize(rows, layout, 1), torch.ones_like(rows)
 
-    def plain(packed: Tensor) -> Tensor:
+    def plain(packed: Tensor) -> tuple[Tensor, ...]:
         found = packed.new_empty(rows.shape, dtype=rows.dtype)
         reference.dequantize(packed, found, layout, 1)
-        return found
+        return (found,)
 
     return Work(
-        name=name, wrote=out, inputs=(packed,), num_bytes=packed.nbytes + out.nbytes, plain=plain,
+        name=name, wrote=(out,), inputs=(packed,), plain=plain,
+        num_bytes=packed.nbytes + out.nbytes,
         run=lambda: kernels.dequantize(packed, out, layout, 1),
         peers=partial(quantizers.dequantizing, rows, layout.bits[0]),
     )  # fmt: skip
@@ -90,10 +91,10 @@ def reducing(
     shape = (ROWS // terms, after.packed_bytes)
     sums = torch.ones(shape, dtype=torch.uint8, device=packed.device)
     return Work(
-        name=f"{terms} x INT8 -> sum -> INT4", wrote=sums, inputs=(packed,),
+        name=f"{terms} x INT8 -> sum -> INT4", wrote=(sums,), inputs=(packed,),
         num_bytes=packed.nbytes + sums.nbytes,
         run=lambda: kernels.reduce_quantize_into(packed, sums, before, after),
-        plain=lambda packed: reference.reduce_quantize(packed, before, after, terms),
+        plain=lambda packed: (reference.reduce_quantize(packed, before, after, terms),),
     )  # fmt: skip
 
 
@@ -101,13 +102,13 @@ def summing(kernels: Kernels, packed: Tensor, layout: Layout) -> Work:
     """The sum of all packed rows in fp32."""
     total = torch.ones(layout.elements, device=packed.device)
 
-    def plain(packed: Tensor) -> Tensor:
+    def plain(packed: Tensor) -> tuple[Tensor, ...]:
         found = packed.new_empty(layout.elements, dtype=torch.float32)
         reference.reduce_dequantize(packed, found, layout)
-        return found
+        return (found,)
 
     return Work(
-        name=f"{ROWS} x INT4 -> sum -> fp32", wrote=total, inputs=(packed,), plain=plain,
+        name=f"{ROWS} x INT4 -> sum -> fp32", wrote=(total,), inputs=(packed,), plain=plain,
         num_bytes=packed.nbytes + total.nbytes,
         run=lambda: kernels.reduce_dequantize(packed, total, layout),
     )  # fmt: skip
