@@ -25,7 +25,16 @@ from types import MappingProxyType
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from benchmarks.gpu_report import Outcome, State, Told, facts, output, report, tests  # noqa: E402
+from benchmarks.gpu_report import (  # noqa: E402
+    Outcome,
+    State,
+    Told,
+    compiled,
+    counted,
+    facts,
+    output,
+    report,
+)
 from benchmarks.limited import run_limited  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 
@@ -107,7 +116,7 @@ def steps(device: str, tiny: bool, keep: Path) -> Iterator[Step]:
     python, seen = sys.executable, {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
     missing = missing_libraries(device)
     yield Step(
-        name="build", title="Build", share=0.25, makes=LIBRARIES[device],
+        name="build", title="Build", share=0.25, makes=LIBRARIES[device], tell=compiled,
         command=(python, "setup.py", "build_ext", "--inplace"),
         why_not=None if missing else "the libraries are there, newer than csrc/",
     )  # fmt: skip
@@ -118,7 +127,7 @@ def steps(device: str, tiny: bool, keep: Path) -> Iterator[Step]:
     xml.unlink(missing_ok=True)
     yield Step(
         name="tests", title="Tests", share=0.25, environment=seen,
-        tell=partial(tests, xml, device == "cuda"),
+        tell=partial(counted, xml, device == "cuda"),
         command=(*pytest, "-m", "gpu", "-rs", "--continue-on-collection-errors",
                  f"--junitxml={xml}", *marked),
     )  # fmt: skip
@@ -157,6 +166,7 @@ def carry_out(step: Step, keep: Path, until: float, whole: float) -> Outcome:
     elif lost := [stem for stem in step.makes if built(stem) is None]:
         status = f"failed: no {', '.join(lost)} was built"
     body, verdict = step.tell(done)
+    body = body.replace(str(keep), "FOLDER").replace(f"{ROOT}/", "")
     return Outcome(
         title=step.title, command=spoken(command, keep), body=body, seconds=done.seconds,
         limit=limit, status=verdict or status if status == "ok" else status,

@@ -98,7 +98,15 @@ def output(done: Done) -> tuple[str, str | None]:
     return "\n\n".join(parts) or "It printed nothing.", None
 
 
-def tests(xml: Path, some_must_run: bool, done: Done) -> tuple[str, str | None]:
+def compiled(done: Done) -> tuple[str, str | None]:
+    """The end of what a build says if something is wrong; setuptools only warns of some of it."""
+    said = done.out + done.err
+    if done.status == 0 and "failed" not in said:
+        return "It was built.", None
+    return f"{_ending(done)}\n\n{_fenced(_tail(said))}", None
+
+
+def counted(xml: Path, some_must_run: bool, done: Done) -> tuple[str, str | None]:
     """How many tests passed, failed and were skipped, and why."""
     if not xml.exists():
         return f"{_ending(done)}\n\n{_fenced(_tail(done.out + done.err))}", "no result"
