@@ -42,8 +42,8 @@ template <Type T, int VEC> ZPP_DEVICE void write_unit(const float* values, uint8
     if constexpr (VEC == 1) {
         using Word = typename Element<T>::Word;
         uint32_t word = bits_of(values[0]);
-        if constexpr (T == BF16) word = to_bf16(values[0]);
-        if constexpr (T == FP16) word = to_fp16(values[0]);
+        if constexpr (T == BF16) word = to_bf16_pair(values[0], 0.0f);
+        if constexpr (T == FP16) word = to_fp16_pair(values[0], 0.0f);
         *reinterpret_cast<Word*>(to) = Word(word);
     } else {
         Numbers<T, VEC> unit;

@@ -19,7 +19,9 @@ from zeropp.packing import ALIGN
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
-    "-std=c++17 -O1 -Wall -Wno-unknown-pragmas -ffp-contract=off -fno-strict-aliasing -fPIC -shared"
+    "-std=c++17 -O1 -Wall -Wno-unknown-pragmas -ffp-contract=off -fno-strict-aliasing -fPIC "
+    # An access that its type's size does not divide the place of ends the process, as on a GPU.
+    "-shared -fsanitize=alignment -fsanitize-undefined-trap-on-error"
 )
 
 

@@ -84,12 +84,14 @@ class FusedAdam(torch.optim.Optimizer):
         self._counted = []
         for group in self.param_groups:
             self._step_group(group, factor)
+        if self._counted:
+            torch._foreach_add_(self._counted, 1.0)
         return loss
 
     def uncount(self) -> None:
         """Lower the step counts that the last step raised: it turned out to change nothing."""
-        for count in self._counted:
-            count -= 1
+        if self._counted:
+            torch._foreach_sub_(self._counted, 1.0)
         self._counted = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,7 +116,6 @@ class FusedAdam(torch.optim.Optimizer):
             if parameter.grad is None:
                 continue
             state = self._state_of(parameter)
-            state["step"] += 1
             self._counted.append(state["step"])
             whole = (parameter, parameter.grad, *(state[name] for name in MOMENTS))
             own = [local_part(tensor) for tensor in whole]
@@ -123,7 +124,7 @@ class FusedAdam(torch.optim.Optimizer):
             if parameter in self.copies:
                 own.append(local_part(self.copies[parameter]))
             kind = own[0].device, *(tensor.dtype for tensor in own)
-            call = calls[int(state["step"]), kind]
+            call = calls[int(state["step"]) + 1, kind]
             for tensors, tensor in zip(call, _in_memory_order(own), strict=False):
                 tensors.append(tensor)
         for (step, _), arrays in calls.items():
