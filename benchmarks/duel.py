@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from benchmarks.contest import EPS, SMOOTH_EPS, Disagreement, tolerances
+from benchmarks.contest import EPS, SMOOTH_EPS, Disagreement, set_eps, tolerances
 from benchmarks.loops import Bare, Loop, Numbers, bare, ours
 from benchmarks.setting import Setting
-from benchmarks.stopwatch import GpuStopwatch, Stopwatch, WallStopwatch
+from benchmarks.stopwatch import GpuStopwatch, Stopwatch, WallStopwatch, quartiles
 
 VERIFIED_STEPS = 2
 FEED_STEPS = 4  # steps whose batches a peer repeats
@@ -118,11 +118,6 @@ def finish(numbers: Numbers) -> tuple[float, float]:
     return numbers()
 
 
-def set_eps(optimizer: torch.optim.Optimizer, eps: float) -> None:
-    for group in optimizer.param_groups:
-        group["eps"] = eps
-
-
 def agreement(
     name: str, its: Sequence[tuple], mine: Sequence[tuple], setting: Setting
 ) -> dict[str, float]:
@@ -139,14 +134,6 @@ def agreement(
             )
         found[what] = apart
     return found
-
-
-def quartiles(values: Sequence[float]) -> list[float]:
-    """First and third quartile; both ends of fewer than four values."""
-    if len(values) < 4:
-        return [min(values), max(values)]
-    low, _, high = statistics.quantiles(values, n=4)
-    return [low, high]
 
 
 def product_rates(device: torch.device, sizes: Sequence[int], rounds: int = 5) -> dict:

@@ -31,7 +31,7 @@ from benchmarks import quantizers  # noqa: E402
 from benchmarks.adam_works import adam_works  # noqa: E402
 from benchmarks.quantizers import Peer  # noqa: E402
 from benchmarks.result import add_json, begin, finish, heading  # noqa: E402
-from benchmarks.stopwatch import GpuStopwatch, Stopwatch, ThreadStopwatch  # noqa: E402
+from benchmarks.stopwatch import GpuStopwatch, Stopwatch, ThreadStopwatch, quartiles  # noqa: E402
 from benchmarks.works import ROWS, Work, works  # noqa: E402
 from zeropp.cuda import cuda  # noqa: E402
 from zeropp.library import Kernels  # noqa: E402
@@ -57,7 +57,7 @@ class Place:
 
     def copier(self, most: int) -> Callable[[int], Callable[[], object]]:
         """What makes, of a number of bytes up to `most`, a run that copies so many."""
-        source, target = (torch.ones(most, dtype=torch.uint8, device=self.device) for _ in "ab")
+        source, target = (torch.ones(most, dtype=torch.uint8, device=self.device) for _ in (0, 1))
         if self.device.type == "cuda":
             return lambda size: lambda: target[:size].copy_(source[:size])
         copy = ctypes.CDLL(None).memcpy
@@ -215,12 +215,11 @@ def row(work: Work, elements: int, seconds: dict[str, list[float]]) -> dict:
     """The numbers of a kernel beside the copy and plain torch."""
     own, copies = seconds["kernel"], seconds["copy"]
     ratios = [other / each for each, other in zip(own, copies, strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     return {
         "kernel": work.name, "elements": elements, "bytes": work.num_bytes,
         "gb_per_s": work.num_bytes / statistics.median(own) / 1e9,
         "copy_gb_per_s": work.num_bytes / statistics.median(copies) / 1e9,
-        "ratio": statistics.median(ratios), "quartiles": [quartiles[0], quartiles[2]],
+        "ratio": statistics.median(ratios), "quartiles": quartiles(ratios),
         "plain_times_slower": slower(seconds, "plain"),
         "seconds": own, "copy": copies, "plain": seconds["plain"],
     }  # fmt: skip

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 
 import torch
@@ -28,6 +29,7 @@ from megatron_zpp.stopping import Stopping
 from megatron_zpp.train import TRAIN, loader, train_iteration
 from zeropp.optim.step import local_part
 
+LOSS_AND_NORM = attrgetter("loss", "grad_norm")
 Numbers = Callable[[], tuple[float, float]]  # waits; the mean loss, the gradients' norm
 Logits = Callable[[Tensor, Tensor], Tensor]  # of tokens and positions [B, S]: [B, S, V]
 
@@ -79,7 +81,7 @@ def ours(setting: Setting) -> Loop:
 
     def step() -> Numbers:
         done = train_iteration(run, batches)
-        return lambda: (numbers(done).loss, numbers(done).grad_norm)
+        return lambda: LOSS_AND_NORM(numbers(done))
 
     named = run.sharding.model.named_parameters()
     return Loop(

@@ -1,7 +1,8 @@
 """What times a piece of work: a thread's processor time, the wall clock, or events on a GPU."""
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -94,6 +95,14 @@ class GpuStopwatch:
             size = FLUSHED * torch.cuda.get_device_properties(self._device).L2_cache_size
             self._flush = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._flush.zero_()
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """First and third quartile; both ends of fewer than four values."""
+    if len(values) < 4:
+        return [min(values), max(values)]
+    low, _, high = statistics.quantiles(values, n=4)
+    return [low, high]
 
 
 def _event() -> torch.cuda.Event:

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from benchmarks.contest import Disagreement
-from benchmarks.duel import agreement, product_rates, quartiles
+from benchmarks.duel import agreement, product_rates
 from benchmarks.fill import show_size, speeds
 from benchmarks.gpu_train import SIZES, meet_all, new
 from benchmarks.hugging_face_peer import ungrouped
 from benchmarks.setting import SHAPE
+from benchmarks.stopwatch import quartiles
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a machine may lack: the step of training must not need it.
