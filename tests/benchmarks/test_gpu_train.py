@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from benchmarks.contest import Disagreement
+from benchmarks.contestants import unsharded
 from benchmarks.duel import agreement, product_rates
 from benchmarks.fill import show_size, speeds
 from benchmarks.gpu_train import SIZES, meet_all, new
 from benchmarks.hugging_face_peer import ungrouped
-from benchmarks.setting import SHAPE
+from benchmarks.setting import SHAPE, Setting
 from benchmarks.stopwatch import quartiles
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,6 +159,13 @@ def test_speeds() -> None:
     assert speeds([4.0, 1.0, 2.0], sized()) == {
         "median": 2.0, "tokens_per_s": 2.5, "flops_per_s": 25.0, "mfu": 0.25,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "parameters"), [("124M", 124), ("350M", 355), ("1.3B", 1316)])
+def test_sizes_are_what_they_are_called(size: str, parameters: int) -> None:
+    shape = tuple(zip(SHAPE, SIZES[size], strict=True))
+    setting = Setting(shape=shape, ranks=SimpleNamespace(num_ranks=1), dtype="bf16", stage=0)
+    assert round(unsharded(setting).num_parameters() / 1e6) == parameters
 
 
 def test_products_are_counted_as_two_operations_each() -> None:
