@@ -76,10 +76,10 @@ def main() -> int:
     options = read_options()
     until = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as folder:
-        keep = options.keep or Path(folder)
+        keep = (options.keep or Path(folder)).resolve()  # steps run in the project's folder
         keep.mkdir(parents=True, exist_ok=True)
         found, known = facts(options.device, options.commit)
-        plan = [step for step in steps(found, options.tiny, keep) if step.name in options.only]
+        plan = [step for step in steps(found, options, keep) if step.name in options.only]
         command = shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
         state = State(command=command, facts=known)
         for step in plan:
@@ -106,15 +106,19 @@ def read_options() -> argparse.Namespace:
     add("--keep", type=Path, metavar="FOLDER", help="for whole outputs and the JSON")
     add("--commit", help="what to call this copy of the project where it is no git clone")
     add("--tiny", action="store_true", help="small sizes, to try the script")
+    add("--kernels-flags", default="", metavar="FLAGS", help="more, for kernels.py")
+    add("--train-flags", default="", metavar="FLAGS", help='more, as "--micro-batch 8"')
     options = parser.parse_args()
     if options.output is None:
         options.output = ROOT / f"benchmarks/results/{time.strftime('%Y-%m-%d')}-gpu.md"
     return options
 
 
-def steps(device: str, tiny: bool, keep: Path) -> Iterator[Step]:
+def steps(device: str, options: argparse.Namespace, keep: Path) -> Iterator[Step]:
     """What is to be run, the last with what time is left."""
     python, seen = sys.executable, {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+    for_kernels = (*(TINY_KERNELS if options.tiny else ()), *shlex.split(options.kernels_flags))
+    for_train = (*(TINY_TRAIN if options.tiny else ()), *shlex.split(options.train_flags))
     missing = missing_libraries(device)
     yield Step(
         name="build", title="Build", share=0.25, makes=LIBRARIES[device], tell=compiled,
@@ -141,12 +145,12 @@ def steps(device: str, tiny: bool, keep: Path) -> Iterator[Step]:
     yield Step(
         name="kernels", title="Kernels", share=0.15,
         command=(python, "benchmarks/kernels.py", "--device", device, "--json",
-                 str(keep / "kernels.json"), *(TINY_KERNELS if tiny else ())),
+                 str(keep / "kernels.json"), *for_kernels),
     )  # fmt: skip
     yield Step(
         name="train", title="Training", share=1.0,
         command=(python, "benchmarks/gpu_train.py", "--device", device, "--json",
-                 str(keep / "train.json"), *(TINY_TRAIN if tiny else ())),
+                 str(keep / "train.json"), *for_train),
     )  # fmt: skip
 
 

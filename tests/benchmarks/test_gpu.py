@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from benchmarks import gpu
 from benchmarks.gpu import Step, carry_out, missing_libraries, steps
@@ -22,6 +23,10 @@ JUNIT = """<testsuites><testsuite>
 
 def python(text: str, **more) -> Step:
     return Step(name="it", title="It", command=(sys.executable, "-c", text), share=1.0, **more)
+
+
+def options(**given) -> SimpleNamespace:
+    return SimpleNamespace(**{"tiny": False, "kernels_flags": "", "train_flags": ""} | given)
 
 
 def test_the_script_runs_and_leaves_markdown(tmp_path: Path) -> None:
@@ -116,7 +121,7 @@ def test_a_build_that_only_warns_is_shown() -> None:
 
 
 def test_the_tests_that_compute_sanitizer_watches_exist(tmp_path: Path) -> None:
-    assert [step.name for step in steps("cuda", False, tmp_path)] == [
+    assert [step.name for step in steps("cuda", options(), tmp_path)] == [
         "build", "tests", "memcheck", "racecheck", "kernels", "train",
     ]  # fmt: skip
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *gpu.SANITIZED]
@@ -125,11 +130,16 @@ def test_the_tests_that_compute_sanitizer_watches_exist(tmp_path: Path) -> None:
 
 
 def test_the_steps_of_a_machine_without_a_gpu_know_it(tmp_path: Path) -> None:
-    plan = {step.name: step for step in steps("cpu", True, tmp_path)}
+    plan = {step.name: step for step in steps("cpu", options(tiny=True), tmp_path)}
     assert plan["memcheck"].why_not == plan["racecheck"].why_not == "there is no GPU"
     assert plan["tests"].environment == {"CUDA_VISIBLE_DEVICES": ""}
     assert "tests/zeropp/test_cuda.py" in plan["tests"].command
     assert "tiny" in plan["train"].command
+    flags = {"kernels_flags": "--rounds 3", "train_flags": "--micro-batch 8"}
+    plan = {step.name: step for step in steps("cuda", options(**flags), tmp_path)}
+    assert plan["kernels"].command[-2:] == ("--rounds", "3")
+    assert plan["train"].command[-2:] == ("--micro-batch", "8")
+    assert "tiny" not in plan["train"].command
 
 
 def test_libraries_older_than_their_sources_are_built_again(tmp_path: Path, monkeypatch) -> None:
