@@ -26,6 +26,7 @@ from megatron_zpp.stopping import Stopping  # noqa: E402
 from megatron_zpp.train import TRAIN, VALIDATION, is_due, loader, train_iteration  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
+from zeropp.process_group import leave  # noqa: E402
 from zeropp.topology import Environment  # noqa: E402
 
 
@@ -107,4 +108,4 @@ def report(run: Run, iteration: int, training: float, held_out: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

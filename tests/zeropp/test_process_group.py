@@ -1,5 +1,8 @@
 """What the ranks' collectives run on."""
 
+import subprocess
+import sys
+
 import pytest
 
 from zeropp.errors import InputError
@@ -36,3 +39,20 @@ def test_nccl_without_a_gpu():
 def test_nodes_smaller_than_the_machine_do_not_hide_how_many_ranks_it_has():
     nodes_of_two = Environment(rank=1, world_size=4, local_rank=1, local_world_size=2, machines=1)
     assert choose_backend(nodes_of_two, 2, None) == "gloo"
+
+
+LEAVING = """
+import atexit, logging, sys, threading
+from zeropp.process_group import leave
+atexit.register(print, "Python took itself apart")
+threading.Thread(target=threading.Event().wait).start()  # would be waited for, forever
+logging.getLogger().addHandler(logging.StreamHandler(sys.stdout))
+print("all of it")
+logging.warning("and this")
+leave(3)
+"""
+
+
+def test_leaving_writes_everything_and_waits_for_no_thread():
+    done = subprocess.run([sys.executable, "-c", LEAVING], stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout) == (3, "all of it\nand this\n")
