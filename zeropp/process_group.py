@@ -12,6 +12,8 @@ import torch.distributed as dist
 from zeropp.errors import InputError
 from zeropp.topology import Environment
 
+BOTH = "cpu:gloo,cuda:nccl"  # numbers of the hosts do not wait for the GPUs
+
 log = logging.getLogger("zeropp")
 
 
@@ -28,7 +30,8 @@ def choose_backend(environment: Environment, num_gpus: int, wanted: str | None) 
     """`wanted`, or what suits a machine of `num_gpus` GPUs, in torch's spelling.
 
     Without a GPU gloo; else NCCL for CUDA tensors with gloo beside it for CPU tensors, or gloo for
-    both where ranks share a GPU, which NCCL does not allow. Raises InputError for NCCL without one.
+    both where ranks share a GPU, which NCCL before 2.30 does not allow. Raises InputError for NCCL
+    without a GPU.
     """
     if not num_gpus:
         if wanted == "nccl":
@@ -38,7 +41,7 @@ def choose_backend(environment: Environment, num_gpus: int, wanted: str | None) 
     if wanted is None and ranks_here > num_gpus:
         log.info("%d ranks share %d GPU(s): they exchange data by gloo", ranks_here, num_gpus)
         return "gloo"
-    return wanted or "cpu:gloo,cuda:nccl"
+    return BOTH if wanted in (None, "nccl") else wanted
 
 
 def start_process_group(

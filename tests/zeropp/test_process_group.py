@@ -6,10 +6,8 @@ import sys
 import pytest
 
 from zeropp.errors import InputError
-from zeropp.process_group import choose_backend
+from zeropp.process_group import BOTH, choose_backend
 from zeropp.topology import Environment
-
-BOTH = "cpu:gloo,cuda:nccl"
 
 
 def place(world_size: int, **parts: int) -> Environment:
@@ -23,7 +21,7 @@ def place(world_size: int, **parts: int) -> Environment:
         (4, 1, 4, None, BOTH),
         (16, 2, 8, None, BOTH),
         (4, 1, 1, None, "gloo"),  # NCCL refuses two ranks on one GPU
-        (4, 1, 1, "nccl", "nccl"),  # asked for: NCCL 2.30 can be told to allow it
+        (4, 1, 1, "nccl", BOTH),  # asked for: NCCL 2.30 can be told to allow it
         (4, 1, 4, "gloo", "gloo"),
     ],
 )
