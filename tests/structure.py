@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("settings", ("megatron_zpp.config", "megatron_zpp.flops")),
     ("zeropp's face", ("zeropp", "zeropp.launch", "zeropp.engine", "zeropp.start")),
     ("sharding", ("zeropp.*",)),
-    ("collectives", ("zeropp.collectives", "zeropp.in_flight")),
+    ("collectives", ("zeropp.collectives", "zeropp.in_flight", "zeropp.shared")),
     (
         "ground",
         ("zeropp.process_group", "zeropp.fsdp_adapter", "zeropp.quantize", "zeropp.traffic")
