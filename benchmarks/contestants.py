@@ -17,10 +17,11 @@ from benchmarks.setting import CLIP, LEARNING_RATE, WEIGHT_DECAY, Setting
 from megatron_zpp.assemble import assemble
 from megatron_zpp.console import Console
 from megatron_zpp.data.loader import Batch
+from megatron_zpp.iteration import begin_iteration
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.stopping import Stopping
-from megatron_zpp.train import TRAIN, loader, train_iteration
+from megatron_zpp.train import TRAIN, loader
 from zeropp import optimizer_step, shard
 from zeropp.fsdp_adapter import gather_ahead
 from zeropp.route import gradient_route
@@ -50,7 +51,7 @@ def ours(setting: Setting, name: str = "ours") -> Contestant:
     batches = loader(run, TRAIN, 0)
 
     def step() -> tuple[float, float]:
-        done = train_iteration(run, batches)
+        done = begin_iteration(run, batches).measured()
         return done.loss, done.grad_norm
 
     model, optimizer = run.sharding.model, run.optimizer

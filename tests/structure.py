@@ -33,7 +33,7 @@ MUTATING = (
 # name that fits decides; what is not listed stands in the layer of its package's "*".
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("entry", ("megatron_zpp.main",)),
-    ("training", ("megatron_zpp.train", "megatron_zpp.assemble")),
+    ("training", ("megatron_zpp.train", "megatron_zpp.iteration", "megatron_zpp.assemble")),
     ("around training", ("megatron_zpp.*",)),
     (
         "building",

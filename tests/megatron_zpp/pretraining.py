@@ -38,6 +38,20 @@ def log_of(flags: str) -> str:
     return printed.getvalue()
 
 
+def log_behind(flags: str) -> str:
+    """`log_of`, the numbers of an iteration read while the next one runs, as with a GPU."""
+    printed = io.StringIO()
+    with _job(flags, printed, Behind) as job:
+        pretrain(*job)
+    return printed.getvalue()
+
+
+class Behind(Ranks):
+    """Ranks of CPUs that are told to be like those of GPUs."""
+
+    asynchronous = True
+
+
 @contextmanager
 def assembled(flags: str) -> Iterator[Run]:
     """The run of `TINY` and `flags` on these ranks, before its first iteration."""
@@ -67,12 +81,14 @@ def numbers(log: str) -> list[float]:
 
 
 @contextmanager
-def _job(flags: str, printed: io.StringIO) -> Iterator[tuple[Config, Ranks, Console, Stopping]]:
+def _job(
+    flags: str, printed: io.StringIO, kind: type[Ranks] = Ranks
+) -> Iterator[tuple[Config, Ranks, Console, Stopping]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     source = "" if "--data-path" in flags else "--mock-data "
     config = parse((TINY + source + flags).split(), world)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
     place = Environment(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
-    ranks = Ranks(environment=place, device=torch.device("cpu"), mesh=mesh, store=None)
+    ranks = kind(environment=place, device=torch.device("cpu"), mesh=mesh, store=None)
     with Console(rank, printed, interactive=False) as console, Stopping(config.training) as stop:
         yield config, ranks, console, stop

@@ -302,6 +302,16 @@ def test_a_step_of_a_sharded_model():
         torch.testing.assert_close(one, other, rtol=0, atol=LR * 1e-3)
 
 
+def test_a_loss_that_is_not_finite_skips_a_step_of_a_sharded_model():
+    model = fresh_stack()
+    sharding = shard(model, None, ZeroConfig())
+    optimizer = FusedAdam(model.parameters(), lr=LR)
+    before = copy.deepcopy(list(model.parameters()))
+    loss_of(model, tokens_of(0)).backward()
+    assert optimizer_step(optimizer, sharding, loss=torch.tensor(float("nan"))).skipped
+    bits_alike(list(model.parameters()), before)
+
+
 def test_only_fp32_weights():
     model = nn.Linear(2, 2).bfloat16()
     with pytest.raises(InputError, match=r"shape \[2, 2\] is torch.bfloat16: keep the weights"):
