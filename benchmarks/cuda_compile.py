@@ -121,7 +121,7 @@ def _readable(mangled: str) -> str:
     if (demangler := shutil.which("c++filt")) is None:
         return mangled
     told = subprocess.run([demangler, mangled], capture_output=True, text=True, check=True).stdout
-    name = re.search(r"(\w+)(?:<\(zpp::Type\)(\d)>)?\(zpp::Job\)", told)
+    name = re.search(r"(\w+)(?:<\(zpp::Type\)(\d)>)?\([^<>]*Job\)$", told.strip())
     if name is None:
         return told.strip()
     return name[1] + (f"<{('BF16', 'FP16', 'FP32')[int(name[2])]}>" if name[2] else "")

@@ -56,7 +56,7 @@ static inline cudaError_t launch_table(Kernel* kernel, Job* job, cudaStream_t st
 }
 
 // Loads kernels, so that their first launch may be one that is captured.
-static inline cudaError_t load(Kernel* const* kernels, int count) {
+template <class K> static inline cudaError_t load(K* const* kernels, int count) {
     cudaError_t error = cudaSuccess;
     cudaFuncAttributes found;
     for (int i = 0; i < count && !error; ++i) error = cudaFuncGetAttributes(&found, kernels[i]);
@@ -64,6 +64,7 @@ static inline cudaError_t load(Kernel* const* kernels, int count) {
 }
 
 cudaError_t load_sums();  // those of cuda_reduce.cu
+cudaError_t load_adam();  // those of cuda_adam.cu
 
 // All segments of all rows; `job` has all but the table. On the device's `stream`, nothing waits.
 static inline int64_t launch(Kernel* kernel, Job* job, const Layout& packed, const Layout& reduced,

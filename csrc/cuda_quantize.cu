@@ -114,6 +114,7 @@ int64_t zpp_ready(int64_t device) {
     if (!error) error = load(QUANTIZE, NUM_TYPES);
     if (!error) error = load(DEQUANTIZE, NUM_TYPES);
     if (!error) error = load_sums();
+    if (!error) error = load_adam();
     if (error) cudaGetLastError();
     return int64_t(error);
 }

@@ -67,8 +67,8 @@ struct Tile {
     }
 };
 
-// The tile of this warp; false if there is none.
-ZPP_DEVICE bool find_tile(const Table& table, Tile* tile) {
+// The tile of this warp in a table of entries that have a `size`; false if there is none.
+template <class T> ZPP_DEVICE bool find_tile(const T& table, Tile* tile) {
     const uint32_t index = blockIdx.x * WARPS + threadIdx.x / LANES;
     if (index >= table.tiles) return false;
     uint32_t low = 0, high = table.count;  // low: the last entry found to begin early enough

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#include "quant_math.h"
+#include "adam_math.h"
 
 namespace zpp {
 
@@ -41,6 +41,21 @@ struct Segment {
 struct Layout {
     const Segment* segments;
     int64_t count, elements, packed_bytes, wire;
+};
+
+// A parameter of Adam, what goes with it, and how many elements each of them has.
+struct AdamTensor {
+    const uint8_t* gradient;  // of the call's type
+    float *parameter, *mean, *square;
+    uint8_t* copy;  // of the call's type; null: none is written
+    int64_t size;
+};
+
+struct AdamCall {
+    const AdamTensor* tensors;
+    int64_t count, gradient_type, copy_type;
+    const float* factor;  // of the gradients, where the tensors are; null: 1
+    AdamScalars scalars;
 };
 
 // Bytes from a place in a packed row to the next aligned one.

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from zeropp.config import ZeroConfig
     from zeropp.engine import Engine
     from zeropp.errors import InputError
+    from zeropp.optim.adam import FusedAdam
     from zeropp.optim.loss_scale import LossScaler
     from zeropp.optim.step import StepResult, optimizer_step
     from zeropp.sharding import Sharding
@@ -20,14 +21,15 @@ if TYPE_CHECKING:
     from zeropp.start import initialize
 
 __all__ = [
-    "Engine", "InputError", "LossScaler", "Sharding", "StepResult", "ZeroConfig", "initialize",
-    "optimizer_step", "shard", "zero",
+    "Engine", "FusedAdam", "InputError", "LossScaler", "Sharding", "StepResult", "ZeroConfig",
+    "initialize", "optimizer_step", "shard", "zero",
 ]
 __version__ = "0.1.0"
 
 _MODULES = MappingProxyType(
     {
         "Engine": "zeropp.engine",
+        "FusedAdam": "zeropp.optim.adam",
         "InputError": "zeropp.errors",
         "LossScaler": "zeropp.optim.loss_scale",
         "Sharding": "zeropp.sharding",

@@ -27,21 +27,27 @@ class Cuda(Kernels):
     """The ops on tensors of one GPU."""
 
     def call(self, name: str, packed: Tensor, *arguments: object) -> None:
-        """Launch the library's `zpp_<name>` on the current stream of `packed`'s device.
+        """`run` on `packed`'s device.
 
-        Raises ValueError where packed rows begin between two multiples of 16 bytes, RuntimeError
-        with CUDA's own words where the launch fails.
+        Raises ValueError where packed rows begin between two multiples of 16 bytes.
         """
         if packed.data_ptr() % ALIGN:
             raise ValueError(
                 f"packed begins {packed.data_ptr() % ALIGN} bytes after a multiple of {ALIGN}; "
                 "give it as quantize returned it, or whole rows of it"
             )
-        with torch.cuda.device(packed.device):
-            stream = torch.cuda.current_stream(packed.device).cuda_stream
+        self.run(name, packed.device, *arguments)
+
+    def run(self, name: str, device: torch.device, *arguments: object) -> None:
+        """Launch the library's `zpp_<name>` on the current stream of a device.
+
+        Raises RuntimeError with CUDA's own words where the launch fails.
+        """
+        with torch.cuda.device(device):
+            stream = torch.cuda.current_stream(device).cuda_stream
             function = getattr(self.library, f"zpp_{name}")
-            if error := function(*arguments, packed.device.index, stream):
-                raise RuntimeError(f"{name} on {packed.device}: {self.error(error)}")
+            if error := function(*arguments, device.index, stream):
+                raise RuntimeError(f"{name} on {device}: {self.error(error)}")
 
     def error(self, number: int) -> str:
         """CUDA's text for an error."""

@@ -1,8 +1,8 @@
 """The compiled libraries of csrc/, one for CPUs and one for GPUs: found, checked, declared, called.
 
 They are plain C to the outside, so that they build in seconds and fit any torch. ctypes lets go of
-the interpreter's lock during a call. Both have the same functions; where and how they run follows
-in the last arguments.
+the interpreter's lock during a call. Where and how a function runs follows in its last arguments.
+Both have the four ops of quantization; others, such as Adam, a library may have or not.
 """
 
 import ctypes
@@ -38,19 +38,28 @@ _OPS = (
     ("zpp_reduce_quantize", (_LAYOUT, ADDRESS, _LAYOUT, ADDRESS, NUMBER, NUMBER)),
     ("zpp_reduce_dequantize", (_LAYOUT, ADDRESS, ADDRESS, NUMBER, NUMBER)),
 )
+_OPTIONAL = (("zpp_adam", (ADDRESS,)),)  # zeropp/optim/adam_op.py
 _FACTS = (("zpp_version", ()), ("zpp_block", (NUMBER,)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels(ABC):
-    """The four ops of a library. Tensors must be contiguous, on its device, and of the layout's
-    shapes: zeropp/ops.py has checked them."""
+    """The ops of a library. Tensors must be contiguous, on its device, and of the layout's shapes:
+    zeropp/ops.py has checked them."""
 
     library: ctypes.CDLL
 
     @abstractmethod
+    def run(self, name: str, device: torch.device, *arguments: object) -> None:
+        """Run the library's `zpp_<name>` on a device."""
+
     def call(self, name: str, packed: Tensor, *arguments: object) -> None:
         """Run the library's `zpp_<name>` where `packed` is."""
+        self.run(name, packed.device, *arguments)
+
+    def has(self, name: str) -> bool:
+        """Whether the library has `zpp_<name>`."""
+        return hasattr(self.library, f"zpp_{name}")
 
     def quantize(self, rows: Tensor, layout: Layout, fold: int) -> Tensor:
         """As `reference.quantize`."""
@@ -111,10 +120,12 @@ def load(
     """The library at `path`, declared, or `None` if it was built from other sources.
 
     where: the types of the arguments that end an op's, `returned` that of its result. facts: names
-    and argument types of further functions, which return an int64.
+    and argument types of further functions, which return an int64. It need not have the ops that
+    came after the first four: see `Kernels.has`.
     """
     library = ctypes.CDLL(str(path))
-    ops = [(name, (*types, *where), returned) for name, types in _OPS]
+    more = [one for one in _OPTIONAL if hasattr(library, one[0])]
+    ops = [(name, (*types, *where), returned) for name, types in (*_OPS, *more)]
     known = [(name, types, NUMBER) for name, types in (*_FACTS, *facts)]
     for name, types, result in (*ops, *known):
         if not hasattr(library, name):

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import Tensor
 
 from zeropp import library
 from zeropp.library import NUMBER, Kernels
@@ -19,7 +18,7 @@ _log = logging.getLogger("zeropp")
 class Native(Kernels):
     """The ops on tensors of the CPU, with as many threads as PyTorch uses."""
 
-    def call(self, name: str, packed: Tensor, *arguments: object) -> None:
+    def run(self, name: str, device: torch.device, *arguments: object) -> None:
         """Run the library's `zpp_<name>`."""
         getattr(self.library, f"zpp_{name}")(*arguments, torch.get_num_threads())
 

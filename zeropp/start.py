@@ -22,6 +22,7 @@ from zeropp.config import ZeroConfig
 from zeropp.engine import Batch, Engine
 from zeropp.errors import InputError
 from zeropp.materialize import agree
+from zeropp.optim.adam import fastest_adamw
 from zeropp.optim.lr_schedule import build_scheduler
 from zeropp.optim.remap import Names, listed, names_of, remap, remapped
 from zeropp.process_group import pick_device, start_process_group
@@ -210,7 +211,7 @@ def _optimizer(
         "eps": 1e-8 if params.eps is None else params.eps,
         "weight_decay": params.weight_decay or 0.0,
     }
-    return torch.optim.AdamW(parameters, **settings, fused=True)
+    return fastest_adamw(parameters, **settings)
 
 
 def _flat(groups: Iterable[Any]) -> set[int]:

@@ -66,7 +66,7 @@ def fuse_norms(model: nn.Module, apex: Apex) -> None:
             setattr(parent, name, fused)
 
 
-class FusedAdam(torch.optim.Optimizer):
+class ApexAdam(torch.optim.Optimizer):
     """AdamW by Apex's kernel on this rank's shards; the state is that of torch's AdamW.
 
     Apex knows plain tensors only, so a stand-in shares the memory of each parameter's local part.

@@ -7,12 +7,13 @@ shard: no rank ever holds more than its shards and one block.
 import torch
 
 from megatron_zpp.config import Config
-from megatron_zpp.model.apex import Apex, FusedAdam, fuse_norms
+from megatron_zpp.model.apex import Apex, ApexAdam, fuse_norms
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.model.recompute import compile_blocks, recompute
 from megatron_zpp.parallel.mesh import Ranks
 from zeropp import Sharding, shard
+from zeropp.optim.adam import fastest_adamw
 
 
 def build_model(config: Config, vocab_size: int, ranks: Ranks, apex: Apex | None) -> Sharding:
@@ -49,5 +50,5 @@ def build_optimizer(
         "weight_decay": config.optimizer.weight_decay,
     }
     if apex:
-        return FusedAdam(apex, groups, **settings)
-    return torch.optim.AdamW(groups, **settings, fused=True)
+        return ApexAdam(apex, groups, **settings)
+    return fastest_adamw(groups, **settings)

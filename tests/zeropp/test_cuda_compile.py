@@ -6,7 +6,7 @@ from benchmarks.cuda_compile import GPUS, SOURCES, compiled
 from setup import find_nvcc, gpus, torch_cuda
 
 NVCC = find_nvcc()
-KERNELS = {"cuda_quantize.cu": 6, "cuda_reduce.cu": 4}
+KERNELS = {"cuda_adam.cu": 3, "cuda_quantize.cu": 6, "cuda_reduce.cu": 4}
 MOST_REGISTERS = 128  # of 256 threads, so that two blocks fit
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc here: CUDA's toolkit has it")
 

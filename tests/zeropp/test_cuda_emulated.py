@@ -5,14 +5,9 @@ What the emulation does not show is said in tests/zeropp/emulated_cuda/cuda_runt
 
 import ctypes
 import logging
-import shutil
-import subprocess
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.zeropp.against_reference import (
     check_rows,
@@ -21,40 +16,15 @@ from tests.zeropp.against_reference import (
     other_bits,
     with_dirty_gaps,
 )
+from tests.zeropp.emulated import Emulated
 from tests.zeropp.packed_rows import RAGGED, any_rows, ragged_layouts
 from zeropp import cuda, library, ops, reference
-from zeropp.cuda import FACTS
-from zeropp.library import ADDRESS, NUMBER, Kernels
-from zeropp.packing import ALIGN, FLOATS, Layout
-
-ROOT = Path(__file__).resolve().parents[2]
-FLAGS = (
-    "-std=c++17 -O1 -Wall -Wno-unknown-pragmas -ffp-contract=off -fno-strict-aliasing -fPIC -shared"
-)
+from zeropp.packing import FLOATS, Layout
 
 
-@dataclass(frozen=True, kw_only=True)
-class Emulated(Kernels):
-    """The library that a GPU would run, on the CPU."""
-
-    def call(self, name: str, packed: Tensor, *arguments: object) -> None:
-        assert packed.data_ptr() % ALIGN == 0
-        assert getattr(self.library, f"zpp_{name}")(*arguments, 0, None) == 0
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++ here to compile the emulated kernels")
-    built = tmp_path_factory.mktemp("emulated") / "kernels.so"
-    sources = [str(path) for path in sorted((ROOT / "csrc").glob("cuda_*.cu"))]
-    headers = ["-I", str(ROOT / "tests/zeropp/emulated_cuda")]
-    command = [compiler, "-x", "c++", *FLAGS.split(), *headers, *sources, "-o", str(built)]
-    subprocess.run(command, check=True)
-    loaded = library.load(built, (NUMBER, ADDRESS), NUMBER, FACTS)
-    assert loaded is not None
-    return Emulated(library=loaded)
+@pytest.fixture
+def kernels(emulated: Emulated) -> Emulated:
+    return emulated
 
 
 @pytest.mark.parametrize("shift", [0, 3])

@@ -40,7 +40,8 @@ class HuggingFaceLike(Net):
 def test_every_python_block_runs(tmp_path):
     os.chdir(tmp_path)
     text = (ROOT / "docs/python.md").read_text()
-    first, saving, sharding, building, gathering = re.findall(r"```python\n(.*?)```", text, re.S)
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    first, saving, sharding, updating, building, gathering = blocks
     (tmp_path / "ds_config.json").write_text(json.dumps(CONFIG))
     model = Net()
     dataset = TensorDataset(torch.rand(8, 4), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1]))
@@ -56,5 +57,7 @@ def test_every_python_block_runs(tmp_path):
         assert names["model"].head.weight.abs().sum() == 0
     names |= {"model": HuggingFaceLike(), "inputs": torch.ones(2, 4, dtype=torch.long)}
     exec(sharding, names)
+    exec(updating, names)
+    assert type(names["optimizer"]) is zeropp.FusedAdam
     exec(building, names)
     assert type(names["model"]) is Net

@@ -1,0 +1,18 @@
+"""Optimizers and what goes with a step; names are imported when they are first used."""
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zeropp.optim.adam import FusedAdam
+
+__all__ = ["FusedAdam"]
+
+_MODULES = MappingProxyType({"FusedAdam": "zeropp.optim.adam"})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'zeropp.optim' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron_zpp.model.apex import FusedAdam, find_apex, fuse_norms
+from megatron_zpp.model.apex import ApexAdam, find_apex, fuse_norms
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from tests.megatron_zpp.model.small import GPT2, LLAMA, VOCABULARY, build, rows
@@ -183,12 +183,12 @@ def train(model: GPT, optimizer: torch.optim.Optimizer, steps: range) -> list[fl
 def compare_to_torch(models: list[GPT]) -> None:
     """Four steps with each optimizer, then the state of one goes on in the other."""
     theirs = torch.optim.AdamW(two_groups(models[0]), **SETTINGS)
-    ours = FusedAdam(find_apex(CUDA), two_groups(models[1]), **SETTINGS)
+    ours = ApexAdam(find_apex(CUDA), two_groups(models[1]), **SETTINGS)
     expected = train(models[0], theirs, range(4))
     assert train(models[1], ours, range(4)) == pytest.approx(expected, rel=1e-5)
     torch_state, state = theirs.state_dict()["state"], ours.state_dict()["state"]
     assert {k: set(v) for k, v in state.items()} == {k: set(v) for k, v in torch_state.items()}
-    again = FusedAdam(find_apex(CUDA), two_groups(models[1]), **SETTINGS)
+    again = ApexAdam(find_apex(CUDA), two_groups(models[1]), **SETTINGS)
     groups = again.state_dict()["param_groups"]
     again.load_state_dict({"state": copy.deepcopy(torch_state), "param_groups": groups})
     expected = train(models[0], theirs, range(4, 7))
@@ -221,7 +221,7 @@ def test_adam_on_shards(tmp_path: Path) -> None:
 def test_uneven_steps_are_noticed(tmp_path: Path) -> None:
     install(tmp_path, NVIDIA)
     model = build(GPT2)
-    optimizer = FusedAdam(find_apex(CUDA), model.parameters(), **SETTINGS)
+    optimizer = ApexAdam(find_apex(CUDA), model.parameters(), **SETTINGS)
     next(model.parameters()).grad = torch.ones(64, 32)
     optimizer.step()
     for parameter in model.parameters():

@@ -2,8 +2,8 @@
 //
 // A warp's 32 threads are 32 contexts that take turns; one that shuffles waits until all have. The
 // last warp of a row runs first, so that one that writes into what follows it shows. Not shown:
-// conversions, multiply-adds and byte permutations that are instructions of a GPU, races, alignment
-// that only a GPU insists on, and speed.
+// conversions, multiply-adds and byte permutations that are instructions of a GPU, races, and speed.
+// Accesses that are not aligned show where the compiler is told to look for them.
 #pragma once
 
 #include <stdint.h>

@@ -1,0 +1,11 @@
+"""What several test files here share: the CUDA kernels, compiled to run on the CPU."""
+
+import pytest
+
+from tests.zeropp.emulated import Emulated, build
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+    """The library that a GPU would run, compiled once."""
+    return build(tmp_path_factory.mktemp("emulated"))

@@ -1,0 +1,370 @@
+"""FusedAdam against torch's Adam and AdamW: numbers, state, shards, checkpoints."""
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tests.ranks import ranks
+from tests.zeropp.packed_rows import bits_of
+from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
+from zeropp import FusedAdam, InputError, ZeroConfig, optim, optimizer_step, shard
+from zeropp.optim import adam as adam_module
+from zeropp.optim.adam import fastest_adamw
+from zeropp.optim.adam_op import Arrays, adam
+
+SHAPES = ((7, 5), (33,), (), (3, 4, 2, 2))
+LR = 1e-2
+STEPS = 20
+LARGEST = 6.0  # of the parameters, which begin as standard normal numbers
+# A step rounds a parameter twice, and its update, at most about LR, some 10 times; each moment has
+# at most 4 roundings of each step before. Both sides may err so.
+CLOSE = 2 * STEPS * 2.0**-24 * (2 * LARGEST + LR * (10 + 4 * STEPS))
+
+
+def parameters_of(seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def give_gradients(*several: list[nn.Parameter], step: int, scale: float = 1.0) -> None:
+    """The same gradients to each of several lists; they differ in size by a million."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for index, alike in enumerate(zip(*several, strict=True)):
+        gradient = torch.randn(alike[0].shape, generator=generator) * 10.0 ** (2 * index - 3)
+        for parameter in alike:
+            parameter.grad = gradient * scale
+
+
+def bits_alike(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for one, other in zip(mine, theirs, strict=True):
+        assert torch.equal(bits_of(one.detach()), bits_of(other.detach()))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_twenty_steps_are_those_of_torch(decoupled, decay):
+    mine, theirs = parameters_of(), parameters_of()
+    options = dict(lr=LR, betas=(0.8, 0.99), eps=1e-6, weight_decay=decay)
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    ours, torchs = FusedAdam(mine, **options, adam_w_mode=decoupled), kind(theirs, **options)
+    for step in range(STEPS):
+        give_gradients(mine, theirs, step=step)
+        ours.step()
+        torchs.step()
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.abs().max() < LARGEST
+        torch.testing.assert_close(one, other, rtol=0, atol=CLOSE)
+        for name in ("exp_avg", "exp_avg_sq"):
+            first, second = ours.state[one][name], torchs.state[other][name]
+            torch.testing.assert_close(first, second, rtol=4e-6, atol=4e-6 * second.abs().max())
+
+
+def test_without_bias_correction_the_first_step_is_small():
+    """By hand: m = 0.1 g, v = 0.001 g^2, so that the update is LR * 0.1 / sqrt(0.001)."""
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([1.0, -2.0, 5.0])
+    FusedAdam([parameter], lr=LR, bias_correction=False, weight_decay=0.0).step()
+    update = LR * 0.1 / 0.001**0.5
+    expected = torch.tensor([-update, update, -update])
+    torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("fused", [True, None])
+def test_each_goes_on_from_the_others_state(fused):
+    mine, theirs = parameters_of(), parameters_of()
+    ours = FusedAdam(mine, lr=LR)
+    torchs = torch.optim.AdamW(theirs, lr=LR, fused=fused)
+    give_gradients(mine, theirs, step=0)
+    ours.step()
+    torchs.step()
+    assert set(ours.state_dict()["param_groups"][0]) == set(torchs.state_dict()["param_groups"][0])
+    saved, saved_by_torch = (copy.deepcopy(one.state_dict()) for one in (ours, torchs))
+    ours.load_state_dict(saved_by_torch)
+    torchs.load_state_dict(saved)
+    give_gradients(mine, theirs, step=1)
+    ours.step()
+    torchs.step()
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=CLOSE)
+        state = ours.state[one]
+        assert state["step"] == torchs.state[other]["step"] == 2
+        assert (state["step"].dtype, state["step"].shape) == (torch.float32, ())
+        assert set(state) == set(torchs.state[other])
+
+
+def test_a_copy_of_the_optimizer_goes_on_alike():
+    mine = parameters_of()
+    halves = [torch.zeros_like(one, dtype=torch.bfloat16) for one in mine]
+    pairs = dict(zip(mine, halves, strict=True))
+    ours = FusedAdam(mine, lr=LR, bias_correction=False, copies=pairs)
+    give_gradients(mine, step=0)
+    ours.step()
+    again = copy.deepcopy(ours)
+    for optimizer in (ours, again):
+        give_gradients(optimizer.param_groups[0]["params"], step=1)
+        optimizer.step()
+    bits_alike(again.param_groups[0]["params"], mine)
+    bits_alike(list(again.copies.values()), halves)
+
+
+def test_parameters_have_their_own_step_counts(monkeypatch):
+    """One of them had no gradient in every other step; those of one count share a call."""
+    mine, apart = parameters_of(), parameters_of()
+    each = [FusedAdam([one], lr=LR) for one in apart]
+    alternate(apart, each)
+    sizes = []
+
+    def counting(arrays: Arrays, *others: object) -> None:
+        sizes.append(len(arrays.parameters))
+        adam(arrays, *others)
+
+    monkeypatch.setattr(adam_module, "adam", counting)
+    ours = FusedAdam(mine, lr=LR)
+    alternate(mine, [ours])
+    assert sizes == [4, 3, *(3, 1), 3, *(3, 1), 3]
+    bits_alike(mine, apart)
+    assert [int(ours.state[one]["step"]) for one in mine] == [6, 3, 6, 6]
+
+
+def alternate(parameters: list[nn.Parameter], optimizers: list[FusedAdam]) -> None:
+    """Six steps; the second parameter has no gradient in every other one."""
+    for step in range(6):
+        give_gradients(parameters, step=step)
+        if step % 2:
+            parameters[1].grad = None
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_a_factor_is_as_good_as_multiplied_gradients():
+    mine, theirs = parameters_of(), parameters_of()
+    ours, plain = FusedAdam(mine, lr=LR), FusedAdam(theirs, lr=LR)
+    for step in range(3):
+        give_gradients(mine, step=step, scale=1024.0)
+        give_gradients(theirs, step=step)
+        ours.step(factor=torch.tensor(1 / 1024))
+        plain.step()
+    bits_alike(mine, theirs)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_a_step_of_no_finite_factor_changes_nothing_and_may_be_uncounted(factor):
+    mine = parameters_of()
+    halves = {mine[0]: torch.full(SHAPES[0], 7, dtype=torch.float16)}
+    ours = FusedAdam(mine, lr=LR, copies=halves)
+    give_gradients(mine, step=0)
+    ours.step()
+    before = copy.deepcopy([[one, *ours.state[one].values()] for one in mine])
+    half = halves[mine[0]].clone()
+    ours.step(factor=torch.tensor(factor))
+    assert {int(ours.state[one]["step"]) for one in mine} == {2}
+    ours.uncount()
+    ours.uncount()  # there is nothing left to take back
+    for one, old in zip(mine, before, strict=True):
+        bits_alike([one, *ours.state[one].values()], old)
+    assert torch.equal(halves[mine[0]], half)
+
+
+def test_copies_are_the_new_weights_rounded():
+    mine = parameters_of()
+    halves = {
+        mine[0]: torch.zeros(SHAPES[0], dtype=torch.bfloat16),
+        mine[2]: torch.zeros(SHAPES[2], dtype=torch.float16),
+    }
+    ours = FusedAdam(mine, lr=LR, copies=halves)
+    give_gradients(mine, step=0)
+    ours.step()
+    bits_alike([mine[0].bfloat16(), mine[2].half()], list(halves.values()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_16_bits(dtype):
+    mine, theirs = parameters_of(), parameters_of()
+    for parameter in mine:
+        parameter.grad_dtype = None  # any
+    give_gradients(mine, theirs, step=0)
+    for one, other in zip(mine, theirs, strict=True):
+        one.grad = one.grad.to(dtype)
+        other.grad = one.grad.float()
+    for parameters in (mine, theirs):
+        FusedAdam(parameters, lr=LR).step()
+    bits_alike(mine, theirs)
+
+
+def test_tensors_that_lie_otherwise_in_memory():
+    """A convolution's weights with channels last, gradients in another order than the weights."""
+    mine, theirs = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Conv2d(3, 4, 3)
+    theirs.load_state_dict(mine.state_dict())
+    assert not mine.weight.is_contiguous() and theirs.weight.is_contiguous()
+    optimizers = [FusedAdam(one.parameters(), lr=LR) for one in (mine, theirs)]
+    for step in range(3):
+        gradient = torch.randn(4, 3, 3, 3)
+        mine.weight.grad = gradient if step else gradient.to(memory_format=torch.channels_last)
+        theirs.weight.grad = gradient.transpose(0, 2).contiguous().transpose(0, 2)
+        for optimizer in optimizers:
+            optimizer.step()
+    bits_alike([mine.weight], [theirs.weight])
+
+
+def test_a_closure_gives_the_loss_and_the_gradients():
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = FusedAdam([parameter], lr=LR, weight_decay=0.0)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = parameter.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 2.0
+    torch.testing.assert_close(parameter.detach(), torch.full((2,), 1 - LR))
+
+
+@ranks(2)
+def test_shards_are_updated_as_the_whole_is():
+    """Of three rows one rank has two; of one row it has all, and the other none; the last is whole
+    on both."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    whole = [nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (1, 4), (8,))]
+    shards = [
+        nn.Parameter(distribute_tensor(one.detach().clone(), mesh, [placement]))
+        for one, placement in zip(whole, (Shard(0), Shard(0), Replicate()), strict=True)
+    ]
+    plain, sharded = FusedAdam(whole, lr=LR), FusedAdam(shards, lr=LR)
+    for step in range(3):
+        give_gradients(whole, step=step)
+        for one, other in zip(whole, shards, strict=True):
+            other.grad = distribute_tensor(one.grad.clone(), mesh, other.placements)
+        plain.step()
+        sharded.step(factor=torch.tensor(1.0))
+    local = [one.to_local().numel() for one in shards]
+    assert local == ([5, 0, 8] if dist.get_rank() else [10, 4, 8])
+    bits_alike([one.full_tensor() for one in shards], whole)
+    moments = [sharded.state[one]["exp_avg"] for one in shards]
+    assert all(isinstance(one, DTensor) for one in moments)
+    bits_alike([one.full_tensor() for one in moments], [plain.state[p]["exp_avg"] for p in whole])
+    assert all(int(sharded.state[one]["step"]) == 3 for one in shards)
+
+
+@pytest.mark.parametrize("ours_saves", [True, False])
+@ranks(2)
+def test_distributed_checkpoints_serve_both(ours_saves, tmp_path):
+    kinds = (FusedAdam, torch.optim.AdamW) if ours_saves else (torch.optim.AdamW, FusedAdam)
+    saver, loader = (stepped(kind, steps) for kind, steps in zip(kinds, (2, 1), strict=True))
+    saved = dcp_state.get_optimizer_state_dict(*saver, options=FLAT)
+    dcp.save(saved, checkpoint_id=tmp_path)
+    into = dcp_state.get_optimizer_state_dict(*loader, options=FLAT)
+    dcp.load(into, checkpoint_id=tmp_path)
+    dcp_state.set_optimizer_state_dict(*loader, into, options=FLAT)
+    for one, other in zip(saver[0].parameters(), loader[0].parameters(), strict=True):
+        state, restored = saver[1].state[one], loader[1].state[other]
+        assert state["step"] == restored["step"] == 2
+        for name in ("exp_avg", "exp_avg_sq"):
+            bits_alike([restored[name].to_local()], [state[name].to_local()])
+    loader[1].step()
+
+
+FLAT = dcp_state.StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def stepped(kind: type, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = kind(model.parameters(), lr=LR)
+    for step in range(steps):
+        model(torch.randn(2, 5) + step).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_a_step_of_a_sharded_model():
+    """Unscaled and clipped by `optimizer_step`, as with torch's AdamW."""
+    models = [fresh_stack(), fresh_stack()]
+    for model, kind in zip(models, (FusedAdam, torch.optim.AdamW), strict=True):
+        sharding = shard(model, None, ZeroConfig())
+        optimizer = kind(model.parameters(), lr=LR)
+        for step in range(3):
+            loss_of(model, tokens_of(step)).backward()
+            assert not optimizer_step(optimizer, sharding, clip_grad=0.25).skipped
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=LR * 1e-3)
+
+
+def test_a_loss_that_is_not_finite_skips_a_step_of_a_sharded_model():
+    model = fresh_stack()
+    sharding = shard(model, None, ZeroConfig())
+    optimizer = FusedAdam(model.parameters(), lr=LR)
+    before = copy.deepcopy(list(model.parameters()))
+    loss_of(model, tokens_of(0)).backward()
+    assert optimizer_step(optimizer, sharding, loss=torch.tensor(float("nan"))).skipped
+    bits_alike(list(model.parameters()), before)
+
+
+def test_only_fp32_weights():
+    model = nn.Linear(2, 2).bfloat16()
+    with pytest.raises(InputError, match=r"shape \[2, 2\] is torch.bfloat16: keep the weights"):
+        FusedAdam(model.parameters())
+    optimizer = FusedAdam(nn.Linear(2, 2).parameters())
+    with pytest.raises(InputError, match="fp32 parameters"):
+        optimizer.add_param_group({"params": model.parameters()})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(lr=-1.0), dict(lr=float("nan")), dict(eps=-1e-8), dict(betas=(0.9, 1.0))]
+    + [dict(betas=(-0.1, 0.9)), dict(weight_decay=-0.1), dict(weight_decay=float("inf"))],
+)
+def test_numbers_out_of_range(options):
+    with pytest.raises(InputError, match=f"FusedAdam cannot run with {next(iter(options))} = "):
+        FusedAdam(nn.Linear(2, 2).parameters(), **options)
+
+
+def test_a_state_that_asks_for_what_is_not_there():
+    parameters = parameters_of()
+    theirs = torch.optim.AdamW(parameters, amsgrad=True)
+    with pytest.raises(InputError, match="no amsgrad; leave it out, or use torch.optim.AdamW"):
+        FusedAdam(parameters).load_state_dict(theirs.state_dict())
+
+
+def test_the_fastest_on_cpus_is_torchs_and_the_log_says_so(caplog):
+    with caplog.at_level(logging.INFO, "zeropp"):
+        made = fastest_adamw(parameters_of(), lr=LR, betas=(0.9, 0.99), eps=1e-8, weight_decay=0)
+    assert isinstance(made, torch.optim.AdamW) and made.defaults["fused"]
+    assert caplog.messages == ["AdamW: PyTorch's fused one (weights on cpu; ours is for GPUs)"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "built", "said"),
+    [
+        (torch.float32, True, "AdamW: unscaling, clipping and the update are one kernel of ours"),
+        (torch.float32, False, "AdamW: PyTorch's fused one (ours is not built for this GPU)"),
+        (torch.bfloat16, True, "AdamW: PyTorch's fused one (not all weights are fp32)"),
+    ],
+)
+def test_the_fastest_on_gpus(dtype, built, said, monkeypatch, caplog):
+    monkeypatch.setattr(adam_module, "kernels_on", lambda device: built or None)
+    with FakeTensorMode(), caplog.at_level(logging.INFO, "zeropp"):
+        groups = [{"params": [nn.Parameter(torch.empty(3, dtype=dtype, device="cuda"))]}]
+        made = fastest_adamw(groups, lr=LR, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    assert isinstance(made, FusedAdam) == (dtype == torch.float32 and built)
+    assert made.param_groups[0]["weight_decay"] == 0.1
+    assert caplog.messages == [said]
+
+
+def test_the_package_of_optimizers_names_it():
+    assert optim.FusedAdam is FusedAdam and FusedAdam.takes_factor
+    with pytest.raises(AttributeError, match=r"'zeropp.optim' has no attribute 'FusedAdams'"):
+        optim.FusedAdams  # noqa: B018

@@ -1,0 +1,196 @@
+"""Adam's arithmetic: plain PyTorch against C++ bit by bit, and what the op refuses."""
+
+import ctypes
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.zeropp.adam_arrays import (
+    ADAM,
+    ADAMW,
+    COPIES,
+    PLAIN,
+    SIZES,
+    arrays_of,
+    check_against_reference,
+    edges,
+    moved,
+    same,
+)
+from zeropp import cuda, library, native
+from zeropp.library import ADDRESS, Kernels
+from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernels_on, reference, run_kernels
+from zeropp.packing import FLOATS
+
+HERE = Path(__file__).parent
+FLAGS = "-std=c++17 -O2 -Wall -Wextra -ffp-contract=off -fPIC -shared"
+FACTORS = (None, 1.0, 0.37, 2.0**-16, 1e-40, -0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scalar(Kernels):
+    """csrc/adam_math.h on one element after another."""
+
+    def run(self, name: str, device: torch.device, *arguments: object) -> None:
+        getattr(self.library, f"zpp_{name}")(*arguments)
+
+    def adam(self, arrays: Arrays, factor: Tensor | None, settings: AdamSettings) -> None:
+        run_kernels(self, arrays, factor, settings.scalars())
+
+
+@pytest.fixture(scope="module")
+def scalar(tmp_path_factory: pytest.TempPathFactory) -> Scalar:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ here to compile csrc/adam_math.h")
+    built = tmp_path_factory.mktemp("scalar") / "adam.so"
+    headers = ["-I", str(HERE.parents[2] / "csrc")]
+    command = [compiler, *FLAGS.split(), *headers, str(HERE / "scalar_adam.cpp"), "-o", str(built)]
+    subprocess.run(command, check=True)
+    loaded = ctypes.CDLL(str(built))
+    loaded.zpp_adam.argtypes, loaded.zpp_adam.restype = (ADDRESS,), None
+    return Scalar(library=loaded)
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_edge_against_every_other(scalar, dtype, copy):
+    for settings in (ADAMW, ADAM, PLAIN):
+        for factor in FACTORS:
+            check_against_reference(scalar.adam, edges(dtype, copy), factor, settings)
+
+
+@pytest.mark.parametrize("settings", [ADAMW, ADAM, PLAIN, replace(ADAMW, step=100_000)])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_numbers_of_all_magnitudes(scalar, dtype, settings):
+    for seed, factor in enumerate((None, 0.37)):
+        arrays = arrays_of(SIZES, dtype, torch.bfloat16, seed)
+        check_against_reference(scalar.adam, arrays, factor, settings)
+
+
+def test_a_hundred_thousand_ordinary_numbers(scalar):
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(100_001, generator=generator) for _ in range(4)]
+    arrays = Arrays([parts[0]], [parts[1]], [parts[2] * 1e-2], [parts[3].square() * 1e-4], [])
+    for settings in (ADAMW, ADAM):
+        check_against_reference(scalar.adam, arrays, 0.37, settings)
+
+
+@pytest.mark.parametrize("factor", [float("inf"), -float("inf"), float("nan")])
+def test_a_factor_that_is_not_finite_leaves_every_bit(scalar, factor):
+    for run in (scalar.adam, adam):
+        for dtype in FLOATS:
+            before = edges(dtype, torch.float16)
+            after = moved(before)
+            run_with(run, after, factor)
+            for name, tensors in before._asdict().items():
+                for old, now in zip(tensors, getattr(after, name), strict=True):
+                    assert torch.equal(old.view(torch.uint8), now.view(torch.uint8)), name
+
+
+def run_with(run, arrays: Arrays, factor: float) -> None:
+    run(arrays, torch.tensor(factor), ADAMW)
+
+
+def test_the_scalars_are_rounded_once_from_fp64():
+    scalars = ADAMW.scalars()
+    fp32 = {name: torch.tensor(getattr(scalars, name)) for name, _ in scalars._fields_}
+    expected = {
+        "keep": 1 - 3e-3 * 0.1,
+        "decay": 0.0,
+        "mean_rate": 1 - 0.9,
+        "square_keep": 0.999,
+        "square_rate": 1 - 0.999,
+        "root_correction": (1 - 0.999**3) ** -0.5,
+        "eps": 1e-8,
+        "step_size": 3e-3 / (1 - 0.9**3),
+    }
+    assert {name: value.item() for name, value in fp32.items()} == {
+        name: torch.tensor(value, dtype=torch.float64).float().item()
+        for name, value in expected.items()
+    }
+
+
+def test_the_op_runs_the_reference_where_there_is_no_kernel():
+    given, expected = moved(edges(torch.float32)), moved(edges(torch.float32))
+    adam(given, torch.tensor([0.5]), ADAM)
+    reference(expected, torch.tensor(0.5), ADAM.scalars())
+    same(given, expected)
+    adam(Arrays([], [], [], [], []), torch.tensor(0.5), ADAM)
+
+
+def test_the_op_passes_torchs_own_checks():
+    arrays = arrays_of((5, 0, 3), torch.bfloat16, torch.float16, 2)
+    settings = vars(ADAMW)
+    for factor in (None, torch.tensor(0.5)):
+        torch.library.opcheck(torch.ops.zeropp.adam.default, (*arrays, factor), settings)
+
+
+def test_fake_tensors_have_it_and_are_checked():
+    with FakeTensorMode():
+        one = torch.empty(5)
+        adam(Arrays([one], [one.bfloat16()], [one], [one], []), None, ADAMW)
+        with pytest.raises(ValueError, match="its parameter"):
+            adam(Arrays([one], [one], [one], [one[:4]], []), None, ADAMW)
+
+
+def one_of(**changes: object) -> Arrays:
+    fp32 = {name: [torch.zeros(2, 3)] for name in Arrays._fields}
+    return Arrays(**fp32 | {"copies": []} | changes)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "factor", "said"),
+    [
+        (one_of(means=[]), None, "0 means for 1 parameters"),
+        (one_of(parameters=[torch.zeros(2, 3).half()]), None, "parameters are torch.float16"),
+        (one_of(gradients=[torch.zeros(2, 3).double()]), None, "gradients are torch.float64"),
+        (one_of(copies=[torch.zeros(2, 3)]), None, "copies are torch.float32"),
+        (one_of(squares=[torch.zeros(6)]), None, r"one of squares has shape \(6,\)"),
+        (one_of(gradients=[torch.zeros(3, 2).t()]), None, r"strides \(1, 2\)"),
+        (one_of(means=[torch.zeros(2, 3, device="meta")]), None, "is on meta"),
+        (one_of(), torch.zeros(2), "factor has 2 of torch.float32"),
+        (one_of(), torch.zeros((), dtype=torch.float64), "factor has 1 of torch.float64"),
+    ],
+)
+def test_other_tensors_are_refused(arrays, factor, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        adam(arrays, factor, ADAMW)
+
+
+def test_two_types_of_gradient_are_not_one_call():
+    two = [[torch.zeros(1), torch.zeros(1)] for _ in range(5)]
+    two[1] = [torch.zeros(1), torch.zeros(1).half()]
+    with pytest.raises(TypeError, match="gradients are torch.float16 and torch.float32"):
+        adam(Arrays(*two[:4], []), None, ADAMW)
+
+
+def test_a_library_without_adam_still_loads(tmp_path, monkeypatch):
+    """As one that was built before Adam was written: its other ops are used."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ here to compile a library")
+    names = [name for name, _ in library._OPS]
+    source = tmp_path / "old.cpp"
+    source.write_text(
+        'extern "C" {\n'
+        + "".join(f"void {name}() {{}}\n" for name in names)
+        + f"long zpp_version() {{ return {library.VERSION}; }}\n"
+        + "long zpp_block(long bits) { return bits == 8 ? 256 : 128; }\n}\n"
+    )
+    built = tmp_path / "old.so"
+    command = [compiler, "-shared", "-fPIC", str(source), "-o", str(built)]
+    subprocess.run(command, check=True)
+    loaded = library.load(built, (library.NUMBER,), None)
+    assert loaded is not None
+    kernels = native.Native(library=loaded)
+    assert kernels.has("quantize") and not kernels.has("adam")
+    monkeypatch.setattr(cuda, "cuda", lambda: kernels)
+    assert kernels_on(torch.device("cuda")) is None
+    assert kernels_on(torch.device("meta")) is None

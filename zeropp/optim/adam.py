@@ -1,0 +1,211 @@
+"""Adam in one pass over memory: unscaling and clipping, the update, the 16-bit copies.
+
+The state is that of `torch.optim.AdamW`, so that state dicts and checkpoints serve both.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeropp.errors import InputError
+from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernels_on
+from zeropp.optim.step import local_part
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+UNAVAILABLE = ("amsgrad", "maximize")  # options that a state of torch's may ask for
+log = logging.getLogger("zeropp")
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam, or by default AdamW, on fp32 parameters or this rank's shards of them.
+
+    copies: for any of the parameters a bf16 or fp16 tensor of its local shape, to which each step
+    writes the new weights. Raises InputError for parameters that are not fp32 and for numbers out
+    of range. D. Kingma, J. Ba, arXiv:1412.6980; I. Loshchilov, F. Hutter, arXiv:1711.05101.
+    """
+
+    takes_factor = True  # of `step`
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        adam_w_mode: bool = True,
+        bias_correction: bool = True,
+        *,
+        copies: Mapping[Tensor, Tensor] | None = None,
+    ) -> None:
+        self.bias_correction = bias_correction
+        self.copies = dict(copies or {})
+        self._counted: list[Tensor] = []
+        # All the options of torch's AdamW, so that each loads what the other saved.
+        options = dict(
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=False, maximize=False,
+            foreach=None, capturable=False, differentiable=False, fused=True,
+            decoupled_weight_decay=adam_w_mode,
+        )  # fmt: skip
+        super().__init__(params, options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As every optimizer's; raises InputError as the constructor does."""
+        super().add_param_group(param_group)
+        try:
+            _check(self.param_groups[-1])
+        except InputError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, factor: Tensor | None = None
+    ) -> Any:
+        """Update every parameter that has a gradient; returns what `closure` did.
+
+        factor: one fp32 number on the parameters' device, by which gradients are multiplied as
+        they are read. If it is not finite, no tensor changes, and nobody waits to know; `uncount`
+        takes the step back from the counts. Raises InputError within the capture of a CUDA graph.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise InputError(
+                "FusedAdam counts its steps on the host, and a CUDA graph would repeat the same "
+                "one: capture forward and backward, and call step() after the replay"
+            )
+        self._counted = []
+        for group in self.param_groups:
+            self._step_group(group, factor)
+        if self._counted:
+            torch._foreach_add_(self._counted, 1.0)
+        return loss
+
+    def uncount(self) -> None:
+        """Lower the step counts that the last step raised: it turned out to change nothing."""
+        if self._counted:
+            torch._foreach_sub_(self._counted, 1.0)
+        self._counted = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("bias_correction", "copies", "_counted")
+        return super().__getstate__() | {name: getattr(self, name) for name in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a state that may be torch's: its fused kernels keep counts on the device."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("decoupled_weight_decay", True)
+            _check(group)
+        for entries in self.state.values():
+            if "step" in entries:
+                count = float(entries["step"])
+                entries["step"] = torch.tensor(count, dtype=torch.float32, device="cpu")
+
+    def _step_group(self, group: dict[str, Any], factor: Tensor | None) -> None:
+        """One call of the op for all that share device, step count and types."""
+        calls: dict[tuple, Arrays] = defaultdict(lambda: Arrays([], [], [], [], []))
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = self._state_of(parameter)
+            self._counted.append(state["step"])
+            whole = (parameter, parameter.grad, *(state[name] for name in MOMENTS))
+            own = [local_part(tensor) for tensor in whole]
+            if not own[0].numel():
+                continue
+            if parameter in self.copies:
+                own.append(local_part(self.copies[parameter]))
+            kind = own[0].device, *(tensor.dtype for tensor in own)
+            call = calls[int(state["step"]) + 1, kind]
+            for tensors, tensor in zip(call, _in_memory_order(own), strict=False):
+                tensors.append(tensor)
+        for (step, _), arrays in calls.items():
+            adam(arrays, factor, self._settings(group, step))
+
+    def _settings(self, group: dict[str, Any], step: int) -> AdamSettings:
+        beta1, beta2 = group["betas"]
+        return AdamSettings(
+            lr=float(group["lr"]), beta1=float(beta1), beta2=float(beta2), eps=group["eps"],
+            weight_decay=group["weight_decay"], step=step,
+            decoupled=group["decoupled_weight_decay"], corrected=self.bias_correction,
+        )  # fmt: skip
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            for name in MOMENTS:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+
+def fastest_adamw(
+    parameters: Iterable[Any],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> torch.optim.Optimizer:
+    """AdamW on parameters or groups: `FusedAdam` on GPUs with its kernel, elsewhere torch's.
+
+    Says at INFO which it is.
+    """
+    groups = list(parameters)
+    settings = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    reason = _why_not_fused(groups)
+    if reason is None:
+        log.info("AdamW: unscaling, clipping and the update are one kernel of ours")
+        return FusedAdam(groups, **settings)
+    log.info("AdamW: PyTorch's fused one (%s)", reason)
+    return torch.optim.AdamW(groups, **settings, fused=True)
+
+
+def _why_not_fused(groups: list[Any]) -> str | None:
+    owned = [p for one in groups for p in (one["params"] if isinstance(one, Mapping) else [one])]
+    places = {parameter.device.type for parameter in owned}
+    if places != {"cuda"}:
+        return f"weights on {' and '.join(sorted(places))}; ours is for GPUs"
+    if any(parameter.dtype != torch.float32 for parameter in owned):
+        return "not all weights are fp32"
+    if kernels_on(owned[0].device) is None:
+        return "ours is not built for this GPU"
+    return None
+
+
+def _in_memory_order(tensors: list[Tensor]) -> list[Tensor]:
+    """A parameter, its gradient, moments and copy, axes ordered as the parameter has them."""
+    parameter, gradient, *others = tensors
+    if not parameter.is_contiguous():
+        axes = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
+        parameter, gradient, *others = (tensor.permute(axes) for tensor in tensors)
+    return [parameter, gradient.contiguous(), *others]
+
+
+def _check(group: Mapping[str, Any]) -> None:
+    for name in UNAVAILABLE:
+        if group.get(name):
+            raise InputError(f"FusedAdam has no {name}; leave it out, or use torch.optim.AdamW")
+    ranges = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
+    wrong = [f"{name} = {value}" for name, value in ranges.items() if not 0.0 <= value < 1e38]
+    wrong += [f"betas = {group['betas']}"] * (not all(0.0 <= one < 1.0 for one in group["betas"]))
+    if wrong:
+        raise InputError(
+            f"FusedAdam cannot run with {', '.join(wrong)}: lr, eps and weight_decay are 0 or more "
+            "and finite, betas at least 0 and below 1"
+        )
+    for parameter in group["params"]:
+        if parameter.dtype != torch.float32:
+            raise InputError(
+                f"FusedAdam updates fp32 parameters, and one of shape {list(parameter.shape)} is "
+                f"{parameter.dtype}: keep the weights in fp32 (model.float()) and compute in 16 "
+                'bit through the JSON ("bf16": {"enabled": true}), or use torch.optim.AdamW'
+            )
