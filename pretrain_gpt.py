@@ -3,6 +3,7 @@
 import sys
 
 from megatron_zpp.main import main
+from zeropp.process_group import leave
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

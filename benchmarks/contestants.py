@@ -17,11 +17,11 @@ from benchmarks.setting import CLIP, LEARNING_RATE, WEIGHT_DECAY, Setting
 from megatron_zpp.assemble import assemble
 from megatron_zpp.console import Console
 from megatron_zpp.data.loader import Batch
-from megatron_zpp.metrics import Iteration
+from megatron_zpp.iteration import begin_iteration
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.stopping import Stopping
-from megatron_zpp.train import TRAIN, loader, train_iteration
+from megatron_zpp.train import TRAIN, loader
 from zeropp import optimizer_step, shard
 from zeropp.fsdp_adapter import gather_ahead
 from zeropp.route import gradient_route
@@ -51,7 +51,7 @@ def ours(setting: Setting, name: str = "ours") -> Contestant:
     batches = loader(run, TRAIN, 0)
 
     def step() -> tuple[float, float]:
-        done = numbers(train_iteration(run, batches))
+        done = begin_iteration(run, batches).measured()
         return done.loss, done.grad_norm
 
     model, optimizer = run.sharding.model, run.optimizer
@@ -116,11 +116,6 @@ def zeropp_loop(setting: Setting, name: str, feed: Feed) -> Contestant:
         return total.item(), result.grad_norm
 
     return Contestant(name=name, model=model, optimizer=optimizer, step=step)
-
-
-def numbers(done: Iteration) -> Iteration:
-    """What a step measured, once it is known."""
-    return done
 
 
 def whole(norm: torch.Tensor | float) -> float:

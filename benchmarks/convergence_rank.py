@@ -20,12 +20,14 @@ from megatron_zpp.assemble import assemble  # noqa: E402
 from megatron_zpp.console import Console  # noqa: E402
 from megatron_zpp.data.loader import Loader  # noqa: E402
 from megatron_zpp.evaluate import evaluate  # noqa: E402
+from megatron_zpp.iteration import begin_iteration, is_due  # noqa: E402
 from megatron_zpp.parallel.mesh import join_ranks  # noqa: E402
 from megatron_zpp.run import Run  # noqa: E402
 from megatron_zpp.stopping import Stopping  # noqa: E402
-from megatron_zpp.train import TRAIN, VALIDATION, is_due, loader, train_iteration  # noqa: E402
+from megatron_zpp.train import TRAIN, VALIDATION, loader  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
+from zeropp.process_group import leave  # noqa: E402
 from zeropp.topology import Environment  # noqa: E402
 
 
@@ -60,7 +62,7 @@ def train_arm(run: Run, recipe: Recipe) -> dict:
     held_out = [(0, held_out_loss(run, recipe))]
     for iteration in range(1, recipe.steps + 1):
         started = time.perf_counter()
-        done = train_iteration(run, batches)
+        done = begin_iteration(run, batches).measured()
         seconds.append(time.perf_counter() - started)
         training.append(done.loss)
         if is_due(iteration, recipe.eval_interval) or iteration == recipe.steps:
@@ -107,4 +109,4 @@ def report(run: Run, iteration: int, training: float, held_out: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -6,11 +6,10 @@ counted without what the other holds.
 
 import gc
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from benchmarks.contest import EPS, SMOOTH_EPS, Disagreement, set_eps, tolerances
 from benchmarks.loops import Bare, Loop, Numbers, bare, ours
@@ -134,18 +133,3 @@ def agreement(
             )
         found[what] = apart
     return found
-
-
-def product_rates(device: torch.device, sizes: Sequence[int], rounds: int = 5) -> dict:
-    """Operations per second of square bf16 products of random numbers, by size; the median."""
-    clock, found = stopwatch(device), {}
-    for size in sizes:
-        a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-        out = torch.empty_like(a)
-        times = [clock.seconds(multiply(a, b, out), 3) for _ in range(rounds)]
-        found[size] = 2 * size**3 / statistics.median(times)
-    return found
-
-
-def multiply(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], Tensor]:
-    return lambda: torch.mm(a, b, out=out)

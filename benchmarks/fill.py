@@ -13,7 +13,7 @@ def speeds(seconds: Sequence[float], found: Mapping) -> dict[str, float]:
         "median": median,
         "tokens_per_s": tokens,
         "flops_per_s": flops,
-        "mfu": flops / max(found["products"].values()),
+        "mfu": flops / found["product_rate"],
     }
 
 
@@ -21,12 +21,9 @@ def show_size(found: Mapping) -> None:
     """Print the table of one size."""
     shape = ", ".join(f"{name} {value}" for name, value in found["shape"].items())
     print(f"\n{found['size']}: {shape}" + ("" if found["compiled"] else "; ours not compiled"))
-    if "products" in found:
-        products = ", ".join(
-            f"{size}: {rate / 1e12:.4g}" for size, rate in found["products"].items()
-        )
+    if "product_rate" in found:
         print(f"{found['parameters']:,} parameters, {found['flops_per_token'] / 1e9:.4g} GFLOP per "
-              f"token; bf16 products, TFLOP/s by size: {products}")  # fmt: skip
+              f"token; bf16 products: {found['product_rate'] / 1e12:.4g} TFLOP/s")  # fmt: skip
     if found["ours"] or found["peers"]:
         print(f"  {'':36} {'ms/step':>9} {'tokens/s':>10} {'TFLOP/s':>8} {'MFU':>6} "
               f"{'peak GB':>8}  its time / ours, quartiles")  # fmt: skip

@@ -7,8 +7,8 @@ Its peers hold their batches in the GPU's memory. Each must show the losses and 
 ours for two steps before it is timed; then the two take a few steps in turn, round by round.
 
 FLOPs are those of `GPT.flops_per_token`: no recomputation, attention over the whole sequence. MFU
-is model FLOP/s over the fastest of some square bf16 products of random numbers, measured right
-before. With several sizes each runs in a process of its own.
+is model FLOP/s over the rate of square bf16 products, measured right before as for
+--log-throughput. With several sizes each runs in a process of its own.
 """
 
 import argparse
@@ -32,13 +32,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from benchmarks.contestants import unsharded  # noqa: E402
-from benchmarks.duel import Duels, product_rates  # noqa: E402
+from benchmarks.duel import Duels  # noqa: E402
 from benchmarks.fill import show_size, speeds  # noqa: E402
 from benchmarks.hugging_face_peer import is_installed  # noqa: E402
 from benchmarks.loops import BARE  # noqa: E402
 from benchmarks.result import add_json, begin, finish, heading  # noqa: E402
 from benchmarks.setting import SHAPE, Setting  # noqa: E402
 from megatron_zpp.config import ParallelConfig  # noqa: E402
+from megatron_zpp.matrix_rate import matrix_rate  # noqa: E402
 from megatron_zpp.parallel.mesh import join_ranks  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.topology import Environment  # noqa: E402
@@ -53,7 +54,6 @@ SIZES = MappingProxyType(
 )
 USUAL = ("1.3B", "124M", "350M")
 PEERS = ("blocks", "hf", "whole")
-PRODUCTS = MappingProxyType({"cuda": (4096, 8192, 16384), "cpu": (256, 512)})
 GRACE = 30.0  # seconds beyond --minutes that a size may take to end
 
 
@@ -136,7 +136,7 @@ def fill_in(
         "parameters": model.num_parameters(),
         "flops_per_token": model.flops_per_token(),
         "tokens_per_step": shape["micro-batch"] * shape["micro-batches"] * shape["seq"],
-        "products": product_rates(ranks.device, PRODUCTS[options.device]),
+        "product_rate": matrix_rate(ranks.device, torch.bfloat16),
     }
     try:
         meet_all(found, Duels(setting, options.rounds, options.steps), options.peers, until, save)

@@ -31,10 +31,11 @@ from megatron_zpp.arguments import parse  # noqa: E402
 from megatron_zpp.assemble import assemble  # noqa: E402
 from megatron_zpp.console import Console  # noqa: E402
 from megatron_zpp.data.loader import Batch, Loader  # noqa: E402
+from megatron_zpp.iteration import begin_iteration  # noqa: E402
 from megatron_zpp.parallel.mesh import join_ranks  # noqa: E402
 from megatron_zpp.run import Run  # noqa: E402
 from megatron_zpp.stopping import Stopping  # noqa: E402
-from megatron_zpp.train import TRAIN, loader, train_iteration  # noqa: E402
+from megatron_zpp.train import TRAIN, loader  # noqa: E402
 from zeropp.topology import Environment  # noqa: E402
 
 MEMORY = "in memory"
@@ -117,7 +118,7 @@ def in_turn(run: Run, workers: Sequence[int], rounds: int) -> list[dict]:
         for number in range(-WARM_UP, rounds):
             for name in list(feeds)[:: -1 if number % 2 else 1]:
                 before = feeds[name].waited
-                seconds = train_iteration(run, feeds[name]).seconds
+                seconds = begin_iteration(run, feeds[name]).measured().seconds
                 if number >= 0:
                     rows[name]["seconds"].append(seconds)
                     rows[name]["waited"].append(feeds[name].waited - before)

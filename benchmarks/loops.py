@@ -18,15 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.contestants import adamw, numbers, steps_of, unsharded
+from benchmarks.contestants import adamw, steps_of, unsharded
 from benchmarks.hugging_face_peer import hugging_face
 from benchmarks.setting import CLIP, Setting
 from megatron_zpp.assemble import assemble
 from megatron_zpp.console import Console
 from megatron_zpp.data.loader import Batch
+from megatron_zpp.iteration import Underway, begin_iteration
 from megatron_zpp.model.recompute import compile_blocks
 from megatron_zpp.stopping import Stopping
-from megatron_zpp.train import TRAIN, loader, train_iteration
+from megatron_zpp.train import TRAIN, loader
 from zeropp.optim.step import local_part
 
 LOSS_AND_NORM = attrgetter("loss", "grad_norm")
@@ -73,15 +74,24 @@ BARE = MappingProxyType(
 
 
 def ours(setting: Setting) -> Loop:
-    """The loop of pretrain_gpt.py: loader, schedules and step."""
+    """The loop of pretrain_gpt.py: loader, schedules, step, and the numbers of the one before."""
     console = Console(setting.ranks.rank, io.StringIO(), interactive=False)
     config = setting.config
     run = assemble(config, setting.ranks, console, Stopping(config.training))
     batches = loader(run, TRAIN, 0)
+    waiting: list[Underway] = []
 
     def step() -> Numbers:
-        done = train_iteration(run, batches)
-        return lambda: LOSS_AND_NORM(numbers(done))
+        behind = waiting.pop() if waiting else None
+        begun = begin_iteration(run, batches, behind)
+        if behind:
+            behind.measured()
+        waiting.append(begun)
+        return partial(known, begun)
+
+    def known(begun: Underway) -> tuple[float, float]:
+        waiting[:] = [one for one in waiting if one is not begun]
+        return LOSS_AND_NORM(begun.measured())
 
     named = run.sharding.model.named_parameters()
     return Loop(

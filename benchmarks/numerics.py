@@ -31,9 +31,10 @@ from benchmarks.surroundings import surroundings  # noqa: E402
 from megatron_zpp.arguments import parse  # noqa: E402
 from megatron_zpp.assemble import assemble  # noqa: E402
 from megatron_zpp.console import Console  # noqa: E402
+from megatron_zpp.iteration import begin_iteration, forward_backward  # noqa: E402
 from megatron_zpp.parallel.mesh import join_ranks  # noqa: E402
 from megatron_zpp.stopping import Stopping  # noqa: E402
-from megatron_zpp.train import TRAIN, forward_backward, loader, train_iteration  # noqa: E402
+from megatron_zpp.train import TRAIN, loader  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.optim.step import local_part  # noqa: E402
 from zeropp.packing import BLOCK, Layout  # noqa: E402
@@ -110,7 +111,7 @@ def trained(steps: int) -> tuple[float, Tensors, list[Tensors]]:
     run = assemble(config, ranks, console, Stopping(config.training))
     batches, loss = loader(run, TRAIN, 0), float("nan")
     for _ in range(steps):
-        loss = train_iteration(run, batches).loss
+        loss = begin_iteration(run, batches).measured().loss
     matrices = [weight for weight in run.sharding.model.parameters() if weight.dim() > 1]
     weights = [local_part(weight.detach()).flatten().clone() for weight in matrices]
     gradients = []

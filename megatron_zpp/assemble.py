@@ -11,7 +11,8 @@ from megatron_zpp.console import Console
 from megatron_zpp.data.gpt_dataset import build_datasets
 from megatron_zpp.data.source import open_source
 from megatron_zpp.event_files import Position
-from megatron_zpp.flops import flops_per_token
+from megatron_zpp.flops import TokenFlops
+from megatron_zpp.matrix_rate import matrix_rate
 from megatron_zpp.metrics import Metrics
 from megatron_zpp.model.apex import find_apex
 from megatron_zpp.parallel.apply import build_model, build_optimizer
@@ -124,11 +125,14 @@ def open_metrics(
             name: value for part in settings(config).values() for name, value in part.items()
         },
     )
+    rate = None
+    if config.log.log_throughput:
+        rate = matrix_rate(ranks.device, getattr(torch, config.precision.format))
     metrics = Metrics(
         config.log,
         console,
         world_size=ranks.num_ranks,
-        flops_per_token=flops_per_token(config.model, config.recompute, tokenizer.vocab_size),
+        flops=TokenFlops.of(config.model, config.recompute, tokenizer.vocab_size, rate),
         writers=writers,
     )
     if start.history:
@@ -154,9 +158,17 @@ def summary(run: Run) -> list[tuple[str, object]]:
         ("length", f"{run.schedules.length.iterations:,} iterations"),
         ("precision", precision(sharding)),
         ("device", f"{run.ranks.device}, {torch.get_num_threads()} threads"),
+        *products(run.metrics.flops.rate),
         ("ZeRO stage", sharding.stage),
         *sharding.describe(micro_batches),
     ]
+
+
+def products(rate: float | None) -> list[tuple[str, str]]:
+    """How fast the device multiplies matrices, where it was measured."""
+    if rate is None:
+        return []
+    return [("matrix products", f"{rate / 1e12:.3g} TFLOP/s, measured: MFU is a share of it")]
 
 
 def precision(sharding: Sharding) -> str:

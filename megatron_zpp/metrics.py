@@ -13,6 +13,7 @@ from typing import Protocol
 
 from megatron_zpp.communication import Communication
 from megatron_zpp.config import LogConfig
+from megatron_zpp.flops import TokenFlops
 from megatron_zpp.memory import Memory, memory_line
 
 LOSSES = ("first_loss", "last_loss", "first_held_out", "last_held_out")
@@ -65,7 +66,9 @@ class Interval:
     nan: int
     samples_per_second: float
     tokens_per_gpu_per_second: float
-    tflops: float  # per rank
+    tflops: float  # per rank, what is recomputed included
+    model_tflops: float  # the same without it
+    mfu: float | None = None  # of what the rank's device can do; None where that is not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,14 +144,14 @@ class Metrics:
         screen: Screen,
         *,
         world_size: int,
-        flops_per_token: float,
+        flops: TokenFlops,
         writers: Sequence[Writer] = (),
     ) -> None:
         self.history = History()
         self._config = config
         self._screen = screen
         self._world_size = world_size
-        self._flops_per_token = flops_per_token
+        self.flops = flops
         self._writers = tuple(writers)
         self._pending: list[Iteration] = []
         self._recent: deque[float] = deque(maxlen=RECENT)
@@ -164,7 +167,7 @@ class Metrics:
                 writer.iteration(iteration)
         if iteration.iteration % self._config.log_interval != 0:
             return None
-        interval = summarize(self._pending, self._world_size, self._flops_per_token)
+        interval = summarize(self._pending, self._world_size, self.flops)
         self._pending = []
         self._screen.line(log_line(interval, throughput=self._config.log_throughput))
         if iteration.communication:
@@ -214,7 +217,7 @@ class Metrics:
         self._memory_reported = True
 
 
-def summarize(iterations: Sequence[Iteration], world_size: int, flops_per_token: float) -> Interval:
+def summarize(iterations: Sequence[Iteration], world_size: int, flops: TokenFlops) -> Interval:
     """Average the losses, add up the time and count what was skipped or not finite."""
     last = iterations[-1]
     seconds = sum(each.seconds for each in iterations)
@@ -228,12 +231,14 @@ def summarize(iterations: Sequence[Iteration], world_size: int, flops_per_token:
         nan=sum(not math.isfinite(each.loss) for each in iterations),
         samples_per_second=sum(each.global_batch_size for each in iterations) / seconds,
         tokens_per_gpu_per_second=tokens_per_gpu_per_second,
-        tflops=tokens_per_gpu_per_second * flops_per_token / 1e12,
+        tflops=tokens_per_gpu_per_second * flops.performed / 1e12,
+        model_tflops=tokens_per_gpu_per_second * flops.model / 1e12,
+        mfu=tokens_per_gpu_per_second * flops.model / flops.rate if flops.rate else None,
     )
 
 
 def log_line(interval: Interval, *, throughput: bool = False) -> str:
-    """Megatron-DeepSpeed's line; with `throughput`, Megatron-LM's field behind the time."""
+    """Megatron-DeepSpeed's line; with `throughput`, Megatron-LM's field and MFU behind the time."""
     last = interval.last
     milliseconds = interval.seconds_per_iteration * 1000
     fields = [
@@ -241,7 +246,8 @@ def log_line(interval: Interval, *, throughput: bool = False) -> str:
         f"consumed samples: {last.consumed_samples:12d}",
         f"consumed tokens: {last.consumed_tokens:12d}",
         f"elapsed time per iteration (ms): {milliseconds:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {interval.tflops:.1f}" if throughput else None,
+        f"throughput per GPU (TFLOP/s/GPU): {interval.model_tflops:.1f}" if throughput else None,
+        f"MFU: {interval.mfu:.1%}" if throughput and interval.mfu is not None else None,
         f"learning rate: {last.learning_rate:.3E}",
         f"global batch size: {last.global_batch_size:5d}",
         f"lm loss: {interval.loss:.6E}",

@@ -108,8 +108,9 @@ class Scalars:
         return {"iteration-time/iteration-time": _if(timed, interval.seconds_per_iteration)}
 
     def of_throughput(self, interval: Interval) -> dict[str, float | None]:
-        """TFLOP/s per rank, as Megatron-LM names it, over iterations only."""
-        return {"throughput": _if(self.config.log_throughput, interval.tflops)}
+        """Model TFLOP/s per rank, as Megatron-LM names it, and MFU, over iterations only."""
+        wanted = self.config.log_throughput
+        return {"throughput": _if(wanted, interval.model_tflops), "mfu": _if(wanted, interval.mfu)}
 
     def of_communication(self, interval: Interval) -> dict[str, float]:
         """Bytes that a node sent per step, over iterations only."""

@@ -33,7 +33,7 @@ MUTATING = (
 # name that fits decides; what is not listed stands in the layer of its package's "*".
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("entry", ("megatron_zpp.main",)),
-    ("training", ("megatron_zpp.train", "megatron_zpp.assemble")),
+    ("training", ("megatron_zpp.train", "megatron_zpp.iteration", "megatron_zpp.assemble")),
     ("around training", ("megatron_zpp.*",)),
     (
         "building",
@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("settings", ("megatron_zpp.config", "megatron_zpp.flops")),
     ("zeropp's face", ("zeropp", "zeropp.launch", "zeropp.engine", "zeropp.start")),
     ("sharding", ("zeropp.*",)),
-    ("collectives", ("zeropp.collectives", "zeropp.in_flight")),
+    ("collectives", ("zeropp.collectives", "zeropp.in_flight", "zeropp.shared")),
     (
         "ground",
         ("zeropp.process_group", "zeropp.fsdp_adapter", "zeropp.quantize", "zeropp.traffic")

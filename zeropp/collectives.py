@@ -29,6 +29,7 @@ from zeropp.in_flight import Gathering, Hops, Reductions, run
 from zeropp.link import Link
 from zeropp.quantize import Layout, dequantize, quantize, reduce_dequantize, reduce_quantize
 from zeropp.route import UNQUANTIZED, Route
+from zeropp.shared import Shared
 
 
 class SecondaryCopies:
@@ -41,15 +42,17 @@ class SecondaryCopies:
     def __init__(self, *, in_evaluation: bool) -> None:
         self.in_evaluation = in_evaluation
         self.version = 0
-        self._rows: dict[nn.Module, torch.Tensor] = {}
+        self._rows: dict[nn.Module, Shared] = {}
 
     def get(self, unit: nn.Module) -> torch.Tensor | None:
-        return self._rows.get(unit)
+        """The unit's rows, if they are kept, for use on the current stream."""
+        kept = self._rows.get(unit)
+        return kept.here() if kept else None
 
     def keep(self, unit: nn.Module, rows: torch.Tensor, version: int) -> None:
         """Keep `rows`, gathered at `version`, unless the weights have changed since."""
         if version == self.version and (unit.training or self.in_evaluation):
-            self._rows[unit] = rows
+            self._rows[unit] = Shared(rows)
 
     def drop(self, *, stepped_only: bool = False) -> None:
         """Forget the copies of all units, or of those that an optimizer may just have stepped."""
@@ -61,7 +64,7 @@ class SecondaryCopies:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds."""
-        return sum(rows.nbytes for rows in self._rows.values())
+        return sum(kept.tensor.nbytes for kept in self._rows.values())
 
 
 class _Allocates:

@@ -63,7 +63,7 @@ class TrainingConfig(Section):
     )
     exit_signal_handler: bool = flag(False, "save and stop on SIGTERM")
     skip_train: bool = flag(False, "only evaluate")
-    compile: bool = flag(False, "compile each transformer block with torch.compile")
+    compile: bool = flag(False, "compile transformer blocks and the loss with torch.compile")
 
     def check(self) -> None:
         """Raise InputError for a length given in iterations and in samples."""
@@ -129,7 +129,7 @@ class LogConfig(Section):
     log_interval: int = flag(100, "iterations between log lines", minimum=1)
     log_params_norm: bool = flag(False, "log the norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, "log how many gradient elements are zero")
-    log_throughput: bool = flag(False, "log TFLOP/s per rank")
+    log_throughput: bool = flag(False, "log model TFLOP/s per rank, and MFU")
     timing_log_level: int = flag(
         0,
         "how finely times are logged",

@@ -18,7 +18,7 @@ from megatron_zpp.model.layers import (
     normalized,
     rotary_table,
 )
-from megatron_zpp.model.loss import head_loss
+from megatron_zpp.model.loss import CrossEntropy, head_loss
 
 
 class GPT(nn.Module):
@@ -44,6 +44,7 @@ class GPT(nn.Module):
         self.head = None
         if config.untie_embeddings_and_output_weights:
             self.head = nn.Linear(hidden, self.padded_vocab_size, bias=False)
+        self.cross_entropy: CrossEntropy | None = None
         self.call = direct
         self.blocks_per_call = config.num_layers
 
@@ -72,7 +73,8 @@ class GPT(nn.Module):
             return F.linear(x, weight)
         mask = torch.ones(1, device=x.device) if loss_mask is None else loss_mask
         mask = mask.expand(labels.shape)
-        return head_loss(x.flatten(0, 1), weight, labels.flatten(), mask.flatten())
+        rows = x.flatten(0, 1), weight, labels.flatten(), mask.flatten()
+        return head_loss(*rows, self.cross_entropy)
 
     def num_parameters(self) -> int:
         """Number of weights of the whole model, whatever part of it this rank holds."""

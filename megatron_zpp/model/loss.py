@@ -5,6 +5,8 @@ gradient; no second buffer of their size and no fp32 copy of 16-bit logits is ev
 Legend of the shapes: T tokens, H hidden, V padded vocabulary.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,41 +15,27 @@ CPU_CHUNK = 2**18  # logits worked on at a time: 1 MiB in fp32 stays in a core's
 DEVICE_CHUNK = 2**25  # elsewhere: 128 MiB of workspace, few enough kernel launches
 
 
-def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+CrossEntropy = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def head_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor,
+    cross_entropy: CrossEntropy | None = None,
+) -> Tensor:  # fmt: skip
     """Mean cross-entropy Σ(loss·mask)/Σmask of logits hidden·weightᵀ, an fp32 scalar.
 
     hidden [T, H], weight [V, H], labels int64 [T] below V, mask [T]. Zero if the mask is all zero.
-    Losses and softmax are computed in fp32 whatever the dtype. Differentiable once.
+    Losses and softmax are computed in fp32 whatever the dtype. Differentiable once, by
+    `cross_entropy`: `by_rows` if None, or `at_once` compiled.
     """
     mask = mask.float()
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _HeadLoss.apply(hidden, weight, labels, mask)
-    losses = _cross_entropy(F.linear(hidden, weight), labels, None)
+        return _HeadLoss.apply(hidden, weight, labels, mask, cross_entropy or by_rows)
+    losses = by_rows(F.linear(hidden, weight), labels, None)
     return torch.dot(losses, mask) / _count(mask)
 
 
-class _HeadLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-        logits = F.linear(hidden, weight)  # [T, V]
-        losses = _cross_entropy(logits, labels, mask)
-        count = _count(mask)
-        ctx.save_for_backward(logits, hidden, weight, count)
-        return torch.dot(losses, mask) / count
-
-    @staticmethod
-    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, hidden, weight, count = ctx.saved_tensors
-        gradient.mul_(upstream / count)  # in place: a second backward pass is refused by autograd
-        for_hidden = for_weight = None
-        if ctx.needs_input_grad[0]:
-            for_hidden = (gradient @ weight.to(gradient.dtype)).to(hidden.dtype)
-        if ctx.needs_input_grad[1]:
-            for_weight = (gradient.t() @ hidden.to(gradient.dtype)).to(weight.dtype)
-        return for_hidden, for_weight, None, None
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
+def by_rows(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
     """Losses fp32 [T]; with a mask, logits [T, V] become mask · (softmax − one-hot) in place."""
     size = CPU_CHUNK if logits.device.type == "cpu" else DEVICE_CHUNK
     rows = max(1, size // logits.shape[1])
@@ -68,6 +56,46 @@ def _cross_entropy(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Tenso
                 logits[part] = wide
         losses[part] = (total.log() + (shift - target)).squeeze(1)
     return losses
+
+
+def at_once(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """What `by_rows` does with a mask, in a form of which torch.compile makes one kernel.
+
+    Compiled it needs no memory but the losses; as it stands, some copies of the logits in fp32.
+    """
+    wanted = labels[:, None]
+    wide = logits.float()
+    shift = wide.amax(dim=1, keepdim=True)
+    total = (wide - shift).exp().sum(dim=1, keepdim=True)
+    target = wide.gather(1, wanted)
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    softmax = (wide - shift).exp() / total
+    logits.copy_(mask[:, None] * (softmax - (columns == wanted).float()))
+    return (total.log() + (shift - target)).squeeze(1)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor,
+        cross_entropy: CrossEntropy,
+    ) -> Tensor:  # fmt: skip
+        logits = F.linear(hidden, weight)  # [T, V]
+        losses = cross_entropy(logits, labels, mask)
+        count = _count(mask)
+        ctx.save_for_backward(logits, hidden, weight, count)
+        return torch.dot(losses, mask) / count
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        gradient, hidden, weight, count = ctx.saved_tensors
+        gradient.mul_(upstream / count)  # in place: a second backward pass is refused by autograd
+        for_hidden = for_weight = None
+        if ctx.needs_input_grad[0]:
+            for_hidden = (gradient @ weight.to(gradient.dtype)).to(hidden.dtype)
+        if ctx.needs_input_grad[1]:
+            for_weight = (gradient.t() @ hidden.to(gradient.dtype)).to(weight.dtype)
+        return for_hidden, for_weight, None, None, None
 
 
 def _count(mask: Tensor) -> Tensor:

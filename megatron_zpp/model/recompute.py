@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config import RecomputeConfig
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.loss import at_once
 
 
 def recompute(model: GPT, config: RecomputeConfig) -> None:
@@ -37,12 +38,14 @@ def recompute(model: GPT, config: RecomputeConfig) -> None:
 
 
 def compile_blocks(model: GPT, backend: str = "inductor") -> None:
-    """Compile the computation of each block with torch.compile; blocks of one shape share code.
+    """Compile with torch.compile each block's computation, of which those of one shape share code,
+    and the cross-entropy.
 
     Raises what torch.compile raises, at the first forward pass, not here.
     """
     for block in model.blocks:
         block.compute = torch.compile(block.compute, backend=backend)
+    model.cross_entropy = torch.compile(at_once, backend=backend)
 
 
 def checkpointed(function: Callable[..., Tensor], *arguments: object) -> Tensor:

@@ -37,12 +37,21 @@ class Ranks:
     def num_ranks(self) -> int:
         return self.environment.world_size
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the device computes what was asked of it while the host goes on."""
+        return self.device.type != "cpu"
+
     def sum(self, *values: float) -> list[float]:
-        """Each value summed over all ranks, in fp64; one collective."""
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        """Each value summed over all ranks, in fp64; one collective, of the hosts."""
+        return self.summed(torch.tensor(values, dtype=torch.float64)).tolist()
+
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        """A tensor, of this rank's device or of its host, summed over all ranks in fp64."""
+        total = values.to(torch.float64, copy=True)
         if self.num_ranks > 1:
             dist.all_reduce(total)
-        return total.tolist()
+        return total
 
     def rank_zero_first(self, build: Callable[[], Result]) -> Result:
         """Call `build` on rank 0, then on the others, which find what rank 0 left in a cache.

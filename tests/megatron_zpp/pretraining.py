@@ -27,15 +27,26 @@ TINY = (
 )
 
 
-def log_of(flags: str) -> str:
+def log_of(flags: str, device: str = "cpu", kind: type[Ranks] = Ranks) -> str:
     """What rank 0 prints for `TINY` and `flags` on the ranks of this test's process group.
 
     The samples are made up unless `flags` name a dataset.
     """
     printed = io.StringIO()
-    with _job(flags, printed) as job:
+    with _job(flags, printed, device, kind) as job:
         pretrain(*job)
     return printed.getvalue()
+
+
+def log_behind(flags: str) -> str:
+    """`log_of`, the numbers of an iteration read while the next one runs, as with a GPU."""
+    return log_of(flags, kind=Behind)
+
+
+class Behind(Ranks):
+    """Ranks of CPUs that are told to be like those of GPUs."""
+
+    asynchronous = True
 
 
 @contextmanager
@@ -67,12 +78,14 @@ def numbers(log: str) -> list[float]:
 
 
 @contextmanager
-def _job(flags: str, printed: io.StringIO) -> Iterator[tuple[Config, Ranks, Console, Stopping]]:
+def _job(
+    flags: str, printed: io.StringIO, device: str = "cpu", kind: type[Ranks] = Ranks
+) -> Iterator[tuple[Config, Ranks, Console, Stopping]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     source = "" if "--data-path" in flags else "--mock-data "
     config = parse((TINY + source + flags).split(), world)
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
+    mesh = init_device_mesh(device, (world,), mesh_dim_names=("data",))
     place = Environment(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
-    ranks = Ranks(environment=place, device=torch.device("cpu"), mesh=mesh, store=None)
+    ranks = kind(environment=place, device=torch.device(device), mesh=mesh, store=None)
     with Console(rank, printed, interactive=False) as console, Stopping(config.training) as stop:
         yield config, ranks, console, stop

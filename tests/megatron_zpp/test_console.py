@@ -19,6 +19,7 @@ from rich.console import Console as Rich
 
 from megatron_zpp.config import LogConfig
 from megatron_zpp.console import Console
+from megatron_zpp.flops import TokenFlops
 from megatron_zpp.memory import Memory
 from megatron_zpp.metrics import History, Iteration, Metrics, Validation
 from megatron_zpp.progress import CURVE_CELLS, Curve, Progress
@@ -81,7 +82,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, term: str = "xterm") -> Iterato
 def train(console: Console) -> list[str]:
     """Ten iterations with a held-out loss after the fifth; returns the log lines."""
     settings = LogConfig(log_interval=5)
-    metrics = Metrics(settings, console, world_size=1, flops_per_token=1.0)
+    metrics = Metrics(settings, console, world_size=1, flops=TokenFlops(model=1.0, performed=1.0))
     sent: list[str] = []
     print_line = console.line
     console.line = lambda text: (sent.append(text), print_line(text))

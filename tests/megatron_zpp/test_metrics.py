@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from megatron_zpp.config import LogConfig, ModelConfig, RecomputeConfig
-from megatron_zpp.flops import flops_per_token
+from megatron_zpp.flops import TokenFlops, flops_per_token
 from megatron_zpp.memory import Memory, memory_line, read_memory
 from megatron_zpp.metrics import History, Iteration, Metrics, Validation, validation_lines
 
@@ -54,9 +54,12 @@ class Page:
         self.state = "closed"
 
 
+FLOPS = TokenFlops(model=4.5e9, performed=6e9, rate=1.2e15)
+
+
 def metrics(page: Page, **config: object) -> Metrics:
     settings = LogConfig(**{"log_interval": 1} | config)
-    return Metrics(settings, page, world_size=8, flops_per_token=6e9, writers=[page])
+    return Metrics(settings, page, world_size=8, flops=FLOPS, writers=[page])
 
 
 def test_log_line_letter_by_letter():
@@ -85,10 +88,12 @@ def test_what_was_not_measured_is_not_in_the_line():
     assert not {"loss scale", "grad norm", "num zeros", "params norm"} & set(names)
 
 
-def test_log_throughput_adds_megatron_lms_field_behind_the_time():
+def test_log_throughput_adds_megatron_lms_field_and_mfu_behind_the_time():
     page = Page()
     metrics(page, log_throughput=True).iteration(ITERATION)
-    assert "(ms): 500.0 | throughput per GPU (TFLOP/s/GPU): 786.4 | learning" in page.lines[0]
+    # 131072 tokens/s/rank of 4.5e9 operations each, of 1.2e15 that the device could do
+    assert "(ms): 500.0 | throughput per GPU (TFLOP/s/GPU): 589.8 | MFU: 49.2% | l" in page.lines[0]
+    assert page.lines[0].endswith("TFLOPs: 786.43 |")
 
 
 def test_an_interval_averages_and_counts_and_starts_anew():

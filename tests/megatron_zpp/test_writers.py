@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_zpp.config import LogConfig
 from megatron_zpp.event_files import Position
+from megatron_zpp.flops import TokenFlops
 from megatron_zpp.memory import Memory
 from megatron_zpp.metrics import Iteration, Validation, Writer, summarize
 from megatron_zpp.writers import open_writers
@@ -37,6 +38,7 @@ MEMORY = Memory(
     allocated_count=3,
 )
 THREE_AXES = ("", " vs samples", " vs tokens")
+FLOPS = TokenFlops(model=1e12, performed=2e12, rate=5e13)
 
 
 def iteration(number: int, **changed: object) -> Iteration:
@@ -59,7 +61,7 @@ def write(writers: list[Writer], numbers: range, **changed: object) -> None:
         step = iteration(number, **changed)
         for writer in writers:
             writer.iteration(step)
-            writer.interval(summarize([step], world_size=2, flops_per_token=1e12))
+            writer.interval(summarize([step], world_size=2, flops=FLOPS))
 
 
 def validate(writers: list[Writer], number: int, loss: float, split: str = "validation") -> None:
@@ -133,6 +135,7 @@ def test_every_name_of_megatron_deepspeed_over_three_axes(tmp_path):
         "mem-allocated-bytes": (3, 10.0),
         "mem-allocated-count": (3, 3.0),
         "throughput": (3, 4 * 8 / 0.25 / 2),
+        "mfu": (3, 4 * 8 / 0.25 / 2 / 50),
         "comm/bytes": (3, 7.0),
         "a/b vs tokens": (96, 5.0),
         "steps-vs-samples/y=steps,x=samples": (12, 3.0),

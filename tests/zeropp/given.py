@@ -43,14 +43,14 @@ class GivenStack(nn.Module):
         self.units = nn.ModuleList([Given(one) for one in shapes])
 
     def forward(self) -> torch.Tensor:
-        x = torch.zeros(())
+        x = torch.zeros((), device=next(self.parameters()).device)
         for unit in self.units:
             x = unit(x)
         return x
 
 
-def data_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+def data_mesh(device: str = "cpu") -> DeviceMesh:
+    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("data",))
 
 
 def configured(zero: dict, ranks_per_node: int | None = None, **settings: object) -> ZeroConfig:

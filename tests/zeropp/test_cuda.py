@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.gpu import MARKS
 from tests.zeropp.against_reference import (
     UNTOUCHED,
     check_rows,
@@ -26,10 +27,7 @@ from zeropp.quantize import dequantize, quantize, reduce_dequantize, reduce_quan
 GPU = "cuda:0"
 CYCLES = 200_000_000  # a tenth of a second: far longer than a launch
 ROWS = 70_000  # more than a grid has in y or z
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ The state is that of `torch.optim.AdamW`, so that state dicts and checkpoints se
 """
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from zeropp.errors import InputError
 from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernels_on
 from zeropp.optim.step import local_part
+from zeropp.reading import Reading
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 UNAVAILABLE = ("amsgrad", "maximize")  # options that a state of torch's may ask for
@@ -44,7 +46,8 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         self.bias_correction = bias_correction
         self.copies = dict(copies or {})
-        self._counted: list[Tensor] = []
+        self._counted: list[Tensor] = []  # what the last step raised by one
+        self._factor: Reading | None = None  # of the last step
         # All the options of torch's AdamW, so that each loads what the other saved.
         options = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=False, maximize=False,
@@ -52,6 +55,7 @@ class FusedAdam(torch.optim.Optimizer):
             decoupled_weight_decay=adam_w_mode,
         )  # fmt: skip
         super().__init__(params, options)
+        self.register_state_dict_pre_hook(lambda _: self._settle())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As every optimizer's; raises InputError as the constructor does."""
@@ -69,8 +73,9 @@ class FusedAdam(torch.optim.Optimizer):
         """Update every parameter that has a gradient; returns what `closure` did.
 
         factor: one fp32 number on the parameters' device, by which gradients are multiplied as
-        they are read. If it is not finite, no tensor changes, and nobody waits to know; `uncount`
-        takes the step back from the counts. Raises InputError within the capture of a CUDA graph.
+        they are read. If it is not finite, no tensor changes, and nobody waits to know: the step is
+        taken back from the counts when they are next used. Raises InputError within the capture of
+        a CUDA graph.
         """
         loss = None
         if closure is not None:
@@ -81,21 +86,17 @@ class FusedAdam(torch.optim.Optimizer):
                 "FusedAdam counts its steps on the host, and a CUDA graph would repeat the same "
                 "one: capture forward and backward, and call step() after the replay"
             )
-        self._counted = []
+        self._settle()
         for group in self.param_groups:
             self._step_group(group, factor)
         if self._counted:
             torch._foreach_add_(self._counted, 1.0)
+        self._factor = None if factor is None else Reading(factor)
         return loss
 
-    def uncount(self) -> None:
-        """Lower the step counts that the last step raised: it turned out to change nothing."""
-        if self._counted:
-            torch._foreach_sub_(self._counted, 1.0)
-        self._counted = []
-
     def __getstate__(self) -> dict[str, Any]:
-        own = ("bias_correction", "copies", "_counted")
+        self._settle()
+        own = ("bias_correction", "copies", "_counted", "_factor")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -108,6 +109,12 @@ class FusedAdam(torch.optim.Optimizer):
             if "step" in entries:
                 count = float(entries["step"])
                 entries["step"] = torch.tensor(count, dtype=torch.float32, device="cpu")
+
+    def _settle(self) -> None:
+        """Lower the counts of a step that, as is known by now, changed nothing."""
+        if self._factor is not None and not math.isfinite(self._factor.values[0]):
+            torch._foreach_sub_(self._counted, 1.0)
+        self._counted, self._factor = [], None
 
     def _step_group(self, group: dict[str, Any], factor: Tensor | None) -> None:
         """One call of the op for all that share device, step count and types."""

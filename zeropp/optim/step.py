@@ -1,7 +1,7 @@
 """One optimizer step on sharded gradients: unscale, measure, clip, update, all or nothing."""
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -9,17 +9,37 @@ from torch.distributed.tensor import DTensor
 
 from zeropp.errors import InputError
 from zeropp.optim.loss_scale import LossScaler
+from zeropp.reading import Reading
 from zeropp.sharding import Sharding
 
 CLIP_EPSILON = 1e-6  # Megatron's: clip / (norm + 1e-6)
 
 
-class StepResult(NamedTuple):
-    """What a step did: the gradients' norm before clipping, and whether it was skipped."""
+class StepResult:
+    """What a step did. Where the device is still at it, asking waits until it has the number."""
 
-    grad_norm: float
-    skipped: bool
-    num_zeros: float | None = None
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+
+    @property
+    def grad_norm(self) -> float:
+        """L2 norm of the gradients of all ranks before clipping, without the loss scale."""
+        return self._reading.values[0]
+
+    @property
+    def factor(self) -> float:
+        """What the gradients were multiplied by, for the loss scale and for clipping."""
+        return self._reading.values[1]
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was left out, as something was not finite."""
+        return math.isnan(self.factor)
+
+    @property
+    def num_zeros(self) -> float | None:
+        """Elements of the gradients that are zero, where they were counted."""
+        return self._reading.values[2] if len(self._reading.values) > 2 else None
 
 
 def optimizer_step(
@@ -29,31 +49,33 @@ def optimizer_step(
     clip_grad: float = 0.0,
     scaler: LossScaler | None = None,
     count_zeros: bool = False,
+    loss: torch.Tensor | None = None,
 ) -> StepResult:
     """Update the parameters from their gradients, which are cleared; the same on every rank.
 
     Gradients are divided by the scaler's scale and, where their global L2 norm exceeds
-    `clip_grad` > 0, scaled down to it. A non-finite norm skips the update (every rank agrees,
-    the norm being global) and, with a scaler, lowers its scale. Raises InputError where no
-    parameter of the optimizer has a gradient.
+    `clip_grad` > 0, scaled down to it. A norm that is not finite, or a `loss` (0-d, the same on all
+    ranks), skips the update and, with a scaler, lowers its scale. An optimizer that `takes_factor`,
+    as `zeropp.optim.FusedAdam`, scales and skips by itself: without a scaler the host then waits
+    for nothing. Raises InputError where no parameter of the optimizer has a gradient.
     """
     _require_gradients(optimizer)
     gradients = local_gradients(optimizer)
     scale = scaler.scale if scaler else 1.0
     norm = global_norm(gradients, sharding) / scale
-    finite = norm < float("inf")  # False for NaN too
-    num_zeros = global_zeros(gradients, sharding) if count_zeros else None
-    if finite:
-        factor = 1.0 / scale
-        if clip_grad > 0.0 and norm > clip_grad - CLIP_EPSILON:
-            factor *= clip_grad / (norm + CLIP_EPSILON)
-        if factor != 1.0 and gradients:
-            torch._foreach_mul_(gradients, factor)
+    factor = _factor(norm, scale, clip_grad, loss)
+    zeros = (global_zeros(gradients, sharding),) if count_zeros else ()
+    result = StepResult(Reading(norm, factor, *zeros))
+    takes_factor = getattr(optimizer, "takes_factor", False)
+    if takes_factor and (scaler is None or not result.skipped):
+        optimizer.step(factor=factor.float())
+    elif not takes_factor and not result.skipped:
+        _scale(gradients, result.factor)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     if scaler:
-        scaler.update(overflow=not finite)
-    return StepResult(norm, not finite, num_zeros)
+        scaler.update(overflow=result.skipped)
+    return result
 
 
 def local_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -68,17 +90,34 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def global_norm(tensors: Sequence[torch.Tensor], sharding: Sharding) -> float:
-    """L2 norm over all ranks' slices, summed in fp64."""
+def global_norm(tensors: Sequence[torch.Tensor], sharding: Sharding) -> torch.Tensor:
+    """L2 norm over all ranks' slices, summed in fp64; 0-d."""
     filled = [t for t in tensors if t.numel()]
     norms = torch._foreach_norm(filled, dtype=torch.float32) if filled else ()
     squares = [torch.stack(norms).double().square().sum()] if norms else []
-    return _sum_over_ranks(squares, sharding) ** 0.5
+    return _sum_over_ranks(squares, sharding).sqrt()
 
 
-def global_zeros(tensors: Sequence[torch.Tensor], sharding: Sharding) -> float:
-    """How many elements over all ranks' slices are zero."""
+def global_zeros(tensors: Sequence[torch.Tensor], sharding: Sharding) -> torch.Tensor:
+    """How many elements over all ranks' slices are zero; fp64, 0-d."""
     return _sum_over_ranks([t.numel() - torch.count_nonzero(t) for t in tensors], sharding)
+
+
+def _factor(
+    norm: torch.Tensor, scale: float, clip_grad: float, loss: torch.Tensor | None
+) -> torch.Tensor:
+    """What gradients are multiplied by, fp64 and 0-d; NaN where they must not be used."""
+    factor = torch.full_like(norm, 1.0 / scale)
+    if clip_grad > 0.0:
+        clipped = factor * (clip_grad / (norm + CLIP_EPSILON))
+        factor = torch.where(norm > clip_grad - CLIP_EPSILON, clipped, factor)
+    finite = norm.isfinite() if loss is None else norm.isfinite() & loss.isfinite()
+    return torch.where(finite, factor, float("nan"))
+
+
+def _scale(gradients: list[torch.Tensor], factor: float) -> None:
+    if factor != 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)
 
 
 def _require_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -89,7 +128,7 @@ def _require_gradients(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _sum_over_ranks(terms: list[torch.Tensor], sharding: Sharding) -> float:
+def _sum_over_ranks(terms: list[torch.Tensor], sharding: Sharding) -> torch.Tensor:
     """Sum of this rank's terms and the others', in fp64; a rank may have none."""
     device = next(sharding.model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -97,4 +136,4 @@ def _sum_over_ranks(terms: list[torch.Tensor], sharding: Sharding) -> float:
         total += torch.stack(terms).sum(dtype=torch.float64)
     if sharding.shards_gradients:
         dist.all_reduce(total, group=sharding.group)
-    return total.item()
+    return total

@@ -1,12 +1,15 @@
 """The fused output layer and loss against torch's own, and its promises on memory."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.model import loss as module
-from megatron_zpp.model.loss import head_loss
+from megatron_zpp.model.loss import at_once, by_rows, head_loss
 
 TOKENS, HIDDEN, VOCABULARY = 40, 8, 1000
 
@@ -132,3 +135,32 @@ def test_under_autocast() -> None:
     loss.backward()
     assert loss.item() == pytest.approx(reference(*example()).item(), rel=1e-2)
     assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["as it stands", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_at_once_is_by_rows(dtype: torch.dtype, compiled: bool) -> None:
+    """The same losses; gradients apart by a rounding of the logits' type, in place."""
+    hidden, weight, labels, mask = (one.detach() for one in example(dtype, scale=3.0))
+    expected, logits = hidden @ weight.t(), hidden @ weight.t()
+    function = torch.compile(at_once) if compiled else at_once
+    losses = function(logits, labels, mask)
+    torch.testing.assert_close(losses, by_rows(expected, labels, mask), rtol=1e-5, atol=1e-5)
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(logits, expected, rtol=max(step, 1e-5), atol=1e-7)
+
+
+def test_the_compiled_loss_has_both_gradients_and_makes_no_wide_copy() -> None:
+    hidden, weight, labels, mask = example(torch.bfloat16)
+    head_loss(hidden, weight, labels, mask).backward()
+    expected = hidden.grad, weight.grad
+    torch._dynamo.reset()
+    hidden, weight, labels, mask = example(torch.bfloat16)
+    compiled = torch.compile(at_once)
+    _, (code,) = run_and_get_code(
+        lambda: head_loss(hidden, weight, labels, mask, compiled).backward()
+    )
+    made = re.findall(r"= empty_strided\w*\(\(([^)]*)\)", code)
+    assert made and not any(str(VOCABULARY) in shape for shape in made), code
+    for ours, theirs in zip((hidden.grad, weight.grad), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=1e-4)

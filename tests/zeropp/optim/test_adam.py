@@ -158,7 +158,7 @@ def test_a_factor_is_as_good_as_multiplied_gradients():
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
-def test_a_step_of_no_finite_factor_changes_nothing_and_may_be_uncounted(factor):
+def test_a_step_of_no_finite_factor_changes_nothing_and_does_not_count(factor):
     mine = parameters_of()
     halves = {mine[0]: torch.full(SHAPES[0], 7, dtype=torch.float16)}
     ours = FusedAdam(mine, lr=LR, copies=halves)
@@ -167,12 +167,22 @@ def test_a_step_of_no_finite_factor_changes_nothing_and_may_be_uncounted(factor)
     before = copy.deepcopy([[one, *ours.state[one].values()] for one in mine])
     half = halves[mine[0]].clone()
     ours.step(factor=torch.tensor(factor))
-    assert {int(ours.state[one]["step"]) for one in mine} == {2}
-    ours.uncount()
-    ours.uncount()  # there is nothing left to take back
+    ours.state_dict()
     for one, old in zip(mine, before, strict=True):
         bits_alike([one, *ours.state[one].values()], old)
     assert torch.equal(halves[mine[0]], half)
+
+
+def test_the_step_after_one_that_changed_nothing_is_as_if_that_had_not_been():
+    mine, theirs = parameters_of(), parameters_of()
+    ours, plain = FusedAdam(mine, lr=LR), FusedAdam(theirs, lr=LR)
+    for step in range(3):
+        give_gradients(mine, step=step)
+        ours.step(factor=torch.tensor(float("nan")))
+        for parameters, optimizer in ((mine, ours), (theirs, plain)):
+            give_gradients(parameters, step=step)
+            optimizer.step(factor=torch.tensor(1.0))
+    bits_alike(mine, theirs)
 
 
 def test_copies_are_the_new_weights_rounded():
@@ -300,6 +310,16 @@ def test_a_step_of_a_sharded_model():
             assert not optimizer_step(optimizer, sharding, clip_grad=0.25).skipped
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=LR * 1e-3)
+
+
+def test_a_loss_that_is_not_finite_skips_a_step_of_a_sharded_model():
+    model = fresh_stack()
+    sharding = shard(model, None, ZeroConfig())
+    optimizer = FusedAdam(model.parameters(), lr=LR)
+    before = copy.deepcopy(list(model.parameters()))
+    loss_of(model, tokens_of(0)).backward()
+    assert optimizer_step(optimizer, sharding, loss=torch.tensor(float("nan"))).skipped
+    bits_alike(list(model.parameters()), before)
 
 
 def test_only_fp32_weights():

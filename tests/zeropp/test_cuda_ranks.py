@@ -1,0 +1,155 @@
+"""Four ranks on one GPU, over gloo: the collectives give the CPU's bits, on FSDP2's streams.
+
+What a GPU adds to the tests of the collectives on CPUs: kernels, streams, and memory that is given
+to others while a stream still reads it.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from tests.gpu import GPU, MARKS
+from tests.ranks import ranks
+from tests.zeropp.given import ALL_THREE, GivenStack, backward, configured, data_mesh, gradient_of
+from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
+from zeropp import Sharding, optimizer_step, shard
+
+pytestmark = MARKS
+SHAPES = [[(130, 67), (300,), (41, 9)], [(3, 5, 3, 3), (1, 700), (7,), (513, 2)]]
+FLAT = [shape for unit in SHAPES for shape in unit]
+QWZ, QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+ZERO = {
+    "nothing quantized": {"stage": 3},
+    "weights": {"stage": 3} | QWZ,
+    "weights, one copy in each node": {"stage": 3, "zero_hpz_partition_size": 2} | QWZ,
+    "gradients, stage 1": {"stage": 1} | QGZ,
+    "all three": ALL_THREE,
+}
+PRODUCTS = ("gemm", "nvjet", "cutlass", "gemv")  # in the names of cuBLAS's kernels
+LATE = 50  # products of 4096 x 4096
+FORMATS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
+
+
+def on(device: str, zero: dict, settings: dict) -> list[torch.Tensor]:
+    """The weights every unit computes with in two micro-batches, then the averaged gradients."""
+    torch.manual_seed(0)
+    model, seen = GivenStack(SHAPES).to(device), []
+    sharding = shard(model, data_mesh(device), configured(zero, 2, **settings))
+    for unit in model.units:
+        unit.register_forward_pre_hook(
+            lambda unit, _: seen.extend(one.detach().clone() for one in unit.weights)
+        )
+    dtype = sharding.compute_dtype
+    for number in range(2):
+        mine = [gradient_of(dist.get_rank() + 4 * number, i, s) for i, s in enumerate(FLAT)]
+        backward(sharding, [one.to(device, dtype) for one in mine], last=number == 1)
+    means = [weight.grad.to_local() for weight in model.parameters()]
+    return [one.cpu() for one in (*seen, *means)]
+
+
+@pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("zero", ZERO.values(), ids=ZERO)
+@ranks(4, ranks_per_node=2)
+def test_weights_and_gradients_are_those_of_the_cpu_to_the_last_bit(zero, settings):
+    for found, expected in zip(on(GPU, zero, settings), on("cpu", zero, settings), strict=True):
+        assert torch.equal(found, expected)
+
+
+def trained(
+    device: str, zero: dict, steps: int, after: Callable[[], None] | None = None, **settings: dict
+) -> list[float]:
+    """This rank's losses over steps of two micro-batches; `after` is called behind every unit."""
+    sharding = shard(fresh_stack().to(device), data_mesh(device), configured(zero, 2, **settings))
+    if after:
+        for unit in sharding.units:
+            unit.register_forward_hook(lambda *_: after())
+            unit.register_full_backward_hook(lambda *_: after())
+    optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2, fused=True)
+    losses = []
+    for step in range(steps):
+        for index in range(2):
+            tokens = tokens_of(2 * step + index).to(device).chunk(4)[dist.get_rank()]
+            with sharding.micro_step(last=index == 1):
+                loss = loss_of(sharding.model, tokens)
+                (loss / 2).backward()
+            losses.append(loss.detach())
+        optimizer_step(optimizer, sharding, clip_grad=0.5)
+    return torch.stack(losses).tolist()
+
+
+@ranks(4, ranks_per_node=2)
+def test_training_follows_the_cpu():
+    """fp32 sums in another order: 1e-4 after 10 steps; codes that flip move the loss by more."""
+    plain = {"stage": 3, "zero_hpz_partition_size": 2}
+    assert trained(GPU, plain, 10) == pytest.approx(trained("cpu", plain, 10), rel=1e-4)
+    assert trained(GPU, ALL_THREE, 10) == pytest.approx(trained("cpu", ALL_THREE, 10), rel=3e-2)
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}])
+@ranks(4, ranks_per_node=2)
+def test_waiting_for_the_device_behind_every_unit_changes_no_bit(settings):
+    """No buffer is read too early or given to others too soon: with waits nothing can be."""
+    hurried = trained(GPU, ALL_THREE, 20, **settings)
+    assert hurried == trained(GPU, ALL_THREE, 20, torch.cuda.synchronize, **settings)
+
+
+@ranks(4, ranks_per_node=2)
+def test_a_copy_gathered_on_one_stream_is_read_on_another():
+    """`unshard` called by hand gathers on the current stream, backward on a stream of FSDP2's."""
+    sharding = shard(Wide().to(GPU), data_mesh(GPU), configured(ALL_THREE, 2))
+    x = torch.ones(4, 1024, device=GPU)
+    losses = [step_of(sharding, x)]  # FSDP2 makes its streams
+    for block in sharding.model.blocks:
+        block.unshard()
+        block.reshard()
+    busy = torch.ones(4096, 4096, device=GPU)
+    for _ in range(LATE):
+        busy = busy @ busy * 1e-4  # the current stream is late
+    losses += [step_of(sharding, x) for _ in range(2)]
+    assert losses[0] == losses[1] == losses[2]
+
+
+class Wide(nn.Module):
+    """Layers whose products are kernels of their own name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList([nn.Linear(1024, 1024) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def step_of(sharding: Sharding, x: torch.Tensor) -> float:
+    """The loss, and copies that are dropped while the device may still be at it."""
+    with sharding.micro_step(last=False):
+        loss = sharding.model(x)
+        loss.backward()
+    sharding.weights_changed()
+    torch.empty(1 << 26, device=GPU).fill_(float("nan"))  # whoever takes freed memory too soon
+    return loss.item()
+
+
+@ranks(2, ranks_per_node=1)
+def test_kernels_run_on_other_streams_than_products():
+    """So the next gather and the last reduction can overlap with computation."""
+    model = shard(Wide().to(GPU), data_mesh(GPU), configured({"stage": 3} | QWZ | QGZ, 1))
+    x = torch.ones(4, 1024, device=GPU)
+    step_of(model, x)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        step_of(model, x)
+        torch.cuda.synchronize()
+    of_ours, of_products = set(), set()
+    for event in profiled.profiler.kineto_results.events():
+        if "_rows" in event.name():
+            of_ours.add(event.device_resource_id())
+        elif any(name in event.name() for name in PRODUCTS):
+            of_products.add(event.device_resource_id())
+    assert of_ours and of_products and not of_ours & of_products
