@@ -10,6 +10,7 @@ script itself is tried where there is no GPU.
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -41,6 +42,7 @@ from zeropp.atomic import write_atomically  # noqa: E402
 LIBRARIES = MappingProxyType(
     {"cpu": ("zeropp/_kernels",), "cuda": ("zeropp/_kernels", "zeropp/_cuda")}
 )
+MARKED = re.compile(r"pytest\.mark\.gpu|from tests\.gpu import")  # a file with tests for GPUs
 SANITIZED = (  # every kernel, ragged and misaligned; in a minute, though each access is watched
     "tests/zeropp/test_cuda.py::test_rows_of_ragged_segments[dtype2-wire0-1]",
     "tests/zeropp/test_cuda.py::test_sums_of_ragged_segments[3]",
@@ -126,7 +128,7 @@ def steps(device: str, options: argparse.Namespace, keep: Path) -> Iterator[Step
         why_not=None if missing else "the libraries are there, newer than csrc/",
     )  # fmt: skip
     marked = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("test_*.py"))
-              if "pytest.mark.gpu" in path.read_text()]  # fmt: skip
+              if MARKED.search(path.read_text())]  # fmt: skip
     pytest = (python, "-m", "pytest", "-p", "no:cacheprovider", "-q")
     xml = keep / "tests.xml"
     xml.unlink(missing_ok=True)

@@ -133,7 +133,9 @@ def test_the_steps_of_a_machine_without_a_gpu_know_it(tmp_path: Path) -> None:
     plan = {step.name: step for step in steps("cpu", options(tiny=True), tmp_path)}
     assert plan["memcheck"].why_not == plan["racecheck"].why_not == "there is no GPU"
     assert plan["tests"].environment == {"CUDA_VISIBLE_DEVICES": ""}
-    assert "tests/zeropp/test_cuda.py" in plan["tests"].command
+    for name in ("test_cuda", "test_cuda_adam", "test_cuda_ranks"):
+        assert f"tests/zeropp/{name}.py" in plan["tests"].command
+    assert "tests/megatron_zpp/test_cuda_training.py" in plan["tests"].command
     assert "tiny" in plan["train"].command
     flags = {"kernels_flags": "--rounds 3", "train_flags": "--micro-batch 8"}
     plan = {step.name: step for step in steps("cuda", options(**flags), tmp_path)}
