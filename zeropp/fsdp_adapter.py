@@ -25,12 +25,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "AllGather", "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "Piece",
-    "ReduceScatter", "after_backward", "backward_id", "forget_gathered", "gather_ahead", "has_run",
-    "in_backward", "may_be_stepped", "may_reduce_later", "own_pieces", "shard_like", "shard_unit",
-    "take_gradients", "use_all_gather", "use_reduce_scatter", "watch_gradients",
+    "ON_DEVICE", "AllGather", "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy",
+    "OffloadPolicy", "Piece", "ReduceScatter", "after_backward", "backward_id", "forget_gathered",
+    "gather_ahead", "has_run", "in_backward", "may_be_stepped", "may_reduce_later", "own_pieces",
+    "shard_like", "shard_unit", "take_gradients", "use_all_gather", "use_reduce_scatter",
+    "watch_gradients",
 ]
 
+ON_DEVICE = OffloadPolicy()  # where shards lie, if not on the host
 # Gathers under way before a unit's forward. With one, links between nodes would stand idle while
 # that one takes its second hop; each costs one more gathered unit of memory.
 AHEAD = 2
@@ -49,9 +51,9 @@ def shard_unit(
     unit: nn.Module,
     mesh: DeviceMesh,
     precision: MixedPrecisionPolicy,
-    place: OffloadPolicy,
     *,
     reshard_after_forward: bool,
+    place: OffloadPolicy = ON_DEVICE,
 ) -> None:
     """Make `unit` an FSDP unit in place: one gather before its forward, one reduction after."""
     fully_shard(

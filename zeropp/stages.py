@@ -194,15 +194,15 @@ def _shard_units(
     place = _place(mesh, config)
     regather = stage == 3 and (ranks > 1 or config.offloads_weights)
     for block in blocks:
-        fsdp.shard_unit(block, mesh, policy, place, reshard_after_forward=regather)
+        fsdp.shard_unit(block, mesh, policy, reshard_after_forward=regather, place=place)
     # The root's own parameters are used first in forward and last in backward or, as with a tied
     # head, at both ends: they stay gathered from its forward to its backward.
-    fsdp.shard_unit(model, mesh, policy, place, reshard_after_forward=False)
+    fsdp.shard_unit(model, mesh, policy, reshard_after_forward=False, place=place)
 
 
 def _place(mesh: DeviceMesh, config: ZeroConfig) -> fsdp.OffloadPolicy:
     if not config.offloads_weights:
-        return fsdp.OffloadPolicy()
+        return fsdp.ON_DEVICE
     pinned = config.zero_optimization.offload_param.pin_memory
     return fsdp.CPUOffloadPolicy(pin_memory=pinned and mesh.device_type != "cpu")
 
