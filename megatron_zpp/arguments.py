@@ -40,7 +40,8 @@ log = logging.getLogger("megatron_zpp")
 
 
 def parse(argv: Sequence[str], world_size: int) -> Config:
-    """The configuration that `argv` (without the program's name) asks for on `world_size` ranks.
+    """The configuration that `argv` (without the program's name) asks for on `world_size` ranks,
+    or on as many as --dry-run-ranks says.
 
     Logs once what has a default or no effect. Raises InputError for what a person has to mend, and
     SystemExit(0) after printing the help.
@@ -49,6 +50,8 @@ def parse(argv: Sequence[str], world_size: int) -> Config:
         print(help_text(USAGE, SPOKEN, SHORTHANDS))
         raise SystemExit(0)
     typed = read(argv, vocabulary(SPOKEN, SHORTHANDS))
+    if "dry_run_ranks" in typed:
+        world_size = typed["dry_run_ranks"].value
     path = typed["deepspeed_config"].value if "deepspeed_config" in typed else None
     file = JsonFile.read(path)
     given = agree(typed, file)

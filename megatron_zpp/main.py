@@ -11,6 +11,7 @@ from megatron_zpp.arguments import parse
 from megatron_zpp.assemble import assemble
 from megatron_zpp.config import CheckpointConfig, Config
 from megatron_zpp.console import Console
+from megatron_zpp.dry_run import dry_run
 from megatron_zpp.generate import generate
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.parallel.watch import Watch
@@ -30,6 +31,8 @@ def main(argv: Sequence[str]) -> int:
             environment = Environment.read()
             console.rank = environment.rank
             config = parse(argv, environment.world_size)
+            if config.training.dry_run:
+                return dry_run(config, environment, console)
             with Stopping(config.training) as stopping:
                 ranks = join_ranks(environment, config.parallel)
                 return _watched(config, ranks, console, stopping)

@@ -174,9 +174,10 @@ def take_gradients(
 
     def taken(parameter: nn.Parameter, padded: int) -> None:
         local, parameter.grad = parameter.grad._local_tensor, None
-        mean = rest[0][: local.numel()].view(local.shape)
-        rest[:] = [rest[0][padded:]]
-        take(parameter, mean)
+        means = rest.pop()
+        if padded < means.numel():  # an empty rest would keep the buffer
+            rest.append(means[padded:])
+        take(parameter, means[: local.numel()].view(local.shape))
 
     unit.set_all_reduce_hook(keep)
     for one in _parameters(unit):

@@ -14,7 +14,6 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
+from zeropp.host_memory import free_bytes
 from zeropp.optim.notice import Notice
 from zeropp.optim.step import local_part
 from zeropp.sharding import Sharding
@@ -148,7 +148,7 @@ class Offload:
         each = STATE + (self._dtype.itemsize if self._device != HOST else 0)
         here = Environment.read()
         ranks = min(sharding.num_ranks, -(-here.world_size // here.machines))
-        needed, free = each * elements, _free_bytes()
+        needed, free = each * elements, free_bytes()
         log.info(
             "offload: weights, gradients and moments of %s parameters of this rank in host memory, "
             "%.2f GiB%s", f"{elements:,}", needed / 2**30, ", pinned" if self._pinned else "",
@@ -257,13 +257,3 @@ def _become(parameter: nn.Parameter, local: Tensor) -> None:
     """Let the parameter hold `local`; it stays the same object."""
     renewed = nn.Parameter(_like(parameter, local), requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, renewed)
-
-
-def _free_bytes() -> int | None:
-    """Host memory that can be had, where the system says so."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kilobytes = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return 1024 * int(next(kilobytes, 0)) or None

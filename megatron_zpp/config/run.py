@@ -64,10 +64,19 @@ class TrainingConfig(Section):
     exit_signal_handler: bool = flag(False, "save and stop on SIGTERM")
     skip_train: bool = flag(False, "only evaluate")
     compile: bool = flag(False, "compile transformer blocks and the loss with torch.compile")
+    dry_run: bool = flag(False, "only print what the run will take, and whether it fits")
+    dry_run_ranks: int | None = flag(
+        None, "ranks of the run to estimate (default: those launched)", kind=int, minimum=1
+    )
 
     def check(self) -> None:
-        """Raise InputError for a length given in iterations and in samples."""
+        """Raise InputError for a length given in iterations and in samples, and for idle ranks."""
         super().check()
+        if self.dry_run_ranks is not None and not self.dry_run:
+            raise InputError(
+                f"--dry-run-ranks {self.dry_run_ranks} needs --dry-run; a run's own number of "
+                "ranks is given to torchrun or zeropp"
+            )
         if self.train_iters is not None and self.train_samples is not None:
             raise InputError(
                 f"--train-iters {self.train_iters} and --train-samples {self.train_samples} "

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from megatron_zpp.config import DataConfig, TokenizerConfig
-from megatron_zpp.data.corpus import standard_library
+from megatron_zpp.data.corpus import VOCAB_SIZE, standard_library
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 
 DEFAULT_CACHE = ".cache"  # in the current folder
@@ -18,9 +18,7 @@ def open_source(
     Without any path and any tokenizer the corpus is the Python standard library with a tokenizer
     of its own, both built on the first call and cached. Raises InputError for what is missing.
     """
-    paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
-    unnamed = TokenizerConfig(vocab_extra_ids=tokenizer.vocab_extra_ids)
-    if data.mock_data or any(paths) or tokenizer != unnamed:
+    if _is_named(data, tokenizer):
         return data, build_tokenizer(tokenizer)
     corpus = standard_library(Path(data.data_cache_path or DEFAULT_CACHE) / "standard-library")
     unsplit = data.split == DataConfig().split
@@ -28,6 +26,19 @@ def open_source(
         data, data_path=(str(corpus.prefix),), split=corpus.split if unsplit else data.split
     )
     chosen = dataclasses.replace(
-        unnamed, tokenizer_type="HFTokenizer", tokenizer_model=str(corpus.tokenizer)
+        tokenizer, tokenizer_type="HFTokenizer", tokenizer_model=str(corpus.tokenizer)
     )
     return data, build_tokenizer(chosen)
+
+
+def vocab_size(data: DataConfig, tokenizer: TokenizerConfig) -> int:
+    """The entries of the tokenizer that `open_source` would open; no text is read for it."""
+    if _is_named(data, tokenizer):
+        return build_tokenizer(tokenizer).vocab_size
+    return VOCAB_SIZE + tokenizer.vocab_extra_ids
+
+
+def _is_named(data: DataConfig, tokenizer: TokenizerConfig) -> bool:
+    paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    unnamed = TokenizerConfig(vocab_extra_ids=tokenizer.vocab_extra_ids)
+    return data.mock_data or any(paths) or tokenizer != unnamed

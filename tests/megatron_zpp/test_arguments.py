@@ -257,7 +257,7 @@ def test_every_setting_is_covered():
     tried = {word.partition("=")[0] for word in (SETTINGS + PAIRS + IDLE + UNAVAILABLE).split()}
     tried = {word.replace("_", "-") for word in tried}
     ours = {"--eval-at-start", "--sample-prompt", "--sample-length", "--deepspeed-config"}
-    ours |= {"--cpu-optimizer", "--no-position-embedding"}
+    ours |= {"--cpu-optimizer", "--no-position-embedding", "--dry-run", "--dry-run-ranks"}
     idle_extras = {f.shown().replace("_", "-") for s in SPOKEN for f in flags(s) if f.no_effect}
     for section in SPOKEN:
         for described in flags(section):

@@ -159,7 +159,7 @@ def test_masters_follow_weights_that_others_write():
 
 
 def test_too_little_memory_is_said_before_any_is_taken(monkeypatch):
-    monkeypatch.setattr(module, "_free_bytes", lambda: 1000)
+    monkeypatch.setattr(module, "free_bytes", lambda: 1000)
     sharding = shard(fresh_stack(), None, ZeroConfig())
     with pytest.raises(InputError, match=r"needs 0\.0 GiB of host memory for the 1 ranks.*ratio"):
         offloaded(sharding)

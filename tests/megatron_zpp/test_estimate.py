@@ -1,0 +1,88 @@
+"""What --dry-run foretells is what the fullest moment of real steps holds."""
+
+import json
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.estimate import VOCABULARY, both
+from megatron_zpp.arguments import parse
+from megatron_zpp.estimate import GATHERED, GRADIENTS, KEPT, MOMENTS, WEIGHTS, estimate
+from tests.ranks import ranks
+from zeropp.route import Nodes
+
+LEEWAY = 0.06  # of the peak; issue and docs promise 0.1
+MODEL = (
+    "--num-layers 3 --hidden-size 128 --num-attention-heads 4 --seq-length 32 --hidden-dropout 0 "
+    "--attention-dropout 0 --micro-batch-size 2 "
+)
+PLUS = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--zero-stage 0 --bf16 --global-batch-size 16",
+        "--zero-stage 2 --bf16 --global-batch-size 8 --cpu-optimizer",
+        "--zero-stage 3 --bf16 --global-batch-size 16 --recompute-granularity full",
+    ],
+)
+@ranks(4)
+def test_the_fullest_moment_is_foretold(flags):
+    foretold, measured = both(MODEL + flags)
+    assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--zero-stage 1 --global-batch-size 8 --recompute-granularity selective",
+        "--zero-stage 3 --global-batch-size 4 --swiglu --position-embedding-type rope",
+    ],
+)
+@ranks(2)
+def test_on_two_ranks_in_fp32_with_other_models(flags):
+    foretold, measured = both(MODEL + flags)
+    assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
+
+
+@ranks(1)
+def test_one_rank_in_fp32_has_no_engine_and_offloads_too():
+    for flags in ("--global-batch-size 6", "--zero-stage 2 --cpu-optimizer --global-batch-size 4"):
+        foretold, measured = both(MODEL + flags)
+        assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY), flags
+
+
+@ranks(4, ranks_per_node=2)
+def test_zeropp_too_with_the_copies_of_a_node(tmp_path):
+    path = tmp_path / f"{dist.get_rank()}.json"
+    zero = {"stage": 3, **PLUS, "zero_hpz_partition_size": 2}
+    path.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}}))
+    foretold, measured = both(f"{MODEL}--global-batch-size 8 --deepspeed-config {path}")
+    assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
+
+
+def test_on_a_gpu_what_is_offloaded_is_on_the_host():
+    plain, offloaded = foretell("--zero-stage 2"), foretell("--zero-stage 2 --cpu-optimizer")
+    assert not plain.host_bytes
+    assert offloaded.host[MOMENTS] == plain.device[MOMENTS]
+    assert MOMENTS not in offloaded.device
+    assert offloaded.device[WEIGHTS] == plain.device[WEIGHTS] // 2
+    assert offloaded.device_bytes < plain.device_bytes
+    away = foretell("--zero-stage 3 --cpu-optimizer --remote-device cpu")
+    assert not away.device.get(WEIGHTS) and not away.device.get(GRADIENTS)
+
+
+def test_more_ranks_recomputing_and_stage_3_take_less():
+    whole = foretell("--zero-stage 2")
+    assert foretell("--zero-stage 2 --recompute-granularity full").device[KEPT] < whole.device[KEPT]
+    assert foretell("--zero-stage 3").device[GATHERED] < whole.device[GATHERED] / 2
+    assert foretell("--zero-stage 2", count=8).device[MOMENTS] < whole.device[MOMENTS] / 1.9
+
+
+def foretell(flags, count=4):
+    """The estimate of a small GPT on GPUs that are not there."""
+    text = f"{MODEL}--bf16 --mock-data --lr 1 --train-iters 1 --global-batch-size 32 {flags}"
+    config = parse(text.replace("--micro-batch-size 2", "--micro-batch-size 1").split(), count)
+    nodes = Nodes(num_ranks=count, ranks_per_node=count)
+    return estimate(config, VOCABULARY, nodes, is_cpu=False)
