@@ -26,7 +26,7 @@ ADVICE = MappingProxyType(
         kinds.GATHERED: "--zero-stage 3 gathers one block after the other",
         kinds.COPIES: "a larger zero_hpz_partition_size keeps smaller copies",
         kinds.REDUCED: "--zero-stage 2 or 3 sums smaller gradients, and smaller blocks help",
-        kinds.KEPT: f"--recompute-granularity full keeps less, and {_FEWER}",
+        kinds.KEPT: f"--recompute-granularity full keeps least, and {_FEWER}",
         kinds.HEAD: _FEWER,
     }
 )
