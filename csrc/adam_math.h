@@ -66,11 +66,10 @@ ZPP_HD uint32_t random_word(const uint32_t* keys, uint32_t place) {
 }
 
 // Of the two neighbours in bf16 the upper one as often as `value` is near it, if `random`, 16 bits,
-// is evenly spread: right on average, where a small update would be rounded away each time.
+// is evenly spread: right on average, where a small update would be rounded away each time. A NaN
+// that came of arithmetic stays one.
 ZPP_HD uint16_t drawn_bf16(float value, uint32_t random) {
-    const uint32_t bits = bits_of(value);
-    const uint32_t nan = mask_of((bits & 0x7FFFFFFFu) > INFINITY_BITS);
-    return uint16_t((nan & NAN_SCALE) | (~nan & (bits + random) >> 16));
+    return uint16_t((bits_of(value) + (value == value ? random : 0u)) >> 16);
 }
 
 }  // namespace zpp

@@ -51,4 +51,4 @@ def build_optimizer(
     }
     if apex:
         return ApexAdam(apex, groups, **settings)
-    return fastest_adamw(groups, **settings)
+    return fastest_adamw(groups, **settings, torch_on_cpu=config.optimizer.cpu_torch_adam)
