@@ -21,8 +21,8 @@ static void draw_loop(const uint32_t* keys, uint32_t place, const float* __restr
                       const float* __restrict squares, uint16_t* __restrict to_means,
                       uint16_t* __restrict to_squares, int64_t size) {
     const uint32_t own[2] = {keys[0], keys[1]};
-    for (int64_t i = 0; i < size; ++i) {
-        const uint32_t word = random_word(own, place + uint32_t(i));
+    for (int64_t i = 0; i < size; ++i, ++place) {
+        const uint32_t word = random_word(own, place);
         to_means[i] = drawn_bf16(means[i], word & 0xFFFFu);
         to_squares[i] = drawn_bf16(squares[i], word >> 16);
     }
