@@ -7,12 +7,12 @@ First our step is held against the plain-torch reference, bit by bit, and agains
 `torch.optim.AdamW`. Then all run in turn on the same memory: weights, moments and gradients are
 views of the same arrays for everyone, and every ratio is of two runs of one round.
 
-"The sequence" is what a step of mixed precision takes without a fused one: gradients are divided by
-the loss scale, multiplied by the clipping factor, `torch.optim.AdamW(fused=True)` updates, the new
-weights are copied to bf16. All its gradients are fp32, also where ours are bf16. "One factor" is the
-same with both multiplications made one. The yardstick (benchmarks/streams.cpp, compiled here with
-g++) moves the bytes of ours and computes nothing. Parameters are one flat tensor, as ZeRO's shards
-in DeepSpeed are, or with `--tensors model` matrices and vectors of a GPT.
+"The sequence" is what a step of mixed precision takes without a fused one: gradients are divided
+by the loss scale, multiplied by the clipping factor, `torch.optim.AdamW(fused=True)` updates, the
+new weights are copied to bf16. All its gradients are fp32, also where ours are bf16. "One factor"
+is the same with both multiplications made one. The yardstick (benchmarks/streams.cpp, compiled here
+with g++) moves the bytes of ours and computes nothing. Parameters are one flat tensor, as ZeRO's
+shards in DeepSpeed are, or with `--tensors model` matrices and vectors of a GPT.
 
 Times are the thread's processor time with one thread, which leaves out waiting for a processor, and
 the clock's with more. `--deepspeed` takes DeepSpeedCPUAdam along, where it is installed.
@@ -133,7 +133,7 @@ def verify_bits(gradient: torch.dtype, moment: torch.dtype) -> None:
 
 
 def verify_against_torch() -> float:
-    """The largest distance to torch's weights, over the largest of them; too far ends the program."""
+    """The largest distance to torch's weights over the largest of them; too far: ends here."""
     draw = torch.Generator().manual_seed(4)
     start = torch.randn(CHECKED, generator=draw)
     mine, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
@@ -338,8 +338,9 @@ def show(result: dict) -> None:
     """Print the tables."""
     print(heading(result, "torch"))
     print(
-        f"{result['parameters'] / 1e6:.1f} M parameters in {result['tensors']} tensors; kernel: {result['isa']}; equal to the "
-        f"reference bit for bit, to torch's AdamW within {result['apart']:.0e}"
+        f"{result['parameters'] / 1e6:.1f} M parameters, tensors: {result['tensors']}; kernel: "
+        f"{result['isa']}; equal to the reference bit for bit, "
+        f"to torch's AdamW within {result['apart']:.0e}"
     )
     for run in result["runs"]:
         clock = "processor time" if run["threads"] == 1 else "time by the clock"

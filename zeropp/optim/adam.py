@@ -187,7 +187,7 @@ def _why_not_fused(groups: list[Any], torch_on_cpu: bool) -> str | None:
     owned = [p for one in groups for p in (one["params"] if isinstance(one, Mapping) else [one])]
     places = {parameter.device.type for parameter in owned}
     if len(places) != 1 or not places <= {"cpu", "cuda"}:
-        return f"weights on {' and '.join(sorted(places))}; ours is for one of CPUs and GPUs"
+        return f"weights on {' and '.join(sorted(places))}; ours takes one of CPU and GPU"
     if torch_on_cpu and places == {"cpu"}:
         return "as asked for"
     if any(parameter.dtype != torch.float32 for parameter in owned):

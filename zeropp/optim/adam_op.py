@@ -62,8 +62,8 @@ class AdamSettings:
     """Adam's numbers for one step.
 
     step: t, this one included. decoupled: the decay shrinks the weights (AdamW) instead of being
-    added to the gradient. corrected: the moments are divided by 1 - beta^t. seed: with `step`, of the
-    random bits that round moments in bf16.
+    added to the gradient. corrected: the moments are divided by 1 - beta^t. seed: of the random
+    bits that round moments in bf16, with `step` and the element's place among the call's.
     """
 
     lr: float
