@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.contestants import Contestant, bare, fsdp2, ours, steps_of, whole, zeropp_loop
 from benchmarks.setting import Setting
+from benchmarks.stopwatch import quartiles
 
 VERIFIED_STEPS = 3
 # Adam with its own eps makes a full step of a gradient that is nothing but rounding (the bias of
@@ -108,6 +109,12 @@ def verify(contestants: Sequence[Contestant], setting: Setting) -> dict:
     return {"steps": VERIFIED_STEPS, "differences": worst, "allowed": limits}
 
 
+def set_eps(optimizer: torch.optim.Optimizer, eps: float) -> None:
+    """Give all of an optimizer's groups this eps."""
+    for group in optimizer.param_groups:
+        group["eps"] = eps
+
+
 def _compete(name: str, setting: Setting, contestants: list[Contestant], rounds: int) -> dict:
     verified = verify(contestants, setting)
     for one in contestants:
@@ -124,7 +131,7 @@ def _compete(name: str, setting: Setting, contestants: list[Contestant], rounds:
                 "name": one.name,
                 "median": statistics.median(times),
                 "ratio": statistics.median(times) / statistics.median(seconds[peer]),
-                "quartiles": _quartiles(ratios),
+                "quartiles": quartiles(ratios),
                 "work_ratio": statistics.median(work[one.name]) / statistics.median(work[peer]),
                 "seconds": times,
                 "processor_seconds": work[one.name],
@@ -166,19 +173,14 @@ def _take_turns(
 
 def _train(one: Contestant, setting: Setting) -> list[tuple[float, float]]:
     """(loss over all ranks, gradient norm) of the first steps, with Adam made smooth."""
-    _set_eps(one, SMOOTH_EPS)
+    set_eps(one.optimizer, SMOOTH_EPS)
     history = []
     for _ in range(VERIFIED_STEPS):
         loss, norm = one.step()
         mean = loss if one.global_loss else setting.ranks.sum(loss)[0] / setting.ranks.num_ranks
         history.append((mean, whole(norm)))
-    _set_eps(one, EPS)
+    set_eps(one.optimizer, EPS)
     return history
-
-
-def _set_eps(one: Contestant, eps: float) -> None:
-    for group in one.optimizer.param_groups:
-        group["eps"] = eps
 
 
 def _weights(model: nn.Module) -> list[torch.Tensor]:
@@ -198,11 +200,3 @@ def _distance(mine: list[torch.Tensor], theirs: list[torch.Tensor], setting: Set
     length = sum(b.square().sum().item() for b in theirs)
     apart, length = setting.ranks.sum(apart, length)
     return (apart / length) ** 0.5
-
-
-def _quartiles(values: list[float]) -> list[float]:
-    """First and third quartile; both ends of fewer than four values."""
-    if len(values) < 4:
-        return [min(values), max(values)]
-    low, _, high = statistics.quantiles(values, n=4)
-    return [low, high]

@@ -4,7 +4,7 @@ All start from the same weights, see the same micro-batches, clip, and update wi
 """
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,9 +60,9 @@ def ours(setting: Setting, name: str = "ours") -> Contestant:
 
 def bare(setting: Setting, name: str, feed: Feed, *, torch_loss: bool = False) -> Contestant:
     """The same layers on one rank in a plain loop, with our loss or PyTorch's cross-entropy."""
-    model = _unsharded(setting)
+    model = unsharded(setting)
     _fill(model, setting)
-    optimizer = _adamw(model)
+    optimizer = adamw(model.parameters())
     loss_of = _torch_loss if torch_loss else _model_loss
 
     def step() -> tuple[float, torch.Tensor]:
@@ -75,7 +75,7 @@ def fsdp2(
     setting: Setting, name: str, feed: Feed, *, all_to_all: bool = False, ahead: bool = False
 ) -> Contestant:
     """Plain FSDP2 that sends what we send; `all_to_all` and `ahead` add one part of ours each."""
-    zero, mesh, model = setting.config.zero, setting.ranks.mesh, _unsharded(setting)
+    zero, mesh, model = setting.config.zero, setting.ranks.mesh, unsharded(setting)
     wire_dtype = getattr(torch, zero.wire_format)
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, zero.compute_format),
@@ -90,7 +90,7 @@ def fsdp2(
     if ahead:
         gather_ahead(model, model.blocks)
     _fill(model, setting)
-    optimizer = _adamw(model)
+    optimizer = adamw(model.parameters())
 
     def step() -> tuple[float, torch.Tensor]:
         return _plain_step(model, optimizer, next(feed), _model_loss)
@@ -100,10 +100,10 @@ def fsdp2(
 
 def zeropp_loop(setting: Setting, name: str, feed: Feed) -> Contestant:
     """`zeropp.shard` and `zeropp.optimizer_step` in a plain loop, without Megatron-Z++ around."""
-    model = _unsharded(setting)
+    model = unsharded(setting)
     sharding = shard(model, setting.ranks.mesh, setting.config.zero)
     _fill(model, setting)
-    optimizer = _adamw(model)
+    optimizer = adamw(model.parameters())
 
     def step() -> tuple[float, float]:
         total, batches = 0.0, next(feed)
@@ -127,6 +127,25 @@ def steps_of(batches: Sequence[Batch], micro_batches: int) -> Feed:
     """The micro-batches of one step after the other."""
     for first in range(0, len(batches), micro_batches):
         yield list(batches[first : first + micro_batches])
+
+
+def unsharded(setting: Setting) -> GPT:
+    """The model on the meta device, without memory."""
+    with torch.device("meta"):
+        return GPT(setting.config.model, setting.vocab_size)
+
+
+def adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.AdamW:
+    """Fused AdamW in Megatron's two groups: matrices decay, biases and gains do not."""
+    parameters = list(parameters)
+    matrices = [p for p in parameters if p.ndim >= 2]
+    vectors = [p for p in parameters if p.ndim < 2]
+    return torch.optim.AdamW(
+        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+        lr=LEARNING_RATE,
+        weight_decay=WEIGHT_DECAY,
+        fused=True,
+    )
 
 
 def _plain_step(
@@ -155,23 +174,6 @@ def _torch_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
 
 
-def _unsharded(setting: Setting) -> GPT:
-    with torch.device("meta"):
-        return GPT(setting.config.model, setting.vocab_size)
-
-
 def _fill(model: GPT, setting: Setting) -> None:
     model.to_empty(device=setting.ranks.device)
     initialize(model, setting.config.training.seed, setting.config.model)
-
-
-def _adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Fused AdamW in Megatron's two groups: matrices decay, biases and gains do not."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    return torch.optim.AdamW(
-        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-        lr=LEARNING_RATE,
-        weight_decay=WEIGHT_DECAY,
-        fused=True,
-    )

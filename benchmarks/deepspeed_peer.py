@@ -13,8 +13,9 @@ from benchmarks.setting import Setting
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
-from megatron_zpp.parallel.apply import build_optimizer
+from megatron_zpp.parallel.apply import adam_settings, parameter_groups
 from zeropp.errors import InputError
+from zeropp.optim.adam import fastest_adamw
 
 INSTALL = "DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install --no-build-isolation deepspeed==0.19.8"
 
@@ -42,7 +43,7 @@ def deepspeed_step(
     shape = dict(setting.shape)
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=build_optimizer(model, config, apex=None),
+        optimizer=fastest_adamw(parameter_groups(model), **adam_settings(config)),
         dist_init_required=False,
         config={
             "train_micro_batch_size_per_gpu": shape["micro-batch"],

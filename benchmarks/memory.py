@@ -65,7 +65,7 @@ def _row(setting: Setting) -> dict:
     gc.collect()
     gc.freeze()  # what lives now is left out of every list of objects from here on
     sharding = build_model(setting.config, setting.vocab_size, setting.ranks, apex=None)
-    optimizer = build_optimizer(sharding.model, setting.config, apex=None)
+    optimizer = build_optimizer(sharding, setting.config, setting.ranks.device, apex=None)
     steps = [batches[: len(batches) // 2], batches[len(batches) // 2 :]]
     _backward(sharding, steps[0], until=len(steps[0]))
     optimizer_step(optimizer, sharding, clip_grad=CLIP)

@@ -43,6 +43,6 @@ def heading(result: dict, *libraries: str) -> str:
     facts = [f"{machine['processor']}, {machine['cores']} cores, "
              f"{' '.join(machine['gpus']) or 'no GPU'}", *versions]
     return (
-        f"{result['date']}  commit {result['commit']}{changed}\n"
+        f"{result['date']}  commit {result['commit'] or 'unknown'}{changed}\n"
         f"{'; '.join(facts)}; load {load['before']:.1f} to {load['after']:.1f}"
     )

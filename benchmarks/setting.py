@@ -41,12 +41,14 @@ class Setting:
     ranks: Ranks
     dtype: str = "fp32"
     stage: int = 3
+    more: str = ""  # further flags
 
     @property
     def config(self) -> Config:
         """What Megatron-Z++'s flags make of it."""
         text = flags(dict(self.shape), self.ranks.num_ranks)
         text += f" --zero-stage {self.stage}" + ("" if self.dtype == "fp32" else f" --{self.dtype}")
+        text += " " + self.more
         return parse(text.split(), self.ranks.num_ranks)
 
     @property
@@ -61,7 +63,7 @@ class Setting:
         """This rank's micro-batches of the first `steps` steps, on its device."""
         config, ranks = self.config, self.ranks
         micro_batches, seed = dict(self.shape)["micro-batches"], config.training.seed
-        loader = Loader(
+        with Loader(
             MockDataset(UNENDING, config.model.seq_length, self.vocab_size, (seed, 0)),
             config.data,
             consumed_samples=0,
@@ -70,8 +72,8 @@ class Setting:
             world=ranks.num_ranks,
             eod=self.vocab_size - 1,
             device=ranks.device,
-        )
-        return [next(loader) for _ in range(steps * micro_batches)]
+        ) as loader:
+            return [next(loader) for _ in range(steps * micro_batches)]
 
     def largest(self, value: float) -> float:
         """The largest of all ranks' values."""

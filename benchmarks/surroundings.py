@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,17 +15,12 @@ SOURCES = ("zeropp", "megatron_zpp", "benchmarks", "csrc")
 
 def surroundings() -> dict:
     """Date, commit, machine, versions and load, as JSON; `load` is the one-minute average."""
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-    changed = subprocess.run(
-        [*git, "status", "--porcelain", "--", *SOURCES], capture_output=True, text=True
-    )
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() or None,
-        "uncommitted": changed.stdout.splitlines(),
+        "commit": _git("rev-parse", "HEAD").strip() or None,
+        "uncommitted": _git("status", "--porcelain", "--", *SOURCES).splitlines(),
         "machine": {
             "processor": processor(),
             "cores": os.cpu_count(),
@@ -46,3 +42,11 @@ def processor() -> str:
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor()
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _git(*arguments: str) -> str:
+    """What git says of this clone; nothing where there is no git or no clone."""
+    if shutil.which("git") is None:
+        return ""
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True).stdout

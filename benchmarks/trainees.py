@@ -74,7 +74,7 @@ def trainee(name: str, setting: Setting, ranks_per_node: int) -> Trainee:
         return Trainee(step=step, parameters=peer.model.num_parameters())
     config = replace(setting.config, zero=zero_config(name, ranks_per_node))
     sharding = build_model(config, setting.vocab_size, setting.ranks, apex=None)
-    optimizer = build_optimizer(sharding.model, config, apex=None)
+    optimizer = build_optimizer(sharding, config, setting.ranks.device, apex=None)
     return Trainee(
         step=_plain_step(sharding.model, optimizer, feed, sharding),
         take=sharding.traffic.take,

@@ -44,7 +44,7 @@ def assemble(config: Config, ranks: Ranks, console: Console, stopping: Stopping)
     require_data(config, datasets)
     apex = find_apex(ranks.device)
     sharding = build_model(config, tokenizer.vocab_size, ranks, apex)
-    optimizer = build_optimizer(sharding.model, config, apex)
+    optimizer = build_optimizer(sharding, config, ranks.device, apex)
     scaler = build_scaler(config.precision)
     start = load(config, sharding, optimizer, scaler, tokenizer.fingerprint)
     with in_unison():
@@ -160,8 +160,19 @@ def summary(run: Run) -> list[tuple[str, object]]:
         ("device", f"{run.ranks.device}, {torch.get_num_threads()} threads"),
         *products(run.metrics.flops.rate),
         ("ZeRO stage", sharding.stage),
+        *offloaded(config),
         *sharding.describe(micro_batches),
     ]
+
+
+def offloaded(config: Config) -> list[tuple[str, str]]:
+    """Where the optimizer is, if not on the device."""
+    if not config.zero.offloads_optimizer:
+        return []
+    ratio = config.zero.zero_optimization.offload_optimizer.ratio
+    part = "" if ratio == 1.0 else f" for {ratio:.0%} of the weights"
+    shards = "\nand the shards, fetched for each use" if config.zero.offloads_weights else ""
+    return [("optimizer", f"on the host{part}: fp32 weights, gradients, moments, step{shards}")]
 
 
 def products(rate: float | None) -> list[tuple[str, str]]:

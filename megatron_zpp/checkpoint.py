@@ -78,7 +78,7 @@ def save(
     folder = Path(folder)
     aside = manifest.aside_path(folder, state.iteration)
     with in_unison():
-        tensors = named.model_tensors(model)
+        tensors = named.model_tensors(model, named.masters_of(optimizer))
         state = replace(state, optimizer_saved=optimizer is not None and save_optimizer)
         if state.optimizer_saved:
             tensors |= named.optimizer_tensors(model, optimizer)
@@ -118,7 +118,7 @@ def load(
         with in_unison():
             state = read_state(path)
             saved = FileSystemReader(path).read_metadata()
-            tensors = named.model_tensors(model)
+            tensors = named.model_tensors(model, named.masters_of(optimizer))
             _check(path, state, named.shape_differences(tensors, saved), architecture)
             _check_tokenizer(path, state, tokenizer)
             moments = {}
@@ -129,6 +129,7 @@ def load(
             dcp.load({**tensors, **moments}, storage_reader=FileSystemReader(path))
     if wants_optimizer:
         named.restore_optimizer(model, optimizer, moments)
+    named.masters_loaded(optimizer)
     return state
 
 

@@ -17,6 +17,19 @@ TINY = (
 MOCK = TINY + "--mock-data --tokenizer-type NullTokenizer --vocab-size 20 "
 DATA = TINY + "--tokenizer-type NullTokenizer --vocab-size 20 --data-path "
 
+# As the ZeRO-Offload tutorial prints it: a comma too many, and one too few.
+OFFLOAD_AS_PRINTED = """{
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {
+            "device": "cpu",
+        }
+        "contiguous_gradients": true,
+        "overlap_comm": true
+    }
+}
+"""
+
 
 @pytest.fixture
 def fails(capsys):
@@ -67,12 +80,21 @@ def test_flags(fails, flags, culprits):
     ("text", "culprits"),
     [
         ('{\n  "fp16": {"enabled": true,}\n}', ["line 2", "column"]),
+        (OFFLOAD_AS_PRINTED, ["line 5", "column 28", 'a comma before "}"']),
         ('{"zero_optimisation": {"stage": 1}}', ["zero_optimisation", "zero_optimization"]),
         ('{"zero_optimization": {"stage": 2}}', ["--zero-stage 3", "zero_optimization.stage"]),
         ('{"bf16": {"enabled": true}}', ["--fp16", "bf16.enabled"]),
         (
-            '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}',
-            ["offload_optimizer.device", "not available yet"],
+            '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}',
+            ["offload_param.device", "offload_optimizer.device", "the optimizer on the CPU too"],
+        ),
+        (
+            '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}',
+            ["offload_optimizer.device", "nvme", '"cpu" and "none" are'],
+        ),
+        (
+            '{"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 2}}}',
+            ["offload_optimizer.ratio = 2", "0", "1"],
         ),
     ],
 )

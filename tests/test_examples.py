@@ -43,6 +43,7 @@ IDLE = {  # keys of DeepSpeed's own files that change nothing here, and are said
     "ds_zeropp_config.json": (
         "reduce_bucket_size", "reduce_scatter", "contiguous_gradients", "overlap_comm"
     ),
+    "ds_zero_offload.json": ("contiguous_gradients", "overlap_comm"),
 }  # fmt: skip
 
 

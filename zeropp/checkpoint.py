@@ -56,7 +56,7 @@ def save(
             if rank() == 0:
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir(parents=True)
-        tensors = named.model_tensors(model)
+        tensors = named.model_tensors(model, named.masters_of(optimizer))
         if optimizer is not None:
             tensors |= named.optimizer_tensors(model, optimizer)
         with without_remarks():
@@ -77,10 +77,12 @@ def load(
     optimizer: torch.optim.Optimizer | None,
     *,
     strict: bool = True,
+    with_moments: bool = True,
 ) -> tuple[Path, dict[str, Any]]:
     """Read `folder/tag`, by default the latest, into model and optimizer, in place.
 
-    Returns its path and the state it was saved with. Without `strict`, what only the model or only
+    Returns its path and the state it was saved with. Without `with_moments` of the optimizer's only
+    the fp32 weights it may hold are read. Without `strict`, what only the model or only
     the checkpoint has is left alone. Raises InputError on all ranks where there is no such
     checkpoint, where it is not complete, and for one of another model.
     """
@@ -91,9 +93,11 @@ def load(
         with in_unison():
             state = torch.load(path / STATE, map_location="cpu", weights_only=True)
             saved = FileSystemReader(path).read_metadata()
-            tensors = _fitting(path, named.model_tensors(model), saved, strict)
+            held = named.model_tensors(model, named.masters_of(optimizer))
+            tensors = _fitting(path, held, saved, strict)
             moments = {}
-            if optimizer is not None:
+            with_moments = with_moments and optimizer is not None
+            if with_moments:
                 if not state["optimizer_saved"]:
                     raise InputError(
                         f"{path} was saved without an optimizer: load it with "
@@ -102,8 +106,9 @@ def load(
                 moments = named.empty_optimizer_tensors(model, optimizer, saved)
         with without_remarks():
             dcp.load({**tensors, **moments}, storage_reader=FileSystemReader(path))
-    if optimizer is not None:
+    if with_moments:
         named.restore_optimizer(model, optimizer, moments)
+    named.masters_loaded(optimizer)
     return path, state
 
 

@@ -159,6 +159,16 @@ class ZeroConfig(Section):
         return self.zero_optimization.stage
 
     @property
+    def offloads_optimizer(self) -> bool:
+        """Whether fp32 weights, moments and the step are on the host."""
+        return self.zero_optimization.offload_optimizer.device == "cpu"
+
+    @property
+    def offloads_weights(self) -> bool:
+        """Whether the 16-bit shards are on the host, too."""
+        return self.zero_optimization.offload_param.device == "cpu"
+
+    @property
     def compute_format(self) -> str:
         """What forward and backward compute in, as torch calls it."""
         if self.fp16.enabled:
@@ -327,6 +337,16 @@ RULES = (
         keys=(_ZERO + "offload_param.device", _STAGE),
         broken=lambda c: c.zero_optimization.offload_param.device != "none" and c.stage != 3,
         why="only stage 3 shards the weights that would be moved to the CPU",
+    ),
+    Rule(
+        keys=(_ZERO + "offload_param.device", _ZERO + "offload_optimizer.device"),
+        broken=lambda c: c.offloads_weights and not c.offloads_optimizer,
+        why="weights on the CPU are updated there: it needs the optimizer on the CPU too",
+    ),
+    Rule(
+        keys=(_ZERO + "offload_param.device", _ZERO + "offload_optimizer.ratio"),
+        broken=lambda c: c.offloads_weights and c.zero_optimization.offload_optimizer.ratio < 1,
+        why="a part of the optimizer on the device needs its weights there",
     ),
     Rule(
         keys=_BATCH,

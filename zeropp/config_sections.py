@@ -27,7 +27,7 @@ _DEVICES = ("none", "cpu")
 class OffloadParam(Section):
     path: ClassVar[str] = "zero_optimization.offload_param"
 
-    device: str = key("none", choices=_DEVICES, refused={"nvme": _NVME}, later=True)
+    device: str = key("none", choices=_DEVICES, refused={"nvme": _NVME})
     nvme_path: str | None = idle(None, _SWAPPER)
     buffer_count: int = idle(5, _SWAPPER)
     buffer_size: int = idle(100_000_000, _SWAPPER)
@@ -39,7 +39,7 @@ class OffloadParam(Section):
 class OffloadOptimizer(Section):
     path: ClassVar[str] = "zero_optimization.offload_optimizer"
 
-    device: str = key("none", choices=_DEVICES, refused={"nvme": _NVME}, later=True)
+    device: str = key("none", choices=_DEVICES, refused={"nvme": _NVME})
     nvme_path: str | None = idle(None, _SWAPPER)
     buffer_count: int = idle(4, _SWAPPER)
     pin_memory: bool = key(False, needs="zero_optimization.offload_optimizer.device")

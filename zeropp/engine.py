@@ -216,7 +216,12 @@ class Engine(nn.Module):
         with_optimizer = load_optimizer_states and not load_module_only
         optimizer = self.optimizer if with_optimizer else None
         path, state = checkpoint.load(
-            Path(load_dir), tag, self.module, optimizer, strict=load_module_strict
+            Path(load_dir),
+            tag,
+            self.module,
+            self.optimizer,
+            strict=load_module_strict,
+            with_moments=with_optimizer,
         )
         self.sharding.weights_changed()
         self._forwards = self._backwards = 0

@@ -6,21 +6,29 @@ backward and reduces their gradients after. Everything of ours enters by its ext
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "AllGather", "FSDPModule", "MixedPrecisionPolicy", "Piece", "ReduceScatter",
-    "after_backward", "backward_id", "forget_gathered", "gather_ahead", "in_backward",
-    "may_be_stepped", "may_reduce_later", "own_pieces", "shard_unit", "use_all_gather",
-    "use_reduce_scatter", "watch_gradients",
+    "AllGather", "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "Piece",
+    "ReduceScatter", "after_backward", "backward_id", "forget_gathered", "gather_ahead", "has_run",
+    "in_backward", "may_be_stepped", "may_reduce_later", "own_pieces", "shard_like", "shard_unit",
+    "take_gradients", "use_all_gather", "use_reduce_scatter", "watch_gradients",
 ]
 
 # Gathers under way before a unit's forward. With one, links between nodes would stand idle while
@@ -38,10 +46,21 @@ class Piece:
 
 
 def shard_unit(
-    unit: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, reshard_after_forward: bool
+    unit: nn.Module,
+    mesh: DeviceMesh,
+    precision: MixedPrecisionPolicy,
+    place: OffloadPolicy,
+    *,
+    reshard_after_forward: bool,
 ) -> None:
     """Make `unit` an FSDP unit in place: one gather before its forward, one reduction after."""
-    fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(
+        unit,
+        mesh=mesh,
+        mp_policy=precision,
+        offload_policy=place,
+        reshard_after_forward=reshard_after_forward,
+    )
 
 
 def use_all_gather(unit: FSDPModule, comm: AllGather) -> None:
@@ -126,6 +145,42 @@ def backward_id() -> int:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of the running backward pass, before `backward()` returns."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def has_run(unit: FSDPModule) -> bool:
+    """Whether the unit has been used, and its parameters' dtypes are settled."""
+    return any(group._reset_sharded_params for group in _groups(unit))
+
+
+def shard_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
+    """A tensor sharded as `parameter`, of this rank's part `local`, on whatever device that is."""
+    return DTensor(local, parameter._spec, requires_grad=False)
+
+
+def take_gradients(
+    unit: FSDPModule, take: Callable[[nn.Parameter, torch.Tensor], None]
+) -> None:
+    """Give `take` this rank's part of each averaged gradient, in fp32, and leave no `.grad`.
+
+    It is called for each reduction as that is queued, on its stream. FSDP2 rounds means to their
+    parameters' dtype; what it rounds is asked for here.
+    """
+    rest: list[torch.Tensor] = []  # what is left of the buffer of means, in the order of parameters
+
+    def keep(means: torch.Tensor) -> None:
+        rest[:] = [means]
+
+    def taken(parameter: nn.Parameter, padded: int) -> None:
+        local, parameter.grad = parameter.grad._local_tensor, None
+        mean = rest[0][: local.numel()].view(local.shape)
+        rest[:] = [rest[0][padded:]]
+        take(parameter, mean)
+
+    unit.set_all_reduce_hook(keep)
+    for one in _parameters(unit):
+        if one.sharded_param.requires_grad:
+            hook = partial(taken, padded=one.padded_sharded_param_size.numel())
+            one.sharded_param.register_post_accumulate_grad_hook(hook)
 
 
 def watch_gradients(unit: FSDPModule) -> Callable[[], tuple[int, ...]]:

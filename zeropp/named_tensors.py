@@ -8,24 +8,42 @@ optimizer's settings (learning rate, betas) are not state: they come from the co
 """
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 MODEL, OPTIMIZER = "model.", "optimizer."
+Masters = Mapping[nn.Parameter, nn.Parameter]  # a model's parameter -> the optimizer's, of fp32
+NONE: Masters = MappingProxyType({})
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def model_tensors(model: nn.Module, masters: Masters = NONE) -> dict[str, torch.Tensor]:
     """Return the model's parameters and persistent buffers; they share its memory.
 
-    Gathered parameters of a sharded model are freed first, so shards are what is returned.
+    Gathered parameters of a sharded model are freed first, so shards are what is returned; of those
+    with fp32 `masters` elsewhere, these.
     """
     state = {_bare(name): value for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        if parameter in masters:
+            state[_bare(name)] = masters[parameter].detach()
     owned = [_bare(name) for name, _ in model.named_parameters()]  # tied ones once
     owned += [_bare(name) for name, _ in model.named_buffers()]
     return {MODEL + name: state[name] for name in owned if name in state}
+
+
+def masters_of(optimizer: torch.optim.Optimizer | None) -> Masters:
+    """What the optimizer holds in the places of the model's parameters, if it does."""
+    return getattr(optimizer, "masters", NONE)
+
+
+def masters_loaded(optimizer: torch.optim.Optimizer | None) -> None:
+    """Tell an optimizer that what it holds in the parameters' places has been read from a file."""
+    if masters_of(optimizer):
+        optimizer.offload.write()
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
@@ -34,7 +52,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     `model_tensors` must have been called since the last forward pass. The dict is empty before
     the first step.
     """
-    names = _parameter_names(model)
+    names = _parameter_names(model, optimizer)
     tensors = {}
     for parameter in _parameters(optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -56,7 +74,7 @@ def empty_optimizer_tensors(
         if name.startswith(OPTIMIZER):
             parameter_name, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
             keys.setdefault(parameter_name, {})[key] = facts
-    names = _parameter_names(model)
+    names = _parameter_names(model, optimizer)
     tensors = {}
     for parameter in _parameters(optimizer):
         for key, facts in keys.get(names[parameter], {}).items():
@@ -73,7 +91,7 @@ def restore_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Make these tensors the optimizer's state; its settings stay as they are."""
-    names = _parameter_names(model)
+    names = _parameter_names(model, optimizer)
     by_parameter = {}
     for name, value in tensors.items():
         parameter_name, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
@@ -123,8 +141,11 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    return {parameter: _bare(name) for name, parameter in model.named_parameters()}
+def _parameter_names(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[nn.Parameter, str]:
+    masters = masters_of(optimizer)
+    return {masters.get(own, own): _bare(name) for name, own in model.named_parameters()}
 
 
 def _bare(name: str) -> str:

@@ -60,7 +60,8 @@ def shard(
     config.require_available()
     waiting = set_aside(model)
     sharding = _shard(model, mesh, config, units, cast_forward_inputs)
-    fill(waiting, sharding.group, _device_of(mesh))
+    place = torch.device("cpu") if config.offloads_weights else _device_of(mesh)
+    fill(waiting, sharding.group, place)
     return sharding
 
 
@@ -138,7 +139,7 @@ def _shard(
         "model": model, "stage": config.stage, "num_ranks": num_ranks,
         "compute_dtype": compute_dtype,
     }
-    if num_ranks == 1 and compute_dtype == torch.float32:
+    if num_ranks == 1 and compute_dtype == torch.float32 and not config.offloads_weights:
         return Sharding(**facts)
     if mesh is None or mesh.ndim != 1:
         raise InputError(f"zeropp.shard needs a device mesh of one axis (the data axis): {mesh}")
@@ -190,12 +191,20 @@ def _shard_units(
         reduce_dtype=torch.float32,
         cast_forward_inputs=cast_forward_inputs,
     )
-    regather = stage == 3 and ranks > 1
+    place = _place(mesh, config)
+    regather = stage == 3 and (ranks > 1 or config.offloads_weights)
     for block in blocks:
-        fsdp.shard_unit(block, mesh, policy, reshard_after_forward=regather)
+        fsdp.shard_unit(block, mesh, policy, place, reshard_after_forward=regather)
     # The root's own parameters are used first in forward and last in backward or, as with a tied
     # head, at both ends: they stay gathered from its forward to its backward.
-    fsdp.shard_unit(model, mesh, policy, reshard_after_forward=False)
+    fsdp.shard_unit(model, mesh, policy, place, reshard_after_forward=False)
+
+
+def _place(mesh: DeviceMesh, config: ZeroConfig) -> fsdp.OffloadPolicy:
+    if not config.offloads_weights:
+        return fsdp.OffloadPolicy()
+    pinned = config.zero_optimization.offload_param.pin_memory
+    return fsdp.CPUOffloadPolicy(pin_memory=pinned and mesh.device_type != "cpu")
 
 
 def _device_of(mesh: DeviceMesh | None) -> torch.device:

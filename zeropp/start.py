@@ -22,15 +22,18 @@ from zeropp.config import ZeroConfig
 from zeropp.engine import Batch, Engine
 from zeropp.errors import InputError
 from zeropp.materialize import agree
-from zeropp.optim.adam import fastest_adamw
+from zeropp.optim.adam import FusedAdam, fastest_adamw
 from zeropp.optim.lr_schedule import build_scheduler
+from zeropp.optim.offloaded import offloaded_adamw
 from zeropp.optim.remap import Names, listed, names_of, remap, remapped
 from zeropp.process_group import pick_device, start_process_group
+from zeropp.sharding import Sharding
 from zeropp.stages import shard
 from zeropp.topology import Environment
 
 DEEPSPEED_PORT = 29500  # its default; here the launcher chooses the port
 TIMEOUT = timedelta(minutes=30)  # for a collective, as torch's default
+OFFLOADABLE = (torch.optim.AdamW, torch.optim.Adam, FusedAdam)  # and what these do
 JSON_LR = 1e-3  # DeepSpeed's, where the JSON names an optimizer and no rate
 
 log = logging.getLogger("zeropp")
@@ -83,6 +86,7 @@ def initialize(
     if not sharding.units:
         model.to(device)
     stepping = _optimizer(zero, optimizer, chosen, names, model)
+    stepping = _offloaded(zero, stepping, sharding, device)
     schedule = _schedule(zero, lr_scheduler, stepping)
     engine = Engine(sharding, zero, batch, place, device, stepping, schedule)
     loader = _loader(training_data, collate_fn, batch, place)
@@ -213,6 +217,36 @@ def _optimizer(
         "torch_on_cpu": params.torch_adam,
     }
     return fastest_adamw(parameters, **settings)
+
+
+def _offloaded(
+    zero: ZeroConfig,
+    optimizer: torch.optim.Optimizer | None,
+    sharding: Sharding,
+    device: torch.device,
+) -> torch.optim.Optimizer | None:
+    """The optimizer on the host, where the JSON has it there.
+
+    A given one's groups are then those of the new one: a schedule made for it goes on.
+    """
+    if optimizer is None or not zero.offloads_optimizer:
+        return optimizer
+    kind = type(optimizer)
+    if kind not in OFFLOADABLE:
+        known = ", ".join(f"{one.__module__.rpartition('.')[0]}.{one.__name__}"
+                          for one in OFFLOADABLE)  # fmt: skip
+        raise InputError(
+            f"{kind.__name__} cannot be offloaded: of optimizers given to zeropp.initialize "
+            f"{known} can; or name Adam or AdamW in the JSON"
+        )
+    decoupled = optimizer.defaults.get("decoupled_weight_decay", kind is torch.optim.AdamW)
+    names = ("lr", "betas", "eps", "weight_decay")
+    moved = offloaded_adamw(
+        sharding, optimizer.param_groups, device, zero, adam_w_mode=decoupled,
+        **{name: optimizer.defaults[name] for name in names},
+    )  # fmt: skip
+    optimizer.param_groups = moved.param_groups
+    return moved
 
 
 def _flat(groups: Iterable[Any]) -> set[int]:

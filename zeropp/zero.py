@@ -28,8 +28,8 @@ from zeropp.optim.notice import weights_written
 _NOT_HERE = {
     "module": "build the model inside the context, or give the finished one to zeropp.initialize",
     "data_parallel_group": "the ranks are known when zeropp.initialize or zeropp.shard is called",
-    "remote_device": "shards live on the rank's own device",
-    "pin_memory": "there is no copy of the shards on the CPU to pin",
+    "remote_device": "the JSON's offload_param says where shards live",
+    "pin_memory": "the JSON's offload_optimizer and offload_param have a pin_memory each",
     "dtype": "the shards are fp32 and computed with in the JSON's format",
     "mpu": "there are no tensor-parallel ranks",
 }

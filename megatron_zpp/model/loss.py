@@ -16,6 +16,7 @@ DEVICE_CHUNK = 2**25  # elsewhere: 128 MiB of workspace, few enough kernel launc
 
 
 CrossEntropy = Callable[[Tensor, Tensor, Tensor], Tensor]
+Turn = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def head_loss(
@@ -26,7 +27,7 @@ def head_loss(
 
     hidden [T, H], weight [V, H], labels int64 [T] below V, mask [T]. Zero if the mask is all zero.
     Losses and softmax are computed in fp32 whatever the dtype. Differentiable once, by
-    `cross_entropy`: `by_rows` if None, or `at_once` compiled.
+    `cross_entropy`: `by_rows` if None, or `at_once`.
     """
     mask = mask.float()
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
@@ -58,16 +59,25 @@ def by_rows(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
     return losses
 
 
-def at_once(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """What `by_rows` does with a mask, in a form of which torch.compile makes one kernel.
+def at_once(logits: Tensor, labels: Tensor, mask: Tensor, turn: Turn | None = None) -> Tensor:
+    """What `by_rows` does with a mask, by `turn`, `turn_logits` if None, which one may compile.
 
     Compiled it needs no memory but the losses; as it stands, some copies of the logits in fp32.
     """
     wanted = labels[:, None]
+    # Outside of what is compiled: torch 2.11 would look after the logits have been overwritten.
+    target = logits.gather(1, wanted).float()
+    return (turn or turn_logits)(logits, wanted, target, mask)
+
+
+def turn_logits(logits: Tensor, wanted: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    """Losses fp32 [T]; logits [T, V] become their gradient in place.
+
+    wanted [T, 1]; target fp32 [T, 1], the logits of these; mask [T]. One kernel of torch.compile's.
+    """
     wide = logits.float()
     shift = wide.amax(dim=1, keepdim=True)
     total = (wide - shift).exp().sum(dim=1, keepdim=True)
-    target = wide.gather(1, wanted)
     columns = torch.arange(logits.shape[1], device=logits.device)
     softmax = (wide - shift).exp() / total
     logits.copy_(mask[:, None] * (softmax - (columns == wanted).float()))

@@ -6,6 +6,7 @@ gradients are bit for bit those without it.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config import RecomputeConfig
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.loss import at_once
+from megatron_zpp.model.loss import at_once, turn_logits
 
 
 def recompute(model: GPT, config: RecomputeConfig) -> None:
@@ -45,7 +46,7 @@ def compile_blocks(model: GPT, backend: str = "inductor") -> None:
     """
     for block in model.blocks:
         block.compute = torch.compile(block.compute, backend=backend)
-    model.cross_entropy = torch.compile(at_once, backend=backend)
+    model.cross_entropy = partial(at_once, turn=torch.compile(turn_logits, backend=backend))
 
 
 def checkpointed(function: Callable[..., Tensor], *arguments: object) -> Tensor:

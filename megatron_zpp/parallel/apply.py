@@ -14,6 +14,7 @@ from megatron_zpp.model.recompute import compile_blocks, recompute
 from megatron_zpp.parallel.mesh import Ranks
 from zeropp import Sharding, shard
 from zeropp.optim.adam import fastest_adamw
+from zeropp.optim.offloaded import offloaded_adamw
 
 
 def build_model(config: Config, vocab_size: int, ranks: Ranks, apex: Apex | None) -> Sharding:
@@ -27,28 +28,39 @@ def build_model(config: Config, vocab_size: int, ranks: Ranks, apex: Apex | None
         compile_blocks(model)
     # The residual stream may be fp32 (--fp32-residual-connection): blocks cast their own inputs.
     sharding = shard(model, ranks.mesh, config.zero, cast_forward_inputs=False)
-    model.to_empty(device=ranks.device)
+    model.to_empty(device="cpu" if config.zero.offloads_optimizer else ranks.device)
     initialize(model, config.training.seed, config.model)
     sharding.weights_changed()
     return sharding
 
 
 def build_optimizer(
-    model: torch.nn.Module, config: Config, apex: Apex | None
+    sharding: Sharding, config: Config, device: torch.device, apex: Apex | None
 ) -> torch.optim.Optimizer:
-    """AdamW in Megatron's two groups: matrices decay, biases and normalization gains do not."""
+    """AdamW, on the host where it is offloaded; the 16-bit weights are then moved to `device`."""
+    groups, settings = parameter_groups(sharding.model), adam_settings(config)
+    if config.zero.offloads_optimizer:
+        return offloaded_adamw(sharding, groups, device, config.zero, **settings)
+    if apex:
+        return ApexAdam(apex, groups, **settings)
+    return fastest_adamw(groups, **settings, torch_on_cpu=config.optimizer.cpu_torch_adam)
+
+
+def parameter_groups(model: torch.nn.Module) -> list[dict]:
+    """Megatron's two groups: matrices decay, biases and normalization gains do not."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "decays": True},
         {"params": [p for p in parameters if p.ndim < 2], "decays": False},
     ]
-    groups = [group for group in groups if group["params"]]
-    settings = {
+    return [group for group in groups if group["params"]]
+
+
+def adam_settings(config: Config) -> dict:
+    """What the flags say of Adam."""
+    return {
         "lr": config.optimizer.lr,
         "betas": (config.optimizer.adam_beta1, config.optimizer.adam_beta2),
         "eps": config.optimizer.adam_eps,
         "weight_decay": config.optimizer.weight_decay,
     }
-    if apex:
-        return ApexAdam(apex, groups, **settings)
-    return fastest_adamw(groups, **settings, torch_on_cpu=config.optimizer.cpu_torch_adam)

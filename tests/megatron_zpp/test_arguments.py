@@ -284,11 +284,13 @@ def test_what_is_not_built_yet_says_so(line):
     assert "not available" in message
 
 
-@pytest.mark.parametrize(
-    "line", ["--cpu-optimizer --zero-stage 2", "--remote-device cpu --zero-stage 3"]
-)
-def test_offload_is_not_available_yet(line):
-    assert "offload_" in refused(line) and "not available yet" in refused(line)
+def test_weights_on_the_host_need_the_optimizer_there():
+    told = refused("--remote-device cpu --zero-stage 3")
+    assert "offload_param" in told and "the optimizer on the CPU too" in told
+
+
+def test_offload_needs_shards():
+    assert "offload_optimizer.device" in refused("--cpu-optimizer --zero-stage 0")
 
 
 @pytest.mark.parametrize(

@@ -111,9 +111,6 @@ def test_the_tutorials_file_is_read(tmp_path: Path) -> None:
     ("values", "named"),
     [
         ({ZERO + "zero_quantized_nontrainable_weights": True}, "nontrainable_weights = true"),
-        ({ZERO + "offload_optimizer.device": "cpu"}, 'offload_optimizer.device = "cpu"'),
-        ({ZERO + "offload_param.device": "cpu"}, 'offload_param.device = "cpu"'),
-        ({ZERO + "cpu_offload": True}, 'offload_optimizer.device = "cpu"'),
     ],
 )
 def test_what_is_not_built_yet_is_read_and_then_refused(values: dict, named: str) -> None:

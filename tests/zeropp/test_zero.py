@@ -78,7 +78,7 @@ def test_arguments_without_a_meaning_here_are_refused():
     for arguments, message in (
         (dict(module=nn.Linear(1, 1)), "build the model inside"),
         (dict(dtype=torch.half), "the shards are fp32"),
-        (dict(remote_device="nvme"), "the rank's own device"),
+        (dict(remote_device="nvme"), "offload_param says where shards live"),
         (dict(sequence=3), "has no argument sequence"),
         (dict(config={"zero": 1}), 'unknown key "zero"'),
     ):

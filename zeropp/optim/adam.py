@@ -114,6 +114,9 @@ class FusedAdam(torch.optim.Optimizer):
                 entries["step"] = torch.tensor(count, dtype=torch.float32, device="cpu")
                 entries |= {name: entries[name].to(self.moment_dtype) for name in MOMENTS}
 
+    def await_gradients(self) -> None:
+        """Wait until the gradients are where `step` reads them: here they always are."""
+
     def _settle(self) -> None:
         """Lower the counts of a step that, as is known by now, changed nothing."""
         if self._factor is not None and not math.isfinite(self._factor.values[0]):

@@ -59,6 +59,9 @@ def optimizer_step(
     as `zeropp.optim.FusedAdam`, scales and skips by itself: without a scaler the host then waits
     for nothing. Raises InputError where no parameter of the optimizer has a gradient.
     """
+    takes_factor = getattr(optimizer, "takes_factor", False)
+    if takes_factor:
+        optimizer.await_gradients()
     _require_gradients(optimizer)
     gradients = local_gradients(optimizer)
     scale = scaler.scale if scaler else 1.0
@@ -66,7 +69,6 @@ def optimizer_step(
     factor = _factor(norm, scale, clip_grad, loss)
     zeros = (global_zeros(gradients, sharding),) if count_zeros else ()
     result = StepResult(Reading(norm, factor, *zeros))
-    takes_factor = getattr(optimizer, "takes_factor", False)
     if takes_factor and (scaler is None or not result.skipped):
         optimizer.step(factor=factor.float())
     elif not takes_factor and not result.skipped:
@@ -92,9 +94,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def global_norm(tensors: Sequence[torch.Tensor], sharding: Sharding) -> torch.Tensor:
     """L2 norm over all ranks' slices, summed in fp64; 0-d."""
-    filled = [t for t in tensors if t.numel()]
-    norms = torch._foreach_norm(filled, dtype=torch.float32) if filled else ()
-    squares = [torch.stack(norms).double().square().sum()] if norms else []
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_device.setdefault(tensor.device, []).append(tensor)
+    norms = (torch._foreach_norm(alike, dtype=torch.float32) for alike in by_device.values())
+    squares = [torch.stack(each).double().square().sum() for each in norms]
     return _sum_over_ranks(squares, sharding).sqrt()
 
 
@@ -133,7 +138,7 @@ def _sum_over_ranks(terms: list[torch.Tensor], sharding: Sharding) -> torch.Tens
     device = next(sharding.model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     if terms:
-        total += torch.stack(terms).sum(dtype=torch.float64)
+        total += torch.stack([one.to(device) for one in terms]).sum(dtype=torch.float64)
     if sharding.shards_gradients:
         dist.all_reduce(total, group=sharding.group)
     return total

@@ -1,6 +1,7 @@
 """The fused output layer and loss against torch's own, and its promises on memory."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.model import loss as module
-from megatron_zpp.model.loss import at_once, by_rows, head_loss
+from megatron_zpp.model.loss import at_once, by_rows, head_loss, turn_logits
 
 TOKENS, HIDDEN, VOCABULARY = 40, 8, 1000
 
@@ -143,8 +144,8 @@ def test_at_once_is_by_rows(dtype: torch.dtype, compiled: bool) -> None:
     """The same losses; gradients apart by a rounding of the logits' type, in place."""
     hidden, weight, labels, mask = (one.detach() for one in example(dtype, scale=3.0))
     expected, logits = hidden @ weight.t(), hidden @ weight.t()
-    function = torch.compile(at_once) if compiled else at_once
-    losses = function(logits, labels, mask)
+    turn = torch.compile(turn_logits) if compiled else None
+    losses = at_once(logits, labels, mask, turn)
     torch.testing.assert_close(losses, by_rows(expected, labels, mask), rtol=1e-5, atol=1e-5)
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(logits, expected, rtol=max(step, 1e-5), atol=1e-7)
@@ -156,7 +157,7 @@ def test_the_compiled_loss_has_both_gradients_and_makes_no_wide_copy() -> None:
     expected = hidden.grad, weight.grad
     torch._dynamo.reset()
     hidden, weight, labels, mask = example(torch.bfloat16)
-    compiled = torch.compile(at_once)
+    compiled = partial(at_once, turn=torch.compile(turn_logits))
     _, (code,) = run_and_get_code(
         lambda: head_loss(hidden, weight, labels, mask, compiled).backward()
     )

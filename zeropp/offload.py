@@ -1,0 +1,269 @@
+"""ZeRO-Offload: this rank's fp32 weights, and with them gradients and moments, in host memory.
+
+    device                                   host
+    16-bit weights   --- once ------------>  fp32 weights, the masters: what the optimizer holds
+    mean gradients   --- as they are made -> fp32 gradients
+    16-bit weights   <-- in the step ------  fp32 weights, rounded
+
+A part of the masters may stay on the device (`ratio`), with all that is theirs. On a CPU, device
+and host are one: the same steps, without the copies. Source: ZeRO-Offload (Ren et al. 2021).
+"""
+
+import logging
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from zeropp import fsdp_adapter as fsdp
+from zeropp.errors import InputError
+from zeropp.optim.notice import Notice
+from zeropp.optim.step import local_part
+from zeropp.sharding import Sharding
+from zeropp.topology import Environment
+
+BUCKET = 2**25  # elements: one is sent to the device while the next is updated
+HOST = torch.device("cpu")
+STATE = 4 * 4  # bytes of weight, gradient and two moments
+log = logging.getLogger("zeropp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Master:
+    """One parameter's fp32 weight and gradient, this rank's part of them, and how it is sent.
+
+    `rounded` is written by the optimizer: the parameter's own memory where host and device are
+    one, else memory on the host; None where nothing is rounded.
+    """
+
+    parameter: nn.Parameter
+    weight: nn.Parameter
+    gradient: Tensor
+    rounded: Tensor | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.gradient.device
+
+
+class Offload:
+    """The masters of a sharded model's trainable parameters; make it before the first forward pass.
+
+    ratio: the part of the weights whose masters are on the host, by number, whole parameters.
+    Raises InputError for a model that has run, and where the host has too little memory.
+    """
+
+    def __init__(
+        self, sharding: Sharding, device: torch.device, *, ratio: float = 1.0, pin_memory: bool
+    ) -> None:
+        self._require_fresh(sharding)
+        self._device, self._dtype = device, sharding.compute_dtype
+        self._pinned = pin_memory and device != HOST
+        self._events: list[torch.Event] = []
+        self._late: list[tuple[Master, Tensor]] = []
+        trained = [one for one in sharding.model.parameters() if one.requires_grad]
+        places = dict(zip(trained, _places(trained, ratio, device), strict=True))
+        self._require_memory([one for one in trained if places[one] == HOST], sharding)
+        self._masters = {one: self._master(one, places[one]) for one in trained}
+        self._listen(sharding)
+
+    @property
+    def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """The model's parameters -> what the optimizer holds in their places."""
+        return {parameter: one.weight for parameter, one in self._masters.items()}
+
+    @property
+    def copies(self) -> Mapping[nn.Parameter, Tensor]:
+        """Masters -> 16-bit tensors that the optimizer writes along with them."""
+        return {
+            one.weight: one.rounded for one in self._masters.values() if one.rounded is not None
+        }
+
+    def buckets(self, masters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Masters of one device each, about `BUCKET` elements."""
+        by_device: dict[torch.device, list[nn.Parameter]] = {}
+        for one in masters:
+            by_device.setdefault(local_part(one).device, []).append(one)
+        for alike in by_device.values():
+            bucket, size = [], 0
+            for one in alike:
+                bucket.append(one)
+                size += local_part(one).numel()
+                if size >= BUCKET:
+                    yield bucket
+                    bucket, size = [], 0
+            if bucket:
+                yield bucket
+
+    def send(self, masters: Iterable[nn.Parameter]) -> None:
+        """Queue the copies of updated masters to their parameters, those `rounded` already."""
+        for weight in masters:
+            one = self._by_weight[weight]
+            if one.rounded is None:
+                source = local_part(weight)
+            else:
+                source = one.rounded
+            target = local_part(one.parameter)
+            if source.data_ptr() != target.data_ptr():
+                target.copy_(source, non_blocking=True)
+
+    def write(self) -> None:
+        """Round all masters anew and send them: they were changed by others than the optimizer."""
+        with torch.no_grad():
+            for one in self._masters.values():
+                if one.rounded is not None:
+                    one.rounded.copy_(local_part(one.weight))
+            self.send(self._by_weight)
+
+    def read(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take masters from parameters that others have written."""
+        with torch.no_grad():
+            for parameter in parameters:
+                if (one := self._masters.get(parameter)) is not None:
+                    local_part(one.weight).copy_(local_part(parameter))
+
+    def wait(self) -> None:
+        """Until all gradients are where the optimizer reads them."""
+        for event in self._events:
+            event.synchronize()
+        self._events.clear()
+        self._add_late()
+
+    def _require_fresh(self, sharding: Sharding) -> None:
+        if any(fsdp.has_run(unit) for unit in sharding.units):
+            raise InputError(
+                "the optimizer of a model that has run already cannot be offloaded: make it before "
+                "the first forward pass"
+            )
+
+    def _require_memory(self, offloaded: Sequence[nn.Parameter], sharding: Sharding) -> None:
+        """Say how much host memory the masters take; raise InputError where there is less."""
+        elements = sum(local_part(one).numel() for one in offloaded)
+        each = STATE + (self._dtype.itemsize if self._device != HOST else 0)
+        here = Environment.read()
+        ranks = min(sharding.num_ranks, -(-here.world_size // here.machines))
+        needed, free = each * elements, _free_bytes()
+        log.info(
+            "offload: weights, gradients and moments of %s parameters of this rank in host memory, "
+            "%.2f GiB%s", f"{elements:,}", needed / 2**30, ", pinned" if self._pinned else "",
+        )  # fmt: skip
+        if free is not None and needed * ranks > free:
+            raise InputError(
+                f"offload_optimizer needs {needed * ranks / 2**30:.1f} GiB of host memory for the "
+                f"{ranks} ranks of this machine, and {free / 2**30:.1f} GiB are free: use more "
+                "machines, or offload_optimizer.ratio below 1"
+            )
+
+    def _master(self, parameter: nn.Parameter, place: torch.device) -> Master:
+        local = local_part(parameter.detach())
+        own = local
+        if self._dtype != torch.float32 or place != self._device:
+            own = self._empty(local, place, torch.float32)
+            own.copy_(local)
+            _become(parameter, local.to(self._device, self._dtype))
+        rounded = None
+        if self._dtype != torch.float32:
+            rounded = local_part(parameter.detach())
+            if place != self._device:
+                rounded = self._empty(local, place, self._dtype)
+        return Master(
+            parameter=parameter, weight=nn.Parameter(_like(parameter, own)),
+            gradient=self._empty(local, place, torch.float32), rounded=rounded,
+        )  # fmt: skip
+
+    def _empty(self, like: Tensor, place: torch.device, dtype: torch.dtype) -> Tensor:
+        facts = {"dtype": dtype, "device": place}
+        if self._pinned and place == HOST:
+            try:
+                return torch.empty(like.shape, **facts, pin_memory=True)
+            except RuntimeError as error:
+                self._pinned = False
+                log.warning(
+                    "offload: the system gives no page-locked memory (%s); the rest is pageable: "
+                    "copies then wait for each other and for the computation",
+                    str(error).splitlines()[0],
+                )
+        return torch.empty(like.shape, **facts)
+
+    def _listen(self, sharding: Sharding) -> None:
+        self._by_weight = {one.weight: one for one in self._masters.values()}
+        for unit in sharding.units:
+            fsdp.take_gradients(unit, self._take)
+        if not sharding.units:
+            for one in self._masters:
+                one.register_post_accumulate_grad_hook(self._take_whole)
+        for module in sharding.model.modules():
+            module.register_load_state_dict_post_hook(lambda *_: self.read(self._masters))
+        known = weakref.ref(self)
+
+        def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if isinstance(optimizer, Notice) and (offload := known()):
+                offload.read(optimizer.param_groups[0]["params"])
+
+        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
+
+    def _take_whole(self, parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        self._take(parameter, gradient)
+
+    def _take(self, parameter: nn.Parameter, mean: Tensor) -> None:
+        """A reduction's result: the gradient, or more of it, on its way to the master."""
+        one = self._masters[parameter]
+        first = one.weight.grad is None
+        if first:
+            one.weight.grad = _like(one.weight, one.gradient)
+        if one.device == mean.device:
+            one.gradient.copy_(mean) if first else one.gradient.add_(mean)
+            return
+        arriving = one.gradient if first else self._empty(mean, one.device, torch.float32)
+        arriving.copy_(mean, non_blocking=True)
+        stream = torch.cuda.current_stream(mean.device)
+        mean.record_stream(stream)
+        self._events.append(stream.record_event())
+        if not first:
+            if not self._late:
+                fsdp.after_backward(self.wait)
+            self._late.append((one, arriving))
+
+    def _add_late(self) -> None:
+        for one, arrived in self._late:
+            one.gradient.add_(arrived)
+        self._late.clear()
+
+
+def _places(
+    parameters: Sequence[nn.Parameter], ratio: float, device: torch.device
+) -> Iterator[torch.device]:
+    """The host for as many of the first parameters as make `ratio` of all, else the device."""
+    sizes = [one.numel() for one in parameters]
+    limit, so_far = math.ceil(ratio * sum(sizes)), 0
+    for size in sizes:
+        so_far += size
+        yield HOST if so_far <= limit else device
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    """`local` as this rank's part of a tensor that is sharded as `parameter`, if that is."""
+    return fsdp.shard_like(parameter, local) if isinstance(parameter, DTensor) else local
+
+
+def _become(parameter: nn.Parameter, local: Tensor) -> None:
+    """Let the parameter hold `local`; it stays the same object."""
+    renewed = nn.Parameter(_like(parameter, local), requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, renewed)
+
+
+def _free_bytes() -> int | None:
+    """Host memory that can be had, where the system says so."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kilobytes = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return 1024 * int(next(kilobytes, 0)) or None
