@@ -2,9 +2,9 @@
 
     python benchmarks/moments.py [--steps N] [--seeds N] [--json FILE] [-- FLAG ...]
 
-A small GPT on the default text, with the FLAGs of pretrain_gpt.py after `--` added, one rank. Runs of
-one seed have the same weights at the start and the same batches. The held-out loss is that of the
-validation split after the last step; the training loss is the mean of the last tenth of the steps.
+A small GPT on the default text, with the FLAGs of pretrain_gpt.py after `--` added, one rank. Runs
+of one seed have the same weights at the start and the same batches. The held-out loss is that of
+the validation split after the last step; the training loss is the mean of the last tenth of steps.
 """
 
 import argparse

@@ -108,14 +108,16 @@ void zpp_adam(const AdamCall* call, int64_t threads) {
     const float factor = call->factor ? *call->factor : 1.0f;
     if (!is_finite(factor)) return;
     const Kernels& use = kernels();
+    const bool converts = call->gradient_type != FP32 || call->moment_type != FP32;
     std::atomic<int64_t> next{0};
     on_threads(useful_threads(threads, bytes_of(*call)), [&](int64_t) {
         Pieces pieces(*call);
         AdamTensor piece;
         uint32_t place;
         while (pieces.find(next.fetch_add(1, std::memory_order_relaxed), &piece, &place)) {
-            for (int64_t first = 0; first < piece.size; first += CHUNK_SIZE) {
-                update(use, *call, factor, part_of(*call, piece, first, CHUNK_SIZE),
+            const int64_t step = converts || piece.copy ? CHUNK_SIZE : PIECE;
+            for (int64_t first = 0; first < piece.size; first += step) {
+                update(use, *call, factor, part_of(*call, piece, first, step),
                        place + uint32_t(first));
             }
         }
