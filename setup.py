@@ -25,7 +25,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 # Contraction would fuse roundings that docs/numerics.md counts one by one.
-EVERYWHERE = ["-std=c++17", "-O3", "-g0", "-ffp-contract=off"]
+EVERYWHERE = ["-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [
     *AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl",

@@ -21,6 +21,7 @@ struct AdamScalars {
     float root_correction;   // 1 / sqrt(1 - beta2^t)
     float eps;
     float step_size;         // lr / (1 - beta1^t)
+    uint32_t keys[2];        // of the random bits that round 16-bit moments
 };
 
 ZPP_HD bool is_finite(float value) { return (bits_of(value) & INFINITY_BITS) != INFINITY_BITS; }
@@ -53,6 +54,22 @@ ZPP_HD void adam_update(const AdamScalars& with, float gradient, float* paramete
     *mean = m;
     *square = v;
     *parameter = before - with.step_size * quotient_of(m, divisor);
+}
+
+// 32 random bits for the element at `place`, which counts modulo 2^32. The multipliers and shifts are
+// those of C. Wellons' lowbias32; the second key keeps two streams from being shifts of each other.
+ZPP_HD uint32_t random_word(const uint32_t* keys, uint32_t place) {
+    uint32_t word = place ^ keys[0];
+    word = (word ^ word >> 16) * 0x7FEB352Du ^ keys[1];
+    word = (word ^ word >> 15) * 0x846CA68Bu;
+    return word ^ word >> 16;
+}
+
+// Of the two neighbours in bf16 the upper one as often as `value` is near it, if `random`, 16 bits,
+// is evenly spread: right on average, where a small update would be rounded away each time. A NaN
+// that came of arithmetic stays one.
+ZPP_HD uint16_t drawn_bf16(float value, uint32_t random) {
+    return uint16_t((bits_of(value) + (value == value ? random : 0u)) >> 16);
 }
 
 }  // namespace zpp

@@ -1,21 +1,14 @@
 // The C functions that Python calls: rows are cut into tiles, tiles are shared out to threads.
-//
-// One thread is no machinery at all. More are started for the call and joined at its end, so that
-// nothing is left behind that a fork could break or that would compete with PyTorch's own threads.
 
 #include <atomic>
-#include <system_error>
-#include <thread>
-#include <vector>
 
 #include "kernels.h"
 #include "quant_math.h"
+#include "threads.h"
 
 using namespace zpp;
 
 namespace {
-
-constexpr int64_t BYTES_PER_THREAD = 1 << 20;
 
 int64_t tiles_of(const Segment& segment) { return (segment.size + TILE - 1) / TILE; }
 
@@ -29,12 +22,6 @@ std::atomic<const Kernels*> chosen{nullptr};
 
 const Kernels* by_name(int isa) {
     return isa == 2 ? avx512_kernels() : isa == 1 ? avx2_kernels() : plain_kernels();
-}
-
-const Kernels& kernels() {
-    const Kernels* found = chosen.load(std::memory_order_relaxed);
-    for (int isa = 2; found == nullptr; --isa) found = by_name(isa);
-    return *found;
 }
 
 // A piece of one segment of one packed row.
@@ -80,25 +67,11 @@ template <class Body>
 void share(const Layout& layout, int64_t rows, int64_t bytes, int64_t threads, const Body& body) {
     const int64_t tiles = rows * tiles_of(layout);
     if (tiles == 0) return;
-    const int64_t useful = bytes / BYTES_PER_THREAD;
-    int64_t count = threads < useful ? threads : useful;
+    int64_t count = useful_threads(threads, bytes);
     if (count > tiles) count = tiles;
-    if (count <= 1) return walk(layout, 0, tiles, body);
-    std::vector<std::thread> started;
-    started.reserve(size_t(count));
-    int64_t done = tiles / count;  // the first part is this thread's own
-    const int64_t own = done;
-    for (int64_t i = 1; i < count; ++i) {
-        const int64_t next = tiles * (i + 1) / count;
-        try {
-            started.emplace_back([&layout, &body, done, next] { walk(layout, done, next, body); });
-        } catch (const std::system_error&) {  // no thread to be had: its part is done here
-            walk(layout, done, next, body);
-        }
-        done = next;
-    }
-    walk(layout, 0, own, body);
-    for (auto& thread : started) thread.join();
+    on_threads(count, [&](int64_t part) {
+        walk(layout, tiles * part / count, tiles * (part + 1) / count, body);
+    });
 }
 
 // The bytes that no value, scale or code uses are zeros.
@@ -160,6 +133,12 @@ int64_t unfolded(int64_t packed_row, int64_t rows, int64_t fold) {
 }
 
 }  // namespace
+
+const Kernels& zpp::kernels() {
+    const Kernels* found = chosen.load(std::memory_order_relaxed);
+    for (int isa = 2; found == nullptr; --isa) found = by_name(isa);
+    return *found;
+}
 
 extern "C" {
 

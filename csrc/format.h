@@ -11,7 +11,7 @@ namespace zpp {
 enum Type { BF16 = 0, FP16 = 1, FP32 = 2, NUM_TYPES = 3 };
 enum Width { INT8 = 0, INT4 = 1, NUM_WIDTHS = 2 };
 
-constexpr int64_t VERSION = 1;  // zeropp/library.py has the same: of what Python passes
+constexpr int64_t VERSION = 2;  // zeropp/library.py has the same: of what Python passes
 constexpr int64_t ALIGN = 16;   // bytes
 constexpr int RAW = 16;         // the "bits" of a segment that is not quantized
 constexpr int64_t WORD_BYTES[NUM_TYPES] = {2, 2, 4};
@@ -46,14 +46,14 @@ struct Layout {
 // A parameter of Adam, what goes with it, and how many elements each of them has.
 struct AdamTensor {
     const uint8_t* gradient;  // of the call's type
-    float *parameter, *mean, *square;
+    float *parameter, *mean, *square;  // the moments of the call's type
     uint8_t* copy;  // of the call's type; null: none is written
     int64_t size;
 };
 
 struct AdamCall {
     const AdamTensor* tensors;
-    int64_t count, gradient_type, copy_type;
+    int64_t count, gradient_type, copy_type, moment_type;  // moments: FP32, on CPUs also BF16
     const float* factor;  // of the gradients, where the tensors are; null: 1
     AdamScalars scalars;
 };

@@ -31,6 +31,12 @@ using Sum = void (*)(const Coded* terms, int count, bool fresh, float* sums, int
 using QuantizeSum = void (*)(const float* sums, const Extremes& extremes, uint8_t* codes,
                              uint8_t* scales, int64_t size);
 using SumRaw = void (*)(const void* values, float* sums, int64_t size);
+// Gradients are multiplied by `factor` as they are read.
+using Adam = void (*)(const AdamScalars& with, float factor, const float* gradients,
+                      float* parameters, float* means, float* squares, int64_t size);
+// Both to bf16 by the random words of the elements from `place` on.
+using Draw = void (*)(const uint32_t* keys, uint32_t place, const float* means,
+                      const float* squares, uint16_t* to_means, uint16_t* to_squares, int64_t size);
 
 struct Kernels {
     Quantize quantize[NUM_TYPES][NUM_WIDTHS];
@@ -39,11 +45,16 @@ struct Kernels {
     Sum sum[NUM_WIDTHS];
     QuantizeSum quantize_sum[NUM_WIDTHS];
     SumRaw sum_raw[NUM_TYPES];
+    Adam adam;
+    Draw draw;
 };
 
 // Null where the instruction set was not compiled or this processor has it not.
 const Kernels* plain_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
+
+// Those in use (csrc/cpu.cpp).
+const Kernels& kernels();
 
 }  // namespace zpp

@@ -5,6 +5,7 @@
 // over at the end of a segment goes through a zeroed buffer of one unit.
 #pragma once
 
+#include "adam_loops.h"
 #include "kernels.h"
 #include "quant_math.h"
 
@@ -331,6 +332,8 @@ template <class V> static const Kernels* kernels_of() {
         {sum_tile<V, INT8>, sum_tile<V, INT4>},
         {quantize_sum<V, INT8>, quantize_sum<V, INT4>},
         {sum_raw_tile<V, BF16>, sum_raw_tile<V, FP16>, sum_raw_tile<V, FP32>},
+        adam_loop,
+        draw_loop,
     };
     return &table;
 }

@@ -107,6 +107,7 @@ TWINS = (
     Twin(dest="adam_eps", key="optimizer.params.eps"),
     Twin(dest="adam_beta1", key="optimizer.params.betas", part=0),
     Twin(dest="adam_beta2", key="optimizer.params.betas", part=1),
+    Twin(dest="cpu_torch_adam", key="optimizer.params.torch_adam"),
     Twin(
         dest="cpu_optimizer",
         key=f"{_ZERO}.offload_optimizer.device",

@@ -136,7 +136,7 @@ class OptimizerParams(Section):
     adam_w_mode: bool = key(True, refused={False: "only decoupled weight decay is available"})
     bias_correction: bool = key(True, refused={False: "Adam always corrects its bias here"})
     amsgrad: bool = key(False, refused={True: "AMSGrad is not available here"})
-    torch_adam: bool = idle(False, "the fastest Adam of the device is used")
+    torch_adam: bool = key(False)  # on CPUs
     fused: bool = idle(False, "the fastest Adam of the device is used")
 
 

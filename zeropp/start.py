@@ -214,6 +214,7 @@ def _optimizer(
         "betas": params.betas or (0.9, 0.999),
         "eps": 1e-8 if params.eps is None else params.eps,
         "weight_decay": params.weight_decay or 0.0,
+        "torch_on_cpu": params.torch_adam,
     }
     return fastest_adamw(parameters, **settings)
 

@@ -92,6 +92,7 @@ class OptimizerConfig(Section):
     adam_beta1: float = flag(0.9, "decay of the first moment", minimum=0, maximum=1)
     adam_beta2: float = flag(0.999, "decay of the second moment", minimum=0, maximum=1)
     adam_eps: float = flag(1e-8, "added to the denominator of the update", above=0)
+    cpu_torch_adam: bool = flag(False, "on CPUs PyTorch's AdamW instead of ours")
 
     def check(self) -> None:
         """Raise InputError for bounds in the wrong order or half a weight-decay schedule."""

@@ -82,9 +82,6 @@ class ZeroFlags(Section):
     deepspeed: bool = flag(
         False, "use DeepSpeed", no_effect="ZeRO is built in; --zero-stage or the JSON sets it up"
     )
-    cpu_torch_adam: bool = flag(
-        False, "torch's Adam on the CPU", no_effect="the fastest Adam of the device is used"
-    )
     zero_reduce_scatter: bool = flag(
         False, "reduce-scatter gradients", no_effect="stages 1 to 3 always do"
     )

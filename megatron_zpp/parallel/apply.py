@@ -43,7 +43,7 @@ def build_optimizer(
         return offloaded_adamw(sharding, groups, device, config.zero, **settings)
     if apex:
         return ApexAdam(apex, groups, **settings)
-    return fastest_adamw(groups, **settings)
+    return fastest_adamw(groups, **settings, torch_on_cpu=config.optimizer.cpu_torch_adam)
 
 
 def parameter_groups(model: torch.nn.Module) -> list[dict]:

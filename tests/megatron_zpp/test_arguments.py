@@ -122,6 +122,7 @@ SETTINGS = """
 --adam-beta1 0.8                      optimizer.adam_beta1 0.8
 --adam-beta2 0.95                     optimizer.adam_beta2 0.95
 --adam-eps 1e-6                       optimizer.adam_eps 1e-6
+--cpu_torch_adam                      optimizer.cpu_torch_adam true
 --fp16                                precision.fp16 true
 --bf16                                precision.bf16 true
 --loss-scale 128                      precision.loss_scale 128.0
@@ -199,7 +200,6 @@ IDLE = """
 --zero-contigious-gradients
 --zero-reduce-bucket-size 5000
 --zero-allgather-bucket-size 5000
---cpu_torch_adam
 --partition-activations
 --contigious-checkpointing
 --checkpoint-in-cpu

@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zeropp.optim.adam import FusedAdam
+    from zeropp.optim.cpu_adam import CPUAdam
 
-__all__ = ["FusedAdam"]
+__all__ = ["CPUAdam", "FusedAdam"]
 
-_MODULES = MappingProxyType({"FusedAdam": "zeropp.optim.adam"})
+_MODULES = MappingProxyType(
+    {"CPUAdam": "zeropp.optim.cpu_adam", "FusedAdam": "zeropp.optim.adam"}
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -31,6 +31,8 @@ class FusedAdam(torch.optim.Optimizer):
     """
 
     takes_factor = True  # of `step`
+    moment_dtype = torch.float32
+    seed = 0  # of the random bits that round moments in bf16
 
     def __init__(
         self,
@@ -87,8 +89,8 @@ class FusedAdam(torch.optim.Optimizer):
                 "one: capture forward and backward, and call step() after the replay"
             )
         self._settle()
-        for group in self.param_groups:
-            self._step_group(group, factor)
+        for number, group in enumerate(self.param_groups):
+            self._step_group(group, factor, self.seed + number)
         if self._counted:
             torch._foreach_add_(self._counted, 1.0)
         self._factor = None if factor is None else Reading(factor)
@@ -96,11 +98,12 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
-        own = ("bias_correction", "copies", "_counted", "_factor")
+        own = ("bias_correction", "copies", "moment_dtype", "seed", "_counted", "_factor")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a state that may be torch's: its fused kernels keep counts on the device."""
+        """Take a state that may be torch's: its fused kernels keep counts on the device, and every
+        optimizer loads moments in the parameters' type."""
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("decoupled_weight_decay", True)
@@ -109,6 +112,7 @@ class FusedAdam(torch.optim.Optimizer):
             if "step" in entries:
                 count = float(entries["step"])
                 entries["step"] = torch.tensor(count, dtype=torch.float32, device="cpu")
+                entries |= {name: entries[name].to(self.moment_dtype) for name in MOMENTS}
 
     def await_gradients(self) -> None:
         """Wait until the gradients are where `step` reads them: here they always are."""
@@ -119,7 +123,7 @@ class FusedAdam(torch.optim.Optimizer):
             torch._foreach_sub_(self._counted, 1.0)
         self._counted, self._factor = [], None
 
-    def _step_group(self, group: dict[str, Any], factor: Tensor | None) -> None:
+    def _step_group(self, group: dict[str, Any], factor: Tensor | None, seed: int) -> None:
         """One call of the op for all that share device, step count and types."""
         calls: dict[tuple, Arrays] = defaultdict(lambda: Arrays([], [], [], [], []))
         for parameter in group["params"]:
@@ -138,14 +142,14 @@ class FusedAdam(torch.optim.Optimizer):
             for tensors, tensor in zip(call, _in_memory_order(own), strict=False):
                 tensors.append(tensor)
         for (step, _), arrays in calls.items():
-            adam(arrays, factor, self._settings(group, step))
+            adam(arrays, factor, self._settings(group, step, seed))
 
-    def _settings(self, group: dict[str, Any], step: int) -> AdamSettings:
+    def _settings(self, group: dict[str, Any], step: int, seed: int) -> AdamSettings:
         beta1, beta2 = group["betas"]
         return AdamSettings(
             lr=float(group["lr"]), beta1=float(beta1), beta2=float(beta2), eps=group["eps"],
             weight_decay=group["weight_decay"], step=step,
-            decoupled=group["decoupled_weight_decay"], corrected=self.bias_correction,
+            decoupled=group["decoupled_weight_decay"], corrected=self.bias_correction, seed=seed,
         )  # fmt: skip
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -153,7 +157,9 @@ class FusedAdam(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             for name in MOMENTS:
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                state[name] = torch.zeros_like(
+                    parameter, dtype=self.moment_dtype, memory_format=torch.preserve_format
+                )
         return state
 
 
@@ -164,14 +170,15 @@ def fastest_adamw(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    torch_on_cpu: bool = False,
 ) -> torch.optim.Optimizer:
-    """AdamW on parameters or groups: `FusedAdam` on GPUs with its kernel, elsewhere torch's.
+    """AdamW on parameters or groups: `FusedAdam` where its kernel is built, elsewhere torch's.
 
-    Says at INFO which it is.
+    torch_on_cpu: on CPUs always torch's. Says at INFO which it is.
     """
     groups = list(parameters)
     settings = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    reason = _why_not_fused(groups)
+    reason = _why_not_fused(groups, torch_on_cpu)
     if reason is None:
         log.info("AdamW: unscaling, clipping and the update are one kernel of ours")
         return FusedAdam(groups, **settings)
@@ -179,15 +186,17 @@ def fastest_adamw(
     return torch.optim.AdamW(groups, **settings, fused=True)
 
 
-def _why_not_fused(groups: list[Any]) -> str | None:
+def _why_not_fused(groups: list[Any], torch_on_cpu: bool) -> str | None:
     owned = [p for one in groups for p in (one["params"] if isinstance(one, Mapping) else [one])]
     places = {parameter.device.type for parameter in owned}
-    if places != {"cuda"}:
-        return f"weights on {' and '.join(sorted(places))}; ours is for GPUs"
+    if len(places) != 1 or not places <= {"cpu", "cuda"}:
+        return f"weights on {' and '.join(sorted(places))}; ours takes one of CPU and GPU"
+    if torch_on_cpu and places == {"cpu"}:
+        return "as asked for"
     if any(parameter.dtype != torch.float32 for parameter in owned):
         return "not all weights are fp32"
     if kernels_on(owned[0].device) is None:
-        return "ours is not built for this GPU"
+        return f"ours is not built for this {'CPU' if places == {'cpu'} else 'GPU'}"
     return None
 
 

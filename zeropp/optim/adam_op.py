@@ -8,7 +8,7 @@ operation, and gives the same bits on CPUs.
 import ctypes
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -26,9 +26,11 @@ NAME = "adam"
 SCHEMA = (
     "adam(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] means, Tensor(c!)[] squares, "
     "Tensor(d!)[] copies, Tensor? factor, *, float lr, float beta1, float beta2, float eps, "
-    "float weight_decay, int step, bool decoupled, bool corrected) -> ()"
+    "float weight_decay, int step, bool decoupled, bool corrected, int seed) -> ()"
 )
 HALVES = (torch.bfloat16, torch.float16)
+MOMENTS = (torch.float32, torch.bfloat16)
+WORD = 2**32 - 1
 _TYPES = MappingProxyType({dtype: number for number, dtype in enumerate(FLOATS)})  # csrc/format.h
 _log = logging.getLogger("zeropp")
 
@@ -36,19 +38,22 @@ _log = logging.getLogger("zeropp")
 class Scalars(ctypes.Structure):
     """What all elements share, in fp32, as csrc/adam_math.h names it."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_float)
-        for name in (
-            "keep", "decay", "mean_rate", "square_keep", "square_rate", "root_correction", "eps",
-            "step_size",
-        )
+    _fields_ = (
+        *(
+            (name, ctypes.c_float)
+            for name in (
+                "keep", "decay", "mean_rate", "square_keep", "square_rate", "root_correction",
+                "eps", "step_size",
+            )
+        ),
+        ("keys", ctypes.c_uint32 * 2),
     )  # fmt: skip
 
 
 class _Call(ctypes.Structure):
     _fields_ = (
         ("tensors", ADDRESS), ("count", NUMBER), ("gradient_type", NUMBER), ("copy_type", NUMBER),
-        ("factor", ADDRESS), ("scalars", Scalars),
+        ("moment_type", NUMBER), ("factor", ADDRESS), ("scalars", Scalars),
     )  # fmt: skip
 
 
@@ -57,7 +62,8 @@ class AdamSettings:
     """Adam's numbers for one step.
 
     step: t, this one included. decoupled: the decay shrinks the weights (AdamW) instead of being
-    added to the gradient. corrected: the moments are divided by 1 - beta^t.
+    added to the gradient. corrected: the moments are divided by 1 - beta^t. seed: of the random
+    bits that round moments in bf16, with `step` and the element's place among the call's.
     """
 
     lr: float
@@ -68,6 +74,7 @@ class AdamSettings:
     step: int
     decoupled: bool = True
     corrected: bool = True
+    seed: int = 0
 
     def scalars(self) -> Scalars:
         """Computed in fp64, rounded once."""
@@ -83,6 +90,7 @@ class AdamSettings:
             root_correction=1.0 / math.sqrt(square),
             eps=self.eps,
             step_size=self.lr / mean,
+            keys=tuple(_keys(self.seed, self.step)),
         )
 
 
@@ -91,8 +99,8 @@ class Arrays(NamedTuple):
 
     parameters: Sequence[Tensor]  # fp32
     gradients: Sequence[Tensor]  # bf16, fp16 or fp32, all alike
-    means: Sequence[Tensor]  # fp32
-    squares: Sequence[Tensor]  # fp32
+    means: Sequence[Tensor]  # fp32, on CPUs also bf16: rounded up or down by chance
+    squares: Sequence[Tensor]  # as the means
     copies: Sequence[Tensor]  # bf16 or fp16, all alike
 
 
@@ -113,11 +121,15 @@ def reference(arrays: Arrays, factor: Tensor | None, scalars: Scalars) -> None:
     """`adam` in plain PyTorch; each operation rounds as that of csrc/adam_math.h."""
     written = None if factor is None else factor.reshape(()).isfinite()
     copies = arrays.copies or [None] * len(arrays.parameters)
+    place = 0
     for *one, copy in zip(*arrays[:4], copies, strict=True):
         parameter, _, mean, square = one
-        renewed = _updated(*one, factor, scalars)
-        for tensor, fresh in zip((parameter, mean, square), renewed, strict=True):
-            _write(fresh, tensor, written)
+        fresh = _updated(*one, factor, scalars)
+        if mean.dtype == torch.bfloat16:
+            fresh = fresh[0], *_drawn(*fresh[1:], random_words(scalars.keys, place, parameter))
+        for tensor, renewed in zip((parameter, mean, square), fresh, strict=True):
+            _write(renewed, tensor, written)
+        place += parameter.numel()
         if copy is not None:
             _write(parameter.to(copy.dtype), copy, written)
 
@@ -145,6 +157,7 @@ def run_kernels(kernels: Kernels, arrays: Arrays, factor: Tensor | None, scalars
         tensors=ctypes.addressof(table), count=len(numbers) // 6,
         gradient_type=_TYPES[arrays.gradients[0].dtype],
         copy_type=_TYPES[arrays.copies[0].dtype] if arrays.copies else 0,
+        moment_type=_TYPES[arrays.means[0].dtype],
         factor=None if factor is None else factor.data_ptr(), scalars=scalars,
     )  # fmt: skip
     kernels.run(NAME, arrays.parameters[0].device, ctypes.addressof(call))
@@ -161,8 +174,8 @@ def check(arrays: Arrays, factor: Tensor | None) -> None:
     device = arrays.parameters[0].device
     _check_types("gradients", arrays.gradients, FLOATS)
     _check_types("copies", arrays.copies, HALVES)
-    for name in ("parameters", "means", "squares"):
-        _check_types(name, getattr(arrays, name), (torch.float32,))
+    _check_types("parameters", arrays.parameters, (torch.float32,))
+    _check_types("moments", [*arrays.means, *arrays.squares], MOMENTS[: 1 + (device.type == "cpu")])
     for name, tensors in arrays._asdict().items():
         for tensor, parameter in zip(tensors, arrays.parameters, strict=bool(tensors)):
             _check_one(name, tensor, parameter.shape, device)
@@ -204,12 +217,47 @@ def _updated(
     before = parameter * by.keep
     if by.decay:
         pull = pull + by.decay * before
+    mean, square = mean.float(), square.float()
     mean = mean + by.mean_rate * (pull - mean)
     square = by.square_keep * square + by.square_rate * pull * pull
     # PyTorch's root of fp32 may be an ulp off on CPUs. One in fp64 rounds right: no root of an fp32
     # number is nearer than 4 of fp64's ulps to a tie.
     divisor = square.double().sqrt().float() * by.root_correction + by.eps
     return before - by.step_size * (mean / divisor), mean, square
+
+
+def random_words(keys: Sequence[int], place: int, like: Tensor) -> Tensor:
+    """32 random bits, int64, for each element of `like`, the first of which is at `place`."""
+    words = torch.arange(place, place + like.numel(), device=like.device) & WORD
+    words = words ^ keys[0]
+    words = (((words ^ words >> 16) * 0x7FEB352D) & WORD) ^ keys[1]
+    words = ((words ^ words >> 15) * 0x846CA68B) & WORD
+    return (words ^ words >> 16).view(like.shape)
+
+
+def _keys(seed: int, step: int) -> Iterator[int]:
+    """Two words that differ in half of their bits for each other seed or step.
+
+    G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators" (SplitMix64).
+    """
+    word = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03) % 2**64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        word = (word ^ word >> shift) * factor % 2**64
+    yield word & WORD
+    yield word >> 32
+
+
+def _drawn(mean: Tensor, square: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
+    return _drawn_bf16(mean, random & 0xFFFF), _drawn_bf16(square, random >> 16)
+
+
+def _drawn_bf16(value: Tensor, random: Tensor) -> Tensor:
+    """Up or down to a number of bf16, the nearer the likelier; `random` has 16 bits."""
+    bits = value.contiguous().view(torch.int32).long() & WORD
+    upper = (bits + random >> 16 << 16) & WORD
+    signed = torch.where(upper >= 2**31, upper - 2**32, upper).int()
+    rounded = signed.view(torch.float32).bfloat16()
+    return torch.where(value.isnan(), value.bfloat16(), rounded)
 
 
 def _write(fresh: Tensor, to: Tensor, written: Tensor | None) -> None:

@@ -54,10 +54,10 @@ class OffloadedAdam(FusedAdam):
         """Wait until the gradients are on the host."""
         self.offload.wait()
 
-    def _step_group(self, group: dict[str, Any], factor: Tensor | None) -> None:
+    def _step_group(self, group: dict[str, Any], factor: Tensor | None, seed: int) -> None:
         for bucket in self.offload.buckets(group["params"]):
             place = local_part(bucket[0]).device
             here = factor if factor is None else factor.to(place)
-            super()._step_group({**group, "params": bucket}, here)
+            super()._step_group({**group, "params": bucket}, here, seed)
             with torch.no_grad():
                 self.offload.send(bucket)

@@ -349,29 +349,37 @@ def test_a_state_that_asks_for_what_is_not_there():
         FusedAdam(parameters).load_state_dict(theirs.state_dict())
 
 
-def test_the_fastest_on_cpus_is_torchs_and_the_log_says_so(caplog):
-    with caplog.at_level(logging.INFO, "zeropp"):
-        made = fastest_adamw(parameters_of(), lr=LR, betas=(0.9, 0.99), eps=1e-8, weight_decay=0)
-    assert isinstance(made, torch.optim.AdamW) and made.defaults["fused"]
-    assert caplog.messages == ["AdamW: PyTorch's fused one (weights on cpu; ours is for GPUs)"]
-
-
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("dtype", "built", "said"),
     [
         (torch.float32, True, "AdamW: unscaling, clipping and the update are one kernel of ours"),
-        (torch.float32, False, "AdamW: PyTorch's fused one (ours is not built for this GPU)"),
+        (torch.float32, False, "AdamW: PyTorch's fused one (ours is not built for this {})"),
         (torch.bfloat16, True, "AdamW: PyTorch's fused one (not all weights are fp32)"),
     ],
 )
-def test_the_fastest_on_gpus(dtype, built, said, monkeypatch, caplog):
+def test_the_fastest(dtype, built, said, device, monkeypatch, caplog):
     monkeypatch.setattr(adam_module, "kernels_on", lambda device: built or None)
     with FakeTensorMode(), caplog.at_level(logging.INFO, "zeropp"):
-        groups = [{"params": [nn.Parameter(torch.empty(3, dtype=dtype, device="cuda"))]}]
+        groups = [{"params": [nn.Parameter(torch.empty(3, dtype=dtype, device=device))]}]
         made = fastest_adamw(groups, lr=LR, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
     assert isinstance(made, FusedAdam) == (dtype == torch.float32 and built)
     assert made.param_groups[0]["weight_decay"] == 0.1
-    assert caplog.messages == [said]
+    assert caplog.messages == [said.format({"cpu": "CPU", "cuda": "GPU"}[device])]
+
+
+@pytest.mark.parametrize(
+    ("devices", "reason"),
+    [(("cpu",), "as asked for"), (("cpu", "meta"), "weights on cpu and meta; ours takes one of")],
+)
+def test_the_fastest_is_torchs_where_it_must_be(devices, reason, caplog):
+    with caplog.at_level(logging.INFO, "zeropp"):
+        made = fastest_adamw(
+            [nn.Parameter(torch.empty(3, device=device)) for device in devices],
+            lr=LR, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, torch_on_cpu=True,
+        )  # fmt: skip
+    assert type(made) is torch.optim.AdamW and made.defaults["fused"]
+    assert caplog.messages[0].startswith(f"AdamW: PyTorch's fused one ({reason}")
 
 
 def test_the_package_of_optimizers_names_it():

@@ -100,7 +100,8 @@ def run_with(run, arrays: Arrays, factor: float) -> None:
 
 def test_the_scalars_are_rounded_once_from_fp64():
     scalars = ADAMW.scalars()
-    fp32 = {name: torch.tensor(getattr(scalars, name)) for name, _ in scalars._fields_}
+    numbers = [name for name, kind in scalars._fields_ if kind is ctypes.c_float]
+    fp32 = {name: torch.tensor(getattr(scalars, name)) for name in numbers}
     expected = {
         "keep": 1 - 3e-3 * 0.1,
         "decay": 0.0,

@@ -1,0 +1,238 @@
+"""Adam on CPUs: every instruction set against the reference, moments in bf16, the optimizer."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.zeropp.adam_arrays import (
+    ADAM,
+    ADAMW,
+    COPIES,
+    PLAIN,
+    Run,
+    arrays_of,
+    check_against_reference,
+    edges,
+    moved,
+    same,
+)
+from zeropp import InputError, native, optim
+from zeropp.native import ISAS
+from zeropp.optim.adam_op import (
+    AdamSettings,
+    Arrays,
+    adam,
+    kernels_on,
+    random_words,
+    reference,
+    run_kernels,
+)
+from zeropp.optim.cpu_adam import CPUAdam
+from zeropp.packing import FLOATS
+
+CHUNK, PIECE = 256, 1 << 16  # of csrc/cpu_adam.cpp
+RAGGED = (1, 3, CHUNK - 1, CHUNK, CHUNK + 5, 0, 7 * CHUNK + 31, PIECE + CHUNK + 1)
+SHIFTS = (1, 3, 2, 1, 3)  # elements, of parameters, gradients, means, squares and copies
+SETTINGS = (ADAMW, ADAM, PLAIN)
+SAMPLES = 1 << 18
+
+
+@pytest.fixture(params=ISAS)
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """The op by one instruction set."""
+    kernels = native.native()
+    if kernels is None or kernels_on(torch.device("cpu")) is None:
+        pytest.skip("csrc/ is not built here: make setup builds it where there is a compiler")
+    if not kernels.use(request.param):
+        pytest.skip(f"this processor has no {request.param}")
+
+    def launch(arrays: Arrays, factor: Tensor | None, settings: AdamSettings) -> None:
+        run_kernels(kernels, arrays, factor, settings.scalars())
+
+    yield launch
+    kernels.use(None)
+
+
+@pytest.fixture
+def set_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def halved(arrays: Arrays) -> Arrays:
+    """The same with moments in bf16."""
+    means, squares = ([one.bfloat16() for one in two] for two in (arrays.means, arrays.squares))
+    return arrays._replace(means=means, squares=squares)
+
+
+@pytest.mark.parametrize("copies", COPIES)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_ragged_tensors_that_begin_anywhere(run, dtype, copies):
+    for seed, settings in enumerate(SETTINGS):
+        arrays = arrays_of(RAGGED, dtype, copies, seed)
+        factor, shifts = ((None, (0,) * 5), (0.37, SHIFTS), (1.0, SHIFTS))[seed]
+        check_against_reference(run, arrays, factor, settings, shifts=shifts)
+        check_against_reference(run, halved(arrays), factor, settings, shifts=shifts)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_edge_against_every_other(run, dtype):
+    for settings, factor in zip(SETTINGS, (0.37, None, 1e-40), strict=True):
+        check_against_reference(run, edges(dtype, torch.float16), factor, settings)
+
+
+@pytest.mark.parametrize("factor", [float("inf"), -float("inf"), float("nan")])
+def test_a_factor_that_is_not_finite_leaves_every_bit(run, factor):
+    for before in (edges(torch.float16, torch.bfloat16), halved(edges(torch.float32))):
+        after = moved(before)
+        run(after, torch.tensor(factor), ADAMW)
+        for name, tensors in before._asdict().items():
+            for old, now in zip(tensors, getattr(after, name), strict=True):
+                assert torch.equal(old.view(torch.uint8), now.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_share_the_work_and_change_nothing(run, threads, set_threads):
+    """One tensor of many pieces among small ones: 4 to 7 MB, enough for three threads."""
+    sizes = (5, 3 * PIECE + 3, *[9] * 40, PIECE)
+    for arrays in (arrays_of(sizes, torch.float32, torch.bfloat16, 8),
+                   halved(arrays_of(sizes, torch.bfloat16, None, 6))):  # fmt: skip
+        torch.set_num_threads(threads)
+        check_against_reference(run, arrays, 0.5, ADAMW)
+
+
+def test_moments_in_bf16_are_right_on_average():
+    """A mean that each step moves by a hundredth of a unit in the last place stays on its way."""
+    size, steps = 1 << 14, 100
+    moments = [torch.ones(size, dtype=torch.bfloat16) for _ in range(2)]
+    fp32 = [torch.zeros(size)], [torch.full((size,), 2.0)]
+    arrays = Arrays(*fp32, *([one] for one in moments), [])
+    rate = 2.0**-7 / 100  # bf16 has 2^-7 between 1 and 2
+    for step in range(1, steps + 1):
+        adam(arrays, None, AdamSettings(
+            lr=0.0, beta1=1 - rate, beta2=1 - rate, eps=1.0, weight_decay=0.0, step=step, seed=3
+        ))  # fmt: skip
+    for moment, to in zip(moments, (2.0, 4.0), strict=True):
+        expected = to - (to - 1) * (1 - rate) ** steps
+        # Each step errs by at most half of 2^-7 in standard deviation.
+        spread = 2.0**-8 * (steps / size) ** 0.5
+        assert abs(moment.double().mean() - expected) < 5 * spread
+
+
+def test_the_random_bits_are_even_and_differ_by_seed_step_and_place():
+    def bits(seed: int, step: int, place: int = 0) -> Tensor:
+        settings = AdamSettings(
+            lr=0, beta1=0, beta2=0, eps=0, weight_decay=0, step=step, seed=seed
+        )
+        words = random_words(settings.scalars().keys, place, torch.empty(SAMPLES))
+        return (words[:, None] >> torch.arange(32) & 1).double()
+
+    first = bits(0, 1)
+    assert torch.equal(first[100:], bits(0, 1, 100)[: SAMPLES - 100])
+    far = 5 / SAMPLES**0.5  # five standard deviations of a mean of +1 and -1
+    others = (bits(0, 2), bits(1, 1), bits(1, 2), first.roll(1, 0), first.roll(16, 1))
+    assert (first.mean(0) * 2 - 1).abs().max() < far
+    for other in others:
+        assert ((first * 2 - 1) * (other * 2 - 1)).mean(0).abs().max() < far
+
+
+def parameters(seed: int = 0) -> list[nn.Parameter]:
+    draw = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=draw)) for shape in ((7, 5), (33,), ())]
+
+
+def step_alike(*pairs: tuple[list[nn.Parameter], torch.optim.Optimizer], seed: int) -> None:
+    """A step of each optimizer with the same gradients."""
+    draw = torch.Generator().manual_seed(100 + seed)
+    for alike in zip(*(owned for owned, _ in pairs), strict=True):
+        gradient = torch.randn(alike[0].shape, generator=draw)
+        for parameter in alike:
+            parameter.grad = gradient
+    for _, optimizer in pairs:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fp32", [True, False])
+def test_state_dicts_serve_torch_too(fp32):
+    mine, theirs = parameters(), parameters()
+    ours = CPUAdam(mine, lr=0.01, fp32_optimizer_states=fp32)
+    torchs = torch.optim.AdamW(theirs, lr=0.01, fused=True)
+    for seed in range(3):
+        step_alike((mine, ours), (theirs, torchs), seed=seed)
+        saved, torch_saved = (copy.deepcopy(one.state_dict()) for one in (ours, torchs))
+        ours.load_state_dict(torch_saved)
+        torchs.load_state_dict(saved)
+    for one, other in zip(mine, theirs, strict=True):
+        state, kind = ours.state[one], torch.float32 if fp32 else torch.bfloat16
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == kind
+        assert torchs.state[other]["exp_avg"].dtype == torch.float32
+        assert state["step"] == torchs.state[other]["step"] == 3
+        # A mean and a square root that are each off by at most 2^-7, in each of three steps.
+        far = 3 * 0.01 * (1e-5 if fp32 else 2.0**-5)
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=far)
+
+
+def test_moments_in_bf16_go_on_from_a_state_as_if_never_stopped():
+    mine, again = parameters(), parameters()
+    ours = CPUAdam(mine, fp32_optimizer_states=False, seed=5)
+    resumed = CPUAdam(again, fp32_optimizer_states=False, seed=5)
+    step_alike((mine, ours), seed=0)
+    resumed.load_state_dict(copy.deepcopy(ours.state_dict()))
+    for one, other in zip(again, mine, strict=True):
+        one.data.copy_(other.data)
+    step_alike((mine, ours), (again, resumed), seed=1)
+    copied = copy.deepcopy(ours)
+    step_alike((mine, ours), (again, resumed), (copied.param_groups[0]["params"], copied), seed=2)
+    for one, *others in zip(mine, again, copied.param_groups[0]["params"], strict=True):
+        assert all(torch.equal(one, other) for other in others)
+
+
+def test_adam_with_the_decay_in_the_gradient():
+    mine, theirs = parameters(), parameters()
+    options = dict(lr=0.01, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6)
+    ours = CPUAdam(mine, **options, adamw_mode=False)
+    torchs = torch.optim.Adam(theirs, **options)
+    for seed in range(3):
+        step_alike((mine, ours), (theirs, torchs), seed=seed)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_parameters_that_are_not_on_the_cpu():
+    meta = nn.Parameter(torch.empty(2, 3, device="meta"))
+    with pytest.raises(InputError, match=r"shape \[2, 3\] is on meta: use zeropp.FusedAdam"):
+        CPUAdam([meta])
+    ours = CPUAdam(parameters())
+    with pytest.raises(InputError, match="is on meta"):
+        ours.add_param_group({"params": [meta]})
+    assert len(ours.param_groups) == 1
+    with pytest.raises(InputError, match="fp32 parameters"):
+        CPUAdam(nn.Linear(2, 2).half().parameters())
+
+
+def test_16_bit_moments_are_for_cpus_only():
+    one = torch.empty(3, device="meta")
+    half = one.bfloat16()
+    with pytest.raises(TypeError, match="moments are torch.bfloat16; give torch.float32, all"):
+        adam(Arrays([one], [one], [half], [half], []), None, ADAMW)
+    with pytest.raises(TypeError, match="moments are torch.bfloat16 and torch.float32"):
+        real = torch.zeros(3)
+        adam(Arrays([real], [real], [real], [real.bfloat16()], []), None, ADAMW)
+
+
+def test_the_op_is_the_reference_with_any_number_of_tensors():
+    """The place of an element counts on over the tensors of a call."""
+    whole = halved(arrays_of((64,), torch.float32, None, 2))
+    parts = Arrays(*([half.clone() for half in one[0].split(24)] for one in whole[:4]), [])
+    reference(whole, None, ADAMW.scalars())
+    reference(parts, None, ADAMW.scalars())
+    joined = Arrays(*([torch.cat(one)] for one in parts[:4]), [])
+    same(joined, whole)
+
+
+def test_the_package_of_optimizers_names_it():
+    assert optim.CPUAdam is CPUAdam

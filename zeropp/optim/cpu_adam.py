@@ -1,0 +1,52 @@
+"""Adam on CPUs under the names of DeepSpeed's, with moments in 16 bits if asked for."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeropp.errors import InputError
+from zeropp.optim.adam import FusedAdam
+
+
+class CPUAdam(FusedAdam):
+    """`FusedAdam` on fp32 parameters, or this rank's shards of them, that are on the CPU.
+
+    fp32_optimizer_states: if false, moments are bf16, rounded up or down by chance so that they are
+    right on average: half of their memory and traffic. seed: of that chance, which depends on
+    nothing else but the step and the element's place. Raises InputError for parameters elsewhere,
+    and as `FusedAdam` does.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+        copies: Mapping[Tensor, Tensor] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.moment_dtype = torch.float32 if fp32_optimizer_states else torch.bfloat16
+        self.seed = seed
+        super().__init__(
+            params, lr, betas, eps, weight_decay, adamw_mode, bias_correction, copies=copies
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As every optimizer's; raises InputError as the constructor does."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.device.type != "cpu":
+                self.param_groups.pop()
+                raise InputError(
+                    f"CPUAdam updates parameters on the CPU, and one of shape "
+                    f"{list(parameter.shape)} is on {parameter.device}: use zeropp.FusedAdam, "
+                    "which runs where they are"
+                )
