@@ -21,6 +21,7 @@ from megatron_zpp.console import Console  # noqa: E402
 from megatron_zpp.data.loader import Loader  # noqa: E402
 from megatron_zpp.evaluate import evaluate  # noqa: E402
 from megatron_zpp.iteration import begin_iteration, is_due  # noqa: E402
+from megatron_zpp.main import SPEAK_SECONDS  # noqa: E402
 from megatron_zpp.parallel.mesh import join_ranks  # noqa: E402
 from megatron_zpp.run import Run  # noqa: E402
 from megatron_zpp.stopping import Stopping  # noqa: E402
@@ -46,6 +47,8 @@ def main() -> int:
     except InputError as mistake:
         if environment.rank == 0:
             print(f"error: {mistake}", file=sys.stderr)
+        else:
+            time.sleep(SPEAK_SECONDS)
         return 2
     if ranks.rank == 0:
         write_atomically(answer, lambda file: file.write(json.dumps(found).encode()))

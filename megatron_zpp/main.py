@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import time
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -22,6 +23,7 @@ from zeropp import InputError
 from zeropp.topology import Environment
 
 USAGE_ERROR, FAILED = 2, 1
+SPEAK_SECONDS = 5.0  # for rank 0 to say what is wrong
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
                 return _watched(config, ranks, console, stopping)
         except InputError as error:
             console.line(f"error: {error}")
+            if console.rank:
+                time.sleep(SPEAK_SECONDS)  # a launcher ends all ranks when one has ended
             return USAGE_ERROR
         except Interrupted as interruption:
             console.notice(logging.ERROR, str(interruption))
