@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.emulation import INTERFACE, LOOPBACK
+from benchmarks.stopwatch import quartiles
 from benchmarks.turns import Turns
 
 ACROSS, INSIDE = "across_nodes", "in_node"
@@ -26,7 +27,7 @@ def summary(
             {
                 "name": name,
                 "median": median,
-                "quartiles": _quartiles(one.seconds),
+                "quartiles": quartiles(one.seconds),
                 "speedup": reference / median,
                 "processor_seconds": statistics.median(one.work),
                 "nodes": _nodes(one, ranks_per_node),
@@ -193,11 +194,3 @@ def _in_megabytes(num_bytes: float | None) -> str:
 def _farthest(differences: Sequence[float | None]) -> str:
     known = [one for one in differences if one is not None]
     return f"{100 * max(known, key=abs):+.2f}%" if known else "-"
-
-
-def _quartiles(values: Sequence[float]) -> list[float]:
-    """First and third quartile; both ends of fewer than four values."""
-    if len(values) < 4:
-        return [min(values), max(values)]
-    low, _, high = statistics.quantiles(values, n=4)
-    return [low, high]

@@ -71,6 +71,7 @@ class Offload:
         places = dict(zip(trained, _places(trained, ratio, device), strict=True))
         self._require_memory([one for one in trained if places[one] == HOST], sharding)
         self._masters = {one: self._master(one, places[one]) for one in trained}
+        self._by_weight = {one.weight: one for one in self._masters.values()}
         self._listen(sharding)
 
     @property
@@ -105,10 +106,7 @@ class Offload:
         """Queue the copies of updated masters to their parameters, those `rounded` already."""
         for weight in masters:
             one = self._by_weight[weight]
-            if one.rounded is None:
-                source = local_part(weight)
-            else:
-                source = one.rounded
+            source = local_part(weight) if one.rounded is None else one.rounded
             target = local_part(one.parameter)
             if source.data_ptr() != target.data_ptr():
                 target.copy_(source, non_blocking=True)
@@ -192,14 +190,13 @@ class Offload:
         return torch.empty(like.shape, **facts)
 
     def _listen(self, sharding: Sharding) -> None:
-        self._by_weight = {one.weight: one for one in self._masters.values()}
         for unit in sharding.units:
             fsdp.take_gradients(unit, self._take)
         if not sharding.units:
             for one in self._masters:
                 one.register_post_accumulate_grad_hook(self._take_whole)
         for module in sharding.model.modules():
-            module.register_load_state_dict_post_hook(lambda *_: self.read(self._masters))
+            module.register_load_state_dict_post_hook(self._loaded)
         known = weakref.ref(self)
 
         def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -207,6 +204,10 @@ class Offload:
                 offload.read(optimizer.param_groups[0]["params"])
 
         weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
+
+    def _loaded(self, module: nn.Module, _: object) -> None:
+        """A state was loaded into this module; those inside it have hooks of their own."""
+        self.read(module.parameters(recurse=False))
 
     def _take_whole(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None

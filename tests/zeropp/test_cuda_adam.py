@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.gpu import MARKS
 from tests.zeropp.adam_arrays import (
     ADAM,
     ADAMW,
@@ -28,10 +29,7 @@ from zeropp.packing import FLOATS
 GPU = "cuda:0"
 CYCLES = 200_000_000  # a tenth of a second: far longer than a launch
 NOT_FINITE = (float("inf"), -float("inf"), float("nan"))
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
