@@ -349,6 +349,11 @@ RULES = (
         why="a part of the optimizer on the device needs its weights there",
     ),
     Rule(
+        keys=("zeropp.delayed_param_update", _ZERO + "offload_optimizer.device"),
+        broken=lambda c: c.zeropp.delayed_param_update and not c.offloads_optimizer,
+        why="the update that runs beside the next step is the CPU's; it needs the optimizer there",
+    ),
+    Rule(
         keys=_BATCH,
         broken=lambda c: (
             (c.train_batch_size or 0)

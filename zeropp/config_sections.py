@@ -198,7 +198,8 @@ class Zeropp(Section):
 
     A node is `ranks_per_node` ranks, as launched by default. `gradient_bits` is [within a node,
     across nodes]. `secondary_in_evaluation`: passes in eval() mode keep hpZ's copies, as training
-    does.
+    does. `delayed_param_update`: the host's update runs beside the next step, which computes with
+    the weights before it; not in the first `delayed_param_update_warmup` steps.
     """
 
     path: ClassVar[str] = "zeropp"
@@ -209,3 +210,5 @@ class Zeropp(Section):
         (8, 4), choices=BITS, needs="zero_optimization.zero_quantized_gradients"
     )
     secondary_in_evaluation: bool = key(True)
+    delayed_param_update: bool = key(False)
+    delayed_param_update_warmup: int = key(40, minimum=0, needs="zeropp.delayed_param_update")

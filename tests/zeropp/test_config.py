@@ -65,6 +65,8 @@ def accepted(draw: st.DrawFn) -> dict[str, object]:
     values[ZERO + "stage"] = 3
     for name in ("bf16.enabled", "train_batch_size"):
         values.pop(name, None)
+    if values.get("zeropp.delayed_param_update"):
+        values |= {ZERO + "offload_optimizer.device": "cpu"}
     if values.get(ZERO + "offload_param.device") == "cpu":
         values |= {ZERO + "offload_optimizer.device": "cpu", ZERO + "offload_optimizer.ratio": 1.0}
     return values
