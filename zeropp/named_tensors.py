@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from zeropp.frozen import is_quantized
+
 MODEL, OPTIMIZER, BEHIND = "model.", "optimizer.", "behind."
 Masters = Mapping[nn.Parameter, nn.Parameter]  # a model's parameter -> the optimizer's, of fp32
 NONE: Masters = MappingProxyType({})
@@ -25,9 +27,10 @@ def model_tensors(model: nn.Module, masters: Masters = NONE) -> dict[str, torch.
     """Return the model's parameters and persistent buffers; they share its memory.
 
     Gathered parameters of a sharded model are freed first, so shards are what is returned; of those
-    with fp32 `masters` elsewhere, these.
+    with fp32 `masters` elsewhere, these. Frozen weights that are stored quantized are left out:
+    they are where they came from.
     """
-    state = {_bare(name): value for name, value in model.state_dict().items()}
+    state = {_bare(name): v for name, v in model.state_dict().items() if not is_quantized(v)}
     for name, parameter in model.named_parameters():
         if parameter in masters:
             state[_bare(name)] = masters[parameter].detach()

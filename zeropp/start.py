@@ -90,6 +90,8 @@ def initialize(
     stepping = _offloaded(zero, stepping, sharding, device)
     schedule = _schedule(zero, lr_scheduler, stepping)
     engine = Engine(sharding, zero, batch, place, device, stepping, schedule)
+    if stepping is not None:  # DeepSpeed has this call on the optimizer
+        stepping.quantize_nontrainable_params = engine.quantize_nontrainable_params
     loader = _loader(training_data, collate_fn, batch, place)
     if place.rank == 0:
         for line in zero.notices_for_initialize:
