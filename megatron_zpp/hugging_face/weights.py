@@ -39,7 +39,7 @@ class ForeignWeights:
     def __init__(
         self, tensors: Tensors, table: Table, model: ModelConfig, vocab_rows: int, padded_rows: int
     ) -> None:
-        self._tensors, self._table = tensors, table
+        self.tensors, self._table = tensors, table
         self._sizes = Sizes(model=model, vocab_rows=vocab_rows, padded_rows=padded_rows)
         ours = shapes(model, padded_rows)
         self._rows = {name: table.row(name) for name in ours}
@@ -58,14 +58,14 @@ class ForeignWeights:
     def read(self, name: str) -> Tensor:
         """One whole tensor of ours on the CPU, in the dtype of the file."""
         row, dtype = self._rows[name], self._facts[name].dtype
-        parts = [self._tensors.read(self._names[theirs]).to(dtype) for theirs in row.theirs]
+        parts = [self.tensors.read(self._names[theirs]).to(dtype) for theirs in row.theirs]
         return row.form.join(parts, self._sizes).contiguous()
 
     def _dtypes(self, row: Row, facts: dict[str, Tensor]) -> list[torch.dtype]:
         return [facts[self._names[name]].dtype for name in row.theirs]
 
     def _check(self, ours: dict[str, Tensor]) -> None:
-        facts = self._tensors.facts()
+        facts = self.tensors.facts()
         expected = {
             name: part.shape
             for row in self._rows.values()
@@ -85,7 +85,7 @@ class ForeignWeights:
             more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
             shown = "\n  ".join([*lines[:MOST_LINES], *more])
             raise InputError(
-                f"{self._tensors.place}: its tensors are not those of its settings:\n  {shown}"
+                f"{self.tensors.place}: its tensors are not those of its settings:\n  {shown}"
             )
 
     def _is_superfluous(self, name: str, there: str) -> bool:
@@ -95,10 +95,10 @@ class ForeignWeights:
         embedding = self._names.get(self._table.embedding)
         if name != self._table.head or embedding is None:
             return False
-        if torch.equal(self._tensors.read(there), self._tensors.read(embedding)):
+        if torch.equal(self.tensors.read(there), self.tensors.read(embedding)):
             return True
         raise InputError(
-            f"{self._tensors.place}: {there} differs from {embedding}, but the settings say "
+            f"{self.tensors.place}: {there} differs from {embedding}, but the settings say "
             "tie_word_embeddings: set it to false in config.json"
         )
 
