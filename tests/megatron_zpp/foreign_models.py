@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -54,6 +56,16 @@ def mistral(**changes: object) -> PreTrainedModel:
     return drawn(MistralForCausalLM(MistralConfig(**sizes | changes)))
 
 
+def neox(**changes: object) -> PreTrainedModel:
+    """A GPT-NeoX whose attention comes before its MLP, all channels turned."""
+    sizes = dict(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=80, max_position_embeddings=48, use_parallel_residual=False,
+        rope_parameters={"partial_rotary_factor": 1.0, "rope_theta": 500.0}, eos_token_id=0,
+    )  # fmt: skip
+    return drawn(GPTNeoXForCausalLM(GPTNeoXConfig(**sizes | changes)))
+
+
 MODELS = {
     "gpt2": gpt2,
     "gpt2, untied, exact GELU": lambda: gpt2(
@@ -66,6 +78,11 @@ MODELS = {
     ),
     "llama 3.1": lambda: llama(rope_parameters=LLAMA3, head_dim=32),
     "mistral": mistral,
+    "gpt_neox": neox,
+    "gpt_neox, tied, a quarter turned": lambda: neox(
+        tie_word_embeddings=True, hidden_act="gelu_new",
+        rope_parameters={"partial_rotary_factor": 0.25, "rope_theta": 100.0},
+    ),
 }  # fmt: skip
 
 

@@ -145,6 +145,10 @@ OWN = {
         disable_bias_linear=True, untie_embeddings_and_output_weights=True, rotary_base=500,
         use_rope_scaling=True,
     ),
+    "gpt_neox": dict(
+        position_embedding_type="rope", untie_embeddings_and_output_weights=True,
+        rotary_percent=0.5, openai_gelu=True,
+    ),
 }  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from tests.megatron_zpp.foreign_models import (
     change,
     gpt2,
     llama,
+    mistral,
+    neox,
     save_own,
     saved,
     set_config,
@@ -113,6 +115,24 @@ def test_settings_of_a_llama_we_do_not_have(
     source = saved(llama(), tmp_path / "source")
     set_config(source, **entries)
     assert said in import_error(source, capsys)
+
+
+def test_a_gpt_neox_of_two_branches_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    source = saved(neox(use_parallel_residual=True), tmp_path / "source")
+    said = "use_parallel_residual is True; only False is known"
+    assert said in import_error(source, capsys)
+    set_config(source, use_parallel_residual=None)
+    assert said in import_error(source, capsys)
+    set_config(source, use_parallel_residual=False, rope_parameters=None, rotary_pct=2)
+    assert "rotary_pct is 2; only a share of 1 is known" in import_error(source, capsys)
+
+
+def test_a_mistral_with_a_window(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    source = saved(mistral(), tmp_path / "source")
+    set_config(source, sliding_window=16)
+    assert "sliding_window is 16; only None is known" in import_error(source, capsys)
 
 
 def test_a_file_that_is_cut_off(tiny: Path, capsys: pytest.CaptureFixture) -> None:
@@ -227,6 +247,7 @@ def test_a_model_that_is_none_of_theirs(tmp_path: Path, capsys: pytest.CaptureFi
     text = error_of(["--load", str(save), "--to-hf", str(tmp_path / "back")], capsys)
     assert "gpt2: position_embedding_type is rope, not learned_absolute" in text
     assert "llama: normalization is LayerNorm, not RMSNorm" in text
+    assert "gpt_neox: swiglu is True, not False" in text
 
 
 @pytest.mark.parametrize(
