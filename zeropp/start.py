@@ -32,6 +32,7 @@ from zeropp.sharding import Sharding
 from zeropp.stages import shard
 from zeropp.topology import Environment
 
+AXIS = "fsdp"  # a name by which PEFT knows that a sharded layer computes with whole weights
 DEEPSPEED_PORT = 29500  # its default; here the launcher chooses the port
 TIMEOUT = timedelta(minutes=30)  # for a collective, as torch's default
 OFFLOADABLE = (torch.optim.AdamW, torch.optim.Adam, FusedAdam, CPUAdam)  # to what these do
@@ -78,7 +79,7 @@ def initialize(
     samples, micro_samples, micro_batches = zero.resolve_batch(place.world_size)
     batch = Batch(samples=samples, micro_samples=micro_samples, micro_batches=micro_batches)
     axis = (place.world_size,)
-    mesh = mesh_param or init_device_mesh(device.type, axis, mesh_dim_names=("data",))
+    mesh = mesh_param or init_device_mesh(device.type, axis, mesh_dim_names=(AXIS,))
     names = names_of(model)
     chosen = None if model_parameters is None else listed(model_parameters)
     agree(model, mesh.get_group(), device)
