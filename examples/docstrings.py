@@ -2,7 +2,7 @@
 
     python examples/docstrings.py runs/finetune/docstrings.jsonl
 
-Each line is {"prompt": a function without its docstring, "answer": the docstring's first paragraph}.
+Each line is {"prompt": a function without its docstring, "answer": the first paragraph of it}.
 """
 
 import ast
