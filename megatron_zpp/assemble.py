@@ -8,7 +8,9 @@ import torch
 from megatron_zpp.communication import Account
 from megatron_zpp.config import Config, PrecisionConfig
 from megatron_zpp.console import Console
+from megatron_zpp.data.examples import names_examples
 from megatron_zpp.data.gpt_dataset import build_datasets
+from megatron_zpp.data.instructions import build_instructions
 from megatron_zpp.data.source import open_source
 from megatron_zpp.event_files import Position
 from megatron_zpp.flops import TokenFlops
@@ -81,6 +83,10 @@ def open_datasets(config: Config, tokenizer: Tokenizer) -> tuple:
         rounds * evaluation.eval_iters * batch,
         evaluation.eval_iters * batch,
     )
+    if names_examples(config.data):
+        return build_instructions(
+            config.data, config.model.seq_length, sizes, config.training.seed, tokenizer
+        )
     return build_datasets(
         config.data, config.model.seq_length, sizes, config.training.seed, tokenizer.vocab_size
     )
