@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"zeropp", "megatron_zpp", "tests", "tools", "docs", "examples", "benchmarks", ".ci"}
 MADE_BY_RUNNING = (".", "runs", "build", "dist")  # beginnings of folders without documents of ours
 PROGRAMS = ("make", "python", "torchrun", "zeropp", "sbatch")
-PRETRAIN = ("pretrain_gpt.py", "pretrain_zeropp_gpt.py")
+PRETRAIN = ("pretrain_gpt.py", "pretrain_zeropp_gpt.py", "finetune_gpt.py")
 SECTIONS = {
     "tools/preprocess_data.py": (PreprocessConfig, TokenizerConfig),
     "tools/consolidate.py": (ConsolidateConfig,),

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_zpp.arguments import parse
 from megatron_zpp.pretrained import begin_with
+from tests.launched import ROOT
 from tests.megatron_zpp.foreign_models import add_tokenizer, llama, saved
 from tests.megatron_zpp.pretraining import assembled, log_of, losses, numbers
 from tests.ranks import ranks
@@ -42,7 +43,7 @@ def with_json(folder: Path, zero: dict, **more: object) -> str:
 
 @ranks(4, ranks_per_node=2, timeout=180)
 def test_adapters_learn_beside_weights_stored_as_codes(base, tmp_path):
-    log = log_of(base + with_json(tmp_path, MIXZ))
+    log = log_of(f"{base} --deepspeed_config {ROOT}/examples/ds_mixz_config.json")
     exact = log_of(base + with_json(tmp_path, {"stage": 3}))
     if dist.get_rank() == 0:
         assert "frozen weights are stored and gathered as INT8 (MixZ++)" in log
