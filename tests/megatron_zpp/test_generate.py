@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.config import ModelConfig
 from megatron_zpp.generate import Piece, Request, complete, generate, stream
-from megatron_zpp.sampling import Sampling, sample
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.sampling import Sampling, sample
 from megatron_zpp.tokenizer.null import NullTokenizer
 from tests.megatron_zpp.model.small import GPT2, LLAMA, VOCABULARY, build
 from tests.ranks import ranks
