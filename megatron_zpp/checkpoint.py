@@ -19,9 +19,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_zpp import manifest
+from megatron_zpp.weights import Weights
 from zeropp import named_tensors as named
 from zeropp.atomic import write_atomically
 from zeropp.checkpoint import without_remarks
@@ -76,23 +79,25 @@ def save(
     folder is then as it was before.
     """
     folder = Path(folder)
-    aside = manifest.aside_path(folder, state.iteration)
     with in_unison():
         tensors = named.model_tensors(model, named.masters_of(optimizer))
         state = replace(state, optimizer_saved=optimizer is not None and save_optimizer)
         if state.optimizer_saved:
             tensors |= named.optimizer_tensors(model, optimizer)
-    num_bytes = named.num_bytes(tensors.values())
-    try:
-        with _explained(f"cannot save in {folder}", folder, num_bytes):
-            path = _write(folder, tensors, state, num_bytes)
-    except BaseException:
-        if rank() == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-        raise
+    path = _written(folder, tensors, state)
     if rank() == 0 and keep is not None:
         _prune(folder, state.iteration, keep)
     return path
+
+
+def save_weights(folder: Path | str, weights: Weights, state: TrainingState) -> Path:
+    """Write `folder/iter_N` of weights that lie elsewhere, one tensor in memory at a time.
+
+    On one process, a file for each tensor, without optimizer; return its path. Errors as `save`.
+    """
+    state = replace(state, optimizer_saved=False)
+    tensors = {named.MODEL + name: facts for name, facts in weights.facts().items()}
+    return _written(Path(folder), tensors, state, _Reading(weights))
 
 
 def load(
@@ -198,8 +203,40 @@ class _Writer(FileSystemWriter):
             raise
 
 
+class _Reading(DefaultSavePlanner):
+    """Plans from shapes, and reads a tensor when it is to be written."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        self.weights = weights
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self.weights.read(index.fqn.removeprefix(named.MODEL))
+
+
+def _written(
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    state: TrainingState,
+    reading: _Reading | None = None,
+) -> Path:
+    """Write the checkpoint, or leave nothing of it behind and say why."""
+    num_bytes = named.num_bytes(tensors.values())
+    try:
+        with _explained(f"cannot save in {folder}", folder, num_bytes):
+            return _write(folder, tensors, state, num_bytes, reading)
+    except BaseException:
+        if rank() == 0:
+            shutil.rmtree(manifest.aside_path(folder, state.iteration), ignore_errors=True)
+        raise
+
+
 def _write(
-    folder: Path, tensors: dict[str, torch.Tensor], state: TrainingState, num_bytes: int
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    state: TrainingState,
+    num_bytes: int,
+    reading: _Reading | None,
 ) -> Path:
     aside = manifest.aside_path(folder, state.iteration)
     with in_unison():
@@ -210,7 +247,9 @@ def _write(
                 raise OSError(errno.ENOSPC, "too little space left", str(folder))
             aside.mkdir()
     with without_remarks():
-        dcp.save(tensors, storage_writer=_Writer(aside))
+        # The writer keeps what it has written of a file until that is complete.
+        writer = _Writer(aside, single_file_per_rank=reading is None)
+        dcp.save(tensors, storage_writer=writer, planner=reading, no_dist=reading is not None)
     with in_unison():
         mine = {path.name: manifest.entry_of(path) for path in aside.glob(f"__{rank()}_*")}
     entries = {name: entry for part in gathered(mine) for name, entry in part.items()}
@@ -290,6 +329,8 @@ def _explained(what: str, folder: Path, num_bytes: int = 0) -> Iterator[None]:
         yield
     except CheckpointException as failure:
         number, error = min((number, wrapped[0]) for number, wrapped in failure.failures.items())
+        if isinstance(error, InputError):
+            raise error from failure
         if not isinstance(error, OSError):
             raise
         raise _input_error(f"{what} (rank {number})", error, folder, num_bytes) from failure

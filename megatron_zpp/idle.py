@@ -72,9 +72,14 @@ IDLE = (
         why="it counts the blocks of --recompute-granularity full",
     ),
     Idle(
-        settings=("rotary_percent", "rotary_base"),
+        settings=("rotary_percent", "rotary_base", "use_rope_scaling"),
         when=lambda c: c.model.position_embedding_type != "rope",
         why="it needs --position-embedding-type rope",
+    ),
+    Idle(
+        settings=("rope_scaling_factor",),
+        when=lambda c: not c.model.use_rope_scaling,
+        why="it needs --use-rope-scaling",
     ),
     Idle(
         settings=("split",),

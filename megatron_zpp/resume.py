@@ -24,6 +24,7 @@ FREE = (
     "attention_dropout", "fp32_residual_connection", "attention_softmax_in_fp32",
     "apply_query_key_layer_scaling",
 )
+SCALING = ("use_rope_scaling", "rope_scaling_factor")  # of the rotary positions, if it is used
 # What the order of the samples follows from, by section.
 ORDERING = (
     ("training", ("seed",)),
@@ -103,7 +104,7 @@ def load(
     log.info("loaded checkpoint of iteration %d from %s", state.iteration, chosen.load)
     if scaler and state.loss_scaler and not (chosen.no_load_optim or chosen.finetune):
         scaler.load_state_dict(state.loss_scaler)
-    if chosen.finetune or chosen.reset_iteration:
+    if chosen.finetune or chosen.reset_iteration or not state.iteration:
         return Resumed(counters=Counters(), schedules=schedules, history={})
     for line in other_order(settings(config), state.configuration):
         log.info("%s: other samples come next than without that change", line)
@@ -154,6 +155,8 @@ def architecture(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         for field in dataclasses.fields(model)
         if field.name not in FREE
     }
+    for name in SCALING if not model.use_rope_scaling else ():
+        del fields[name]  # older checkpoints do not have them
     if model.position_embedding_type == "learned_absolute":
         fields["num_positions"] = model.num_positions
     return {**fields, "vocab_size": vocab_size}

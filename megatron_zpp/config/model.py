@@ -63,6 +63,12 @@ class ModelConfig(Section):
         minimum=1,
         names=("rotary-position-embeddings-theta",),
     )
+    use_rope_scaling: bool = flag(
+        False, "rotary frequencies of Llama 3.1: slow ones slower, for contexts beyond 8192 tokens"
+    )
+    rope_scaling_factor: float = flag(
+        8.0, "by how much --use-rope-scaling slows the slow frequencies", minimum=1
+    )
     swiglu: bool = flag(False, "gated SiLU in the MLP")
     openai_gelu: bool = flag(False, "GELU as OpenAI wrote it (the tanh form, written out)")
     squared_relu: bool = flag(False, "squared ReLU in the MLP")

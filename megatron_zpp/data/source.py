@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from megatron_zpp.config import DataConfig, TokenizerConfig
-from megatron_zpp.data.corpus import VOCAB_SIZE, standard_library
+from megatron_zpp.data.corpus import VOCAB_SIZE, Corpus, standard_library
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 
 DEFAULT_CACHE = ".cache"  # in the current folder
@@ -25,10 +25,15 @@ def open_source(
     data = dataclasses.replace(
         data, data_path=(str(corpus.prefix),), split=corpus.split if unsplit else data.split
     )
-    chosen = dataclasses.replace(
-        tokenizer, tokenizer_type="HFTokenizer", tokenizer_model=str(corpus.tokenizer)
-    )
-    return data, build_tokenizer(chosen)
+    return data, build_tokenizer(_of_corpus(corpus, tokenizer))
+
+
+def tokenizer_of(cache: str | None, tokenizer: TokenizerConfig) -> TokenizerConfig:
+    """`tokenizer`, or where it names none, that of the standard library's text under `cache`."""
+    if tokenizer != TokenizerConfig(vocab_extra_ids=tokenizer.vocab_extra_ids):
+        return tokenizer
+    corpus = standard_library(Path(cache or DEFAULT_CACHE) / "standard-library")
+    return _of_corpus(corpus, tokenizer)
 
 
 def vocab_size(data: DataConfig, tokenizer: TokenizerConfig) -> int:
@@ -36,6 +41,12 @@ def vocab_size(data: DataConfig, tokenizer: TokenizerConfig) -> int:
     if _is_named(data, tokenizer):
         return build_tokenizer(tokenizer).vocab_size
     return VOCAB_SIZE + tokenizer.vocab_extra_ids
+
+
+def _of_corpus(corpus: Corpus, tokenizer: TokenizerConfig) -> TokenizerConfig:
+    return dataclasses.replace(
+        tokenizer, tokenizer_type="HFTokenizer", tokenizer_model=str(corpus.tokenizer)
+    )
 
 
 def _is_named(data: DataConfig, tokenizer: TokenizerConfig) -> bool:

@@ -119,7 +119,8 @@ class GPT(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
         channels = int(self.config.head_dim * self.config.rotary_percent)
-        return rotary_table(position_ids, channels, self.config.rotary_base)
+        slowed = self.config.rope_scaling_factor if self.config.use_rope_scaling else None
+        return rotary_table(position_ids, channels, self.config.rotary_base, slowed)
 
     def _run_blocks(
         self,

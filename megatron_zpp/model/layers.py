@@ -4,6 +4,7 @@ Legend of the shapes: B batch, S sequence, H hidden, F inside the MLP, N query h
 heads, Q = N/K query heads of one group, D channels of a head, R of them turned by rotary positions.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -15,6 +16,8 @@ from megatron_zpp.config import ModelConfig
 from megatron_zpp.model.cache import LayerCache
 from megatron_zpp.model.documents import attend_documents
 
+SLOW_TURNS, FAST_TURNS = 1.0, 4.0  # of Llama 3.1's scaling, over its first training's positions
+TRAINED_POSITIONS = 8192
 Rotary = tuple[Tensor, Tensor]  # cosines and signed sines, each [B or 1, S, 1, 1, R] in fp32
 
 
@@ -49,16 +52,32 @@ def squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-def rotary_table(positions: Tensor, channels: int, base: float) -> Rotary:
+def rotary_table(
+    positions: Tensor, channels: int, base: float, slowed: float | None = None
+) -> Rotary:
     """Cosines and signed sines of rotary positions (Su et al. 2021, halves instead of pairs).
 
-    positions: integers [B or 1, S]; channels: R. The sine carries the sign of `rotate`.
+    positions: integers [B or 1, S]; channels: R; `slowed` by so much as `slow_down` does. The sine
+    carries the sign of `rotate`.
     """
     exponents = torch.arange(0, channels, 2, device=positions.device, dtype=torch.float32)
     frequencies = 1.0 / base ** (exponents / channels)  # [R/2]
+    if slowed is not None:
+        frequencies = slow_down(frequencies, slowed)
     angles = positions[:, :, None, None, None].float() * frequencies  # [B, S, 1, 1, R/2]
     cosines, sines = angles.cos(), angles.sin()
     return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
+
+
+def slow_down(frequencies: Tensor, factor: float) -> Tensor:
+    """Llama 3.1's scaling of rotary frequencies [R/2], in radians per position.
+
+    What turns SLOW_TURNS times or less over the positions trained first is slowed by `factor`, what
+    turns FAST_TURNS times or more stays, and between them it goes over smoothly.
+    """
+    turns = TRAINED_POSITIONS * frequencies / (2 * math.pi)
+    kept = ((turns - SLOW_TURNS) / (FAST_TURNS - SLOW_TURNS)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

@@ -1,0 +1,201 @@
+"""A model in any of the forms it may lie in: our checkpoints, a Hugging Face folder, a .gguf."""
+
+import dataclasses
+import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_zpp import checkpoint, manifest
+from megatron_zpp.checkpoint_weights import CheckpointWeights, find_checkpoint
+from megatron_zpp.config import ModelConfig, TokenizerConfig
+from megatron_zpp.data.source import tokenizer_of
+from megatron_zpp.hugging_face import gguf
+from megatron_zpp.hugging_face.folder import CONFIG, FolderTensors, is_hugging_face, read_config
+from megatron_zpp.hugging_face.settings import Described, read_settings
+from megatron_zpp.hugging_face.table import TABLES
+from megatron_zpp.hugging_face.tokenizer_files import tokenizer_in
+from megatron_zpp.hugging_face.weights import ForeignWeights, Tensors
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
+from megatron_zpp.weights import Weights, fill
+from zeropp.errors import InputError
+
+BESIDE = "hugging_face"  # in a folder of checkpoints: the files of the model they were made of
+MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)  # of the rows of a vocabulary, the default first
+
+log = logging.getLogger("megatron_zpp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """What a model is, and where its weights are; none of them has been read yet.
+
+    `path` is what was opened in the end, for checkpoints that of one iteration. `described` is what
+    the config.json says, if the model comes with one.
+    """
+
+    path: Path
+    config: ModelConfig
+    tokenizer: Tokenizer
+    tokenizer_config: TokenizerConfig
+    weights: Weights
+    described: Described | None = None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by name, whole, on the CPU, in the dtype of the file; one at a time."""
+        for name in self.weights.facts():
+            yield name, self.weights.read(name)
+
+    def fill(self, model: nn.Module) -> None:
+        """Copy the weights into a GPT whose storage exists (`megatron_zpp.weights.fill`)."""
+        fill(model, self.weights)
+
+
+def open_model(
+    folder: Path | str, tokenizer: TokenizerConfig | None = None, multiple: int | None = None
+) -> OpenedModel:
+    """Open a folder of checkpoints (or one of them), a Hugging Face folder or a .gguf file.
+
+    `tokenizer` replaces the one that the model comes with. The vocabulary of a foreign model is
+    padded to a `multiple`, or not at all. All ranks call it. Raises InputError for what is none of
+    these, damaged, unknown, or does not fit together.
+    """
+    path = Path(folder)
+    if path.suffix == gguf.SUFFIX:
+        return _open_gguf(path, tokenizer, multiple)
+    if is_hugging_face(path):
+        content, tensors = read_config(path), FolderTensors(path)
+        return _foreign(path, content, tensors, tokenizer or tokenizer_in(path), multiple)
+    is_one = path.name.startswith("iter_") and (path / checkpoint.STATE).is_file()
+    if is_one or manifest.candidates(path)[0]:
+        return _open_checkpoint(find_checkpoint(path, "the model"), tokenizer)
+    raise InputError(
+        f"{path}: expected a folder of checkpoints (iter_0000100 in it), a Hugging Face folder "
+        f"({CONFIG} in it) or a .gguf file"
+    )
+
+
+def load_model(
+    folder: Path | str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    tokenizer: TokenizerConfig | None = None,
+) -> tuple[GPT, Tokenizer]:
+    """The whole GPT on one device, in eval mode, and its tokenizer; errors as `open_model`."""
+    opened = open_model(folder, tokenizer)
+    with torch.device("meta"):
+        model = GPT(opened.config, opened.tokenizer.vocab_size)
+    model = model.to(dtype).to_empty(device=device)
+    opened.fill(model)
+    return model.eval(), opened.tokenizer
+
+
+def _open_checkpoint(path: Path, tokenizer: TokenizerConfig | None) -> OpenedModel:
+    state = checkpoint.read_state(path)
+    settings = state.configuration
+    if not {"model", "tokenizer", "data"} <= settings.keys():
+        raise InputError(f"{path}: says too little of its model: it was saved by another program")
+    beside = path.parent / BESIDE
+    chosen = tokenizer or (tokenizer_in(beside) if beside.is_dir() else None)
+    if chosen is None:
+        saved = _section(TokenizerConfig, settings["tokenizer"], path)
+        chosen = tokenizer_of(settings["data"].get("data_cache_path"), saved)
+    built = build_tokenizer(chosen)
+    if built.fingerprint != state.tokenizer:
+        raise InputError(
+            f"the checkpoint {path} was trained with another tokenizer (fingerprint "
+            f"{state.tokenizer[:12]}) than {built.name} of {chosen.tokenizer_model or 'its flags'} "
+            f"({built.fingerprint[:12]}): give the one it was trained with"
+        )
+    described = None
+    if is_hugging_face(beside):
+        described = read_settings(read_config(beside), str(beside / CONFIG))
+    return OpenedModel(
+        path=path,
+        config=_section(ModelConfig, settings["model"], path),
+        tokenizer=built,
+        tokenizer_config=chosen,
+        weights=CheckpointWeights(path),
+        described=described,
+    )
+
+
+def _open_gguf(
+    path: Path, tokenizer: TokenizerConfig | None, multiple: int | None
+) -> OpenedModel:
+    model = gguf.GgufModel(path)
+    with ExitStack() as stack:
+        if tokenizer is None:
+            files = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            model.save_tokenizer(files)
+            tokenizer = tokenizer_in(files)
+        return _foreign(path, model.config, model, tokenizer, multiple)
+
+
+def _foreign(
+    path: Path,
+    content: dict[str, Any],
+    tensors: Tensors,
+    chosen: TokenizerConfig | None,
+    multiple: int | None,
+) -> OpenedModel:
+    described = read_settings(content, str(path / CONFIG) if path.is_dir() else str(path))
+    if chosen is None:
+        log.info("%s brings no tokenizer: token ids are numbers (NullTokenizer)", path)
+        chosen = TokenizerConfig(
+            tokenizer_type="NullTokenizer", vocab_size=described.vocab_rows
+        )
+    tokenizer = build_tokenizer(chosen)
+    model = _fit_vocabulary(described, tokenizer.vocab_size, multiple, path)
+    table = TABLES[described.family.name]
+    padded = model.padded_vocab_size(tokenizer.vocab_size)
+    return OpenedModel(
+        path=path,
+        config=model,
+        tokenizer=tokenizer,
+        tokenizer_config=chosen,
+        weights=ForeignWeights(tensors, table, model, described.vocab_rows, padded),
+        described=described,
+    )
+
+
+def _fit_vocabulary(
+    described: Described, entries: int, multiple: int | None, path: Path
+) -> ModelConfig:
+    """The model with a padding that makes of the tokenizer's `entries` the rows there are.
+
+    So the softmax is over the same rows as theirs; a `multiple` that is given adds rows of zeros.
+    """
+    rows = described.vocab_rows
+    if entries > rows:
+        raise InputError(
+            f"{path}: the tokenizer has {entries} entries, but the model only {rows} rows for them"
+        )
+    padded = [
+        replace(described.model, make_vocab_size_divisible_by=number)
+        for number in ((*MULTIPLES, rows) if multiple is None else (multiple,))
+    ]
+    sizes = [model.padded_vocab_size(entries) for model in padded]
+    if multiple is None:
+        return padded[sizes.index(rows)]
+    if sizes[0] < rows:
+        raise InputError(
+            f"{path}: the tokenizer's {entries} entries in a multiple of {multiple} are {sizes[0]} "
+            f"rows, but the model has {rows}: give a larger multiple, or leave it out"
+        )
+    return padded[0]
+
+
+def _section(kind: type, values: dict[str, Any], path: Path) -> Any:
+    known = {item.name for item in dataclasses.fields(kind)}
+    unknown = sorted(values.keys() - known)
+    if unknown:
+        raise InputError(f"{path} has unknown settings: {', '.join(unknown)}")
+    return kind(**values)
