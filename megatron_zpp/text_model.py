@@ -24,7 +24,7 @@ from zeropp.topology import Environment
 from zeropp.unison import from_first, in_unison
 
 DTYPES = ("fp32", "bf16", "fp16")
-PATIENCE = 60 * 24 * 365  # minutes that the other ranks wait for the first: a person may think
+PATIENCE = 60 * 24 * 20  # minutes that ranks wait for the first: a person may think; in ms 31 bits
 
 log = logging.getLogger("megatron_zpp")
 
@@ -121,7 +121,7 @@ def open_text_model(
         return _text_model(config, opened, _built(config, opened, pick_device(environment)))
     zero = ZeroConfig.from_json(config.deepspeed_config or {}, _defaults(config))
     ranks = join_ranks(environment, ParallelConfig(distributed_timeout_minutes=PATIENCE))
-    opened = ranks.rank_zero_first(lambda: open_model(config.load, chosen))
+    opened = open_model(config.load, chosen)
     model = _on_meta(config, opened)
     sharding = shard(model, ranks.mesh, zero, cast_forward_inputs=False)
     model.to_empty(device="cpu" if zero.offloads_weights else ranks.device)

@@ -40,8 +40,8 @@ HISTORY = ".megatron_zpp_history"  # in the home folder
 MOST_HISTORY = 1000
 ASK = "> "
 # What a terminal would obey: control characters, but for tabs and new lines.
-UNPRINTABLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(9), *range(11, 32), 127)}
-UNPRINTABLE |= {code: "\N{REPLACEMENT CHARACTER}" for code in range(128, 160)}
+CONTROLS = (*range(9), *range(11, 32), *range(127, 160))
+UNPRINTABLE = dict.fromkeys(CONTROLS, "\N{REPLACEMENT CHARACTER}")
 
 Kind = TypeVar("Kind", bound=Section)
 
