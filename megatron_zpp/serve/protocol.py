@@ -157,7 +157,7 @@ class Answer:
 def _fields(body: bytes, known: frozenset[str], model: TextModel) -> dict[str, Any]:
     try:
         fields = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ApiError("the body is not a JSON object")
