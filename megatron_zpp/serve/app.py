@@ -28,7 +28,8 @@ PAGE = Path(__file__).with_name("page.html")
 MAX_BODY = 8 * 2**20  # bytes
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
-    "script-src 'unsafe-inline'; img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'",
+    "script-src 'unsafe-inline'; img-src data:; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'",
     "X-Content-Type-Options": "nosniff",
 }
 DONE = "data: [DONE]\n\n"
