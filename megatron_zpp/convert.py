@@ -21,6 +21,7 @@ from megatron_zpp.hugging_face.forms import Sizes
 from megatron_zpp.hugging_face.settings import family_of, read_settings, write_settings
 from megatron_zpp.hugging_face.table import TABLES
 from megatron_zpp.hugging_face.tokenizer_files import (
+    GENERATION,
     copy_files,
     settings_folder,
     tokenizer_in,
@@ -86,15 +87,21 @@ def export_model(
     """
     if is_hugging_face(output) or any(output.glob(f"*{SUFFIX}")):
         raise InputError(f"--to-hf {output} holds a model already: name another folder")
-    known = _described_beside(opened)
-    rows = known["vocab_size"] if known else opened.tokenizer.vocab_size
-    content = known or write_settings(opened.config, rows, opened.tokenizer.eod)
+    origin = _origin(opened)
+    rows = opened.tokenizer.vocab_size
+    if origin is not None:
+        content = read_config(origin)
+        rows = read_settings(content, str(origin / CONFIG)).vocab_rows
+    else:
+        content = write_settings(opened.config, rows, opened.tokenizer.eod)
     table = TABLES[family_of(opened.config).name]
     padded = opened.config.padded_vocab_size(opened.tokenizer.vocab_size)
     sizes = Sizes(model=opened.config, vocab_rows=rows, padded_rows=padded)
     items = foreign_items(opened.weights, table, sizes, DTYPES[dtype] if dtype else None)
     output.mkdir(parents=True, exist_ok=True)
     paths = write_safetensors(output / ONE_FILE, items, {"format": "pt"}, most)
+    if origin is not None:
+        copy_files(origin, output, (GENERATION,))
     if not write_tokenizer(opened.tokenizer_config, opened.tokenizer, output):
         log.warning("%s has no files that Hugging Face's libraries read: the folder has no "
                     "tokenizer", opened.tokenizer.name)  # fmt: skip
@@ -129,18 +136,17 @@ def _bring(opened: OpenedModel, source: Path, beside: Path) -> dict[str, Any]:
     return read_config(source)
 
 
-def _described_beside(opened: OpenedModel) -> dict[str, Any] | None:
-    """The config.json that the model came with, if it still describes it."""
-    nearby = opened.path.parent / BESIDE
-    folder = nearby if is_hugging_face(nearby) else settings_folder(opened.tokenizer_config)
+def _origin(opened: OpenedModel) -> Path | None:
+    """The folder with the config.json that the model came with, if it still describes it."""
+    beside = opened.path.parent / BESIDE
+    folder = beside if is_hugging_face(beside) else settings_folder(opened.tokenizer_config)
     if folder is None or not is_hugging_face(folder):
         return None
-    content = read_config(folder)
-    described = read_settings(content, str(folder / CONFIG))
+    described = read_settings(read_config(folder), str(folder / CONFIG))
     if _essence(described.model) != _essence(opened.config):
         log.info("%s describes another model and is not used", folder / CONFIG)
         return None
-    return {**content, "vocab_size": described.vocab_rows}
+    return folder
 
 
 def _essence(model: ModelConfig) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from megatron_zpp.command_line import read, vocabulary
 from megatron_zpp.config import DataConfig, TokenizerConfig
 from megatron_zpp.config.spoken import SHORTHANDS
 from tools.consolidate import ConsolidateConfig
+from tools.convert_hf import ConvertConfig
 from tools.dump_samples import DumpConfig
+from tools.fetch_smollm2 import FetchConfig
 from tools.inspect_dataset import InspectConfig
 from tools.merge_datasets import MergeConfig
 from tools.preprocess_data import PreprocessConfig
@@ -35,6 +37,8 @@ PRETRAIN = ("pretrain_gpt.py", "pretrain_zeropp_gpt.py")
 SECTIONS = {
     "tools/preprocess_data.py": (PreprocessConfig, TokenizerConfig),
     "tools/consolidate.py": (ConsolidateConfig,),
+    "tools/convert_hf.py": (ConvertConfig, TokenizerConfig),
+    "tools/fetch_smollm2.py": (FetchConfig,),
     "tools/dump_samples.py": (DumpConfig, DataConfig, TokenizerConfig),
     "tools/inspect_dataset.py": (InspectConfig, TokenizerConfig),
     "tools/merge_datasets.py": (MergeConfig,),

@@ -11,11 +11,11 @@ from megatron_zpp.tokenizer import Tokenizer
 from zeropp.atomic import write_atomically
 
 FAST, VOCABULARY, MERGES, PIECES = "tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model"
-SETTINGS = "tokenizer_config.json"
+SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 FILES = (
     FAST, VOCABULARY, MERGES, PIECES, SETTINGS,
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
-    "generation_config.json",
+    GENERATION,
 )  # fmt: skip
 TYPES_WITH_TOKENIZER_JSON = ("HFTokenizer", "HuggingFaceTokenizer")
 

@@ -1,0 +1,88 @@
+"""A real pretrained model, SmolLM2-135M: in, compared with Hugging Face, and out again.
+
+Needs the 98 MB that `make smollm2` fetches; skipped without them.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from megatron_zpp.convert import export_model, import_model
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.open_model import OpenedModel, load_model
+from tests.documents import ROOT
+from tools.fetch_smollm2 import NAME
+
+FILE = ROOT / "runs" / "models" / NAME
+TEXT = ROOT / "LICENSE"
+TOKENS, NEW_TOKENS = 1024, 64
+# Logits reach 43. Two fp32 forward passes differ by rounding: root mean square 1.2e-5 here, each
+# being 0.9e-5 from fp64; the largest of 50 million such differences is 6 to 11e-5 by the text.
+CLOSE, NEVER = 1e-4, 2e-4
+SHARE = 1e-6  # of logits that may be further apart than CLOSE
+
+pytestmark = pytest.mark.skipif(not FILE.exists(), reason="make smollm2 fetches the model")
+
+
+@pytest.fixture(scope="module")
+def theirs() -> PreTrainedModel:
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    where = {"pretrained_model_name_or_path": FILE.parent, "gguf_file": FILE.name}
+    return AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def imported(theirs: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
+    return import_model(FILE, tmp_path_factory.mktemp("smollm2") / "save")
+
+
+@pytest.fixture(scope="module")
+def ours(imported: OpenedModel) -> Iterator[GPT]:
+    model, _ = load_model(imported.path)
+    with torch.no_grad():
+        yield model
+
+
+@pytest.fixture(scope="module")
+def tokens(imported: OpenedModel) -> Tensor:
+    ids = imported.tokenizer.encode(TEXT.read_text())
+    return torch.tensor([ids[:TOKENS]])
+
+
+def test_logits(ours: GPT, theirs: PreTrainedModel, tokens: Tensor) -> None:
+    assert tokens.shape == (1, TOKENS)
+    found = ours(tokens).sub_(theirs(tokens).logits).abs_()
+    assert found.shape == (1, TOKENS, 49152)
+    assert found.max() < NEVER
+    assert (found > CLOSE).sum() < SHARE * found.numel()
+    assert found.square().mean().sqrt() < CLOSE / 5
+
+
+def test_greedy_text(
+    ours: GPT, theirs: PreTrainedModel, imported: OpenedModel, tokens: Tensor
+) -> None:
+    """Ours, given their text, would write each next token of it: so it would write that text."""
+    start = tokens[:, :40]
+    text = theirs.generate(start, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
+    assert text.shape == (1, 40 + NEW_TOKENS)
+    assert ours(text)[:, 39:-1].argmax(-1).tolist() == text[:, 40:].tolist()
+    assert imported.tokenizer.decode(text[0].tolist()).startswith(TEXT.read_text()[:60])
+
+
+def test_out_again(imported: OpenedModel, theirs: PreTrainedModel, tmp_path: Path) -> None:
+    export_model(imported, tmp_path)
+    tensors, wanted = load_file(tmp_path / "model.safetensors"), theirs.state_dict()
+    assert wanted.keys() - tensors.keys() == {"lm_head.weight"}  # tied
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in tensors.items())
+    text = TEXT.read_text()[:2000]
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again(text)["input_ids"] == imported.tokenizer.encode(text)
+    assert again.chat_template
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(t, wanted[name]) for name, t in loaded.state_dict().items())
