@@ -16,7 +16,7 @@ from megatron_zpp.config.flag import Section, flag, flags
 from megatron_zpp.generate import Piece, Request, check, stream
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.open_model import OpenedModel, open_model
-from megatron_zpp.parallel.mesh import join_ranks
+from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.tokenizer import Tokenizer
 from zeropp import InputError, Sharding, ZeroConfig, shard
 from zeropp.process_group import pick_device
@@ -119,8 +119,16 @@ def open_text_model(
             log.info("--deepspeed-config has no effect on one rank: nothing is sharded")
         opened = open_model(config.load, chosen)
         return _text_model(config, opened, _built(config, opened, pick_device(environment)))
-    zero = ZeroConfig.from_json(config.deepspeed_config or {}, _defaults(config))
     ranks = join_ranks(environment, ParallelConfig(distributed_timeout_minutes=PATIENCE))
+    return shard_text_model(config, chosen, ranks)
+
+
+def shard_text_model(
+    config: TextModelConfig, chosen: TokenizerConfig | None, ranks: Ranks
+) -> TextModel:
+    """The model sharded over ranks that have met; all of them call it. Raises InputError."""
+    with in_unison():
+        zero = ZeroConfig.from_json(config.deepspeed_config or {}, _defaults(config))
     opened = open_model(config.load, chosen)
     model = _on_meta(config, opened)
     sharding = shard(model, ranks.mesh, zero, cast_forward_inputs=False)
