@@ -5,7 +5,9 @@ take part in what it begins: each of them holds a shard of the weights.
 """
 
 import logging
+import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,11 +73,15 @@ class TextModel:
         return self._pieces(tuple(requests), is_cancelled)
 
     def follow(self) -> None:
-        """On every rank but the first: take part in all that it does, until it closes."""
-        while (requests := from_first(None)) is not None:
-            for _ in stream(self.model, self.tokenizer, requests):
-                pass
-            self._release()
+        """On every rank but the first: take part in all that it does, until it closes.
+
+        Signals to end are the first rank's to answer. To be called in the main thread.
+        """
+        with _deaf():
+            while (requests := from_first(None)) is not None:
+                for _ in stream(self.model, self.tokenizer, requests):
+                    pass
+                self._release()
 
     def close(self) -> None:
         """On the first rank: let the others end."""
@@ -143,6 +149,17 @@ def _lent(pieces: Iterator[Piece]) -> Iterator[Piece]:
     """The pieces; `pieces` itself is not closed by whoever stops listening."""
     for piece in pieces:  # noqa: UP028, `yield from` would close it
         yield piece
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Launchers tell all ranks to end at once, which would leave the first one waiting for us."""
+    before = {one: signal.signal(one, signal.SIG_IGN) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _defaults(config: TextModelConfig) -> dict[str, object]:

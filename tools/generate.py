@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
@@ -227,13 +228,9 @@ class Conversation:
     def hold(self) -> None:
         """Talk until end of file or /quit; Ctrl-C ends a text, or leaves a line."""
         print(f"{self._model.name}: type a prompt; /help lists what else there is")
-        history = _history()
-        try:
+        with _history():
             while (line := self._line()) is not None:
                 self._answer(line)
-        finally:
-            if history is not None:
-                history()
 
     def _line(self) -> str | None:
         while True:
@@ -338,20 +335,29 @@ def _batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
         yield batch
 
 
-def _history() -> Any:
-    """Let the arrow keys bring back earlier lines; returns what saves them, None if there is none.
+@contextmanager
+def _history() -> Iterator[None]:
+    """Let the arrow keys bring back earlier lines, also those of earlier times.
 
     The module is imported here: it changes how `input` works, and Windows has none.
     """
     try:
         import readline
     except ImportError:
-        return None
+        yield
+        return
     path = Path.home() / HISTORY
-    if path.exists():
-        readline.read_history_file(path)
     readline.set_history_length(MOST_HISTORY)
-    return lambda: readline.write_history_file(path)
+    try:
+        if path.exists():
+            readline.read_history_file(path)
+    except OSError as error:
+        logging.warning("earlier lines cannot be read: %s: %s", path, error.strerror)
+    yield
+    try:
+        readline.write_history_file(path)
+    except OSError as error:
+        logging.warning("these lines cannot be kept: %s: %s", path, error.strerror)
 
 
 if __name__ == "__main__":

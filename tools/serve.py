@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +34,6 @@ from zeropp.topology import Environment  # noqa: E402
 
 USAGE = "usage: python tools/serve.py --load FOLDER [--port N] [flags]"
 SECTIONS = (TextModelConfig, ServeConfig, TokenizerConfig)
-GRACE_SECONDS = 3  # for answers under way, when the server is told to end
 
 Kind = TypeVar("Kind", bound=Section)
 
@@ -62,18 +62,18 @@ def run(argv: Sequence[str], environment: Environment) -> None:
     """Open the model on all ranks; the first one listens."""
     typed = read(argv, vocabulary(SECTIONS, ()))
     model_config, config, tokenizer = (_section(kind, typed) for kind in SECTIONS)
-    web = _web()
+    app = _app()
     model = open_text_model(model_config, tokenizer, environment)
     if environment.rank:
         model.follow()
         return
     try:
-        listen(model, config, *web)
+        listen(model, config, app)
     finally:
         model.close()
 
 
-def listen(model: TextModel, config: ServeConfig, app: Any, uvicorn: Any) -> None:
+def listen(model: TextModel, config: ServeConfig, app: ModuleType) -> None:
     """Serve on the first rank; says where once clients can connect."""
     template = ChatTemplate.find(model.chat_folder)
     try:
@@ -86,11 +86,7 @@ def listen(model: TextModel, config: ServeConfig, app: Any, uvicorn: Any) -> Non
     worker = Worker(model, config.max_waiting)
     try:
         application = app.make_app(model, worker, template, config.max_texts)
-        server = uvicorn.Server(
-            uvicorn.Config(
-                application, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS
-            )
-        )
+        server = app.Server(application, worker)
         host = f"[{config.host}]" if ":" in config.host else config.host
         print(f"serving {model.name} at http://{host}:{listener.getsockname()[1]}", flush=True)
         server.run(sockets=[listener])
@@ -99,13 +95,14 @@ def listen(model: TextModel, config: ServeConfig, app: Any, uvicorn: Any) -> Non
         listener.close()
 
 
-def _web() -> tuple[Any, Any]:
-    """Our application's module and uvicorn; what they need is an extra."""
+def _app() -> ModuleType:
+    """`megatron_zpp.serve.app`; the packages that it needs are an extra."""
     try:
-        return import_module("megatron_zpp.serve.app"), import_module("uvicorn")
+        return import_module("megatron_zpp.serve.app")
     except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
         raise InputError(
-            f'the server needs the package {missing.name}: pip install "megatron-zpp[serve]"'
+            f'the server needs the package {package}: pip install "megatron-zpp[serve]"'
         ) from None
 
 

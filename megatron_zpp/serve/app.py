@@ -5,7 +5,9 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import FrameType
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -13,7 +15,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from megatron_zpp.chat import ChatTemplate
-from megatron_zpp.generate import Piece
+from megatron_zpp.generate import CANCELLED, Piece
 from megatron_zpp.serve.protocol import (
     Answer,
     ApiError,
@@ -33,6 +35,23 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 DONE = "data: [DONE]\n\n"
+ENDING = ApiError("the server is ending", status=503)
+GRACE_SECONDS = 3  # for connections that are open when the server is told to end
+
+
+class Server(uvicorn.Server):
+    """Serves `app`; told to end, it gives up what the model is writing, and says so to clients."""
+
+    def __init__(self, app: Starlette, worker: Worker) -> None:
+        super().__init__(
+            uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)
+        )
+        self._worker = worker
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """On SIGINT and SIGTERM."""
+        self._worker.give_up()
+        super().handle_exit(sig, frame)
 
 
 def make_app(
@@ -120,8 +139,8 @@ class Routes:
         async with _listening(request, job):
             async for piece in job.pieces():
                 answer.add(piece)
-        if job.is_cancelled:  # nobody reads it
-            return Response(status_code=499)
+        if job.is_cancelled:  # or the client has left, and nobody reads this
+            raise ENDING
         return JSONResponse(answer.whole())
 
 
@@ -153,6 +172,11 @@ async def _events(request: Request, job: Job, answer: Answer) -> AsyncIterator[s
             async for piece in job.pieces():
                 for event in _piece_events(answer, piece):
                     yield event
+            if job.is_cancelled:
+                raise ENDING
+        except ApiError as error:
+            yield _event(error.body)
+            return
         except Exception as error:
             yield _event(ApiError(f"the model failed: {error}", status=500).body)
             return
@@ -163,7 +187,7 @@ async def _events(request: Request, job: Job, answer: Answer) -> AsyncIterator[s
 
 def _piece_events(answer: Answer, piece: Piece) -> list[str]:
     answer.add(piece)
-    chunk = answer.chunk(piece)
+    chunk = None if piece.finish == CANCELLED else answer.chunk(piece)
     return [] if chunk is None else [_event(chunk)]
 
 

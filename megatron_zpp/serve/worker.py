@@ -90,11 +90,15 @@ class Worker:
         self._jobs.put(job)
         return job
 
-    def close(self) -> None:
-        """Give up what runs and what waits, and end the thread."""
+    def give_up(self) -> None:
+        """End what runs, before its next token, and run nothing more."""
         self._closed = True
         if running := self._running:
             running.cancel()
+
+    def close(self) -> None:
+        """Give up, and end the thread."""
+        self.give_up()
         self._jobs.put(None)
         self._thread.join()
 
@@ -104,7 +108,9 @@ class Worker:
             torch.cuda.set_device(device)  # is of a thread
         while (job := self._jobs.get()) is not None:
             self._running = job
-            if not (self._closed or job.is_cancelled):
+            if self._closed:
+                job.cancel()
+            if not job.is_cancelled:
                 self._write(job)
             self._running = None
             with self._lock:
