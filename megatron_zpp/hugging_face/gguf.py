@@ -11,6 +11,7 @@ from megatron_zpp.tokenizer.base import load_package
 from zeropp.errors import InputError
 
 SUFFIX = ".gguf"
+PACKAGES = ("gguf", "accelerate", "transformers")
 
 
 class GgufModel:
@@ -22,9 +23,7 @@ class GgufModel:
     def __init__(self, path: Path) -> None:
         self.place = str(path)
         needed_by = f"reading {path.name}"
-        for package in ("gguf", "accelerate"):
-            load_package(package, needed_by)
-        transformers = load_package("transformers", needed_by)
+        transformers = [load_package(package, needed_by) for package in PACKAGES][-1]
         if not path.is_file():
             raise InputError(f"{path}: no such file")
         where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}

@@ -5,6 +5,7 @@ Versions before 5 of transformers write `rope_theta` and `rope_scaling`, later o
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.config import ModelConfig
@@ -12,7 +13,7 @@ from megatron_zpp.model.layers import FAST_TURNS, SLOW_TURNS, TRAINED_POSITIONS
 from zeropp.errors import InputError
 
 DEFAULT_BASE = 10000.0
-KNOWN = ("default", "llama3")
+KINDS = ("default", "llama3")
 FIXED = (  # of llama3's settings, those that --use-rope-scaling implies
     ("low_freq_factor", SLOW_TURNS),
     ("high_freq_factor", FAST_TURNS),
@@ -20,23 +21,39 @@ FIXED = (  # of llama3's settings, those that --use-rope-scaling implies
 )
 
 
-def read_rope(content: Mapping[str, Any], place: str) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """What a family calls the base and the share of turned channels; the share not written."""
+
+    base: str
+    part: str
+    default_part: float
+    kinds: tuple[str, ...] = KINDS
+
+
+LLAMA = Keys(base="rope_theta", part="partial_rotary_factor", default_part=1.0)
+NEOX = Keys(base="rotary_emb_base", part="rotary_pct", default_part=0.25, kinds=KINDS[:1])
+
+
+def read_rope(content: Mapping[str, Any], keys: Keys, place: str) -> dict[str, Any]:
     """The fields of ModelConfig; InputError for another kind of scaling, named with the known."""
     new = content.get("rope_parameters") or {}
     scaling = content.get("rope_scaling") or new
-    base = new.get("rope_theta", content.get("rope_theta", DEFAULT_BASE))
+    base = new.get("rope_theta", content.get(keys.base, DEFAULT_BASE))
     if not isinstance(base, int | float) or base < 1 or int(base) != base:
         raise InputError(f"{place}: rope_theta is {base!r}; expected a whole number")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in KNOWN:
+    if kind not in keys.kinds:
         raise InputError(
             f"{place}: rotary positions of type {kind!r} are not known here; known are "
-            f"{', '.join(KNOWN)}"
+            f"{', '.join(keys.kinds)}"
         )
-    part = new.get("partial_rotary_factor", content.get("partial_rotary_factor", 1.0))
-    if part not in (None, 1.0):
-        raise InputError(f"{place}: partial_rotary_factor is {part!r}; only 1.0 is known here")
-    fields = {"rotary_base": int(base)}
+    part = new.get("partial_rotary_factor", content.get(keys.part, keys.default_part))
+    is_share = isinstance(part, int | float) and 0 < part <= 1
+    if not is_share or (keys == LLAMA and part != 1):
+        known = "1.0 is" if keys == LLAMA else "a share of 1 is"
+        raise InputError(f"{place}: {keys.part} is {part!r}; only {known} known here")
+    fields = {"rotary_base": int(base), "rotary_percent": float(part)}
     if kind == "llama3":
         for key, only in FIXED:
             if scaling.get(key) != only:
@@ -48,9 +65,12 @@ def read_rope(content: Mapping[str, Any], place: str) -> dict[str, Any]:
     return fields
 
 
-def write_rope(model: ModelConfig) -> dict[str, Any]:
+def write_rope(model: ModelConfig, keys: Keys) -> dict[str, Any]:
     """The keys of a config.json that say how our model's positions turn."""
-    scaling = None
+    content = {keys.base: float(model.rotary_base)}
+    if keys.default_part != 1:
+        content[keys.part] = model.rotary_percent
     if model.use_rope_scaling:
         scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **dict(FIXED)}
-    return {"rope_theta": float(model.rotary_base), "rope_scaling": scaling}
+        content["rope_scaling"] = scaling
+    return content

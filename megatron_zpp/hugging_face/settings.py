@@ -42,12 +42,13 @@ class Family:
     name: str
     class_name: str
     settings: tuple[Setting, ...]
-    theirs: Mapping[str, Any]
+    theirs: Mapping[str, tuple[Any, Any]]  # key -> what it must be, what it is if not written
     ours: Mapping[str, Any]
     activation: tuple[str, str | None]  # key and default; None: SwiGLU under this key
     biases: tuple[str, ...]  # keys that must agree; none: all layers have a bias
     vocab_size: int
     is_tied: bool
+    rotary: rope.Keys | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +76,9 @@ GPT2 = Family(
     ),
     theirs=MappingProxyType(
         {
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
+            "scale_attn_weights": (True, True),
+            "scale_attn_by_inverse_layer_idx": (False, False),
+            "add_cross_attention": (False, False),
         }
     ),
     ours=MappingProxyType(
@@ -125,6 +126,7 @@ LLAMA = Family(
     biases=("attention_bias", "mlp_bias"),
     vocab_size=32000,
     is_tied=False,
+    rotary=rope.LLAMA,
 )
 MISTRAL = replace(
     LLAMA,
@@ -135,12 +137,38 @@ MISTRAL = replace(
                               "max_position_embeddings": 131072}.get(one.theirs, one.default))
         for one in LLAMA.settings
     ),
-    theirs=MappingProxyType({"sliding_window": None}),
+    theirs=MappingProxyType({"sliding_window": (None, 4096)}),
     ours=MappingProxyType({**LLAMA.ours, "disable_bias_linear": True}),
     biases=(),
 )  # fmt: skip
-FAMILIES = (GPT2, LLAMA, MISTRAL)
-WRITTEN = (GPT2, LLAMA)  # a Mistral without a window is a Llama
+NEOX = Family(
+    name="gpt_neox",
+    class_name="GPTNeoXForCausalLM",
+    settings=(
+        Setting("num_hidden_layers", "num_layers", 44),
+        Setting("hidden_size", "hidden_size", 6144),
+        Setting("num_attention_heads", "num_attention_heads", 64),
+        Setting("intermediate_size", "ffn_hidden_size", 24576),
+        Setting("max_position_embeddings", "max_position_embeddings", 2048),
+        Setting("layer_norm_eps", "layernorm_epsilon", 1e-5),
+        Setting("initializer_range", "init_method_std", 0.02),
+        Setting("attention_dropout", "attention_dropout", 0.0),
+        Setting("hidden_dropout", "hidden_dropout", 0.0),
+    ),
+    theirs=MappingProxyType(
+        {"use_parallel_residual": (False, True), "attention_bias": (True, True)}
+    ),
+    ours=MappingProxyType(
+        {**GPT2.ours, "position_embedding_type": "rope", "use_rope_scaling": False}
+    ),
+    activation=("hidden_act", "gelu"),
+    biases=(),
+    vocab_size=50432,
+    is_tied=False,
+    rotary=rope.NEOX,
+)
+FAMILIES = (GPT2, LLAMA, MISTRAL, NEOX)
+WRITTEN = (GPT2, LLAMA, NEOX)  # a Mistral without a window is a Llama
 
 
 def read_settings(content: Mapping[str, Any], place: str) -> Described:
@@ -153,18 +181,19 @@ def read_settings(content: Mapping[str, Any], place: str) -> Described:
     family = _family(content, place)
     if content.get(QUANTIZED):
         raise InputError(f"{place}: {QUANTIZED}: weights of few bits are not read; dequantize them")
-    for key, only in family.theirs.items():
-        if content.get(key, only) != only:
-            raise InputError(f"{place}: {key} is {content[key]!r}; only {only!r} is known here")
+    for key, (only, default) in family.theirs.items():
+        if content.get(key, default) != only:
+            given = content.get(key, default)
+            raise InputError(f"{place}: {key} is {given!r}; only {only!r} is known here")
     values: dict[str, Any] = {
         one.ours: _number(content, one, place) for one in family.settings
     }
     values |= {key: value for key, value in family.ours.items() if value is not None}
     values |= _activation(family, content, place)
     values |= _biases(family, content, place)
-    if family.ours["position_embedding_type"] == "rope":
-        values |= rope.read_rope(content, place)
-        values["hidden_dropout"] = 0.0
+    if family.rotary is not None:
+        values |= rope.read_rope(content, family.rotary, place)
+        values.setdefault("hidden_dropout", 0.0)
     tied = content.get("tie_word_embeddings", family.is_tied)
     values["untie_embeddings_and_output_weights"] = not tied
     values["seq_length"] = values["max_position_embeddings"]
@@ -213,8 +242,9 @@ def write_settings(model: ModelConfig, vocab_rows: int, end: int) -> dict[str, A
     content[key] = "silu" if default is None else _activation_name(model)
     for key in family.biases:
         content[key] = not model.disable_bias_linear
-    if model.position_embedding_type == "rope":
-        content |= rope.write_rope(model)
+    content |= {key: only for key, (only, _) in family.theirs.items()}
+    if family.rotary is not None:
+        content |= rope.write_rope(model, family.rotary)
     else:
         content["embd_pdrop"] = model.hidden_dropout
     content["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights

@@ -109,4 +109,25 @@ LLAMA = Table(
     ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
 )  # fmt: skip
 
-TABLES: Mapping[str, Table] = MappingProxyType({"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA})
+_LAYER = "gpt_neox.layers.{}."
+NEOX = Table(
+    rows=(
+        Row("tokens.weight", ("gpt_neox.embed_in.weight",), VOCABULARY),
+        *_both("blocks.{}.norm1", (_LAYER + "input_layernorm",), SAME, SAME),
+        *_both("blocks.{}.attention.qkv", (_LAYER + "attention.query_key_value",), SAME, SAME),
+        *_both("blocks.{}.attention.output", (_LAYER + "attention.dense",), SAME, SAME),
+        *_both("blocks.{}.norm2", (_LAYER + "post_attention_layernorm",), SAME, SAME),
+        *_both("blocks.{}.mlp.input", (_LAYER + "mlp.dense_h_to_4h",), SAME, SAME),
+        *_both("blocks.{}.mlp.output", (_LAYER + "mlp.dense_4h_to_h",), SAME, SAME),
+        *_both("norm", ("gpt_neox.final_layer_norm",), SAME, SAME),
+        Row("head.weight", ("embed_out.weight",), VOCABULARY),
+    ),
+    prefix="gpt_neox.",
+    embedding="gpt_neox.embed_in.weight",
+    ignored=r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",
+    head="embed_out.weight",
+)
+
+TABLES: Mapping[str, Table] = MappingProxyType(
+    {"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA, "gpt_neox": NEOX}
+)

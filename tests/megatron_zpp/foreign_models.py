@@ -5,11 +5,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -17,11 +20,20 @@ from transformers import (
     PreTrainedModel,
 )
 
+from megatron_zpp import checkpoint
+from megatron_zpp.config import Config, ModelConfig, TokenizerConfig
+from megatron_zpp.data.source import tokenizer_of
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.init import initialize
+from megatron_zpp.resume import architecture, settings
+from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
+
 ONE_FILE = "model.safetensors"
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
+NUMBERS = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=97)
 WORDS = "<|endoftext|> the cat sat on mat and a dog ran to it".split()
 
 
@@ -44,6 +56,16 @@ def mistral(**changes: object) -> PreTrainedModel:
     return drawn(MistralForCausalLM(MistralConfig(**sizes | changes)))
 
 
+def neox(**changes: object) -> PreTrainedModel:
+    """A GPT-NeoX whose attention comes before its MLP, all channels turned."""
+    sizes = dict(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=80, max_position_embeddings=48, use_parallel_residual=False,
+        rope_parameters={"partial_rotary_factor": 1.0, "rope_theta": 500.0}, eos_token_id=0,
+    )  # fmt: skip
+    return drawn(GPTNeoXForCausalLM(GPTNeoXConfig(**sizes | changes)))
+
+
 MODELS = {
     "gpt2": gpt2,
     "gpt2, untied, exact GELU": lambda: gpt2(
@@ -56,6 +78,11 @@ MODELS = {
     ),
     "llama 3.1": lambda: llama(rope_parameters=LLAMA3, head_dim=32),
     "mistral": mistral,
+    "gpt_neox": neox,
+    "gpt_neox, tied, a quarter turned": lambda: neox(
+        tie_word_embeddings=True, hidden_act="gelu_new",
+        rope_parameters={"partial_rotary_factor": 0.25, "rope_theta": 100.0},
+    ),
 }  # fmt: skip
 
 
@@ -104,12 +131,28 @@ def set_config(folder: Path, **entries: object) -> None:
 def add_tokenizer(folder: Path, words: list[str] = WORDS) -> None:
     """Put a tokenizer of whole words, the settings beside it and a chat template in a folder."""
     model = models.WordLevel({word: number for number, word in enumerate(words)}, words[0])
-    tokenizer = Tokenizer(model)
+    tokenizer = FastTokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": words[0]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
+
+
+def save_own(
+    model: ModelConfig, save: Path, chosen: TokenizerConfig = NUMBERS
+) -> tuple[Path, Tokenizer]:
+    """A checkpoint of a model of ours, and its tokenizer: 97 numbers, if no other is chosen."""
+    tokenizer = build_tokenizer(tokenizer_of(None, chosen))
+    gpt = GPT(model, tokenizer.vocab_size)
+    initialize(gpt, 5, model)
+    state = checkpoint.TrainingState(
+        iteration=3, consumed_samples=3, consumed_tokens=3, seed=1, world_size=1, stage=0,
+        tokenizer=tokenizer.fingerprint, architecture=architecture(model, tokenizer.vocab_size),
+        configuration=settings(Config(model=model, tokenizer=chosen)),
+    )  # fmt: skip
+    checkpoint.save(save, gpt, None, state)
+    return save, tokenizer
 
 
 def _llama_sizes(**more: int) -> dict[str, object]:

@@ -37,6 +37,8 @@ SETTINGS = """
 --position-embedding-type none        model.position_embedding_type "none"
 --rotary-percent 0.25                 model.rotary_percent 0.25
 --rotary-base 500000                  model.rotary_base 500000
+--use-rope-scaling                    model.use_rope_scaling true
+--use-rope-scaling --rope-scaling-factor 32   model.rope_scaling_factor 32.0
 --num-key-value-heads 2               model.num_query_groups 2
 --num-query-groups 2                  model.num_query_groups 2
 --group-query-attention               model.num_query_groups 1

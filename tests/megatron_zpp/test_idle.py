@@ -24,6 +24,8 @@ PAIRS = """
 --lr-warmup-init 1e-06 | | --lr-warmup-iters 3
 --recompute-num-layers 2 | | --checkpoint-activations
 --rotary-base 500 | | --use-rotary-position-embeddings
+--use-rope-scaling | | --use-rotary-position-embeddings
+--rope-scaling-factor 4 | | --use-rope-scaling --use-rotary-position-embeddings
 --split 9,1,0 | --mock-data | --data-path d
 --data-cache-path c | --mock-data | --data-path d
 --eval-interval 5 | --eval-iters 0 | --eval-iters 1

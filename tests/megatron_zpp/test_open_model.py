@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_zpp import checkpoint
 from megatron_zpp.config import ModelConfig, TokenizerConfig
 from megatron_zpp.convert import import_model
-from megatron_zpp.hugging_face.rope import read_rope
+from megatron_zpp.hugging_face import rope
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layers import rotary_table
 from megatron_zpp.open_model import load_model, open_model
@@ -115,9 +115,10 @@ def test_the_scaling_of_llama_3_1_is_transformers() -> None:
     """Both are fp32: angles up to 1 differ by a few units of 2^-24."""
     model = llama(rope_parameters=LLAMA3, head_dim=32)
     theirs = model.model.rotary_emb.inv_freq
-    fields = read_rope(model.config.to_dict(), "")
+    fields = rope.read_rope(model.config.to_dict(), rope.LLAMA, "")
     assert fields == {
-        "rotary_base": 5000, "use_rope_scaling": True, "rope_scaling_factor": 8.0,
+        "rotary_base": 5000, "rotary_percent": 1.0, "use_rope_scaling": True,
+        "rope_scaling_factor": 8.0,
     }  # fmt: skip
     plain = 1 / 5000 ** (torch.arange(0, 32, 2) / 32)
     moved = (theirs / plain - 1).abs() > 1e-3
