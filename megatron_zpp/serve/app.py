@@ -35,7 +35,6 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 DONE = "data: [DONE]\n\n"
-ENDING = ApiError("the server is ending", status=503)
 GRACE_SECONDS = 3  # for connections that are open when the server is told to end
 
 
@@ -140,7 +139,7 @@ class Routes:
             async for piece in job.pieces():
                 answer.add(piece)
         if job.is_cancelled:  # or the client has left, and nobody reads this
-            raise ENDING
+            raise _ending()
         return JSONResponse(answer.whole())
 
 
@@ -173,7 +172,7 @@ async def _events(request: Request, job: Job, answer: Answer) -> AsyncIterator[s
                 for event in _piece_events(answer, piece):
                     yield event
             if job.is_cancelled:
-                raise ENDING
+                raise _ending()
         except ApiError as error:
             yield _event(error.body)
             return
@@ -203,6 +202,10 @@ async def _body(request: Request) -> bytes:
             raise ApiError(f"the body is longer than {MAX_BODY:,} bytes", status=413)
         parts.append(part)
     return b"".join(parts)
+
+
+def _ending() -> ApiError:
+    return ApiError("the server is ending", status=503)
 
 
 async def _refused(request: Request, error: ApiError) -> Response:
