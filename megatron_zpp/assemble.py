@@ -175,7 +175,11 @@ def offloaded(config: Config) -> list[tuple[str, str]]:
     ratio = config.zero.zero_optimization.offload_optimizer.ratio
     part = "" if ratio == 1.0 else f" for {ratio:.0%} of the weights"
     shards = "\nand the shards, fetched for each use" if config.zero.offloads_weights else ""
-    return [("optimizer", f"on the host{part}: fp32 weights, gradients, moments, step{shards}")]
+    delay, late = config.zero.zeropp, ""
+    if delay.delayed_param_update:
+        late = f"\nbeside the next step, after {delay.delayed_param_update_warmup} steps"
+    what = "fp32 weights, gradients, moments, step"
+    return [("optimizer", f"on the host{part}: {what}{late}{shards}")]
 
 
 def products(rate: float | None) -> list[tuple[str, str]]:

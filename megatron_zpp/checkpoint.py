@@ -84,6 +84,7 @@ def save(
         state = replace(state, optimizer_saved=optimizer is not None and save_optimizer)
         if state.optimizer_saved:
             tensors |= named.optimizer_tensors(model, optimizer)
+            tensors |= named.tensors_behind(model, optimizer)
     path = _written(folder, tensors, state)
     if rank() == 0 and keep is not None:
         _prune(folder, state.iteration, keep)
@@ -126,15 +127,16 @@ def load(
             tensors = named.model_tensors(model, named.masters_of(optimizer))
             _check(path, state, named.shape_differences(tensors, saved), architecture)
             _check_tokenizer(path, state, tokenizer)
-            moments = {}
+            moments, behind = {}, {}
             if wants_optimizer:
                 moments = named.empty_optimizer_tensors(model, optimizer, saved)
+                behind = named.tensors_behind(model, optimizer, saved)
                 _check_optimizer(path, state)
         with without_remarks():
-            dcp.load({**tensors, **moments}, storage_reader=FileSystemReader(path))
+            dcp.load({**tensors, **moments, **behind}, storage_reader=FileSystemReader(path))
     if wants_optimizer:
         named.restore_optimizer(model, optimizer, moments)
-    named.masters_loaded(optimizer)
+    named.masters_loaded(optimizer, behind=bool(behind))
     return state
 
 

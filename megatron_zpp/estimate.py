@@ -357,9 +357,12 @@ def _on_host(plan: Plan) -> Counter:
     """What is offloaded: weights and gradients in fp32, moments, and rounded weights to send."""
     ratio = plan.config.zero.zero_optimization.offload_optimizer.ratio
     elements = round(ratio * sum(one.elements for one in plan.units))
-    own = 0 if plan.is_cpu and plan.compute.itemsize == WIDE else WIDE
-    staged = 0 if plan.is_cpu or plan.compute.itemsize == WIDE else plan.compute.itemsize
+    delayed = plan.config.zero.zeropp.delayed_param_update
+    own = 0 if plan.is_cpu and plan.compute.itemsize == WIDE and not delayed else WIDE
+    apart = delayed or not plan.is_cpu
+    staged = plan.compute.itemsize if apart and plan.compute.itemsize < WIDE else 0
     late = WIDE if not plan.is_cpu and plan.stage >= 2 and plan.micro_batches > 1 else 0
+    late += WIDE if delayed else 0
     return Counter(
         {
             WEIGHTS: (own + staged) * elements,

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_zpp.event_files import Axis
+from zeropp.named_tensors import settle
 from zeropp.optim.step import local_part
 
 MOMENTS = {"variance": "exp_avg_sq", "momentum": "exp_avg"}
@@ -20,6 +21,7 @@ def optimizer_states(optimizer: torch.optim.Optimizer) -> Mapping[str, float]:
     Every rank must call it: two small all-reduces. Parameters may be sharded over any part of the
     ranks; copies count once. A moment that does not exist yet counts as nothing.
     """
+    settle(optimizer)
     device = optimizer.param_groups[0]["params"][0].device
     sums = torch.zeros(2, len(KINDS), dtype=torch.float64, device=device)  # Σ|x|, Σx²
     peaks = torch.zeros(len(KINDS), dtype=torch.float64, device=device)

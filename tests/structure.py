@@ -48,7 +48,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "ground",
         ("zeropp.process_group", "zeropp.fsdp_adapter", "zeropp.quantize", "zeropp.traffic")
         + ("zeropp.rank", "zeropp.unison", "zeropp.named_tensors", "zeropp.deferred")
-        + ("zeropp.route", "zeropp.link"),
+        + ("zeropp.route", "zeropp.link", "zeropp.frozen"),
     ),
     (
         "operations",

@@ -59,6 +59,7 @@ def save(
         tensors = named.model_tensors(model, named.masters_of(optimizer))
         if optimizer is not None:
             tensors |= named.optimizer_tensors(model, optimizer)
+            tensors |= named.tensors_behind(model, optimizer)
         with without_remarks():
             dcp.save(tensors, storage_writer=FileSystemWriter(aside))
         with in_unison():
@@ -95,7 +96,7 @@ def load(
             saved = FileSystemReader(path).read_metadata()
             held = named.model_tensors(model, named.masters_of(optimizer))
             tensors = _fitting(path, held, saved, strict)
-            moments = {}
+            moments, behind = {}, {}
             with_moments = with_moments and optimizer is not None
             if with_moments:
                 if not state["optimizer_saved"]:
@@ -104,11 +105,12 @@ def load(
                         "load_optimizer_states=False"
                     )
                 moments = named.empty_optimizer_tensors(model, optimizer, saved)
+                behind = named.tensors_behind(model, optimizer, saved)
         with without_remarks():
-            dcp.load({**tensors, **moments}, storage_reader=FileSystemReader(path))
+            dcp.load({**tensors, **moments, **behind}, storage_reader=FileSystemReader(path))
     if with_moments:
         named.restore_optimizer(model, optimizer, moments)
-    named.masters_loaded(optimizer)
+    named.masters_loaded(optimizer, behind=bool(behind))
     return path, state
 
 

@@ -13,6 +13,8 @@ n*R + r. C = elements of one rank's padded shard of the unit, P = bytes of a pac
 | dequantized, reordered | (W, C), every rank    | after the outer hop          | (N, P')          |
 |                        |                       | summed in fp32               | (C,)             |
 
+Units with frozen weights that are stored quantized (zeropp/frozen.py) travel as bytes: those
+weights as they are stored, the others as numbers. A gather then neither quantizes nor dequantizes.
 *) What arrives here is hpZ's secondary copy. With it, a gather begins after this line.
 +) Divided by R here, and not at the end, where sums travel as fp16, which could not hold them.
 Sources: ZeRO++ (Wang et al. 2023), sections 3.1 to 3.3.
@@ -106,22 +108,30 @@ class WeightGather(_Allocates, fsdp.AllGather):
     def _hops(
         self, whole: torch.Tensor, shard: torch.Tensor, purpose: str, async_op: bool
     ) -> Hops:
-        layout = weight_layout(fsdp.own_pieces(self.unit), self.route, shard.dtype)
+        is_stored = shard.dtype == torch.uint8  # codes of frozen weights, and bytes of numbers
+        layout = None
+        if not is_stored:
+            layout = weight_layout(fsdp.own_pieces(self.unit), self.route, shard.dtype)
         version = self.copies.version if self.copies else 0
         rows = self.copies.get(self.unit) if self.copies else None
         if rows is None:
-            rows = quantize(shard.view(1, -1), layout)
+            rows = shard.view(1, -1)
+            rows = rows.clone() if is_stored else quantize(rows, layout)
             if self.outer:
-                arrived = rows.new_empty(self.outer.size, layout.packed_bytes)
+                arrived = rows.new_empty(self.outer.size, rows.shape[1])
                 yield self.outer.all_gather(arrived, rows, purpose, async_op=async_op)
                 rows = arrived
             if self.copies:
                 self.copies.keep(self.unit, rows, version)
         if self.inner:
-            arrived = rows.new_empty(self.inner.size * rows.shape[0], layout.packed_bytes)
+            arrived = rows.new_empty(self.inner.size * rows.shape[0], rows.shape[1])
             yield self.inner.all_gather(arrived, rows, purpose, async_op=async_op)
             rows = arrived
-        dequantize(rows, whole.view(len(rows), -1), layout, fold=self.route.inner)
+        if is_stored:
+            by_hop = self.route.inner, self.route.outer, -1
+            whole.view(by_hop[1], by_hop[0], -1).copy_(rows.view(by_hop).transpose(0, 1))
+        else:
+            dequantize(rows, whole.view(len(rows), -1), layout, fold=self.route.inner)
 
 
 class GradientMean(_Allocates, fsdp.ReduceScatter):

@@ -169,6 +169,11 @@ class ZeroConfig(Section):
         return self.zero_optimization.offload_param.device == "cpu"
 
     @property
+    def stores_frozen(self) -> bool:
+        """Whether frozen weights are stored quantized (MixZ++)."""
+        return self.zero_optimization.zero_quantized_nontrainable_weights
+
+    @property
     def compute_format(self) -> str:
         """What forward and backward compute in, as torch calls it."""
         if self.fp16.enabled:
@@ -257,19 +262,6 @@ class ZeroConfig(Section):
             raise InputError(_batch_error(self, world_size))
         return train, micro, steps
 
-    def require_available(self) -> None:
-        """Raise `InputError` naming the keys in use that this version cannot serve yet."""
-        later = [
-            f"{one.dotted} = {shown(self.value(one.dotted))}"
-            for one in _leaf_keys()
-            if one.facts.later and self.value(one.dotted) != one.default
-        ]
-        if later:
-            raise InputError(
-                f"{', '.join(later)}: not available yet; remove it to train with plain ZeRO "
-                f"(stages 0, 1, 2 and 3 are available)"
-            )
-
     def _was_given(self, one: Key) -> bool:
         inside = f"{one.dotted}."
         named = self.given | self.auto
@@ -347,6 +339,16 @@ RULES = (
         keys=(_ZERO + "offload_param.device", _ZERO + "offload_optimizer.ratio"),
         broken=lambda c: c.offloads_weights and c.zero_optimization.offload_optimizer.ratio < 1,
         why="a part of the optimizer on the device needs its weights there",
+    ),
+    Rule(
+        keys=(_ZERO + "zero_quantized_nontrainable_weights", _ZERO + "offload_param.device"),
+        broken=lambda c: c.stores_frozen and c.offloads_weights,
+        why="frozen weights that are stored quantized stay on the device",
+    ),
+    Rule(
+        keys=("zeropp.delayed_param_update", _ZERO + "offload_optimizer.device"),
+        broken=lambda c: c.zeropp.delayed_param_update and not c.offloads_optimizer,
+        why="the update that runs beside the next step is the CPU's; it needs the optimizer there",
     ),
     Rule(
         keys=_BATCH,

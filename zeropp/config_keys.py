@@ -16,8 +16,8 @@ class Facts:
     """What is known about one key besides its type and default.
 
     `idle`: why it has no effect; `needs`: the key without which it has none; `refused`: values that
-    exist in DeepSpeed and not here, with the reason; `later`: not available yet; `auto`: "auto" may
-    stand for it; `keys`: the names inside an object that is accepted whole and has no effect.
+    exist in DeepSpeed and not here, with the reason; `auto`: "auto" may stand for it; `keys`: the
+    names inside an object that is accepted whole and has no effect.
     `in_engine`: what `idle` is under `zeropp.initialize` where that differs, "" if honoured.
     """
 
@@ -27,7 +27,6 @@ class Facts:
     refused: Mapping[Any, str] = field(default_factory=dict)
     idle: str = ""
     needs: str = ""
-    later: bool = False
     auto: bool = False
     keys: tuple[str, ...] = ()
     in_engine: str | None = None

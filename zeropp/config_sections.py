@@ -60,7 +60,7 @@ class ZeroOptimization(Section):
     zero_quantized_weights: bool = key(False)
     zero_hpz_partition_size: int = key(1, minimum=1)
     zero_quantized_gradients: bool = key(False)
-    zero_quantized_nontrainable_weights: bool = key(False, later=True)
+    zero_quantized_nontrainable_weights: bool = key(False)
     offload_param: OffloadParam = key(OffloadParam())
     offload_optimizer: OffloadOptimizer = key(OffloadOptimizer())
 
@@ -196,16 +196,23 @@ class ActivationCheckpointing(Section):
 class Zeropp(Section):
     """What DeepSpeed's JSON cannot say.
 
-    A node is `ranks_per_node` ranks, as launched by default. `gradient_bits` is [within a node,
+    A node is `ranks_per_node` ranks, as launched by default. `nontrainable_weight_bits`: of frozen
+    weights that are stored quantized. `gradient_bits` is [within a node,
     across nodes]. `secondary_in_evaluation`: passes in eval() mode keep hpZ's copies, as training
-    does.
+    does. `delayed_param_update`: the host's update runs beside the next step, which computes with
+    the weights before it; not in the first `delayed_param_update_warmup` steps.
     """
 
     path: ClassVar[str] = "zeropp"
 
     ranks_per_node: int | None = key(None, minimum=1)
     weight_bits: int = key(8, choices=BITS, needs="zero_optimization.zero_quantized_weights")
+    nontrainable_weight_bits: int = key(
+        8, choices=(8, 4), needs="zero_optimization.zero_quantized_nontrainable_weights"
+    )
     gradient_bits: tuple[int, int] = key(
         (8, 4), choices=BITS, needs="zero_optimization.zero_quantized_gradients"
     )
     secondary_in_evaluation: bool = key(True)
+    delayed_param_update: bool = key(False)
+    delayed_param_update_warmup: int = key(40, minimum=0, needs="zeropp.delayed_param_update")

@@ -23,6 +23,7 @@ from zeropp import checkpoint
 from zeropp.config import ZeroConfig
 from zeropp.errors import InputError
 from zeropp.full_weights import save_weights
+from zeropp.mixz import quantize_nontrainable_params
 from zeropp.optim.loss_scale import LossScaler
 from zeropp.optim.step import optimizer_step
 from zeropp.sharding import Sharding
@@ -154,6 +155,16 @@ class Engine(nn.Module):
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage, 0 to 3."""
         return self.sharding.stage
+
+    def quantize_nontrainable_params(self) -> None:
+        """Store quantized what is frozen by now, and train what was added (MixZ++, LoRA).
+
+        For a model that was changed after `zeropp.initialize`; also `optimizer.`, as in DeepSpeed.
+        Raises InputError as `zeropp.mixz.quantize_nontrainable_params` does.
+        """
+        self.sharding = quantize_nontrainable_params(
+            self.sharding, self.config, self.optimizer, self.device
+        )
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of the last step's mean gradients, before clipping; None before a step."""

@@ -82,10 +82,13 @@ class Forecast:
     ) -> dict[str, int]:
         route, sent = self.weights, Counter()
         row = weight_layout(pieces, route, self.compute_dtype).packed_bytes
-        if route.is_flat:
-            row = sum(one.elements for one in pieces) * self.compute_dtype.itemsize
+        if route.is_flat or any(one.packed_bytes for one in pieces):
+            width = self.compute_dtype.itemsize
+            row = sum(one.packed_bytes or width * one.elements for one in pieces)
         if route.outer > 1:
             crossings = first if route.keeps else times
+            if route.keeps and not any(one.trainable for one in pieces):
+                crossings = 0  # but once in the run: nothing ever changes these weights
             _add(sent, route.outer_hop(position).gather_bytes(position, row), crossings)
         if route.inner > 1:
             arrived = row * route.outer

@@ -4,7 +4,7 @@ FSDP2 is the engine (docs/adr/0001): it gathers a unit's parameters before its f
 backward and reduces their gradients after. Everything of ours enters by its extension points.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor
 __all__ = [
     "ON_DEVICE", "AllGather", "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy",
     "OffloadPolicy", "Piece", "ReduceScatter", "after_backward", "backward_id", "forget_gathered",
-    "gather_ahead", "has_run", "in_backward", "may_be_stepped", "may_reduce_later", "own_pieces",
-    "shard_like", "shard_unit", "take_gradients", "use_all_gather", "use_reduce_scatter",
-    "watch_gradients",
+    "Shard", "gather_ahead", "has_run", "in_backward", "may_be_stepped", "may_reduce_later",
+    "own_pieces", "own_shards", "shard_like", "shard_unit", "store", "take_gradients",
+    "use_all_gather", "use_reduce_scatter", "watch_gradients",
 ]
 
 ON_DEVICE = OffloadPolicy()  # where shards lie, if not on the host
@@ -40,28 +40,49 @@ AHEAD = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One parameter's part in its unit's buffers: `elements` of one rank's padded shard."""
+    """One parameter's part in its unit's buffers: `elements` of one rank's padded shard.
+
+    packed_bytes: what travels of it where that is stored as codes; 0 where it is numbers.
+    """
 
     elements: int
     ndim: int
     trainable: bool
+    packed_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One parameter of a unit, and what this rank holds of it."""
+
+    elements: int  # of a padded shard
+    ndim: int
+    trainable: bool
+    local: torch.Tensor
+    parameter: object  # FSDP2's own
 
 
 def shard_unit(
-    unit: nn.Module,
+    unit: nn.Module | list[nn.Module],
     mesh: DeviceMesh,
     precision: MixedPrecisionPolicy,
     *,
     reshard_after_forward: bool,
     place: OffloadPolicy = ON_DEVICE,
+    ignored: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Make `unit` an FSDP unit in place: one gather before its forward, one reduction after."""
+    """Make `unit` an FSDP unit in place: one gather before its forward, one reduction after.
+
+    Several modules make one unit together; its collectives are then those of the first. `ignored`
+    are sharded by others.
+    """
     fully_shard(
         unit,
         mesh=mesh,
         mp_policy=precision,
         offload_policy=place,
         reshard_after_forward=reshard_after_forward,
+        ignored_params=set(ignored),
     )
 
 
@@ -95,9 +116,41 @@ def own_pieces(unit: FSDPModule) -> tuple[Piece, ...]:
             elements=one.padded_sharded_param_size.numel(),
             ndim=len(one._orig_size),
             trainable=one.sharded_param.requires_grad,
+            packed_bytes=_packed_bytes(one),
         )
         for one in _parameters(unit)
     )
+
+
+def own_shards(unit: FSDPModule) -> tuple[Shard, ...]:
+    """The unit's own parameters, in the order of its buffers; not within a pass."""
+    for group in _groups(unit):
+        group.reshard()
+    return tuple(
+        Shard(
+            elements=one.padded_sharded_param_size.numel(),
+            ndim=len(one._orig_size),
+            trainable=one.sharded_param.requires_grad,
+            local=one.sharded_param._local_tensor,
+            parameter=one,
+        )
+        for one in _parameters(unit)
+    )
+
+
+def store(shard: Shard, stored: torch.Tensor) -> None:
+    """Let `stored`, a tensor with FSDP2's hooks around gathers, be this rank's part.
+
+    What was gathered of the parameter before is forgotten. FSDP2 looks for hooks when it shards;
+    here they come later. `stored` tells the storage that FSDP2 compares with its own.
+    """
+    one = shard.parameter
+    one.sharded_param._local_tensor = stored
+    one._sharded_param_data = stored.packed
+    one._init_extensions()
+    one.all_gather_outputs = []
+    if hasattr(one, "_unsharded_param"):
+        del one._unsharded_param
 
 
 def in_backward(unit: FSDPModule) -> bool:
@@ -209,6 +262,11 @@ def watch_gradients(unit: FSDPModule) -> Callable[[], tuple[int, ...]]:
 
     unit.register_forward_pre_hook(watch)  # after FSDP2's own, which gathers the parameters
     return take
+
+
+def _packed_bytes(one: object) -> int:
+    local = one.sharded_param._local_tensor
+    return one._sharded_param_data.nbytes if hasattr(local, "fsdp_pre_all_gather") else 0
 
 
 def _parameters(unit: FSDPModule) -> list:

@@ -1,6 +1,7 @@
 """The console script `zeropp`: starts one rank per GPU of this machine, or N ranks on its CPU.
 
-    zeropp [--num_gpus N | --num_ranks N] [--ranks_per_node N] script.py [arguments of the script]
+    zeropp [--num_gpus N | --num_ranks N] [--ranks_per_node N] [--bind_cores_to_rank]
+           script.py [arguments of the script]
 
 A thin layer over torch's elastic agent: the ranks meet on a free port, a dead rank ends the others,
 SIGINT and SIGTERM go to the ranks, which get time to save. What the ranks print is all that is
@@ -22,10 +23,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from zeropp.errors import InputError
-from zeropp.topology import share_cores
+from zeropp.topology import cores, share_cores
 
 SAVE_SECONDS = 300  # for the ranks to save after SIGINT or SIGTERM, before SIGKILL
 ONE_MACHINE = "127.0.0.1"
+LOCAL_RANK = "${local_rank}"  # the agent puts the number in its place
 RANK_SCRIPT = Path(__file__).with_name("rank.py")
 
 
@@ -40,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     share_cores(num_ranks)
     logging.disable(logging.CRITICAL)  # torch's agent; the ranks have their own logs
-    program, *arguments = _command(options)
+    program, *arguments = _command(options, num_ranks)
     try:
         elastic_launch(_one_machine(num_ranks), program)(*arguments)
     except ChildFailedError as failed:
@@ -69,6 +71,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         type=int,
         metavar="N",
         help="treat every N ranks of this machine as one node",
+    )
+    parser.add_argument(
+        "--bind_cores_to_rank",
+        "--bind-cores-to-rank",
+        action="store_true",
+        help="keep each rank on cores of its own; not for two jobs on one machine",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="script.py ...")
     options, unknown = parser.parse_known_args(arguments)
@@ -107,15 +115,22 @@ def _check(options: argparse.Namespace, num_ranks: int) -> None:
     per_node = options.ranks_per_node
     if per_node is not None and (per_node < 1 or num_ranks % per_node):
         raise InputError(f"--ranks_per_node {per_node}: expected a divisor of {num_ranks} ranks")
+    if options.bind_cores_to_rank and num_ranks > len(cores()):
+        raise InputError(
+            f"--bind_cores_to_rank: {num_ranks} ranks on {len(cores())} cores that may be used "
+            "leave some without one; leave it out, or start fewer ranks"
+        )
     if not options.command:
         raise InputError("no script given: zeropp [options] script.py [arguments of the script]")
     if not Path(options.command[0]).is_file():
         raise InputError(f"no such script: {options.command[0]}")
 
 
-def _command(options: argparse.Namespace) -> list[str]:
+def _command(options: argparse.Namespace, num_ranks: int) -> list[str]:
     """What each rank executes; `env` gives it nodes of another size than the agent does."""
-    rank = [sys.executable, "-u", str(RANK_SCRIPT), str(os.getpid()), *options.command]
+    share = len(cores()) // num_ranks if options.bind_cores_to_rank else 0
+    begin = [sys.executable, "-u", str(RANK_SCRIPT), str(os.getpid()), str(share), LOCAL_RANK]
+    rank = [*begin, *options.command]
     per_node = options.ranks_per_node
     return rank if per_node is None else ["/usr/bin/env", f"LOCAL_WORLD_SIZE={per_node}", *rank]
 

@@ -2,6 +2,7 @@
 
     model.<parameter>                      DTensor or tensor, as the model holds it
     optimizer.<parameter>.<exp_avg ...>    the same, or a scalar such as `step`
+    behind.<parameter>                     what is computed with, one update behind `model`
 
 Names are those of the bare model: wrappers for compilation and recomputation leave no trace. The
 optimizer's settings (learning rate, betas) are not state: they come from the configuration.
@@ -14,7 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-MODEL, OPTIMIZER = "model.", "optimizer."
+from zeropp.frozen import is_quantized
+
+MODEL, OPTIMIZER, BEHIND = "model.", "optimizer.", "behind."
 Masters = Mapping[nn.Parameter, nn.Parameter]  # a model's parameter -> the optimizer's, of fp32
 NONE: Masters = MappingProxyType({})
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -24,9 +27,10 @@ def model_tensors(model: nn.Module, masters: Masters = NONE) -> dict[str, torch.
     """Return the model's parameters and persistent buffers; they share its memory.
 
     Gathered parameters of a sharded model are freed first, so shards are what is returned; of those
-    with fp32 `masters` elsewhere, these.
+    with fp32 `masters` elsewhere, these. Frozen weights that are stored quantized are left out:
+    they are where they came from.
     """
-    state = {_bare(name): value for name, value in model.state_dict().items()}
+    state = {_bare(name): v for name, v in model.state_dict().items() if not is_quantized(v)}
     for name, parameter in model.named_parameters():
         if parameter in masters:
             state[_bare(name)] = masters[parameter].detach()
@@ -35,15 +39,41 @@ def model_tensors(model: nn.Module, masters: Masters = NONE) -> dict[str, torch.
     return {MODEL + name: state[name] for name in owned if name in state}
 
 
+def settle(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer's parameters and state be what its last step makes of them."""
+    if hasattr(optimizer, "settle"):
+        optimizer.settle()
+
+
 def masters_of(optimizer: torch.optim.Optimizer | None) -> Masters:
     """What the optimizer holds in the places of the model's parameters, if it does."""
     return getattr(optimizer, "masters", NONE)
 
 
-def masters_loaded(optimizer: torch.optim.Optimizer | None) -> None:
-    """Tell an optimizer that what it holds in the parameters' places has been read from a file."""
+def tensors_behind(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, saved: Metadata | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the weights of a model that computes with those of one update before (they share
+    its memory); with `saved`, those that this checkpoint has.
+    """
+    if not getattr(optimizer, "is_delayed", False):
+        return {}
+    masters = masters_of(optimizer)
+    owned = {
+        BEHIND + _bare(name): parameter.detach()
+        for name, parameter in model.named_parameters()
+        if parameter in masters
+    }
+    return {n: own for n, own in owned.items() if saved is None or n in saved.state_dict_metadata}
+
+
+def masters_loaded(optimizer: torch.optim.Optimizer | None, *, behind: bool) -> None:
+    """Tell an optimizer that what it holds in the parameters' places has been read from a file.
+
+    behind: so was what the model computes with until the next step, else it follows now.
+    """
     if masters_of(optimizer):
-        optimizer.offload.write()
+        optimizer.loaded(behind=behind)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
@@ -52,6 +82,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     `model_tensors` must have been called since the last forward pass. The dict is empty before
     the first step.
     """
+    settle(optimizer)
     names = _parameter_names(model, optimizer)
     tensors = {}
     for parameter in _parameters(optimizer):

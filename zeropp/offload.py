@@ -6,13 +6,15 @@
     16-bit weights   <-- in the step ------  fp32 weights, rounded
 
 A part of the masters may stay on the device (`ratio`), with all that is theirs. On a CPU, device
-and host are one: the same steps, without the copies. Source: ZeRO-Offload (Ren et al. 2021).
+and host are one: the same steps, without the copies. For an update beside the next step (`delayed`)
+nothing is shared even there, and there are two sets of gradients: one is read, the other written.
+Source: ZeRO-Offload (Ren et al. 2021).
 """
 
 import logging
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,43 +32,53 @@ from zeropp.topology import Environment
 
 BUCKET = 2**25  # elements: one is sent to the device while the next is updated
 HOST = torch.device("cpu")
-STATE = 4 * 4  # bytes of weight, gradient and two moments
+STATE, GRADIENT = 4 * 4, 4  # bytes of weight, gradient and two moments; of a gradient
 log = logging.getLogger("zeropp")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Master:
-    """One parameter's fp32 weight and gradient, this rank's part of them, and how it is sent.
+    """One parameter's fp32 weight and gradients, this rank's part of them, and how it is sent.
 
-    `rounded` is written by the optimizer: the parameter's own memory where host and device are
-    one, else memory on the host; None where nothing is rounded.
+    `gradients` are two where an update may read one while the next is made, else one. `rounded` is
+    written by the optimizer: the parameter's own memory where an update may write there, else
+    memory beside the master; None where nothing is rounded.
     """
 
     parameter: nn.Parameter
     weight: nn.Parameter
-    gradient: Tensor
+    gradients: tuple[Tensor, ...]
     rounded: Tensor | None
 
     @property
     def device(self) -> torch.device:
-        return self.gradient.device
+        return self.gradients[0].device
 
 
 class Offload:
     """The masters of a sharded model's trainable parameters; make it before the first forward pass.
 
     ratio: the part of the weights whose masters are on the host, by number, whole parameters.
-    Raises InputError for a model that has run, and where the host has too little memory.
+    delayed: masters may be updated while the model is used; see `turn` and `before_access`. Raises
+    InputError for a model that has run, and where the host has too little memory.
     """
 
     def __init__(
-        self, sharding: Sharding, device: torch.device, *, ratio: float = 1.0, pin_memory: bool
+        self,
+        sharding: Sharding,
+        device: torch.device,
+        *,
+        ratio: float = 1.0,
+        pin_memory: bool,
+        delayed: bool = False,
     ) -> None:
         self._require_fresh(sharding)
         self._device, self._dtype = device, sharding.compute_dtype
         self._pinned = pin_memory and device != HOST
+        self._delayed, self._turn = delayed, 0
+        self._before_access: Callable[[], None] = lambda: None
         self._events: list[torch.Event] = []
-        self._late: list[tuple[Master, Tensor]] = []
+        self._late: list[tuple[Tensor, Tensor]] = []  # gradient, more of it
         trained = [one for one in sharding.model.parameters() if one.requires_grad]
         places = dict(zip(trained, _places(trained, ratio, device), strict=True))
         self._require_memory([one for one in trained if places[one] == HOST], sharding)
@@ -111,20 +123,34 @@ class Offload:
             if source.data_ptr() != target.data_ptr():
                 target.copy_(source, non_blocking=True)
 
-    def write(self) -> None:
+    def turn(self) -> None:
+        """Leave gradients and what was sent to an update; those to come go to the other set."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._turn = 1 - self._turn
+
+    def before_access(self, settle: Callable[[], None]) -> None:
+        """Call `settle` before masters are taken from parameters that others have written."""
+        self._before_access = settle
+
+    def write(self, *, send: bool = True) -> None:
         """Round all masters anew and send them: they were changed by others than the optimizer."""
         with torch.no_grad():
             for one in self._masters.values():
                 if one.rounded is not None:
                     one.rounded.copy_(local_part(one.weight))
-            self.send(self._by_weight)
+            if send:
+                self.send(self._by_weight)
 
     def read(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take masters from parameters that others have written."""
+        self._before_access()
         with torch.no_grad():
             for parameter in parameters:
                 if (one := self._masters.get(parameter)) is not None:
-                    local_part(one.weight).copy_(local_part(parameter))
+                    for copy in (local_part(one.weight), one.rounded):
+                        if copy is not None:
+                            copy.copy_(local_part(parameter))
 
     def wait(self) -> None:
         """Until all gradients are where the optimizer reads them."""
@@ -143,7 +169,9 @@ class Offload:
     def _require_memory(self, offloaded: Sequence[nn.Parameter], sharding: Sharding) -> None:
         """Say how much host memory the masters take; raise InputError where there is less."""
         elements = sum(local_part(one).numel() for one in offloaded)
-        each = STATE + (self._dtype.itemsize if self._device != HOST else 0)
+        apart = self._delayed or self._device != HOST
+        staged = self._dtype.itemsize if apart and self._dtype != torch.float32 else 0
+        each = STATE + staged + (GRADIENT if self._delayed else 0)
         here = Environment.read()
         ranks = min(sharding.num_ranks, -(-here.world_size // here.machines))
         needed, free = each * elements, free_bytes()
@@ -160,19 +188,20 @@ class Offload:
 
     def _master(self, parameter: nn.Parameter, place: torch.device) -> Master:
         local = local_part(parameter.detach())
-        own = local
-        if self._dtype != torch.float32 or place != self._device:
+        own, apart = local, place != self._device or self._delayed
+        if self._dtype != torch.float32 or apart:
             own = self._empty(local, place, torch.float32)
             own.copy_(local)
             _become(parameter, local.to(self._device, self._dtype))
         rounded = None
         if self._dtype != torch.float32:
             rounded = local_part(parameter.detach())
-            if place != self._device:
+            if apart:
                 rounded = self._empty(local, place, self._dtype)
+        sets = 2 if self._delayed else 1
         return Master(
-            parameter=parameter, weight=nn.Parameter(_like(parameter, own)),
-            gradient=self._empty(local, place, torch.float32), rounded=rounded,
+            parameter=parameter, weight=nn.Parameter(_like(parameter, own)), rounded=rounded,
+            gradients=tuple(self._empty(local, place, torch.float32) for _ in range(sets)),
         )  # fmt: skip
 
     def _empty(self, like: Tensor, place: torch.device, dtype: torch.dtype) -> Tensor:
@@ -216,13 +245,14 @@ class Offload:
     def _take(self, parameter: nn.Parameter, mean: Tensor) -> None:
         """A reduction's result: the gradient, or more of it, on its way to the master."""
         one = self._masters[parameter]
+        gradient = one.gradients[self._turn]
         first = one.weight.grad is None
         if first:
-            one.weight.grad = _like(one.weight, one.gradient)
+            one.weight.grad = _like(one.weight, gradient)
         if one.device == mean.device:
-            one.gradient.copy_(mean) if first else one.gradient.add_(mean)
+            gradient.copy_(mean) if first else gradient.add_(mean)
             return
-        arriving = one.gradient if first else self._empty(mean, one.device, torch.float32)
+        arriving = gradient if first else self._empty(mean, one.device, torch.float32)
         arriving.copy_(mean, non_blocking=True)
         stream = torch.cuda.current_stream(mean.device)
         mean.record_stream(stream)
@@ -230,11 +260,11 @@ class Offload:
         if not first:
             if not self._late:
                 fsdp.after_backward(self.wait)
-            self._late.append((one, arriving))
+            self._late.append((gradient, arriving))
 
     def _add_late(self) -> None:
-        for one, arrived in self._late:
-            one.gradient.add_(arrived)
+        for gradient, arrived in self._late:
+            gradient.add_(arrived)
         self._late.clear()
 
 

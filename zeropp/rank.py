@@ -13,10 +13,13 @@ SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 def main(arguments: list[str]) -> None:
-    """Run the script `arguments[1]` with the rest; `arguments[0]` is the launcher's process id."""
-    launcher, script = int(arguments[0]), arguments[1]
+    """Run a script; given are the launcher's process id, how many cores to keep to (0: all), this
+    rank's number on the machine, and the command."""
+    launcher, share, number = (int(text) for text in arguments[:3])
     _end_with(launcher)
-    sys.argv = arguments[1:]
+    if share:
+        _keep_to(share, number)
+    sys.argv, script = arguments[3:], arguments[3]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     runpy.run_path(script, run_name="__main__")
 
@@ -28,6 +31,13 @@ def _end_with(launcher: int) -> None:
     ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
     if os.getppid() != launcher:
         sys.exit("error: the launcher ended before this rank started")
+
+
+def _keep_to(share: int, number: int) -> None:
+    """Stay on part `number` of the cores; threads and workers to come inherit that."""
+    if hasattr(os, "sched_setaffinity"):
+        first = share * number
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[first : first + share])
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.collectives import SecondaryCopies
 from zeropp.forecast import REDUCED_WHOLE, Forecast
 from zeropp.freshness import forget
+from zeropp.frozen import require_frozen
 from zeropp.route import UNQUANTIZED, Hop, Route
 from zeropp.traffic import PURPOSES, Sent, Traffic
 
@@ -33,6 +34,7 @@ class Sharding:
     forecast: Forecast | None = field(default=None, repr=False)
     traffic: Traffic = field(default_factory=Traffic, repr=False)
     copies: SecondaryCopies | None = field(default=None, repr=False)
+    stores_frozen: bool = False  # quantized, and nothing may train them
 
     @property
     def shards_gradients(self) -> bool:
@@ -47,6 +49,8 @@ class Sharding:
 
     def begin_micro_step(self, *, last: bool) -> None:
         """Before a micro-batch's forward: what its backward will do with weights and gradients."""
+        if self.stores_frozen:
+            require_frozen(self.model)
         for unit in self.units:
             unit.set_requires_gradient_sync(last or self.stage >= 2, recurse=False)
             unit.set_reshard_after_backward(last or self.stage == 3, recurse=False)

@@ -15,7 +15,9 @@
 Source: ZeRO (Rajbhandari et al. 2020), section 5; expressed on FSDP2 as in docs/adr/0001.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from zeropp.config import ZeroConfig
 from zeropp.errors import InputError
 from zeropp.forecast import Forecast
 from zeropp.freshness import forget_when_weights_change
+from zeropp.frozen import quantize_frozen, stored_bytes
 from zeropp.in_flight import Reductions
 from zeropp.link import Link, connect
 from zeropp.materialize import fill, set_aside
@@ -36,6 +39,9 @@ from zeropp.shardable import require_shardable
 from zeropp.sharding import Sharding
 from zeropp.topology import Environment
 from zeropp.traffic import Traffic
+
+MIB = 2**20
+log = logging.getLogger("zeropp")
 
 
 def shard(
@@ -57,12 +63,40 @@ def shard(
     Raises InputError for a mesh of more than one axis, settings that are not available or do not
     fit the ranks, and parameters that cannot be sharded.
     """
-    config.require_available()
     waiting = set_aside(model)
     sharding = _shard(model, mesh, config, units, cast_forward_inputs)
     place = torch.device("cpu") if config.offloads_weights else _device_of(mesh)
     fill(waiting, sharding.group, place)
+    frozen = [one for one in model.parameters() if not one.requires_grad]
+    if config.stores_frozen and frozen and not any(one.is_meta for one in frozen):
+        return store_frozen(sharding, config)
     return sharding
+
+
+def store_frozen(sharding: Sharding, config: ZeroConfig) -> Sharding:
+    """Quantize the frozen weights of two and more dims where they lie, once (MixZ++).
+
+    `shard` does so by itself where there are frozen weights with values. Raises InputError where
+    nothing is frozen, or where frozen weights have no values yet.
+    """
+    bits = config.zeropp.nontrainable_weight_bits
+    quantize_frozen(sharding.units, bits)
+    num_bytes, elements = stored_bytes(sharding.model)
+    if all(one.requires_grad for one in sharding.model.parameters()):
+        raise InputError(
+            "zero_quantized_nontrainable_weights stores frozen weights quantized, and all weights "
+            "are trained: freeze some (requires_grad_(False)), as LoRA does, or leave it out"
+        )
+    sharding.weights_changed()
+    log.info(
+        "MixZ++: %s frozen weights of this rank are stored as INT%d, %.1f MiB (%.1f in bf16)",
+        f"{elements:,}", bits, num_bytes / MIB, 2 * elements / MIB,
+    )  # fmt: skip
+    forecast = sharding.forecast
+    if forecast is not None:
+        pieces = tuple(fsdp.own_pieces(unit) for unit in sharding.units)
+        forecast = replace(forecast, units=pieces)
+    return replace(sharding, forecast=forecast, stores_frozen=True)
 
 
 def find_nodes(mesh: DeviceMesh, config: ZeroConfig) -> Nodes:
@@ -125,6 +159,24 @@ def outermost_blocks(module: nn.Module) -> Sequence[nn.Module]:
     return list(found)
 
 
+def trained_parts(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that own trained parameters in a module, outside `blocks`, where others are
+    frozen; else none.
+
+    As a unit of their own they leave units whose weights never change, and hpZ keeps those. A
+    module with parts of its own stays where it is: FSDP2 would take them along.
+    """
+    inside = {one for block in blocks for one in block.modules()}
+    owners = [one for one in module.modules() if one not in inside and any(one._parameters)]
+    trained = [
+        one
+        for one in owners
+        if not any(True for _ in one.children())
+        and any(p.requires_grad for p in one.parameters(recurse=False))
+    ]
+    return trained if len(trained) < len(owners) else []
+
+
 def _shard(
     model: nn.Module,
     mesh: DeviceMesh | None,
@@ -139,7 +191,8 @@ def _shard(
         "model": model, "stage": config.stage, "num_ranks": num_ranks,
         "compute_dtype": compute_dtype,
     }
-    if num_ranks == 1 and compute_dtype == torch.float32 and not config.offloads_weights:
+    needs_engine = config.offloads_weights or config.stores_frozen
+    if num_ranks == 1 and compute_dtype == torch.float32 and not needs_engine:
         return Sharding(**facts)
     if mesh is None or mesh.ndim != 1:
         raise InputError(f"zeropp.shard needs a device mesh of one axis (the data axis): {mesh}")
@@ -147,19 +200,19 @@ def _shard(
     require_shardable(model, blocks)
     nodes = find_nodes(mesh, config)
     routes = weight_route(config, nodes), gradient_route(config, nodes)
-    _shard_units(model, blocks, mesh, config, cast_forward_inputs)
-    facts |= {"units": (*blocks, model), "group": mesh.get_group()}
+    units = _shard_units(model, blocks, mesh, config, cast_forward_inputs)
+    facts |= {"units": units, "group": mesh.get_group()}
     copies = None
     if routes[0].keeps:
         copies = SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation)
-    forget_when_weights_change(model, facts["units"], copies)
+    forget_when_weights_change(model, units, copies)
     if num_ranks == 1:
         return Sharding(**facts)
     if blocks and mesh.device_type == "cpu":
-        fsdp.gather_ahead(model, blocks)
+        fsdp.gather_ahead(model, units[:-1])
     facts["forecast"] = Forecast(
         stage=config.stage,
-        units=tuple(fsdp.own_pieces(unit) for unit in facts["units"]),
+        units=tuple(fsdp.own_pieces(unit) for unit in units),
         weights=routes[0],
         gradients=routes[1],
         compute_dtype=compute_dtype,
@@ -168,8 +221,8 @@ def _shard(
     if config.stage == 0:
         return Sharding(**facts)
     traffic = Traffic()
-    use_weight_gather(facts["units"], mesh, routes[0], traffic, copies)
-    use_gradient_mean(facts["units"], mesh, routes[1], traffic, wire_dtype)
+    use_weight_gather(units, mesh, routes[0], traffic, copies)
+    use_gradient_mean(units, mesh, routes[1], traffic, wire_dtype)
     return Sharding(**facts, traffic=traffic, copies=copies)
 
 
@@ -179,25 +232,38 @@ def _shard_units(
     mesh: DeviceMesh,
     config: ZeroConfig,
     cast_forward_inputs: bool,
-) -> None:
+) -> tuple[fsdp.FSDPModule, ...]:
+    """The units, in forward order, the root last."""
     stage, ranks = config.zero_optimization.stage, mesh.size()
     if stage == 0 and ranks > 1:  # replicas: shards of one rank, averaged over all
         mesh = DeviceMesh(
             mesh.device_type, mesh.mesh.view(-1, 1), mesh_dim_names=("replica", "shard")
         )
-    # Unsharded gradients accumulate in reduce_dtype; the wire's width is the collective's affair.
-    policy = fsdp.MixedPrecisionPolicy(
+    policy, place = precision(config, cast_forward_inputs), _place(mesh, config)
+    regather = stage == 3 and (ranks > 1 or config.offloads_weights or config.stores_frozen)
+    units = []
+    for block in blocks:
+        trained = trained_parts(block, ()) if config.stores_frozen else []
+        if trained:
+            fsdp.shard_unit(trained, mesh, policy, reshard_after_forward=regather, place=place)
+        fsdp.shard_unit(block, mesh, policy, reshard_after_forward=regather, place=place)
+        units += [block, *trained[:1]]
+    # The root's own parameters are used first in forward and last in backward or, as with a tied
+    # head, at both ends: they stay gathered from its forward to its backward.
+    if config.stores_frozen and (trained := trained_parts(model, blocks)):
+        fsdp.shard_unit(trained, mesh, policy, reshard_after_forward=False, place=place)
+        units.append(trained[0])
+    fsdp.shard_unit(model, mesh, policy, reshard_after_forward=False, place=place)
+    return (*units, model)
+
+
+def precision(config: ZeroConfig, cast_forward_inputs: bool) -> fsdp.MixedPrecisionPolicy:
+    """Computes in the configured format; gradients accumulate in fp32, whatever the wire has."""
+    return fsdp.MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.compute_format),
         reduce_dtype=torch.float32,
         cast_forward_inputs=cast_forward_inputs,
     )
-    place = _place(mesh, config)
-    regather = stage == 3 and (ranks > 1 or config.offloads_weights)
-    for block in blocks:
-        fsdp.shard_unit(block, mesh, policy, reshard_after_forward=regather, place=place)
-    # The root's own parameters are used first in forward and last in backward or, as with a tied
-    # head, at both ends: they stay gathered from its forward to its backward.
-    fsdp.shard_unit(model, mesh, policy, reshard_after_forward=False, place=place)
 
 
 def _place(mesh: DeviceMesh, config: ZeroConfig) -> fsdp.OffloadPolicy:

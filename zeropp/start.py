@@ -23,6 +23,7 @@ from zeropp.engine import Batch, Engine
 from zeropp.errors import InputError
 from zeropp.materialize import agree
 from zeropp.optim.adam import FusedAdam, fastest_adamw
+from zeropp.optim.cpu_adam import CPUAdam
 from zeropp.optim.lr_schedule import build_scheduler
 from zeropp.optim.offloaded import offloaded_adamw
 from zeropp.optim.remap import Names, listed, names_of, remap, remapped
@@ -33,7 +34,7 @@ from zeropp.topology import Environment
 
 DEEPSPEED_PORT = 29500  # its default; here the launcher chooses the port
 TIMEOUT = timedelta(minutes=30)  # for a collective, as torch's default
-OFFLOADABLE = (torch.optim.AdamW, torch.optim.Adam, FusedAdam)  # and what these do
+OFFLOADABLE = (torch.optim.AdamW, torch.optim.Adam, FusedAdam, CPUAdam)  # to what these do
 JSON_LR = 1e-3  # DeepSpeed's, where the JSON names an optimizer and no rate
 
 log = logging.getLogger("zeropp")
@@ -89,6 +90,8 @@ def initialize(
     stepping = _offloaded(zero, stepping, sharding, device)
     schedule = _schedule(zero, lr_scheduler, stepping)
     engine = Engine(sharding, zero, batch, place, device, stepping, schedule)
+    if stepping is not None:  # DeepSpeed has this call on the optimizer
+        stepping.quantize_nontrainable_params = engine.quantize_nontrainable_params
     loader = _loader(training_data, collate_fn, batch, place)
     if place.rank == 0:
         for line in zero.notices_for_initialize:
@@ -239,12 +242,18 @@ def _offloaded(
             f"{kind.__name__} cannot be offloaded: of optimizers given to zeropp.initialize "
             f"{known} can; or name Adam or AdamW in the JSON"
         )
-    decoupled = optimizer.defaults.get("decoupled_weight_decay", kind is torch.optim.AdamW)
-    names = ("lr", "betas", "eps", "weight_decay")
-    moved = offloaded_adamw(
-        sharding, optimizer.param_groups, device, zero, adam_w_mode=decoupled,
-        **{name: optimizer.defaults[name] for name in names},
-    )  # fmt: skip
+    if len(optimizer.state):
+        raise InputError(
+            f"the {kind.__name__} given to zeropp.initialize has state already, and offloading "
+            "cannot keep it: give a fresh one"
+        )
+    settings = {name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    settings["adam_w_mode"] = kind is torch.optim.AdamW
+    if isinstance(optimizer, FusedAdam):
+        settings["adam_w_mode"] = optimizer.defaults["decoupled_weight_decay"]
+        settings["bias_correction"] = optimizer.bias_correction
+        settings["moments"] = (optimizer.moment_dtype, optimizer.seed)
+    moved = offloaded_adamw(sharding, optimizer.param_groups, device, zero, **settings)
     optimizer.param_groups = moved.param_groups
     return moved
 

@@ -44,10 +44,16 @@ class Environment:
         return place
 
 
+def cores() -> list[int]:
+    """The numbers of the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
 def share_cores(num_ranks: int) -> None:
     """Give each of the ranks that this process starts its share of the cores, unless told."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // num_ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores()) // num_ranks)))
 
 
 def one_rust_thread() -> None:

@@ -62,6 +62,17 @@ def test_zeropp_too_with_the_copies_of_a_node(tmp_path):
     assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
 
 
+@ranks(2)
+def test_an_update_beside_the_next_step_has_its_own_gradients_and_copies(tmp_path):
+    path = tmp_path / f"{dist.get_rank()}.json"
+    late = {"delayed_param_update": True, "delayed_param_update_warmup": 0}
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    for settings in ({}, {"bf16": {"enabled": True}}):
+        path.write_text(json.dumps({"zero_optimization": zero, "zeropp": late} | settings))
+        foretold, measured = both(f"{MODEL}--global-batch-size 8 --deepspeed-config {path}")
+        assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
+
+
 def test_on_a_gpu_what_is_offloaded_is_on_the_host():
     plain, offloaded = foretell("--zero-stage 2"), foretell("--zero-stage 2 --cpu-optimizer")
     assert not plain.host_bytes

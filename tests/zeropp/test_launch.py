@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from zeropp.launch import main
+from zeropp.topology import cores
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 90  # importing torch in the launcher and its ranks, on a busy machine
@@ -38,6 +39,7 @@ for number in (signal.SIGINT, signal.SIGTERM):
 if deed == "show":
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
     place = " ".join(f"{name}={os.environ[name]}" for name in names)
+    place += f" cores={sorted(os.sched_getaffinity(0))}"
     os.write(1, f"{place} {__name__} {sys.argv[3:]} {sys.path[0]}\\n".encode())
     sys.exit(0)
 if deed == "exit" and rank == 1:
@@ -116,9 +118,19 @@ def test_every_rank_runs_the_script_as_python_would(start: Callable, tmp_path: P
     threads = max(1, len(os.sched_getaffinity(0)) // 4)
     assert sorted(output.splitlines()) == [
         f"RANK={rank} WORLD_SIZE=4 LOCAL_RANK={rank} LOCAL_WORLD_SIZE=2 OMP_NUM_THREADS={threads} "
-        f"__main__ ['--num-layers', '2', '--num_ranks'] {tmp_path}"
+        f"cores={cores()} __main__ ['--num-layers', '2', '--num_ranks'] {tmp_path}"
         for rank in range(4)
     ]
+
+
+def test_ranks_stay_on_cores_of_their_own_if_told(start: Callable) -> None:
+    count = min(2, len(cores()))
+    process = start("show", "--num_ranks", str(count), "--bind_cores_to_rank")
+    output, errors = process.communicate(timeout=START_SECONDS)
+    assert (process.returncode, errors) == (0, "")
+    share = len(cores()) // count
+    for rank, line in enumerate(sorted(output.splitlines())):
+        assert f"cores={cores()[rank * share : (rank + 1) * share]} " in line
 
 
 def test_a_rank_that_gives_up_ends_the_others_and_is_named(start: Callable, tmp_path: Path) -> None:
@@ -168,6 +180,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(start: Callable, tmp_pat
         (["--num_ranks", "1", "none.py"], "no such script: none.py"),
         (["--num_ranks", "0", "{script}"], "0 ranks: expected at least 1"),
         (["--num_ranks", "4", "--ranks_per_node", "3", "{script}"], "a divisor of 4 ranks"),
+        (["--num_ranks", "4096", "--bind_cores_to_rank", "{script}"], "leave some without one"),
         (["--num_ranks", "1", "--hostfile", "h"], "unknown option --hostfile"),
         (["--num_nodes", "2", "--num_ranks", "1", "{script}", "-x"], "torchrun --nnodes 2 .* -x$"),
     ],

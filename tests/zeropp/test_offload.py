@@ -18,7 +18,7 @@ from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
 from zeropp import InputError, LossScaler, Sharding, ZeroConfig, optimizer_step, shard
 from zeropp import offload as module
 from zeropp.offload import HOST, Offload
-from zeropp.optim import FusedAdam
+from zeropp.optim import CPUAdam, FusedAdam
 from zeropp.optim.offloaded import OffloadedAdam
 
 STEPS, FEWER = 50, 12  # optimizer steps
@@ -68,8 +68,7 @@ def trained(
     return losses + [one for one in told if one == one and abs(one) != float("inf")]
 
 
-def check(zero: dict, settings: dict) -> None:
-    steps = STEPS if settings == FORMATS["bf16"] and zero != ALL_THREE else FEWER
+def check(zero: dict, settings: dict, steps: int = STEPS) -> None:
     assert trained(offloaded, zero, settings, steps) == trained(plain, zero, settings, steps)
 
 
@@ -83,7 +82,7 @@ def test_losses_and_norms_are_those_without_offload(stage, settings):
 @pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
 @ranks(1)
 def test_one_rank(settings):
-    check({"stage": 2}, settings)
+    check({"stage": 2}, settings, FEWER)
 
 
 @pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
@@ -110,7 +109,7 @@ def test_one_rank_with_the_weights_on_the_host_frees_them_after_use(settings):
 @ranks(4, ranks_per_node=2)
 def test_with_all_of_zeropp(settings):
     """Not stuck: copies in the node follow the weights."""
-    check(ALL_THREE, settings)
+    check(ALL_THREE, settings, FEWER)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.4])
@@ -236,6 +235,32 @@ def test_an_engine_takes_over_an_optimizer_and_its_schedule():
     assert optimizer.defaults["decoupled_weight_decay"] is False
     run(engine, 1)
     assert engine.get_lr() == [0.005]
+
+
+@ranks(1)
+def test_an_adam_of_ours_is_taken_over_with_its_options():
+    config = {"train_batch_size": SAMPLES, "zero_optimization": {"stage": 2} | OFFLOAD}
+    model = fresh_stack()
+    given = CPUAdam(
+        model.parameters(), bias_correction=False, fp32_optimizer_states=False, adamw_mode=False,
+        seed=7,
+    )  # fmt: skip
+    engine, optimizer, *_ = zeropp.initialize(model=model, config=config, optimizer=given)
+    run(engine, 1)
+    assert isinstance(optimizer, OffloadedAdam) and not optimizer.bias_correction
+    assert optimizer.seed == 7 and not optimizer.defaults["decoupled_weight_decay"]
+    assert {one["exp_avg"].dtype for one in optimizer.state.values()} == {torch.bfloat16}
+
+
+@ranks(1)
+def test_an_optimizer_with_state_is_not_offloaded():
+    config = {"train_batch_size": SAMPLES, "zero_optimization": {"stage": 2} | OFFLOAD}
+    model = fresh_stack()
+    given = torch.optim.AdamW(model.parameters())
+    loss_of(model, tokens_of(0)).backward()
+    given.step()
+    with pytest.raises(InputError, match="AdamW given to zeropp.initialize has state already"):
+        zeropp.initialize(model=model, config=config, optimizer=given)
 
 
 @ranks(1)

@@ -5,9 +5,8 @@ The state is that of `torch.optim.AdamW`, so that state dicts and checkpoints se
 
 import logging
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +19,14 @@ from zeropp.reading import Reading
 MOMENTS = ("exp_avg", "exp_avg_sq")
 UNAVAILABLE = ("amsgrad", "maximize")  # options that a state of torch's may ask for
 log = logging.getLogger("zeropp")
+
+
+class Update(NamedTuple):
+    """One call of the op: what it changes, of one device, step count and type each."""
+
+    parameters: list[Tensor]  # as the optimizer holds them
+    arrays: Arrays  # this rank's parts
+    settings: AdamSettings
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -57,7 +64,6 @@ class FusedAdam(torch.optim.Optimizer):
             decoupled_weight_decay=adam_w_mode,
         )  # fmt: skip
         super().__init__(params, options)
-        self.register_state_dict_pre_hook(lambda _: self._settle())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As every optimizer's; raises InputError as the constructor does."""
@@ -88,16 +94,25 @@ class FusedAdam(torch.optim.Optimizer):
                 "FusedAdam counts its steps on the host, and a CUDA graph would repeat the same "
                 "one: capture forward and backward, and call step() after the replay"
             )
-        self._settle()
-        for number, group in enumerate(self.param_groups):
-            self._step_group(group, factor, self.seed + number)
+        self.settle()
+        updates = [
+            update
+            for number, group in enumerate(self.param_groups)
+            for update in self._updates(group, self.seed + number)
+        ]
+        self._apply(updates, factor)
         if self._counted:
             torch._foreach_add_(self._counted, 1.0)
         self._factor = None if factor is None else Reading(factor)
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """As every optimizer's, once the last step is done."""
+        self.settle()
+        return super().state_dict()
+
     def __getstate__(self) -> dict[str, Any]:
-        self._settle()
+        self.settle()
         own = ("bias_correction", "copies", "moment_dtype", "seed", "_counted", "_factor")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
@@ -117,15 +132,18 @@ class FusedAdam(torch.optim.Optimizer):
     def await_gradients(self) -> None:
         """Wait until the gradients are where `step` reads them: here they always are."""
 
-    def _settle(self) -> None:
-        """Lower the counts of a step that, as is known by now, changed nothing."""
+    def settle(self) -> None:
+        """Let parameters and state be what the last step made of them; wait for it if need be.
+
+        The counts of a step that, as is known by now, changed nothing are lowered.
+        """
         if self._factor is not None and not math.isfinite(self._factor.values[0]):
             torch._foreach_sub_(self._counted, 1.0)
         self._counted, self._factor = [], None
 
-    def _step_group(self, group: dict[str, Any], factor: Tensor | None, seed: int) -> None:
-        """One call of the op for all that share device, step count and types."""
-        calls: dict[tuple, Arrays] = defaultdict(lambda: Arrays([], [], [], [], []))
+    def _updates(self, group: dict[str, Any], seed: int) -> Iterable[Update]:
+        """One for all parameters with a gradient that share device, step count and types."""
+        calls: dict[tuple, Update] = {}
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
@@ -137,12 +155,19 @@ class FusedAdam(torch.optim.Optimizer):
                 continue
             if parameter in self.copies:
                 own.append(local_part(self.copies[parameter]))
-            kind = own[0].device, *(tensor.dtype for tensor in own)
-            call = calls[int(state["step"]) + 1, kind]
-            for tensors, tensor in zip(call, _in_memory_order(own), strict=False):
+            step = int(state["step"]) + 1
+            kind = step, own[0].device, *(tensor.dtype for tensor in own)
+            if kind not in calls:
+                settings = self._settings(group, step, seed)
+                calls[kind] = Update([], Arrays([], [], [], [], []), settings)
+            calls[kind].parameters.append(parameter)
+            for tensors, tensor in zip(calls[kind].arrays, _in_memory_order(own), strict=False):
                 tensors.append(tensor)
-        for (step, _), arrays in calls.items():
-            adam(arrays, factor, self._settings(group, step, seed))
+        return calls.values()
+
+    def _apply(self, updates: Sequence[Update], factor: Tensor | None) -> None:
+        for one in updates:
+            adam(one.arrays, factor, one.settings)
 
     def _settings(self, group: dict[str, Any], step: int, seed: int) -> AdamSettings:
         beta1, beta2 = group["betas"]
