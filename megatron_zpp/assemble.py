@@ -14,6 +14,7 @@ from megatron_zpp.data.instructions import build_instructions
 from megatron_zpp.data.source import open_source
 from megatron_zpp.event_files import Position
 from megatron_zpp.flops import TokenFlops
+from megatron_zpp.generate import Request, check
 from megatron_zpp.matrix_rate import matrix_rate
 from megatron_zpp.metrics import Metrics
 from megatron_zpp.model.apex import find_apex
@@ -43,7 +44,9 @@ def assemble(config: Config, ranks: Ranks, console: Console, stopping: Stopping)
     data, tokenizer = ranks.rank_zero_first(lambda: open_source(config.data, config.tokenizer))
     config = dataclasses.replace(config, data=data)
     if config.evaluation.sample_prompt is not None:
-        tokenizer.encode(config.evaluation.sample_prompt)  # fails now rather than after training
+        prompt = tuple(tokenizer.encode(config.evaluation.sample_prompt))
+        # Fails now rather than after training.
+        check(Request(prompt=prompt), config.model.num_positions, tokenizer.vocab_size)
     datasets = ranks.rank_zero_first(lambda: open_datasets(config, tokenizer))
     require_data(config, datasets)
     apex = find_apex(ranks.device)
