@@ -8,10 +8,13 @@ import torch
 from megatron_zpp.communication import Account
 from megatron_zpp.config import Config, PrecisionConfig
 from megatron_zpp.console import Console
+from megatron_zpp.data.examples import names_examples
 from megatron_zpp.data.gpt_dataset import build_datasets
+from megatron_zpp.data.instructions import build_instructions
 from megatron_zpp.data.source import open_source
 from megatron_zpp.event_files import Position
 from megatron_zpp.flops import TokenFlops
+from megatron_zpp.generate import Request, check
 from megatron_zpp.matrix_rate import matrix_rate
 from megatron_zpp.metrics import Metrics
 from megatron_zpp.model.apex import find_apex
@@ -41,7 +44,9 @@ def assemble(config: Config, ranks: Ranks, console: Console, stopping: Stopping)
     data, tokenizer = ranks.rank_zero_first(lambda: open_source(config.data, config.tokenizer))
     config = dataclasses.replace(config, data=data)
     if config.evaluation.sample_prompt is not None:
-        tokenizer.encode(config.evaluation.sample_prompt)  # fails now rather than after training
+        prompt = tuple(tokenizer.encode(config.evaluation.sample_prompt))
+        # Fails now rather than after training.
+        check(Request(prompt=prompt), config.model.num_positions, tokenizer.vocab_size)
     datasets = ranks.rank_zero_first(lambda: open_datasets(config, tokenizer))
     require_data(config, datasets)
     apex = find_apex(ranks.device)
@@ -81,6 +86,10 @@ def open_datasets(config: Config, tokenizer: Tokenizer) -> tuple:
         rounds * evaluation.eval_iters * batch,
         evaluation.eval_iters * batch,
     )
+    if names_examples(config.data):
+        return build_instructions(
+            config.data, config.model.seq_length, sizes, config.training.seed, tokenizer
+        )
     return build_datasets(
         config.data, config.model.seq_length, sizes, config.training.seed, tokenizer.vocab_size
     )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_zpp.config import Config
+from megatron_zpp.data.examples import names_examples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,11 @@ IDLE = (
         settings=("data_cache_path",),
         when=lambda c: c.data.mock_data,
         why="made-up samples need no index",
+    ),
+    Idle(
+        settings=("data_cache_path",),
+        when=lambda c: names_examples(c.data),
+        why="examples need no index",
     ),
     Idle(
         settings=("eval_interval", "eval_at_start"),

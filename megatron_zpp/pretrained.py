@@ -20,8 +20,8 @@ def begin_with(config: Config) -> tuple[Config, OpenedModel | None]:
     if folder is None:
         return config, None
     named = None if config.tokenizer == TokenizerConfig() else config.tokenizer
-    opened = open_model(folder, named)
     _require_text(config.data, folder)
+    opened = open_model(folder, named)
     length, positions = config.model.seq_length, opened.config.num_positions
     if length > positions:
         raise InputError(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megatron_zpp.config.flag import Section, flag
 from zeropp.errors import InputError
 
-BLEND = "an indexed dataset's prefix, or weight and prefix pairs"
+BLEND = "an indexed dataset's prefix, or weight and prefix pairs; or .jsonl files of examples"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,7 +139,7 @@ def build_datasets(
     if data.data_path is not None:
         paths, bounds = (data.data_path,) * len(SPLITS), parse_split(data.split)
     elif any(paths):
-        _refuse_split(data.split)
+        refuse_split(data.split)
         bounds = [(0.0, 1.0) if path else None for path in paths]
     else:
         raise InputError(
@@ -253,7 +253,7 @@ class _Builder:
         return int(np.sum(lengths, dtype=np.int64))
 
 
-def _refuse_split(text: str) -> None:
+def refuse_split(text: str) -> None:
     if text != DataConfig().split:
         raise InputError(
             f"--split {text!r} divides --data-path; --train-data-path, --valid-data-path and "

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from megatron_zpp.config import DataConfig
-from megatron_zpp.data.masks import document_edges, loss_mask, position_ids
+from megatron_zpp.data.masks import document_edges, loss_mask, position_ids, shown
 from zeropp.errors import InputError
 
 ON_LINUX = sys.platform == "linux"
@@ -33,7 +33,11 @@ LAST_BREATH = 1.0  # seconds until the end of a process is seen after that of it
 
 
 class Samples(Protocol):
-    """A dataset: item i is dict(tokens int64 [S + 1])."""
+    """A dataset: item i is dict(tokens int64 [S + 1]).
+
+    With an attribute `hides_labels` that is true, complements (~id) are tokens that as labels have
+    no loss, and an end of document so hidden ends none.
+    """
 
     def __len__(self) -> int: ...
 
@@ -86,6 +90,7 @@ class Loader:
         self._closing = multiprocessing.RawValue(c_bool)
         self._step, self._data, self._eod = micro_batch_size * world, data, eod
         self._device = torch.device(device)
+        self._hides_labels = getattr(dataset, "hides_labels", False)
         order = _cyclic if data.dataloader_type == "cyclic" else _single
         samples = order(self._length, consumed_samples, self._step)
         slices = _RankSlices(samples, rank, micro_batch_size)
@@ -153,12 +158,16 @@ class Loader:
     def _batch(self, text: torch.Tensor, edges: torch.Tensor | None) -> Batch:
         """What follows from the text [b, S + 1]: labels, loss mask, positions."""
         text = text.to(self._device, non_blocking=True)
-        tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        ids = shown(text) if self._hides_labels else text
+        tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        mask = loss_mask(tokens, self._eod, self._data.eod_mask_loss)
+        if self._hides_labels:
+            mask *= text[:, 1:] >= 0
         return Batch(
             tokens=tokens,
             labels=labels,
-            loss_mask=loss_mask(tokens, self._eod, self._data.eod_mask_loss),
-            position_ids=position_ids(tokens, self._eod, self._data.reset_position_ids),
+            loss_mask=mask,
+            position_ids=position_ids(text[:, :-1], self._eod, self._data.reset_position_ids),
             edges=None if edges is None else edges.to(self._device, non_blocking=True),
         )
 

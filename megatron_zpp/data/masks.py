@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 
 
+def shown(text: Tensor) -> Tensor:
+    """The ids of a text int64 [b, S + 1] in which those without loss are complements (~id)."""
+    return torch.where(text < 0, ~text, text)
+
+
 def loss_mask(tokens: Tensor, eod: int, eod_mask_loss: bool) -> Tensor:
     """1, and with `eod_mask_loss` 0 where the input is the end of a document; float32 [b, S]."""
     if eod_mask_loss:

@@ -1,13 +1,17 @@
 """Which text a run reads: named files, made-up samples, or the standard library's own text."""
 
 import dataclasses
+import logging
 from pathlib import Path
 
 from megatron_zpp.config import DataConfig, TokenizerConfig
 from megatron_zpp.data.corpus import VOCAB_SIZE, Corpus, standard_library
+from megatron_zpp.data.examples import names_examples
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 
 DEFAULT_CACHE = ".cache"  # in the current folder
+
+log = logging.getLogger("megatron_zpp")
 
 
 def open_source(
@@ -16,8 +20,12 @@ def open_source(
     """The data section with paths filled in where none were given, and the tokenizer.
 
     Without any path and any tokenizer the corpus is the Python standard library with a tokenizer
-    of its own, both built on the first call and cached. Raises InputError for what is missing.
+    of its own, both built on the first call and cached. Documents are kept apart if the paths are
+    files of examples. Raises InputError for what is missing.
     """
+    if names_examples(data) and not (data.reset_attention_mask and data.reset_position_ids):
+        data = dataclasses.replace(data, reset_attention_mask=True, reset_position_ids=True)
+        log.info("examples: --reset-attention-mask and --reset-position-ids keep them apart")
     if _is_named(data, tokenizer):
         return data, build_tokenizer(tokenizer)
     corpus = standard_library(Path(data.data_cache_path or DEFAULT_CACHE) / "standard-library")

@@ -28,6 +28,7 @@ PAIRS = """
 --rope-scaling-factor 4 | | --use-rope-scaling --use-rotary-position-embeddings
 --split 9,1,0 | --mock-data | --data-path d
 --data-cache-path c | --mock-data | --data-path d
+--data-cache-path c | --data-path d.jsonl | --data-path d
 --eval-interval 5 | --eval-iters 0 | --eval-iters 1
 --sample-length 5 | | --sample-prompt def
 --tensorboard-queue-size 5 | | --tensorboard-dir t
