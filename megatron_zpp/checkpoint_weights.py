@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,21 @@ def find_checkpoint(folder: Path, flag: str = "--load") -> Path:
 
 
 class CheckpointWeights:
-    """The model's tensors of a checkpoint, by the names of its parameters and buffers."""
+    """The model's tensors of a checkpoint, by the names of its parameters and buffers.
 
-    def __init__(self, path: Path) -> None:
+    `keep` says by its name which of them to show.
+    """
+
+    def __init__(self, path: Path, keep: Callable[[str], bool] = lambda name: True) -> None:
         self._reader = _Reader(path)
         self._facts = {
             key.removeprefix(MODEL): torch.empty(
                 entry.size, dtype=entry.properties.dtype, device="meta"
             )
             for key, entry in self._reader.metadata.state_dict_metadata.items()
-            if key.startswith(MODEL) and isinstance(entry, TensorStorageMetadata)
+            if key.startswith(MODEL)
+            and isinstance(entry, TensorStorageMetadata)
+            and keep(key.removeprefix(MODEL))
         }
 
     def facts(self) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from megatron_zpp import checkpoint, manifest
 from megatron_zpp.checkpoint import TrainingState
 from megatron_zpp.config import Config, ModelConfig, TokenizerConfig
 from megatron_zpp.hugging_face import gguf
+from megatron_zpp.hugging_face.adapters import write_adapters
 from megatron_zpp.hugging_face.folder import CONFIG, ONE_FILE, is_hugging_face, read_config
 from megatron_zpp.hugging_face.forms import Sizes
 from megatron_zpp.hugging_face.settings import family_of, read_settings, write_settings
@@ -107,6 +108,36 @@ def export_model(
                     "tokenizer", opened.tokenizer.name)  # fmt: skip
     _write_json(output / CONFIG, content | _dtype(content, {item.dtype for item in items}))
     return paths
+
+
+def export_adapters(
+    opened: OpenedModel, output: Path, dtype: str | None = None, base_name: str | None = None
+) -> list[Path]:
+    """Write a checkpoint's LoRA adapters as a folder of PEFT's; returns its files.
+
+    `base_name` is what PEFT opens as their model, by default the folder that the model came from.
+    Raises InputError for a model without adapters, for one that no family of theirs can be, and for
+    a folder that holds adapters already.
+    """
+    if opened.adapters is None:
+        raise InputError(
+            f"{opened.path}: has no adapters of its own: expected a checkpoint of a run with "
+            "--lora-rank; --to-hf writes whole models"
+        )
+    family = opened.described.family if opened.described else family_of(opened.config)
+    padded = opened.config.padded_vocab_size(opened.tokenizer.vocab_size)
+    sizes = Sizes(model=opened.config, vocab_rows=padded, padded_rows=padded)
+    if base_name is None:
+        base_name = str(opened.base.resolve())
+        if not is_hugging_face(opened.base):
+            log.warning(
+                "%s is no folder that PEFT can open: name one, or the model's name on the Hub, by "
+                "--base-name, or give it as the model to PeftModel.from_pretrained", base_name
+            )  # fmt: skip
+    wanted = DTYPES[dtype] if dtype else None
+    return write_adapters(
+        output, opened.adapters, TABLES[family.name], sizes, base_name, wanted
+    )
 
 
 def flags(opened: OpenedModel, save: Path) -> list[str]:

@@ -1,6 +1,10 @@
-"""A model in any of the forms it may lie in: our checkpoints, a Hugging Face folder, a .gguf."""
+"""A model in any of the forms it may lie in: our checkpoints, a Hugging Face folder, a .gguf.
+
+What LoRA has tuned, a checkpoint or PEFT's folder, opens as the base with the adapters merged.
+"""
 
 import dataclasses
+import json
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -13,21 +17,27 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp import checkpoint, manifest
+from megatron_zpp.adapters import Adapters, MergedWeights
 from megatron_zpp.checkpoint_weights import CheckpointWeights, find_checkpoint
-from megatron_zpp.config import ModelConfig, TokenizerConfig
+from megatron_zpp.config import LoraConfig, ModelConfig, TokenizerConfig
 from megatron_zpp.data.source import tokenizer_of
+from megatron_zpp.hugging_face import adapters as peft
 from megatron_zpp.hugging_face import gguf
 from megatron_zpp.hugging_face.folder import CONFIG, FolderTensors, is_hugging_face, read_config
-from megatron_zpp.hugging_face.settings import Described, read_settings
+from megatron_zpp.hugging_face.forms import Sizes
+from megatron_zpp.hugging_face.settings import Described, family_of, read_settings
 from megatron_zpp.hugging_face.table import TABLES
 from megatron_zpp.hugging_face.tokenizer_files import tokenizer_in
-from megatron_zpp.hugging_face.weights import ForeignWeights, Tensors
+from megatron_zpp.hugging_face.weights import ForeignWeights, Tensors, shapes
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.lora import is_adapter
+from megatron_zpp.resume import architecture
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 from megatron_zpp.weights import Weights, fill
 from zeropp.errors import InputError
 
 BESIDE = "hugging_face"  # in a folder of checkpoints: the files of the model they were made of
+PADDING = ("make_vocab_size_divisible_by",)  # of the architecture, of no meaning for adapters
 MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)  # of the rows of a vocabulary, the default first
 
 log = logging.getLogger("megatron_zpp")
@@ -38,7 +48,8 @@ class OpenedModel:
     """What a model is, and where its weights are; none of them has been read yet.
 
     `path` is what was opened in the end, for checkpoints that of one iteration. `described` is what
-    the config.json says, if the model comes with one.
+    the config.json says, if the model comes with one. `adapters` are those of a checkpoint that
+    LoRA made; they are merged into `weights`, those of the model `base`.
     """
 
     path: Path
@@ -47,6 +58,8 @@ class OpenedModel:
     tokenizer_config: TokenizerConfig
     weights: Weights
     described: Described | None = None
+    adapters: Adapters | None = None
+    base: Path | None = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by name, whole, on the CPU, in the dtype of the file; one at a time."""
@@ -59,15 +72,24 @@ class OpenedModel:
 
 
 def open_model(
-    folder: Path | str, tokenizer: TokenizerConfig | None = None, multiple: int | None = None
+    folder: Path | str,
+    tokenizer: TokenizerConfig | None = None,
+    multiple: int | None = None,
+    base: Path | str | None = None,
 ) -> OpenedModel:
-    """Open a folder of checkpoints (or one of them), a Hugging Face folder or a .gguf file.
+    """Open checkpoints (or one of them), a Hugging Face or PEFT folder, or a .gguf file.
 
     `tokenizer` replaces the one that the model comes with. The vocabulary of a foreign model is
-    padded to a `multiple`, or not at all. All ranks call it. Raises InputError for what is none of
-    these, damaged, unknown, or does not fit together.
+    padded to a `multiple`, or not at all. `base` replaces the model that adapters say they belong
+    to. All ranks call it. Raises InputError for what is none of these, damaged, unknown, or does
+    not fit together.
     """
     path = Path(folder)
+    if peft.is_adapters(path):
+        return _open_peft(path, tokenizer, multiple, base)
+    is_foreign = path.suffix == gguf.SUFFIX or is_hugging_face(path)
+    if is_foreign and base is not None:
+        raise InputError(f"{path}: is a whole model without adapters: leave --base out")
     if path.suffix == gguf.SUFFIX:
         return _open_gguf(path, tokenizer, multiple)
     if is_hugging_face(path):
@@ -75,10 +97,10 @@ def open_model(
         return _foreign(path, content, tensors, tokenizer or tokenizer_in(path), multiple)
     is_one = path.name.startswith("iter_") and (path / checkpoint.STATE).is_file()
     if is_one or manifest.candidates(path)[0]:
-        return _open_checkpoint(find_checkpoint(path, "the model"), tokenizer)
+        return _open_checkpoint(find_checkpoint(path, "the model"), tokenizer, base)
     raise InputError(
         f"{path}: expected a folder of checkpoints (iter_0000100 in it), a Hugging Face folder "
-        f"({CONFIG} in it) or a .gguf file"
+        f"({CONFIG} in it), PEFT's ({peft.CONFIG} in it) or a .gguf file"
     )
 
 
@@ -87,9 +109,10 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     tokenizer: TokenizerConfig | None = None,
+    base: Path | str | None = None,
 ) -> tuple[GPT, Tokenizer]:
-    """The whole GPT on one device, in eval mode, and its tokenizer; errors as `open_model`."""
-    opened = open_model(folder, tokenizer)
+    """The whole GPT on one device, in eval mode, and its tokenizer; `open_model` has the rest."""
+    opened = open_model(folder, tokenizer, base=base)
     with torch.device("meta"):
         model = GPT(opened.config, opened.tokenizer.vocab_size)
     model = model.to(dtype).to_empty(device=device)
@@ -97,11 +120,24 @@ def load_model(
     return model.eval(), opened.tokenizer
 
 
-def _open_checkpoint(path: Path, tokenizer: TokenizerConfig | None) -> OpenedModel:
+def _open_checkpoint(
+    path: Path, tokenizer: TokenizerConfig | None, given: Path | str | None
+) -> OpenedModel:
     state = checkpoint.read_state(path)
     settings = state.configuration
     if not {"model", "tokenizer", "data"} <= settings.keys():
         raise InputError(f"{path}: says too little of its model: it was saved by another program")
+    weights = CheckpointWeights(path, keep=lambda name: not is_adapter(name))
+    lora = _section(LoraConfig, settings.get("lora", {}), path)
+    base, adapters = None, None
+    if lora.lora_rank:
+        adapters = Adapters(CheckpointWeights(path, keep=is_adapter), lora, str(path))
+        base = _base_of(path, state, weights, lora.pretrained_checkpoint, given, tokenizer)
+        if base is not None:
+            weights, tokenizer = base.weights, tokenizer or base.tokenizer_config
+        weights = MergedWeights(weights, adapters)
+    elif given is not None:
+        raise InputError(f"{path}: was trained without --lora-rank: leave --base out")
     beside = path.parent / BESIDE
     chosen = tokenizer or (tokenizer_in(beside) if beside.is_dir() else None)
     if chosen is None:
@@ -122,9 +158,75 @@ def _open_checkpoint(path: Path, tokenizer: TokenizerConfig | None) -> OpenedMod
         config=_section(ModelConfig, settings["model"], path),
         tokenizer=built,
         tokenizer_config=chosen,
-        weights=CheckpointWeights(path),
+        weights=weights,
         described=described,
+        adapters=adapters,
+        base=base.path if base else Path(lora.pretrained_checkpoint) if adapters else None,
     )
+
+
+def _base_of(
+    path: Path,
+    state: checkpoint.TrainingState,
+    weights: Weights,
+    said: str,
+    given: Path | str | None,
+    tokenizer: TokenizerConfig | None,
+) -> OpenedModel | None:
+    """The model under a checkpoint's adapters; None if the checkpoint has it and no other is given.
+
+    Raises InputError for one that cannot be opened, and for one of another architecture.
+    """
+    saved = {name: value for name, value in state.architecture.items() if name not in PADDING}
+    model = _section(ModelConfig, state.configuration["model"], path)
+    rows = model.padded_vocab_size(state.architecture["vocab_size"])
+    if given is None and shapes(model, rows).keys() <= weights.facts().keys():
+        return None
+    folder = Path(said if given is None else given)
+    if folder.resolve() in (path.resolve(), path.parent.resolve()):
+        raise InputError(f"{path} cannot be its own base: name the model it began with, --base")
+    try:
+        base = open_model(folder, tokenizer)
+    except InputError as error:
+        raise InputError(
+            f"{path} has adapters of the model {folder}, which cannot be opened: name the folder "
+            f"it is in now (--base FOLDER)\n  {error}"
+        ) from error
+    there = architecture(base.config, base.tokenizer.vocab_size)
+    lines = [
+        f"{name} is {there.get(name)}, expected {value}"
+        for name, value in saved.items()
+        if json.loads(json.dumps(there.get(name))) != value
+    ]
+    if lines:
+        raise InputError(
+            f"{folder} is not the model that the adapters in {path} belong to:\n  "
+            + "\n  ".join(lines)
+        )
+    return base
+
+
+def _open_peft(
+    path: Path,
+    tokenizer: TokenizerConfig | None,
+    multiple: int | None,
+    given: Path | str | None,
+) -> OpenedModel:
+    said = peft.read_adapter_config(path).get(peft.BASE)
+    folder = Path(given or said or "")
+    if not folder.exists() or folder.resolve() == path.resolve() or not (given or said):
+        raise InputError(
+            f"{path}: its base model {said!r} is no folder here: name the one it is in "
+            "(--base FOLDER)"
+            if given is None
+            else f"--base {given}: there is no model"
+        )
+    base = open_model(folder, tokenizer, multiple)
+    family = base.described.family if base.described else family_of(base.config)
+    padded = base.config.padded_vocab_size(base.tokenizer.vocab_size)
+    sizes = Sizes(model=base.config, vocab_rows=padded, padded_rows=padded)
+    changes = peft.PeftChanges(path, TABLES[family.name], sizes)
+    return replace(base, path=path, weights=MergedWeights(base.weights, changes), base=base.path)
 
 
 def _open_gguf(

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 from megatron_zpp.config import Config, DataConfig, TokenizerConfig
 from megatron_zpp.open_model import OpenedModel, open_model
@@ -13,12 +14,19 @@ log = logging.getLogger("megatron_zpp")
 def begin_with(config: Config) -> tuple[Config, OpenedModel | None]:
     """`config` with the shape and the tokenizer of `--pretrained-checkpoint`, and that model.
 
-    Sequences stay as long as the flags say. Raises InputError for what cannot be opened, for
-    sequences longer than the model's positions, and where there is no text for its tokenizer.
+    Sequences stay as long as the flags say; which checkpoint was opened is kept. Raises InputError
+    for what cannot be opened, for sequences longer than the model's positions, where there is no
+    text for its tokenizer, and for a run that would save beside its base, newer than that.
     """
     folder = config.lora.pretrained_checkpoint
     if folder is None:
         return config, None
+    save = config.checkpoint.save
+    if save is not None and Path(save).resolve() == Path(folder).resolve():
+        raise InputError(
+            f"--save {save} is the folder of --pretrained-checkpoint, and the newest checkpoint in "
+            "it would then be another: save elsewhere"
+        )
     named = None if config.tokenizer == TokenizerConfig() else config.tokenizer
     _require_text(config.data, folder)
     opened = open_model(folder, named)
@@ -32,7 +40,9 @@ def begin_with(config: Config) -> tuple[Config, OpenedModel | None]:
         opened.config.hidden_size, opened.tokenizer.name,
     )  # fmt: skip
     model = replace(opened.config, seq_length=length)
-    return replace(config, model=model, tokenizer=opened.tokenizer_config), opened
+    lora = replace(config.lora, pretrained_checkpoint=str(opened.path.resolve()))
+    config = replace(config, model=model, tokenizer=opened.tokenizer_config, lora=lora)
+    return config, opened
 
 
 def _require_text(data: DataConfig, folder: str) -> None:

@@ -41,19 +41,19 @@ class FolderTensors:
     tensors than these hold, a file that is cut off or damaged, and numbers of few bits.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, one_file: str = ONE_FILE) -> None:
         self.place = str(folder)
         self._files: dict[str, Path] = {}
         self._facts: dict[str, Tensor] = {}
-        listed = _listed(folder)
-        for path in sorted(set(listed.values())) if listed else [folder / ONE_FILE]:
+        listed = _listed(folder, one_file)
+        for path in sorted(set(listed.values())) if listed else [folder / one_file]:
             for name, facts in _header(path).items():
                 self._files[name], self._facts[name] = path, facts
         wrong = [name for name in listed if self._files.get(name) != listed[name]]
         wrong += [name for name in self._files if listed and name not in listed]
         if wrong:
             raise InputError(
-                f"{folder / (ONE_FILE + INDEX)}: {few(wrong)}: not where the index says"
+                f"{folder / (one_file + INDEX)}: {few(wrong)}: not where the index says"
             )
 
     def facts(self) -> dict[str, Tensor]:
@@ -70,15 +70,15 @@ class FolderTensors:
             raise InputError(f"{path}: {name} cannot be read ({error})") from error
 
 
-def _listed(folder: Path) -> dict[str, Path]:
+def _listed(folder: Path, one_file: str) -> dict[str, Path]:
     """The file of each tensor by the index; nothing if the folder has one file for all."""
-    path = folder / (ONE_FILE + INDEX)
-    if (folder / ONE_FILE).exists():
+    path = folder / (one_file + INDEX)
+    if (folder / one_file).exists():
         return {}
     if not path.exists():
         others = [one.name for one in folder.glob("*.bin")] + [p.name for p in folder.glob("*.pt")]
         hint = f" ({few(others)}: save it as safetensors first)" if others else ""
-        raise InputError(f"{folder}: neither {ONE_FILE} nor {path.name} is in it{hint}")
+        raise InputError(f"{folder}: neither {one_file} nor {path.name} is in it{hint}")
     content = read_json(path, "the index")
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

@@ -24,10 +24,16 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """`join` makes our tensor of theirs, `split` theirs of ours."""
+    """`join` makes our tensor of theirs, `split` theirs of ours, which may lie inputs first."""
 
     join: Callable[[Sequence[Tensor], Sizes], Tensor]
     split: Callable[[Tensor, Sizes], tuple[Tensor, ...]]
+    is_inputs_first: bool = False
+
+    def split_rows(self, ours: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+        """`split` of a matrix whose rows alone are those of our weight [out, ...], as LoRA's B."""
+        parts = self.split(ours, sizes)
+        return tuple(part.T for part in parts) if self.is_inputs_first else parts
 
 
 def _pad(parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
@@ -66,7 +72,11 @@ def _ungroup_columns(ours: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
 
 
 SAME = Form(join=lambda parts, sizes: parts[0], split=lambda ours, sizes: (ours,))
-TRANSPOSED = Form(join=lambda parts, sizes: parts[0].T, split=lambda ours, sizes: (ours.T,))
+TRANSPOSED = Form(
+    join=lambda parts, sizes: parts[0].T,
+    split=lambda ours, sizes: (ours.T,),
+    is_inputs_first=True,
+)
 VOCABULARY = Form(join=_pad, split=lambda ours, sizes: (ours[: sizes.vocab_rows],))
 GROUPED = Form(join=_group, split=_ungroup)
-GROUPED_COLUMNS = Form(join=_group_columns, split=_ungroup_columns)
+GROUPED_COLUMNS = Form(join=_group_columns, split=_ungroup_columns, is_inputs_first=True)
