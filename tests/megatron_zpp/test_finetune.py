@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_zpp.arguments import parse
+from megatron_zpp.open_model import open_model
 from megatron_zpp.pretrained import begin_with
 from tests.launched import ROOT
 from tests.megatron_zpp.foreign_models import add_tokenizer, llama, saved
@@ -78,16 +79,44 @@ def test_recomputation_changes_no_loss(base, tmp_path):
     assert losses(log_of(flags + "--recompute-granularity full")) == losses(log_of(flags))
 
 
+@pytest.mark.parametrize("stored", [MIXZ, {"stage": 3}], ids=["MixZ++", "whole"])
+@ranks(2, timeout=180)
+def test_what_is_saved_opens_with_its_adapters_merged(base, stored, tmp_path):
+    """Also where the base is itself tuned."""
+    folder = base.split("--pretrained-checkpoint ")[1].split()[0]
+    flags = base + with_json(tmp_path, stored)
+    log_of(f"{flags} --save {tmp_path}/first")
+    again = flags.replace(f"-checkpoint {folder}", f"-checkpoint {tmp_path}/first")
+    log_of(f"{again} --save {tmp_path}/second")
+    start, first = open_model(folder), open_model(tmp_path / "first")
+    second = open_model(tmp_path / "second")
+    assert first.base == Path(folder) and second.base == first.path
+    assert first.path == (tmp_path / "first" / "iter_0000006").resolve()
+    for before, after in ((start, first), (first, second)):
+        for name, tensor in before.tensors():
+            merged = after.weights.read(name)
+            moved = (merged - tensor).abs().max().item()
+            assert (moved > 1e-3) == (name.removesuffix(".weight") in after.adapters.layers), name
+    beside = numbers(log_of(f"{flags} --load {tmp_path}/first --finetune"))
+    merged = numbers(log_of(again))
+    if dist.get_rank() == 0:  # the first loss, with the same adapters beside and merged
+        close = 0.005 if stored is MIXZ else 1e-5  # what INT8 may move a loss by; rounding
+        assert merged[0] == pytest.approx(beside[0], rel=close)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
+        ("--save {folder}", "is the folder of --pretrained-checkpoint"),
         ("--seq-length 4096", "is more than the .* positions"),
         ("--lora-target-modules attn", "names no linear layer"),
     ],
 )
 @ranks(1)
 def test_bad_input(base, change, named):
-    with pytest.raises(InputError, match=named), assembled(f"{base} {change}"):
+    folder = base.split("--pretrained-checkpoint ")[1].split()[0]
+    flags = f"{base} {change.format(folder=folder)}"
+    with pytest.raises(InputError, match=named), assembled(flags):
         pass
 
 
