@@ -64,8 +64,8 @@ def dry_run(config: Config, environment: Environment, console: Console) -> int:
         config = with_checkpoint_model(config)
     if config.lora.lora_rank:
         raise InputError(
-            f"--dry-run counts runs that train all weights, and --lora-rank {config.lora.lora_rank} "
-            "trains few: leave one of the two out"
+            "--dry-run counts runs that train all weights, and --lora-rank "
+            f"{config.lora.lora_rank} trains few: leave one of the two out"
         )
     config, _ = begin_with(config)
     gpu = find_gpu(environment)
