@@ -115,9 +115,7 @@ class Scorer:
         ]
 
 
-def windows(
-    ids: Sequence[int], longest: int, stride: int, first: int = 1
-) -> Iterator[Passage]:
+def windows(ids: Sequence[int], longest: int, stride: int, first: int = 1) -> Iterator[Passage]:
     """The labels of a text from `first` on, each in one passage of at most `longest` + 1 tokens.
 
     A passage begins `stride` (1 to longest) tokens after the one before it, so that a label has at

@@ -22,6 +22,7 @@ from megatron_zpp.config.spoken import SHORTHANDS
 from tools.consolidate import ConsolidateConfig
 from tools.convert_hf import ConvertConfig
 from tools.dump_samples import DumpConfig
+from tools.evaluate import EvaluateConfig
 from tools.fetch_smollm2 import FetchConfig
 from tools.inspect_dataset import InspectConfig
 from tools.merge_datasets import MergeConfig
@@ -38,6 +39,7 @@ SECTIONS = {
     "tools/preprocess_data.py": (PreprocessConfig, TokenizerConfig),
     "tools/consolidate.py": (ConsolidateConfig,),
     "tools/convert_hf.py": (ConvertConfig, TokenizerConfig),
+    "tools/evaluate.py": (EvaluateConfig, TokenizerConfig),
     "tools/fetch_smollm2.py": (FetchConfig,),
     "tools/dump_samples.py": (DumpConfig, DataConfig, TokenizerConfig),
     "tools/inspect_dataset.py": (InspectConfig, TokenizerConfig),

@@ -103,6 +103,9 @@ def evaluate(config: EvaluateConfig, tokenizer: TokenizerConfig | None) -> dict[
     asked = (config.data_path, config.last_word, config.choices)
     if config.load is None or not any(asked):
         raise InputError(f"give --load, and what to measure\n{USAGE}")
+    for path in (path for paths in asked for path in paths or ()):
+        if not Path(path).is_file() and not Path(f"{path}.idx").is_file():
+            raise InputError(f"{path}: no such file, and no dataset {path}.idx")
     environment = Environment.read()
     if environment.world_size > 1:
         raise InputError(f"evaluation takes one rank, not {environment.world_size}: start it alone")

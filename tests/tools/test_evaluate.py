@@ -73,14 +73,18 @@ def test_a_hugging_face_folder(tmp_path: Path, capsys) -> None:
         ("--load {load}", "give --load, and what to measure"),
         ("--data-path a.txt", "give --load, and what to measure"),
         ("--load {none} --data-path a.txt", "expected a folder of checkpoints"),
-        ("--load {load} --data-path {none}.txt", "No such file"),
-        ("--load {load} --choices {none}.jsonl", "No such file"),
+        ("--load {load} --data-path {none}.txt", "none.txt: no such file, and no dataset"),
+        ("--load {load} --choices a.txt {none}.jsonl", "none.jsonl: no such file, and no dataset"),
         ("--load {load} --data-path a.txt --seq-length 33", "33: the model has 32 positions"),
         ("--load {load} --data-path a.txt --batch-size 0", "--batch-size 0"),
         ("--load {load} --data-path a.txt --speed 3", "unknown flag --speed"),
     ],
 )
-def test_errors(flags: str, said: str, checkpoints: str, tmp_path: Path, capsys) -> None:
+def test_errors(
+    flags: str, said: str, checkpoints: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("a text")
     words = flags.format(load=checkpoints, none=tmp_path / "none").split()
     assert main(words) == 1
     assert said in capsys.readouterr().err
@@ -89,7 +93,7 @@ def test_errors(flags: str, said: str, checkpoints: str, tmp_path: Path, capsys)
 def test_one_rank_only(checkpoints: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
-    assert main(["--load", checkpoints, "--data-path", "a.txt"]) == 1
+    assert main(["--load", checkpoints, "--data-path", __file__]) == 1
     assert "evaluation takes one rank, not 2" in capsys.readouterr().err
 
 
