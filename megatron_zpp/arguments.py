@@ -61,6 +61,11 @@ def parse(argv: Sequence[str], world_size: int) -> Config:
     check(config, world_size)
     _check_accumulation(config, file, world_size)
     config = dataclasses.replace(config, zero=_zero(config, values, file, world_size))
+    if config.zero.stores_frozen and not config.lora.lora_rank:
+        raise InputError(
+            "zero_quantized_nontrainable_weights stores frozen weights quantized, and without "
+            "--lora-rank all weights are trained: give a rank (finetune_gpt.py), or leave it out"
+        )
     _say(typed, config, defaults.said(given, values))
     return config
 

@@ -14,11 +14,13 @@ from megatron_zpp.data.instructions import build_instructions
 from megatron_zpp.data.source import open_source
 from megatron_zpp.event_files import Position
 from megatron_zpp.flops import TokenFlops
+from megatron_zpp.generate import Request, check
 from megatron_zpp.matrix_rate import matrix_rate
 from megatron_zpp.metrics import Metrics
 from megatron_zpp.model.apex import find_apex
 from megatron_zpp.parallel.apply import build_model, build_optimizer
 from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.pretrained import begin_with
 from megatron_zpp.resume import Resumed, load, settings, with_checkpoint_model
 from megatron_zpp.run import Run
 from megatron_zpp.schedule import Schedules
@@ -38,14 +40,18 @@ def assemble(config: Config, ranks: Ranks, console: Console, stopping: Stopping)
     require_fit(config.zero, find_nodes(ranks.mesh, config.zero))
     if config.checkpoint.use_checkpoint_args:
         config = with_checkpoint_model(config)
+    config, pretrained = begin_with(config)
     data, tokenizer = ranks.rank_zero_first(lambda: open_source(config.data, config.tokenizer))
     config = dataclasses.replace(config, data=data)
     if config.evaluation.sample_prompt is not None:
-        tokenizer.encode(config.evaluation.sample_prompt)  # fails now rather than after training
+        prompt = tuple(tokenizer.encode(config.evaluation.sample_prompt))
+        # Fails now rather than after training.
+        check(Request(prompt=prompt), config.model.num_positions, tokenizer.vocab_size)
     datasets = ranks.rank_zero_first(lambda: open_datasets(config, tokenizer))
     require_data(config, datasets)
     apex = find_apex(ranks.device)
-    sharding = build_model(config, tokenizer.vocab_size, ranks, apex)
+    fill = pretrained.fill if pretrained else None
+    sharding = build_model(config, tokenizer.vocab_size, ranks, apex, fill)
     optimizer = build_optimizer(sharding, config, ranks.device, apex)
     scaler = build_scaler(config.precision)
     start = load(config, sharding, optimizer, scaler, tokenizer.fingerprint)
@@ -158,6 +164,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
     sources = config.data.data_path or config.data.train_data_path or ("made-up samples",)
     return [
         ("model", f"{shape}: {sharding.model.num_parameters():,} parameters"),
+        *adapters(config, sharding),
         ("data", " ".join(sources)),
         ("batch", f"{batch} samples of {model.seq_length} tokens, {micro_batches} micro-batches "
                   f"of {config.batch.micro_batch_size} on each of {run.ranks.num_ranks} ranks"),
@@ -169,6 +176,20 @@ def summary(run: Run) -> list[tuple[str, object]]:
         *offloaded(config),
         *sharding.describe(micro_batches),
     ]
+
+
+def adapters(config: Config, sharding: Sharding) -> list[tuple[str, str]]:
+    """What of the model is trained, if not all."""
+    lora = config.lora
+    if not lora.lora_rank:
+        return []
+    trained = sum(one.numel() for one in sharding.model.parameters() if one.requires_grad)
+    stored = ""
+    if sharding.stores_frozen:
+        bits = config.zero.zeropp.nontrainable_weight_bits
+        stored = f"\nthe frozen weights are stored and gathered as INT{bits} (MixZ++)"
+    what = f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}: {trained:,} parameters are trained"
+    return [("LoRA", what + stored)]
 
 
 def offloaded(config: Config) -> list[tuple[str, str]]:

@@ -44,7 +44,8 @@ def settled(values: Mapping[str, Any], accumulation: int | None, world_size: int
 
 def said(values: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     """One line of the main defaults in `result` that were not in `values`; may be empty."""
-    names = [*SHAPE, "micro_batch_size", "global_batch_size", *SHORT_RUN]
+    shape = ("seq_length", "lr") if "pretrained_checkpoint" in values else SHAPE
+    names = [*shape, "micro_batch_size", "global_batch_size", *SHORT_RUN]
     taken = [
         f"--{name.replace('_', '-')} {result[name]}"
         for name in names

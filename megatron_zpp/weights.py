@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.model.init import local_ranges
+from megatron_zpp.model.lora import is_adapter
 from zeropp.errors import InputError
 from zeropp.named_tensors import few
 from zeropp.optim.step import local_part
@@ -23,13 +24,14 @@ class Weights(Protocol):
 
 @torch.no_grad()
 def fill(model: nn.Module, weights: Weights) -> None:
-    """Copy into every parameter of a model whose storage exists, cast to its dtype.
+    """Copy into every parameter of a model whose storage exists, cast to its dtype; LoRA's
+    adapters are left alone.
 
     Parameters are plain tensors or DTensors placed by Shard and Replicate, of which only the local
     part is written; each rank reads for itself. Raises InputError, before anything is written, for
     parameters that the files lack or have in another shape, and for what they have beyond them.
     """
-    parameters = dict(model.named_parameters())
+    parameters = {n: own for n, own in model.named_parameters() if not is_adapter(n)}
     facts = weights.facts()
     missing = [name for name in parameters if name not in facts]
     extra = [name for name in facts if name not in parameters]

@@ -19,6 +19,9 @@ from megatron_zpp.arguments import SPOKEN, parse
 from megatron_zpp.command_line import read, vocabulary
 from megatron_zpp.config import DataConfig, TokenizerConfig
 from megatron_zpp.config.spoken import SHORTHANDS
+from megatron_zpp.serve.config import ServeConfig
+from megatron_zpp.text_model import TextModelConfig
+from tools import generate
 from tools.consolidate import ConsolidateConfig
 from tools.convert_hf import ConvertConfig
 from tools.dump_samples import DumpConfig
@@ -34,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"zeropp", "megatron_zpp", "tests", "tools", "docs", "examples", "benchmarks", ".ci"}
 MADE_BY_RUNNING = (".", "runs", "build", "dist")  # beginnings of folders without documents of ours
 PROGRAMS = ("make", "python", "torchrun", "zeropp", "sbatch")
-PRETRAIN = ("pretrain_gpt.py", "pretrain_zeropp_gpt.py")
+PRETRAIN = ("pretrain_gpt.py", "pretrain_zeropp_gpt.py", "finetune_gpt.py")
 SECTIONS = {
     "tools/preprocess_data.py": (PreprocessConfig, TokenizerConfig),
     "tools/consolidate.py": (ConsolidateConfig,),
@@ -42,6 +45,8 @@ SECTIONS = {
     "tools/evaluate.py": (EvaluateConfig, TokenizerConfig),
     "tools/fetch_smollm2.py": (FetchConfig,),
     "tools/dump_samples.py": (DumpConfig, DataConfig, TokenizerConfig),
+    "tools/generate.py": generate.SECTIONS,
+    "tools/serve.py": (TextModelConfig, ServeConfig, TokenizerConfig),
     "tools/inspect_dataset.py": (InspectConfig, TokenizerConfig),
     "tools/merge_datasets.py": (MergeConfig,),
 }

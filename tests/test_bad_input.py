@@ -35,8 +35,8 @@ OFFLOAD_AS_PRINTED = """{
 def fails(capsys):
     """Run the job with flags that must fail; return its last lines."""
 
-    def run(flags: str) -> str:
-        assert main(flags.split()) != 0
+    def run(flags: str | list[str]) -> str:
+        assert main(flags.split() if isinstance(flags, str) else flags) != 0
         captured = capsys.readouterr()
         assert "Traceback" not in captured.out + captured.err
         lines = captured.out.splitlines()
@@ -176,6 +176,11 @@ def test_a_tokenizer_without_data_is_not_ignored(fails):
 
 def test_a_prompt_that_cannot_be_encoded_is_told_before_training(fails, capsys):
     assert "'def'" in fails(f"{MOCK} --sample-prompt def --train-iters 100000")
+
+
+def test_a_prompt_longer_than_the_positions_is_told_before_training(fails):
+    message = fails([*f"{MOCK} --train-iters 100000 --sample-prompt".split(), "1 " * 5000])
+    assert "the prompt has 5,000 tokens, but the model has" in message
 
 
 def test_truncated_bin(fails, prefix):

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 from tests.launched import LAUNCH, ROOT, start, zeropp
 
@@ -50,3 +52,13 @@ def test_gpt2_learns_with_all_three_on_without_megatron_zpp(tmp_path):
     # Backward finds the weights that forward left in the node: they do not cross nodes again.
     assert float(sent["weights_forward, across_nodes"]) > 0
     assert float(sent.get("weights_backward, across_nodes", "0")) == 0
+
+
+def test_docstrings_become_examples_to_fine_tune_on(tmp_path):
+    target = tmp_path / "folder" / "docstrings.jsonl"
+    command = [sys.executable, str(EXAMPLES / "docstrings.py"), str(target)]
+    subprocess.run(command, check=True, timeout=SECONDS)
+    found = [json.loads(line) for line in target.read_text().splitlines()]
+    assert len(found) > 1000 and all(set(one) == {"prompt", "answer"} for one in found)
+    assert len({one["prompt"] for one in found}) == len(found)
+    assert not any(one["answer"] in one["prompt"] for one in found if len(one["answer"]) > 200)

@@ -9,7 +9,7 @@ once per step.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import lcm
 
 import torch
@@ -60,7 +60,8 @@ class Forecast:
         same = {field.name: getattr(self, field.name) for field in fields(self)}
         nodes = self.weights.nodes
         flat = Route(nodes=nodes, inner=nodes.num_ranks)
-        return PlainForecast(**same | {"weights": flat, "gradients": flat})
+        units = tuple(tuple(replace(p, packed_bytes=0) for p in pieces) for pieces in self.units)
+        return PlainForecast(**same | {"weights": flat, "gradients": flat, "units": units})
 
     def _unit(
         self, pieces: tuple[Piece, ...], is_root: bool, position: int, num_micro_batches: int

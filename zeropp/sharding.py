@@ -95,9 +95,10 @@ class Sharding:
         else:
             weights = _hops(forecast.weights, self.compute_dtype, ("outer", "inner"))
             means = _hops(forecast.gradients, forecast.wire_dtype, ("inner", "outer"))
-            kept = "\nkept in each node until the weights change (hpZ)" if self.copies else ""
+            more = "\nfrozen matrices as they are stored, as codes" if self.stores_frozen else ""
+            more += "\nkept in each node until the weights change (hpZ)" if self.copies else ""
             rows = [
-                ("weights", f"all-gather, {weights}{kept}"),
+                ("weights", f"all-gather, {weights}{more}"),
                 ("gradients", f"all-to-all, {means}\nsummed in fp32, whatever the wire carries"),
             ]
         sent = _table(forecast.node(num_micro_batches))

@@ -7,6 +7,7 @@ the parser is generated from the sections. Values that follow from others are pr
 from dataclasses import dataclass, field
 
 from megatron_zpp.config.data import BatchConfig, DataConfig, TokenizerConfig
+from megatron_zpp.config.finetuning import LoraConfig
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimization import (
     OptimizerConfig,
@@ -30,6 +31,7 @@ __all__ = [
     "DataConfig",
     "EvaluationConfig",
     "LogConfig",
+    "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
@@ -47,6 +49,7 @@ class Config:
     """Everything that was asked for; `arguments.parse` builds a consistent one."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

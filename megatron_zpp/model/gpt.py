@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.config import ModelConfig, RecomputeConfig
 from megatron_zpp.flops import flops_per_token
+from megatron_zpp.model.cache import KeyValueCache
 from megatron_zpp.model.layers import (
     Block,
     Rotary,
@@ -55,6 +56,7 @@ class GPT(nn.Module):
         loss_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         edges: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Logits [B, S, V] of tokens int64 [B, S]; with labels [B, S] the mean loss, fp32 scalar.
 
@@ -62,11 +64,18 @@ class GPT(nn.Module):
         count from 0 in each row if None. With `edges` int32 [n + 1], where documents begin in the
         rows laid end to end, they do not see each other. Raises ValueError for more tokens than
         learned positions.
+
+        With a cache, which expects these tokens, they go on from what it keeps: logits [B, 1, V]
+        of each row's last real token.
         """
+        if cache is not None:
+            position_ids = cache.positions
         x = self._embed(tokens, position_ids)  # [B, S, H]
         rotary = self._rotary(tokens, position_ids)
         for first in range(0, len(self.blocks), self.blocks_per_call):
-            x = self.call(self._run_blocks, first, x, rotary, edges)
+            x = self.call(self._run_blocks, first, x, rotary, edges, cache)
+        if cache is not None:
+            x = cache.last(x)
         x = normalized(self.norm, x)
         weight = self.tokens.weight if self.head is None else self.head.weight
         if labels is None:
@@ -114,8 +123,13 @@ class GPT(nn.Module):
         return rotary_table(position_ids, channels, self.config.rotary_base, slowed)
 
     def _run_blocks(
-        self, first: int, x: Tensor, rotary: Rotary | None, edges: Tensor | None
+        self,
+        first: int,
+        x: Tensor,
+        rotary: Rotary | None,
+        edges: Tensor | None,
+        cache: KeyValueCache | None,
     ) -> Tensor:
-        for block in self.blocks[first : first + self.blocks_per_call]:
-            x = block(x, rotary, edges)
+        for index, block in enumerate(self.blocks[first : first + self.blocks_per_call], first):
+            x = block(x, rotary, edges, None if cache is None else cache.layers[index])
         return x

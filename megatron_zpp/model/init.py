@@ -29,16 +29,23 @@ def initialize(model: nn.Module, seed: int, config: ModelConfig) -> None:
     Shard and Replicate on a mesh of any number of axes. Raises TypeError for another placement.
     """
     for name, parameter in model.named_parameters():
-        ranges = local_ranges(parameter)
-        local = local_part(parameter)
         if parameter.ndim < 2:
-            local.fill_(0.0 if name.endswith("bias") else 1.0)
+            local_part(parameter).fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         std = config.init_method_std
         if name.endswith(SCALED_WEIGHTS):
             std /= math.sqrt(2 * config.num_layers)
-        for rows, values in _blocks(f"{seed}/{name}", parameter.shape, ranges, std):
-            local[rows] = values.to(local.dtype)
+        draw(parameter, f"{seed}/{name}", std)
+
+
+def draw(parameter: Tensor, label: str, std: float) -> None:
+    """Fill this rank's part of a matrix with N(0, std²): the same numbers for the same label."""
+    local = local_part(parameter)
+    if std == 0.0:
+        local.zero_()
+        return
+    for rows, values in _blocks(label, parameter.shape, local_ranges(parameter), std):
+        local[rows] = values.to(local.dtype)
 
 
 def local_ranges(parameter: Tensor) -> list[tuple[int, int]]:

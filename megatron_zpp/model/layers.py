@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.config import ModelConfig
+from megatron_zpp.model.cache import LayerCache
 from megatron_zpp.model.documents import attend_documents
 
 SLOW_TURNS, FAST_TURNS = 1.0, 4.0  # of Llama 3.1's scaling, over its first training's positions
@@ -111,9 +112,16 @@ class Attention(nn.Module):
         self.call = direct
 
     def forward(
-        self, x: Tensor, rotary: Rotary | None = None, edges: Tensor | None = None
+        self,
+        x: Tensor,
+        rotary: Rotary | None = None,
+        edges: Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
-        """x [B, S, H] → [B, S, H]; with `edges` int32 [n + 1] documents do not see each other."""
+        """x [B, S, H] → [B, S, H]; with `edges` int32 [n + 1] documents do not see each other.
+
+        With a cache x are new tokens, which also see those that are kept there.
+        """
         queries = self.group_size
         shape = (*x.shape[:2], self.kv_heads, queries + 2, self.head_dim)
         qkv = self.qkv(x).view(shape)  # [B, S, K, Q + 2, D]
@@ -122,7 +130,10 @@ class Attention(nn.Module):
         else:
             turned, v = qkv.split((queries + 1, 1), dim=3)
             q, k = rotate(turned, rotary).split((queries, 1), dim=3)
-        attended = self.call(self.attend, *(part.flatten(2, 3) for part in (q, k, v)), edges)
+        q, k, v = (part.flatten(2, 3) for part in (q, k, v))
+        if cache is not None:
+            return self.output(cache.attend(q, k, v).flatten(2))
+        attended = self.call(self.attend, q, k, v, edges)
         return self.output(attended.flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, edges: Tensor | None = None) -> Tensor:
@@ -177,18 +188,28 @@ class Block(nn.Module):
         self.call = direct
 
     def forward(
-        self, x: Tensor, rotary: Rotary | None = None, edges: Tensor | None = None
+        self,
+        x: Tensor,
+        rotary: Rotary | None = None,
+        edges: Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
-        """x [B, S, H] → [B, S, H]."""
+        """x [B, S, H] → [B, S, H]; with a cache as written here: not compiled, nothing redone."""
+        if cache is not None:
+            return type(self).compute(self, x, rotary, edges, cache)
         return self.call(self.compute, x, rotary, edges)
 
     def compute(
-        self, x: Tensor, rotary: Rotary | None = None, edges: Tensor | None = None
+        self,
+        x: Tensor,
+        rotary: Rotary | None = None,
+        edges: Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """The block itself, x [B, S, H] → [B, S, H]."""
         assert not self.fp32_residual or x.dtype == torch.float32, "the residual was narrowed"
         normal = normalized(self.norm1, x)
-        x = self._add(x, normal, self.attention(normal, rotary, edges))
+        x = self._add(x, normal, self.attention(normal, rotary, edges, cache))
         normal = normalized(self.norm2, x)
         return self._add(x, normal, self.mlp(normal))
 

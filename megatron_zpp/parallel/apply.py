@@ -4,23 +4,38 @@ Built on the meta device, wrapped (recompute, compile), sharded, given memory, t
 shard: no rank ever holds more than its shards and one block.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from megatron_zpp.config import Config
 from megatron_zpp.model.apex import Apex, ApexAdam, fuse_norms
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
+from megatron_zpp.model.lora import add_lora, initialize_adapters
 from megatron_zpp.model.recompute import compile_blocks, recompute
 from megatron_zpp.parallel.mesh import Ranks
 from zeropp import Sharding, shard
 from zeropp.optim.adam import fastest_adamw
 from zeropp.optim.offloaded import offloaded_adamw
+from zeropp.stages import store_frozen
 
 
-def build_model(config: Config, vocab_size: int, ranks: Ranks, apex: Apex | None) -> Sharding:
-    """The GPT that `config.model` describes, sharded over `ranks` by `config.zero`."""
+def build_model(
+    config: Config,
+    vocab_size: int,
+    ranks: Ranks,
+    apex: Apex | None,
+    fill: Callable[[torch.nn.Module], None] | None = None,
+) -> Sharding:
+    """The GPT that `config.model` describes, sharded over `ranks` by `config.zero`.
+
+    Its weights are drawn, or come from `fill`, with LoRA's adapters as `config.lora` says.
+    """
     with torch.device("meta"):
         model = GPT(config.model, vocab_size)
+        if config.lora.lora_rank:
+            add_lora(model, config.lora)
     if apex:
         fuse_norms(model, apex)
     recompute(model, config.recompute)
@@ -29,9 +44,13 @@ def build_model(config: Config, vocab_size: int, ranks: Ranks, apex: Apex | None
     # The residual stream may be fp32 (--fp32-residual-connection): blocks cast their own inputs.
     sharding = shard(model, ranks.mesh, config.zero, cast_forward_inputs=False)
     model.to_empty(device="cpu" if config.zero.offloads_optimizer else ranks.device)
-    initialize(model, config.training.seed, config.model)
+    if fill is None:
+        initialize(model, config.training.seed, config.model)
+    else:
+        fill(model)
+        initialize_adapters(model, config.training.seed)
     sharding.weights_changed()
-    return sharding
+    return store_frozen(sharding, config.zero) if config.zero.stores_frozen else sharding
 
 
 def build_optimizer(

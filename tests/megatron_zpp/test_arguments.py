@@ -164,6 +164,12 @@ SETTINGS = """
 
 # Flags that need another one beside them.
 PAIRS = """
+--pretrained-checkpoint m                             lora.pretrained_checkpoint "m"
+--pretrained-checkpoint m --lora-rank 4               lora.lora_rank 4
+--pretrained-checkpoint m --lora-rank 4 --lora-alpha 8  lora.lora_alpha 8.0
+--pretrained-checkpoint m --lora-rank 4 --lora-dropout 0.1  lora.lora_dropout 0.1
+--pretrained-checkpoint m --lora-rank 4 --lora-target-modules qkv mlp.gate \
+    lora.lora_target_modules ["qkv", "mlp.gate"]
 --rampup-batch-size 4 4 60 --global-batch-size 16    batch.rampup_batch_size [4, 4, 60]
 --recompute-method block --recompute-granularity full recompute.recompute_method "block"
 --lr-decay-style WSD --lr-wsd-decay-iters 3          schedule.lr_decay_style "WSD"

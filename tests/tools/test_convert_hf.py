@@ -230,11 +230,11 @@ def run_and_measure(steps: list[list[str]], result: Connection) -> None:
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """A tensor is held as read, joined and written; files of 40 MiB are never held whole."""
-    sizes = dict(hidden_size=1024, intermediate_size=1024, num_hidden_layers=6, vocab_size=1024)
+    sizes = dict(hidden_size=1024, intermediate_size=1024, num_hidden_layers=10, vocab_size=1024)
     heads = dict(num_attention_heads=16, num_key_value_heads=16)
     source = saved(llama(**sizes, **heads), tmp_path / "source", shards="60MB")
     total = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    assert total > 40 * 4 * MIB
+    assert total > 70 * 4 * MIB
     save, back = str(tmp_path / "save"), str(tmp_path / "back")
     steps = [["--from-hf", str(source), "--save", save], ["--load", save, "--to-hf", back]]
     context = multiprocessing.get_context("forkserver")
@@ -246,6 +246,6 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     used = ours.recv()
     process.join()
     assert [status for status, _ in used] == [0, 0]
-    assert (tmp_path / "back" / ONE_FILE).stat().st_size > 40 * 4 * MIB
-    # A joined matrix is 12 MiB, with its parts and what is written 36; torch's code 30 at most.
-    assert max(num_bytes for _, num_bytes in used) < 70 * MIB
+    assert (tmp_path / "back" / ONE_FILE).stat().st_size == pytest.approx(total, rel=0.01)
+    # A joined matrix is 12 MiB, with its parts and what is written 36; torch's code some 30 more.
+    assert max(num_bytes for _, num_bytes in used) < total / 2

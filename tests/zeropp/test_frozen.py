@@ -149,6 +149,8 @@ def test_what_is_foretold_is_sent():
         sent = {key: value for key, value in sharding.traffic.take().items() if value}
         foretold = {key: value for key, value in sharding.expected_traffic(2).items() if value}
         assert sent == foretold
+    unquantized = shard(adapted_stack(), data_mesh(), configured({"stage": 3}, 2))
+    assert sharding.plain_traffic(2) == unquantized.plain_traffic(2)
 
 
 @ranks(2)

@@ -1,0 +1,9 @@
+"""Fine-tune a GPT from --pretrained-checkpoint: `python finetune_gpt.py --help` lists the flags."""
+
+import sys
+
+from megatron_zpp.main import main
+from zeropp.process_group import leave
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

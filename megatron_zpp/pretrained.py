@@ -1,0 +1,44 @@
+"""A run that begins with a model trained before: its shape, its tokenizer, its weights."""
+
+import logging
+from dataclasses import replace
+
+from megatron_zpp.config import Config, DataConfig, TokenizerConfig
+from megatron_zpp.open_model import OpenedModel, open_model
+from zeropp.errors import InputError
+
+log = logging.getLogger("megatron_zpp")
+
+
+def begin_with(config: Config) -> tuple[Config, OpenedModel | None]:
+    """`config` with the shape and the tokenizer of `--pretrained-checkpoint`, and that model.
+
+    Sequences stay as long as the flags say. Raises InputError for what cannot be opened, for
+    sequences longer than the model's positions, and where there is no text for its tokenizer.
+    """
+    folder = config.lora.pretrained_checkpoint
+    if folder is None:
+        return config, None
+    named = None if config.tokenizer == TokenizerConfig() else config.tokenizer
+    _require_text(config.data, folder)
+    opened = open_model(folder, named)
+    length, positions = config.model.seq_length, opened.config.num_positions
+    if length > positions:
+        raise InputError(
+            f"--seq-length {length} is more than the {positions} positions of the model in {folder}"
+        )
+    log.info(
+        "%s: %d layers, hidden size %d, %s", opened.path, opened.config.num_layers,
+        opened.config.hidden_size, opened.tokenizer.name,
+    )  # fmt: skip
+    model = replace(opened.config, seq_length=length)
+    return replace(config, model=model, tokenizer=opened.tokenizer_config), opened
+
+
+def _require_text(data: DataConfig, folder: str) -> None:
+    paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    if not any(paths) and not data.mock_data:
+        raise InputError(
+            f"--pretrained-checkpoint {folder} needs text for the model's tokenizer: give "
+            "--data-path, examples in .jsonl or what tools/preprocess_data.py makes"
+        )

@@ -1,0 +1,90 @@
+"""LoRA beside the linear layers: begins as the model was, trains the adapters alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_zpp.config import LoraConfig, ModelConfig
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.init import initialize
+from megatron_zpp.model.lora import LoraLinear, add_lora, initialize_adapters, is_adapter
+from zeropp.errors import InputError
+
+CONFIG = ModelConfig(
+    num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, hidden_dropout=0.0,
+    attention_dropout=0.0, swiglu=True, position_embedding_type="rope",
+)  # fmt: skip
+TOKENS = torch.arange(8)[None]
+
+
+def lora(**changes: object) -> LoraConfig:
+    return LoraConfig(pretrained_checkpoint="m", lora_rank=2, **changes)
+
+
+def model_with(config: LoraConfig) -> GPT:
+    model = GPT(CONFIG, 64)
+    initialize(model, 1, CONFIG)
+    add_lora(model, config)
+    initialize_adapters(model, 1)
+    return model
+
+
+def test_begins_as_the_model_was_with_the_same_names():
+    plain = GPT(CONFIG, 64)
+    initialize(plain, 1, CONFIG)
+    model = model_with(lora())
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+    names = {name for name, _ in model.named_parameters() if not is_adapter(name)}
+    assert names == {name for name, _ in plain.named_parameters()}
+    assert all(p.requires_grad == is_adapter(name) for name, p in model.named_parameters())
+
+
+def test_adds_the_scaled_product_of_dropped_inputs():
+    layer = LoraLinear(torch.nn.Linear(6, 4), lora(lora_alpha=3.0, lora_dropout=0.5))
+    x = torch.randn(5, 6)
+    down, up = layer.lora_A.weight, layer.lora_B.weight
+    expected = F.linear(x, layer.weight + 3.0 / 2 * up @ down, layer.bias)
+    assert torch.allclose(layer.eval()(x), expected, atol=1e-6)
+    torch.manual_seed(4)
+    found = layer.train()(x)
+    torch.manual_seed(4)
+    expected = F.linear(x, layer.weight, layer.bias) + 1.5 * F.dropout(x, 0.5) @ down.T @ up.T
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("targets", "count"),
+    [(None, 5), (("qkv",), 1), (("output",), 2), (("mlp.gate", "attention.output"), 2)],
+)
+def test_targets_are_endings_of_names(targets, count):
+    model = GPT(CONFIG, 64)
+    assert len(add_lora(model, lora(lora_target_modules=targets))) == 2 * count
+
+
+def test_a_target_that_names_nothing_is_answered_with_the_nearest():
+    with pytest.raises(InputError, match=r"mlp\.gates names no.*did you mean mlp\.gate.*There are"):
+        add_lora(GPT(CONFIG, 64), lora(lora_target_modules=("qkv", "mlp.gates")))
+
+
+def test_adapters_are_drawn_as_pefts_are_spread():
+    layer = GPT(ModelConfig(num_layers=1, hidden_size=256, num_attention_heads=2), 64)
+    add_lora(layer, LoraConfig(pretrained_checkpoint="m", lora_rank=64))
+    initialize_adapters(layer, 7)
+    drawn = layer.blocks[0].attention.qkv.lora_A.weight
+    # 64 * 256 draws: the sample's standard deviation is within 4 of its own, 1 / sqrt(2 n).
+    assert drawn.std().item() == pytest.approx((3 * 256) ** -0.5, rel=4 * (2 * 64 * 256) ** -0.5)
+    assert not layer.blocks[0].attention.qkv.lora_B.weight.any()
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"lora_rank": 4}, "--pretrained-checkpoint"),
+        ({"lora_target_modules": ("qkv",)}, "needs --lora-rank"),
+        ({"lora_rank": -1}, "at least 0"),
+        ({"lora_alpha": 0.0}, "more than 0"),
+    ],
+)
+def test_settings_that_cannot_be(given, named):
+    with pytest.raises(InputError, match=named):
+        LoraConfig(**given).check()

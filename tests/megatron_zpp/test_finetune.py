@@ -1,0 +1,110 @@
+"""Fine-tuning, the whole job: a Hugging Face model in, adapters trained beside frozen weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_zpp.arguments import parse
+from megatron_zpp.pretrained import begin_with
+from tests.launched import ROOT
+from tests.megatron_zpp.foreign_models import add_tokenizer, llama, saved
+from tests.megatron_zpp.pretraining import assembled, log_of, losses, numbers
+from tests.ranks import ranks
+from zeropp import InputError
+from zeropp.frozen import is_quantized
+
+SENTENCES = ("the cat sat on the mat", "a dog ran to it", "the dog sat on a cat and it ran")
+MIXZ = {
+    "stage": 3, "zero_quantized_nontrainable_weights": True, "zero_hpz_partition_size": 2,
+}  # fmt: skip
+RUN = "--train-iters 6 --micro-batch-size 1 --global-batch-size 4 --lora-rank 4 --lr-decay-style "
+RUN += "constant --split 90,10,0 "
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Flags of a tiny Llama and of examples for it."""
+    folder = saved(llama(), tmp_path_factory.mktemp("llama"))
+    add_tokenizer(folder)
+    examples = folder / "examples.jsonl"
+    lines = [{"prompt": one[: len(one) // 2], "answer": one[len(one) // 2 :]} for one in SENTENCES]
+    examples.write_text("".join(json.dumps(one) + "\n" for one in lines * 20))
+    tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
+    return f"{tokenizer} --pretrained-checkpoint {folder} --data-path {examples} {RUN}"
+
+
+def with_json(folder: Path, zero: dict, **more: object) -> str:
+    path = folder / f"{dist.get_rank()}.json"
+    path.write_text(json.dumps({"zero_optimization": zero, "zeropp": {"ranks_per_node": 2}} | more))
+    return f" --deepspeed_config {path} "
+
+
+@ranks(4, ranks_per_node=2, timeout=180)
+def test_adapters_learn_beside_weights_stored_as_codes(base, tmp_path):
+    log = log_of(f"{base} --deepspeed_config {ROOT}/examples/ds_mixz_config.json")
+    exact = log_of(base + with_json(tmp_path, {"stage": 3}))
+    if dist.get_rank() == 0:
+        assert "frozen weights are stored and gathered as INT8 (MixZ++)" in log
+        assert "parameters are trained" in log
+        found, expected = numbers(log), numbers(exact)
+        assert found == pytest.approx(expected, rel=0.005)  # what INT8 may move a loss by
+        assert found[-1] < found[0]
+
+
+@ranks(2, timeout=180)
+def test_a_stop_changes_no_digit_and_frozen_weights_come_from_where_they_came(base, tmp_path):
+    flags = base + with_json(tmp_path, MIXZ)
+    saving = f"--save {tmp_path}/save --load {tmp_path}/save --save-interval 3 "
+    whole = losses(log_of(flags))
+    first = losses(log_of(flags + saving + "--exit-interval 3"))
+    assert first + losses(log_of(flags + saving)) == whole
+
+
+@ranks(2)
+def test_only_adapters_are_trained_and_matrices_are_codes(base, tmp_path):
+    with assembled(base + with_json(tmp_path, MIXZ)) as run:
+        for name, one in run.sharding.model.named_parameters():
+            assert one.requires_grad == (".lora_" in name)
+            assert is_quantized(one) == (one.ndim >= 2 and ".lora_" not in name)
+        held = sum(len(group["params"]) for group in run.optimizer.param_groups)
+        assert held == sum(one.requires_grad for one in run.sharding.model.parameters())
+
+
+@ranks(2, timeout=120)
+def test_recomputation_changes_no_loss(base, tmp_path):
+    flags = base + with_json(tmp_path, MIXZ, bf16={"enabled": True})
+    assert losses(log_of(flags + "--recompute-granularity full")) == losses(log_of(flags))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("--seq-length 4096", "is more than the .* positions"),
+        ("--lora-target-modules attn", "names no linear layer"),
+    ],
+)
+@ranks(1)
+def test_bad_input(base, change, named):
+    with pytest.raises(InputError, match=named), assembled(f"{base} {change}"):
+        pass
+
+
+def test_a_model_needs_text_for_its_tokenizer():
+    config = parse("--pretrained-checkpoint m".split(), 1)
+    with pytest.raises(InputError, match="--pretrained-checkpoint m needs text"):
+        begin_with(config)
+
+
+def test_nothing_frozen_to_store_is_an_error():
+    zero = json.dumps({"zero_optimization": MIXZ | {"zero_hpz_partition_size": 1}})
+    with pytest.raises(InputError, match="without --lora-rank all weights are trained"):
+        parse(["--deepspeed_config", zero], 1)
+
+
+@ranks(2, timeout=120)
+def test_all_weights_may_be_trained_too(base):
+    log = log_of(base.replace("--lora-rank 4", "--zero-stage 2"))
+    if dist.get_rank() == 0:
+        assert "LoRA" not in log and numbers(log)[-1] < numbers(log)[0]

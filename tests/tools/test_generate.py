@@ -1,0 +1,235 @@
+"""Text on the command line: from flags, files and standard input, on ranks, and by hand."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.generate import Request, complete
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.sampling import Sampling
+from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
+from tests.launched import ROOT, start, zeropp
+from tests.megatron_zpp.text_models import save_text_model
+from tools.generate import UNPRINTABLE, main
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GPT]:
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, save_text_model(folder)
+
+
+@pytest.fixture
+def folder(saved: tuple[Path, GPT]) -> str:
+    return str(saved[0])
+
+
+def text_of(model: GPT, prompt: str, count: int, **settings: object) -> str:
+    request = Request(
+        prompt=tuple(prompt.encode()), max_new_tokens=count,
+        sampling=Sampling(**{"temperature": 0.8, **settings}),
+    )  # fmt: skip
+    return complete(model, ByteLevelTokenizer(), [request])[0]
+
+
+def test_prompts_of_the_command_line(
+    saved: tuple[Path, GPT], capsys: pytest.CaptureFixture
+) -> None:
+    """In their order, however they end; each text has a seed of its own."""
+    folder, model = saved
+    flags = ["--prompt", "ab", "hello", "--samples", "2", "--max-new-tokens", "9", "--seed", "5"]
+    more = ["--top-k", "50", "--top-p", "0.9", "--temperature", "0.7", "--batch-size", "3"]
+    assert main(["--load", str(folder), *flags, *more]) == 0
+    found = capsys.readouterr()
+    settings = {"top_k": 50, "top_p": 0.9, "temperature": 0.7}
+    expected = [
+        prompt + text_of(model, prompt, 9, seed=5 + number, **settings)
+        for number, prompt in enumerate(["ab", "ab", "hello", "hello"])
+    ]
+    assert found.out == "".join(text + "\n" for text in expected)
+    assert found.err.count(" tokens, ") == 2
+
+
+def test_a_file_of_prompts_and_a_file_of_texts(
+    saved: tuple[Path, GPT], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One a line, or in .jsonl where a prompt may have several lines."""
+    folder, model = saved
+    prompts = ["ab", "x\ny", "é"]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    (tmp_path / "p.txt").write_text("ab\nhello\n")
+    for name, expected in [("p.jsonl", prompts), ("p.txt", ["ab", "hello"])]:
+        output = tmp_path / "out.jsonl"
+        flags = ["--input", str(tmp_path / name), "--output", str(output)]
+        assert main(["--load", str(folder), *flags, "--max-new-tokens", "5"]) == 0
+        rows = [json.loads(line) for line in output.read_text().splitlines()]
+        assert rows == [
+            {"prompt": p, "text": text_of(model, p, 5, seed=number), "finish": "length"}
+            for number, p in enumerate(expected)
+        ]
+
+
+def test_standard_input_is_one_prompt(saved: tuple[Path, GPT]) -> None:
+    folder, model = saved
+    done = tool(str(folder), "--max-new-tokens", "5", input="two\nlines")
+    assert done.stdout == "two\nlines" + text_of(model, "two\nlines", 5) + "\n"
+    done = tool(str(folder), "--max-new-tokens", "5", "--input", "-", input="ab\ncd\n")
+    expected = [one + text_of(model, one, 5, seed=n) for n, one in enumerate(["ab", "cd"])]
+    assert done.stdout == "".join(text + "\n" for text in expected)
+
+
+def test_on_ranks_with_sharded_weights(saved: tuple[Path, GPT], tmp_path: Path) -> None:
+    """Two ranks print what one does, once."""
+    folder, model = saved
+    flags = f"--load {folder} --prompt ab hello --max-new-tokens 6"
+    process = start(zeropp(2, "tools/generate.py", flags), tmp_path / "log", tmp_path)
+    assert process.wait(120) == 0, (tmp_path / "log").read_text()
+    text = (tmp_path / "log").read_text()
+    for number, prompt in enumerate(["ab", "hello"]):
+        assert text.count(prompt + text_of(model, prompt, 6, seed=number) + "\n") == 1
+
+
+def test_stop_texts_and_tokens(saved: tuple[Path, GPT], capsys: pytest.CaptureFixture) -> None:
+    folder, model = saved
+    whole = text_of(model, "ab", 30)
+    stop = next(c for c in whole[4:] if c.isascii() and c.isprintable() and c not in whole[:4])
+    for flags in (["--stop", "nothing", stop], ["--stop-token", "300", str(ord(stop))]):
+        assert main(["--load", str(folder), "--prompt", "ab", *flags]) == 0
+        assert capsys.readouterr().out == "ab" + whole[: whole.index(stop)] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--load", "nowhere", "--prompt", "a"], "nowhere"),
+        (["--prompt", "a"], "--load is missing"),
+        (["--prompt", "a", "--input", "b"], "--prompt and --input contradict"),
+        (["--input", "no/such/file"], "no/such/file"),
+        (["--prompt", "a" * 65], "'aaaa"),
+        (["--prompt", "a" * 65], "the prompt has 65 tokens, but the model has 64 positions"),
+        (["--prompt", "a", "--temperature", "-1"], "--temperature -1.0: expected at least 0"),
+        (["--prompt", "a", "--top-p", "1.5"], "--top-p 1.5: expected at most 1"),
+        (["--prompt", "a", "--top-q", "1"], "--top-p"),
+        (["--prompt", "a", "--dtype", "fp64"], "--dtype fp64"),
+        (["--prompt", "a", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], "tokenizer"),
+    ],
+)
+def test_mistakes(
+    flags: list[str], said: str, folder: str, capsys: pytest.CaptureFixture
+) -> None:
+    named = [] if "--load" in flags or said.startswith("--load") else ["--load", folder]
+    assert main([*named, *flags]) == 1
+    found = capsys.readouterr()
+    assert said in found.err.splitlines()[-1] and found.err.splitlines()[-1].startswith("error: ")
+    assert not found.out
+
+
+def test_bad_lines_are_named(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for line, said in [("{", "not JSON"), ('{"text": "a"}', "expected"), ("[1]", "expected")]:
+        (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n\n' + line)
+        assert main(["--load", folder, "--input", str(tmp_path / "p.jsonl")]) == 1
+        error = capsys.readouterr().err
+        assert "p.jsonl, line 3" in error and said in error
+
+
+def test_what_a_terminal_would_obey_is_not_sent_to_it() -> None:
+    text = "a\x1b[2Jb\tc\nd\x9b\x07\re\x7f世"
+    assert text.translate(UNPRINTABLE) == "a�[2Jb\tc\nd���e�世"
+
+
+def test_help(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(flag in text for flag in ("--load", "--top-p", "--stop", "--tokenizer-type"))
+
+
+class Terminal:
+    """The tool on a terminal of its own."""
+
+    def __init__(self, home: Path, *flags: str) -> None:
+        ours, theirs = pty.openpty()
+        environment = {
+            **os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+            "TERM": "dumb", "INPUTRC": "/dev/null",
+        }  # fmt: skip
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tools/generate.py"), *flags],
+            stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+        self._ours = ours
+        self.text = ""
+
+    def send(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def wait_for(self, text: str, seconds: float = 60) -> str:
+        """What came up to the next `text`, which is left behind."""
+        deadline = time.monotonic() + seconds
+        while text not in self.text:
+            assert time.monotonic() < deadline, f"{text!r} never came: {self.text!r}"
+            if select.select([self._ours], [], [], 0.1)[0]:
+                self.text += os.read(self._ours, 65536).decode(errors="replace")
+        before, _, self.text = self.text.partition(text)
+        return before
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path, folder: str) -> Iterator[Terminal]:
+    opened = Terminal(tmp_path, "--load", folder, "--max-new-tokens", "4")
+    yield opened
+    opened.close()
+
+
+def test_a_conversation(terminal: Terminal, tmp_path: Path) -> None:
+    """Prompts, settings, a mistake, a text that is interrupted, the history, the end."""
+    terminal.wait_for("> ")
+    terminal.send("ab\n")
+    terminal.wait_for("[4 tokens, ")
+    terminal.wait_for("> ")
+    terminal.send("/max-new-tokens 7\n/top-p 0.5\n/help\n")
+    assert "0.5" in terminal.wait_for("/quit")
+    terminal.send("/top-q 1\n")
+    terminal.wait_for("unknown command /top-q")
+    terminal.send("/top-p 2\n")
+    terminal.wait_for("error: ")
+    terminal.send("a" * 65 + "\n")
+    terminal.wait_for("65 tokens, but the model has 64 positions")
+    terminal.send("\x10" * 7 + "\n")  # Ctrl-P, as the arrow up: back to "ab"
+    terminal.wait_for("[7 tokens, ")
+    terminal.send("/max-new-tokens 1000000\n")
+    terminal.send("ab\n")
+    time.sleep(1.0)
+    assert terminal.process.poll() is None
+    os.kill(terminal.process.pid, signal.SIGINT)
+    terminal.wait_for(" tokens/s]")
+    terminal.wait_for("> ")
+    terminal.send("/quit\n")
+    assert terminal.process.wait(30) == 0
+    history = (tmp_path / ".megatron_zpp_history").read_text().splitlines()
+    assert history[0] == "ab" and history[-1] == "/quit"
+
+
+def tool(folder: str, *flags: str, input: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools/generate.py"), "--load", folder, *flags],
+        input=input, capture_output=True, text=True, timeout=120, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done

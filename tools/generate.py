@@ -1,0 +1,364 @@
+"""Text from a model: from prompts of the command line or a file, or one after another by hand.
+
+    python tools/generate.py --load checkpoints --prompt "def main(" --temperature 0.8
+    python tools/generate.py --load checkpoints --input prompts.jsonl --output texts.jsonl
+    python tools/generate.py --load checkpoints
+
+The last one asks for prompts, with a history that the arrow keys bring back. The folder holds
+checkpoints of `pretrain_gpt.py`, or a Hugging Face model. Started by torchrun or zeropp the ranks
+share the weights. Text is printed as it is drawn.
+"""
+
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
+
+from megatron_zpp.command_line import HELP, help_text, read, vocabulary  # noqa: E402
+from megatron_zpp.config import TokenizerConfig  # noqa: E402
+from megatron_zpp.config.flag import Section, check_value, flag, flags  # noqa: E402
+from megatron_zpp.generate import Piece, Request  # noqa: E402
+from megatron_zpp.sampling import Sampling  # noqa: E402
+from megatron_zpp.text_model import TextModel, TextModelConfig, open_text_model  # noqa: E402
+from zeropp.atomic import write_atomically  # noqa: E402
+from zeropp.errors import InputError  # noqa: E402
+from zeropp.process_group import leave  # noqa: E402
+from zeropp.topology import Environment  # noqa: E402
+
+USAGE = "usage: python tools/generate.py --load FOLDER [--prompt TEXT] [flags]"
+STDIN = "-"
+HISTORY = ".megatron_zpp_history"  # in the home folder
+MOST_HISTORY = 1000
+ASK = "> "
+# What a terminal would obey: control characters, but for tabs and new lines.
+CONTROLS = (*range(9), *range(11, 32), *range(127, 160))
+UNPRINTABLE = dict.fromkeys(CONTROLS, "\N{REPLACEMENT CHARACTER}")
+
+Kind = TypeVar("Kind", bound=Section)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(Section):
+    """What to go on from, and where the text goes"""
+
+    prompt: tuple[str, ...] | None = flag(None, "texts to go on from", count="+")
+    input: str | None = flag(
+        None, 'file of prompts: .jsonl with {"prompt": ...}, else one a line; -: standard input'
+    )
+    output: str | None = flag(None, "write prompts and texts to this .jsonl (default: print them)")
+    samples: int = flag(1, "texts of each prompt", minimum=1)
+    batch_size: int = flag(8, "texts drawn at the same time", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawConfig(Section):
+    """How the text is drawn, and what ends it"""
+
+    max_new_tokens: int = flag(256, "most tokens of a text", minimum=1)
+    temperature: float = flag(
+        0.8, "0: the likeliest token always; above 1: more surprise", minimum=0
+    )
+    top_k: int = flag(0, "draw from so many likeliest tokens (default: from all)", minimum=0)
+    top_p: float = flag(
+        1.0, "draw from the likeliest tokens that have this share", above=0, maximum=1
+    )
+    seed: int = flag(0, "of the first text; the next one has the next seed", minimum=0)
+    stop: tuple[str, ...] | None = flag(None, "texts that end a text and are left out", count="+")
+    stop_token: tuple[int, ...] | None = flag(
+        None, "token ids that do, besides the end of document", kind=int, count="+", minimum=0
+    )
+
+    def request(self, prompt: Sequence[int], number: int) -> Request:
+        """The `number`-th request of this run."""
+        return Request(
+            prompt=tuple(prompt),
+            max_new_tokens=self.max_new_tokens,
+            sampling=Sampling(
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                seed=self.seed + number,
+            ),
+            stop_tokens=frozenset(self.stop_token or ()),
+            stop_texts=self.stop or (),
+        )
+
+
+SECTIONS = (TextModelConfig, GenerateConfig, DrawConfig, TokenizerConfig)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the tool; returns the exit status, after a line `error: ...` where it is not 0."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if any(word in HELP for word in argv):
+        print(help_text(USAGE, SECTIONS, ()))
+        return 0
+    environment = Environment(rank=0)
+    try:
+        environment = Environment.read()
+        logging.getLogger().setLevel(logging.WARNING if environment.rank else logging.INFO)
+        run(argv, environment)
+    except (InputError, OSError) as error:
+        if environment.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def run(argv: Sequence[str], environment: Environment) -> None:
+    """Open the model on all ranks; the first one reads, asks and prints."""
+    typed = read(argv, vocabulary(SECTIONS, ()))
+    model_config, config, draw, tokenizer = (_section(kind, typed) for kind in SECTIONS)
+    if config.prompt is not None and config.input is not None:
+        raise InputError("--prompt and --input contradict: give one of them")
+    interactive = config.prompt is None and config.input is None and sys.stdin.isatty()
+    if interactive and config.output is not None:
+        raise InputError("--output needs --prompt or --input")
+    model = open_text_model(model_config, tokenizer, environment)
+    if environment.rank:
+        model.follow()
+        return
+    try:
+        if interactive:
+            Conversation(model, draw).hold()
+        else:
+            write(model, config, draw, prompts_of(config))
+    finally:
+        model.close()
+
+
+def prompts_of(config: GenerateConfig) -> list[str]:
+    """The prompts that the flags name; all of standard input is one, if they name none."""
+    if config.prompt is not None:
+        return list(config.prompt)
+    if config.input is None:
+        return [sys.stdin.read()]
+    if config.input == STDIN:
+        return sys.stdin.read().splitlines()
+    lines = Path(config.input).read_text(encoding="utf-8").splitlines()
+    if not config.input.endswith(".jsonl"):
+        return lines
+    numbered = enumerate(lines, 1)
+    return [_prompt(line, f"{config.input}, line {n}") for n, line in numbered if line.strip()]
+
+
+def write(
+    model: TextModel, config: GenerateConfig, draw: DrawConfig, prompts: Sequence[str]
+) -> None:
+    """Print or save the texts of all prompts, `batch_size` at a time."""
+    every = [prompt for prompt in prompts for _ in range(config.samples)]
+    requests = []
+    for number, prompt in enumerate(every):
+        requests.append(draw.request(model.tokenizer.encode(prompt), number))
+        try:
+            model.check(requests[-1])
+        except InputError as error:
+            raise InputError(f"{prompt[:40]!r}: {error}") from None
+    if config.output is not None:
+        rows = _finished(model, config, every, requests)
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_atomically(Path(config.output), lambda file: file.write(text.encode()))
+        print(f"{len(every)} texts in {config.output}", file=sys.stderr)
+        return
+    screen = Screen(sys.stdout)
+    for batch in _batches(list(zip(every, requests, strict=True)), config.batch_size):
+        screen.show(model, [prompt for prompt, _ in batch], [request for _, request in batch])
+
+
+class Screen:
+    """Prints texts as they are drawn: the first one at once, the others when it is their turn."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._is_terminal = out.isatty()
+        self._count = 0
+        if hasattr(out, "reconfigure"):
+            out.reconfigure(errors="replace")
+
+    def show(
+        self, model: TextModel, prompts: Sequence[str], requests: Sequence[Request]
+    ) -> None:
+        """Print each prompt with its text after it, and the speed at the end."""
+        waiting = [prompt for prompt in prompts]
+        ends: list[str | None] = [None] * len(prompts)
+        turn, begun = 0, time.perf_counter()
+        counts = [0] * len(prompts)
+        for piece in model.stream(requests):
+            waiting[piece.row] += piece.text
+            ends[piece.row], counts[piece.row] = piece.finish, piece.num_tokens
+            while turn < len(prompts):
+                self._print(waiting[turn])
+                waiting[turn] = ""
+                if ends[turn] is None:
+                    break
+                self._print("\n")
+                turn += 1
+        say_speed(sum(counts), time.perf_counter() - begun)
+
+    def piece(self, piece: Piece) -> None:
+        """Print one piece."""
+        self._print(piece.text)
+
+    def _print(self, text: str) -> None:
+        self._out.write(text.translate(UNPRINTABLE) if self._is_terminal else text)
+        self._out.flush()
+
+
+class Conversation:
+    """Asks for a prompt, shows the text after it, and asks again, until the input ends."""
+
+    def __init__(self, model: TextModel, draw: DrawConfig) -> None:
+        self._model, self._draw = model, draw
+        self._screen = Screen(sys.stdout)
+        self._asked = 0
+        self._interrupted = False
+
+    def hold(self) -> None:
+        """Talk until end of file or /quit; Ctrl-C ends a text, or leaves a line."""
+        print(f"{self._model.name}: type a prompt; /help lists what else there is")
+        with _history():
+            while (line := self._line()) is not None:
+                self._answer(line)
+
+    def _line(self) -> str | None:
+        while True:
+            try:
+                line = input(ASK)
+            except KeyboardInterrupt:
+                print()
+                continue
+            except EOFError:
+                print()
+                return None
+            if line.strip() in ("/quit", "/exit"):
+                return None
+            if line:
+                return line
+
+    def _answer(self, line: str) -> None:
+        try:
+            if line.startswith("/"):
+                self._command(line)
+            else:
+                self._write(line.replace("\\n", "\n"))
+        except InputError as error:
+            print(f"error: {error}")
+
+    def _command(self, line: str) -> None:
+        name, _, value = line[1:].strip().partition(" ")
+        known = {one.names[0]: one for one in flags(DrawConfig)}
+        if name == "help":
+            print("a line is a prompt (\\n in it is a new line); Ctrl-C ends a text; and:")
+            for one in known.values():
+                print(f"  /{one.names[0]} VALUE".ljust(26), getattr(self._draw, one.dest))
+            print("  /quit")
+            return
+        if name not in known:
+            raise InputError(f"unknown command /{name}; /help lists the known ones")
+        words = value.split(" ") if known[name].count else [value]
+        typed = read([f"--{name}", *words], vocabulary((DrawConfig,), ()))
+        self._draw = replace(
+            self._draw, **{dest: entry.value for dest, entry in typed.items()}
+        )
+
+    def _write(self, prompt: str) -> None:
+        request = self._draw.request(self._model.tokenizer.encode(prompt), self._asked)
+        self._model.check(request)
+        self._asked, self._interrupted = self._asked + 1, False
+        before = signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            begun, count = time.perf_counter(), 0
+            for piece in self._model.stream([request], lambda row: self._interrupted):
+                self._screen.piece(piece)
+                count = piece.num_tokens
+            print()
+            say_speed(count, time.perf_counter() - begun)
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _interrupt(self, number: int, frame: object) -> None:
+        self._interrupted = True
+
+
+def say_speed(num_tokens: int, seconds: float) -> None:
+    """One line on standard error."""
+    rate = f"{num_tokens / seconds:.1f} tokens/s" if seconds else ""
+    print(f"[{num_tokens} tokens, {rate}]", file=sys.stderr)
+
+
+def _section(kind: type[Kind], typed: dict[str, Any]) -> Kind:
+    names = [entry.name for entry in fields(kind) if entry.name in typed]
+    section = kind(**{name: typed[name].value for name in names})
+    for description in flags(kind):
+        check_value(description, getattr(section, description.dest))
+    return section
+
+
+def _prompt(line: str, place: str) -> str:
+    try:
+        content = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{place}: not JSON (column {error.colno}: {error.msg})") from None
+    prompt = content.get("prompt") if isinstance(content, dict) else None
+    if not isinstance(prompt, str):
+        raise InputError(f'{place}: expected {{"prompt": "some text"}}')
+    return prompt
+
+
+def _finished(
+    model: TextModel, config: GenerateConfig, prompts: Sequence[str], requests: Sequence[Request]
+) -> Iterator[dict[str, object]]:
+    for batch in _batches(list(zip(prompts, requests, strict=True)), config.batch_size):
+        rows = [{"prompt": prompt, "text": "", "finish": None} for prompt, _ in batch]
+        for piece in model.stream([request for _, request in batch]):
+            row = rows[piece.row]
+            row["text"] += piece.text
+            row["finish"] = piece.finish
+        yield from rows
+
+
+def _batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    remaining = iter(items)
+    while batch := list(islice(remaining, size)):
+        yield batch
+
+
+@contextmanager
+def _history() -> Iterator[None]:
+    """Let the arrow keys bring back earlier lines, also those of earlier times.
+
+    The module is imported here: it changes how `input` works, and Windows has none.
+    """
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    path = Path.home() / HISTORY
+    readline.set_history_length(MOST_HISTORY)
+    try:
+        if path.exists():
+            readline.read_history_file(path)
+    except OSError as error:
+        logging.warning("earlier lines cannot be read: %s: %s", path, error.strerror)
+    yield
+    try:
+        readline.write_history_file(path)
+    except OSError as error:
+        logging.warning("these lines cannot be kept: %s: %s", path, error.strerror)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))
