@@ -47,7 +47,7 @@ class Rank:
         self.trainees[name] = one
         gc.collect()
         gc.freeze()  # the models are never garbage: no step pays for looking through them
-        return {"parameters": one.parameters, "expected": one.expected}
+        return {"parameters": one.parameters, "expected": one.expected, "held": one.held}
 
     def step(self, name: str) -> dict:
         """One step: its seconds and loss, and the bytes that the ledger says this rank sent.
@@ -61,6 +61,12 @@ class Rank:
         seconds, work = time.perf_counter() - started, time.process_time() - idle
         return {"seconds": seconds, "work": work, "loss": loss, "sent": one.take()}
 
+    def look(self, name: str) -> dict:
+        """One pass without gradients: its seconds and loss."""
+        started = time.perf_counter()
+        loss = self.trainees[name].look()
+        return {"seconds": time.perf_counter() - started, "loss": loss}
+
     def probe(self, sender: int, receiver: int, address: str, num_bytes: int) -> dict:
         """Bits per second of one plain connection between two ranks; {} on all but the receiver."""
         rank = self.ranks.rank
@@ -73,7 +79,7 @@ def main() -> None:
     """Answer orders until the other end of the pipe is gone."""
     connection = Connection(int(sys.argv[1]))
     rank = Rank()
-    known = (rank.join, rank.build, rank.step, rank.probe)
+    known = (rank.join, rank.build, rank.step, rank.look, rank.probe)
     orders: Mapping[str, Callable[..., dict]] = {one.__name__: one for one in known}
     while True:
         try:

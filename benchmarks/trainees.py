@@ -10,6 +10,9 @@
 | `zeropp`       | INT8; across nodes once per step | as `qgz`                                    |
 | `zeropp-4-4`   | as `zeropp`                      | INT4 on both hops                           |
 | `deepspeed`    | bf16; DeepSpeed's ZeRO-3         | bf16; DeepSpeed's ZeRO-3                    |
+| `lora-zero3`   | as `zero3`, all but adapters frozen | of the adapters, as `zero3`              |
+| `mixz`         | frozen ones as stored, INT8      | as `lora-zero3`                             |
+| `mixz-hpz`     | the same; frozen ones once       | as `lora-zero3`                             |
 
 No gradient is clipped and no norm is taken, so that nothing but weights and gradients travels.
 """
@@ -26,9 +29,12 @@ from torch import nn
 from benchmarks.contestants import fsdp2, steps_of
 from benchmarks.deepspeed_peer import deepspeed_step
 from benchmarks.setting import Setting
+from megatron_zpp.config import LoraConfig
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.parallel.apply import build_model, build_optimizer
 from zeropp import Sharding, ZeroConfig
+from zeropp.frozen import stored_bytes
+from zeropp.optim.step import local_part
 
 QWZ = MappingProxyType({"zero_quantized_weights": True})
 QGZ = MappingProxyType({"zero_quantized_gradients": True})
@@ -43,6 +49,11 @@ OURS: Mapping[str, tuple[Mapping, Mapping]] = MappingProxyType(
         "zeropp-4-4": ({**QWZ, **HPZ, **QGZ}, {"gradient_bits": [4, 4]}),
     }
 )
+STORED = MappingProxyType({"zero_quantized_nontrainable_weights": True})
+LORA: Mapping[str, tuple[Mapping, Mapping]] = MappingProxyType(
+    {"lora-zero3": ({}, {}), "mixz": (STORED, {}), "mixz-hpz": ({**STORED, **HPZ}, {})}
+)
+ADAPTERS = LoraConfig(lora_rank=8, pretrained_checkpoint="none: the weights are drawn")
 FSDP2, DEEPSPEED = "fsdp2", "deepspeed"
 NAMES = (FSDP2, *OURS, DEEPSPEED)
 DIFFERENT_STEPS = 4  # steps with batches of their own, again and again: the loss falls
@@ -57,7 +68,9 @@ class Trainee:
     step: Callable[[], float]
     take: Callable[[], Sent | None] = lambda: None  # bytes sent since it was last called
     expected: Sent | None = None  # bytes of a step, by the formula
+    look: Callable[[], float] | None = None  # a pass without gradients, as step else
     parameters: int
+    held: int = 0  # bytes of this rank's frozen matrices
 
 
 def trainee(name: str, setting: Setting, ranks_per_node: int) -> Trainee:
@@ -73,10 +86,14 @@ def trainee(name: str, setting: Setting, ranks_per_node: int) -> Trainee:
         step = _plain_step(peer.model, peer.optimizer, feed)
         return Trainee(step=step, parameters=peer.model.num_parameters())
     config = replace(setting.config, zero=zero_config(name, ranks_per_node))
+    if name in LORA:
+        config = replace(config, lora=ADAPTERS)
     sharding = build_model(config, setting.vocab_size, setting.ranks, apex=None)
     optimizer = build_optimizer(sharding, config, setting.ranks.device, apex=None)
     return Trainee(
         step=_plain_step(sharding.model, optimizer, feed, sharding),
+        look=_forward_only(sharding, feed),
+        held=_frozen_bytes(sharding),
         take=sharding.traffic.take,
         expected=sharding.expected_traffic(micro_batches),
         parameters=sharding.model.num_parameters(),
@@ -85,7 +102,7 @@ def trainee(name: str, setting: Setting, ranks_per_node: int) -> Trainee:
 
 def zero_config(name: str, ranks_per_node: int) -> ZeroConfig:
     """The JSON of one of our configurations, read."""
-    keys, zeropp = OURS[name]
+    keys, zeropp = {**OURS, **LORA}[name]
     values = {key: ranks_per_node if value == "ranks per node" else value
               for key, value in keys.items()}
     json = {
@@ -94,6 +111,24 @@ def zero_config(name: str, ranks_per_node: int) -> ZeroConfig:
         "zeropp": {"ranks_per_node": ranks_per_node, **zeropp},
     }
     return ZeroConfig.from_json(json)
+
+
+def _forward_only(sharding: Sharding, feed: Iterator[Sequence[Batch]]) -> Callable[[], float]:
+    @torch.no_grad()
+    def look() -> float:
+        batch = next(feed)[0]
+        loss = sharding.model(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)
+        sharding.release()
+        return float(loss)
+
+    return look
+
+
+def _frozen_bytes(sharding: Sharding) -> int:
+    """Of this rank: codes where they are stored so, else what bf16 would take."""
+    frozen = [p for p in sharding.model.parameters() if not p.requires_grad and p.ndim >= 2]
+    stored, _ = stored_bytes(sharding.model)
+    return stored or sum(2 * local_part(one).numel() for one in frozen)
 
 
 def _plain_step(

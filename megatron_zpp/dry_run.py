@@ -11,7 +11,9 @@ from megatron_zpp.config import Config
 from megatron_zpp.console import Console
 from megatron_zpp.data.source import vocab_size
 from megatron_zpp.estimate import Estimate, estimate
+from megatron_zpp.pretrained import begin_with
 from megatron_zpp.resume import with_checkpoint_model
+from zeropp.errors import InputError
 from zeropp.host_memory import free_bytes
 from zeropp.route import Nodes
 from zeropp.topology import Environment
@@ -60,6 +62,12 @@ def dry_run(config: Config, environment: Environment, console: Console) -> int:
     """
     if config.checkpoint.use_checkpoint_args:
         config = with_checkpoint_model(config)
+    if config.lora.lora_rank:
+        raise InputError(
+            "--dry-run counts runs that train all weights, and --lora-rank "
+            f"{config.lora.lora_rank} trains few: leave one of the two out"
+        )
+    config, _ = begin_with(config)
     gpu = find_gpu(environment)
     nodes, ranks_here = _ranks(config, environment)
     entries = vocab_size(config.data, config.tokenizer)

@@ -25,6 +25,7 @@ from tools import generate
 from tools.consolidate import ConsolidateConfig
 from tools.convert_hf import ConvertConfig
 from tools.dump_samples import DumpConfig
+from tools.evaluate import EvaluateConfig
 from tools.fetch_smollm2 import FetchConfig
 from tools.inspect_dataset import InspectConfig
 from tools.merge_datasets import MergeConfig
@@ -41,6 +42,7 @@ SECTIONS = {
     "tools/preprocess_data.py": (PreprocessConfig, TokenizerConfig),
     "tools/consolidate.py": (ConsolidateConfig,),
     "tools/convert_hf.py": (ConvertConfig, TokenizerConfig),
+    "tools/evaluate.py": (EvaluateConfig, TokenizerConfig),
     "tools/fetch_smollm2.py": (FetchConfig,),
     "tools/dump_samples.py": (DumpConfig, DataConfig, TokenizerConfig),
     "tools/generate.py": generate.SECTIONS,

@@ -12,10 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from megatron_zpp.config import LoraConfig
 from megatron_zpp.convert import export_model, import_model
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.lora import add_lora, initialize_adapters, is_adapter
 from megatron_zpp.open_model import OpenedModel, load_model
 from tests.documents import ROOT
+from tests.zeropp.lora import rounded
 from tools.fetch_smollm2 import NAME
 
 FILE = ROOT / "runs" / "models" / NAME
@@ -86,3 +89,28 @@ def test_out_again(imported: OpenedModel, theirs: PreTrainedModel, tmp_path: Pat
     assert again.chat_template
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(t, wanted[name]) for name, t in loaded.state_dict().items())
+
+
+def test_stored_as_int8_it_is_the_same_model_to_half_a_percent() -> None:
+    """Loss and the adapters' gradients, with weights as four ranks store them, on real text."""
+    model, tokenizer = load_model(FILE)
+    add_lora(model, LoraConfig(lora_rank=8, pretrained_checkpoint="m"))
+    initialize_adapters(model, 1)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            if is_adapter(name) and not one.any():
+                one.normal_(0, 0.01)  # or A has no gradient
+    text = torch.tensor([tokenizer.encode(TEXT.read_text())[: 256 + 1]])
+    exact, stored = (
+        loss_and_gradient(one, text) for one in (model, rounded(model, num_ranks=4))
+    )
+    assert abs(stored[0] - exact[0]) < 0.005 * exact[0]
+    assert torch.cosine_similarity(stored[1], exact[1], dim=0) > 0.99
+
+
+def loss_and_gradient(model: GPT, text: Tensor) -> tuple[float, Tensor]:
+    loss = model(text[:, :-1], text[:, 1:].contiguous())
+    loss.backward()
+    trained = [one.grad.flatten() for one in model.parameters() if one.requires_grad]
+    return loss.item(), torch.cat(trained)

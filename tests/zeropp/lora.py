@@ -38,7 +38,7 @@ def adapted_stack() -> Stack:
     return adapt(fresh_stack())
 
 
-def rounded(model: Stack, num_ranks: int, bits: int = 8) -> Stack:
+def rounded(model: nn.Module, num_ranks: int, bits: int = 8) -> nn.Module:
     """The model with its frozen matrices as `num_ranks` ranks would store them, as numbers."""
     model = copy.deepcopy(model)
     for parameter in model.parameters():
