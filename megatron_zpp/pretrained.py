@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_zpp.config import Config, DataConfig, TokenizerConfig
+from megatron_zpp.hugging_face.gguf import SUFFIX
 from megatron_zpp.open_model import OpenedModel, open_model
 from zeropp.errors import InputError
 
@@ -26,6 +27,11 @@ def begin_with(config: Config) -> tuple[Config, OpenedModel | None]:
         raise InputError(
             f"--save {save} is the folder of --pretrained-checkpoint, and the newest checkpoint in "
             "it would then be another: save elsewhere"
+        )
+    if Path(folder).suffix == SUFFIX:
+        raise InputError(
+            f"--pretrained-checkpoint {folder}: import it first, once for all ranks: "
+            f"tools/convert_hf.py --from-hf {folder} --save FOLDER"
         )
     named = None if config.tokenizer == TokenizerConfig() else config.tokenizer
     _require_text(config.data, folder)

@@ -11,7 +11,7 @@ class LoraConfig(Section):
     """Low-rank adapters beside frozen weights, of a model that was trained before."""
 
     pretrained_checkpoint: str | None = flag(
-        None, "model to start from: a folder of checkpoints, a Hugging Face folder or a .gguf"
+        None, "model to start from: a folder of checkpoints, or a Hugging Face folder"
     )
     lora_rank: int = flag(0, "rank of LoRA's adapters; 0: all weights are trained", minimum=0)
     lora_alpha: float = flag(16.0, "adapters count alpha / rank times", above=0)
