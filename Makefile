@@ -1,9 +1,11 @@
 # make help lists the targets. Variables: PYTHON (which Python makes .venv), TORCH (the version to
 # install if that Python has no torch of 2.11 or newer; given by hand, that version and no other),
-# RANKS, ARGS (further arguments of pytest or of pretrain_gpt.py).
+# RANKS, WORKERS (processes that take a test file each; ranks mostly wait for each other), ARGS
+# (further arguments of pytest or of pretrain_gpt.py).
 PYTHON ?= python3
 TORCH ?= 2.13.0
 RANKS ?= 4
+WORKERS ?= 2
 ARGS ?=
 
 EXACT := $(if $(filter file,$(origin TORCH)),,--exact)
@@ -47,7 +49,7 @@ help: ## show this list
 setup: $(DONE) ## make .venv with everything in it (instant the second time)
 
 test: setup ## run the tests (ARGS="-k name" chooses)
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 pretrain: setup ## train a small GPT with ZeRO++ on RANKS ranks, two to a node; resumes where it stopped
 	.venv/bin/zeropp --num_ranks $(RANKS) pretrain_gpt.py $(PRETRAIN) \

@@ -110,7 +110,8 @@ def test_stored_as_int8_it_is_the_same_model_to_half_a_percent() -> None:
 
 
 def loss_and_gradient(model: GPT, text: Tensor) -> tuple[float, Tensor]:
-    loss = model(text[:, :-1], text[:, 1:].contiguous())
+    with torch.enable_grad():  # the fixtures of other tests have switched it off
+        loss = model(text[:, :-1], text[:, 1:].contiguous())
     loss.backward()
     trained = [one.grad.flatten() for one in model.parameters() if one.requires_grad]
     return loss.item(), torch.cat(trained)
