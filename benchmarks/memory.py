@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.setting import CLIP, DTYPES, Setting
@@ -57,6 +58,7 @@ def live_storages() -> dict[int, int]:
     """Bytes of every storage that a live tensor of this process uses, by address."""
     gc.collect()
     tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    tensors = [one for one in tensors if not isinstance(one, FakeTensor)]  # have no memory
     return _storages(tensors + [one.grad for one in tensors if one.is_leaf])
 
 
