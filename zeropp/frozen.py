@@ -110,13 +110,12 @@ class QuantizedShard(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
-def quantize_frozen(units: Sequence[fsdp.FSDPModule], bits: int) -> int:
-    """Store the units' frozen weights of two and more dims as INT8 or INT4; returns how many.
+def quantize_frozen(units: Sequence[fsdp.FSDPModule], bits: int) -> None:
+    """Store the units' frozen weights of two and more dims as INT8 or INT4.
 
     Those that are stored so already stay. Weights on the meta device raise InputError: there is
     nothing to quantize yet.
     """
-    changed = 0
     for unit in units:
         for one in fsdp.own_shards(unit):
             if one.trainable or one.ndim < 2 or isinstance(one.local, QuantizedShard):
@@ -128,13 +127,11 @@ def quantize_frozen(units: Sequence[fsdp.FSDPModule], bits: int) -> int:
                 )
             values = one.local.detach()
             fsdp.store(one, QuantizedShard.of(values, one.elements, bits))
-            changed += 1
-    return changed
 
 
 def stored_bytes(model: nn.Module) -> tuple[int, int]:
     """Bytes of this rank's quantized shards, and elements of them."""
-    shards = [local for _, local in _shards(model)]
+    shards = [one._local_tensor for one in model.parameters() if is_quantized(one)]
     return sum(one.packed.nbytes for one in shards), sum(one.numel() for one in shards)
 
 
@@ -152,12 +149,6 @@ def require_frozen(model: nn.Module) -> None:
 def is_quantized(parameter: Tensor) -> bool:
     """Whether this rank's part of a parameter is stored quantized."""
     return isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, QuantizedShard)
-
-
-def _shards(model: nn.Module) -> Iterator[tuple[str, QuantizedShard]]:
-    for name, parameter in model.named_parameters():
-        if is_quantized(parameter):
-            yield name, parameter._local_tensor
 
 
 def _packed(values: Tensor, layout: Layout) -> Tensor:
