@@ -61,8 +61,9 @@ class OffloadedAdam(FusedAdam):
         self.offload = offload
         self.moment_dtype, self.seed = moments
         masters = offload.masters
-        held = [
-            {**group, "params": [masters[one] for one in group["params"]]} for group in groups
+        held = [  # what is frozen has no master
+            {**group, "params": [masters.get(one, one) for one in group["params"]]}
+            for group in groups
         ]
         super().__init__(held, copies=offload.copies, **settings)
 
