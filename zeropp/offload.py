@@ -16,6 +16,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -226,6 +227,9 @@ class Offload:
                 one.register_post_accumulate_grad_hook(self._take_whole)
         for module in sharding.model.modules():
             module.register_load_state_dict_post_hook(self._loaded)
+        named = sharding.model.named_parameters()
+        frozen = {name: one for name, one in named if not one.requires_grad}
+        sharding.model.register_forward_pre_hook(partial(_require_frozen, frozen))
         known = weakref.ref(self)
 
         def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -277,6 +281,17 @@ def _places(
     for size in sizes:
         so_far += size
         yield HOST if so_far <= limit else device
+
+
+def _require_frozen(frozen: Mapping[str, nn.Parameter], *_: object) -> None:
+    """Raise InputError for a weight without a master that is to be trained after all."""
+    for name, parameter in frozen.items():
+        if parameter.requires_grad:
+            raise InputError(
+                f"{name} requires gradients, and it was frozen when the optimizer was offloaded: "
+                "let it be trained from the beginning and freeze it then, or leave "
+                "offload_optimizer out"
+            )
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:

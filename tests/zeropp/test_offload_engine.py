@@ -6,7 +6,7 @@ import zeropp
 from tests.ranks import ranks
 from tests.zeropp.engines import CLIP, SAMPLES, run
 from tests.zeropp.stack import Stack, fresh_stack
-from zeropp import Engine, FusedAdam
+from zeropp import Engine, FusedAdam, InputError
 
 ON_HOST = {"offload_optimizer": {"device": "cpu"}}
 FORMATS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
@@ -38,5 +38,26 @@ def partly_frozen() -> Stack:
 def test_an_optimizer_may_hold_frozen_weights_too(settings):
     def losses(zero: dict) -> list[float]:
         return run(engine_of({"stage": 3} | zero, partly_frozen(), **settings))
+
+    assert losses(ON_HOST) == losses({})
+
+
+@pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
+@ranks(2)
+def test_what_is_unfrozen_later_is_named_before_a_gradient_is_lost(settings):
+    engine = engine_of({"stage": 3} | ON_HOST, partly_frozen(), **settings)
+    run(engine, 1)
+    engine.module.blocks[2].down.bias.requires_grad_(True)
+    with pytest.raises(InputError, match=r"blocks\.2\.down\.bias requires gradients.*freeze it"):
+        run(engine, 1)
+
+
+@ranks(2)
+def test_what_is_frozen_later_stays_as_it_is():
+    def losses(zero: dict) -> list[float]:
+        engine = engine_of({"stage": 3} | zero, bf16={"enabled": True})
+        first = run(engine, 2)
+        engine.module.blocks[1].down.requires_grad_(False)
+        return first + run(engine, 2, first=2)
 
     assert losses(ON_HOST) == losses({})
