@@ -1,6 +1,9 @@
 """ZeRO-Offload under `zeropp.initialize`, with models, optimizers and schedules as people have."""
 
+import warnings
+
 import pytest
+import torch
 
 import zeropp
 from tests.ranks import ranks
@@ -61,3 +64,24 @@ def test_what_is_frozen_later_stays_as_it_is():
         return first + run(engine, 2, first=2)
 
     assert losses(ON_HOST) == losses({})
+
+
+@ranks(2)
+def test_a_schedule_of_the_given_optimizer_goes_on_after_loading(tmp_path):
+    def scheduled() -> Engine:
+        model = fresh_stack()
+        given = FusedAdam(model.parameters(), lr=LR)
+        schedule = torch.optim.lr_scheduler.LambdaLR(given, lambda step: 1 / (step + 1))
+        settings = settings_of({"stage": 2} | ON_HOST)
+        return zeropp.initialize(
+            model=model, optimizer=given, lr_scheduler=schedule, config=settings
+        )[0]
+
+    engine, again = scheduled(), scheduled()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Detected call of `lr_scheduler.step")
+        run(engine, 2)
+    engine.save_checkpoint(tmp_path)
+    again.load_checkpoint(tmp_path)
+    assert run(again, 3, first=2) == run(engine, 3, first=2)
+    assert again.get_lr() == engine.get_lr() == pytest.approx([LR / 6])

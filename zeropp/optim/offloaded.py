@@ -73,6 +73,13 @@ class OffloadedAdam(FusedAdam):
         self.settle()
         return self.offload.masters
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As `FusedAdam`'s; the list of groups stays the same one, as a schedule may hold it."""
+        held = getattr(self, "param_groups", [])
+        super().__setstate__(state)
+        held[:] = self.param_groups
+        self.param_groups = held
+
     def await_gradients(self) -> None:
         """Wait until the gradients are on the host."""
         self.offload.wait()
