@@ -24,6 +24,7 @@ from zeropp.config import ZeroConfig
 from zeropp.errors import InputError
 from zeropp.full_weights import save_weights
 from zeropp.mixz import quantize_nontrainable_params
+from zeropp.named_tensors import masters_of
 from zeropp.optim.loss_scale import LossScaler
 from zeropp.optim.step import optimizer_step
 from zeropp.sharding import Sharding
@@ -261,7 +262,7 @@ class Engine(nn.Module):
         if dtype == torch.float32:
             dtype = torch.bfloat16
         try:
-            save_weights(self.module, path, dtype)
+            save_weights(self.module, path, dtype, masters_of(self.optimizer))
         except OSError as error:
             raise InputError(f"cannot write {path}: {error}") from error
         return path
