@@ -16,9 +16,7 @@ from zeropp.named_tensors import NONE, Masters
 from zeropp.unison import in_unison, rank
 
 
-def save_weights(
-    model: nn.Module, path: Path, dtype: torch.dtype, masters: Masters = NONE
-) -> None:
+def save_weights(model: nn.Module, path: Path, dtype: torch.dtype, masters: Masters = NONE) -> None:
     """Write the state dict to `path` from rank 0, floats as `dtype`; all ranks call it.
 
     Of parameters with fp32 `masters` elsewhere these are written: they may be newer. A
@@ -51,9 +49,7 @@ def whole_weights(
     return weights
 
 
-def _whole(
-    value: torch.Tensor, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor | None:
+def _whole(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     """The value from all ranks, which exchange it as tensors of `device`."""
     value = value.detach()
     if value.is_floating_point():
