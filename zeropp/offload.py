@@ -301,5 +301,9 @@ def _like(parameter: Tensor, local: Tensor) -> Tensor:
 
 def _become(parameter: nn.Parameter, local: Tensor) -> None:
     """Let the parameter hold `local`; it stays the same object."""
-    renewed = nn.Parameter(_like(parameter, local), requires_grad=parameter.requires_grad)
+    if not isinstance(parameter, DTensor):  # the model's own, which may have weak references
+        parameter.data = local
+        return
+    sharded = fsdp.shard_like(parameter, local)
+    renewed = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, renewed)

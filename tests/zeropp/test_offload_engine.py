@@ -1,6 +1,7 @@
 """ZeRO-Offload under `zeropp.initialize`, with models, optimizers and schedules as people have."""
 
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -85,3 +86,26 @@ def test_a_schedule_of_the_given_optimizer_goes_on_after_loading(tmp_path):
     again.load_checkpoint(tmp_path)
     assert run(again, 3, first=2) == run(engine, 3, first=2)
     assert again.get_lr() == engine.get_lr() == pytest.approx([LR / 6])
+
+
+@pytest.mark.parametrize("zero", [{}, ON_HOST], ids=["on the device", "offloaded"])
+@ranks(2)
+def test_moments_of_another_optimizer_are_named_when_they_are_loaded(zero, tmp_path):
+    model = fresh_stack()
+    given = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    settings = settings_of({"stage": 3})
+    other = zeropp.initialize(model=model, optimizer=given, config=settings)[0]
+    run(other, 1)
+    other.save_checkpoint(tmp_path)
+    with pytest.raises(InputError, match="holds momentum_buffer.*Adam.*exp_avg, exp_avg_sq"):
+        engine_of({"stage": 3} | zero).load_checkpoint(tmp_path)
+
+
+@ranks(1)
+def test_one_rank_with_weights_that_somebody_refers_to_weakly():
+    model = fresh_stack()
+    known = [weakref.ref(one) for one in model.parameters()]
+    late = {"delayed_param_update": True, "delayed_param_update_warmup": 0}
+    engine = engine_of({"stage": 2} | ON_HOST, model, zeropp=late)
+    run(engine, 2)
+    assert all(one() is own for one, own in zip(known, model.parameters(), strict=True))
