@@ -30,6 +30,7 @@ from zeropp.optim.notice import Notice
 from zeropp.optim.step import local_part
 from zeropp.sharding import Sharding
 from zeropp.topology import Environment
+from zeropp.unison import in_unison
 
 BUCKET = 2**25  # elements: one is sent to the device while the next is updated
 HOST = torch.device("cpu")
@@ -82,7 +83,8 @@ class Offload:
         self._late: list[tuple[Tensor, Tensor]] = []  # gradient, more of it
         trained = [one for one in sharding.model.parameters() if one.requires_grad]
         places = dict(zip(trained, _places(trained, ratio, device), strict=True))
-        self._require_memory([one for one in trained if places[one] == HOST], sharding)
+        with in_unison():  # and before any rank takes what another still counts as free
+            self._require_memory([one for one in trained if places[one] == HOST], sharding)
         self._masters = {one: self._master(one, places[one]) for one in trained}
         self._by_weight = {one.weight: one for one in self._masters.values()}
         self._listen(sharding)

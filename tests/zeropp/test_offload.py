@@ -164,6 +164,17 @@ def test_too_little_memory_is_said_before_any_is_taken(monkeypatch):
         offloaded(sharding)
 
 
+@ranks(2)
+def test_too_little_memory_on_one_machine_is_said_on_all(monkeypatch):
+    """And nobody takes any before all have looked."""
+    taken = []
+    monkeypatch.setattr(Offload, "_empty", lambda *_: taken.append(1))
+    monkeypatch.setattr(module, "free_bytes", lambda: 1000 if dist.get_rank() else 2**40)
+    with pytest.raises(InputError, match="host memory for the 2 ranks"):
+        offloaded(sharded({"stage": 2}, FORMATS["bf16"]))
+    assert not taken
+
+
 @ranks(1)
 def test_a_model_that_has_run_cannot_be_offloaded():
     sharding = sharded({"stage": 3}, FORMATS["bf16"])
