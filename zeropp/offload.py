@@ -57,12 +57,25 @@ class Master:
         return self.gradients[0].device
 
 
+def places(
+    parameters: Sequence[nn.Parameter], ratio: float, device: torch.device
+) -> Iterator[torch.device]:
+    """The host for the first parameters that fit into `ratio` of all elements, else the device."""
+    sizes = [one.numel() for one in parameters]
+    left = math.ceil(ratio * sum(sizes))
+    for size in sizes:
+        fits = size <= left
+        left -= size if fits else 0
+        yield HOST if fits else device
+
+
 class Offload:
     """The masters of a sharded model's trainable parameters; make it before the first forward pass.
 
-    ratio: the part of the weights whose masters are on the host, by number, whole parameters.
-    delayed: masters may be updated while the model is used; see `turn` and `before_access`. Raises
-    InputError for a model that has run, and where the host has too little memory.
+    ratio: the part of the weights, by number, whose masters are on the host, whole parameters, so
+    at most that. delayed: masters may be updated while the model is used; see `turn` and
+    `before_access`. Raises InputError for a model that has run, and where the host has too little
+    memory.
     """
 
     def __init__(
@@ -82,10 +95,10 @@ class Offload:
         self._events: list[torch.Event] = []
         self._late: list[tuple[Tensor, Tensor]] = []  # gradient, more of it
         trained = [one for one in sharding.model.parameters() if one.requires_grad]
-        places = dict(zip(trained, _places(trained, ratio, device), strict=True))
+        where = dict(zip(trained, places(trained, ratio, device), strict=True))
         with in_unison():  # and before any rank takes what another still counts as free
-            self._require_memory([one for one in trained if places[one] == HOST], sharding)
-        self._masters = {one: self._master(one, places[one]) for one in trained}
+            self._require_memory([one for one in trained if where[one] == HOST], sharding)
+        self._masters = {one: self._master(one, where[one]) for one in trained}
         self._by_weight = {one.weight: one for one in self._masters.values()}
         self._listen(sharding)
 
@@ -272,17 +285,6 @@ class Offload:
         for gradient, arrived in self._late:
             gradient.add_(arrived)
         self._late.clear()
-
-
-def _places(
-    parameters: Sequence[nn.Parameter], ratio: float, device: torch.device
-) -> Iterator[torch.device]:
-    """The host for as many of the first parameters as make `ratio` of all, else the device."""
-    sizes = [one.numel() for one in parameters]
-    limit, so_far = math.ceil(ratio * sum(sizes)), 0
-    for size in sizes:
-        so_far += size
-        yield HOST if so_far <= limit else device
 
 
 def _require_frozen(frozen: Mapping[str, nn.Parameter], *_: object) -> None:
