@@ -8,111 +8,22 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
-
-import torch
-from torch import nn
 
 from megatron_zpp.activations import Activations, trace
 from megatron_zpp.config import Config
-from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.loss import CPU_CHUNK, DEVICE_CHUNK
-from megatron_zpp.schedule import Schedules
-from zeropp.collectives import SecondaryCopies, gradient_layouts, weight_layout
-from zeropp.forecast import Forecast
-from zeropp.fsdp_adapter import AHEAD, Piece
-from zeropp.route import Nodes, gradient_route, weight_route
+from megatron_zpp.plan import WIDE, Plan, Unit, plan_of
+from zeropp.collectives import SecondaryCopies
+from zeropp.fsdp_adapter import AHEAD
+from zeropp.route import Nodes
 from zeropp.sharding import Sharding
-from zeropp.stages import outermost_blocks
 
 WEIGHTS, MOMENTS, GRADIENTS = "weights", "optimizer state", "gradients"
 GATHERED, COPIES = "gathered weights", "secondary copies (hpZ)"
 REDUCED, KEPT, HEAD = "gradients in flight", "activations", "logits and loss"
 KINDS = (WEIGHTS, MOMENTS, GRADIENTS, GATHERED, COPIES, REDUCED, KEPT, HEAD)
-WIDE, TWO_MOMENTS = 4, 8  # bytes in fp32 of a weight or a gradient; of Adam's two moments
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """What is gathered and reduced at once: bytes, all but `elements`.
-
-    elements: of one rank's padded shard. whole: gathered, in the compute format. arriving: packed
-    rows under way to it. copy: hpZ's. sending: gradients to send and to receive, by hop.
-    """
-
-    elements: int
-    whole: int
-    wide: int  # gradients of the whole unit in fp32
-    arriving: int
-    copy: int
-    sending: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The facts of a run that its memory follows from."""
-
-    config: Config
-    model: GPT  # on the meta device
-    forecast: Forecast
-    is_cpu: bool
-
-    @property
-    def num_ranks(self) -> int:
-        return self.forecast.weights.nodes.num_ranks
-
-    @property
-    def stage(self) -> int:
-        return self.forecast.stage
-
-    @property
-    def shards(self) -> int:
-        """Into how many parts a unit is cut."""
-        return 1 if self.stage == 0 else self.num_ranks
-
-    @property
-    def is_wrapped(self) -> bool:
-        """Whether there is an engine; one rank in fp32 has none."""
-        return self.num_ranks > 1 or self.compute.itemsize < WIDE
-
-    @property
-    def compute(self) -> torch.dtype:
-        return self.forecast.compute_dtype
-
-    @property
-    def offloads(self) -> bool:
-        return self.config.zero.offloads_optimizer
-
-    @property
-    def micro_batches(self) -> int:
-        batch = Schedules.of(self.config).batch_size.final
-        return batch // (self.config.batch.micro_batch_size * self.num_ranks)
-
-    @cached_property
-    def units(self) -> tuple[Unit, ...]:
-        """The blocks, then the root."""
-        return tuple(self._unit(pieces) for pieces in self.forecast.units)
-
-    def _unit(self, pieces: tuple[Piece, ...]) -> Unit:
-        elements = sum(one.elements for one in pieces)
-        whole = self.shards * elements * self.compute.itemsize
-        weights, means = self.forecast.weights, self.forecast.gradients
-        flat = weights.is_flat
-        packed = weight_layout(pieces, weights, self.compute).packed_bytes
-        inner, outer = gradient_layouts(pieces, means, self.forecast.wire_dtype)
-        sending = []
-        if self.shards > 1:
-            hops = ((means.inner, self.num_ranks, inner), (means.outer, means.outer, outer))
-            sending = [2 * rows * one.packed_bytes for size, rows, one in hops if size > 1]
-        return Unit(
-            elements=elements,
-            whole=whole,
-            wide=self.shards * elements * WIDE,
-            arriving=packed * (0 if flat else self.num_ranks if weights.keeps else weights.outer),
-            copy=weights.outer * packed if weights.keeps and self.stage else 0,
-            sending=tuple(sending),
-        )
+TWO_MOMENTS = 2 * WIDE  # bytes of Adam's, in fp32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +53,7 @@ def estimate(config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool) -> 
 
     Raises InputError for an hpZ partition that does not divide the ranks.
     """
-    plan = _plan(config, vocab_size, nodes, is_cpu)
+    plan = plan_of(config, vocab_size, nodes, is_cpu=is_cpu)
     recompute = config.recompute.recompute_granularity
     shape = config.model
     if not is_cpu:  # a GPU's attention draws its dropout again; a CPU's keeps all scores
@@ -205,7 +116,7 @@ class Step:
             under_way = self._buffers(blocks[index + 1 : index + 1 + ahead])
             self._moment(kept=ends.block.forward, gathered=under_way)
             self.held[KEPT] += kept[index]
-            if self.plan.stage == 3 and self.plan.num_ranks > 1:
+            if self.plan.regathers:
                 self._drop(index)
         self._moment(head=ends.head.forward)
         self.held[HEAD] += ends.head.kept
@@ -233,8 +144,8 @@ class Step:
 
     def _rerun(self, index: int) -> int:
         """What the blocks before block `index` of its group keep, which were recomputed with it."""
-        block, group = self.activations.block, _group(self.plan)
-        if group == 0 or index >= _recomputed(self.plan):
+        block, group = self.activations.block, self.plan.group
+        if group == 0 or index >= self.plan.recomputed:
             return 0
         place = index % group
         if index % group == group - 1 or index == len(self.plan.units) - 2:
@@ -313,86 +224,46 @@ class Step:
 MORE = MappingProxyType({"kept": KEPT, "gathered": GATHERED, "head": HEAD, "reduced": REDUCED})
 
 
-def _plan(config: Config, vocab_size: int, nodes: Nodes, is_cpu: bool) -> Plan:
-    with torch.device("meta"):
-        model = GPT(config.model, vocab_size)
-    blocks = tuple(outermost_blocks(model))
-    inside = {one for block in blocks for one in block.parameters()}
-    owned = [tuple(block.parameters()) for block in blocks]
-    owned.append(tuple(one for one in model.parameters() if one not in inside))
-    shards = 1 if config.zero.stage == 0 else nodes.num_ranks
-    forecast = Forecast(
-        stage=config.zero.stage,
-        units=tuple(tuple(_piece(one, shards) for one in unit) for unit in owned),
-        weights=weight_route(config.zero, nodes),
-        gradients=gradient_route(config.zero, nodes),
-        compute_dtype=getattr(torch, config.zero.compute_format),
-        wire_dtype=getattr(torch, config.zero.wire_format),
-    )
-    return Plan(config=config, model=model, forecast=forecast, is_cpu=is_cpu)
-
-
-def _piece(parameter: nn.Parameter, shards: int) -> Piece:
-    rows = -(-parameter.shape[0] // shards)  # FSDP2 cuts the first axis, the last part padded
-    return Piece(
-        elements=rows * parameter[0].numel(), ndim=parameter.ndim, trainable=parameter.requires_grad
-    )
-
-
 def _before(plan: Plan) -> Counter:
-    """On the device before a step: this rank's weights and Adam's moments."""
+    """On the device before a step: this rank's weights, and of Adam's what is not offloaded."""
     elements = sum(one.elements for one in plan.units)
     if not plan.offloads:
         return Counter({WEIGHTS: WIDE * elements, MOMENTS: TWO_MOMENTS * elements})
-    ratio = plan.config.zero.zero_optimization.offload_optimizer.ratio
-    left = round((1 - ratio) * elements)
     own = 0 if plan.config.zero.offloads_weights and not plan.is_cpu else plan.compute.itemsize
-    held = Counter({WEIGHTS: own * elements})
-    if plan.compute.itemsize < WIDE:
-        held[WEIGHTS] += WIDE * left
-    return held + Counter({MOMENTS: TWO_MOMENTS * left, GRADIENTS: WIDE * left})
+    stays = _masters(plan, elements - plan.on_host, apart=plan.is_delayed)
+    return Counter({WEIGHTS: own * elements}) + stays
 
 
 def _on_host(plan: Plan) -> Counter:
-    """What is offloaded: weights and gradients in fp32, moments, and rounded weights to send."""
-    ratio = plan.config.zero.zero_optimization.offload_optimizer.ratio
-    elements = round(ratio * sum(one.elements for one in plan.units))
-    delayed = plan.config.zero.zeropp.delayed_param_update
-    own = 0 if plan.is_cpu and plan.compute.itemsize == WIDE and not delayed else WIDE
-    apart = delayed or not plan.is_cpu
-    staged = plan.compute.itemsize if apart and plan.compute.itemsize < WIDE else 0
-    late = WIDE if not plan.is_cpu and plan.stage >= 2 and plan.micro_batches > 1 else 0
-    late += WIDE if delayed else 0
+    """What is offloaded; with a GPU, gradients of later micro-batches arrive beside the first's."""
+    held = _masters(plan, plan.on_host, apart=plan.is_delayed or not plan.is_cpu)
+    if not plan.is_cpu and plan.stage >= 2 and plan.micro_batches > 1:
+        held[GRADIENTS] += WIDE * plan.on_host
+    return held
+
+
+def _masters(plan: Plan, elements: int, *, apart: bool) -> Counter:
+    """Weights and gradients in fp32, and moments, of so many elements of an offloaded optimizer.
+
+    apart: nothing of them may be the model's own memory, nor the 16-bit weights that are sent.
+    """
+    is_narrow = plan.compute.itemsize < WIDE
+    each = WIDE * (is_narrow or apart) + plan.compute.itemsize * (is_narrow and apart)
     return Counter(
         {
-            WEIGHTS: (own + staged) * elements,
+            WEIGHTS: each * elements,
             MOMENTS: TWO_MOMENTS * elements,
-            GRADIENTS: (WIDE + late) * elements,
+            GRADIENTS: WIDE * (2 if plan.is_delayed else 1) * elements,
         }
     )
 
 
-def _group(plan: Plan) -> int:
-    """Blocks that are recomputed together; 0 where none is."""
-    recompute = plan.config.recompute
-    if recompute.recompute_granularity != "full":
-        return 0
-    return 1 if recompute.recompute_method == "block" else recompute.recompute_num_layers
-
-
-def _recomputed(plan: Plan) -> int:
-    """How many of the first blocks are recomputed."""
-    recompute = plan.config.recompute
-    blocks = len(plan.units) - 1
-    return recompute.recompute_num_layers if recompute.recompute_method == "block" else blocks
-
-
 def _kept(plan: Plan, activations: Activations) -> list[int]:
     """Bytes that each block keeps from forward to backward, its result included."""
-    blocks, group = len(plan.units) - 1, _group(plan)
+    blocks, group = len(plan.units) - 1, plan.group
     kept = [activations.block.kept] * blocks
     if group:
-        for index in range(_recomputed(plan)):
+        for index in range(plan.recomputed):
             ends = index % group == group - 1 or index == blocks - 1
             kept[index] = activations.stream if ends else 0
     return kept
