@@ -11,7 +11,7 @@ from megatron_zpp.arguments import parse
 from megatron_zpp.parallel.apply import build_model
 from megatron_zpp.parallel.mesh import Ranks
 from tests.launched import ROOT
-from tests.megatron_zpp.pretraining import TINY, log_of, losses, numbers
+from tests.megatron_zpp.pretraining import TINY, field, log_of, losses, numbers
 from tests.ranks import ranks
 from zeropp.topology import Environment
 
@@ -21,11 +21,13 @@ FLAGS = "--train-iters 8 --global-batch-size 8 --micro-batch-size 1 --bf16 "
 @pytest.mark.parametrize("stage", [1, 3])
 @ranks(2, timeout=120)
 def test_the_log_says_that_the_state_is_on_the_host(stage):
-    log = log_of(f"{FLAGS} --zero-stage {stage} --cpu-optimizer")
+    flags = f"{FLAGS} --zero-stage {stage} --log-params-norm "
+    log, without = log_of(f"{flags} --cpu-optimizer"), log_of(flags)
     if dist.get_rank() == 0:  # who has the log
         assert "on the host: fp32 weights, gradients, moments, step" in log
         assert "parameters of this rank in host memory" in log
-    assert losses(log) == losses(log_of(f"{FLAGS} --zero-stage {stage}"))
+    assert losses(log) == losses(without)
+    assert field(log, "params norm") == field(without, "params norm")
 
 
 @ranks(2, timeout=120)
