@@ -6,7 +6,7 @@ unit, is added up by formula (docs/memory.md), what a micro-batch keeps is trace
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -16,6 +16,7 @@ from megatron_zpp.model.loss import CPU_CHUNK, DEVICE_CHUNK
 from megatron_zpp.plan import WIDE, Plan, Unit, plan_of
 from zeropp.collectives import SecondaryCopies
 from zeropp.fsdp_adapter import AHEAD
+from zeropp.host_memory import pinned_bytes
 from zeropp.route import Nodes
 from zeropp.sharding import Sharding
 
@@ -230,30 +231,36 @@ def _before(plan: Plan) -> Counter:
     if not plan.offloads:
         return Counter({WEIGHTS: WIDE * elements, MOMENTS: TWO_MOMENTS * elements})
     own = 0 if plan.config.zero.offloads_weights and not plan.is_cpu else plan.compute.itemsize
-    stays = _masters(plan, elements - plan.on_host, apart=plan.is_delayed)
+    stays = _masters(plan, (elements - sum(plan.on_host),), apart=plan.is_delayed)
     return Counter({WEIGHTS: own * elements}) + stays
 
 
 def _on_host(plan: Plan) -> Counter:
     """What is offloaded; with a GPU, gradients of later micro-batches arrive beside the first's."""
-    held = _masters(plan, plan.on_host, apart=plan.is_delayed or not plan.is_cpu)
+    pins = plan.config.zero.zero_optimization.offload_optimizer.pin_memory and not plan.is_cpu
+    taken = pinned_bytes if pins else int
+    held = _masters(plan, plan.on_host, apart=plan.is_delayed or not plan.is_cpu, taken=taken)
     if not plan.is_cpu and plan.stage >= 2 and plan.micro_batches > 1:
-        held[GRADIENTS] += WIDE * plan.on_host
+        held[GRADIENTS] += sum(taken(WIDE * one) for one in plan.on_host)
     return held
 
 
-def _masters(plan: Plan, elements: int, *, apart: bool) -> Counter:
-    """Weights and gradients in fp32, and moments, of so many elements of an offloaded optimizer.
+def _masters(
+    plan: Plan, sizes: Sequence[int], *, apart: bool, taken: Callable[[int], int] = int
+) -> Counter:
+    """Weights and gradients in fp32, and moments, of an offloaded optimizer's parameters.
 
     apart: nothing of them may be the model's own memory, nor the 16-bit weights that are sent.
+    taken: what a tensor of so many bytes takes.
     """
     is_narrow = plan.compute.itemsize < WIDE
-    each = WIDE * (is_narrow or apart) + plan.compute.itemsize * (is_narrow and apart)
+    own, rounded = WIDE * (is_narrow or apart), plan.compute.itemsize * (is_narrow and apart)
+    gradients = sum(taken(WIDE * one) for one in sizes)
     return Counter(
         {
-            WEIGHTS: each * elements,
-            MOMENTS: TWO_MOMENTS * elements,
-            GRADIENTS: WIDE * (2 if plan.is_delayed else 1) * elements,
+            WEIGHTS: sum(taken(own * one) + taken(rounded * one) for one in sizes),
+            MOMENTS: TWO_MOMENTS * sum(sizes),
+            GRADIENTS: gradients * (2 if plan.is_delayed else 1),
         }
     )
 

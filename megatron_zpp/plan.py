@@ -86,15 +86,15 @@ class Plan:
         return self.config.zero.zeropp.delayed_param_update
 
     @cached_property
-    def on_host(self) -> int:
+    def on_host(self) -> tuple[int, ...]:
         """Elements of this rank's padded shards whose masters are on the host."""
         if not self.offloads:
-            return 0
+            return ()
         parameters = list(self.model.parameters())
         ratio = self.config.zero.zero_optimization.offload_optimizer.ratio
         where = places(parameters, ratio, DEVICE)
         pairs = zip(parameters, where, strict=True)
-        return sum(_piece(one, self.shards).elements for one, place in pairs if place == HOST)
+        return tuple(_piece(one, self.shards).elements for one, place in pairs if place == HOST)
 
     @property
     def group(self) -> int:

@@ -41,6 +41,12 @@ def free_bytes() -> int | None:
     return min([available, *_left_in_groups()]) if available else None
 
 
+def pinned_bytes(num_bytes: int) -> int:
+    """What a tensor of so many bytes takes of page-locked memory: PyTorch's allocator rounds each
+    request up to a power of two."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
 def _left_in_groups() -> Iterator[int]:
     """Bytes left of each limit that holds here."""
     try:

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
-from zeropp.host_memory import free_bytes
+from zeropp.host_memory import free_bytes, pinned_bytes
 from zeropp.optim.notice import Notice
 from zeropp.optim.step import local_part
 from zeropp.sharding import Sharding
@@ -34,7 +34,7 @@ from zeropp.unison import in_unison
 
 BUCKET = 2**25  # elements: one is sent to the device while the next is updated
 HOST = torch.device("cpu")
-STATE, GRADIENT = 4 * 4, 4  # bytes of weight, gradient and two moments; of a gradient
+WIDE, MOMENTS = 4, 8  # bytes of a weight or gradient in fp32; of Adam's two moments
 log = logging.getLogger("zeropp")
 
 
@@ -184,16 +184,18 @@ class Offload:
 
     def _require_memory(self, offloaded: Sequence[nn.Parameter], sharding: Sharding) -> None:
         """Say how much host memory the masters take; raise InputError where there is less."""
-        elements = sum(local_part(one).numel() for one in offloaded)
+        sizes = [local_part(one).numel() for one in offloaded]
         apart = self._delayed or self._device != HOST
         staged = self._dtype.itemsize if apart and self._dtype != torch.float32 else 0
-        each = STATE + staged + (GRADIENT if self._delayed else 0)
+        ours = WIDE, WIDE, WIDE * self._delayed, staged  # master, gradients, rounded
+        taken = pinned_bytes if self._pinned else int
         here = Environment.read()
         ranks = min(sharding.num_ranks, -(-here.world_size // here.machines))
-        needed, free = each * elements, free_bytes()
+        needed = sum(MOMENTS * size + sum(taken(each * size) for each in ours) for size in sizes)
+        free = free_bytes()
         log.info(
             "offload: weights, gradients and moments of %s parameters of this rank in host memory, "
-            "%.2f GiB%s", f"{elements:,}", needed / 2**30, ", pinned" if self._pinned else "",
+            "%.2f GiB%s", f"{sum(sizes):,}", needed / 2**30, ", pinned" if self._pinned else "",
         )  # fmt: skip
         if free is not None and needed * ranks > free:
             raise InputError(

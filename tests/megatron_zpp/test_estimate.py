@@ -98,6 +98,9 @@ def test_on_a_gpu_what_is_offloaded_is_on_the_host():
     assert MOMENTS not in offloaded.device
     assert offloaded.device[WEIGHTS] == plain.device[WEIGHTS] // 2
     assert offloaded.device_bytes < plain.device_bytes
+    pinned = foretell("--zero-stage 2 --cpu-optimizer --use-pin-memory")
+    assert pinned.host[MOMENTS] == offloaded.host[MOMENTS]  # made later, pageable
+    assert 1 < pinned.host[GRADIENTS] / offloaded.host[GRADIENTS] < 2
     away = foretell("--zero-stage 3 --cpu-optimizer --remote-device cpu")
     assert not away.device.get(WEIGHTS) and not away.device.get(GRADIENTS)
 

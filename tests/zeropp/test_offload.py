@@ -4,6 +4,8 @@ Where there is no GPU, device and host are one: the steps are the same but for t
 """
 
 import logging
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -171,15 +173,26 @@ def test_too_little_memory_is_said_before_any_is_taken(monkeypatch):
         offloaded(sharding)
 
 
+@ranks(1)
+def test_page_locked_memory_is_counted_as_pytorch_takes_it():
+    """A power of two for each tensor: of 33 numbers in 4 bytes 256, in 2 bytes 128."""
+    config, elsewhere = configured({"stage": 2}, **FORMATS["bf16"]), torch.device("meta")
+    for pin, needed in ((False, 33 * 18), (True, 33 * 8 + 2 * 256 + 128)):
+        for free in (needed, needed - 1):
+            sharding = shard(torch.nn.Linear(33, 1, bias=False), data_mesh(), config)
+            expected = nullcontext() if free == needed else pytest.raises(InputError, match="GiB")
+            with patch.object(module, "free_bytes", lambda free=free: free), expected:
+                Offload(sharding, elsewhere, ratio=1.0, pin_memory=pin)
+
+
 @ranks(2)
-def test_too_little_memory_on_one_machine_is_said_on_all(monkeypatch):
+def test_too_little_memory_on_one_machine_is_said_on_all():
     """And nobody takes any before all have looked."""
-    taken = []
-    monkeypatch.setattr(Offload, "_empty", lambda *_: taken.append(1))
-    monkeypatch.setattr(module, "free_bytes", lambda: 1000 if dist.get_rank() else 2**40)
-    with pytest.raises(InputError, match="host memory for the 2 ranks"):
-        offloaded(sharded({"stage": 2}, FORMATS["bf16"]))
-    assert not taken
+    free = 1000 if dist.get_rank() else 2**40
+    with patch.object(module, "free_bytes", lambda: free), patch.object(Offload, "_empty") as taken:
+        with pytest.raises(InputError, match="host memory for the 2 ranks"):
+            offloaded(sharded({"stage": 2}, FORMATS["bf16"]))
+    assert not taken.called
 
 
 @ranks(1)
