@@ -137,6 +137,12 @@ class Engine(nn.Module):
         if boundary:
             self._optimizer_step()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of every module; what is offloaded of the gradients too."""
+        super().zero_grad(set_to_none)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the weights."""
         return (self.micro_steps + 1) % self.batch.micro_batches == 0

@@ -9,7 +9,7 @@ import torch
 import zeropp
 from tests.ranks import ranks
 from tests.zeropp.engines import CLIP, SAMPLES, run
-from tests.zeropp.stack import Stack, fresh_stack
+from tests.zeropp.stack import Stack, fresh_stack, loss_of, tokens_of
 from zeropp import Engine, FusedAdam, InputError
 
 ON_HOST = {"offload_optimizer": {"device": "cpu"}}
@@ -109,3 +109,15 @@ def test_one_rank_with_weights_that_somebody_refers_to_weakly():
     engine = engine_of({"stage": 2} | ON_HOST, model, zeropp=late)
     run(engine, 2)
     assert all(one() is own for one, own in zip(known, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("clear", ["engine", "optimizer"])
+@ranks(2)
+def test_gradients_may_be_thrown_away(clear):
+    def losses(zero: dict) -> list[float]:
+        engine = engine_of({"stage": 3} | zero)
+        engine.backward(loss_of(engine, tokens_of(9)))
+        (engine if clear == "engine" else engine.optimizer).zero_grad()
+        return run(engine)
+
+    assert losses(ON_HOST) == losses({})
