@@ -19,7 +19,8 @@ def optimizer_states(optimizer: torch.optim.Optimizer) -> Mapping[str, float]:
     """L1 and L2 norm and largest magnitude over all ranks, under Megatron-DeepSpeed's names.
 
     Every rank must call it: two small all-reduces. Parameters may be sharded over any part of the
-    ranks, and lie on the device and on the host; copies count once. A moment that does not exist yet counts as nothing.
+    ranks, and lie on the device and on the host; copies count once. A moment that does not exist
+    yet counts as nothing.
     """
     settle(optimizer)
     device = optimizer.param_groups[0]["params"][0].device
