@@ -60,7 +60,7 @@ def estimate(config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool) -> 
     if not is_cpu:  # a GPU's attention draws its dropout again; a CPU's keeps all scores
         shape = dataclasses.replace(shape, attention_dropout=0.0)
     activations = trace(
-        shape, plan.model.vocab_size, config.batch.micro_batch_size, plan.compute,
+        shape, plan.model, config.batch.micro_batch_size, plan.compute,
         selective=recompute == "selective", chunk=CPU_CHUNK if is_cpu else DEVICE_CHUNK,
     )  # fmt: skip
     step = Step(plan, activations)
@@ -72,6 +72,7 @@ def estimate(config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool) -> 
     sharding = Sharding(
         model=plan.model, stage=plan.stage, num_ranks=plan.num_ranks, compute_dtype=plan.compute,
         forecast=plan.forecast if plan.num_ranks > 1 else None, copies=copies,
+        stores_frozen=config.zero.stores_frozen,
     )  # fmt: skip
     return Estimate(
         device=MappingProxyType(device), host=MappingProxyType(host),
@@ -85,7 +86,7 @@ class Step:
     def __init__(self, plan: Plan, activations: Activations) -> None:
         self.plan, self.activations = plan, activations
         self.held = _before(plan)
-        self.fullest = Counter(self.held)
+        self.fullest = Counter({WEIGHTS: plan.built})
         self._whole: set[int] = set()  # units whose gathered weights are there
         self._copied: set[int] = set()  # units of which hpZ holds a copy
         self._summed: set[int] = set()  # units with whole gradients of earlier micro-batches
@@ -94,6 +95,7 @@ class Step:
 
     def run(self) -> None:
         """All micro-batches that differ."""
+        self._moment()
         count = min(self.plan.micro_batches, 3)
         for index in range(count):
             self._forward()
@@ -134,7 +136,7 @@ class Step:
             under_way = self._buffers([index - 1] if index else [])
             self.held[GATHERED] += under_way
             self._moment(kept=reran + ends.block.backward)
-            self._end(index, last=last, gradient=self.plan.units[index].whole)
+            self._end(index, last=last, gradient=self.plan.units[index].gradient)
             self.held[GATHERED] -= under_way
         self.held[KEPT] = 0
         self.held[HEAD] = 0
@@ -164,7 +166,7 @@ class Step:
             self._copied.add(index)
             self.held[COPIES] += unit.copy
         if self.plan.shards > 1:
-            self._moment(gathered=2 * unit.whole + self._buffers(ahead))
+            self._moment(gathered=unit.whole + unit.buffer + self._buffers(ahead))
         self.held[GATHERED] += unit.whole
         self._whole.add(index)
 
@@ -173,7 +175,7 @@ class Step:
         missing = [self.plan.units[one] for one in indices if one not in self._whole]
         if self.plan.shards == 1:
             return 0
-        return sum(one.whole + one.arriving for one in missing)
+        return sum(one.buffer + one.arriving for one in missing)
 
     def _drop(self, index: int) -> None:
         if index in self._whole:
@@ -193,6 +195,8 @@ class Step:
             self._moment(reduced=fresh + (plan.compute.itemsize < WIDE) * unit.wide)
             self._sum(index, unit.wide)
             return
+        if not unit.trained:
+            return
         was_summed = index in self._summed
         self._moment(reduced=unit.wide + (0 if was_summed else fresh))
         if was_summed:
@@ -208,7 +212,7 @@ class Step:
     def _reduce(self, index: int, unit: Unit) -> None:
         """Send the unit's gradients; on a CPU others have the time until then to arrive."""
         plan, first = self.plan, index not in self._reduced
-        mean = WIDE * unit.elements
+        mean = WIDE * unit.trained
         later = plan.is_cpu and unit.sending and first and not plan.offloads
         steps = tuple(unit.wide + one for one in unit.sending) if later else (unit.wide,)
         before = sum(flying[0] for flying in self._flying)
@@ -227,12 +231,18 @@ MORE = MappingProxyType({"kept": KEPT, "gathered": GATHERED, "head": HEAD, "redu
 
 def _before(plan: Plan) -> Counter:
     """On the device before a step: this rank's weights, and of Adam's what is not offloaded."""
-    elements = sum(one.elements for one in plan.units)
+    trained, frozen = _weights(plan)
     if not plan.offloads:
-        return Counter({WEIGHTS: WIDE * elements, MOMENTS: TWO_MOMENTS * elements})
-    own = 0 if plan.config.zero.offloads_weights and not plan.is_cpu else plan.compute.itemsize
-    stays = _masters(plan, (elements - sum(plan.on_host),), apart=plan.is_delayed)
-    return Counter({WEIGHTS: own * elements}) + stays
+        return Counter({WEIGHTS: WIDE * trained + frozen, MOMENTS: TWO_MOMENTS * trained})
+    stays = _masters(plan, (trained - sum(plan.on_host),), apart=plan.is_delayed)
+    if plan.config.zero.offloads_weights and not plan.is_cpu:
+        return stays
+    return Counter({WEIGHTS: plan.compute.itemsize * trained + frozen}) + stays
+
+
+def _weights(plan: Plan) -> tuple[int, int]:
+    """Of this rank's padded shards, elements that are trained and bytes that are frozen."""
+    return sum(one.trained for one in plan.units), sum(one.frozen for one in plan.units)
 
 
 def _on_host(plan: Plan) -> Counter:
@@ -242,6 +252,8 @@ def _on_host(plan: Plan) -> Counter:
     held = _masters(plan, plan.on_host, apart=plan.is_delayed or not plan.is_cpu, taken=taken)
     if not plan.is_cpu and plan.stage >= 2 and plan.micro_batches > 1:
         held[GRADIENTS] += sum(taken(WIDE * one) for one in plan.on_host)
+    if plan.config.zero.offloads_weights and not plan.is_cpu:
+        held[WEIGHTS] += _weights(plan)[1]
     return held
 
 

@@ -50,7 +50,7 @@ class QuantizedShard(Tensor):
     @classmethod
     def of(cls, values: Tensor, elements: int, bits: int) -> "QuantizedShard":
         """Quantize a contiguous shard, padded with zeros to `elements`."""
-        layout = layout_of((elements,), (bits,), torch.bfloat16)
+        layout = stored_layout(elements, bits)
         packed = _packed(values, layout)
         return cls(packed, layout, values.shape, values.dtype)
 
@@ -127,6 +127,11 @@ def quantize_frozen(units: Sequence[fsdp.FSDPModule], bits: int) -> None:
                 )
             values = one.local.detach()
             fsdp.store(one, QuantizedShard.of(values, one.elements, bits))
+
+
+def stored_layout(elements: int, bits: int) -> Layout:
+    """How a shard, padded to so many elements, lies in memory."""
+    return layout_of((elements,), (bits,), torch.bfloat16)
 
 
 def stored_bytes(model: nn.Module) -> tuple[int, int]:

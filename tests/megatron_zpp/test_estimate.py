@@ -81,6 +81,38 @@ def test_one_rank_in_fp32_with_its_weights_on_the_host():
     assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
 
 
+LORA = "--lora-rank 4 --pretrained-checkpoint m --global-batch-size"
+STORED = {"stage": 3, "zero_quantized_nontrainable_weights": True}
+
+
+@pytest.mark.parametrize(
+    ("zero", "more"),
+    [
+        ({"stage": 2}, {}),
+        (STORED | {"zero_hpz_partition_size": 2}, {"bf16": {"enabled": True}}),
+        (STORED | {"stage": 1}, {"zeropp": {"nontrainable_weight_bits": 4}}),
+        (STORED | {"offload_optimizer": {"device": "cpu"}}, {"bf16": {"enabled": True}}),
+    ],
+    ids=["numbers", "codes", "INT4", "offloaded"],
+)
+@ranks(4, ranks_per_node=2)
+def test_adapters_beside_frozen_weights(zero, more, tmp_path):
+    path = tmp_path / f"{dist.get_rank()}.json"
+    path.write_text(json.dumps({"zero_optimization": zero} | more))
+    foretold, measured = both(f"{MODEL}{LORA} 24 --deepspeed-config {path}")
+    assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
+
+
+@ranks(1)
+def test_frozen_weights_have_been_numbers_before_they_are_codes(tmp_path):
+    """That is more than a step takes, where little is computed."""
+    path = tmp_path / "zeropp.json"
+    path.write_text(json.dumps({"zero_optimization": STORED, "bf16": {"enabled": True}}))
+    foretold, measured = both(f"{MODEL}{LORA} 2 --deepspeed-config {path}")
+    assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
+    assert set(foretold.host) == {WEIGHTS}
+
+
 def test_a_part_of_the_optimizer_on_the_host_is_counted_by_whole_parameters(tmp_path):
     """The embedding is a fifth of this model, and first."""
     path = tmp_path / "zeropp.json"
