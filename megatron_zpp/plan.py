@@ -132,10 +132,16 @@ class Plan:
 
     @property
     def built(self) -> int:
-        """Bytes of this rank's shards while they are filled, with the largest weight, whole: before
-        any is stored as codes."""
-        shards = sum(one.elements for unit in self.forecast.units for one in unit)
-        return WIDE * (shards + max(one.numel() for one in self.model.parameters()))
+        """Bytes on the device when its shards have been filled, before any is stored as codes; on a
+        CPU, which is both places, with the largest weight, whole."""
+        pieces = [one for unit in self.forecast.units for one in unit]
+        largest = max(one.numel() for one in self.model.parameters())
+        if self.is_cpu:
+            return WIDE * (sum(one.elements for one in pieces) + largest)
+        if self.config.zero.offloads_weights:
+            return 0
+        here = (one for one in pieces if not (one.trainable and self.offloads))
+        return WIDE * sum(one.elements for one in here)
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
