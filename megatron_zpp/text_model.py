@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megatron_zpp.config import ParallelConfig, TokenizerConfig
-from megatron_zpp.config.flag import Section, flag, flags
+from megatron_zpp.config.flag import Section, flag
 from megatron_zpp.generate import Piece, Request, check, stream
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.open_model import OpenedModel, open_model
@@ -118,8 +118,7 @@ def open_text_model(
     """
     if config.load is None:
         raise InputError("--load is missing: name the folder of the model")
-    named = any(getattr(tokenizer, one.dest) != one.default for one in flags(TokenizerConfig))
-    chosen = tokenizer if named else None
+    chosen = None if tokenizer == TokenizerConfig() else tokenizer
     if environment.world_size == 1:
         if config.deepspeed_config is not None:
             log.info("--deepspeed-config has no effect on one rank: nothing is sharded")

@@ -8,7 +8,6 @@ one GPU, or on the CPU where there is none. docs/evaluation.md describes files a
 """
 
 import json
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +19,6 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
 
-from megatron_zpp.command_line import HELP, help_text, read, vocabulary  # noqa: E402
 from megatron_zpp.config import TokenizerConfig  # noqa: E402
 from megatron_zpp.config.flag import Section, flag  # noqa: E402
 from megatron_zpp.last_word import measure_last_words  # noqa: E402
@@ -28,6 +26,7 @@ from megatron_zpp.multiple_choice import measure_choices  # noqa: E402
 from megatron_zpp.open_model import load_model  # noqa: E402
 from megatron_zpp.perplexity import measure_perplexity  # noqa: E402
 from megatron_zpp.scoring import Scorer  # noqa: E402
+from megatron_zpp.text_tool import run_tool  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
 from zeropp.process_group import pick_device  # noqa: E402
@@ -76,29 +75,20 @@ class EvaluateConfig(Section):
 
 def main(argv: Sequence[str]) -> int:
     """Run the tool; returns the exit status, after a line `error: ...` where it is not 0."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("megatron_zpp").setLevel(logging.INFO)
-    sections = (EvaluateConfig, TokenizerConfig)
-    if any(word in HELP for word in argv):
-        print(help_text(USAGE, sections, ()))
-        return 0
-    try:
-        typed = {name: given.value for name, given in read(argv, vocabulary(sections, ())).items()}
-        own = {n: typed.pop(n) for n in EvaluateConfig.__dataclass_fields__.keys() & typed.keys()}
-        config = EvaluateConfig(**own)
-        config.check()
-        results = evaluate(config, TokenizerConfig(**typed) if typed else None)
-        report(config, results)
-    except (InputError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: stopped", file=sys.stderr)
-        return 130
-    return 0
+    return run_tool(argv, USAGE, (EvaluateConfig, TokenizerConfig), run)
 
 
-def evaluate(config: EvaluateConfig, tokenizer: TokenizerConfig | None) -> dict[str, Any]:
+def run(environment: Environment, config: EvaluateConfig, tokenizer: TokenizerConfig) -> None:
+    """Measure and report, on one rank."""
+    if environment.world_size > 1:
+        raise InputError(f"evaluation takes one rank, not {environment.world_size}: start it alone")
+    chosen = None if tokenizer == TokenizerConfig() else tokenizer
+    report(config, evaluate(config, chosen, pick_device(environment)))
+
+
+def evaluate(
+    config: EvaluateConfig, tokenizer: TokenizerConfig | None, device: torch.device
+) -> dict[str, Any]:
     """Measure what is asked for: facts of the model, and a list of results for each measure."""
     asked = (config.data_path, config.last_word, config.choices)
     if config.load is None or not any(asked):
@@ -106,10 +96,7 @@ def evaluate(config: EvaluateConfig, tokenizer: TokenizerConfig | None) -> dict[
     for path in (path for paths in asked for path in paths or ()):
         if not Path(path).is_file() and not Path(f"{path}.idx").is_file():
             raise InputError(f"{path}: no such file, and no dataset {path}.idx")
-    environment = Environment.read()
-    if environment.world_size > 1:
-        raise InputError(f"evaluation takes one rank, not {environment.world_size}: start it alone")
-    model, own = load_model(config.load, pick_device(environment), DTYPES[config.dtype], tokenizer)
+    model, own = load_model(config.load, device, DTYPES[config.dtype], tokenizer)
     positions = model.config.num_positions
     longest = config.seq_length or positions
     if longest > positions:

@@ -16,20 +16,21 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
 
-from megatron_zpp.command_line import HELP, help_text, read, vocabulary  # noqa: E402
+from megatron_zpp.command_line import read, vocabulary  # noqa: E402
 from megatron_zpp.config import TokenizerConfig  # noqa: E402
-from megatron_zpp.config.flag import Section, check_value, flag, flags  # noqa: E402
+from megatron_zpp.config.flag import Section, flag, flags  # noqa: E402
 from megatron_zpp.generate import Piece, Request  # noqa: E402
 from megatron_zpp.sampling import Sampling  # noqa: E402
 from megatron_zpp.text_model import TextModel, TextModelConfig, open_text_model  # noqa: E402
+from megatron_zpp.text_tool import run_tool  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
 from zeropp.process_group import leave  # noqa: E402
@@ -43,9 +44,6 @@ ASK = "> "
 # What a terminal would obey: control characters, but for tabs and new lines.
 CONTROLS = (*range(9), *range(11, 32), *range(127, 160))
 UNPRINTABLE = dict.fromkeys(CONTROLS, "\N{REPLACEMENT CHARACTER}")
-
-Kind = TypeVar("Kind", bound=Section)
-
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(Section):
@@ -99,28 +97,17 @@ SECTIONS = (TextModelConfig, GenerateConfig, DrawConfig, TokenizerConfig)
 
 def main(argv: Sequence[str]) -> int:
     """Run the tool; returns the exit status, after a line `error: ...` where it is not 0."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if any(word in HELP for word in argv):
-        print(help_text(USAGE, SECTIONS, ()))
-        return 0
-    environment = Environment(rank=0)
-    try:
-        environment = Environment.read()
-        logging.getLogger().setLevel(logging.WARNING if environment.rank else logging.INFO)
-        run(argv, environment)
-    except (InputError, OSError) as error:
-        if environment.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_tool(argv, USAGE, SECTIONS, run)
 
 
-def run(argv: Sequence[str], environment: Environment) -> None:
+def run(
+    environment: Environment,
+    model_config: TextModelConfig,
+    config: GenerateConfig,
+    draw: DrawConfig,
+    tokenizer: TokenizerConfig,
+) -> None:
     """Open the model on all ranks; the first one reads, asks and prints."""
-    typed = read(argv, vocabulary(SECTIONS, ()))
-    model_config, config, draw, tokenizer = (_section(kind, typed) for kind in SECTIONS)
     if config.prompt is not None and config.input is not None:
         raise InputError("--prompt and --input contradict: give one of them")
     interactive = config.prompt is None and config.input is None and sys.stdin.isatty()
@@ -296,14 +283,6 @@ def say_speed(num_tokens: int, seconds: float) -> None:
     """One line on standard error."""
     rate = f"{num_tokens / seconds:.1f} tokens/s" if seconds else ""
     print(f"[{num_tokens} tokens, {rate}]", file=sys.stderr)
-
-
-def _section(kind: type[Kind], typed: dict[str, Any]) -> Kind:
-    names = [entry.name for entry in fields(kind) if entry.name in typed]
-    section = kind(**{name: typed[name].value for name in names})
-    for description in flags(kind):
-        check_value(description, getattr(section, description.dest))
-    return section
 
 
 def _prompt(line: str, place: str) -> str:
