@@ -110,12 +110,15 @@ def read_text(path: str | Path, flag: str) -> str:
 
 def read_json(path: str | Path, flag: str) -> Any:
     """Value of a JSON file a person named by `flag`; InputError gives line and column."""
+    text = read_text(path, flag)
     try:
-        return json.loads(read_text(path, flag))
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise InputError(
             f"{flag} {path}: not JSON (line {error.lineno}, column {error.colno}: {error.msg})"
         ) from error
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 5,000 brackets
+        raise InputError(f"{flag} {path}: not JSON that can be read ({error})") from error
 
 
 def load_package(package: str, needed_by: str) -> ModuleType:
