@@ -104,7 +104,8 @@ def check(request: Request, num_positions: int, vocab_size: int) -> None:
             f"the prompt has {len(request.prompt):,} tokens, but the model has {num_positions:,} "
             "positions: shorten the prompt"
         )
-    outside = [token for token in request.prompt if not 0 <= token < vocab_size]
+    named = (*request.prompt, *request.stop_tokens)
+    outside = [token for token in named if not 0 <= token < vocab_size]
     if outside:
         raise InputError(f"token id {outside[0]} is outside the {vocab_size:,} ids of the model")
     if "" in request.stop_texts:

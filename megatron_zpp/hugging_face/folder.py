@@ -63,7 +63,7 @@ class FolderTensors:
         return dict(self._facts)
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor on the CPU, in the dtype of the file; InputError if it holds no numbers."""
+        """One whole tensor on the CPU, in the dtype of the file; InputError for one with NaN."""
         path = self._files[name]
         try:
             with safe_open(path, "pt") as file:

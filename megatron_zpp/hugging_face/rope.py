@@ -64,7 +64,9 @@ def read_rope(content: Mapping[str, Any], keys: Keys, place: str) -> dict[str, A
                 )
         factor = scaling.get("factor")
         if not _is_number(factor):
-            raise InputError(f"{place}: factor of the llama3 scaling is {factor!r}; expected a number")
+            raise InputError(
+                f"{place}: factor of the llama3 scaling is {factor!r}; expected a number"
+            )
         fields |= {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
     return fields
 

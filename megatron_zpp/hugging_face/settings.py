@@ -262,7 +262,8 @@ def _family(content: Mapping[str, Any], place: str) -> Family:
         raise InputError(f"{place}: architectures is {classes!r}; expected a list of names")
     for family in FAMILIES:
         bare = re.sub("(ForCausalLM|LMHeadModel)$", "Model", family.class_name)
-        if named == family.name and (not classes or {family.class_name, bare} & set(map(str, classes))):
+        is_one = not classes or family.class_name in classes or bare in classes
+        if named == family.name and is_one:
             return family
     known = ", ".join(f"{one.name} ({one.class_name})" for one in FAMILIES)
     what = f"{named!r}" + (f" ({', '.join(map(str, classes))})" if classes else "")
