@@ -19,13 +19,13 @@ from megatron_zpp.generate import Piece, Request, check, stream
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.open_model import OpenedModel, open_model
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
+from megatron_zpp.safetensors_files import DTYPES
 from megatron_zpp.tokenizer import Tokenizer
 from zeropp import InputError, Sharding, ZeroConfig, shard
 from zeropp.process_group import pick_device
 from zeropp.topology import Environment
 from zeropp.unison import from_first, in_unison
 
-DTYPES = ("fp32", "bf16", "fp16")
 PATIENCE = 60 * 24 * 20  # minutes that ranks wait for the first: a person may think; in ms 31 bits
 
 log = logging.getLogger("megatron_zpp")
@@ -38,7 +38,7 @@ class TextModelConfig(Section):
     load: str | None = flag(
         None, "folder of checkpoints, Hugging Face folder (config.json in it), or .gguf file"
     )
-    dtype: str = flag("fp32", "type of the weights and of the arithmetic", choices=DTYPES)
+    dtype: str = flag("fp32", "type of the weights and of the arithmetic", choices=tuple(DTYPES))
     deepspeed_config: str | None = flag(
         None, "JSON that says how several ranks shard the model (default: ZeRO stage 3)"
     )
@@ -170,9 +170,8 @@ def _defaults(config: TextModelConfig) -> dict[str, object]:
 
 
 def _on_meta(config: TextModelConfig, opened: OpenedModel) -> GPT:
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
     with torch.device("meta"):
-        return GPT(opened.config, opened.tokenizer.vocab_size).to(dtype)
+        return GPT(opened.config, opened.tokenizer.vocab_size).to(DTYPES[config.dtype])
 
 
 def _built(config: TextModelConfig, opened: OpenedModel, device: torch.device) -> GPT:

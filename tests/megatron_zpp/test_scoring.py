@@ -1,5 +1,7 @@
 """Scores of continuations: each label once, whatever is beside it; windows; contexts cut."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -24,6 +26,14 @@ def test_scores_are_those_of_each_passage_alone() -> None:
         each, greedy = plainly(judge.model, passage.ids, passage.first)
         assert score.log_probability == pytest.approx(sum(each), **CLOSE)
         assert (score.num_tokens, score.is_greedy) == (len(each), greedy)
+
+
+@torch.no_grad()
+def test_weights_that_are_no_good() -> None:
+    judge = scorer()
+    judge.model.norm.weight.fill_(math.nan)
+    with pytest.raises(InputError, match="logits are not finite"):
+        list(judge.score([Passage(ids=[1, 2, 3])]))
 
 
 @torch.no_grad()

@@ -76,6 +76,7 @@ def test_a_hugging_face_folder(tmp_path: Path, capsys) -> None:
         ("--load {load} --data-path {none}.txt", "none.txt: no such file, and no dataset"),
         ("--load {load} --choices a.txt {none}.jsonl", "none.jsonl: no such file, and no dataset"),
         ("--load {load} --data-path a.txt --seq-length 33", "33: the model has 32 positions"),
+        ("--load {none} --data-path a.txt --json {none}/x", "--json {none}/x: there is no folder"),
         ("--load {load} --data-path a.txt --batch-size 0", "--batch-size 0"),
         ("--load {load} --data-path a.txt --speed 3", "unknown flag --speed"),
     ],
@@ -87,7 +88,19 @@ def test_errors(
     (tmp_path / "a.txt").write_text("a text")
     words = flags.format(load=checkpoints, none=tmp_path / "none").split()
     assert main(words) == 1
-    assert said in capsys.readouterr().err
+    assert said.format(none=tmp_path / "none") in capsys.readouterr().err
+
+
+def test_what_was_measured_before_a_bad_file_is_shown(
+    checkpoints: str, files: list[str], tmp_path: Path, capsys
+) -> None:
+    (tmp_path / "bad.jsonl").write_text("{")
+    more = ["--choices", str(tmp_path / "bad.jsonl"), "--json", str(tmp_path / "found.json")]
+    assert main(["--load", checkpoints, *files[:4], *more]) == 1
+    found = capsys.readouterr()
+    assert "perplexity" in found.out and "last-word accuracy" in found.out
+    assert "bad.jsonl, line 1: not JSON" in found.err
+    assert json.loads((tmp_path / "found.json").read_text()).keys() >= {"perplexity", "last_word"}
 
 
 def test_one_rank_only(checkpoints: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
