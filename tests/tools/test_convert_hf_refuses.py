@@ -270,6 +270,11 @@ def test_nothing_is_written_over(tiny: Path, tmp_path: Path, capsys: pytest.Capt
     assert "holds checkpoints already" in text
     text = error_of(["--load", str(save), "--to-hf", str(tiny)], capsys)
     assert "holds a model already" in text
+    text = error_of(["--load", str(save), "--to-hf", str(save)], capsys)
+    assert "holds checkpoints: name another folder" in text
+    assert not (save / "config.json").exists()
+    text = error_of(["--from-hf", str(tiny), "--save", str(tiny)], capsys)
+    assert "holds a Hugging Face model: name another folder" in text
     text = error_of(["--from-hf", str(save), "--save", str(tmp_path / "other")], capsys)
     assert "is a checkpoint of this program already" in text
 
