@@ -57,11 +57,13 @@ def generate(
 ) -> str:
     """The continuation of `prompt`: up to `max_new_tokens` tokens, up to an end of document.
 
+    What the model's tokenizer puts before every text stands before it.
+
     Raises InputError as `stream` does.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
     request = Request(
-        prompt=tuple(tokenizer.encode(prompt)), max_new_tokens=max_new_tokens, sampling=sampling
+        prompt=tuple(tokenizer.prompt(prompt)), max_new_tokens=max_new_tokens, sampling=sampling
     )
     return complete(model, tokenizer, [request])[0]
 

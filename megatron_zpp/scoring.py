@@ -75,7 +75,7 @@ class Scorer:
         alone; a context without tokens becomes an end of document. Raises InputError for a
         continuation without tokens, or with more than the model's positions.
         """
-        alone, ids = self.tokenizer.encode(context), self.tokenizer.encode(context + continuation)
+        alone, ids = self.tokenizer.prompt(context), self.tokenizer.prompt(context + continuation)
         pairs = enumerate(zip(alone, ids, strict=False))
         first = next((place for place, (a, b) in pairs if a != b), min(len(alone), len(ids)))
         if first == len(ids):

@@ -160,7 +160,7 @@ def write(
     every = [prompt for prompt in prompts for _ in range(config.samples)]
     requests = []
     for number, prompt in enumerate(every):
-        requests.append(draw.request(model.tokenizer.encode(prompt), number))
+        requests.append(draw.request(model.tokenizer.prompt(prompt), number))
         try:
             model.check(requests[-1])
         except InputError as error:
@@ -298,7 +298,7 @@ class Conversation:
         )
 
     def _write(self, prompt: str) -> None:
-        tokens = self._model.tokenizer.encode(_unicode(prompt, "the prompt"))
+        tokens = self._model.tokenizer.prompt(_unicode(prompt, "the prompt"))
         request = self._draw.request(tokens, self._asked)
         self._model.check(request)
         self._asked += 1

@@ -246,7 +246,7 @@ def _prompts(
         if isinstance(prompt, str):
             _require_unicode(prompt, "prompt")
             texts.append(prompt)
-            prompts.append(tuple(model.tokenizer.encode(prompt)))
+            prompts.append(tuple(model.tokenizer.prompt(prompt)))
         elif _is_tokens(prompt):
             outside = [one for one in prompt if not 0 <= one < model.tokenizer.vocab_size]
             if outside:

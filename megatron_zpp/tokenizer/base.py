@@ -23,13 +23,17 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 
 class Tokenizer(ABC):
-    """Turns text into ids and back; `fingerprint` is equal where the ids are."""
+    """Turns text into ids and back; `fingerprint` is equal where the ids are.
+
+    `opening` are the ids that its model expects before a text, such as begin of sentence.
+    """
 
     name: str
     eod: int
     vocab_size: int
     fingerprint: str
     reserved: Mapping[int, str]
+    opening: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -52,6 +56,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without end of document."""
+
+    def prompt(self, text: str) -> list[int]:
+        """Ids of a text as its model has seen texts begin: `opening`, then `encode`."""
+        return [*self.opening, *self.encode(text)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text: `encode` of each, in parallel where the library can."""

@@ -84,7 +84,7 @@ def test_tokens_that_reach_over_the_border_are_scored() -> None:
     class Pairs:
         name, eod = "Pairs", 9
 
-        def encode(self, text: str) -> list[int]:
+        def prompt(self, text: str) -> list[int]:
             return [len(text[at : at + 2]) for at in range(0, len(text), 2)]
 
     judge = scorer()

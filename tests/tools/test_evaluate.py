@@ -51,16 +51,17 @@ def test_table_and_json(checkpoints: str, files: list[str], tmp_path: Path, caps
         assert shown in table
 
 
-def test_a_hugging_face_folder(tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_hugging_face_folder(opens: bool, tmp_path: Path, capsys) -> None:
     """Its loss is that of transformers, whose logits differ by 1e-5 from ours (test_convert_hf)."""
     theirs = llama()
     folder = saved(theirs, tmp_path / "llama")
-    add_tokenizer(folder)
+    add_tokenizer(folder, opens=opens)
     (tmp_path / "a.txt").write_text("the cat sat on mat and a dog ran to it")
     flags = ["--data-path", str(tmp_path / "a.txt"), "--json", "-"]
     assert main(["--load", str(folder), *flags]) == 0
     found = json.loads(capsys.readouterr().out)["perplexity"][0]
-    ids = torch.arange(1, 12)[None]  # the words of the tokenizer, in order
+    ids = torch.arange(0 if opens else 1, 12)[None]  # the words of the tokenizer, in order
     with torch.no_grad():
         logits = theirs(ids[:, :-1]).logits[0]
     assert found["loss"] == pytest.approx(F.cross_entropy(logits, ids[0, 1:]).item(), abs=2e-5)

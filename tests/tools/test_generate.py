@@ -12,12 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from megatron_zpp.generate import Request, complete
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.sampling import Sampling
 from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
 from tests.launched import ROOT, start, wait_for, zeropp
+from tests.megatron_zpp.foreign_models import WORDS, add_tokenizer, llama
+from tests.megatron_zpp.foreign_models import saved as saved_in
 from tests.megatron_zpp.text_models import save_text_model
 from tools.generate import UNPRINTABLE, main
 
@@ -141,6 +144,25 @@ def test_bad_lines_are_named(folder: str, tmp_path: Path, capsys: pytest.Capture
         assert main(["--load", folder, "--input", str(tmp_path / "p.jsonl")]) == 1
         error = capsys.readouterr().err
         assert "p.jsonl, line 3" in error and said in error
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_the_text_of_transformers(
+    opens: bool, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Of tokenizers, too, that put begin of sentence before a text."""
+    theirs = llama(vocab_size=len(WORDS))
+    folder = saved_in(theirs, tmp_path / "llama")
+    add_tokenizer(folder, opens=opens)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("the cat sat", return_tensors="pt")["input_ids"]
+    assert ids.shape[1] == 3 + opens
+    settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    drawn = theirs.generate(ids, **settings)[0, ids.shape[1] :]
+    flags = ["--prompt", "the cat sat", "--temperature", "0", "--max-new-tokens", "20"]
+    assert main(["--load", str(folder), *flags]) == 0
+    words = [WORDS[token] for token in drawn if token]
+    assert words and capsys.readouterr().out.split() == ["the", "cat", "sat", *words]
 
 
 def test_lines_end_where_new_lines_are(
