@@ -221,7 +221,10 @@ def _open_peft(
             if given is None
             else f"--base {given}: there is no model"
         )
-    base = open_model(folder, tokenizer, multiple)
+    try:
+        base = open_model(folder, tokenizer, multiple)
+    except RecursionError:
+        raise InputError(f"{path}: its base model {said!r} leads back to it") from None
     family = base.described.family if base.described else family_of(base.config)
     padded = base.config.padded_vocab_size(base.tokenizer.vocab_size)
     sizes = Sizes(model=base.config, vocab_rows=padded, padded_rows=padded)
