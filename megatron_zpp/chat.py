@@ -45,7 +45,7 @@ class ChatTemplate:
         """The template of the tokenizer in `folder`; None if it has none."""
         if folder is None:
             return None
-        folder = folder if folder.is_dir() else folder.parent
+        folder = folder.parent if folder.is_file() else folder
         settings, apart = folder / "tokenizer_config.json", folder / "chat_template.jinja"
         config = read_json(settings, "the tokenizer's") if settings.is_file() else {}
         if not isinstance(config, dict):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -48,7 +49,7 @@ class TextModelConfig(Section):
 class TextModel:
     """A model and its tokenizer; `chat_folder` is where the files of its tokenizer lie, if known.
 
-    `sharding` is None on one rank.
+    `sharding` is None on one rank. `files` is the folder, if it goes with the model.
     """
 
     name: str
@@ -56,6 +57,7 @@ class TextModel:
     tokenizer: Tokenizer
     sharding: Sharding | None = None
     chat_folder: Path | None = None
+    files: TemporaryDirectory | None = None
 
     def check(self, request: Request) -> None:
         """Raise InputError if the request cannot be met."""
@@ -82,10 +84,12 @@ class TextModel:
                 for _ in stream(self.model, self.tokenizer, requests):
                     pass
                 self._release()
+        self._remove_files()
 
     def close(self) -> None:
         """On the first rank: let the others end."""
         from_first(None)
+        self._remove_files()
 
     def _pieces(
         self, requests: tuple[Request, ...], is_cancelled: Callable[[int], bool]
@@ -103,6 +107,10 @@ class TextModel:
             for _ in pieces:  # the other ranks must hear of it
                 pass
             self._release()
+
+    def _remove_files(self) -> None:
+        if self.files is not None:
+            self.files.cleanup()
 
     def _release(self) -> None:
         if self.sharding is not None:
@@ -190,4 +198,5 @@ def _text_model(
         tokenizer=opened.tokenizer,
         sharding=sharding,
         chat_folder=None if folder is None else Path(folder),
+        files=opened.files,
     )

@@ -83,6 +83,7 @@ def test_without_a_template(tmp_path: Path) -> None:
     assert ChatTemplate.find(None) is None
     assert ChatTemplate.find(tmp_path) is None
     write_chat_files(tmp_path)
+    assert ChatTemplate.find(tmp_path / "gone") is None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
     assert ChatTemplate.find(tmp_path) is None
 
