@@ -28,7 +28,10 @@ from zeropp.stages import (
 
 
 def quantize_nontrainable_params(
-    sharding: Sharding, config: ZeroConfig, optimizer: torch.optim.Optimizer, device: torch.device
+    sharding: Sharding,
+    config: ZeroConfig,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
 ) -> Sharding:
     """Adopt what was added, store what is frozen quantized, and let the optimizer hold the rest.
 
@@ -46,7 +49,8 @@ def quantize_nontrainable_params(
             "before zeropp.initialize, which then stores the frozen weights quantized by itself"
         )
     sharding = store_frozen(adopt(sharding, config, device), config)
-    hold_trained(optimizer, sharding.model)
+    if optimizer is not None:
+        hold_trained(optimizer, sharding.model)
     return sharding
 
 
@@ -90,15 +94,19 @@ def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Shard
 def hold_trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Let the optimizer's groups hold the trained parameters: frozen ones leave with their state,
     new ones join the first group."""
-    trained = dict.fromkeys(one for one in model.parameters() if one.requires_grad)
+    names = {one: name for name, one in model.named_parameters() if one.requires_grad}
+    waiting = dict.fromkeys(names)
     for group in optimizer.param_groups:
         for one in group["params"]:
-            if one not in trained:
+            if one not in names:
                 optimizer.state.pop(one, None)
-        group["params"] = [one for one in group["params"] if one in trained]
+        group["params"] = [one for one in group["params"] if one in names]
         for one in group["params"]:
-            del trained[one]
-    optimizer.param_groups[0]["params"] += list(trained)
+            del waiting[one]
+    optimizer.param_groups[0]["params"] += list(waiting)
+    for group in optimizer.param_groups:
+        if "param_names" in group:
+            group["param_names"] = [names[one] for one in group["params"]]
 
 
 def _added(unit: nn.Module, units: Sequence[nn.Module]) -> Apart:
