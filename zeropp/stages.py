@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
@@ -211,6 +212,8 @@ def _shard(
     if routes[0].keeps:
         copies = SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation)
     forget_when_weights_change(model, units, copies)
+    if hasattr(model, "generate") and _is_wrapper(model):
+        register_fsdp_forward_method(model, "generate")
     if num_ranks == 1:
         return Sharding(**facts)
     if blocks and mesh.device_type == "cpu":
@@ -229,6 +232,12 @@ def _shard(
     use_weight_gather(units, mesh, routes[0], traffic, copies)
     use_gradient_mean(units, mesh, routes[1], traffic, wire_dtype)
     return Sharding(**facts, traffic=traffic, copies=copies)
+
+
+def _is_wrapper(model: nn.Module) -> bool:
+    """Whether all of a model is one other inside it, as in PEFT's: what is asked of it may reach
+    the inner one without a call of the outer, with which the root's parameters are gathered."""
+    return not any(True for _ in model.parameters(recurse=False)) and len([*model.children()]) == 1
 
 
 def _shard_units(

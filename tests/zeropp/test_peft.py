@@ -134,6 +134,27 @@ def test_whatever_peft_adds_is_gathered(kind: str, when: str) -> None:
         assert is_quantized(parameter) == (parameter.ndim > 1 and not parameter.requires_grad)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@ranks(4, ranks_per_node=2)
+def test_transformers_generate(when: str) -> None:
+    """PEFT's asks the model inside it, whose embeddings are the whole's; once they cross nodes."""
+    config = config_of(MIXZ | {"zero_hpz_partition_size": 2})
+    config["train_micro_batch_size_per_gpu"] = 1
+    asked = {"input_ids": tokens_of(0)[:2, :6], "max_new_tokens": 6, "do_sample": False}
+    expected = rounded(converted(llama()), 4).generate(**asked)
+    if when == "before":
+        engine, *_ = zeropp.initialize(model=converted(llama()), config=config)
+    else:
+        engine, *_ = zeropp.initialize(model=llama(), config=config)
+        converted(engine.module)
+        engine.optimizer.quantize_nontrainable_params()
+    assert torch.equal(engine.eval().generate(**asked), expected)
+    engine.sharding.traffic.take()
+    assert torch.equal(engine.generate(**asked), expected)
+    sent = engine.sharding.traffic.take()
+    assert sent["weights_forward", "across_nodes"] == 0 < sent["weights_forward", "in_node"]
+
+
 @ranks(2)
 def test_the_snippet_of_the_tutorial() -> None:
     """MixZ++'s tutorial: a base model is initialized, converted to LoRA, and one call follows."""
