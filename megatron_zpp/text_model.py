@@ -24,6 +24,7 @@ from megatron_zpp.safetensors_files import DTYPES
 from megatron_zpp.tokenizer import Tokenizer
 from zeropp import InputError, Sharding, ZeroConfig, shard
 from zeropp.process_group import pick_device
+from zeropp.stages import give_memory
 from zeropp.topology import Environment
 from zeropp.unison import from_first, in_unison
 
@@ -145,7 +146,7 @@ def shard_text_model(
     opened = open_model(config.load, chosen)
     model = _on_meta(config, opened)
     sharding = shard(model, ranks.mesh, zero, cast_forward_inputs=False)
-    model.to_empty(device="cpu" if zero.offloads_weights else ranks.device)
+    sharding = give_memory(sharding, zero, ranks.device)
     with in_unison():
         opened.fill(model)
     sharding.weights_changed()
@@ -179,7 +180,8 @@ def _defaults(config: TextModelConfig) -> dict[str, object]:
 
 def _on_meta(config: TextModelConfig, opened: OpenedModel) -> GPT:
     with torch.device("meta"):
-        return GPT(opened.config, opened.tokenizer.vocab_size).to(DTYPES[config.dtype])
+        model = GPT(opened.config, opened.tokenizer.vocab_size)
+    return model.to(DTYPES[config.dtype]).requires_grad_(False)
 
 
 def _built(config: TextModelConfig, opened: OpenedModel, device: torch.device) -> GPT:

@@ -33,7 +33,7 @@ from zeropp.freshness import forget_when_weights_change
 from zeropp.frozen import quantize_frozen, stored_bytes
 from zeropp.in_flight import Reductions
 from zeropp.link import Link, connect
-from zeropp.materialize import fill, set_aside
+from zeropp.materialize import fill, make_room, set_aside
 from zeropp.route import Nodes, Route, gradient_route, weight_route
 from zeropp.shardable import require_shardable
 from zeropp.sharding import Sharding
@@ -67,20 +67,40 @@ def shard(
     sharding = _shard(model, mesh, config, units, cast_forward_inputs)
     place = torch.device("cpu") if config.offloads_weights else _device_of(mesh)
     fill(waiting, sharding.group, place)
+    fsdp.look_again(sharding.units)
     frozen = [one for one in model.parameters() if not one.requires_grad]
     if config.stores_frozen and frozen and not any(one.is_meta for one in frozen):
         return store_frozen(sharding, config)
     return sharding
 
 
-def store_frozen(sharding: Sharding, config: ZeroConfig) -> Sharding:
+def give_memory(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Sharding:
+    """Memory without values for parameters that were sharded on the meta device.
+
+    Trained ones lie where their optimizer is, frozen ones on `device`, or all on the host with
+    `offload_param`. With MixZ++ frozen matrices have memory for codes only, and what is copied into
+    them is quantized on its way: no rank holds more than one of them as numbers.
+    """
+    home = torch.device("cpu") if config.offloads_weights else device
+    trained = torch.device("cpu") if config.offloads_optimizer else device
+    if config.stores_frozen:
+        sharding = store_frozen(sharding, config, home)
+    make_room(sharding.model, lambda one: trained if one.requires_grad else home)
+    fsdp.look_again(sharding.units)
+    return sharding
+
+
+def store_frozen(
+    sharding: Sharding, config: ZeroConfig, room: torch.device | None = None
+) -> Sharding:
     """Quantize the frozen weights of two and more dims where they lie, once (MixZ++).
 
-    `shard` does so by itself where there are frozen weights with values. Raises InputError where
-    nothing is frozen, or where frozen weights have no values yet.
+    `shard` does so by itself where there are frozen weights with values. Those without get memory
+    for codes on the device `room`. Raises InputError where nothing is frozen, and for frozen
+    weights without values where there is no `room`.
     """
     bits = config.zeropp.nontrainable_weight_bits
-    quantize_frozen(sharding.units, bits)
+    quantize_frozen(sharding.units, bits, room)
     num_bytes, elements = stored_bytes(sharding.model)
     if all(one.requires_grad for one in sharding.model.parameters()):
         raise InputError(

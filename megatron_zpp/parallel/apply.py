@@ -18,7 +18,7 @@ from megatron_zpp.parallel.mesh import Ranks
 from zeropp import Sharding, shard
 from zeropp.optim.adam import fastest_adamw
 from zeropp.optim.offloaded import offloaded_adamw
-from zeropp.stages import store_frozen
+from zeropp.stages import give_memory
 
 
 def build_model(
@@ -43,14 +43,14 @@ def build_model(
         compile_blocks(model)
     # The residual stream may be fp32 (--fp32-residual-connection): blocks cast their own inputs.
     sharding = shard(model, ranks.mesh, config.zero, cast_forward_inputs=False)
-    model.to_empty(device="cpu" if config.zero.offloads_optimizer else ranks.device)
+    sharding = give_memory(sharding, config.zero, ranks.device)
     if fill is None:
         initialize(model, config.training.seed, config.model)
     else:
         fill(model)
         initialize_adapters(model, config.training.seed)
     sharding.weights_changed()
-    return store_frozen(sharding, config.zero) if config.zero.stores_frozen else sharding
+    return sharding
 
 
 def build_optimizer(

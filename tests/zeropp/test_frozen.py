@@ -13,7 +13,10 @@ from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
 from zeropp import InputError, optimizer_step, shard
 from zeropp import named_tensors as named
 from zeropp.frozen import QuantizedShard, is_quantized, stored_bytes
+from zeropp.materialize import part_for_rank
+from zeropp.optim.step import local_part
 from zeropp.quantize import BLOCK
+from zeropp.stages import give_memory
 
 MIXZ = {"stage": 3, "zero_quantized_nontrainable_weights": True}
 HPZ = {"zero_hpz_partition_size": 2}
@@ -106,6 +109,34 @@ def test_memory_falls_to_a_byte_and_a_scale():
     num_bytes, elements = stored_bytes(sharding.model)
     assert elements == 4 * 512 * 512 // 2
     assert num_bytes == elements * (1 + 2 / BLOCK[8])  # 0.504 of bf16
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@ranks(3)
+def test_what_is_loaded_is_quantized_on_its_way(settings):
+    config, whole = configured(MIXZ, **settings), adapted_stack()
+    expected = losses_of(shard(adapted_stack(), data_mesh(), config), micro_batches=1)
+    with torch.device("meta"):
+        model = adapted_stack()
+    sharding = give_memory(shard(model, data_mesh(), config), config, torch.device("cpu"))
+    parameters = dict(model.named_parameters())
+    for one in parameters.values():
+        assert not one.is_meta and is_quantized(one) == (not one.requires_grad and one.ndim >= 2)
+    with torch.no_grad():
+        for name, values in whole.named_parameters():
+            local_part(parameters[name]).copy_(part_for_rank(values, parameters[name]))
+    sharding.weights_changed()
+    assert losses_of(sharding, micro_batches=1) == expected
+
+
+@ranks(2)
+def test_a_model_of_deferred_weights_is_stored_quantized():
+    expected = losses_of(shard(adapted_stack(), data_mesh(), configured(MIXZ)))
+    with zeropp.zero.Init():
+        model = adapted_stack()
+    sharding = shard(model, data_mesh(), configured(MIXZ))
+    assert sharding.stores_frozen and stored_bytes(sharding.model)[1]
+    assert losses_of(sharding) == expected
 
 
 @pytest.mark.parametrize("more", [{}, HPZ], ids=["flat", "hpZ"])
