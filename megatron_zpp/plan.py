@@ -14,13 +14,14 @@ from megatron_zpp.config import Config
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.lora import add_lora
 from megatron_zpp.schedule import Schedules
+from zeropp.apart import trained_apart
 from zeropp.collectives import gradient_layouts, weight_layout
 from zeropp.forecast import Forecast
 from zeropp.frozen import stored_layout
 from zeropp.fsdp_adapter import Piece
 from zeropp.offload import HOST, places
 from zeropp.route import Nodes, gradient_route, weight_route
-from zeropp.stages import outermost_blocks, trained_parts
+from zeropp.stages import outermost_blocks
 
 WIDE = 4  # bytes in fp32 of a weight or a gradient
 DEVICE = torch.device("meta")  # which is not the host
@@ -132,10 +133,13 @@ class Plan:
 
     @property
     def built(self) -> int:
-        """Bytes of this rank's shards while they are filled, with the largest weight, whole: before
-        any is stored as codes."""
-        shards = sum(one.elements for unit in self.forecast.units for one in unit)
-        return WIDE * (shards + max(one.numel() for one in self.model.parameters()))
+        """Bytes of this rank's shards while they are filled, with the largest weight, whole, and
+        the largest shard that is numbers before it is stored as codes."""
+        pieces = [one for unit in self.forecast.units for one in unit]
+        shards = sum(one.packed_bytes or WIDE * one.elements for one in pieces)
+        whole = max(one.numel() for one in self.model.parameters())
+        shard = max((one.elements for one in pieces if one.packed_bytes), default=0)
+        return shards + WIDE * (whole + shard)
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
@@ -204,12 +208,14 @@ def _units(model: GPT, stores_frozen: bool) -> list[list[list[nn.Parameter]]]:
     """The parameters of each FSDP unit, by block, then the root's: as `zeropp.shard` makes them."""
     blocks = outermost_blocks(model)
     inside = {one for block in blocks for one in block.parameters()}
+    within = {one for block in blocks for one in block.modules()}
     found = []
-    for module, others in (*((block, ()) for block in blocks), (model, blocks)):
-        apart = trained_parts(module, others) if stores_frozen else []
-        adapters = list(dict.fromkeys(one for part in apart for one in part.parameters()))
-        left = {*adapters, *(inside if module is model else ())}
-        own = [one for one in module.parameters() if one not in left]
+    for module, others in (*((block, ()) for block in blocks), (model, within)):
+        apart = trained_apart(module, others) if stores_frozen else {}
+        left = set().union(*apart.values())
+        here = [one for one in module.parameters() if module is not model or one not in inside]
+        adapters = [one for one in here if one in left]
+        own = [one for one in here if one not in left]
         units = [own, adapters] if module is not model else [adapters, own]
         found.append([one for one in units if one])
     return found

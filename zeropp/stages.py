@@ -16,15 +16,19 @@ Source: ZeRO (Rajbhandari et al. 2020), section 5; expressed on FSDP2 as in docs
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
+from zeropp.apart import Apart, trained_apart
 from zeropp.collectives import GradientMean, SecondaryCopies, WeightGather
 from zeropp.config import ZeroConfig
 from zeropp.errors import InputError
@@ -179,24 +183,6 @@ def outermost_blocks(module: nn.Module) -> Sequence[nn.Module]:
     return list(found)
 
 
-def trained_parts(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules that own trained parameters in a module, outside `blocks`, where others are
-    frozen; else none.
-
-    As a unit of their own they leave units whose weights never change, and hpZ keeps those. A
-    module with parts of its own stays where it is: FSDP2 would take them along.
-    """
-    inside = {one for block in blocks for one in block.modules()}
-    owners = [one for one in module.modules() if one not in inside and any(one._parameters)]
-    trained = [
-        one
-        for one in owners
-        if not any(True for _ in one.children())
-        and any(p.requires_grad for p in one.parameters(recurse=False))
-    ]
-    return trained if len(trained) < len(owners) else []
-
-
 def _shard(
     model: nn.Module,
     mesh: DeviceMesh | None,
@@ -226,6 +212,8 @@ def _shard(
     if routes[0].keeps:
         copies = SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation)
     forget_when_weights_change(model, units, copies)
+    if hasattr(model, "generate") and _is_wrapper(model):
+        register_fsdp_forward_method(model, "generate")
     if num_ranks == 1:
         return Sharding(**facts)
     if blocks and mesh.device_type == "cpu":
@@ -246,6 +234,12 @@ def _shard(
     return Sharding(**facts, traffic=traffic, copies=copies)
 
 
+def _is_wrapper(model: nn.Module) -> bool:
+    """Whether all of a model is one other inside it, as in PEFT's: what is asked of it may reach
+    the inner one without a call of the outer, with which the root's parameters are gathered."""
+    return not any(True for _ in model.parameters(recurse=False)) and len([*model.children()]) == 1
+
+
 def _shard_units(
     model: nn.Module,
     blocks: Sequence[nn.Module],
@@ -261,20 +255,34 @@ def _shard_units(
         )
     policy, place = precision(config, cast_forward_inputs), _place(mesh, config)
     regather = stage == 3 and (ranks > 1 or config.offloads_weights or config.stores_frozen)
+    options = {"mesh": mesh, "precision": policy, "place": place}
     units = []
     for block in blocks:
-        trained = trained_parts(block, ()) if config.stores_frozen else []
-        if trained:
-            fsdp.shard_unit(trained, mesh, policy, reshard_after_forward=regather, place=place)
-        fsdp.shard_unit(block, mesh, policy, reshard_after_forward=regather, place=place)
-        units += [block, *trained[:1]]
+        units += _shard_unit(block, (), config, reshard_after_forward=regather, **options)
     # The root's own parameters are used first in forward and last in backward or, as with a tied
     # head, at both ends: they stay gathered from its forward to its backward.
-    if config.stores_frozen and (trained := trained_parts(model, blocks)):
-        fsdp.shard_unit(trained, mesh, policy, reshard_after_forward=False, place=place)
-        units.append(trained[0])
-    fsdp.shard_unit(model, mesh, policy, reshard_after_forward=False, place=place)
-    return (*units, model)
+    inside = {one for block in blocks for one in block.modules()}
+    root, *apart = _shard_unit(model, inside, config, reshard_after_forward=False, **options)
+    return (*units, *apart, root)
+
+
+def _shard_unit(
+    unit: nn.Module, others: Collection[nn.Module], config: ZeroConfig, **options: Any
+) -> list[fsdp.FSDPModule]:
+    """The unit, and under MixZ++ one more of what is trained beside frozen weights in it."""
+    apart = trained_apart(unit, others) if config.stores_frozen else {}
+    fsdp.shard_unit(unit, ignored=set().union(*apart.values()), **options)
+    return [unit, *shard_apart(apart, **options)]
+
+
+def shard_apart(apart: Apart, **options: Any) -> list[fsdp.FSDPModule]:
+    """One unit of parameters that a sharded unit has left out, where modules inside it use them."""
+    if not apart:
+        return []
+    parts = list(apart)
+    sharded = [one for part in parts for one in part.parameters() if isinstance(one, DTensor)]
+    fsdp.shard_unit(parts, ignored=sharded, **options)
+    return parts[:1]
 
 
 def precision(config: ZeroConfig, cast_forward_inputs: bool) -> fsdp.MixedPrecisionPolicy:

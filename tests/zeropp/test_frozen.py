@@ -8,7 +8,14 @@ from torch import nn
 import zeropp
 from tests.ranks import ranks
 from tests.zeropp.given import configured, data_mesh
-from tests.zeropp.lora import adapt, adapted_stack, expected_losses, local_of, rounded
+from tests.zeropp.lora import (
+    adapt,
+    adapted_stack,
+    engine_losses,
+    expected_losses,
+    local_of,
+    rounded,
+)
 from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
 from zeropp import InputError, optimizer_step, shard
 from zeropp import named_tensors as named
@@ -226,17 +233,7 @@ def test_an_engine_of_a_model_that_is_frozen_before_or_after(when, settings):
         engine, *_ = zeropp.initialize(model=fresh_stack(), config=config)
         adapt(engine.module)
         engine.optimizer.quantize_nontrainable_params()
-    found = []
-    for step in range(STEPS):
-        mine = tokens_of(step).chunk(2)[dist.get_rank()].chunk(2)
-        total = torch.zeros(())
-        for tokens in mine:
-            loss = loss_of(engine, tokens)
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach() / 2
-        dist.all_reduce(total)
-        found.append(total.item() / 2)
+    found = engine_losses(engine, STEPS)
     expected = expected_losses(rounded(adapted_stack(), 2), STEPS, 2, 2)
     assert found == pytest.approx(expected, rel=1e-2 if settings else 1e-5)
     held = [p for group in engine.optimizer.param_groups for p in group["params"]]
