@@ -5,7 +5,7 @@
 PYTHON ?= python3
 TORCH ?= 2.13.0
 RANKS ?= 4
-WORKERS ?= 2
+WORKERS ?= 3
 ARGS ?=
 
 EXACT := $(if $(filter file,$(origin TORCH)),,--exact)
@@ -49,7 +49,7 @@ help: ## show this list
 setup: $(DONE) ## make .venv with everything in it (instant the second time)
 
 test: setup ## run the tests (ARGS="-k name" chooses)
-	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 pretrain: setup ## train a small GPT with ZeRO++ on RANKS ranks, two to a node; resumes where it stopped
 	.venv/bin/zeropp --num_ranks $(RANKS) pretrain_gpt.py $(PRETRAIN) \

@@ -2,8 +2,9 @@
 
     zeropp --num_ranks 2 benchmarks/frozen_memory.py [--layers 16] [--hidden 4096]
 
-Each rank holds its shards of as many square matrices, in bf16, then as INT8. Resident memory is the
-system's count for the process; both are shown of the first rank, each less what there was before.
+Each rank holds its shards of as many square matrices: as INT8 into which they were loaded one by
+one, then in bf16, then these as INT8. Resident memory and its peak are the system's counts for the
+process; all are shown of the first rank, each less what there was before.
 """
 
 import argparse
@@ -22,45 +23,72 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from megatron_zpp.config import ParallelConfig  # noqa: E402
-from megatron_zpp.parallel.mesh import join_ranks  # noqa: E402
-from zeropp import ZeroConfig, shard  # noqa: E402
+from megatron_zpp.parallel.mesh import Ranks, join_ranks  # noqa: E402
+from zeropp import Sharding, ZeroConfig, shard  # noqa: E402
+from zeropp import fsdp_adapter as fsdp  # noqa: E402
 from zeropp.frozen import stored_bytes  # noqa: E402
+from zeropp.materialize import make_room  # noqa: E402
 from zeropp.optim.step import local_part  # noqa: E402
-from zeropp.stages import store_frozen  # noqa: E402
+from zeropp.stages import give_memory, store_frozen  # noqa: E402
 from zeropp.topology import Environment  # noqa: E402
 
-CONFIG = {
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True},
-}
+CONFIG = ZeroConfig.from_json(
+    {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True},
+    }
+)
+FORGET_PEAK = "5"  # proc(5): the peak of resident memory begins anew
 
 
 def main() -> None:
-    """Shard, count, quantize, count again; rank 0 prints the numbers as JSON."""
+    """Load into codes, and quantize what is there, counting; rank 0 prints the numbers as JSON."""
     options = read_options()
     ranks = join_ranks(Environment.read(), ParallelConfig())
-    config = ZeroConfig.from_json(CONFIG)
+    found = {"ranks": ranks.num_ranks, **load(options, ranks), **quantize(options, ranks)}
+    found["share"] = found["bytes_int8"] / found["bytes_bf16"]
+    found["resident_share"] = found["resident_int8"] / found["resident_bf16"]
+    found["loading_share"] = found["loading_peak"] / found["resident_bf16"]
+    if ranks.rank == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def load(options: argparse.Namespace, ranks: Ranks) -> dict[str, int]:
+    """The most that is in memory while values come into codes, matrix by matrix."""
+    sharding = sharded(options, ranks)
+    before = resident()
+    Path("/proc/self/clear_refs").write_text(FORGET_PEAK)
+    sharding = give_memory(sharding, CONFIG, ranks.device)
+    for one in sharding.model.parameters():
+        local_part(one).copy_(torch.empty(local_part(one).shape).normal_(0, 0.02))
+    return {"loading_peak": peak() - before}
+
+
+def quantize(options: argparse.Namespace, ranks: Ranks) -> dict[str, int]:
+    """What bf16 shards take, and what they take once they are codes."""
+    sharding = sharded(options, ranks)
+    before = resident()
+    make_room(sharding.model, lambda _: ranks.device)
+    fsdp.look_again(sharding.units)
+    for one in sharding.model.parameters():
+        local_part(one).normal_(0, 0.02)
+    wide = sum(local_part(one).nbytes for one in sharding.model.parameters())
+    as_numbers = resident() - before
+    store_frozen(sharding, CONFIG)
+    return {
+        "bytes_bf16": wide, "resident_bf16": as_numbers,
+        "bytes_int8": stored_bytes(sharding.model)[0], "resident_int8": resident() - before,
+    }  # fmt: skip
+
+
+def sharded(options: argparse.Namespace, ranks: Ranks) -> Sharding:
+    """Frozen matrices in bf16 without memory."""
     with torch.device("meta"):
         shape = options.hidden, options.hidden
         model = nn.Sequential(*(nn.Linear(*shape, bias=False) for _ in range(options.layers)))
     model.bfloat16().requires_grad_(False)
-    sharding = shard(model, ranks.mesh, config, units=list(model))
-    before = resident()
-    model.to_empty(device="cpu")
-    for one in model.parameters():
-        local_part(one).normal_(0, 0.02)
-    wide = sum(local_part(one).nbytes for one in model.parameters())
-    as_numbers = resident() - before
-    store_frozen(sharding, config)
-    as_codes, (packed, _) = resident() - before, stored_bytes(model)
-    if ranks.rank == 0:
-        found = {
-            "ranks": ranks.num_ranks, "bytes_bf16": wide, "resident_bf16": as_numbers,
-            "bytes_int8": packed, "resident_int8": as_codes, "share": packed / wide,
-            "resident_share": as_codes / as_numbers,
-        }  # fmt: skip
-        print(json.dumps(found))
-    dist.destroy_process_group()
+    return shard(model, ranks.mesh, CONFIG, units=list(model))
 
 
 def read_options() -> argparse.Namespace:
@@ -79,6 +107,12 @@ def resident() -> int:
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak() -> int:
+    """The most bytes of this process that were in memory since the peak was forgotten."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 if __name__ == "__main__":

@@ -159,4 +159,6 @@ class _Notices(logging.Handler):
 def _fall(first: float | None, last: float | None) -> str | None:
     if first is None or last is None:
         return None
+    if first == last:  # measured once
+        return f"{last:.3f}"
     return f"{first:.3f} -> {last:.3f}  ({last - first:+.3f})"

@@ -1,9 +1,9 @@
 """Settings that change nothing beside the others: which, when, and why; said once where typed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from megatron_zpp.config import Config
+from megatron_zpp.config import Config, ModelConfig
 from megatron_zpp.data.examples import names_examples
 
 
@@ -17,6 +17,16 @@ class Idle:
 
 
 IDLE = (
+    Idle(
+        settings=tuple(one.name for one in fields(ModelConfig) if one.name != "seq_length"),
+        when=lambda c: c.lora.pretrained_checkpoint is not None,
+        why="the model in --pretrained-checkpoint says what it is",
+    ),
+    Idle(
+        settings=("lora_alpha", "lora_dropout"),
+        when=lambda c: c.lora.lora_rank == 0,
+        why="without --lora-rank there are no adapters",
+    ),
     Idle(
         settings=("save_interval", "keep_checkpoints", "no_save_optim"),
         when=lambda c: c.checkpoint.save is None,

@@ -14,13 +14,14 @@ from megatron_zpp.config import Config
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.lora import add_lora
 from megatron_zpp.schedule import Schedules
+from zeropp.apart import trained_apart
 from zeropp.collectives import gradient_layouts, weight_layout
 from zeropp.forecast import Forecast
 from zeropp.frozen import stored_layout
 from zeropp.fsdp_adapter import Piece
 from zeropp.offload import HOST, places
 from zeropp.route import Nodes, gradient_route, weight_route
-from zeropp.stages import outermost_blocks, trained_parts
+from zeropp.stages import outermost_blocks
 
 WIDE = 4  # bytes in fp32 of a weight or a gradient
 DEVICE = torch.device("meta")  # which is not the host
@@ -132,16 +133,18 @@ class Plan:
 
     @property
     def built(self) -> int:
-        """Bytes on the device when its shards have been filled, before any is stored as codes; on a
-        CPU, which is both places, with the largest weight, whole."""
-        pieces = [one for unit in self.forecast.units for one in unit]
-        largest = max(one.numel() for one in self.model.parameters())
-        if self.is_cpu:
-            return WIDE * (sum(one.elements for one in pieces) + largest)
-        if self.config.zero.offloads_weights:
+        """Bytes on the device while its shards are filled, with the largest one that is numbers
+        before it is stored as codes; on a CPU, as host and device, with the largest weight, whole.
+        """
+        if self.config.zero.offloads_weights and not self.is_cpu:
             return 0
-        here = (one for one in pieces if not (one.trainable and self.offloads))
-        return WIDE * sum(one.elements for one in here)
+        pieces = [one for unit in self.forecast.units for one in unit]
+        if self.offloads and not self.is_cpu:
+            pieces = [one for one in pieces if not one.trainable]
+        shards = sum(one.packed_bytes or WIDE * one.elements for one in pieces)
+        stored = max((one.elements for one in pieces if one.packed_bytes), default=0)
+        whole = max(one.numel() for one in self.model.parameters()) if self.is_cpu else 0
+        return shards + WIDE * (stored + whole)
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
@@ -210,12 +213,14 @@ def _units(model: GPT, stores_frozen: bool) -> list[list[list[nn.Parameter]]]:
     """The parameters of each FSDP unit, by block, then the root's: as `zeropp.shard` makes them."""
     blocks = outermost_blocks(model)
     inside = {one for block in blocks for one in block.parameters()}
+    within = {one for block in blocks for one in block.modules()}
     found = []
-    for module, others in (*((block, ()) for block in blocks), (model, blocks)):
-        apart = trained_parts(module, others) if stores_frozen else []
-        adapters = list(dict.fromkeys(one for part in apart for one in part.parameters()))
-        left = {*adapters, *(inside if module is model else ())}
-        own = [one for one in module.parameters() if one not in left]
+    for module, others in (*((block, ()) for block in blocks), (model, within)):
+        apart = trained_apart(module, others) if stores_frozen else {}
+        left = set().union(*apart.values())
+        here = [one for one in module.parameters() if module is not model or one not in inside]
+        adapters = [one for one in here if one in left]
+        own = [one for one in here if one not in left]
         units = [own, adapters] if module is not model else [adapters, own]
         found.append([one for one in units if one])
     return found

@@ -102,6 +102,7 @@ def load(
             log.info("--load %s holds no checkpoint: the run starts at its beginning", chosen.load)
         return Resumed(counters=Counters(), schedules=schedules, history={})
     log.info("loaded checkpoint of iteration %d from %s", state.iteration, chosen.load)
+    _require_same_adapters(config, state)
     if scaler and state.loss_scaler and not (chosen.no_load_optim or chosen.finetune):
         scaler.load_state_dict(state.loss_scaler)
     if chosen.finetune or chosen.reset_iteration or not state.iteration:
@@ -167,6 +168,24 @@ def settings(config: Config) -> dict[str, Any]:
     sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     zero = sections.pop("zero").to_dict()
     return {"zero": zero, **{name: dataclasses.asdict(part) for name, part in sections.items()}}
+
+
+def _require_same_adapters(config: Config, state: TrainingState) -> None:
+    """Raise InputError where loaded adapters would count otherwise than they did; say it where they
+    stand beside another model."""
+    here, saved = config.lora, state.configuration.get("lora", {})
+    if not here.lora_rank or not saved.get("lora_rank"):
+        return
+    if here.scaling != saved["lora_alpha"] / saved["lora_rank"]:
+        raise InputError(
+            f"--lora-alpha {here.lora_alpha:g}: the adapters in {config.checkpoint.load} were "
+            f"trained with {saved['lora_alpha']:g}, and would be others with any other: give that"
+        )
+    if here.pretrained_checkpoint != saved["pretrained_checkpoint"]:
+        log.info(
+            "the adapters in %s were trained beside %s, not %s: they fit no other weights",
+            config.checkpoint.load, saved["pretrained_checkpoint"], here.pretrained_checkpoint,
+        )  # fmt: skip
 
 
 def _nothing_to_load(folder: str, flag: str) -> InputError:

@@ -8,26 +8,22 @@ others wait; a client that leaves ends its request. Started by torchrun or zerop
 the weights. Needs the packages of `pip install "megatron-zpp[serve]"`.
 """
 
-import logging
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
 
 from megatron_zpp.chat import ChatTemplate  # noqa: E402
-from megatron_zpp.command_line import HELP, help_text, read, vocabulary  # noqa: E402
 from megatron_zpp.config import TokenizerConfig  # noqa: E402
-from megatron_zpp.config.flag import Section, check_value, flags  # noqa: E402
 from megatron_zpp.serve.config import ServeConfig  # noqa: E402
 from megatron_zpp.serve.worker import Worker  # noqa: E402
 from megatron_zpp.text_model import TextModel, TextModelConfig, open_text_model  # noqa: E402
+from megatron_zpp.text_tool import run_tool  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
 from zeropp.process_group import leave  # noqa: E402
 from zeropp.topology import Environment  # noqa: E402
@@ -35,33 +31,19 @@ from zeropp.topology import Environment  # noqa: E402
 USAGE = "usage: python tools/serve.py --load FOLDER [--port N] [flags]"
 SECTIONS = (TextModelConfig, ServeConfig, TokenizerConfig)
 
-Kind = TypeVar("Kind", bound=Section)
-
 
 def main(argv: Sequence[str]) -> int:
     """Run the server until it is told to end; returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if any(word in HELP for word in argv):
-        print(help_text(USAGE, SECTIONS, ()))
-        return 0
-    environment = Environment(rank=0)
-    try:
-        environment = Environment.read()
-        logging.getLogger().setLevel(logging.WARNING if environment.rank else logging.INFO)
-        run(argv, environment)
-    except (InputError, OSError) as error:
-        if environment.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_tool(argv, USAGE, SECTIONS, run)
 
 
-def run(argv: Sequence[str], environment: Environment) -> None:
+def run(
+    environment: Environment,
+    model_config: TextModelConfig,
+    config: ServeConfig,
+    tokenizer: TokenizerConfig,
+) -> None:
     """Open the model on all ranks; the first one listens."""
-    typed = read(argv, vocabulary(SECTIONS, ()))
-    model_config, config, tokenizer = (_section(kind, typed) for kind in SECTIONS)
     app = _app()
     model = open_text_model(model_config, tokenizer, environment)
     if environment.rank:
@@ -104,14 +86,6 @@ def _app() -> ModuleType:
         raise InputError(
             f'the server needs the package {package}: pip install "megatron-zpp[serve]"'
         ) from None
-
-
-def _section(kind: type[Kind], typed: dict[str, Any]) -> Kind:
-    names = [entry.name for entry in fields(kind) if entry.name in typed]
-    section = kind(**{name: typed[name].value for name in names})
-    for description in flags(kind):
-        check_value(description, getattr(section, description.dest))
-    return section
 
 
 if __name__ == "__main__":

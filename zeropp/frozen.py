@@ -51,8 +51,16 @@ class QuantizedShard(Tensor):
     def of(cls, values: Tensor, elements: int, bits: int) -> "QuantizedShard":
         """Quantize a contiguous shard, padded with zeros to `elements`."""
         layout = stored_layout(elements, bits)
-        packed = _packed(values, layout)
-        return cls(packed, layout, values.shape, values.dtype)
+        return cls(_packed(values, layout), layout, values.shape, values.dtype)
+
+    @classmethod
+    def zeros(
+        cls, like: Tensor, elements: int, bits: int, device: torch.device
+    ) -> "QuantizedShard":
+        """Memory for a shard of the shape and dtype of `like`; values are to be copied into it."""
+        layout = stored_layout(elements, bits)
+        packed = torch.zeros(layout.packed_bytes, dtype=torch.uint8, device=device)
+        return cls(packed, layout, like.shape, like.dtype)
 
     def numbers(self) -> Tensor:
         """The shard, dequantized into its dtype; fresh memory."""
@@ -96,7 +104,8 @@ class QuantizedShard(Tensor):
         if func is torch.ops.aten.view.default and tuple(args[1]) == args[0].shape:
             return _same(args[0], args[0].packed)  # DTensor.to_local
         if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
-            args[0].packed.copy_(_packed(_numbers(args[1]).to(args[0].dtype), args[0].packing))
+            values = _numbers(args[1]).to(device=args[0].device, dtype=args[0].dtype)
+            args[0].packed.copy_(_packed(values, args[0].packing))
             return args[0]
         written = next((one for one in _written(func, args) if isinstance(one, cls)), None)
         if written is not None:
@@ -110,23 +119,28 @@ class QuantizedShard(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
-def quantize_frozen(units: Sequence[fsdp.FSDPModule], bits: int) -> None:
+def quantize_frozen(
+    units: Sequence[fsdp.FSDPModule], bits: int, room: torch.device | None = None
+) -> None:
     """Store the units' frozen weights of two and more dims as INT8 or INT4.
 
-    Those that are stored so already stay. Weights on the meta device raise InputError: there is
-    nothing to quantize yet.
+    Those that are stored so already stay. Weights of the meta device have nothing to quantize yet:
+    they get memory for codes on the device `room`; without one they raise InputError.
     """
     for unit in units:
         for one in fsdp.own_shards(unit):
-            if one.trainable or one.ndim < 2 or isinstance(one.local, QuantizedShard):
+            piece, local = one.piece, one.local.detach()
+            if piece.trainable or piece.ndim < 2 or isinstance(local, QuantizedShard):
                 continue
-            if one.local.is_meta:
+            if not local.is_meta:
+                fsdp.store(one, QuantizedShard.of(local, piece.elements, bits))
+            elif room is not None:
+                fsdp.store(one, QuantizedShard.zeros(local, piece.elements, bits, room))
+            else:
                 raise InputError(
                     "frozen weights have no values yet, and quantizing would keep none: load them "
                     "first"
                 )
-            values = one.local.detach()
-            fsdp.store(one, QuantizedShard.of(values, one.elements, bits))
 
 
 def stored_layout(elements: int, bits: int) -> Layout:

@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor
 
 __all__ = [
     "ON_DEVICE", "AllGather", "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy",
-    "OffloadPolicy", "Piece", "ReduceScatter", "after_backward", "backward_id", "forget_gathered",
-    "Shard", "gather_ahead", "has_run", "in_backward", "may_be_stepped", "may_reduce_later",
-    "own_pieces", "own_shards", "shard_like", "shard_unit", "store", "take_gradients",
-    "use_all_gather", "use_reduce_scatter", "watch_gradients",
+    "OffloadPolicy", "Piece", "ReduceScatter", "Shard", "after_backward", "backward_id",
+    "forget_gathered", "gather_ahead", "has_run", "in_backward", "look_again", "may_be_stepped",
+    "may_reduce_later", "own_pieces", "own_shards", "shard_like", "shard_unit", "store",
+    "take_gradients", "use_all_gather", "use_reduce_scatter", "watch_gradients",
 ]
 
 ON_DEVICE = OffloadPolicy()  # where shards lie, if not on the host
@@ -55,9 +55,7 @@ class Piece:
 class Shard:
     """One parameter of a unit, and what this rank holds of it."""
 
-    elements: int  # of a padded shard
-    ndim: int
-    trainable: bool
+    piece: Piece
     local: torch.Tensor
     parameter: object  # FSDP2's own
 
@@ -111,15 +109,7 @@ def gather_ahead(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:
 
 def own_pieces(unit: FSDPModule) -> tuple[Piece, ...]:
     """The unit's own parameters (not those of units inside it), in the order of its buffers."""
-    return tuple(
-        Piece(
-            elements=one.padded_sharded_param_size.numel(),
-            ndim=len(one._orig_size),
-            trainable=one.sharded_param.requires_grad,
-            packed_bytes=_packed_bytes(one),
-        )
-        for one in _parameters(unit)
-    )
+    return tuple(map(_piece, _parameters(unit)))
 
 
 def own_shards(unit: FSDPModule) -> tuple[Shard, ...]:
@@ -127,15 +117,16 @@ def own_shards(unit: FSDPModule) -> tuple[Shard, ...]:
     for group in _groups(unit):
         group.reshard()
     return tuple(
-        Shard(
-            elements=one.padded_sharded_param_size.numel(),
-            ndim=len(one._orig_size),
-            trainable=one.sharded_param.requires_grad,
-            local=one.sharded_param._local_tensor,
-            parameter=one,
-        )
+        Shard(piece=_piece(one), local=one.sharded_param._local_tensor, parameter=one)
         for one in _parameters(unit)
     )
+
+
+def look_again(units: Iterable[FSDPModule]) -> None:
+    """Take the parameters that were put into modules in the places of those known so far."""
+    for unit in units:
+        for one in _parameters(unit):
+            one.reset_sharded_param()
 
 
 def store(shard: Shard, stored: torch.Tensor) -> None:
@@ -144,8 +135,12 @@ def store(shard: Shard, stored: torch.Tensor) -> None:
     What was gathered of the parameter before is forgotten. FSDP2 looks for hooks when it shards;
     here they come later. `stored` tells the storage that FSDP2 compares with its own.
     """
-    one = shard.parameter
-    one.sharded_param._local_tensor = stored
+    one, old = shard.parameter, shard.parameter.sharded_param
+    if old.is_meta:  # a tensor's device does not change
+        one.sharded_param = nn.Parameter(shard_like(old, stored), requires_grad=old.requires_grad)
+        one._setattr_on_modules(one.sharded_param)
+    else:
+        old._local_tensor = stored
     one._sharded_param_data = stored.packed
     one._init_extensions()
     one.all_gather_outputs = []
@@ -264,9 +259,14 @@ def watch_gradients(unit: FSDPModule) -> Callable[[], tuple[int, ...]]:
     return take
 
 
-def _packed_bytes(one: object) -> int:
-    local = one.sharded_param._local_tensor
-    return one._sharded_param_data.nbytes if hasattr(local, "fsdp_pre_all_gather") else 0
+def _piece(one: object) -> Piece:
+    is_packed = hasattr(one.sharded_param._local_tensor, "fsdp_pre_all_gather")
+    return Piece(
+        elements=one.padded_sharded_param_size.numel(),
+        ndim=len(one._orig_size),
+        trainable=one.sharded_param.requires_grad,
+        packed_bytes=one._sharded_param_data.nbytes if is_packed else 0,
+    )
 
 
 def _parameters(unit: FSDPModule) -> list:

@@ -5,7 +5,7 @@ then makes each on the first rank, sends it to the others, and every rank keeps 
 holds more than its shards and one whole tensor, and all ranks hold the same model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,17 @@ def fill(
         whole = _made_on_first(deferred, group, device)
         module, name = places[0]
         _put(_like(deferred, _part_of(whole, getattr(module, name))), places)
+
+
+def make_room(model: nn.Module, place: Callable[[torch.Tensor], torch.device]) -> None:
+    """Give meta tensors memory without values, on the device that `place` names for each."""
+    found: dict[torch.Tensor, Places] = {}
+    for module in model.modules():
+        for name, tensor in _own_tensors(module):
+            if tensor.is_meta:
+                found[tensor] = (*found.get(tensor, ()), (module, name))
+    for tensor, places in found.items():
+        _put(_like(tensor, torch.empty_like(tensor, device=place(tensor))), places)
 
 
 def agree(model: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -88,9 +99,9 @@ def _part_of(whole: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(part, place.device_mesh, place.placements, run_check=False, **spec)
 
 
-def _like(deferred: Deferred, tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(deferred, nn.Parameter):
-        return nn.Parameter(tensor, requires_grad=deferred.requires_grad)
+def _like(other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(other, nn.Parameter):
+        return nn.Parameter(tensor, requires_grad=other.requires_grad)
     return tensor
 
 

@@ -4,7 +4,7 @@ What was added since (adapters) is sharded, block by block, in units of its own;
 since is stored quantized; the optimizer holds what is trained now, and nothing else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,16 +12,26 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
+from zeropp.apart import Apart, users
 from zeropp.config import ZeroConfig
 from zeropp.errors import InputError
 from zeropp.freshness import forget_when_weights_change
 from zeropp.materialize import agree
 from zeropp.sharding import Sharding
-from zeropp.stages import precision, store_frozen, use_gradient_mean, use_weight_gather
+from zeropp.stages import (
+    precision,
+    shard_apart,
+    store_frozen,
+    use_gradient_mean,
+    use_weight_gather,
+)
 
 
 def quantize_nontrainable_params(
-    sharding: Sharding, config: ZeroConfig, optimizer: torch.optim.Optimizer, device: torch.device
+    sharding: Sharding,
+    config: ZeroConfig,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
 ) -> Sharding:
     """Adopt what was added, store what is frozen quantized, and let the optimizer hold the rest.
 
@@ -39,14 +49,14 @@ def quantize_nontrainable_params(
             "before zeropp.initialize, which then stores the frozen weights quantized by itself"
         )
     sharding = store_frozen(adopt(sharding, config, device), config)
-    hold_trained(optimizer, sharding.model)
+    if optimizer is not None:
+        hold_trained(optimizer, sharding.model)
     return sharding
 
 
 def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Sharding:
     """Shard parameters that were put into a sharded model, those of each unit as one more unit."""
-    found = [(unit, _new_parts(unit, sharding.units)) for unit in sharding.units]
-    added = [(unit, parts) for unit, parts in found if parts]
+    added = {unit: apart for unit in sharding.units if (apart := _added(unit, sharding.units))}
     if not added:
         return sharding
     if any(fsdp.has_run(unit) for unit in sharding.units):
@@ -54,18 +64,19 @@ def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Shard
             "there are parameters that were added after the model was first used, and FSDP2 takes "
             "no more then: add adapters before the first forward pass"
         )
+    _require_called(sharding.model, added)
     mesh = next(one for one in sharding.model.parameters() if isinstance(one, DTensor)).device_mesh
     policy = precision(config, cast_forward_inputs=True)
     beside: dict[nn.Module, fsdp.FSDPModule] = {}
-    for unit, parts in added:
-        for part in parts:
-            for one in part.parameters(recurse=False):
-                one.data = one.data.to(device)
+    for unit, apart in added.items():
+        added_here = set().union(*apart.values())
+        for part in apart:
+            _make_whole(part, added_here, device)
             agree(part, mesh.get_group(), device)
-        sharded = [p for part in parts for p in part.parameters() if isinstance(p, DTensor)]
         regather = sharding.stage == 3 and unit is not sharding.model
-        fsdp.shard_unit(parts, mesh, policy, reshard_after_forward=regather, ignored=sharded)
-        beside[unit] = parts[0]
+        (beside[unit],) = shard_apart(
+            apart, mesh=mesh, precision=policy, reshard_after_forward=regather
+        )
     new, units = tuple(beside.values()), []
     for unit in sharding.units:
         extra = [beside[unit]] if unit in beside else []
@@ -83,26 +94,61 @@ def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Shard
 def hold_trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Let the optimizer's groups hold the trained parameters: frozen ones leave with their state,
     new ones join the first group."""
-    trained = dict.fromkeys(one for one in model.parameters() if one.requires_grad)
+    names = {one: name for name, one in model.named_parameters() if one.requires_grad}
+    waiting = dict.fromkeys(names)
     for group in optimizer.param_groups:
         for one in group["params"]:
-            if one not in trained:
+            if one not in names:
                 optimizer.state.pop(one, None)
-        group["params"] = [one for one in group["params"] if one in trained]
+        group["params"] = [one for one in group["params"] if one in names]
         for one in group["params"]:
-            del trained[one]
-    optimizer.param_groups[0]["params"] += list(trained)
+            del waiting[one]
+    optimizer.param_groups[0]["params"] += list(waiting)
+    for group in optimizer.param_groups:
+        if "param_names" in group:
+            group["param_names"] = [names[one] for one in group["params"]]
 
 
-def _new_parts(unit: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules of a unit, not of those inside it, that own parameters nobody has sharded."""
+def _added(unit: nn.Module, units: Sequence[nn.Module]) -> Apart:
+    """The parameters of a unit, not of those inside it, that nobody has sharded, and their users.
+
+    Copies that were made of sharded ones, as PEFT's modules_to_save, are among them.
+    """
     others = {m for one in units if one is not unit and _within(one, unit) for m in one.modules()}
-    return [
-        module
-        for module in unit.modules()
-        if module not in others
-        and any(not isinstance(p, DTensor) for p in module.parameters(recurse=False))
-    ]
+    known = {id(one.local) for each in units for one in fsdp.own_shards(each)}
+    owners = [module for module in unit.modules() if module not in others]
+    own = {one for module in owners for one in module.parameters(recurse=False)}
+    return users(unit, others, {one for one in own if id(_local(one)) not in known})
+
+
+def _require_called(model: nn.Module, added: Mapping[nn.Module, Apart]) -> None:
+    """Raise InputError naming a parameter that no module inside its unit uses when called."""
+    names = {one: name for name, one in model.named_parameters()}
+    for unit, apart in added.items():
+        for one in apart.get(unit, ()):
+            raise InputError(
+                f"{names[one]} was added to a model that is sharded already, and not in a module "
+                "that is called, so nothing would gather it: put it into a module of its own "
+                "within its block, or add it before zeropp.initialize"
+            )
+
+
+def _make_whole(part: nn.Module, added: set[nn.Parameter], device: torch.device) -> None:
+    """Let parameters that were added be plain tensors on the device, copies of shards too."""
+    wholes: dict[nn.Parameter, nn.Parameter] = {}
+    for module in part.modules():
+        for name, one in tuple(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if one in added and isinstance(one, DTensor):
+                if one not in wholes:
+                    whole = one.detach().full_tensor()
+                    wholes[one] = nn.Parameter(whole, requires_grad=one.requires_grad)
+                setattr(module, name, wholes[one])
+            elif one in added:
+                one.data = one.data.to(device)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def _within(one: nn.Module, other: nn.Module) -> bool:

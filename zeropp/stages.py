@@ -16,15 +16,19 @@ Source: ZeRO (Rajbhandari et al. 2020), section 5; expressed on FSDP2 as in docs
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
+from zeropp.apart import Apart, trained_apart
 from zeropp.collectives import GradientMean, SecondaryCopies, WeightGather
 from zeropp.config import ZeroConfig
 from zeropp.errors import InputError
@@ -33,7 +37,7 @@ from zeropp.freshness import forget_when_weights_change
 from zeropp.frozen import quantize_frozen, stored_bytes
 from zeropp.in_flight import Reductions
 from zeropp.link import Link, connect
-from zeropp.materialize import fill, set_aside
+from zeropp.materialize import fill, make_room, set_aside
 from zeropp.route import Nodes, Route, gradient_route, weight_route
 from zeropp.shardable import require_shardable
 from zeropp.sharding import Sharding
@@ -67,20 +71,40 @@ def shard(
     sharding = _shard(model, mesh, config, units, cast_forward_inputs)
     place = torch.device("cpu") if config.offloads_weights else _device_of(mesh)
     fill(waiting, sharding.group, place)
+    fsdp.look_again(sharding.units)
     frozen = [one for one in model.parameters() if not one.requires_grad]
     if config.stores_frozen and frozen and not any(one.is_meta for one in frozen):
         return store_frozen(sharding, config)
     return sharding
 
 
-def store_frozen(sharding: Sharding, config: ZeroConfig) -> Sharding:
+def give_memory(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Sharding:
+    """Memory without values for parameters that were sharded on the meta device.
+
+    Trained ones lie where their optimizer is, frozen ones on `device`, or all on the host with
+    `offload_param`. With MixZ++ frozen matrices have memory for codes only, and what is copied into
+    them is quantized on its way: no rank holds more than one of them as numbers.
+    """
+    home = torch.device("cpu") if config.offloads_weights else device
+    trained = torch.device("cpu") if config.offloads_optimizer else device
+    if config.stores_frozen:
+        sharding = store_frozen(sharding, config, home)
+    make_room(sharding.model, lambda one: trained if one.requires_grad else home)
+    fsdp.look_again(sharding.units)
+    return sharding
+
+
+def store_frozen(
+    sharding: Sharding, config: ZeroConfig, room: torch.device | None = None
+) -> Sharding:
     """Quantize the frozen weights of two and more dims where they lie, once (MixZ++).
 
-    `shard` does so by itself where there are frozen weights with values. Raises InputError where
-    nothing is frozen, or where frozen weights have no values yet.
+    `shard` does so by itself where there are frozen weights with values. Those without get memory
+    for codes on the device `room`. Raises InputError where nothing is frozen, and for frozen
+    weights without values where there is no `room`.
     """
     bits = config.zeropp.nontrainable_weight_bits
-    quantize_frozen(sharding.units, bits)
+    quantize_frozen(sharding.units, bits, room)
     num_bytes, elements = stored_bytes(sharding.model)
     if all(one.requires_grad for one in sharding.model.parameters()):
         raise InputError(
@@ -159,24 +183,6 @@ def outermost_blocks(module: nn.Module) -> Sequence[nn.Module]:
     return list(found)
 
 
-def trained_parts(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules that own trained parameters in a module, outside `blocks`, where others are
-    frozen; else none.
-
-    As a unit of their own they leave units whose weights never change, and hpZ keeps those. A
-    module with parts of its own stays where it is: FSDP2 would take them along.
-    """
-    inside = {one for block in blocks for one in block.modules()}
-    owners = [one for one in module.modules() if one not in inside and any(one._parameters)]
-    trained = [
-        one
-        for one in owners
-        if not any(True for _ in one.children())
-        and any(p.requires_grad for p in one.parameters(recurse=False))
-    ]
-    return trained if len(trained) < len(owners) else []
-
-
 def _shard(
     model: nn.Module,
     mesh: DeviceMesh | None,
@@ -206,6 +212,8 @@ def _shard(
     if routes[0].keeps:
         copies = SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation)
     forget_when_weights_change(model, units, copies)
+    if hasattr(model, "generate") and _is_wrapper(model):
+        register_fsdp_forward_method(model, "generate")
     if num_ranks == 1:
         return Sharding(**facts)
     if blocks and mesh.device_type == "cpu":
@@ -226,6 +234,12 @@ def _shard(
     return Sharding(**facts, traffic=traffic, copies=copies)
 
 
+def _is_wrapper(model: nn.Module) -> bool:
+    """Whether all of a model is one other inside it, as in PEFT's: what is asked of it may reach
+    the inner one without a call of the outer, with which the root's parameters are gathered."""
+    return not any(True for _ in model.parameters(recurse=False)) and len([*model.children()]) == 1
+
+
 def _shard_units(
     model: nn.Module,
     blocks: Sequence[nn.Module],
@@ -241,20 +255,34 @@ def _shard_units(
         )
     policy, place = precision(config, cast_forward_inputs), _place(mesh, config)
     regather = stage == 3 and (ranks > 1 or config.offloads_weights or config.stores_frozen)
+    options = {"mesh": mesh, "precision": policy, "place": place}
     units = []
     for block in blocks:
-        trained = trained_parts(block, ()) if config.stores_frozen else []
-        if trained:
-            fsdp.shard_unit(trained, mesh, policy, reshard_after_forward=regather, place=place)
-        fsdp.shard_unit(block, mesh, policy, reshard_after_forward=regather, place=place)
-        units += [block, *trained[:1]]
+        units += _shard_unit(block, (), config, reshard_after_forward=regather, **options)
     # The root's own parameters are used first in forward and last in backward or, as with a tied
     # head, at both ends: they stay gathered from its forward to its backward.
-    if config.stores_frozen and (trained := trained_parts(model, blocks)):
-        fsdp.shard_unit(trained, mesh, policy, reshard_after_forward=False, place=place)
-        units.append(trained[0])
-    fsdp.shard_unit(model, mesh, policy, reshard_after_forward=False, place=place)
-    return (*units, model)
+    inside = {one for block in blocks for one in block.modules()}
+    root, *apart = _shard_unit(model, inside, config, reshard_after_forward=False, **options)
+    return (*units, *apart, root)
+
+
+def _shard_unit(
+    unit: nn.Module, others: Collection[nn.Module], config: ZeroConfig, **options: Any
+) -> list[fsdp.FSDPModule]:
+    """The unit, and under MixZ++ one more of what is trained beside frozen weights in it."""
+    apart = trained_apart(unit, others) if config.stores_frozen else {}
+    fsdp.shard_unit(unit, ignored=set().union(*apart.values()), **options)
+    return [unit, *shard_apart(apart, **options)]
+
+
+def shard_apart(apart: Apart, **options: Any) -> list[fsdp.FSDPModule]:
+    """One unit of parameters that a sharded unit has left out, where modules inside it use them."""
+    if not apart:
+        return []
+    parts = list(apart)
+    sharded = [one for part in parts for one in part.parameters() if isinstance(one, DTensor)]
+    fsdp.shard_unit(parts, ignored=sharded, **options)
+    return parts[:1]
 
 
 def precision(config: ZeroConfig, cast_forward_inputs: bool) -> fsdp.MixedPrecisionPolicy:

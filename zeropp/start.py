@@ -202,6 +202,11 @@ def _optimizer(
         return None
     if chosen is None:
         parameters = [one for one in model.parameters() if one.requires_grad]
+        if not parameters:
+            raise InputError(
+                "all parameters are frozen, and an optimizer is named or given: leave it out, or "
+                "train some (requires_grad_(True)); adapters may be added before zeropp.initialize"
+            )
     else:
         parameters = remapped(chosen, names, model)
     if given is not None:

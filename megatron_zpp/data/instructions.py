@@ -1,9 +1,10 @@
 """Rows of S + 1 tokens packed from examples, with the loss on what is to be learned.
 
-An example is its prompt, its answer and the end of document; a prompt is encoded by itself, as it
-is when a model is asked. Tokens to be read only travel as the complement (~id, negative) of their
-id: as a label such a token has no loss. These are prompts, the first token of every example, which
-follows a foreign one, and what fills a row up: complements of the end of document, which end none.
+An example is its prompt, its answer and the end of document, after what the tokenizer puts before
+every text; a prompt is encoded by itself, as when a model is asked. Tokens to be read only travel
+as the complement (~id, negative) of their id: as a label such a token has no loss. These are
+prompts, the first token of every example, which follows a foreign one, and what fills a row up:
+complements of the end of document, which end none.
 """
 
 import logging
@@ -113,12 +114,14 @@ class _Encoder:
 
     def add(self, examples: Sequence[Example]) -> None:
         """Encode the examples and keep what fits."""
+        opening = list(self.tokenizer.opening)
         texts = [example.prompt or "" for example in examples]
         ids = self._ids(examples, texts + [example.answer for example in examples])
         for example, prompt, answer in zip(
             examples, ids[: len(examples)], ids[len(examples) :], strict=True
         ):
             self._check(prompt + answer, answer, example.where)
+            prompt = opening + prompt
             tokens = np.array([*prompt, *answer, self.tokenizer.eod], dtype=np.int32)
             if example.prompt is None:
                 pieces = list(self._divided(tokens))

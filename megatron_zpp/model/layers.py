@@ -86,7 +86,8 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     channels = cosines.shape[-1]
     turned, rest = x.split((channels, x.shape[-1] - channels), dim=-1)
     wide = turned.float()
-    wide = torch.addcmul(wide * cosines, wide.roll(channels // 2, dims=-1), sines)
+    # addcmul would not round the product before the sum, and Hugging Face's models do.
+    wide = wide * cosines + wide.roll(channels // 2, dims=-1) * sines
     turned = wide.to(x.dtype)
     return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
 

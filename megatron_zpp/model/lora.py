@@ -85,8 +85,8 @@ def _ending(layer: str) -> str:
 
 def _no_such(target: str, known: list[str]) -> str:
     nearest = difflib.get_close_matches(target, known, n=2, cutoff=0.3)
-    hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
+    hint = f" (did you mean {' or '.join(nearest)}?)" if nearest else ""
     return (
-        f"--lora-target-modules {target} names no linear layer of the blocks{hint} "
-        f"There are {', '.join(known)}"
+        f"--lora-target-modules {target} names no linear layer of the blocks{hint}: there are "
+        f"{', '.join(known)}"
     )

@@ -15,10 +15,10 @@ from megatron_zpp.model.init import initialize
 from megatron_zpp.model.lora import add_lora, initialize_adapters
 from megatron_zpp.model.recompute import compile_blocks, recompute
 from megatron_zpp.parallel.mesh import Ranks
-from zeropp import Sharding, ZeroConfig, shard
+from zeropp import Sharding, shard
 from zeropp.optim.adam import fastest_adamw
 from zeropp.optim.offloaded import offloaded_adamw
-from zeropp.stages import store_frozen
+from zeropp.stages import give_memory
 
 
 def build_model(
@@ -43,24 +43,14 @@ def build_model(
         compile_blocks(model)
     # The residual stream may be fp32 (--fp32-residual-connection): blocks cast their own inputs.
     sharding = shard(model, ranks.mesh, config.zero, cast_forward_inputs=False)
-    give_memory(model, ranks.device, config.zero)
+    sharding = give_memory(sharding, config.zero, ranks.device)
     if fill is None:
         initialize(model, config.training.seed, config.model)
     else:
         fill(model)
         initialize_adapters(model, config.training.seed)
     sharding.weights_changed()
-    return store_frozen(sharding, config.zero) if config.zero.stores_frozen else sharding
-
-
-def give_memory(model: torch.nn.Module, device: torch.device, zero: ZeroConfig) -> None:
-    """Replace meta tensors: on the host what is trained and offloaded, whose masters are made of
-    it, and with `offload_param` everything; the rest on `device`."""
-    host = torch.device("cpu")
-    trained = host if zero.offloads_optimizer else device
-    frozen = host if zero.offloads_weights else device
-    # Module.to_empty, with two places.
-    model._apply(lambda one: torch.empty_like(one, device=trained if one.requires_grad else frozen))
+    return sharding
 
 
 def build_optimizer(

@@ -51,3 +51,4 @@ def test_the_account_and_the_system_agree(tmp_path):
     assert found["resident_bf16"] - found["resident_int8"] == pytest.approx(
         found["bytes_bf16"] - found["bytes_int8"], abs=4 * 2**20
     )
+    assert found["loading_peak"] > found["bytes_int8"]

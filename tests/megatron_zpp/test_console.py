@@ -230,6 +230,12 @@ def test_the_ending_tells_how_far_the_losses_fell():
     ]
 
 
+def test_a_loss_that_was_measured_once_did_not_fall():
+    stream = io.StringIO()
+    Console(stream=stream).ending(History(first_held_out=5.0, last_held_out=5.0), [])
+    assert "  held-out loss      5.000" in stream.getvalue().splitlines()
+
+
 def test_an_ending_without_training_says_so():
     stream = io.StringIO()
     Console(stream=stream).ending(History())

@@ -104,13 +104,13 @@ def test_adapters_beside_frozen_weights(zero, more, tmp_path):
 
 
 @ranks(1)
-def test_frozen_weights_have_been_numbers_before_they_are_codes(tmp_path):
-    """That is more than a step takes, where little is computed."""
+def test_frozen_weights_become_codes_one_after_the_other(tmp_path):
+    """All of them as numbers would be more than a step takes, where little is computed."""
     path = tmp_path / "zeropp.json"
     path.write_text(json.dumps({"zero_optimization": STORED, "bf16": {"enabled": True}}))
     foretold, measured = both(f"{MODEL}{LORA} 2 --deepspeed-config {path}")
     assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
-    assert set(foretold.host) == {WEIGHTS}
+    assert foretold.host[WEIGHTS] < 2 * foretold.parameters
 
 
 def test_a_part_of_the_optimizer_on_the_host_is_counted_by_whole_parameters(tmp_path):

@@ -1,6 +1,7 @@
 """Fine-tuning, the whole job: a Hugging Face model in, adapters trained beside frozen weights."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,20 @@ def test_a_stop_changes_no_digit_and_frozen_weights_come_from_where_they_came(ba
     whole = losses(log_of(flags))
     first = losses(log_of(flags + saving + "--exit-interval 3"))
     assert first + losses(log_of(flags + saving)) == whole
+
+
+@ranks(1)
+def test_adapters_go_on_as_they_were(base, tmp_path):
+    flags = base + with_json(tmp_path, MIXZ | {"zero_hpz_partition_size": 1})
+    log_of(f"{flags} --save {tmp_path}/save --lora-alpha 8 --train-iters 1")
+    again = f"{flags} --load {tmp_path}/save "
+    with pytest.raises(InputError, match="--lora-alpha 16: the adapters in .* trained with 8"):
+        log_of(again)
+    folder = base.split("--pretrained-checkpoint ")[1].split()[0]
+    shutil.copytree(folder, tmp_path / "other")
+    assert "fit no other weights" not in log_of(f"{again} --lora-alpha 8")
+    moved = again.replace(f"-checkpoint {folder}", f"-checkpoint {tmp_path}/other")
+    assert f"not {tmp_path}/other: they fit no other weights" in log_of(f"{moved} --lora-alpha 8")
 
 
 @ranks(2)

@@ -10,6 +10,11 @@ from tests.megatron_zpp.asking import asked
 
 # A setting without effect beside the settings behind it, and beside others that give it one.
 PAIRS = """
+--num-layers 3 | --pretrained-checkpoint m --data-path d | --data-path d
+--hidden-dropout 0.3 | --pretrained-checkpoint m --data-path d | --data-path d
+--rotary-base 500 | --pretrained-checkpoint m --data-path d | --use-rotary-position-embeddings
+--lora-alpha 3 | | --lora-rank 4 --pretrained-checkpoint m --data-path d
+--lora-dropout 0.5 | | --lora-rank 4 --pretrained-checkpoint m --data-path d
 --save-interval 5 | | --save s
 --no-save-optim | | --save s
 --finetune | | --load s

@@ -24,10 +24,9 @@ from tools.fetch_smollm2 import NAME
 FILE = ROOT / "runs" / "models" / NAME
 TEXT = ROOT / "LICENSE"
 TOKENS, NEW_TOKENS = 1024, 64
-# Logits reach 43. Two fp32 forward passes differ by rounding: root mean square 1.2e-5 here, each
-# being 0.9e-5 from fp64; the largest of 50 million such differences is 6 to 11e-5 by the text.
-CLOSE, NEVER = 1e-4, 2e-4
-SHARE = 1e-6  # of logits that may be further apart than CLOSE
+# Logits reach 43, and fp32 itself is 8 to 13e-5 from fp64. What is computed in the same order
+# rounds alike, and no logit differs; libraries may multiply matrices of other shapes otherwise.
+CLOSE = 1e-4
 
 pytestmark = pytest.mark.skipif(not FILE.exists(), reason="make smollm2 fetches the model")
 
@@ -62,9 +61,7 @@ def test_logits(ours: GPT, theirs: PreTrainedModel, tokens: Tensor) -> None:
     assert tokens.shape == (1, TOKENS)
     found = ours(tokens).sub_(theirs(tokens).logits).abs_()
     assert found.shape == (1, TOKENS, 49152)
-    assert found.max() < NEVER
-    assert (found > CLOSE).sum() < SHARE * found.numel()
-    assert found.square().mean().sqrt() < CLOSE / 5
+    assert found.max() < CLOSE
 
 
 def test_greedy_text(

@@ -22,6 +22,7 @@ from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
 from tests.megatron_zpp.text_models import save_text_model
 from tests.ranks import ranks
 from zeropp.errors import InputError
+from zeropp.frozen import is_quantized
 from zeropp.topology import Environment
 
 REQUESTS = [
@@ -114,3 +115,27 @@ def test_on_ranks(settings: dict, dtype: str, tmp_path: Path) -> None:
     assert texts[0] == texts[1]
     if dtype == "fp32" and not settings:
         assert texts[0] == expected
+
+
+@ranks(4, ranks_per_node=2)
+def test_weights_stored_as_codes_cross_nodes_once_for_all_tokens(tmp_path: Path) -> None:
+    zero = {
+        "stage": 3, "zero_quantized_nontrainable_weights": True, "zero_hpz_partition_size": 2
+    }  # fmt: skip
+    save_text_model(tmp_path / "saved")
+    file = tmp_path / f"{dist.get_rank()}.json"
+    file.write_text(json.dumps({"zero_optimization": zero, "zeropp": {"ranks_per_node": 2}}))
+    config = TextModelConfig(load=str(tmp_path / "saved"), deepspeed_config=str(file))
+    model = shard_text_model(config, None, joined())
+    matrices = [one for one in model.model.parameters() if one.ndim >= 2]
+    assert matrices and all(map(is_quantized, matrices))
+    if dist.get_rank():
+        model.follow()
+        return
+    crossed = []
+    for request in (*REQUESTS, *REQUESTS):
+        model.sharding.traffic.take()
+        assert sum(piece.num_tokens for piece in model.stream([request])) > 0
+        crossed.append(model.sharding.traffic.take()["weights_forward", "across_nodes"])
+    model.close()
+    assert crossed[0] > 0 and not any(crossed[1:])

@@ -1,15 +1,18 @@
 """The small stack with LoRA beside its linear layers, and what training it should give."""
 
 import copy
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import zeropp
 from tests.zeropp.stack import Stack, fresh_stack, loss_of, tokens_of
 from zeropp.frozen import QuantizedShard
 
-RANK = 2
+RANK, LR = 2, 1e-2
 
 
 class Adapted(nn.Module):
@@ -51,10 +54,17 @@ def rounded(model: nn.Module, num_ranks: int, bits: int = 8) -> nn.Module:
     return model
 
 
-def expected_losses(model: Stack, steps: int, micro_batches: int, ranks: int) -> list[float]:
+def expected_losses(
+    model: nn.Module,
+    steps: int,
+    micro_batches: int,
+    ranks: int,
+    loss_of: Callable = loss_of,
+    tokens_of: Callable = tokens_of,
+) -> list[float]:
     """Mean losses of plain training with AdamW on whole batches."""
     trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer, losses = torch.optim.AdamW(trained, lr=1e-2), []
+    optimizer, losses = torch.optim.AdamW(trained, lr=LR), []
     for step in range(steps):
         parts = tokens_of(step).chunk(ranks * micro_batches)
         total = 0.0
@@ -65,6 +75,24 @@ def expected_losses(model: Stack, steps: int, micro_batches: int, ranks: int) ->
         losses.append(total)
         optimizer.step()
         optimizer.zero_grad()
+    return losses
+
+
+def engine_losses(
+    engine: zeropp.Engine, steps: int, loss_of: Callable = loss_of, tokens_of: Callable = tokens_of
+) -> list[float]:
+    """The mean over ranks of each step's losses."""
+    micro_batches, losses = engine.gradient_accumulation_steps(), []
+    for step in range(steps):
+        mine = tokens_of(step).chunk(dist.get_world_size())[dist.get_rank()]
+        total = torch.zeros(())
+        for tokens in mine.chunk(micro_batches):
+            loss = loss_of(engine, tokens)
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach() / micro_batches
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
     return losses
 
 

@@ -8,12 +8,22 @@ from torch import nn
 import zeropp
 from tests.ranks import ranks
 from tests.zeropp.given import configured, data_mesh
-from tests.zeropp.lora import adapt, adapted_stack, expected_losses, local_of, rounded
+from tests.zeropp.lora import (
+    adapt,
+    adapted_stack,
+    engine_losses,
+    expected_losses,
+    local_of,
+    rounded,
+)
 from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
 from zeropp import InputError, optimizer_step, shard
 from zeropp import named_tensors as named
 from zeropp.frozen import QuantizedShard, is_quantized, stored_bytes
+from zeropp.materialize import part_for_rank
+from zeropp.optim.step import local_part
 from zeropp.quantize import BLOCK
+from zeropp.stages import give_memory
 
 MIXZ = {"stage": 3, "zero_quantized_nontrainable_weights": True}
 HPZ = {"zero_hpz_partition_size": 2}
@@ -108,6 +118,34 @@ def test_memory_falls_to_a_byte_and_a_scale():
     assert num_bytes == elements * (1 + 2 / BLOCK[8])  # 0.504 of bf16
 
 
+@pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@ranks(3)
+def test_what_is_loaded_is_quantized_on_its_way(settings):
+    config, whole = configured(MIXZ, **settings), adapted_stack()
+    expected = losses_of(shard(adapted_stack(), data_mesh(), config), micro_batches=1)
+    with torch.device("meta"):
+        model = adapted_stack()
+    sharding = give_memory(shard(model, data_mesh(), config), config, torch.device("cpu"))
+    parameters = dict(model.named_parameters())
+    for one in parameters.values():
+        assert not one.is_meta and is_quantized(one) == (not one.requires_grad and one.ndim >= 2)
+    with torch.no_grad():
+        for name, values in whole.named_parameters():
+            local_part(parameters[name]).copy_(part_for_rank(values, parameters[name]))
+    sharding.weights_changed()
+    assert losses_of(sharding, micro_batches=1) == expected
+
+
+@ranks(2)
+def test_a_model_of_deferred_weights_is_stored_quantized():
+    expected = losses_of(shard(adapted_stack(), data_mesh(), configured(MIXZ)))
+    with zeropp.zero.Init():
+        model = adapted_stack()
+    sharding = shard(model, data_mesh(), configured(MIXZ))
+    assert sharding.stores_frozen and stored_bytes(sharding.model)[1]
+    assert losses_of(sharding) == expected
+
+
 @pytest.mark.parametrize("more", [{}, HPZ], ids=["flat", "hpZ"])
 @ranks(4, ranks_per_node=2)
 def test_frozen_weights_cross_nodes_once_in_a_run_with_hpz(more):
@@ -195,17 +233,7 @@ def test_an_engine_of_a_model_that_is_frozen_before_or_after(when, settings):
         engine, *_ = zeropp.initialize(model=fresh_stack(), config=config)
         adapt(engine.module)
         engine.optimizer.quantize_nontrainable_params()
-    found = []
-    for step in range(STEPS):
-        mine = tokens_of(step).chunk(2)[dist.get_rank()].chunk(2)
-        total = torch.zeros(())
-        for tokens in mine:
-            loss = loss_of(engine, tokens)
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach() / 2
-        dist.all_reduce(total)
-        found.append(total.item() / 2)
+    found = engine_losses(engine, STEPS)
     expected = expected_losses(rounded(adapted_stack(), 2), STEPS, 2, 2)
     assert found == pytest.approx(expected, rel=1e-2 if settings else 1e-5)
     held = [p for group in engine.optimizer.param_groups for p in group["params"]]

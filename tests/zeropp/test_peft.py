@@ -3,6 +3,7 @@
 Losses of two fp32 runs whose sums are made in another order differ by 1e-6 or so of themselves.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import peft
@@ -19,10 +20,11 @@ from megatron_zpp.model.lora import add_lora
 from megatron_zpp.open_model import open_model
 from tests.megatron_zpp.foreign_models import gpt2, llama, saved
 from tests.ranks import ranks
+from tests.zeropp import lora
 from tests.zeropp.lora import local_of, rounded
 from zeropp.frozen import is_quantized
 
-RANK, ALPHA, LR, STEPS = 4, 8, 1e-2, 4
+RANK, ALPHA, STEPS = 4, 8, 4
 LLAMA_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MIXZ = {"stage": 3, "zero_quantized_nontrainable_weights": True}
 CLOSE = 1e-5
@@ -47,48 +49,26 @@ def own_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def expected_losses(model: nn.Module) -> list[float]:
+def plain_losses(model: nn.Module) -> list[float]:
     """Of one process with PyTorch's AdamW."""
-    trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer, losses = torch.optim.AdamW(trained, lr=LR, weight_decay=0.01), []
-    for step in range(STEPS):
-        parts, total = tokens_of(step).chunk(4), 0.0
-        for tokens in parts:
-            loss = loss_of(model, tokens) / len(parts)
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return lora.expected_losses(model, STEPS, 2, 2, loss_of, tokens_of)
 
 
 def config_of(zero: dict) -> dict:
-    optimizer = {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}}
+    optimizer = {"type": "AdamW", "params": {"lr": lora.LR, "weight_decay": 0.01}}
     batch = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
     return batch | {"zero_optimization": zero, "optimizer": optimizer}
 
 
-def losses_of(engine: zeropp.Engine, loss_of: callable = loss_of) -> list[float]:
+def losses_of(engine: zeropp.Engine, loss_of: Callable = loss_of) -> list[float]:
     engine.train()
-    found = []
-    for step in range(STEPS):
-        mine = tokens_of(step).chunk(dist.get_world_size())[dist.get_rank()].chunk(2)
-        total = torch.zeros(())
-        for tokens in mine:
-            loss = loss_of(engine, tokens)
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach() / len(mine)
-        dist.all_reduce(total)
-        found.append(total.item() / dist.get_world_size())
-    return found
+    return lora.engine_losses(engine, STEPS, loss_of, tokens_of)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @ranks(2)
 def test_frozen_before_and_after(when: str) -> None:
-    expected = expected_losses(rounded(converted(llama()), 2))
+    expected = plain_losses(rounded(converted(llama()), 2))
     if when == "before":
         engine, *_ = zeropp.initialize(model=converted(llama()), config=config_of(MIXZ))
     else:
@@ -104,12 +84,83 @@ def test_frozen_before_and_after(when: str) -> None:
     assert expected[-1] < expected[0] - 0.05
 
 
+# Layers that are one in our model and in theirs: of a Llama's queries, keys and values each has an
+# A of its own in PEFT, and ours have one together.
+ALIKE = {
+    "llama": (llama, ("o_proj", "gate_proj", "up_proj", "down_proj"),
+              ("attention.output", "mlp.gate", "mlp.input", "mlp.output")),
+    "gpt2": (lambda: gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+             ("c_attn", "c_proj", "c_fc"), None),
+}  # fmt: skip
+
+
+def of(kind: type[peft.PeftConfig], **settings: object) -> Callable[[nn.Module], peft.PeftModel]:
+    """A function that converts a model as PEFT's `kind` of configuration says, seeded."""
+
+    def convert(model: nn.Module) -> peft.PeftModel:
+        torch.manual_seed(3)
+        return peft.get_peft_model(model, kind(**settings))
+
+    return convert
+
+
+# Parameters in dicts of a layer, and copies of whole layers.
+LORA, GPT2 = peft.LoraConfig, ALIKE["gpt2"][0]
+CONVERSIONS = {
+    "embedding": (GPT2, of(LORA, r=RANK, target_modules=["c_attn", "wte"])),
+    "copy of a norm": (GPT2, of(LORA, r=RANK, target_modules=["c_fc"], modules_to_save=["ln_1"])),
+    "head": (llama, of(LORA, r=RANK, target_modules=["embed_tokens", "q_proj", "lm_head"])),
+    "copy of the head": (llama, of(LORA, r=RANK, target_modules=["q_proj"],
+                                   modules_to_save=["lm_head"])),
+    "IA3": (llama, of(peft.IA3Config, target_modules=["k_proj", "v_proj", "down_proj"],
+                      feedforward_modules=["down_proj"])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", CONVERSIONS)
+@ranks(2)
+def test_whatever_peft_adds_is_gathered(kind: str, when: str) -> None:
+    make, convert = CONVERSIONS[kind]
+    expected = plain_losses(rounded(convert(make()), 2))
+    engine, *_ = zeropp.initialize(
+        model=convert(make()) if when == "before" else make(), config=config_of(MIXZ)
+    )
+    if when == "after":
+        convert(engine.module)
+        engine.optimizer.quantize_nontrainable_params()
+    assert losses_of(engine) == pytest.approx(expected, rel=CLOSE)
+    for parameter in engine.module.parameters():
+        assert is_quantized(parameter) == (parameter.ndim > 1 and not parameter.requires_grad)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@ranks(4, ranks_per_node=2)
+def test_transformers_generate(when: str) -> None:
+    """PEFT's asks the model inside it, whose embeddings are the whole's; once they cross nodes."""
+    config = config_of(MIXZ | {"zero_hpz_partition_size": 2})
+    config["train_micro_batch_size_per_gpu"] = 1
+    asked = {"input_ids": tokens_of(0)[:2, :6], "max_new_tokens": 6, "do_sample": False}
+    expected = rounded(converted(llama()), 4).generate(**asked)
+    if when == "before":
+        engine, *_ = zeropp.initialize(model=converted(llama()), config=config)
+    else:
+        engine, *_ = zeropp.initialize(model=llama(), config=config)
+        converted(engine.module)
+        engine.optimizer.quantize_nontrainable_params()
+    assert torch.equal(engine.eval().generate(**asked), expected)
+    engine.sharding.traffic.take()
+    assert torch.equal(engine.generate(**asked), expected)
+    sent = engine.sharding.traffic.take()
+    assert sent["weights_forward", "across_nodes"] == 0 < sent["weights_forward", "in_node"]
+
+
 @ranks(2)
 def test_the_snippet_of_the_tutorial() -> None:
     """MixZ++'s tutorial: a base model is initialized, converted to LoRA, and one call follows."""
-    expected = expected_losses(rounded(converted(llama()), 2))
+    expected = plain_losses(rounded(converted(llama()), 2))
     model, args = llama(), SimpleNamespace(local_rank=0, deepspeed_config=None)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lora.LR, weight_decay=0.01)
     lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     ds_config = {name: value for name, value in config_of(MIXZ).items() if name != "optimizer"}
 
@@ -128,16 +179,6 @@ def test_the_snippet_of_the_tutorial() -> None:
     assert {one for group in optimizer.param_groups for one in group["params"]} == {
         one for name, one in model.module.named_parameters() if ".lora_" in name
     }
-
-
-# Layers that are one in our model and in theirs: of a Llama's queries, keys and values each has an
-# A of its own in PEFT, and ours have one together.
-ALIKE = {
-    "llama": (llama, ("o_proj", "gate_proj", "up_proj", "down_proj"),
-              ("attention.output", "mlp.gate", "mlp.input", "mlp.output")),
-    "gpt2": (lambda: gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
-             ("c_attn", "c_proj", "c_fc"), None),
-}  # fmt: skip
 
 
 def own_copy(theirs: nn.Module, folder: object, targets: tuple[str, ...] | None) -> GPT:

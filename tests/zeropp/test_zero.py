@@ -34,6 +34,15 @@ def test_a_model_built_later_trains_as_one_built_at_once(stage):
 
 
 @ranks(2)
+def test_the_optimizer_of_a_model_built_later_may_be_offloaded():
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    expected = run(engine_of(zero_optimization=zero))
+    with Init():
+        model = fresh_stack()
+    assert run(engine_of(model, zero_optimization=zero)) == expected
+
+
+@ranks(2)
 def test_an_optimizer_may_hold_parameters_that_do_not_exist_yet():
     expected = run(engine_of())
     with Init():

@@ -57,6 +57,14 @@ def test_prompts_and_fillings_are_complements(tmp_path: Path) -> None:
     assert train[0]["tokens"].dtype == np.int64
 
 
+def test_what_opens_every_text_stands_before_each_example(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", asked("1 2 3", "4 5"), {"text": "6 7 8"})
+    tokenizer = NullTokenizer(50)
+    tokenizer.opening = (40,)
+    ((row),) = rows(build(path, tokenizer=tokenizer)[0])
+    assert row == [~40, ~1, ~2, ~3, 4, 5, EOD, ~40, 6, 7, 8, EOD] + [~EOD] * 4
+
+
 def test_the_loader_turns_them_back(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", asked("1 2 3", "4 5"), {"text": "6 7 8"})
     batch = first_batch(build(path)[0], 1)

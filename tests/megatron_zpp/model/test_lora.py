@@ -62,7 +62,7 @@ def test_targets_are_endings_of_names(targets, count):
 
 
 def test_a_target_that_names_nothing_is_answered_with_the_nearest():
-    with pytest.raises(InputError, match=r"mlp\.gates names no.*did you mean mlp\.gate.*There are"):
+    with pytest.raises(InputError, match=r"mlp\.gates names no.*did you mean mlp\.gate.*there are"):
         add_lora(GPT(CONFIG, 64), lora(lora_target_modules=("qkv", "mlp.gates")))
 
 
