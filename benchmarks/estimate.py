@@ -36,15 +36,13 @@ MODEL = (
     "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --hidden-dropout 0 "
     "--attention-dropout 0 --micro-batch-size 2 "
 )
-ALL_THREE = "(ZeRO++)"
-PLUS = {
-    "bf16": {"enabled": True},
-    "zeropp": {"ranks_per_node": 2},
-    "zero_optimization": {
-        "stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True,
-        "zero_hpz_partition_size": 2,
-    },
-}  # fmt: skip
+NODES = {"bf16": {"enabled": True}, "zeropp": {"ranks_per_node": 2}}
+HPZ = {"stage": 3, "zero_hpz_partition_size": 2}
+PLUS = HPZ | {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+MIXZ = HPZ | {"zero_quantized_nontrainable_weights": True}
+ALL_THREE, STORED = "(ZeRO++)", "(MixZ++)"
+JSONS = {ALL_THREE: PLUS, STORED: MIXZ}
+LORA = "--lora-rank 8 --pretrained-checkpoint none"  # the shape is that of MODEL
 CASES = (
     "--zero-stage 0 --global-batch-size 8",
     "--zero-stage 0 --global-batch-size 24 --bf16",
@@ -64,6 +62,9 @@ CASES = (
     "--zero-stage 3 --global-batch-size 8 --bf16 --cpu-optimizer --remote-device cpu",
     f"{ALL_THREE} --global-batch-size 8 --bf16",
     f"{ALL_THREE} --global-batch-size 24 --bf16 --cpu-optimizer",
+    f"--zero-stage 2 --global-batch-size 24 --bf16 {LORA}",
+    f"{STORED} --global-batch-size 24 --bf16 {LORA}",
+    f"{STORED} --global-batch-size 24 --bf16 --cpu-optimizer {LORA}",
 )
 STEPS = 2  # from the second on Adam's moments are there
 
@@ -103,13 +104,16 @@ def _ranks() -> Ranks:
 def main() -> None:
     """Print a row for each of `CASES`."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "zeropp.json"
-        path.write_text(json.dumps(PLUS))
+        paths = {name: Path(folder) / f"{name}.json" for name in JSONS}
+        for name, zero in JSONS.items():
+            paths[name].write_text(json.dumps(NODES | {"zero_optimization": zero}))
         lines = ["| flags | foretold, MiB | measured, MiB | difference |", "|---|---|---|---|"]
         environment = Environment.read()
         start_process_group(environment, CPU, timedelta(minutes=5), "gloo")
         for case in CASES:
-            flags = case.replace(ALL_THREE, f"--deepspeed-config {path}")
+            flags = case
+            for name, path in paths.items():
+                flags = flags.replace(name, f"--deepspeed-config {path}")
             foretold, measured = both(MODEL + flags)
             total = foretold.host_bytes
             sizes = f"{total / MIB:.1f} | {measured / MIB:.1f} | {total / measured - 1:+.1%}"

@@ -133,13 +133,17 @@ class Plan:
 
     @property
     def built(self) -> int:
-        """Bytes of this rank's shards while they are filled, with the largest weight, whole, and
-        the largest shard that is numbers before it is stored as codes."""
+        """Bytes on the device when its shards have been filled, with the largest shard that is
+        numbers before it is codes; on a CPU, which is both places, with the largest weight too."""
+        if self.config.zero.offloads_weights and not self.is_cpu:
+            return 0
         pieces = [one for unit in self.forecast.units for one in unit]
-        shards = sum(one.packed_bytes or WIDE * one.elements for one in pieces)
-        whole = max(one.numel() for one in self.model.parameters())
-        shard = max((one.elements for one in pieces if one.packed_bytes), default=0)
-        return shards + WIDE * (whole + shard)
+        passing = max((one.elements for one in pieces if one.packed_bytes), default=0)
+        if self.is_cpu:
+            passing += max(one.numel() for one in self.model.parameters())
+        elif self.offloads:
+            pieces = [one for one in pieces if not one.trainable]
+        return sum(one.packed_bytes or WIDE * one.elements for one in pieces) + WIDE * passing
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:

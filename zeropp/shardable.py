@@ -43,6 +43,12 @@ def _require_known(name: str, parameter: nn.Parameter) -> None:
             f"parameter {name} is {parameter.dtype}: only floating-point parameters can be "
             "sharded; register it as a buffer, which every rank keeps whole"
         )
+    if not parameter.is_contiguous():
+        raise InputError(
+            f"parameter {name} lies in memory with strides {list(parameter.stride())}, and only "
+            "contiguous parameters can be sharded: replace it by "
+            "torch.nn.Parameter(parameter.detach().contiguous())"
+        )
 
 
 def _require_one_unit(first: nn.Module, first_name: str, unit: nn.Module, name: str) -> None:

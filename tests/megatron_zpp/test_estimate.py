@@ -137,6 +137,13 @@ def test_on_a_gpu_what_is_offloaded_is_on_the_host():
     assert not away.device.get(WEIGHTS) and not away.device.get(GRADIENTS)
 
 
+def test_on_a_gpu_weights_that_are_offloaded_are_filled_on_the_host():
+    deep = "--num-layers 60 --zero-stage 3 --cpu-optimizer"
+    assert not foretell(f"{deep} --remote-device cpu", count=1).device.get(WEIGHTS)
+    stays, whole = foretell(deep, count=1).device, foretell("--num-layers 60 --zero-stage 3", 1)
+    assert stays[WEIGHTS] == whole.device[WEIGHTS] // 2
+
+
 def test_more_ranks_recomputing_and_stage_3_take_less():
     whole = foretell("--zero-stage 2")
     assert foretell("--zero-stage 2 --recompute-granularity full").device[KEPT] < whole.device[KEPT]

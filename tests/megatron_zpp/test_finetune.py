@@ -7,16 +7,20 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron_zpp.activations import LiveBytes
 from megatron_zpp.arguments import parse
+from megatron_zpp.data.source import vocab_size
+from megatron_zpp.estimate import estimate
 from megatron_zpp.main import main
 from megatron_zpp.open_model import open_model
 from megatron_zpp.pretrained import begin_with
 from tests.launched import ROOT
 from tests.megatron_zpp.foreign_models import add_tokenizer, llama, saved
-from tests.megatron_zpp.pretraining import assembled, log_of, losses, numbers
+from tests.megatron_zpp.pretraining import TINY, assembled, log_of, losses, numbers
 from tests.ranks import ranks
 from zeropp import InputError
 from zeropp.frozen import is_quantized
+from zeropp.route import Nodes
 
 SENTENCES = ("the cat sat on the mat", "a dog ran to it", "the dog sat on a cat and it ran")
 MIXZ = {
@@ -63,6 +67,20 @@ def test_a_dry_run_says_what_is_trained_and_what_is_stored(base, capsys):
     said = capsys.readouterr().out
     assert "frozen weights are stored and gathered as INT8" in said and "are trained" in said
     assert "secondary copies (hpZ)" in said and "fits" in said
+
+
+@pytest.mark.parametrize("zero", [MIXZ, {"stage": 2}], ids=["MixZ++", "whole"])
+@ranks(2, timeout=180)
+def test_the_memory_of_a_run_is_foretold(base, zero, tmp_path):
+    """To a tenth, as the document says: all tensors of the job, its samples too."""
+    larger = base.replace("--micro-batch-size 1 --global-batch-size 4", "--micro-batch-size 8")
+    flags = larger + with_json(tmp_path, zero, bf16={"enabled": True}, train_batch_size=32)
+    config, _ = begin_with(parse((TINY + flags).split(), 2))
+    entries, nodes = vocab_size(config.data, config.tokenizer), Nodes(num_ranks=2, ranks_per_node=2)
+    foretold = estimate(config, entries, nodes, is_cpu=True)
+    with LiveBytes() as live:
+        log_of(flags)
+    assert foretold.host_bytes == pytest.approx(live.peak, rel=0.1)
 
 
 @ranks(2, timeout=180)

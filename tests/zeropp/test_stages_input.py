@@ -224,3 +224,11 @@ def test_a_copy_larger_than_a_node_is_said_to_cross_nodes():
         one_node = shard(fresh_stack(), data_mesh(), configured(ALL_THREE | TUTORIAL, 4))
     assert one_node.copies is None and "INT8 among 4" in described(one_node)["weights"]
     assert len(lines) == 1 and "using the 4 of one node; a copy split over all ranks" in lines[0]
+
+
+@ranks(2)
+def test_a_parameter_that_is_not_contiguous():
+    model = fresh_stack()
+    weight = model.blocks[1].up.weight
+    model.blocks[1].up.weight = nn.Parameter(weight.detach().t().contiguous().t())
+    refused("blocks.1.up.weight lies in memory with strides [1, 19]", {"stage": 2}, 2, model)
