@@ -5,6 +5,7 @@ of the compute format, and the storages that are alive are counted after every o
 rotary positions, gated MLPs and what attention keeps are in it without a formula for each.
 """
 
+import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_zpp.config import ModelConfig
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.layers import Block, rotary_table
+from megatron_zpp.model.layers import rotary_table
 from megatron_zpp.model.recompute import checkpointed
 from zeropp.optim.step import local_part
 
@@ -92,25 +93,26 @@ class LiveBytes(TorchDispatchMode):
 
 
 def trace(
-    config: ModelConfig, vocab_size: int, micro_batch: int, dtype: torch.dtype,
+    config: ModelConfig, model: GPT, micro_batch: int, dtype: torch.dtype,
     *, selective: bool, chunk: int,
 ) -> Activations:  # fmt: skip
     """One micro-batch of `micro_batch` samples; `selective`: the core attention is recomputed.
 
-    chunk: how many logits the loss works on at a time.
+    model: as it is trained, on the meta device; its block with the most trained weights is traced,
+    with the dropout of `config`. chunk: how many logits the loss works on at a time.
     """
+    largest = copy.deepcopy(max(model.blocks, key=_num_trained))
+    largest.attention.dropout = config.attention_dropout
     with FakeTensorMode():
-        embedding, head = _trace_ends(config, vocab_size, micro_batch, dtype, chunk)
-        block = _trace_block(config, micro_batch, dtype, selective)
+        embedding, head = _trace_ends(config, model, micro_batch, dtype, chunk)
+        block = _trace_block(largest, config, micro_batch, dtype, selective)
         stream = _stream(config, micro_batch, dtype).nbytes
     return Activations(stream=stream, embedding=embedding, block=block, head=head)
 
 
 def _trace_block(
-    config: ModelConfig, micro_batch: int, dtype: torch.dtype, selective: bool
+    block: nn.Module, config: ModelConfig, micro_batch: int, dtype: torch.dtype, selective: bool
 ) -> Passes:
-    with torch.device("meta"):
-        block = Block(config)
     if selective:
         block.attention.call = checkpointed
     weights = _weights(block, dtype)
@@ -130,10 +132,12 @@ def _trace_block(
 
 
 def _trace_ends(
-    config: ModelConfig, vocab_size: int, micro_batch: int, dtype: torch.dtype, chunk: int
+    config: ModelConfig, whole: GPT, micro_batch: int, dtype: torch.dtype, chunk: int
 ) -> tuple[Passes, Passes]:
     with torch.device("meta"):
-        model = GPT(dataclasses.replace(config, num_layers=0), vocab_size)
+        model = GPT(dataclasses.replace(config, num_layers=0), whole.vocab_size)
+    is_frozen = not whole.tokens.weight.requires_grad
+    model.requires_grad_(not is_frozen)
     model.blocks_per_call = 1
     model.cross_entropy = partial(_losses, chunk=chunk)
     weights = _weights(model, dtype)
@@ -143,8 +147,11 @@ def _trace_ends(
     live = LiveBytes([*weights.values(), tokens])
 
     def between(_: nn.Module, arguments: tuple[Tensor]) -> None:
+        stream = arguments[0]
+        if is_frozen:  # blocks with adapters make it trained
+            stream.requires_grad_()
         marks["embedded"], marks["embedding"] = live.now, live.lap()
-        arguments[0].register_hook(returned)
+        stream.register_hook(returned)
 
     def returned(_: Tensor) -> None:
         marks["headless"], marks["head"] = live.now, live.lap()
@@ -172,9 +179,13 @@ def _losses(logits: Tensor, labels: Tensor, mask: Tensor, chunk: int) -> Tensor:
     return torch.empty(len(logits), dtype=torch.float32)
 
 
+def _num_trained(module: nn.Module) -> int:
+    return sum(one.numel() for one in module.parameters() if one.requires_grad)
+
+
 def _weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     return {
-        name: torch.empty(one.shape, dtype=dtype, requires_grad=True)
+        name: torch.empty(one.shape, dtype=dtype, requires_grad=one.requires_grad)
         for name, one in module.named_parameters()
     }
 

@@ -20,7 +20,7 @@ from megatron_zpp.metrics import Metrics
 from megatron_zpp.model.apex import find_apex
 from megatron_zpp.parallel.apply import build_model, build_optimizer
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.pretrained import begin_with
+from megatron_zpp.pretrained import adapters, begin_with
 from megatron_zpp.resume import Resumed, load, settings, with_checkpoint_model
 from megatron_zpp.run import Run
 from megatron_zpp.schedule import Schedules
@@ -176,20 +176,6 @@ def summary(run: Run) -> list[tuple[str, object]]:
         *offloaded(config),
         *sharding.describe(micro_batches),
     ]
-
-
-def adapters(config: Config, sharding: Sharding) -> list[tuple[str, str]]:
-    """What of the model is trained, if not all."""
-    lora = config.lora
-    if not lora.lora_rank:
-        return []
-    trained = sum(one.numel() for one in sharding.model.parameters() if one.requires_grad)
-    stored = ""
-    if sharding.stores_frozen:
-        bits = config.zero.zeropp.nontrainable_weight_bits
-        stored = f"\nthe frozen weights are stored and gathered as INT{bits} (MixZ++)"
-    what = f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}: {trained:,} parameters are trained"
-    return [("LoRA", what + stored)]
 
 
 def offloaded(config: Config) -> list[tuple[str, str]]:

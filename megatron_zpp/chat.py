@@ -6,7 +6,9 @@ also where a message spells one.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +24,33 @@ class ChatTemplate:
     def __init__(self, source: str, special: Mapping[str, str], tokenizer_file: Path) -> None:
         jinja = load_package("jinja2", "a chat template")
         sandbox = load_package("jinja2.sandbox", "a chat template")
-        environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-        environment.globals["raise_exception"] = _refuse
+        environment = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _json
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
         self._errors = (jinja.TemplateError, TypeError)
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(_plain(source))
         except jinja.TemplateError as error:
             raise InputError(f"the chat template is not valid: {error}") from error
         self._special = dict(special)
         library = load_package("tokenizers", "a chat template")
         self._tokenizer = library.Tokenizer.from_file(str(tokenizer_file))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
 
     @classmethod
     def find(cls, folder: Path | None) -> "ChatTemplate | None":
         """The template of the tokenizer in `folder`; None if it has none."""
         if folder is None:
             return None
-        folder = folder if folder.is_dir() else folder.parent
+        folder = folder.parent if folder.is_file() else folder
         settings, apart = folder / "tokenizer_config.json", folder / "chat_template.jinja"
         config = read_json(settings, "the tokenizer's") if settings.is_file() else {}
-        source = config.get("chat_template")
+        if not isinstance(config, dict):
+            raise InputError(f"{settings}: expected an object in braces")
+        source = _default(config.get("chat_template"))
         if apart.is_file():
             source = read_text(apart, "the tokenizer's")
         if not isinstance(source, str) or not (folder / "tokenizer.json").is_file():
@@ -67,6 +75,28 @@ class ChatTemplate:
 def _content(token: Any) -> str:
     """A special token's text, which may stand in an object."""
     return (token.get("content") if isinstance(token, dict) else token) or ""
+
+
+def _default(source: Any) -> Any:
+    """Of several templates, each an object with its name, the one for talking."""
+    if not isinstance(source, list):
+        return source
+    named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
+    return named.get("default")
+
+
+def _plain(source: str) -> str:
+    """The template without marks around what a model learns, which only training looks at."""
+    tag = r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})"
+    return re.sub(tag, lambda m: m[1] + ("endif" if m[2] else "if true") + m[3], source)
+
+
+def _json(value: Any, **settings: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, **settings)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
 
 
 def _refuse(message: str) -> None:

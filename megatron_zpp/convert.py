@@ -49,10 +49,12 @@ def import_model(
     """Make `save` a folder of checkpoints with one, of iteration 0; returns it opened.
 
     Beside it, in `save`/hugging_face, lie the settings and the tokenizer. Raises InputError for
-    what `open_model` refuses, and for a folder that holds checkpoints already.
+    what `open_model` refuses, and for a folder that holds checkpoints or another model already.
     """
     if manifest.candidates(save)[0]:
         raise InputError(f"--save {save} holds checkpoints already: name another folder")
+    if is_hugging_face(save):  # which of the two would be opened?
+        raise InputError(f"--save {save} holds a Hugging Face model: name another folder")
     opened = open_model(source, tokenizer, multiple)
     if opened.described is None or opened.path != source:
         raise InputError(f"--from-hf {source}: is a checkpoint of this program already")
@@ -84,10 +86,12 @@ def export_model(
 
     Tensors keep their dtype if none is given; files take at most `most` bytes. config.json is
     written last. Raises InputError for a model that no known family of theirs can be, and for a
-    folder that holds a model already.
+    folder that holds a model or checkpoints already.
     """
     if is_hugging_face(output) or any(output.glob(f"*{SUFFIX}")):
         raise InputError(f"--to-hf {output} holds a model already: name another folder")
+    if manifest.candidates(output)[0]:
+        raise InputError(f"--to-hf {output} holds checkpoints: name another folder")
     origin = _origin(opened)
     rows = opened.tokenizer.vocab_size
     if origin is not None:

@@ -11,9 +11,8 @@ from megatron_zpp.config import Config
 from megatron_zpp.console import Console
 from megatron_zpp.data.source import vocab_size
 from megatron_zpp.estimate import Estimate, estimate
-from megatron_zpp.pretrained import begin_with
+from megatron_zpp.pretrained import adapters, begin_with
 from megatron_zpp.resume import with_checkpoint_model
-from zeropp.errors import InputError
 from zeropp.host_memory import free_bytes
 from zeropp.route import Nodes
 from zeropp.topology import Environment
@@ -62,11 +61,6 @@ def dry_run(config: Config, environment: Environment, console: Console) -> int:
     """
     if config.checkpoint.use_checkpoint_args:
         config = with_checkpoint_model(config)
-    if config.lora.lora_rank:
-        raise InputError(
-            "--dry-run counts runs that train all weights, and --lora-rank "
-            f"{config.lora.lora_rank} trains few: leave one of the two out"
-        )
     config, _ = begin_with(config)
     gpu = find_gpu(environment)
     nodes, ranks_here = _ranks(config, environment)
@@ -123,6 +117,7 @@ def _rows(config: Config, foretold: Estimate, entries: int) -> list[tuple[str, o
     places = ("device", "host") if foretold.device else ("host",)
     return [
         ("model", f"{shape}: {foretold.parameters:,} parameters"),
+        *adapters(config, sharding),
         ("batch", batch),
         ("precision", str(sharding.compute_dtype).removeprefix("torch.")),
         ("ZeRO stage", sharding.stage),

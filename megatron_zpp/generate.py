@@ -57,11 +57,13 @@ def generate(
 ) -> str:
     """The continuation of `prompt`: up to `max_new_tokens` tokens, up to an end of document.
 
+    What the model's tokenizer puts before every text stands before it.
+
     Raises InputError as `stream` does.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
     request = Request(
-        prompt=tuple(tokenizer.encode(prompt)), max_new_tokens=max_new_tokens, sampling=sampling
+        prompt=tuple(tokenizer.prompt(prompt)), max_new_tokens=max_new_tokens, sampling=sampling
     )
     return complete(model, tokenizer, [request])[0]
 
@@ -104,7 +106,8 @@ def check(request: Request, num_positions: int, vocab_size: int) -> None:
             f"the prompt has {len(request.prompt):,} tokens, but the model has {num_positions:,} "
             "positions: shorten the prompt"
         )
-    outside = [token for token in request.prompt if not 0 <= token < vocab_size]
+    named = (*request.prompt, *request.stop_tokens)
+    outside = [token for token in named if not 0 <= token < vocab_size]
     if outside:
         raise InputError(f"token id {outside[0]} is outside the {vocab_size:,} ids of the model")
     if "" in request.stop_texts:

@@ -13,6 +13,7 @@ from megatron_zpp.metrics import Iteration
 from megatron_zpp.optimizer_states import optimizer_states
 from megatron_zpp.run import Run
 from zeropp import InputError, StepResult, optimizer_step
+from zeropp.named_tensors import masters_of
 from zeropp.optim.step import global_norm, local_part
 from zeropp.reading import Reading
 
@@ -164,8 +165,10 @@ def extra_scalars(run: Run, **seconds: float) -> dict[str, float]:
 
 
 def parameters_norm(run: Run) -> float:
-    """L2 norm of all parameters."""
-    weights = [local_part(p.detach()) for p in run.sharding.model.parameters()]
+    """L2 norm of all parameters, in fp32 where the optimizer holds them so."""
+    masters = masters_of(run.optimizer)
+    parameters = (masters.get(one, one) for one in run.sharding.model.parameters())
+    weights = [local_part(one.detach()) for one in parameters]
     return global_norm(weights, run.sharding).item()
 
 

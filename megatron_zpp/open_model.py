@@ -8,7 +8,6 @@ import json
 import logging
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,8 @@ class OpenedModel:
 
     `path` is what was opened in the end, for checkpoints that of one iteration. `described` is what
     the config.json says, if the model comes with one. `adapters` are those of a checkpoint that
-    LoRA made; they are merged into `weights`, those of the model `base`.
+    LoRA made; they are merged into `weights`, those of the model `base`. `files` is the folder of
+    the tokenizer that a .gguf brought, and goes with the last who holds it.
     """
 
     path: Path
@@ -60,6 +60,7 @@ class OpenedModel:
     described: Described | None = None
     adapters: Adapters | None = None
     base: Path | None = None
+    files: tempfile.TemporaryDirectory | None = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by name, whole, on the CPU, in the dtype of the file; one at a time."""
@@ -162,6 +163,7 @@ def _open_checkpoint(
         described=described,
         adapters=adapters,
         base=base.path if base else Path(lora.pretrained_checkpoint) if adapters else None,
+        files=base.files if base else None,
     )
 
 
@@ -221,7 +223,10 @@ def _open_peft(
             if given is None
             else f"--base {given}: there is no model"
         )
-    base = open_model(folder, tokenizer, multiple)
+    try:
+        base = open_model(folder, tokenizer, multiple)
+    except RecursionError:
+        raise InputError(f"{path}: its base model {said!r} leads back to it") from None
     family = base.described.family if base.described else family_of(base.config)
     padded = base.config.padded_vocab_size(base.tokenizer.vocab_size)
     sizes = Sizes(model=base.config, vocab_rows=padded, padded_rows=padded)
@@ -232,13 +237,12 @@ def _open_peft(
 def _open_gguf(
     path: Path, tokenizer: TokenizerConfig | None, multiple: int | None
 ) -> OpenedModel:
-    model = gguf.GgufModel(path)
-    with ExitStack() as stack:
-        if tokenizer is None:
-            files = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            model.save_tokenizer(files)
-            tokenizer = tokenizer_in(files)
-        return _foreign(path, model.config, model, tokenizer, multiple)
+    model, files = gguf.GgufModel(path), None
+    if tokenizer is None:
+        files = tempfile.TemporaryDirectory()
+        model.save_tokenizer(Path(files.name))
+        tokenizer = tokenizer_in(Path(files.name))
+    return replace(_foreign(path, model.config, model, tokenizer, multiple), files=files)
 
 
 def _foreign(

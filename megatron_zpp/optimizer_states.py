@@ -19,7 +19,8 @@ def optimizer_states(optimizer: torch.optim.Optimizer) -> Mapping[str, float]:
     """L1 and L2 norm and largest magnitude over all ranks, under Megatron-DeepSpeed's names.
 
     Every rank must call it: two small all-reduces. Parameters may be sharded over any part of the
-    ranks; copies count once. A moment that does not exist yet counts as nothing.
+    ranks, and lie on the device and on the host; copies count once. A moment that does not exist
+    yet counts as nothing.
     """
     settle(optimizer)
     device = optimizer.param_groups[0]["params"][0].device
@@ -30,10 +31,10 @@ def optimizer_states(optimizer: torch.optim.Optimizer) -> Mapping[str, float]:
         for kind, value in _tensors(parameter, optimizer.state.get(parameter, {})):
             magnitudes = local_part(value).abs().double()
             column = KINDS.index(kind)
-            sums[0, column] += magnitudes.sum() * share
-            sums[1, column] += magnitudes.square().sum() * share
+            sums[0, column] += magnitudes.sum().to(device) * share
+            sums[1, column] += magnitudes.square().sum().to(device) * share
             if magnitudes.numel():
-                peaks[column] = torch.maximum(peaks[column], magnitudes.max())
+                peaks[column] = torch.maximum(peaks[column], magnitudes.max().to(device))
     if dist.is_initialized():
         dist.all_reduce(sums)
         dist.all_reduce(peaks, op=dist.ReduceOp.MAX)

@@ -80,11 +80,11 @@ class _Counted:
 def _documents(path: str, tokenizer: Tokenizer) -> Iterator[Document]:
     if path.endswith(ENDING):
         for example in read_examples([path]):
-            prompt = tokenizer.encode(example.prompt) if example.prompt else []
+            prompt = tokenizer.prompt(example.prompt or "")
             ids = [*prompt, *tokenizer.encode(example.answer), tokenizer.eod]
             yield Document(ids=np.array(ids), first=max(1, len(prompt)))
     elif path.endswith(TEXT):
-        yield Document(ids=np.array(tokenizer.encode(read_text(path, "the text"))))
+        yield Document(ids=np.array(tokenizer.prompt(read_text(path, "the text"))))
     else:
         yield from _indexed(IndexedDataset(path), tokenizer)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_zpp.config import Config, DataConfig, TokenizerConfig
 from megatron_zpp.hugging_face.gguf import SUFFIX
 from megatron_zpp.open_model import OpenedModel, open_model
-from zeropp.errors import InputError
+from zeropp import InputError, Sharding
 
 log = logging.getLogger("megatron_zpp")
 
@@ -49,6 +49,20 @@ def begin_with(config: Config) -> tuple[Config, OpenedModel | None]:
     lora = replace(config.lora, pretrained_checkpoint=str(opened.path.resolve()))
     config = replace(config, model=model, tokenizer=opened.tokenizer_config, lora=lora)
     return config, opened
+
+
+def adapters(config: Config, sharding: Sharding) -> list[tuple[str, str]]:
+    """What of the model is trained, if not all."""
+    lora = config.lora
+    if not lora.lora_rank:
+        return []
+    trained = sum(one.numel() for one in sharding.model.parameters() if one.requires_grad)
+    stored = ""
+    if sharding.stores_frozen:
+        bits = config.zero.zeropp.nontrainable_weight_bits
+        stored = f"\nthe frozen weights are stored and gathered as INT{bits} (MixZ++)"
+    what = f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}: {trained:,} parameters are trained"
+    return [("LoRA", what + stored)]
 
 
 def _require_text(data: DataConfig, folder: str) -> None:

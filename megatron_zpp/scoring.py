@@ -51,7 +51,10 @@ class Scorer:
     batch_size: int = 4
 
     def score(self, passages: Iterable[Passage]) -> Iterator[Score]:
-        """A score for each passage, in order; says now and then how many are done."""
+        """A score for each passage, in order; says now and then how many are done.
+
+        Raises InputError for a model whose weights give no numbers.
+        """
         passages, done, said = iter(passages), 0, time.monotonic()
         while group := list(islice(passages, BATCHES_AT_ONCE * self.batch_size)):
             order = sorted(range(len(group)), key=lambda one: -len(group[one].ids))
@@ -72,7 +75,7 @@ class Scorer:
         alone; a context without tokens becomes an end of document. Raises InputError for a
         continuation without tokens, or with more than the model's positions.
         """
-        alone, ids = self.tokenizer.encode(context), self.tokenizer.encode(context + continuation)
+        alone, ids = self.tokenizer.prompt(context), self.tokenizer.prompt(context + continuation)
         pairs = enumerate(zip(alone, ids, strict=False))
         first = next((place for place, (a, b) in pairs if a != b), min(len(alone), len(ids)))
         if first == len(ids):
@@ -104,6 +107,8 @@ class Scorer:
         labels = text[:, 1:][scored]  # [T], T = sum of counts
         logits = self.model(text[:, :-1].contiguous())[scored]  # [T, V]
         losses = by_rows(logits, labels, None).double()
+        if not losses.isfinite().all():
+            raise InputError("the model's logits are not finite: its weights are no good")
         hits = logits.argmax(dim=1) == labels
         return [
             Score(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -19,6 +20,7 @@ from megatron_zpp.generate import Piece, Request, check, stream
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.open_model import OpenedModel, open_model
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
+from megatron_zpp.safetensors_files import DTYPES
 from megatron_zpp.tokenizer import Tokenizer
 from zeropp import InputError, Sharding, ZeroConfig, shard
 from zeropp.process_group import pick_device
@@ -26,7 +28,6 @@ from zeropp.stages import give_memory
 from zeropp.topology import Environment
 from zeropp.unison import from_first, in_unison
 
-DTYPES = ("fp32", "bf16", "fp16")
 PATIENCE = 60 * 24 * 20  # minutes that ranks wait for the first: a person may think; in ms 31 bits
 
 log = logging.getLogger("megatron_zpp")
@@ -39,7 +40,7 @@ class TextModelConfig(Section):
     load: str | None = flag(
         None, "folder of checkpoints, Hugging Face folder (config.json in it), or .gguf file"
     )
-    dtype: str = flag("fp32", "type of the weights and of the arithmetic", choices=DTYPES)
+    dtype: str = flag("fp32", "type of the weights and of the arithmetic", choices=tuple(DTYPES))
     deepspeed_config: str | None = flag(
         None, "JSON that says how several ranks shard the model (default: ZeRO stage 3)"
     )
@@ -49,7 +50,7 @@ class TextModelConfig(Section):
 class TextModel:
     """A model and its tokenizer; `chat_folder` is where the files of its tokenizer lie, if known.
 
-    `sharding` is None on one rank.
+    `sharding` is None on one rank. `files` is the folder, if it goes with the model.
     """
 
     name: str
@@ -57,6 +58,7 @@ class TextModel:
     tokenizer: Tokenizer
     sharding: Sharding | None = None
     chat_folder: Path | None = None
+    files: TemporaryDirectory | None = None
 
     def check(self, request: Request) -> None:
         """Raise InputError if the request cannot be met."""
@@ -83,10 +85,12 @@ class TextModel:
                 for _ in stream(self.model, self.tokenizer, requests):
                     pass
                 self._release()
+        self._remove_files()
 
     def close(self) -> None:
         """On the first rank: let the others end."""
         from_first(None)
+        self._remove_files()
 
     def _pieces(
         self, requests: tuple[Request, ...], is_cancelled: Callable[[int], bool]
@@ -104,6 +108,10 @@ class TextModel:
             for _ in pieces:  # the other ranks must hear of it
                 pass
             self._release()
+
+    def _remove_files(self) -> None:
+        if self.files is not None:
+            self.files.cleanup()
 
     def _release(self) -> None:
         if self.sharding is not None:
@@ -171,10 +179,9 @@ def _defaults(config: TextModelConfig) -> dict[str, object]:
 
 
 def _on_meta(config: TextModelConfig, opened: OpenedModel) -> GPT:
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
     with torch.device("meta"):
         model = GPT(opened.config, opened.tokenizer.vocab_size)
-    return model.to(dtype).requires_grad_(False)
+    return model.to(DTYPES[config.dtype]).requires_grad_(False)
 
 
 def _built(config: TextModelConfig, opened: OpenedModel, device: torch.device) -> GPT:
@@ -193,4 +200,5 @@ def _text_model(
         tokenizer=opened.tokenizer,
         sharding=sharding,
         chat_folder=None if folder is None else Path(folder),
+        files=opened.files,
     )

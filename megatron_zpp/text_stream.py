@@ -6,6 +6,7 @@ what it shows more than before is new. The pieces put together are the text afte
 """
 
 from collections.abc import Sequence
+from os.path import commonprefix
 
 from megatron_zpp.tokenizer import Tokenizer
 
@@ -21,7 +22,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._window = list(prompt[-CONTEXT:])
-        self._shown = tokenizer.decode(self._window).rstrip(BROKEN)  # the window's known text
+        self._prompt = tokenizer.decode(self._window)  # which may end in a broken character
+        self._shown = self._prompt.rstrip(BROKEN)  # the window's known text
         self._held = ""  # text that may be the beginning of a stop
         self.stopped = False
 
@@ -30,11 +32,15 @@ class TextStream:
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
         whole = text.rstrip(BROKEN)
+        self._leave_prompt(whole)
+        if whole == text:
+            self._allow_change(text)
         new = ""
         if whole.startswith(self._shown):
             new, self._shown = whole[len(self._shown) :], whole
         if len(self._window) >= WINDOW and whole == text:
             self._window = self._window[-CONTEXT:]
+            self._prompt = ""
             self._shown = self._tokenizer.decode(self._window)
         return self._released(new)
 
@@ -43,10 +49,21 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._tokenizer.decode(self._window)
-        rest = text[len(self._shown) :] if text.startswith(self._shown) else ""
-        released = self._released(rest)
+        self._leave_prompt(text)
+        self._allow_change(text)
+        released = self._released(text[len(self._shown) :])
         left, self._held = self._held, ""
         return released + left
+
+    def _leave_prompt(self, text: str) -> None:
+        """A character that the prompt ends in, and that stayed broken, is the prompt's."""
+        if text.startswith(self._prompt):
+            self._shown = max(self._shown, self._prompt, key=len)
+
+    def _allow_change(self, text: str) -> None:
+        """Bytes spelled one by one are decoded together: a broken one breaks those before it."""
+        if not text.startswith(self._shown):
+            self._shown = commonprefix((self._shown, text))
 
     def _released(self, new: str) -> str:
         """Of the text held back and `new` what cannot be part of a stop."""

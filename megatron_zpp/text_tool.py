@@ -4,9 +4,11 @@ Started by torchrun or zeropp, every rank runs the tool; only the first one spea
 """
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from megatron_zpp.command_line import HELP, help_text, read, vocabulary
@@ -44,6 +46,17 @@ def run_tool(
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
+
+
+def require_place(path: str, flag: str) -> None:
+    """Raise InputError where no file can be written, before there is work to lose."""
+    place = Path(path)
+    if place.is_dir():
+        raise InputError(f"{flag} {path}: is a folder; name a file")
+    if not place.parent.is_dir():
+        raise InputError(f"{flag} {path}: there is no folder {place.parent}")
+    if not os.access(place.parent, os.W_OK):
+        raise InputError(f"{flag} {path}: nothing can be written in {place.parent}")
 
 
 def _section(kind: type[Section], typed: dict[str, Any]) -> Section:

@@ -25,8 +25,9 @@ from megatron_zpp.last_word import measure_last_words  # noqa: E402
 from megatron_zpp.multiple_choice import measure_choices  # noqa: E402
 from megatron_zpp.open_model import load_model  # noqa: E402
 from megatron_zpp.perplexity import measure_perplexity  # noqa: E402
+from megatron_zpp.safetensors_files import DTYPES  # noqa: E402
 from megatron_zpp.scoring import Scorer  # noqa: E402
-from megatron_zpp.text_tool import run_tool  # noqa: E402
+from megatron_zpp.text_tool import require_place, run_tool  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
 from zeropp.process_group import pick_device  # noqa: E402
@@ -35,8 +36,8 @@ from zeropp.topology import Environment  # noqa: E402
 USAGE = """\
 usage: python tools/evaluate.py --load MODEL [--data-path DATA ...] [--last-word FILE ...]
            [--choices FILE.jsonl ...] [flags]"""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STDOUT = "-"
+MEASURES = ("perplexity", "last_word", "multiple_choice")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,26 +84,36 @@ def run(environment: Environment, config: EvaluateConfig, tokenizer: TokenizerCo
     if environment.world_size > 1:
         raise InputError(f"evaluation takes one rank, not {environment.world_size}: start it alone")
     chosen = None if tokenizer == TokenizerConfig() else tokenizer
-    report(config, evaluate(config, chosen, pick_device(environment)))
+    results: dict[str, Any] = {}
+    try:
+        evaluate(config, chosen, pick_device(environment), results)
+    finally:  # what was measured before a file that is no good, or before Ctrl-C, took its time
+        if any(name in results for name in MEASURES):
+            report(config, results)
 
 
 def evaluate(
-    config: EvaluateConfig, tokenizer: TokenizerConfig | None, device: torch.device
-) -> dict[str, Any]:
-    """Measure what is asked for: facts of the model, and a list of results for each measure."""
+    config: EvaluateConfig,
+    tokenizer: TokenizerConfig | None,
+    device: torch.device,
+    results: dict[str, Any],
+) -> None:
+    """Enter what is asked for: facts of the model, and a list of results for each measure."""
     asked = (config.data_path, config.last_word, config.choices)
     if config.load is None or not any(asked):
         raise InputError(f"give --load, and what to measure\n{USAGE}")
     for path in (path for paths in asked for path in paths or ()):
         if not Path(path).is_file() and not Path(f"{path}.idx").is_file():
             raise InputError(f"{path}: no such file, and no dataset {path}.idx")
+    if config.json not in (None, STDOUT):
+        require_place(config.json, "--json")
     model, own = load_model(config.load, device, DTYPES[config.dtype], tokenizer)
     positions = model.config.num_positions
     longest = config.seq_length or positions
     if longest > positions:
         raise InputError(f"--seq-length {longest}: the model has {positions} positions")
     scorer = Scorer(model=model, tokenizer=own, longest=longest, batch_size=config.batch_size)
-    results: dict[str, Any] = {
+    results |= {
         "model": config.load,
         "parameters": model.num_parameters(),
         "dtype": config.dtype,
@@ -117,7 +128,6 @@ def evaluate(
     for path in config.choices or ():
         found = measure_choices(scorer, path, config.limit)
         results.setdefault("multiple_choice", []).append({"data": path, **asdict(found)})
-    return results
 
 
 def report(config: EvaluateConfig, results: dict[str, Any]) -> None:

@@ -27,10 +27,12 @@ sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothin
 from megatron_zpp.command_line import read, vocabulary  # noqa: E402
 from megatron_zpp.config import TokenizerConfig  # noqa: E402
 from megatron_zpp.config.flag import Section, flag, flags  # noqa: E402
+from megatron_zpp.data.examples import ENDING, read_objects, text_of  # noqa: E402
 from megatron_zpp.generate import Piece, Request  # noqa: E402
 from megatron_zpp.sampling import Sampling  # noqa: E402
 from megatron_zpp.text_model import TextModel, TextModelConfig, open_text_model  # noqa: E402
-from megatron_zpp.text_tool import run_tool  # noqa: E402
+from megatron_zpp.text_tool import require_place, run_tool  # noqa: E402
+from megatron_zpp.tokenizer.base import read_text  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
 from zeropp.process_group import leave  # noqa: E402
@@ -44,6 +46,8 @@ ASK = "> "
 # What a terminal would obey: control characters, but for tabs and new lines.
 CONTROLS = (*range(9), *range(11, 32), *range(127, 160))
 UNPRINTABLE = dict.fromkeys(CONTROLS, "\N{REPLACEMENT CHARACTER}")
+PROMPT = "prompt"
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(Section):
@@ -113,6 +117,9 @@ def run(
     interactive = config.prompt is None and config.input is None and sys.stdin.isatty()
     if interactive and config.output is not None:
         raise InputError("--output needs --prompt or --input")
+    prompts = [] if interactive or environment.rank else prompts_of(config)
+    if config.output is not None and not environment.rank:
+        require_place(config.output, "--output")
     model = open_text_model(model_config, tokenizer, environment)
     if environment.rank:
         model.follow()
@@ -121,24 +128,29 @@ def run(
         if interactive:
             Conversation(model, draw).hold()
         else:
-            write(model, config, draw, prompts_of(config))
+            write(model, config, draw, prompts)
     finally:
         model.close()
 
 
 def prompts_of(config: GenerateConfig) -> list[str]:
-    """The prompts that the flags name; all of standard input is one, if they name none."""
+    """The prompts that the flags name; all of standard input is one, if they name none.
+
+    Raises InputError for what cannot be read, is no text, or has no prompts.
+    """
     if config.prompt is not None:
-        return list(config.prompt)
+        return [_unicode(prompt, "--prompt") for prompt in config.prompt]
     if config.input is None:
-        return [sys.stdin.read()]
-    if config.input == STDIN:
-        return sys.stdin.read().splitlines()
-    lines = Path(config.input).read_text(encoding="utf-8").splitlines()
-    if not config.input.endswith(".jsonl"):
-        return lines
-    numbered = enumerate(lines, 1)
-    return [_prompt(line, f"{config.input}, line {n}") for n, line in numbered if line.strip()]
+        return [_standard_input()]
+    if config.input.endswith(ENDING):
+        prompts = [_prompt(fields, where) for where, fields in read_objects(config.input)]
+    else:
+        is_piped = config.input == STDIN
+        text = _standard_input() if is_piped else read_text(config.input, "--input")
+        prompts = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n") if text]
+    if not prompts:
+        raise InputError(f"--input {config.input}: there is no prompt in it")
+    return prompts
 
 
 def write(
@@ -148,20 +160,45 @@ def write(
     every = [prompt for prompt in prompts for _ in range(config.samples)]
     requests = []
     for number, prompt in enumerate(every):
-        requests.append(draw.request(model.tokenizer.encode(prompt), number))
+        requests.append(draw.request(model.tokenizer.prompt(prompt), number))
         try:
             model.check(requests[-1])
         except InputError as error:
             raise InputError(f"{prompt[:40]!r}: {error}") from None
-    if config.output is not None:
-        rows = _finished(model, config, every, requests)
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        write_atomically(Path(config.output), lambda file: file.write(text.encode()))
-        print(f"{len(every)} texts in {config.output}", file=sys.stderr)
-        return
-    screen = Screen(sys.stdout)
-    for batch in _batches(list(zip(every, requests, strict=True)), config.batch_size):
-        screen.show(model, [prompt for prompt, _ in batch], [request for _, request in batch])
+    batches = _batches(list(zip(every, requests, strict=True)), config.batch_size)
+    with Interruption() as interruption:
+        if config.output is not None:
+            _save(model, config.output, batches, interruption)
+            return
+        screen = Screen(sys.stdout)
+        for batch in batches:
+            screen.show(model, *zip(*batch, strict=True), interruption)
+            interruption.happen()
+
+
+class Interruption:
+    """While it is entered, Ctrl-C is noted only: what runs on several ranks must end on all."""
+
+    came = False
+
+    def __enter__(self) -> "Interruption":
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def is_cancelled(self, row: int) -> bool:
+        """For `TextModel.stream`: whether its texts shall end."""
+        return self.came
+
+    def happen(self) -> None:
+        """Raise the KeyboardInterrupt that was noted."""
+        if self.came:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: object) -> None:
+        self.came = True
 
 
 class Screen:
@@ -175,14 +212,15 @@ class Screen:
             out.reconfigure(errors="replace")
 
     def show(
-        self, model: TextModel, prompts: Sequence[str], requests: Sequence[Request]
+        self, model: TextModel, prompts: Sequence[str], requests: Sequence[Request],
+        interruption: Interruption,
     ) -> None:
         """Print each prompt with its text after it, and the speed at the end."""
-        waiting = [prompt for prompt in prompts]
+        waiting = list(prompts)
         ends: list[str | None] = [None] * len(prompts)
         turn, begun = 0, time.perf_counter()
         counts = [0] * len(prompts)
-        for piece in model.stream(requests):
+        for piece in model.stream(requests, interruption.is_cancelled):
             waiting[piece.row] += piece.text
             ends[piece.row], counts[piece.row] = piece.finish, piece.num_tokens
             while turn < len(prompts):
@@ -210,7 +248,6 @@ class Conversation:
         self._model, self._draw = model, draw
         self._screen = Screen(sys.stdout)
         self._asked = 0
-        self._interrupted = False
 
     def hold(self) -> None:
         """Talk until end of file or /quit; Ctrl-C ends a text, or leaves a line."""
@@ -261,22 +298,17 @@ class Conversation:
         )
 
     def _write(self, prompt: str) -> None:
-        request = self._draw.request(self._model.tokenizer.encode(prompt), self._asked)
+        tokens = self._model.tokenizer.prompt(_unicode(prompt, "the prompt"))
+        request = self._draw.request(tokens, self._asked)
         self._model.check(request)
-        self._asked, self._interrupted = self._asked + 1, False
-        before = signal.signal(signal.SIGINT, self._interrupt)
-        try:
+        self._asked += 1
+        with Interruption() as interruption:
             begun, count = time.perf_counter(), 0
-            for piece in self._model.stream([request], lambda row: self._interrupted):
+            for piece in self._model.stream([request], interruption.is_cancelled):
                 self._screen.piece(piece)
                 count = piece.num_tokens
             print()
             say_speed(count, time.perf_counter() - begun)
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def _interrupt(self, number: int, frame: object) -> None:
-        self._interrupted = True
 
 
 def say_speed(num_tokens: int, seconds: float) -> None:
@@ -285,27 +317,43 @@ def say_speed(num_tokens: int, seconds: float) -> None:
     print(f"[{num_tokens} tokens, {rate}]", file=sys.stderr)
 
 
-def _prompt(line: str, place: str) -> str:
+def _prompt(fields: dict[str, Any], where: str) -> str:
+    if PROMPT not in fields:
+        raise InputError(f'{where}: expected {{"{PROMPT}": "some text"}}')
+    return text_of(fields, PROMPT, where)
+
+
+def _standard_input() -> str:
     try:
-        content = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{place}: not JSON (column {error.colno}: {error.msg})") from None
-    prompt = content.get("prompt") if isinstance(content, dict) else None
-    if not isinstance(prompt, str):
-        raise InputError(f'{place}: expected {{"prompt": "some text"}}')
-    return prompt
+        return sys.stdin.buffer.read().decode().replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input: not UTF-8 text (byte {error.start})") from None
 
 
-def _finished(
-    model: TextModel, config: GenerateConfig, prompts: Sequence[str], requests: Sequence[Request]
-) -> Iterator[dict[str, object]]:
-    for batch in _batches(list(zip(prompts, requests, strict=True)), config.batch_size):
-        rows = [{"prompt": prompt, "text": "", "finish": None} for prompt, _ in batch]
-        for piece in model.stream([request for _, request in batch]):
-            row = rows[piece.row]
+def _unicode(text: str, place: str) -> str:
+    """The text; what a command line or a terminal brought may be no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{place}: {text[:40]!r} is not UTF-8 text") from None
+    return text
+
+
+def _save(
+    model: TextModel, output: str, batches: Iterable[Any], interruption: Interruption
+) -> None:
+    rows = []
+    for batch in batches:
+        rows += [{PROMPT: prompt, "text": "", "finish": None} for prompt, _ in batch]
+        asked = [request for _, request in batch]
+        for piece in model.stream(asked, interruption.is_cancelled):
+            row = rows[len(rows) - len(batch) + piece.row]
             row["text"] += piece.text
             row["finish"] = piece.finish
-        yield from rows
+        interruption.happen()
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_atomically(Path(output), lambda file: file.write(text.encode()))
+    print(f"{len(rows)} texts in {output}", file=sys.stderr)
 
 
 def _batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:

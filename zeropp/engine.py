@@ -24,6 +24,7 @@ from zeropp.config import ZeroConfig
 from zeropp.errors import InputError
 from zeropp.full_weights import save_weights
 from zeropp.mixz import quantize_nontrainable_params
+from zeropp.named_tensors import masters_of
 from zeropp.optim.loss_scale import LossScaler
 from zeropp.optim.step import optimizer_step
 from zeropp.sharding import Sharding
@@ -135,6 +136,12 @@ class Engine(nn.Module):
         self.micro_steps += 1
         if boundary:
             self._optimizer_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of every module; what is offloaded of the gradients too."""
+        super().zero_grad(set_to_none)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the weights."""
@@ -261,7 +268,7 @@ class Engine(nn.Module):
         if dtype == torch.float32:
             dtype = torch.bfloat16
         try:
-            save_weights(self.module, path, dtype)
+            save_weights(self.module, path, dtype, masters_of(self.optimizer))
         except OSError as error:
             raise InputError(f"cannot write {path}: {error}") from error
         return path

@@ -50,7 +50,7 @@ class QuantizedShard(Tensor):
     @classmethod
     def of(cls, values: Tensor, elements: int, bits: int) -> "QuantizedShard":
         """Quantize a contiguous shard, padded with zeros to `elements`."""
-        layout = _layout(elements, bits)
+        layout = stored_layout(elements, bits)
         return cls(_packed(values, layout), layout, values.shape, values.dtype)
 
     @classmethod
@@ -58,7 +58,7 @@ class QuantizedShard(Tensor):
         cls, like: Tensor, elements: int, bits: int, device: torch.device
     ) -> "QuantizedShard":
         """Memory for a shard of the shape and dtype of `like`; values are to be copied into it."""
-        layout = _layout(elements, bits)
+        layout = stored_layout(elements, bits)
         packed = torch.zeros(layout.packed_bytes, dtype=torch.uint8, device=device)
         return cls(packed, layout, like.shape, like.dtype)
 
@@ -143,6 +143,11 @@ def quantize_frozen(
                 )
 
 
+def stored_layout(elements: int, bits: int) -> Layout:
+    """How a shard, padded to so many elements, lies in memory."""
+    return layout_of((elements,), (bits,), torch.bfloat16)
+
+
 def stored_bytes(model: nn.Module) -> tuple[int, int]:
     """Bytes of this rank's quantized shards, and elements of them."""
     shards = [one._local_tensor for one in model.parameters() if is_quantized(one)]
@@ -163,10 +168,6 @@ def require_frozen(model: nn.Module) -> None:
 def is_quantized(parameter: Tensor) -> bool:
     """Whether this rank's part of a parameter is stored quantized."""
     return isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, QuantizedShard)
-
-
-def _layout(elements: int, bits: int) -> Layout:
-    return layout_of((elements,), (bits,), torch.bfloat16)
 
 
 def _packed(values: Tensor, layout: Layout) -> Tensor:

@@ -16,6 +16,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +25,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
-from zeropp.host_memory import free_bytes
+from zeropp.host_memory import free_bytes, pinned_bytes
 from zeropp.optim.notice import Notice
 from zeropp.optim.step import local_part
 from zeropp.sharding import Sharding
 from zeropp.topology import Environment
+from zeropp.unison import in_unison
 
 BUCKET = 2**25  # elements: one is sent to the device while the next is updated
 HOST = torch.device("cpu")
-STATE, GRADIENT = 4 * 4, 4  # bytes of weight, gradient and two moments; of a gradient
+WIDE, MOMENTS = 4, 8  # bytes of a weight or gradient in fp32; of Adam's two moments
 log = logging.getLogger("zeropp")
 
 
@@ -55,12 +57,25 @@ class Master:
         return self.gradients[0].device
 
 
+def places(
+    parameters: Sequence[nn.Parameter], ratio: float, device: torch.device
+) -> Iterator[torch.device]:
+    """The host for the first parameters that fit into `ratio` of all elements, else the device."""
+    sizes = [one.numel() for one in parameters]
+    left = math.ceil(ratio * sum(sizes))
+    for size in sizes:
+        fits = size <= left
+        left -= size if fits else 0
+        yield HOST if fits else device
+
+
 class Offload:
     """The masters of a sharded model's trainable parameters; make it before the first forward pass.
 
-    ratio: the part of the weights whose masters are on the host, by number, whole parameters.
-    delayed: masters may be updated while the model is used; see `turn` and `before_access`. Raises
-    InputError for a model that has run, and where the host has too little memory.
+    ratio: the part of the weights, by number, whose masters are on the host, whole parameters, so
+    at most that. delayed: masters may be updated while the model is used; see `turn` and
+    `before_access`. Raises InputError for a model that has run, and where the host has too little
+    memory.
     """
 
     def __init__(
@@ -80,9 +95,10 @@ class Offload:
         self._events: list[torch.Event] = []
         self._late: list[tuple[Tensor, Tensor]] = []  # gradient, more of it
         trained = [one for one in sharding.model.parameters() if one.requires_grad]
-        places = dict(zip(trained, _places(trained, ratio, device), strict=True))
-        self._require_memory([one for one in trained if places[one] == HOST], sharding)
-        self._masters = {one: self._master(one, places[one]) for one in trained}
+        where = dict(zip(trained, places(trained, ratio, device), strict=True))
+        with in_unison():  # and before any rank takes what another still counts as free
+            self._require_memory([one for one in trained if where[one] == HOST], sharding)
+        self._masters = {one: self._master(one, where[one]) for one in trained}
         self._by_weight = {one.weight: one for one in self._masters.values()}
         self._listen(sharding)
 
@@ -168,16 +184,18 @@ class Offload:
 
     def _require_memory(self, offloaded: Sequence[nn.Parameter], sharding: Sharding) -> None:
         """Say how much host memory the masters take; raise InputError where there is less."""
-        elements = sum(local_part(one).numel() for one in offloaded)
+        sizes = [local_part(one).numel() for one in offloaded]
         apart = self._delayed or self._device != HOST
         staged = self._dtype.itemsize if apart and self._dtype != torch.float32 else 0
-        each = STATE + staged + (GRADIENT if self._delayed else 0)
+        ours = WIDE, WIDE, WIDE * self._delayed, staged  # master, gradients, rounded
+        taken = pinned_bytes if self._pinned else int
         here = Environment.read()
         ranks = min(sharding.num_ranks, -(-here.world_size // here.machines))
-        needed, free = each * elements, free_bytes()
+        needed = sum(MOMENTS * size + sum(taken(each * size) for each in ours) for size in sizes)
+        free = free_bytes()
         log.info(
             "offload: weights, gradients and moments of %s parameters of this rank in host memory, "
-            "%.2f GiB%s", f"{elements:,}", needed / 2**30, ", pinned" if self._pinned else "",
+            "%.2f GiB%s", f"{sum(sizes):,}", needed / 2**30, ", pinned" if self._pinned else "",
         )  # fmt: skip
         if free is not None and needed * ranks > free:
             raise InputError(
@@ -226,6 +244,9 @@ class Offload:
                 one.register_post_accumulate_grad_hook(self._take_whole)
         for module in sharding.model.modules():
             module.register_load_state_dict_post_hook(self._loaded)
+        named = sharding.model.named_parameters()
+        frozen = {name: one for name, one in named if not one.requires_grad}
+        sharding.model.register_forward_pre_hook(partial(_require_frozen, frozen))
         known = weakref.ref(self)
 
         def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -268,15 +289,15 @@ class Offload:
         self._late.clear()
 
 
-def _places(
-    parameters: Sequence[nn.Parameter], ratio: float, device: torch.device
-) -> Iterator[torch.device]:
-    """The host for as many of the first parameters as make `ratio` of all, else the device."""
-    sizes = [one.numel() for one in parameters]
-    limit, so_far = math.ceil(ratio * sum(sizes)), 0
-    for size in sizes:
-        so_far += size
-        yield HOST if so_far <= limit else device
+def _require_frozen(frozen: Mapping[str, nn.Parameter], *_: object) -> None:
+    """Raise InputError for a weight without a master that is to be trained after all."""
+    for name, parameter in frozen.items():
+        if parameter.requires_grad:
+            raise InputError(
+                f"{name} requires gradients, and it was frozen when the optimizer was offloaded: "
+                "let it be trained from the beginning and freeze it then, or leave "
+                "offload_optimizer out"
+            )
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
@@ -286,5 +307,9 @@ def _like(parameter: Tensor, local: Tensor) -> Tensor:
 
 def _become(parameter: nn.Parameter, local: Tensor) -> None:
     """Let the parameter hold `local`; it stays the same object."""
-    renewed = nn.Parameter(_like(parameter, local), requires_grad=parameter.requires_grad)
+    if not isinstance(parameter, DTensor):  # the model's own, which may have weak references
+        parameter.data = local
+        return
+    sharded = fsdp.shard_like(parameter, local)
+    renewed = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, renewed)

@@ -261,6 +261,7 @@ def _offloaded(
         settings["moments"] = (optimizer.moment_dtype, optimizer.seed)
     moved = offloaded_adamw(sharding, optimizer.param_groups, device, zero, **settings)
     optimizer.param_groups = moved.param_groups
+    optimizer._opt_called = True  # by which a schedule knows that steps come before its own
     return moved
 
 

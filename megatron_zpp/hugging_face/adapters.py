@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_zpp.adapters import WEIGHT, Adapters
 from megatron_zpp.hugging_face.folder import FolderTensors
 from megatron_zpp.hugging_face.forms import Sizes
+from megatron_zpp.hugging_face.settings import MOST
 from megatron_zpp.hugging_face.table import Table
 from megatron_zpp.hugging_face.weights import shapes
 from megatron_zpp.model.lora import A, B
@@ -30,6 +31,7 @@ CONFIG = "adapter_config.json"
 TENSORS = f"adapter_model{SUFFIX}"
 BASE = "base_model_name_or_path"
 PEFT_DEFAULT = 8  # of r and lora_alpha
+NUMBERS = (("r", int, "a whole number"), ("lora_alpha", int | float, "a number"))
 MOST_LINES = 40
 PREFIX = "base_model.model."  # PEFT's wrappers
 # What PEFT can do with LoRA, and merging alpha / rank · B A alone would leave out.
@@ -188,10 +190,14 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     odd += [f"{key} is {content[key]!r}" for key in WITHOUT if content.get(key)]
     if odd:
         raise InputError(f"{path}: only plain LoRA is read here: {few(odd)}")
-    for key in ("r", "lora_alpha"):
+    for key, kinds, expected in NUMBERS:
         value = content.get(key, PEFT_DEFAULT)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise InputError(f"{path}: {key} is {value!r}; expected a number above 0")
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        if not is_number or not 0 < value < MOST:
+            raise InputError(f"{path}: {key} is {value!r}; expected {expected} above 0")
+    base = content.get(BASE)
+    if base is not None and not isinstance(base, str):
+        raise InputError(f"{path}: {BASE} is {base!r}; expected a name")
     return content
 
 

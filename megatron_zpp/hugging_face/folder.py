@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_zpp.hugging_face.table import TABLES
 from megatron_zpp.safetensors_files import INDEX, NAMES, SUFFIX
 from megatron_zpp.tokenizer.base import read_json
 from zeropp.errors import InputError
@@ -38,7 +39,8 @@ class FolderTensors:
     """The tensors of a folder by their names in its files.
 
     Raises InputError for a folder without safetensors, an index that names absent files or other
-    tensors than these hold, a file that is cut off or damaged, and numbers of few bits.
+    tensors than these hold, a file that is cut off or damaged, and numbers of few bits. Constants
+    that old versions of transformers saved may be of any type.
     """
 
     def __init__(self, folder: Path, one_file: str = ONE_FILE) -> None:
@@ -61,13 +63,16 @@ class FolderTensors:
         return dict(self._facts)
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor on the CPU, in the dtype of the file."""
+        """One whole tensor on the CPU, in the dtype of the file; InputError for one with NaN."""
         path = self._files[name]
         try:
             with safe_open(path, "pt") as file:
-                return file.get_tensor(name)
+                tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise InputError(f"{path}: {name} cannot be read ({error})") from error
+        if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):
+            raise InputError(f"{path}: {name} holds NaN or infinity: its weights are no good")
+        return tensor
 
 
 def _listed(folder: Path, one_file: str) -> dict[str, Path]:
@@ -102,8 +107,12 @@ def _header(path: Path) -> dict[str, Tensor]:
         raise InputError(
             f"{path}: not a whole safetensors file ({error}); fetch it again"
         ) from error
-    narrow = [f"{name} ({dtype})" for name, (_, dtype) in found.items() if dtype not in OF_NAME
-              or not OF_NAME[dtype].is_floating_point]
+    narrow = [
+        f"{name} ({dtype})"
+        for name, (_, dtype) in found.items()
+        if dtype not in OF_NAME
+        or not (OF_NAME[dtype].is_floating_point or _is_constant(name))
+    ]
     if narrow:
         raise InputError(
             f"{path}: {few(narrow)}: expected floating-point numbers; dequantize the model first"
@@ -112,3 +121,7 @@ def _header(path: Path) -> dict[str, Tensor]:
         name: torch.empty(shape, dtype=OF_NAME[dtype], device="meta")
         for name, (shape, dtype) in found.items()
     }
+
+
+def _is_constant(name: str) -> bool:
+    return any(table.is_constant(name) for table in TABLES.values())

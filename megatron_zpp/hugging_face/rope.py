@@ -4,6 +4,7 @@ Versions before 5 of transformers write `rope_theta` and `rope_scaling`, later o
 `rope_parameters`. The former are written here: all versions read them.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,10 +38,10 @@ NEOX = Keys(base="rotary_emb_base", part="rotary_pct", default_part=0.25, kinds=
 
 def read_rope(content: Mapping[str, Any], keys: Keys, place: str) -> dict[str, Any]:
     """The fields of ModelConfig; InputError for another kind of scaling, named with the known."""
-    new = content.get("rope_parameters") or {}
-    scaling = content.get("rope_scaling") or new
+    new = _object(content, "rope_parameters", place)
+    scaling = _object(content, "rope_scaling", place) or new
     base = new.get("rope_theta", content.get(keys.base, DEFAULT_BASE))
-    if not isinstance(base, int | float) or base < 1 or int(base) != base:
+    if not _is_number(base) or base < 1 or int(base) != base:
         raise InputError(f"{place}: rope_theta is {base!r}; expected a whole number")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in keys.kinds:
@@ -49,7 +50,7 @@ def read_rope(content: Mapping[str, Any], keys: Keys, place: str) -> dict[str, A
             f"{', '.join(keys.kinds)}"
         )
     part = new.get("partial_rotary_factor", content.get(keys.part, keys.default_part))
-    is_share = isinstance(part, int | float) and 0 < part <= 1
+    is_share = _is_number(part) and 0 < part <= 1
     if not is_share or (keys == LLAMA and part != 1):
         known = "1.0 is" if keys == LLAMA else "a share of 1 is"
         raise InputError(f"{place}: {keys.part} is {part!r}; only {known} known here")
@@ -61,7 +62,12 @@ def read_rope(content: Mapping[str, Any], keys: Keys, place: str) -> dict[str, A
                     f"{place}: {key} of the llama3 scaling is {scaling.get(key)!r}; only {only} is "
                     "known here"
                 )
-        fields |= {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
+        factor = scaling.get("factor")
+        if not _is_number(factor):
+            raise InputError(
+                f"{place}: factor of the llama3 scaling is {factor!r}; expected a number"
+            )
+        fields |= {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
     return fields
 
 
@@ -74,3 +80,15 @@ def write_rope(model: ModelConfig, keys: Keys) -> dict[str, Any]:
         scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **dict(FIXED)}
         content["rope_scaling"] = scaling
     return content
+
+
+def _object(content: Mapping[str, Any], key: str, place: str) -> Mapping[str, Any]:
+    value = content.get(key) or {}
+    if not isinstance(value, dict):
+        raise InputError(f"{place}: {key} is {value!r}; expected an object in braces")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    is_one = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_one and math.isfinite(value)

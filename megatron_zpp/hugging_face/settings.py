@@ -24,6 +24,7 @@ ACTIVATIONS: Mapping[str, Mapping[str, bool]] = MappingProxyType(
     }
 )
 QUANTIZED = "quantization_config"
+MOST = 2**31  # no size of a model is as large
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,8 @@ def read_settings(content: Mapping[str, Any], place: str) -> Described:
         values |= rope.read_rope(content, family.rotary, place)
         values.setdefault("hidden_dropout", 0.0)
     tied = content.get("tie_word_embeddings", family.is_tied)
+    if not isinstance(tied, bool):
+        raise InputError(f"{place}: tie_word_embeddings is {tied!r}; expected true or false")
     values["untie_embeddings_and_output_weights"] = not tied
     values["seq_length"] = values["max_position_embeddings"]
     rows = _number(content, Setting("vocab_size", "vocab_size", family.vocab_size), place)
@@ -255,9 +258,12 @@ def write_settings(model: ModelConfig, vocab_rows: int, end: int) -> dict[str, A
 def _family(content: Mapping[str, Any], place: str) -> Family:
     named = content.get("model_type")
     classes = content.get("architectures") or []
+    if not isinstance(classes, list):
+        raise InputError(f"{place}: architectures is {classes!r}; expected a list of names")
     for family in FAMILIES:
         bare = re.sub("(ForCausalLM|LMHeadModel)$", "Model", family.class_name)
-        if named == family.name and (not classes or {family.class_name, bare} & set(classes)):
+        is_one = not classes or family.class_name in classes or bare in classes
+        if named == family.name and is_one:
             return family
     known = ", ".join(f"{one.name} ({one.class_name})" for one in FAMILIES)
     what = f"{named!r}" + (f" ({', '.join(map(str, classes))})" if classes else "")
@@ -273,7 +279,7 @@ def _number(content: Mapping[str, Any], one: Setting, place: str) -> Any:
         return None
     kinds = (int,) if is_whole else (int, float)
     is_number = isinstance(value, kinds) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or (is_whole and value < 1):
+    if not is_number or not math.isfinite(value) or (is_whole and not 0 < value < MOST):
         expected = "a whole number above 0" if is_whole else "a number"
         raise InputError(f"{place}: {one.theirs} is {value!r}; expected {expected}")
     return value

@@ -56,6 +56,10 @@ class Table:
                 return Row(ours, tuple(name.format(index) for name in row.theirs), row.form)
         raise KeyError(ours)
 
+    def is_constant(self, theirs: str) -> bool:
+        """Whether a tensor, with the prefix or without, is a constant and not of the weights."""
+        return any(re.fullmatch(self.ignored, name) for name in (theirs, self.prefix + theirs))
+
 
 def _both(ours: str, theirs: tuple[str, ...], form: Form, bias_form: Form) -> tuple[Row, Row]:
     """The rows of a layer's weight and of its bias."""

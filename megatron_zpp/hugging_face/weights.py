@@ -1,6 +1,5 @@
 """Hugging Face's tensors as those of our model, and ours as theirs, one at a time."""
 
-import re
 from functools import reduce
 from typing import Protocol
 
@@ -41,6 +40,11 @@ class ForeignWeights:
     ) -> None:
         self.tensors, self._table = tensors, table
         self._sizes = Sizes(model=model, vocab_rows=vocab_rows, padded_rows=padded_rows)
+        if model.num_layers > len(tensors.facts()):  # before so many layers are laid out
+            raise InputError(
+                f"{tensors.place}: {len(tensors.facts())} tensors cannot be {model.num_layers:,} "
+                "layers, which its settings say"
+            )
         ours = shapes(model, padded_rows)
         self._rows = {name: table.row(name) for name in ours}
         self._names = _full_names(tensors, table)  # as in the table -> as in the files
@@ -90,7 +94,7 @@ class ForeignWeights:
 
     def _is_superfluous(self, name: str, there: str) -> bool:
         """Whether a tensor may be left out: a constant, or the embedding once more."""
-        if re.fullmatch(self._table.ignored, name):
+        if self._table.is_constant(name):
             return True
         embedding = self._names.get(self._table.embedding)
         if name != self._table.head or embedding is None:

@@ -10,7 +10,7 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -68,7 +68,8 @@ def make_app(
             Route("/v1/chat/completions", routes.chat, methods=["POST"]),
         ],
         exception_handlers={
-            ApiError: _refused, HTTPException: _not_found, Exception: _failed,
+            ApiError: _refused, HTTPException: _not_found, ClientDisconnect: _left,
+            Exception: _failed,
         },
     )  # fmt: skip
 
@@ -210,6 +211,10 @@ def _ending() -> ApiError:
 
 async def _refused(request: Request, error: ApiError) -> Response:
     return JSONResponse(error.body, status_code=error.status)
+
+
+async def _left(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=400)  # to a client that left before it had asked, and reads nothing
 
 
 async def _not_found(request: Request, error: HTTPException) -> Response:

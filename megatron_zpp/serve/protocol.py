@@ -163,9 +163,10 @@ def _fields(body: bytes, known: frozenset[str], model: TextModel) -> dict[str, A
         raise ApiError("the body is not a JSON object")
     for name in fields:
         if name not in known:
-            raise ApiError(f"unknown field {name!r}", name, code="unknown_parameter")
+            shown = name.encode(errors="replace").decode()  # JSON can spell half of a pair
+            raise ApiError(f"unknown field {name!r}", shown, code="unknown_parameter")
     for name, values in IDLE.items():
-        if fields.get(name) not in values:
+        if not any(_is_same(fields.get(name), value) for value in values):
             raise ApiError(f"{name!r} is not available here: leave it out", name)
     asked = fields.get("model")
     if asked is not None and asked != model.name:
@@ -209,13 +210,12 @@ def _query(
     )
     for request in requests:
         _check_length(request, model)
-    options = fields.get("stream_options") or {}
     return Query(
         requests=requests,
         echoes=tuple(echo for echo in echoes for _ in range(copies)),
         is_chat=is_chat,
         streams=_flag(fields, "stream"),
-        wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+        wants_usage=_wants_usage(fields),
         num_prompt_tokens=sum(len(prompt) for prompt in prompts),
     )
 
@@ -246,7 +246,7 @@ def _prompts(
         if isinstance(prompt, str):
             _require_unicode(prompt, "prompt")
             texts.append(prompt)
-            prompts.append(tuple(model.tokenizer.encode(prompt)))
+            prompts.append(tuple(model.tokenizer.prompt(prompt)))
         elif _is_tokens(prompt):
             outside = [one for one in prompt if not 0 <= one < model.tokenizer.vocab_size]
             if outside:
@@ -304,6 +304,23 @@ def _flag(fields: Mapping[str, Any], name: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise ApiError(f"{name!r} must be true or false", name)
     return bool(value)
+
+
+def _wants_usage(fields: Mapping[str, Any]) -> bool:
+    name = "stream_options"
+    options = fields.get(name)
+    if options is None:
+        return False
+    if not isinstance(options, dict) or options.keys() - {"include_usage"}:
+        raise ApiError(f'{name!r} must be an object; known in it is "include_usage"', name)
+    if not _flag(fields, "stream"):
+        raise ApiError(f'{name!r} is for answers with "stream": true', name)
+    return _flag(options, "include_usage")
+
+
+def _is_same(given: Any, value: Any) -> bool:
+    """Whether they are equal in JSON, where 0 is not false."""
+    return given == value and isinstance(given, bool) == isinstance(value, bool)
 
 
 def _number(

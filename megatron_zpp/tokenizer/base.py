@@ -23,13 +23,17 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 
 class Tokenizer(ABC):
-    """Turns text into ids and back; `fingerprint` is equal where the ids are."""
+    """Turns text into ids and back; `fingerprint` is equal where the ids are.
+
+    `opening` are the ids that its model expects before a text, such as begin of sentence.
+    """
 
     name: str
     eod: int
     vocab_size: int
     fingerprint: str
     reserved: Mapping[int, str]
+    opening: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -52,6 +56,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without end of document."""
+
+    def prompt(self, text: str) -> list[int]:
+        """Ids of a text as its model has seen texts begin: `opening`, then `encode`."""
+        return [*self.opening, *self.encode(text)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text: `encode` of each, in parallel where the library can."""
@@ -110,12 +118,15 @@ def read_text(path: str | Path, flag: str) -> str:
 
 def read_json(path: str | Path, flag: str) -> Any:
     """Value of a JSON file a person named by `flag`; InputError gives line and column."""
+    text = read_text(path, flag)
     try:
-        return json.loads(read_text(path, flag))
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise InputError(
             f"{flag} {path}: not JSON (line {error.lineno}, column {error.colno}: {error.msg})"
         ) from error
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 5,000 brackets
+        raise InputError(f"{flag} {path}: not JSON that can be read ({error})") from error
 
 
 def load_package(package: str, needed_by: str) -> ModuleType:

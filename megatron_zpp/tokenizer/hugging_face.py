@@ -1,5 +1,8 @@
 """Any tokenizer.json of Hugging Face's `tokenizers`, with no tokens added around a text.
 
+What its post-processor would put before one, such as begin of sentence, is `opening`: prompts get
+it, documents to train on do not.
+
 A tokenizer.json does not say which token ends a document. It is `eos_token` of the
 tokenizer_config.json beside it, or else the one token of the vocabulary that bears a usual name.
 """
@@ -38,6 +41,7 @@ class HFTokenizer(Tokenizer):
             extra_ids=extra_ids,
             identity=[content],
         )
+        self.opening = _opening(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; names of special tokens in it are ordinary text."""
@@ -63,6 +67,13 @@ def _load(path: Path, content: bytes, name: str) -> Any:
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def _opening(tokenizer: Any) -> tuple[int, ...]:
+    """What its post-processor puts before a text."""
+    found = tokenizer.encode("a", add_special_tokens=True)
+    added = found.special_tokens_mask
+    return tuple(found.ids[: added.index(0)]) if 0 in added else ()
 
 
 def _end_of_document(path: Path, vocab: Mapping[str, int]) -> int:

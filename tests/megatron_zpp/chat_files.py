@@ -15,7 +15,7 @@ TEMPLATE = (
 
 
 def write_chat_files(
-    folder: Path, *, template: str = TEMPLATE, apart: bool = False
+    folder: Path, *, template: str | list[dict] = TEMPLATE, apart: bool = False
 ) -> dict[str, int]:
     """Write them, the template `apart` or not; returns the vocabulary, 256 bytes and 2 names."""
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())

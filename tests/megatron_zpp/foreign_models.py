@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import (
     GPT2Config,
@@ -128,11 +128,18 @@ def set_config(folder: Path, **entries: object) -> None:
                                 if value is not None or name not in entries}))  # fmt: skip
 
 
-def add_tokenizer(folder: Path, words: list[str] = WORDS) -> None:
-    """Put a tokenizer of whole words, the settings beside it and a chat template in a folder."""
+def add_tokenizer(folder: Path, words: list[str] = WORDS, opens: bool = False) -> None:
+    """Put a tokenizer of whole words, the settings beside it and a chat template in a folder.
+
+    One that opens a text puts the first word, its end of document, before each.
+    """
     model = models.WordLevel({word: number for number, word in enumerate(words)}, words[0])
     tokenizer = FastTokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if opens:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{words[0]} $A", special_tokens=[(words[0], 0)]
+        )
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": words[0]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

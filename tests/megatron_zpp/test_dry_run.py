@@ -63,7 +63,6 @@ def test_launched_it_takes_the_launched_ranks_and_says_it_once(capsys, monkeypat
         ("--dry-run-ranks 4", "--dry-run-ranks 4 needs --dry-run"),
         ("--dry-run --dry-run-ranks 0", "at least 1"),
         ("--dry-run --dry-run-ranks 3 --global-batch-size 4", "not divisible"),
-        ("--dry-run --lora-rank 4 --pretrained-checkpoint m", "--lora-rank 4 trains few"),
     ],
 )
 def test_what_makes_no_sense_is_said(capsys, flags, said):

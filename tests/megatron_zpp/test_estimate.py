@@ -66,11 +66,61 @@ def test_zeropp_too_with_the_copies_of_a_node(tmp_path):
 def test_an_update_beside_the_next_step_has_its_own_gradients_and_copies(tmp_path):
     path = tmp_path / f"{dist.get_rank()}.json"
     late = {"delayed_param_update": True, "delayed_param_update_warmup": 0}
-    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-    for settings in ({}, {"bf16": {"enabled": True}}):
+    bf16 = {"bf16": {"enabled": True}}
+    for settings, ratio in (({}, 1.0), (bf16, 1.0), ({}, 0.4), (bf16, 0.0)):
+        zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
         path.write_text(json.dumps({"zero_optimization": zero, "zeropp": late} | settings))
         foretold, measured = both(f"{MODEL}--global-batch-size 8 --deepspeed-config {path}")
         assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
+
+
+@ranks(1)
+def test_one_rank_in_fp32_with_its_weights_on_the_host():
+    flags = "--zero-stage 3 --cpu-optimizer --remote-device cpu --global-batch-size 6"
+    foretold, measured = both(MODEL + flags)
+    assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
+
+
+LORA = "--lora-rank 4 --pretrained-checkpoint m --global-batch-size"
+STORED = {"stage": 3, "zero_quantized_nontrainable_weights": True}
+
+
+@pytest.mark.parametrize(
+    ("zero", "more"),
+    [
+        ({"stage": 2}, {}),
+        (STORED | {"zero_hpz_partition_size": 2}, {"bf16": {"enabled": True}}),
+        (STORED | {"stage": 1}, {"zeropp": {"nontrainable_weight_bits": 4}}),
+        (STORED | {"offload_optimizer": {"device": "cpu"}}, {"bf16": {"enabled": True}}),
+    ],
+    ids=["numbers", "codes", "INT4", "offloaded"],
+)
+@ranks(4, ranks_per_node=2)
+def test_adapters_beside_frozen_weights(zero, more, tmp_path):
+    path = tmp_path / f"{dist.get_rank()}.json"
+    path.write_text(json.dumps({"zero_optimization": zero} | more))
+    foretold, measured = both(f"{MODEL}{LORA} 24 --deepspeed-config {path}")
+    assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
+
+
+@ranks(1)
+def test_frozen_weights_become_codes_one_after_the_other(tmp_path):
+    """All of them as numbers would be more than a step takes, where little is computed."""
+    path = tmp_path / "zeropp.json"
+    path.write_text(json.dumps({"zero_optimization": STORED, "bf16": {"enabled": True}}))
+    foretold, measured = both(f"{MODEL}{LORA} 2 --deepspeed-config {path}")
+    assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
+    assert foretold.host[WEIGHTS] < 2 * foretold.parameters
+
+
+def test_a_part_of_the_optimizer_on_the_host_is_counted_by_whole_parameters(tmp_path):
+    """The embedding is a fifth of this model, and first."""
+    path = tmp_path / "zeropp.json"
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.15}}
+    path.write_text(json.dumps({"zero_optimization": zero}))
+    whole = foretell("--zero-stage 2 --cpu-optimizer").host[MOMENTS]
+    part = foretell(f"--deepspeed-config {path}").host[MOMENTS] / whole
+    assert 0.1 < part < 0.15
 
 
 def test_on_a_gpu_what_is_offloaded_is_on_the_host():
@@ -80,6 +130,9 @@ def test_on_a_gpu_what_is_offloaded_is_on_the_host():
     assert MOMENTS not in offloaded.device
     assert offloaded.device[WEIGHTS] == plain.device[WEIGHTS] // 2
     assert offloaded.device_bytes < plain.device_bytes
+    pinned = foretell("--zero-stage 2 --cpu-optimizer --use-pin-memory")
+    assert pinned.host[MOMENTS] == offloaded.host[MOMENTS]  # made later, pageable
+    assert 1 < pinned.host[GRADIENTS] / offloaded.host[GRADIENTS] < 2
     away = foretell("--zero-stage 3 --cpu-optimizer --remote-device cpu")
     assert not away.device.get(WEIGHTS) and not away.device.get(GRADIENTS)
 

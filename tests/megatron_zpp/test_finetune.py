@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_zpp.arguments import parse
+from megatron_zpp.main import main
 from megatron_zpp.open_model import open_model
 from megatron_zpp.pretrained import begin_with
 from tests.launched import ROOT
@@ -53,6 +54,15 @@ def test_adapters_learn_beside_weights_stored_as_codes(base, tmp_path):
         found, expected = numbers(log), numbers(exact)
         assert found[0] == pytest.approx(expected[0], rel=0.005)  # what INT8 may move a loss by
         assert found[-1] < found[0]
+
+
+def test_a_dry_run_says_what_is_trained_and_what_is_stored(base, capsys):
+    config = ROOT / "examples" / "ds_mixz_config.json"
+    flags = f"{base} --seq-length 16 --dry-run --dry-run-ranks 4 --deepspeed_config {config}"
+    assert main(flags.split()) == 0
+    said = capsys.readouterr().out
+    assert "frozen weights are stored and gathered as INT8" in said and "are trained" in said
+    assert "secondary copies (hpZ)" in said and "fits" in said
 
 
 @ranks(2, timeout=180)

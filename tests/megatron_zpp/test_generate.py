@@ -220,6 +220,7 @@ def texts_of(pieces: list[Piece], count: int) -> list[str]:
         ({"sampling": Sampling(seed=2**63)}, "seed 9223372036854775808"),
         ({"sampling": Sampling(temperature=float("inf"))}, "temperature inf"),
         ({"max_new_tokens": -1}, "max_new_tokens -1"),
+        ({"stop_tokens": frozenset({50})}, "token id 50 is outside the 50 ids"),
         ({"stop_texts": ("a", "")}, "a stop text is empty"),
     ],
 )

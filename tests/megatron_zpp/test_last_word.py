@@ -37,7 +37,7 @@ class Numbers:
 
     name, eod = "Numbers", 0
 
-    def encode(self, text: str) -> list[int]:
+    def prompt(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
 
 

@@ -8,18 +8,23 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_zpp import checkpoint
+from megatron_zpp.chat import ChatTemplate
 from megatron_zpp.config import ModelConfig, TokenizerConfig
-from megatron_zpp.convert import import_model
-from megatron_zpp.hugging_face import rope
+from megatron_zpp.convert import export_model, import_model
+from megatron_zpp.hugging_face import gguf, rope
+from megatron_zpp.hugging_face.folder import FolderTensors, read_config
+from megatron_zpp.hugging_face.tokenizer_files import copy_files
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layers import rotary_table
 from megatron_zpp.open_model import load_model, open_model
+from megatron_zpp.text_model import TextModelConfig, open_text_model
 from tests.megatron_zpp.foreign_models import LLAMA3, add_tokenizer, llama, saved
 from tests.megatron_zpp.pretraining import assembled
 from tests.ranks import ranks
 from zeropp import ZeroConfig, shard
 from zeropp.errors import InputError
 from zeropp.optim.step import local_part
+from zeropp.topology import Environment
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +95,37 @@ def test_a_tokenizer_given_by_hand(source: Path) -> None:
     given = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=99)
     _, tokenizer = load_model(source, tokenizer=given)
     assert (tokenizer.name, tokenizer.vocab_size) == ("NullTokenizer", 99)
+
+
+class Gguf(FolderTensors):
+    """A .gguf as transformers would read it, made of a folder."""
+
+    folder: Path
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(self.folder)
+        self.config = read_config(self.folder)
+
+    def save_tokenizer(self, folder: Path) -> None:
+        copy_files(self.folder, folder)
+
+
+def test_the_tokenizer_of_a_gguf_is_there_as_long_as_the_model(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes out with the model, and its chat template serves."""
+    monkeypatch.setattr(Gguf, "folder", source, raising=False)
+    monkeypatch.setattr(gguf, "GgufModel", Gguf)
+    opened = open_model(tmp_path / "a.gguf")
+    export_model(opened, tmp_path / "out")
+    for name in ("tokenizer.json", "chat_template.jinja", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_text() == (source / name).read_text()
+    model = open_text_model(
+        TextModelConfig(load=str(tmp_path / "a.gguf")), TokenizerConfig(), Environment(rank=0)
+    )
+    assert ChatTemplate.find(model.chat_folder).text([]) == "[]"
+    model.close()
+    assert not model.chat_folder.exists()
 
 
 def test_damage_is_said(imported: Path, tmp_path: Path) -> None:

@@ -71,3 +71,14 @@ def _weights() -> list[torch.Tensor]:
     reference = model()
     trained(reference)
     return list(reference.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_a_part_on_the_host_counts_too():
+    expected = optimizer_states(trained(model()))
+    optimizer = trained(model())
+    _, bias = optimizer.param_groups[0]["params"]
+    for one in (bias, *optimizer.state[bias].values()):
+        one.data = one.data.to("cuda")
+    assert optimizer_states(optimizer) == pytest.approx(expected)

@@ -3,11 +3,17 @@
 import json
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from megatron_zpp.arguments import parse
+from megatron_zpp.parallel.apply import build_model
+from megatron_zpp.parallel.mesh import Ranks
 from tests.launched import ROOT
-from tests.megatron_zpp.pretraining import log_of, losses, numbers
+from tests.megatron_zpp.pretraining import TINY, field, log_of, losses, numbers
 from tests.ranks import ranks
+from zeropp.topology import Environment
 
 FLAGS = "--train-iters 8 --global-batch-size 8 --micro-batch-size 1 --bf16 "
 
@@ -15,11 +21,13 @@ FLAGS = "--train-iters 8 --global-batch-size 8 --micro-batch-size 1 --bf16 "
 @pytest.mark.parametrize("stage", [1, 3])
 @ranks(2, timeout=120)
 def test_the_log_says_that_the_state_is_on_the_host(stage):
-    log = log_of(f"{FLAGS} --zero-stage {stage} --cpu-optimizer")
+    flags = f"{FLAGS} --zero-stage {stage} --log-params-norm "
+    log, without = log_of(f"{flags} --cpu-optimizer"), log_of(flags)
     if dist.get_rank() == 0:  # who has the log
         assert "on the host: fp32 weights, gradients, moments, step" in log
         assert "parameters of this rank in host memory" in log
-    assert losses(log) == losses(log_of(f"{FLAGS} --zero-stage {stage}"))
+    assert losses(log) == losses(without)
+    assert field(log, "params norm") == field(without, "params norm")
 
 
 @ranks(2, timeout=120)
@@ -33,6 +41,21 @@ def test_the_tutorials_command_with_its_flags():
     if dist.get_rank() == 0:
         assert "torch_adam has no effect here: the offloaded AdamW is ours" in log
         assert len(losses(log)) == 3 and "on the host" in log and "ZeRO stage" in log
+
+
+@pytest.mark.parametrize(("more", "frozen"), [("", "meta"), ("--remote-device cpu", "cpu")])
+@ranks(2)
+def test_frozen_weights_are_on_the_device(more, frozen):
+    """They have no masters. A device without memory stands in for a GPU."""
+    flags = "--mock-data --lora-rank 4 --pretrained-checkpoint m --bf16 --zero-stage 3 "
+    config = parse(f"{TINY}{flags}--cpu-optimizer {more}".split(), 2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    joined = Ranks(
+        environment=Environment.read(), device=torch.device("meta"), mesh=mesh, store=None
+    )
+    model = build_model(config, 50, joined, apex=None, fill=lambda _: None).model
+    for name, one in model.named_parameters():
+        assert one.device.type == ("cpu" if one.requires_grad else frozen), name
 
 
 @ranks(2, timeout=180)

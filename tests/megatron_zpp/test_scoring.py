@@ -1,5 +1,7 @@
 """Scores of continuations: each label once, whatever is beside it; windows; contexts cut."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -24,6 +26,14 @@ def test_scores_are_those_of_each_passage_alone() -> None:
         each, greedy = plainly(judge.model, passage.ids, passage.first)
         assert score.log_probability == pytest.approx(sum(each), **CLOSE)
         assert (score.num_tokens, score.is_greedy) == (len(each), greedy)
+
+
+@torch.no_grad()
+def test_weights_that_are_no_good() -> None:
+    judge = scorer()
+    judge.model.norm.weight.fill_(math.nan)
+    with pytest.raises(InputError, match="logits are not finite"):
+        list(judge.score([Passage(ids=[1, 2, 3])]))
 
 
 @torch.no_grad()
@@ -74,7 +84,7 @@ def test_tokens_that_reach_over_the_border_are_scored() -> None:
     class Pairs:
         name, eod = "Pairs", 9
 
-        def encode(self, text: str) -> list[int]:
+        def prompt(self, text: str) -> list[int]:
             return [len(text[at : at + 2]) for at in range(0, len(text), 2)]
 
     judge = scorer()

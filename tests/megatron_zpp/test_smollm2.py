@@ -24,8 +24,8 @@ from tools.fetch_smollm2 import NAME
 FILE = ROOT / "runs" / "models" / NAME
 TEXT = ROOT / "LICENSE"
 TOKENS, NEW_TOKENS = 1024, 64
-# Logits reach 43, and fp32 itself is 8 to 13e-5 from fp64. What is computed in the same order rounds
-# alike: here no logit differs. Where matrices of other shapes are multiplied in another order, some.
+# Logits reach 43, and fp32 itself is 8 to 13e-5 from fp64. What is computed in the same order
+# rounds alike, and no logit differs; libraries may multiply matrices of other shapes otherwise.
 CLOSE = 1e-4
 
 pytestmark = pytest.mark.skipif(not FILE.exists(), reason="make smollm2 fetches the model")

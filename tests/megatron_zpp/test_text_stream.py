@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from megatron_zpp.text_stream import WINDOW, TextStream
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
+from megatron_zpp.tokenizer.hugging_face import HFTokenizer
 from megatron_zpp.tokenizer.null import NullTokenizer
 from megatron_zpp.tokenizer.sentence_piece import GPTSentencePieceTokenizer
 
@@ -39,6 +41,41 @@ def test_bytes_become_whole_characters_at_once(prompt: str) -> None:
 def test_a_broken_end_shows_at_the_end_only() -> None:
     assert pieces(BYTES, "a", [0x62, 0xE4, 0xB8]) == ["b", "", "", "\ufffd"]
     assert pieces(BYTES, "a", [0xFF, 0xFF, 0x62]) == ["", "", "\ufffd\ufffdb", ""]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "expected"),
+    [
+        (b"a\xc3", b"\xa9b", "éb"),  # goes on in the middle of a character
+        (b"a\xc3", b"bc", "bc"),  # which stays broken, and is the prompt's
+        (b"a\xc3", b"\xc3", "\ufffd"),
+        (b"a\xc3", b"", ""),
+        ("a\ufffd".encode(), b"b", "b"),
+        ("a\ufffd".encode(), "\ufffdb".encode(), "\ufffdb"),
+    ],
+)
+def test_a_prompt_that_ends_broken(prompt: bytes, tokens: bytes, expected: str) -> None:
+    stream = TextStream(BYTES, list(prompt))
+    assert "".join([*map(stream.feed, tokens), stream.finish()]) == expected
+
+
+def test_a_broken_byte_after_a_whole_character_loses_no_text(tmp_path: Path) -> None:
+    """Llama's decoder takes a run of bytes as one: it then breaks the character before, too."""
+    names = ["</s>", "x", "y", *(f"<0x{byte:02X}>" for byte in range(256))]
+    library = tokenizers.Tokenizer(
+        tokenizers.models.BPE({name: number for number, name in enumerate(names)}, [])
+    )
+    decoders = tokenizers.decoders
+    library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, smile = HFTokenizer(str(tmp_path)), [3 + byte for byte in "🙂".encode()]
+    broken = [*smile, *smile[:2], 1, 2, 1]
+    stream = TextStream(tokenizer, [1])
+    found = "".join([*map(stream.feed, broken), stream.finish()])
+    assert found.startswith("🙂\ufffd") and found.endswith("\ufffdxyx")
+    assert "".join(pieces(tokenizer, "x", smile * 12 + [1])) == "🙂" * 12 + "x"
+    stream = TextStream(tokenizer, [1])
+    assert "".join([*map(stream.feed, broken[:6]), stream.finish()]).startswith("🙂\ufffd")
 
 
 def test_long_broken_text_is_kept_whole() -> None:

@@ -92,12 +92,13 @@ def test_16_bits_stay_16_bits(tmp_path: Path) -> None:
     assert json.loads((wide / "config.json").read_text())["dtype"] == "float32"
 
 
-def test_files_of_the_bare_model_and_old_constants(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mask", [torch.float32, torch.bool, torch.uint8])
+def test_files_of_the_bare_model_and_old_constants(mask: torch.dtype, tmp_path: Path) -> None:
     """The first GPT-2 has no prefix and its masks saved; other programs save a tied head."""
     theirs = gpt2()
     source = saved(theirs, tmp_path / "source")
     tensors = {name.removeprefix("transformer."): t for name, t in tensors_in(source).items()}
-    tensors["h.0.attn.bias"] = torch.ones(1, 1, 48, 48).tril()
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 48, 48).tril().to(mask)
     tensors["h.1.attn.masked_bias"] = torch.tensor(-1e4)
     tensors["lm_head.weight"] = tensors["wte.weight"].clone()
     save_file(tensors, source / ONE_FILE)

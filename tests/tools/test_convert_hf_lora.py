@@ -1,6 +1,7 @@
 """LoRA's adapters out to PEFT and in again, merged models, and bad input named."""
 
 import json
+import math
 from pathlib import Path
 
 import peft
@@ -247,7 +248,12 @@ def setting(**entries: object) -> callable:
         (without_b, ["missing: base_model.model.model.layers.0.mlp.up_proj.lora_B.weight",
                      "extra: base_model.model.lm_head.lora_A.weight"]),
         (setting(r=8), ["has shape [4, 36], expected [8, 36]"]),
-        (setting(r=0), ["r is 0; expected a number above 0"]),
+        (setting(r=0), ["r is 0; expected a whole number above 0"]),
+        (setting(r=4.5), ["r is 4.5; expected a whole number above 0"]),
+        (setting(r=10**400), ["expected a whole number above 0"]),
+        (setting(lora_alpha=math.nan), ["lora_alpha is nan; expected a number above 0"]),
+        (setting(lora_alpha=math.inf), ["lora_alpha is inf; expected a number above 0"]),
+        (setting(base_model_name_or_path=["x"]), ["_path is ['x']; expected a name"]),
         (setting(use_dora=True), ["only plain LoRA is read here: use_dora is True"]),
         (setting(peft_type="IA3"), ["peft_type is 'IA3', not 'LORA'"]),
         (setting(base_model_name_or_path=None), ["its base model None is no folder here"]),
@@ -265,6 +271,15 @@ def test_spoilt_folders_of_adapters(
     said = error(capsys, "--load", out, "--to-hf", tmp_path / "merged")
     assert all(one in said for one in named), said
     assert not (tmp_path / "merged").exists()
+
+
+def test_bases_that_lead_in_a_circle(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for name, other in (("a", "b"), ("b", "a")):
+        (tmp_path / name).mkdir()
+        content = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / other)}
+        (tmp_path / name / CONFIG).write_text(json.dumps(content))
+    said = error(capsys, "--load", tmp_path / "a", "--to-hf", tmp_path / "merged")
+    assert "leads back to it" in said
 
 
 @pytest.mark.parametrize(

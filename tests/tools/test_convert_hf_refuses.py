@@ -1,6 +1,7 @@
 """What converting refuses: each with the file, the name and what to do, and nothing written."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from megatron_zpp.config import ModelConfig
 from megatron_zpp.hugging_face import gguf
 from tests.megatron_zpp.foreign_models import (
+    LLAMA3,
     ONE_FILE,
     add_tokenizer,
     change,
@@ -83,6 +85,11 @@ SETTINGS = {
     "zero": ({"n_head": 0}, "n_head is 0"),
     "sizes": ({"n_head": 5}, "--hidden-size 32 is not divisible"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    "no list": ({"architectures": "GPT2LMHeadModel"}, "expected a list of names"),
+    "no names": ({"architectures": [["GPT2LMHeadModel"]]}, "is not known here"),
+    "tied": ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; expected true or false"),
+    "width": ({"n_embd": 10**30}, "expected a whole number above 0"),
+    "depth": ({"n_layer": 2 * 10**9}, "28 tensors cannot be 2,000,000,000 layers"),
 }
 
 
@@ -102,6 +109,13 @@ LLAMAS = {
         "low_freq_factor of the llama3 scaling is 2.0; only 1.0",
     ),
     "base": ({"rope_parameters": {"rope_theta": 10000.5}}, "rope_theta is 10000.5"),
+    "base of NaN": ({"rope_parameters": {"rope_theta": math.nan}}, "rope_theta is nan"),
+    "base of infinity": ({"rope_theta": math.inf, "rope_parameters": None}, "rope_theta is inf"),
+    "base of truth": ({"rope_parameters": {"rope_theta": True}}, "rope_theta is True"),
+    "no object": ({"rope_parameters": [1]}, "rope_parameters is [1]; expected an object"),
+    "a name": ({"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; expected an object"),
+    "no factor": ({"rope_scaling": {**LLAMA3, "factor": None}}, "llama3 scaling is None; expected"),
+    "odd factor": ({"rope_scaling": {**LLAMA3, "factor": "8"}}, "llama3 scaling is '8'; expected"),
     "part": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "biases": ({"mlp_bias": True}, "attention_bias is False, mlp_bias is True"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -115,6 +129,14 @@ def test_settings_of_a_llama_we_do_not_have(
     source = saved(llama(), tmp_path / "source")
     set_config(source, **entries)
     assert said in import_error(source, capsys)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"n_layer": 1%s}' % ("0" * 5000)])
+def test_a_config_that_json_chokes_on(
+    text: str, tiny: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tiny / "config.json").write_text(text)
+    assert "config.json: not JSON that can be read" in import_error(tiny, capsys)
 
 
 def test_a_gpt_neox_of_two_branches_at_once(
@@ -153,6 +175,17 @@ def test_numbers_of_few_bits(tiny: Path, capsys: pytest.CaptureFixture) -> None:
     change(tiny, transformer__wpe__weight=torch.zeros(48, 32, dtype=torch.int8))
     text = import_error(tiny, capsys)
     assert "transformer.wpe.weight (I8)" in text and "dequantize" in text
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_no_numbers(
+    number: float, tiny: Path, capsys: pytest.CaptureFixture
+) -> None:
+    bias = torch.zeros(32)
+    bias[3] = number
+    change(tiny, transformer__ln_f__bias=bias)
+    said = f"{tiny / ONE_FILE}: transformer.ln_f.bias holds NaN or infinity"
+    assert said in import_error(tiny, capsys)
 
 
 @pytest.fixture
@@ -237,6 +270,11 @@ def test_nothing_is_written_over(tiny: Path, tmp_path: Path, capsys: pytest.Capt
     assert "holds checkpoints already" in text
     text = error_of(["--load", str(save), "--to-hf", str(tiny)], capsys)
     assert "holds a model already" in text
+    text = error_of(["--load", str(save), "--to-hf", str(save)], capsys)
+    assert "holds checkpoints: name another folder" in text
+    assert not (save / "config.json").exists()
+    text = error_of(["--from-hf", str(tiny), "--save", str(tiny)], capsys)
+    assert "holds a Hugging Face model: name another folder" in text
     text = error_of(["--from-hf", str(save), "--save", str(tmp_path / "other")], capsys)
     assert "is a checkpoint of this program already" in text
 

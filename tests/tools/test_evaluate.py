@@ -51,16 +51,17 @@ def test_table_and_json(checkpoints: str, files: list[str], tmp_path: Path, caps
         assert shown in table
 
 
-def test_a_hugging_face_folder(tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_hugging_face_folder(opens: bool, tmp_path: Path, capsys) -> None:
     """Its loss is that of transformers, whose logits differ by 1e-5 from ours (test_convert_hf)."""
     theirs = llama()
     folder = saved(theirs, tmp_path / "llama")
-    add_tokenizer(folder)
+    add_tokenizer(folder, opens=opens)
     (tmp_path / "a.txt").write_text("the cat sat on mat and a dog ran to it")
     flags = ["--data-path", str(tmp_path / "a.txt"), "--json", "-"]
     assert main(["--load", str(folder), *flags]) == 0
     found = json.loads(capsys.readouterr().out)["perplexity"][0]
-    ids = torch.arange(1, 12)[None]  # the words of the tokenizer, in order
+    ids = torch.arange(0 if opens else 1, 12)[None]  # the words of the tokenizer, in order
     with torch.no_grad():
         logits = theirs(ids[:, :-1]).logits[0]
     assert found["loss"] == pytest.approx(F.cross_entropy(logits, ids[0, 1:]).item(), abs=2e-5)
@@ -76,6 +77,7 @@ def test_a_hugging_face_folder(tmp_path: Path, capsys) -> None:
         ("--load {load} --data-path {none}.txt", "none.txt: no such file, and no dataset"),
         ("--load {load} --choices a.txt {none}.jsonl", "none.jsonl: no such file, and no dataset"),
         ("--load {load} --data-path a.txt --seq-length 33", "33: the model has 32 positions"),
+        ("--load {none} --data-path a.txt --json {none}/x", "--json {none}/x: there is no folder"),
         ("--load {load} --data-path a.txt --batch-size 0", "--batch-size 0"),
         ("--load {load} --data-path a.txt --speed 3", "unknown flag --speed"),
     ],
@@ -87,7 +89,19 @@ def test_errors(
     (tmp_path / "a.txt").write_text("a text")
     words = flags.format(load=checkpoints, none=tmp_path / "none").split()
     assert main(words) == 1
-    assert said in capsys.readouterr().err
+    assert said.format(none=tmp_path / "none") in capsys.readouterr().err
+
+
+def test_what_was_measured_before_a_bad_file_is_shown(
+    checkpoints: str, files: list[str], tmp_path: Path, capsys
+) -> None:
+    (tmp_path / "bad.jsonl").write_text("{")
+    more = ["--choices", str(tmp_path / "bad.jsonl"), "--json", str(tmp_path / "found.json")]
+    assert main(["--load", checkpoints, *files[:4], *more]) == 1
+    found = capsys.readouterr()
+    assert "perplexity" in found.out and "last-word accuracy" in found.out
+    assert "bad.jsonl, line 1: not JSON" in found.err
+    assert json.loads((tmp_path / "found.json").read_text()).keys() >= {"perplexity", "last_word"}
 
 
 def test_one_rank_only(checkpoints: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -12,12 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from megatron_zpp.generate import Request, complete
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.sampling import Sampling
 from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
-from tests.launched import ROOT, start, zeropp
+from tests.launched import ROOT, start, wait_for, zeropp
+from tests.megatron_zpp.foreign_models import WORDS, add_tokenizer, llama
+from tests.megatron_zpp.foreign_models import saved as saved_in
 from tests.megatron_zpp.text_models import save_text_model
 from tools.generate import UNPRINTABLE, main
 
@@ -102,7 +105,7 @@ def test_stop_texts_and_tokens(saved: tuple[Path, GPT], capsys: pytest.CaptureFi
     folder, model = saved
     whole = text_of(model, "ab", 30)
     stop = next(c for c in whole[4:] if c.isascii() and c.isprintable() and c not in whole[:4])
-    for flags in (["--stop", "nothing", stop], ["--stop-token", "300", str(ord(stop))]):
+    for flags in (["--stop", "nothing", stop], ["--stop-token", "255", str(ord(stop))]):
         assert main(["--load", str(folder), "--prompt", "ab", *flags]) == 0
         assert capsys.readouterr().out == "ab" + whole[: whole.index(stop)] + "\n"
 
@@ -120,6 +123,8 @@ def test_stop_texts_and_tokens(saved: tuple[Path, GPT], capsys: pytest.CaptureFi
         (["--prompt", "a", "--top-p", "1.5"], "--top-p 1.5: expected at most 1"),
         (["--prompt", "a", "--top-q", "1"], "--top-p"),
         (["--prompt", "a", "--dtype", "fp64"], "--dtype fp64"),
+        (["--prompt", "a", "--stop-token", "257"], "token id 257 is outside the 257 ids"),
+        (["--prompt", "a\udcff"], "--prompt: 'a\\udcff' is not UTF-8 text"),
         (["--prompt", "a", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], "tokenizer"),
     ],
 )
@@ -139,6 +144,93 @@ def test_bad_lines_are_named(folder: str, tmp_path: Path, capsys: pytest.Capture
         assert main(["--load", folder, "--input", str(tmp_path / "p.jsonl")]) == 1
         error = capsys.readouterr().err
         assert "p.jsonl, line 3" in error and said in error
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_the_text_of_transformers(
+    opens: bool, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Of tokenizers, too, that put begin of sentence before a text."""
+    theirs = llama(vocab_size=len(WORDS))
+    folder = saved_in(theirs, tmp_path / "llama")
+    add_tokenizer(folder, opens=opens)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("the cat sat", return_tensors="pt")["input_ids"]
+    assert ids.shape[1] == 3 + opens
+    settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    drawn = theirs.generate(ids, **settings)[0, ids.shape[1] :]
+    flags = ["--prompt", "the cat sat", "--temperature", "0", "--max-new-tokens", "20"]
+    assert main(["--load", str(folder), *flags]) == 0
+    words = [WORDS[token] for token in drawn if token]
+    assert words and capsys.readouterr().out.split() == ["the", "cat", "sat", *words]
+
+
+def test_lines_end_where_new_lines_are(
+    saved: tuple[Path, GPT], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """JSON keeps U+2028 and U+0085 as they are; a form feed ends a page, not a line."""
+    folder, model = saved
+    odd = "a\u2028b\x85c"
+    content = json.dumps({"prompt": odd}, ensure_ascii=False)
+    (tmp_path / "p.jsonl").write_bytes(b"\xef\xbb\xbf" + content.encode())
+    (tmp_path / "p.txt").write_bytes(b"a\x0cb\r\n\r\nc\n")
+    for name, expected in [("p.jsonl", [odd]), ("p.txt", ["a\x0cb", "", "c"])]:
+        flags = ["--input", str(tmp_path / name), "--max-new-tokens", "3"]
+        assert main(["--load", str(folder), *flags]) == 0
+        texts = [one + text_of(model, one, 3, seed=n) + "\n" for n, one in enumerate(expected)]
+        assert capsys.readouterr().out == "".join(texts)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("p.txt", b"", "there is no prompt in it"),
+        ("p.jsonl", b"\n\n", "there is no prompt in it"),
+        ("p.txt", b"ab\n\xff\n", "not UTF-8 text (byte 3)"),
+        ("p.jsonl", b'{"prompt": "\xff"}', "line 1: not JSON"),
+        ("p.jsonl", b'{"prompt": "\\ud800"}', "line 1: 'prompt' has half of a surrogate pair"),
+        ("p.jsonl", b'{"prompt": 1%s}' % (b"0" * 5000), "line 1: not JSON"),
+    ],
+)
+def test_files_that_hold_no_prompts(
+    name: str, content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Each is named before the model is read: there is none here."""
+    (tmp_path / name).write_bytes(content)
+    assert main(["--load", "nowhere", "--input", str(tmp_path / name)]) == 1
+    found = capsys.readouterr().err
+    assert found.startswith("error: ") and name in found and said in found
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [("no/folder/x.jsonl", "there is no folder"), (".", "is a folder; name a file")],
+)
+def test_a_place_that_takes_no_file_is_named_first(
+    output: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    flags = ["--prompt", "a", "--output", str(tmp_path / output)]
+    assert main(["--load", "nowhere", *flags]) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_interrupted_all_ranks_end_at_once(
+    num_ranks: int, saved: tuple[Path, GPT], tmp_path: Path
+) -> None:
+    """The launcher need not wait for ranks that wait for each other: it gives them five minutes."""
+    flags = f"--load {saved[0]} --prompt ab --stop never --max-new-tokens 1000000"
+    alone = [sys.executable, str(ROOT / "tools/generate.py"), *flags.split()]
+    command = alone if num_ranks == 1 else zeropp(2, "tools/generate.py", flags)
+    log = tmp_path / "log"
+    process = start(command, log, tmp_path)
+    wait_for("ab", log, process)
+    time.sleep(0.5)
+    begun = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 130
+    assert time.monotonic() - begun < 4
+    assert " tokens/s]" in log.read_text() and "Traceback" not in log.read_text()
 
 
 def test_what_a_terminal_would_obey_is_not_sent_to_it() -> None:

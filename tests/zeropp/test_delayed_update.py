@@ -207,3 +207,14 @@ def test_its_memory_is_said(caplog):
     elements = sum(one.numel() for one in fresh_stack().parameters())
     size = elements * (16 + 4) / 2**30
     assert f"{elements:,} parameters of this rank in host memory, {size:.2f} GiB" in caplog.text
+
+
+@ranks(2)
+def test_the_16_bit_model_has_the_newest_weights(tmp_path):
+    engine = engine_of(config_of(bf16={"enabled": True}) | DELAYED)
+    run(engine, WARMUP + 2)
+    path = engine.save_16bit_model(tmp_path)
+    masters = engine.optimizer.masters
+    expected = {n: masters[one].full_tensor() for n, one in engine.module.named_parameters()}
+    saved = torch.load(path, weights_only=True)
+    assert all(torch.equal(saved[name], one.bfloat16()) for name, one in expected.items())

@@ -4,6 +4,8 @@ Where there is no GPU, device and host are one: the steps are the same but for t
 """
 
 import logging
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -124,8 +126,15 @@ def test_ratio_is_the_part_of_the_weights_on_the_host():
     device = torch.device("meta")
     sizes = [torch.nn.Parameter(torch.empty(size)) for size in (30, 10, 40, 20)]
     for ratio, count in ((0.0, 0), (0.3, 1), (0.39, 1), (0.4, 2), (0.8, 3), (1.0, 4)):
-        places = list(module._places(sizes, ratio, device))
+        places = list(module.places(sizes, ratio, device))
         assert places == [HOST] * count + [device] * (4 - count)
+
+
+def test_what_is_larger_than_the_ratio_leaves_room_for_others():
+    """A GPT's embedding comes first, and may be a third of it."""
+    sizes = [torch.nn.Parameter(torch.empty(size)) for size in (50, 10, 30, 10)]
+    device = torch.device("meta")
+    assert list(module.places(sizes, 0.4, device)) == [device, HOST, HOST, device]
 
 
 @ranks(2)
@@ -162,6 +171,28 @@ def test_too_little_memory_is_said_before_any_is_taken(monkeypatch):
     sharding = shard(fresh_stack(), None, ZeroConfig())
     with pytest.raises(InputError, match=r"needs 0\.0 GiB of host memory for the 1 ranks.*ratio"):
         offloaded(sharding)
+
+
+@ranks(1)
+def test_page_locked_memory_is_counted_as_pytorch_takes_it():
+    """A power of two for each tensor: of 33 numbers in 4 bytes 256, in 2 bytes 128."""
+    config, elsewhere = configured({"stage": 2}, **FORMATS["bf16"]), torch.device("meta")
+    for pin, needed in ((False, 33 * 18), (True, 33 * 8 + 2 * 256 + 128)):
+        for free in (needed, needed - 1):
+            sharding = shard(torch.nn.Linear(33, 1, bias=False), data_mesh(), config)
+            expected = nullcontext() if free == needed else pytest.raises(InputError, match="GiB")
+            with patch.object(module, "free_bytes", lambda free=free: free), expected:
+                Offload(sharding, elsewhere, ratio=1.0, pin_memory=pin)
+
+
+@ranks(2)
+def test_too_little_memory_on_one_machine_is_said_on_all():
+    """And nobody takes any before all have looked."""
+    free = 1000 if dist.get_rank() else 2**40
+    with patch.object(module, "free_bytes", lambda: free), patch.object(Offload, "_empty") as taken:
+        with pytest.raises(InputError, match="host memory for the 2 ranks"):
+            offloaded(sharded({"stage": 2}, FORMATS["bf16"]))
+    assert not taken.called
 
 
 @ranks(1)

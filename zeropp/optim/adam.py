@@ -118,16 +118,18 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a state that may be torch's: its fused kernels keep counts on the device, and every
-        optimizer loads moments in the parameters' type."""
+        optimizer loads moments in the parameters' type. Raises InputError for one of no Adam."""
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("decoupled_weight_decay", True)
             _check(group)
         for entries in self.state.values():
-            if "step" in entries:
-                count = float(entries["step"])
-                entries["step"] = torch.tensor(count, dtype=torch.float32, device="cpu")
-                entries |= {name: entries[name].to(self.moment_dtype) for name in MOMENTS}
+            if not entries:
+                continue
+            _require_adams(entries)
+            count = float(entries["step"])
+            entries["step"] = torch.tensor(count, dtype=torch.float32, device="cpu")
+            entries |= {name: entries[name].to(self.moment_dtype) for name in MOMENTS}
 
     def await_gradients(self) -> None:
         """Wait until the gradients are where `step` reads them: here they always are."""
@@ -232,6 +234,15 @@ def _in_memory_order(tensors: list[Tensor]) -> list[Tensor]:
         axes = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
         parameter, gradient, *others = (tensor.permute(axes) for tensor in tensors)
     return [parameter, gradient.contiguous(), *others]
+
+
+def _require_adams(state: Mapping[str, Any]) -> None:
+    wanted = ("step", *MOMENTS)
+    if not state.keys() >= set(wanted):
+        raise InputError(
+            f"the optimizer's state holds {', '.join(state)}, and Adam's is {', '.join(wanted)}: "
+            "it is another optimizer's; load the weights without it"
+        )
 
 
 def _check(group: Mapping[str, Any]) -> None:

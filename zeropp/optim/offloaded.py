@@ -61,8 +61,9 @@ class OffloadedAdam(FusedAdam):
         self.offload = offload
         self.moment_dtype, self.seed = moments
         masters = offload.masters
-        held = [
-            {**group, "params": [masters[one] for one in group["params"]]} for group in groups
+        held = [  # what is frozen has no master
+            {**group, "params": [masters.get(one, one) for one in group["params"]]}
+            for group in groups
         ]
         super().__init__(held, copies=offload.copies, **settings)
 
@@ -71,6 +72,13 @@ class OffloadedAdam(FusedAdam):
         """The model's parameters -> the fp32 weights in their places, the last step done."""
         self.settle()
         return self.offload.masters
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As `FusedAdam`'s; the list of groups stays the same one, as a schedule may hold it."""
+        held = getattr(self, "param_groups", [])
+        super().__setstate__(state)
+        held[:] = self.param_groups
+        self.param_groups = held
 
     def await_gradients(self) -> None:
         """Wait until the gradients are on the host."""

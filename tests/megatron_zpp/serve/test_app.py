@@ -126,6 +126,11 @@ def test_nothing_asked_for(server: Server) -> None:
         ({"stream": "yes"}, 400, "stream", "true or false"),
         ({"echo": 1}, 400, "echo", "true or false"),
         ({"logprobs": 3}, 400, "logprobs", "not available here"),
+        ({"logprobs": 0}, 400, "logprobs", "not available here"),
+        ({"best_of": True}, 400, "best_of", "not available here"),
+        ({"stream_options": "usage"}, 400, "stream_options", "must be an object"),
+        ({"stream_options": {"usage": True}}, 400, "stream_options", 'known in it is "include_usa'),
+        ({"\ud800": 1}, 400, "?", "unknown field '\\ud800'"),
         ({"best_of": 2}, 400, "best_of", "not available here"),
         ({"tempreature": 1}, 400, "tempreature", "unknown field"),
         ({"model": "gpt-9"}, 404, "model", "there is no model 'gpt-9' here, only 'tiny'"),
@@ -143,6 +148,27 @@ def test_malformed_requests(
     assert said in error["message"] and error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert server.steps == 0
+
+
+def test_usage_is_asked_for_in_streams_only(server: Server) -> None:
+    asked = {"prompt": "a", "stream_options": {"include_usage": True}}
+    status, answer = server.ask("POST", "/v1/completions", asked)
+    assert status == 400 and answer["error"]["param"] == "stream_options"
+    asked = {"prompt": "a", "stream": True, "stream_options": {"include_usage": 1}}
+    status, answer = server.ask("POST", "/v1/completions", asked)
+    assert status == 400 and "true or false" in answer["error"]["message"]
+
+
+def test_a_client_that_leaves_before_it_has_asked(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That is not the server's failure, and leaves no traceback in its log."""
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n"
+        connection.sendall(head + b"{")
+        time.sleep(0.2)
+    assert server.ask("POST", "/v1/completions", {"prompt": "a"})[0] == 200
+    assert not caplog.records
 
 
 def test_too_long_has_the_code_that_clients_know(server: Server) -> None:

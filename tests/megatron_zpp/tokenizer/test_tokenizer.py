@@ -67,6 +67,7 @@ def test_hugging_face_agrees_with_the_two_files(bpe: Path, gpt2: Tokenizer) -> N
 
 
 def test_hugging_face_adds_nothing_and_cuts_nothing(bpe: Path, tmp_path: Path) -> None:
+    """Prompts alone get what the model expects before a text."""
     model = tokenizers.Tokenizer.from_file(str(bpe / "tokenizer.json"))
     end = model.token_to_id(END_OF_DOCUMENT)
     model.post_processor = tokenizers.processors.TemplateProcessing(
@@ -75,7 +76,10 @@ def test_hugging_face_adds_nothing_and_cuts_nothing(bpe: Path, tmp_path: Path) -
     model.enable_truncation(5)
     model.enable_padding(length=1000)
     model.save(str(tmp_path / "tokenizer.json"))
-    assert hf_of(tmp_path).encode(TEXTS[0]) == hf_of(bpe).encode(TEXTS[0])
+    ids = hf_of(bpe).encode(TEXTS[0])
+    assert hf_of(tmp_path).encode(TEXTS[0]) == ids == hf_of(bpe).prompt(TEXTS[0])
+    assert hf_of(tmp_path).prompt(TEXTS[0]) == [end, *ids]
+    assert hf_of(tmp_path).prompt("") == [end]
 
 
 def test_hugging_face_end_of_document(bpe: Path, tmp_path: Path) -> None:
