@@ -45,6 +45,7 @@ def main() -> int:
         signal.signal(one, _end)
     result = {**begin("mixz"), "shape": dict(shape_of(options)), "rate": options.rate}
     try:
+        require_two(options)
         emulation.bits_per_second(options.rate)
         emulation.require_means()
         result["rows"] = measure(options)
@@ -67,6 +68,13 @@ def read_options() -> argparse.Namespace:
     add_json(parser)
     add_flags(parser, **SHAPE)
     return parser.parse_args()
+
+
+def require_two(options: argparse.Namespace) -> None:
+    """Raise InputError for fewer steps or tokens than the first and one of those after it."""
+    for name in ("steps", "tokens"):
+        if getattr(options, name) < 2:
+            raise InputError(f"--{name} {getattr(options, name)}: the first is shown apart: give 2")
 
 
 def measure(options: argparse.Namespace) -> list[dict]:

@@ -5,10 +5,10 @@
 Each line is {"prompt": a function without its docstring, "answer": the first paragraph of it}.
 """
 
+import argparse
 import ast
 import hashlib
 import json
-import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,9 @@ QUESTION = "Write the docstring of this Python function.\n\n{source}\n\nDocstrin
 
 def main() -> None:
     """Write the file that the command line names."""
-    target = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("target", type=Path, help="file to write, in .jsonl")
+    target = parser.parse_args().target
     target.parent.mkdir(parents=True, exist_ok=True)
     found = {one["prompt"]: one for path in sources() for one in examples(path)}
     lines = [json.dumps(one) for one in sorted(found.values(), key=place)]

@@ -133,18 +133,17 @@ class Plan:
 
     @property
     def built(self) -> int:
-        """Bytes on the device while its shards are filled, with the largest one that is numbers
-        before it is stored as codes; on a CPU, as host and device, with the largest weight, whole.
-        """
+        """Bytes on the device when its shards have been filled, with the largest shard that is
+        numbers before it is codes; on a CPU, which is both places, with the largest weight too."""
         if self.config.zero.offloads_weights and not self.is_cpu:
             return 0
         pieces = [one for unit in self.forecast.units for one in unit]
-        if self.offloads and not self.is_cpu:
+        passing = max((one.elements for one in pieces if one.packed_bytes), default=0)
+        if self.is_cpu:
+            passing += max(one.numel() for one in self.model.parameters())
+        elif self.offloads:
             pieces = [one for one in pieces if not one.trainable]
-        shards = sum(one.packed_bytes or WIDE * one.elements for one in pieces)
-        stored = max((one.elements for one in pieces if one.packed_bytes), default=0)
-        whole = max(one.numel() for one in self.model.parameters()) if self.is_cpu else 0
-        return shards + WIDE * (stored + whole)
+        return sum(one.packed_bytes or WIDE * one.elements for one in pieces) + WIDE * passing
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:

@@ -255,7 +255,8 @@ def watch_gradients(unit: FSDPModule) -> Callable[[], tuple[int, ...]]:
         seen.clear()
         return taken
 
-    unit.register_forward_pre_hook(watch)  # after FSDP2's own, which gathers the parameters
+    for module in unit._get_fsdp_state()._modules:  # a pass may run some of them only
+        module.register_forward_pre_hook(watch)  # after FSDP2's own, which gathers the parameters
     return take
 
 

@@ -33,6 +33,16 @@ def test_frozen_weights_cross_once_with_hpz(tmp_path):
     assert stored["held_bytes"] < 0.52 * exact["held_bytes"]
 
 
+@pytest.mark.parametrize("flag", ["--steps", "--tokens"])
+def test_one_of_each_is_too_few(flag):
+    done = subprocess.run(
+        [sys.executable, "benchmarks/mixz.py", flag, "1"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (
+        1, f"error: {flag} 1: the first is shown apart: give 2\n"
+    )  # fmt: skip
+
+
 def test_different_models_are_not_compared():
     steps = {"one": [{"loss": 4.0}], "other": [{"loss": 4.1}]}
     with pytest.raises(Refused, match="different models"):

@@ -156,6 +156,24 @@ def test_transformers_generate(when: str) -> None:
 
 
 @ranks(2)
+def test_adapters_are_saved_as_peft_saves_them(tmp_path: object) -> None:
+    engine, *_ = zeropp.initialize(model=llama(), config=config_of(MIXZ))
+    model = converted(engine.module)
+    engine.optimizer.quantize_nontrainable_params()
+    losses_of(engine)
+    trained = [one for one in engine.module.parameters() if one.requires_grad]
+    with zeropp.zero.GatheredParameters(trained):
+        if dist.get_rank() == 0:
+            model.save_pretrained(tmp_path / "adapters")
+    dist.barrier()
+    base = rounded(llama().requires_grad_(False), 2)
+    plain = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
+    with torch.no_grad():
+        found, expected = (one(input_ids=tokens_of(9)).logits for one in (engine.eval(), plain))
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+@ranks(2)
 def test_the_snippet_of_the_tutorial() -> None:
     """MixZ++'s tutorial: a base model is initialized, converted to LoRA, and one call follows."""
     expected = plain_losses(rounded(converted(llama()), 2))
