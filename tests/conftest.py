@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, which reads it
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from tests.closed_folder import ClosedFolder  # noqa: E402  (needs the path above)
 from tests.ranks import shared_pool  # noqa: E402
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture

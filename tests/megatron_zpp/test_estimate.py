@@ -97,10 +97,15 @@ STORED = {"stage": 3, "zero_quantized_nontrainable_weights": True}
 )
 @ranks(4, ranks_per_node=2)
 def test_adapters_beside_frozen_weights(zero, more, tmp_path):
+    """Without gradients of most weights a forward pass is the fullest, and on a busy CPU a gather
+    more than foretold may then be under way: another block's weights."""
     path = tmp_path / f"{dist.get_rank()}.json"
     path.write_text(json.dumps({"zero_optimization": zero} | more))
     foretold, measured = both(f"{MODEL}{LORA} 24 --deepspeed-config {path}")
-    assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
+    block, width = foretold.sharding.model.blocks[0], foretold.sharding.compute_dtype.itemsize
+    gather = width * sum(one.numel() for one in block.parameters())
+    low, high = foretold.host_bytes * (1 - LEEWAY), foretold.host_bytes * (1 + LEEWAY)
+    assert low <= measured <= high + gather
 
 
 @ranks(1)
