@@ -19,11 +19,7 @@ Places = tuple[tuple[nn.Module, str], ...]  # where one tensor hangs in a model;
 
 def set_aside(model: nn.Module) -> Mapping[Deferred, Places]:
     """Put meta tensors in the places of deferred ones; return these, to be filled afterwards."""
-    found: dict[Deferred, Places] = {}
-    for module in model.modules():
-        for name, tensor in _own_tensors(module):
-            if isinstance(tensor, Deferred):
-                found[tensor] = (*found.get(tensor, ()), (module, name))
+    found = _places(model, lambda one: isinstance(one, Deferred))
     for deferred, places in found.items():
         meta = torch.empty_strided(
             deferred.size(), deferred.stride(), dtype=deferred.dtype, device="meta"
@@ -44,12 +40,7 @@ def fill(
 
 def make_room(model: nn.Module, place: Callable[[torch.Tensor], torch.device]) -> None:
     """Give meta tensors memory without values, on the device that `place` names for each."""
-    found: dict[torch.Tensor, Places] = {}
-    for module in model.modules():
-        for name, tensor in _own_tensors(module):
-            if tensor.is_meta:
-                found[tensor] = (*found.get(tensor, ()), (module, name))
-    for tensor, places in found.items():
+    for tensor, places in _places(model, lambda one: one.is_meta).items():
         _put(_like(tensor, torch.empty_like(tensor, device=place(tensor))), places)
 
 
@@ -108,6 +99,18 @@ def _like(other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 def _put(tensor: torch.Tensor, places: Places) -> None:
     for module, name in places:
         setattr(module, name, tensor)
+
+
+def _places(
+    model: nn.Module, is_wanted: Callable[[torch.Tensor], bool]
+) -> dict[torch.Tensor, Places]:
+    """Where each wanted parameter and buffer hangs."""
+    found: dict[torch.Tensor, Places] = {}
+    for module in model.modules():
+        for name, tensor in _own_tensors(module):
+            if is_wanted(tensor):
+                found[tensor] = (*found.get(tensor, ()), (module, name))
+    return found
 
 
 def _own_tensors(module: nn.Module) -> Sequence[tuple[str, torch.Tensor]]:

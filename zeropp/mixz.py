@@ -56,10 +56,12 @@ def quantize_nontrainable_params(
 
 def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Sharding:
     """Shard parameters that were put into a sharded model, those of each unit as one more unit."""
-    added = {unit: apart for unit in sharding.units if (apart := _added(unit, sharding.units))}
+    units = sharding.units
+    known = {id(one.local) for unit in units for one in fsdp.own_shards(unit)}
+    added = {unit: apart for unit in units if (apart := _added(unit, units, known))}
     if not added:
         return sharding
-    if any(fsdp.has_run(unit) for unit in sharding.units):
+    if any(fsdp.has_run(unit) for unit in units):
         raise InputError(
             "there are parameters that were added after the model was first used, and FSDP2 takes "
             "no more then: add adapters before the first forward pass"
@@ -109,13 +111,12 @@ def hold_trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             group["param_names"] = [names[one] for one in group["params"]]
 
 
-def _added(unit: nn.Module, units: Sequence[nn.Module]) -> Apart:
+def _added(unit: nn.Module, units: Sequence[nn.Module], known: set[int]) -> Apart:
     """The parameters of a unit, not of those inside it, that nobody has sharded, and their users.
 
-    Copies that were made of sharded ones, as PEFT's modules_to_save, are among them.
+    `known` are the ids of shards; copies of these, as PEFT's modules_to_save, were added too.
     """
     others = {m for one in units if one is not unit and _within(one, unit) for m in one.modules()}
-    known = {id(one.local) for each in units for one in fsdp.own_shards(each)}
     owners = [module for module in unit.modules() if module not in others]
     own = {one for module in owners for one in module.parameters(recurse=False)}
     return users(unit, others, {one for one in own if id(_local(one)) not in known})
