@@ -168,3 +168,15 @@ def _llama_sizes(**more: int) -> dict[str, object]:
         num_key_value_heads=2, intermediate_size=40, bos_token_id=0, eos_token_id=0,
         tie_word_embeddings=False, **more,
     )  # fmt: skip
+
+
+def tokens() -> Tensor:
+    """[2, 40], the same each time: ids that all vocabularies here have."""
+    return torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(3))
+
+
+def logits(model: torch.nn.Module) -> Tensor:
+    """What a model, theirs or ours, makes of them."""
+    with torch.no_grad():
+        found = model(tokens())
+    return found if isinstance(found, Tensor) else found.logits

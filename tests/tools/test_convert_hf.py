@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_zpp.config import ModelConfig, TokenizerConfig
@@ -22,6 +21,7 @@ from tests.megatron_zpp.foreign_models import (
     add_tokenizer,
     gpt2,
     llama,
+    logits,
     save_own,
     saved,
     tensors_in,
@@ -34,16 +34,6 @@ from tools.convert_hf import main
 # of size 1, in each of a dozen operations one after another.
 LOGITS = dict(atol=5e-5, rtol=0)
 MIB = 2**20
-
-
-def tokens() -> Tensor:
-    return torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(3))
-
-
-def logits(model: torch.nn.Module) -> Tensor:
-    with torch.no_grad():
-        found = model(tokens())
-    return found if isinstance(found, Tensor) else found.logits
 
 
 def to_checkpoint(source: Path, save: Path, *more: str) -> Path:

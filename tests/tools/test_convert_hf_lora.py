@@ -8,13 +8,19 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_zpp.adapters import MergedWeights
 from megatron_zpp.hugging_face.adapters import CONFIG, TENSORS, targets
 from megatron_zpp.open_model import load_model, open_model
-from tests.megatron_zpp.foreign_models import gpt2, llama, neox, save_own, saved
+from tests.megatron_zpp.foreign_models import (
+    gpt2,
+    llama,
+    logits,
+    neox,
+    save_own,
+    saved,
+)
 from tests.megatron_zpp.tuned import tuned
 from tools.convert_hf import main
 
@@ -28,16 +34,6 @@ MODELS = {
                                                     mlp_bias=True),
     "gpt_neox": neox,
 }  # fmt: skip
-
-
-def tokens() -> Tensor:
-    return torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(3))
-
-
-def logits(model: torch.nn.Module) -> Tensor:
-    with torch.no_grad():
-        found = model(tokens())
-    return found if isinstance(found, Tensor) else found.logits
 
 
 def run(*arguments: object) -> None:
