@@ -207,7 +207,6 @@ class Screen:
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._is_terminal = out.isatty()
-        self._count = 0
         if hasattr(out, "reconfigure"):
             out.reconfigure(errors="replace")
 
