@@ -2,8 +2,8 @@
 
 import sys
 
-from megatron_zpp.main import main
-from zeropp.process_group import leave
+from megatron_zpp.train.pretrain import main
+from zeropp.ranks.process_group import leave
 
 if __name__ == "__main__":
     leave(main(sys.argv[1:]))

@@ -32,7 +32,7 @@ AVX512 = [
     "-Wno-maybe-uninitialized",  # GCC 12 warns of its own header, bug 105593
 ]  # fmt: skip
 PER_SOURCE = {"csrc/cpu_avx2.cpp": AVX2, "csrc/cpu_avx512.cpp": AVX512}
-CUDA = "zeropp._cuda"
+CUDA = "zeropp.quant._cuda"
 # Division is correctly rounded, and subnormals are kept, unless nvcc is told otherwise.
 CUDA_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "-Xcompiler=-fPIC,-ffp-contract=off"]
 # GPUs whose own code is built: of the first two the older, where nvcc still knows it. Code runs on
@@ -119,7 +119,7 @@ def builds_cuda() -> bool:
 
 
 KERNELS = Extension(
-    "zeropp._kernels",
+    "zeropp.quant._kernels",
     sources=sorted(glob("csrc/cpu*.cpp")),
     depends=sorted(glob("csrc/*.h")),
     extra_compile_args=EVERYWHERE,

@@ -26,7 +26,7 @@ from types import MappingProxyType
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from benchmarks.gpu_report import (  # noqa: E402
+from benchmarks.shared.gpu_report import (  # noqa: E402
     Outcome,
     State,
     Told,
@@ -36,7 +36,7 @@ from benchmarks.gpu_report import (  # noqa: E402
     output,
     report,
 )
-from benchmarks.limited import run_limited  # noqa: E402
+from benchmarks.shared.limited import run_limited  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 
 LIBRARIES = MappingProxyType(
@@ -44,10 +44,10 @@ LIBRARIES = MappingProxyType(
 )
 MARKED = re.compile(r"pytest\.mark\.gpu|from tests\.gpu import")  # a file with tests for GPUs
 SANITIZED = (  # every kernel, ragged and misaligned; in a minute, though each access is watched
-    "tests/zeropp/test_cuda.py::test_rows_of_ragged_segments[dtype2-wire0-1]",
-    "tests/zeropp/test_cuda.py::test_sums_of_ragged_segments[3]",
-    "tests/zeropp/test_cuda.py::test_more_segments_than_a_launch_takes[57]",
-    "tests/zeropp/test_cuda_adam.py::test_ragged_and_wide_tensors[dtype0-copy_type1-shifts1]",
+    "tests/zeropp/quant/test_cuda.py::test_rows_of_ragged_segments[dtype2-wire0-1]",
+    "tests/zeropp/quant/test_cuda.py::test_sums_of_ragged_segments[3]",
+    "tests/zeropp/quant/test_cuda.py::test_more_segments_than_a_launch_takes[57]",
+    "tests/zeropp/optim/test_cuda_adam.py::test_ragged_and_wide_tensors[dtype0-copy_type1-shifts1]",
 )
 OURS_ONLY = ("--kernel-name", "kns=zpp", "--error-exitcode", "9")  # what to watch: our namespace
 EXACT_ALLOCATIONS = MappingProxyType({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
@@ -146,12 +146,12 @@ def steps(device: str, options: argparse.Namespace, keep: Path) -> Iterator[Step
         )  # fmt: skip
     yield Step(
         name="kernels", title="Kernels", share=0.15,
-        command=(python, "benchmarks/kernels.py", "--device", device, "--json",
+        command=(python, "benchmarks/kernels/quantize_kernels.py", "--device", device, "--json",
                  str(keep / "kernels.json"), *for_kernels),
     )  # fmt: skip
     yield Step(
         name="train", title="Training", share=1.0,
-        command=(python, "benchmarks/gpu_train.py", "--device", device, "--json",
+        command=(python, "benchmarks/step/gpu_train.py", "--device", device, "--json",
                  str(keep / "train.json"), *for_train),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-// The yardstick of benchmarks/cpu_adam.py: a loop that reads and writes what Adam does and computes
+// The yardstick of benchmarks/kernels/cpu_adam.py: a loop that reads and writes what Adam does and computes
 // next to nothing. The mask is 0, which the compiler cannot know, so that all numbers stay.
 #include <stdint.h>
 

@@ -1,5 +1,5 @@
-// How numbers and packed rows lie in memory, for every processor: zeropp/packing.py defines it.
-// Element types and widths are numbered as zeropp/library.py numbers them.
+// How numbers and packed rows lie in memory, for every processor: zeropp/quant/packing.py defines it.
+// Element types and widths are numbered as zeropp/quant/library.py numbers them.
 #pragma once
 
 #include <stdint.h>
@@ -11,7 +11,7 @@ namespace zpp {
 enum Type { BF16 = 0, FP16 = 1, FP32 = 2, NUM_TYPES = 3 };
 enum Width { INT8 = 0, INT4 = 1, NUM_WIDTHS = 2 };
 
-constexpr int64_t VERSION = 2;  // zeropp/library.py has the same: of what Python passes
+constexpr int64_t VERSION = 2;  // zeropp/quant/library.py has the same: of what Python passes
 constexpr int64_t ALIGN = 16;   // bytes
 constexpr int RAW = 16;         // the "bits" of a segment that is not quantized
 constexpr int64_t WORD_BYTES[NUM_TYPES] = {2, 2, 4};

@@ -1,5 +1,5 @@
 // Loops of the sample index that NumPy has no word for: each reads and writes its arrays once.
-// Plain C to the outside, called by megatron_zpp/data/native.py; nothing here knows Python.
+// Plain C to the outside, called by megatron_zpp/data/compiled_index.py; nothing here knows Python.
 
 #include <cstdint>
 #include <limits>
@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int64_t kVersion = 1;  // megatron_zpp/data/native.py has the same
+constexpr int64_t kVersion = 1;  // megatron_zpp/data/compiled_index.py has the same
 constexpr int kMaxUnrolled = 16;  // datasets of a blend
 constexpr int kAhead = 64;        // elements whose memory is asked for before they are needed
 

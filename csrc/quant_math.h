@@ -15,7 +15,7 @@
 
 namespace zpp {
 
-// Elements that share a scale; zeropp/packing.py has the same.
+// Elements that share a scale; zeropp/quant/packing.py has the same.
 constexpr int BLOCK8 = 256;
 constexpr int BLOCK4 = 128;
 // A block with no element of this magnitude becomes zeros (2^-94): scales, reciprocals, products

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import zeropp
-from zeropp.process_group import pick_device, start_process_group
-from zeropp.topology import Environment
+from zeropp.ranks.process_group import pick_device, start_process_group
+from zeropp.ranks.topology import Environment
 
 LENGTH, SAMPLES = 64, 4  # bytes per sample, samples per rank and step
 SHAPE = dict(n_layer=2, n_head=4, n_embd=96, n_positions=LENGTH, vocab_size=256)

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from torch.distributed.run import get_args_parser
 
-from megatron_zpp.arguments import SPOKEN, parse
-from megatron_zpp.command_line import read, vocabulary
-from megatron_zpp.config import DataConfig, TokenizerConfig
-from megatron_zpp.config.spoken import SHORTHANDS
 from megatron_zpp.serve.config import ServeConfig
-from megatron_zpp.text_model import TextModelConfig
+from megatron_zpp.settings.arguments import SPOKEN, parse
+from megatron_zpp.settings.command_line import read, vocabulary
+from megatron_zpp.settings.config import DataConfig, TokenizerConfig
+from megatron_zpp.settings.json_flags import SHORTHANDS
+from megatron_zpp.text.text_model import TextModelConfig
 from tools import generate
 from tools.consolidate import ConsolidateConfig
 from tools.convert_hf import ConvertConfig
@@ -30,8 +30,8 @@ from tools.fetch_smollm2 import FetchConfig
 from tools.inspect_dataset import InspectConfig
 from tools.merge_datasets import MergeConfig
 from tools.preprocess_data import PreprocessConfig
-from zeropp import launch
 from zeropp.errors import InputError
+from zeropp.ranks import launcher as launch
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"zeropp", "megatron_zpp", "tests", "tools", "docs", "examples", "benchmarks", ".ci"}
@@ -170,7 +170,7 @@ def known_flags() -> frozenset[str]:
     for sections in SECTIONS.values():
         words |= set(vocabulary(sections, ()))
     own = {f"--{word}" for word in words} | OTHER_FLAGS
-    sources = [ROOT / "zeropp/launch.py", *ROOT.glob("benchmarks/*.py"), *ROOT.glob("tools/*.py")]
+    sources = [ROOT / "zeropp/ranks/launcher.py", *ROOT.glob("benchmarks/*.py"), *ROOT.glob("tools/*.py")]
     for path in sources:
         own |= set(re.findall(r'"(--[\w-]+)"', path.read_text()))
     own |= set(get_args_parser()._option_string_actions)

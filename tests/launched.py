@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LAUNCH = (sys.executable, "-c", "import sys; from zeropp.launch import main; sys.exit(main())")
+LAUNCH = (sys.executable, "-c", "import sys; from zeropp.ranks.launcher import main; sys.exit(main())")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 

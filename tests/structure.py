@@ -17,7 +17,7 @@ MAX_POSITIONAL = 7
 MAX_COLUMNS = 100
 
 PACKAGES = ("zeropp", "megatron_zpp")
-READS_ENVIRONMENT = "zeropp.topology"
+READS_ENVIRONMENT = "zeropp.ranks.topology"
 KNOWS_FSDP = "zeropp.fsdp_adapter"
 FSDP_PRIVATE = re.compile(
     r"_fsdp_param\w*|_fsdp_state|_fully_shard|_set_unshard\w*|_get_fsdp\w*|_lazy_init|_fsdp_api"
@@ -32,33 +32,33 @@ MUTATING = (
 # Layers from the top down: a module may import from its own layer and those below it. The longest
 # name that fits decides; what is not listed stands in the layer of its package's "*".
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("entry", ("megatron_zpp.main",)),
-    ("training", ("megatron_zpp.train", "megatron_zpp.iteration", "megatron_zpp.assemble")),
+    ("entry", ("megatron_zpp.train.pretrain",)),
+    ("training", ("megatron_zpp.train.loop", "megatron_zpp.train.step", "megatron_zpp.train.build")),
     ("around training", ("megatron_zpp.*",)),
     (
         "building",
         ("megatron_zpp.parallel", "megatron_zpp.model", "megatron_zpp.data")
         + ("megatron_zpp.tokenizer",),
     ),
-    ("settings", ("megatron_zpp.config", "megatron_zpp.flops")),
-    ("zeropp's face", ("zeropp", "zeropp.launch", "zeropp.engine", "zeropp.start")),
+    ("settings", ("megatron_zpp.settings.config", "megatron_zpp.model.flops")),
+    ("zeropp's face", ("zeropp", "zeropp.ranks.launcher", "zeropp.deepspeed.engine", "zeropp.start")),
     ("sharding", ("zeropp.*",)),
-    ("collectives", ("zeropp.collectives", "zeropp.in_flight", "zeropp.shared")),
+    ("collectives", ("zeropp.wire.collectives", "zeropp.wire.in_flight", "zeropp.wire.cross_stream")),
     (
         "ground",
-        ("zeropp.process_group", "zeropp.fsdp_adapter", "zeropp.quantize", "zeropp.traffic")
-        + ("zeropp.rank", "zeropp.unison", "zeropp.named_tensors", "zeropp.deferred")
-        + ("zeropp.route", "zeropp.link", "zeropp.frozen"),
+        ("zeropp.ranks.process_group", "zeropp.fsdp_adapter", "zeropp.quant.quantize", "zeropp.wire.traffic")
+        + ("zeropp.ranks.rank_main", "zeropp.ranks.coordination", "zeropp.checkpoint.state_tensors", "zeropp.sharding.recorded_tensor")
+        + ("zeropp.wire.route", "zeropp.wire.link", "zeropp.wire.frozen_weights"),
     ),
     (
         "operations",
-        ("zeropp.ops", "zeropp.packing", "zeropp.reference", "zeropp.native", "zeropp.cuda")
-        + ("zeropp.library",),
+        ("zeropp.quant.ops", "zeropp.quant.packing", "zeropp.quant.reference", "zeropp.quant.cpu", "zeropp.quant.cuda")
+        + ("zeropp.quant.library",),
     ),
     (
         "base",
-        ("zeropp.config", "zeropp.config_file", "zeropp.config_sections", "zeropp.config_keys")
-        + ("zeropp.errors", "zeropp.atomic", "zeropp.topology"),
+        ("zeropp.settings.zero_config", "zeropp.settings.json_file", "zeropp.settings.sections", "zeropp.settings.schema")
+        + ("zeropp.errors", "zeropp.atomic", "zeropp.ranks.topology"),
     ),
 )
 
@@ -223,7 +223,7 @@ def environment(source: Source) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         for name in names:
             if name in words:
-                yield f"{node.lineno}: uses os.{name}; that belongs in zeropp/topology.py"
+                yield f"{node.lineno}: uses os.{name}; that belongs in zeropp/ranks/topology.py"
 
 
 def private_fsdp(source: Source) -> Iterator[str]:

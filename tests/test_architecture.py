@@ -45,7 +45,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_every_layer_and_every_package_is_seen() -> None:
     assert {"zeropp", "megatron_zpp", "tests", "tools"} <= {one.package for one in SOURCES.values()}
-    assert "zeropp.config" in SOURCES and "pretrain_gpt" in SOURCES
+    assert "zeropp.settings.zero_config" in SOURCES and "pretrain_gpt" in SOURCES
     missing = [name for name in SOURCES if name.startswith("zeropp") and layer(name) < 0]
     assert not missing
 
@@ -55,7 +55,7 @@ def test_the_longest_name_decides_the_layer() -> None:
         return LAYERS[layer(module)][0]
 
     assert name("zeropp") == "zeropp's face"
-    assert name("zeropp.config") == name("zeropp.config_file") == "base"
+    assert name("zeropp.settings.zero_config") == name("zeropp.settings.json_file") == "base"
     assert name("zeropp.optim.step") == name("zeropp.something_new") == "sharding"
     assert name("megatron_zpp.data.loader") == "building"
     assert name("megatron_zpp.something_new") == "around training"
@@ -73,63 +73,63 @@ def project(**texts: str) -> dict[str, Source]:
     [
         (
             structure.wrong_direction,
-            project(zeropp__errors="from zeropp.stages import shard", zeropp__stages=""),
+            project(zeropp__errors="from zeropp.sharding.shard import shard", zeropp__stages=""),
             "zeropp/errors.py:1",
             "'sharding' above its own, 'base'",
         ),
         (
             structure.wrong_direction,
-            project(zeropp="from megatron_zpp.config import x", megatron_zpp__config=""),
+            project(zeropp="from megatron_zpp.settings.config import x", megatron_zpp__config=""),
             "zeropp/__init__.py:1",
             "usable without megatron_zpp",
         ),
         (
             structure.wrong_direction,
             project(zeropp__topology="\nfrom . import stages", zeropp__stages=""),
-            "zeropp/topology.py:2",
-            "imports zeropp.stages",
+            "zeropp/ranks/topology.py:2",
+            "imports zeropp.sharding.shard",
         ),
         (
             structure.wrong_direction,
-            project(megatron_zpp__model__gpt="import megatron_zpp.train", megatron_zpp__train=""),
+            project(megatron_zpp__model__gpt="import megatron_zpp.train.loop", megatron_zpp__train=""),
             "megatron_zpp/model/gpt.py:1",
             "'training' above its own, 'building'",
         ),
         (
             structure.late_imports,
             project(zeropp__stages="def f():\n    from zeropp import errors", zeropp__errors=""),
-            "zeropp/stages.py:2",
+            "zeropp/sharding/shard.py:2",
             "imports zeropp.errors inside f()",
         ),
         (
             structure.global_statements,
             project(zeropp__stages="x = 1\ndef f():\n    global x"),
-            "zeropp/stages.py:3",
+            "zeropp/sharding/shard.py:3",
             "global x",
         ),
         (
             structure.mutable_module_state,
             project(zeropp__stages="groups = {}"),
-            "zeropp/stages.py:1",
+            "zeropp/sharding/shard.py:1",
             "groups is mutable state",
         ),
         (
             structure.mutable_module_state,
             project(zeropp__stages="import collections\n"
                     "SEEN: dict = collections.defaultdict(list)\ndef f(x):\n    SEEN[x] = 1"),
-            "zeropp/stages.py:4",
+            "zeropp/sharding/shard.py:4",
             "changes SEEN",
         ),
         (
             structure.mutable_module_state,
             project(zeropp__stages="_ALL = []\ndef f(x):\n    _ALL.append(x)"),
-            "zeropp/stages.py:3",
+            "zeropp/sharding/shard.py:3",
             "changes _ALL",
         ),
         (
             structure.environment,
             project(megatron_zpp__main="import os\nx = os.environ['RANK']"),
-            "megatron_zpp/main.py:2",
+            "megatron_zpp/train/pretrain.py:2",
             "os.environ",
         ),
         (
@@ -141,46 +141,46 @@ def project(**texts: str) -> dict[str, Source]:
         (
             structure.private_fsdp,
             project(zeropp__stages="def f(m):\n    return m._fsdp_param_group"),
-            "zeropp/stages.py:2",
+            "zeropp/sharding/shard.py:2",
             "_fsdp_param_group",
         ),
         (
             structure.private_fsdp,
             project(zeropp__stages="from torch.distributed.fsdp._fully_shard import _fsdp_api"),
-            "zeropp/stages.py:1",
+            "zeropp/sharding/shard.py:1",
             "_fully_shard",
         ),
         (
             structure.patched_torch,
             project(zeropp__stages="from torch import nn\nnn.Linear.forward = None"),
-            "zeropp/stages.py:2",
+            "zeropp/sharding/shard.py:2",
             "nn.Linear.forward",
         ),
         (
             structure.swallowed_exceptions,
             project(zeropp__stages="try:\n    x = 1\nexcept Exception:\n    pass"),
-            "zeropp/stages.py:3",
+            "zeropp/sharding/shard.py:3",
             "hides mistakes",
         ),
         (
             structure.sizes,
             project(zeropp__stages="x = 1\n" * 401),
-            "zeropp/stages.py:401",
+            "zeropp/sharding/shard.py:401",
             "401 lines; at most 400",
         ),
         (
             structure.sizes,
             project(zeropp__stages="def f():\n" + "    x = 1\n" * 60),
-            "zeropp/stages.py:1",
+            "zeropp/sharding/shard.py:1",
             "f() has 61 lines",
         ),
         (
             structure.sizes,
             project(zeropp__stages="def f(a, b, c, d, e, f, /, g, h, *, i): ..."),
-            "zeropp/stages.py:1",
+            "zeropp/sharding/shard.py:1",
             "8 positional arguments",
         ),
-        (structure.sizes, project(zeropp__stages="#" * 101), "zeropp/stages.py:1", "101 columns"),
+        (structure.sizes, project(zeropp__stages="#" * 101), "zeropp/sharding/shard.py:1", "101 columns"),
         (structure.sizes, project(zeropp__utils=""), "zeropp/utils.py:1", "name the file"),
     ],
 )  # fmt: skip

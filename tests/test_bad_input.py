@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
-from megatron_zpp.main import main
+from megatron_zpp.train.pretrain import main
 from tests.full_disk import full_disk
 
 TINY = (

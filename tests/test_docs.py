@@ -65,7 +65,7 @@ def test_all_documents_and_their_commands_are_seen() -> None:
         (documents.commands, "`torchrun --nproc-per-nodes 8 pretrain_gpt.py`", "arguments"),
         (documents.commands, "`python -m pytest tests/nothing.py`", "no tests/nothing.py"),
         (documents.commands, "`sbatch examples/nothing.sh`", "no script examples/nothing.sh"),
-        (documents.commands, "`python benchmarks/train_step.py --speed 3`", "has no --speed"),
+        (documents.commands, "`python benchmarks/step/train_step.py --speed 3`", "has no --speed"),
     ],
 )
 def test_what_is_wrong_is_found(rule: Callable, text: str, said: str) -> None:
@@ -75,7 +75,7 @@ def test_what_is_wrong_is_found(rule: Callable, text: str, said: str) -> None:
 
 def test_what_is_right_is_left_alone() -> None:
     text = (
-        "[a](docs/pretraining.md#learning-rate) `zeropp/zero.py` `optim/step.py` `--zero_stage 3` "
+        "[a](docs/pretraining.md#learning-rate) `zeropp/deepspeed/zero.py` `optim/step.py` `--zero_stage 3` "
         "`make pretrain RANKS=2` `zeropp pretrain_gpt.py ...` `https://a.b/c`\n"
     )
     assert not [line for rule in RULES for line in rule(Document("README.md", text))]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_zpp.config import TokenizerConfig
+from megatron_zpp.settings.config import TokenizerConfig
 from tests.documents import problem
-from tests.megatron_zpp.pretraining import log_of, numbers
 from tests.megatron_zpp.tokenizer.vocabularies import TEXTS, train_bpe
+from tests.megatron_zpp.train.pretraining import log_of, numbers
 from tests.ranks import ranks
 from tools.preprocess_data import PreprocessConfig, preprocess
 from zeropp import ZeroConfig
@@ -25,7 +25,7 @@ PYTHON = {  # run by tests/test_python_examples.py, with the JSON that they read
     "shard_hugging_face.py", "ds_hugging_face.json",
     "standard_library.py", "docstrings.py",
 }  # fmt: skip
-MIXZ = "ds_mixz_config.json"  # needs a model: run by tests/megatron_zpp/test_finetune.py
+MIXZ = "ds_mixz_config.json"  # needs a model: run by tests/megatron_zpp/train/test_finetune.py
 JSON_FILES = sorted(EXAMPLES.glob("*.json"))
 JSON_FILES = [path for path in JSON_FILES if path.name not in (MIXZ, *PYTHON)]
 SMALL = (

@@ -16,17 +16,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
 
-from megatron_zpp import checkpoint  # noqa: E402
-from megatron_zpp.checkpoint_weights import CheckpointWeights, find_checkpoint  # noqa: E402
-from megatron_zpp.command_line import HELP, help_text, read, vocabulary  # noqa: E402
-from megatron_zpp.config.flag import Section, flag  # noqa: E402
-from megatron_zpp.safetensors_files import (  # noqa: E402
+from megatron_zpp.checkpoint import checkpoint  # noqa: E402
+from megatron_zpp.checkpoint.safetensors_files import (  # noqa: E402
     DTYPES,
     SUFFIX,
     Item,
     num_bytes,
     write_safetensors,
 )
+from megatron_zpp.checkpoint.whole_weights import CheckpointWeights, find_checkpoint  # noqa: E402
+from megatron_zpp.settings.command_line import HELP, help_text, read, vocabulary  # noqa: E402
+from megatron_zpp.settings.flag import Section, flag  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
 
 USAGE = "usage: python tools/consolidate.py --load FOLDER --output FILE.safetensors [flags]"

@@ -19,17 +19,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
 
-from megatron_zpp.command_line import HELP, help_text, read, vocabulary  # noqa: E402
-from megatron_zpp.config import TokenizerConfig  # noqa: E402
-from megatron_zpp.config.flag import Section, flag  # noqa: E402
-from megatron_zpp.convert import (  # noqa: E402
+from megatron_zpp.checkpoint.safetensors_files import DTYPES, num_bytes  # noqa: E402
+from megatron_zpp.models.convert import (  # noqa: E402
     export_adapters,
     export_model,
     flags,
     import_model,
 )
-from megatron_zpp.open_model import OpenedModel, open_model  # noqa: E402
-from megatron_zpp.safetensors_files import DTYPES, num_bytes  # noqa: E402
+from megatron_zpp.models.open_model import OpenedModel, open_model  # noqa: E402
+from megatron_zpp.settings.command_line import HELP, help_text, read, vocabulary  # noqa: E402
+from megatron_zpp.settings.config import TokenizerConfig  # noqa: E402
+from megatron_zpp.settings.flag import Section, flag  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
 
 USAGE = """\

@@ -26,21 +26,21 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
 
-from megatron_zpp.command_line import HELP, help_text, read, vocabulary  # noqa: E402
-from megatron_zpp.config import (  # noqa: E402
+from megatron_zpp.data.blend import BlendedDataset  # noqa: E402
+from megatron_zpp.data.gpt_dataset import GPTDataset, build_datasets  # noqa: E402
+from megatron_zpp.data.masks import loss_mask, position_ids  # noqa: E402
+from megatron_zpp.data.mock import MockDataset  # noqa: E402
+from megatron_zpp.data.split import SPLITS, parse_split  # noqa: E402
+from megatron_zpp.data.text_source import open_source  # noqa: E402
+from megatron_zpp.settings.command_line import HELP, help_text, read, vocabulary  # noqa: E402
+from megatron_zpp.settings.config import (  # noqa: E402
     DataConfig,
     ModelConfig,
     TokenizerConfig,
     TrainingConfig,
 )
-from megatron_zpp.config.flag import Section, flag, shared  # noqa: E402
-from megatron_zpp.config.spoken import IdleFlags  # noqa: E402
-from megatron_zpp.data.blend import BlendedDataset  # noqa: E402
-from megatron_zpp.data.gpt_dataset import GPTDataset, build_datasets  # noqa: E402
-from megatron_zpp.data.masks import loss_mask, position_ids  # noqa: E402
-from megatron_zpp.data.mock import MockDataset  # noqa: E402
-from megatron_zpp.data.source import open_source  # noqa: E402
-from megatron_zpp.data.split import SPLITS, parse_split  # noqa: E402
+from megatron_zpp.settings.flag import Section, flag, shared  # noqa: E402
+from megatron_zpp.settings.json_flags import IdleFlags  # noqa: E402
 from megatron_zpp.tokenizer import Tokenizer  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402

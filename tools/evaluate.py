@@ -19,19 +19,19 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
 
-from megatron_zpp.config import TokenizerConfig  # noqa: E402
-from megatron_zpp.config.flag import Section, flag  # noqa: E402
-from megatron_zpp.last_word import measure_last_words  # noqa: E402
-from megatron_zpp.multiple_choice import measure_choices  # noqa: E402
-from megatron_zpp.open_model import load_model  # noqa: E402
-from megatron_zpp.perplexity import measure_perplexity  # noqa: E402
-from megatron_zpp.safetensors_files import DTYPES  # noqa: E402
-from megatron_zpp.scoring import Scorer  # noqa: E402
-from megatron_zpp.text_tool import require_place, run_tool  # noqa: E402
+from megatron_zpp.checkpoint.safetensors_files import DTYPES  # noqa: E402
+from megatron_zpp.models.open_model import load_model  # noqa: E402
+from megatron_zpp.settings.config import TokenizerConfig  # noqa: E402
+from megatron_zpp.settings.flag import Section, flag  # noqa: E402
+from megatron_zpp.text.last_word import measure_last_words  # noqa: E402
+from megatron_zpp.text.multiple_choice import measure_choices  # noqa: E402
+from megatron_zpp.text.perplexity import measure_perplexity  # noqa: E402
+from megatron_zpp.text.scoring import Scorer  # noqa: E402
+from megatron_zpp.text.text_tool import require_place, run_tool  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
-from zeropp.process_group import pick_device  # noqa: E402
-from zeropp.topology import Environment  # noqa: E402
+from zeropp.ranks.process_group import pick_device  # noqa: E402
+from zeropp.ranks.topology import Environment  # noqa: E402
 
 USAGE = """\
 usage: python tools/evaluate.py --load MODEL [--data-path DATA ...] [--last-word FILE ...]

@@ -19,9 +19,9 @@ from typing import BinaryIO
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
 
-from megatron_zpp.command_line import HELP, help_text, read, vocabulary  # noqa: E402
-from megatron_zpp.config.flag import Section, flag  # noqa: E402
-from megatron_zpp.manifest import entry_of  # noqa: E402
+from megatron_zpp.checkpoint.manifest import entry_of  # noqa: E402
+from megatron_zpp.settings.command_line import HELP, help_text, read, vocabulary  # noqa: E402
+from megatron_zpp.settings.flag import Section, flag  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
 

@@ -24,19 +24,20 @@ from typing import Any, TextIO
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
 
-from megatron_zpp.command_line import read, vocabulary  # noqa: E402
-from megatron_zpp.config import TokenizerConfig  # noqa: E402
-from megatron_zpp.config.flag import Section, flag, flags  # noqa: E402
-from megatron_zpp.data.examples import ENDING, read_objects, text_of  # noqa: E402
-from megatron_zpp.generate import Piece, Request  # noqa: E402
-from megatron_zpp.sampling import Sampling  # noqa: E402
-from megatron_zpp.text_model import TextModel, TextModelConfig, open_text_model  # noqa: E402
-from megatron_zpp.text_tool import require_place, run_tool  # noqa: E402
+from megatron_zpp.data.instructions.examples import read_objects, text_of  # noqa: E402
+from megatron_zpp.settings.command_line import read, vocabulary  # noqa: E402
+from megatron_zpp.settings.config import TokenizerConfig  # noqa: E402
+from megatron_zpp.settings.data import EXAMPLES_SUFFIX  # noqa: E402
+from megatron_zpp.settings.flag import Section, flag, flags  # noqa: E402
+from megatron_zpp.text.generate import Piece, Request  # noqa: E402
+from megatron_zpp.text.sampling import Sampling  # noqa: E402
+from megatron_zpp.text.text_model import TextModel, TextModelConfig, open_text_model  # noqa: E402
+from megatron_zpp.text.text_tool import require_place, run_tool  # noqa: E402
 from megatron_zpp.tokenizer.base import read_text  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
-from zeropp.process_group import leave  # noqa: E402
-from zeropp.topology import Environment  # noqa: E402
+from zeropp.ranks.process_group import leave  # noqa: E402
+from zeropp.ranks.topology import Environment  # noqa: E402
 
 USAGE = "usage: python tools/generate.py --load FOLDER [--prompt TEXT] [flags]"
 STDIN = "-"
@@ -142,7 +143,7 @@ def prompts_of(config: GenerateConfig) -> list[str]:
         return [_unicode(prompt, "--prompt") for prompt in config.prompt]
     if config.input is None:
         return [_standard_input()]
-    if config.input.endswith(ENDING):
+    if config.input.endswith(EXAMPLES_SUFFIX):
         prompts = [_prompt(fields, where) for where, fields in read_objects(config.input)]
     else:
         is_piped = config.input == STDIN

@@ -20,9 +20,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
 
-from megatron_zpp.command_line import HELP, help_text, read, vocabulary  # noqa: E402
-from megatron_zpp.config.flag import Section, flag  # noqa: E402
 from megatron_zpp.data.indexed_dataset import IndexedDataset, index_header  # noqa: E402
+from megatron_zpp.settings.command_line import HELP, help_text, read, vocabulary  # noqa: E402
+from megatron_zpp.settings.flag import Section, flag  # noqa: E402
 from zeropp.atomic import sync_folder, write_atomically  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
 

@@ -1,6 +1,6 @@
 """Draws the learning-rate schedules as an SVG: `python tools/plot_schedules.py docs/schedules.svg`.
 
-The curves are those of `megatron_zpp/schedule.py`, so the picture cannot differ from what runs.
+The curves are those of `megatron_zpp/settings/schedule.py`, so the picture cannot differ from what runs.
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
 
-from megatron_zpp.schedule import LearningRate  # noqa: E402
+from megatron_zpp.settings.schedule import LearningRate  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 
 WIDTH, HEIGHT = 760, 280  # pixels

@@ -16,12 +16,12 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from megatron_zpp.command_line import HELP, help_text, read, vocabulary
-from megatron_zpp.config import TokenizerConfig
 from megatron_zpp.preprocess import PreprocessConfig, preprocess
 from megatron_zpp.preprocess.run import Stopped
+from megatron_zpp.settings.command_line import HELP, help_text, read, vocabulary
+from megatron_zpp.settings.config import TokenizerConfig
 from zeropp.errors import InputError
-from zeropp.topology import one_rust_thread
+from zeropp.ranks.topology import one_rust_thread
 
 __all__ = ["PreprocessConfig", "main", "preprocess"]
 USAGE = (

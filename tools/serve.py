@@ -18,15 +18,15 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
 
-from megatron_zpp.chat import ChatTemplate  # noqa: E402
-from megatron_zpp.config import TokenizerConfig  # noqa: E402
 from megatron_zpp.serve.config import ServeConfig  # noqa: E402
 from megatron_zpp.serve.worker import Worker  # noqa: E402
-from megatron_zpp.text_model import TextModel, TextModelConfig, open_text_model  # noqa: E402
-from megatron_zpp.text_tool import run_tool  # noqa: E402
+from megatron_zpp.settings.config import TokenizerConfig  # noqa: E402
+from megatron_zpp.text.chat import ChatTemplate  # noqa: E402
+from megatron_zpp.text.text_model import TextModel, TextModelConfig, open_text_model  # noqa: E402
+from megatron_zpp.text.text_tool import run_tool  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
-from zeropp.process_group import leave  # noqa: E402
-from zeropp.topology import Environment  # noqa: E402
+from zeropp.ranks.process_group import leave  # noqa: E402
+from zeropp.ranks.topology import Environment  # noqa: E402
 
 USAGE = "usage: python tools/serve.py --load FOLDER [--port N] [flags]"
 SECTIONS = (TextModelConfig, ServeConfig, TokenizerConfig)

@@ -9,16 +9,16 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeropp import zero
-    from zeropp.config import ZeroConfig
-    from zeropp.engine import Engine
+    from zeropp.deepspeed import zero
+    from zeropp.deepspeed.engine import Engine
+    from zeropp.deepspeed.initialize import initialize
     from zeropp.errors import InputError
     from zeropp.optim.adam import FusedAdam
     from zeropp.optim.loss_scale import LossScaler
     from zeropp.optim.step import StepResult, optimizer_step
-    from zeropp.sharding import Sharding
-    from zeropp.stages import shard
-    from zeropp.start import initialize
+    from zeropp.settings.zero_config import ZeroConfig
+    from zeropp.sharding.shard import shard
+    from zeropp.sharding.sharding import Sharding
 
 __all__ = [
     "Engine", "FusedAdam", "InputError", "LossScaler", "Sharding", "StepResult", "ZeroConfig",
@@ -28,23 +28,23 @@ __version__ = "0.1.0"
 
 _MODULES = MappingProxyType(
     {
-        "Engine": "zeropp.engine",
+        "Engine": "zeropp.deepspeed.engine",
         "FusedAdam": "zeropp.optim.adam",
         "InputError": "zeropp.errors",
         "LossScaler": "zeropp.optim.loss_scale",
-        "Sharding": "zeropp.sharding",
+        "Sharding": "zeropp.sharding.sharding",
         "StepResult": "zeropp.optim.step",
-        "ZeroConfig": "zeropp.config",
-        "initialize": "zeropp.start",
+        "ZeroConfig": "zeropp.settings.zero_config",
+        "initialize": "zeropp.deepspeed.initialize",
         "optimizer_step": "zeropp.optim.step",
-        "shard": "zeropp.stages",
+        "shard": "zeropp.sharding.shard",
     }
 )
 
 
 def __getattr__(name: str) -> Any:
     if name == "zero":
-        return import_module("zeropp.zero")
+        return import_module("zeropp.deepspeed.zero")
     if name not in _MODULES:
         raise AttributeError(f"module 'zeropp' has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from megatron_zpp.data.native import native
+from megatron_zpp.data.compiled_index import native
 from megatron_zpp.data.split import normalize
 from zeropp.errors import InputError
 

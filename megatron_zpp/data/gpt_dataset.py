@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_zpp.config import DataConfig
 from megatron_zpp.data.blend import BlendedDataset, parse_blend, times_taken
 from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.data.sample_index import SampleRequest
 from megatron_zpp.data.split import SPLITS, parse_split, sequence_range
+from megatron_zpp.settings.config import DataConfig
 from zeropp.errors import InputError
 
 SURPLUS = 0.005  # a blended dataset is built this much longer than its share, as in megatron-core

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_zpp.config import DataConfig
 from megatron_zpp.data.masks import document_edges, loss_mask, position_ids, shown
+from megatron_zpp.settings.config import DataConfig
 from zeropp.errors import InputError
 
 ON_LINUX = sys.platform == "linux"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_zpp.data.native import MAX_SHUFFLED, native
+from megatron_zpp.data.compiled_index import MAX_SHUFFLED, native
 
 LAST_EPOCH_SHARE = 0.80
 

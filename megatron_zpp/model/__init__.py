@@ -1,0 +1,1 @@
+"""The GPT itself: its layers, its loss, its first weights, its operations."""

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.config import ModelConfig, RecomputeConfig
-from megatron_zpp.flops import flops_per_token
 from megatron_zpp.model.cache import KeyValueCache
+from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.layers import (
     Block,
     Rotary,
@@ -20,6 +19,7 @@ from megatron_zpp.model.layers import (
     rotary_table,
 )
 from megatron_zpp.model.loss import CrossEntropy, head_loss
+from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
 
 
 class GPT(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron_zpp.config import ModelConfig
+from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim.step import local_part
 
 BLOCK_ELEMENTS = 2**20  # 4 MiB in fp32; fixed, or the same seed would give other weights

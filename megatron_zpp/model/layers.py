@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.config import ModelConfig
 from megatron_zpp.model.cache import LayerCache
-from megatron_zpp.model.documents import attend_documents
+from megatron_zpp.model.document_attention import attend_documents
+from megatron_zpp.settings.config import ModelConfig
 
 SLOW_TURNS, FAST_TURNS = 1.0, 4.0  # of Llama 3.1's scaling, over its first training's positions
 TRAINED_POSITIONS = 8192

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.config import LoraConfig
 from megatron_zpp.model.init import draw
+from megatron_zpp.settings.config import LoraConfig
 from zeropp.errors import InputError
 
 A, B = "lora_A", "lora_B"  # PEFT's names

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_zpp.config import RecomputeConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.loss import at_once, turn_logits
+from megatron_zpp.settings.config import RecomputeConfig
 
 
 def recompute(model: GPT, config: RecomputeConfig) -> None:

@@ -1,6 +1,6 @@
 """The grid of ranks: one axis today, `data`, whose ranks are node-contiguous.
 
-Made once and passed as a value. The device comes from `zeropp.process_group`.
+Made once and passed as a value. The device comes from `zeropp.ranks.process_group`.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_zpp.config import ParallelConfig
-from zeropp.process_group import pick_device, start_process_group
-from zeropp.topology import Environment
-from zeropp.unison import in_unison
+from megatron_zpp.settings.config import ParallelConfig
+from zeropp.ranks.coordination import in_unison
+from zeropp.ranks.process_group import pick_device, start_process_group
+from zeropp.ranks.topology import Environment
 
 Result = TypeVar("Result")
 

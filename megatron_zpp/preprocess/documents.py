@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 
-from megatron_zpp.preprocess.source import NEWLINE, Chunk
+from megatron_zpp.preprocess.chunks import NEWLINE, Chunk
 from zeropp.errors import InputError
 
 SHOWN = 60  # characters of a bad line

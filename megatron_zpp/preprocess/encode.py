@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_zpp.config import TokenizerConfig
 from megatron_zpp.data.indexed_dataset import token_dtype
+from megatron_zpp.preprocess.chunks import Chunk
 from megatron_zpp.preprocess.documents import Document, documents
 from megatron_zpp.preprocess.sentences import sentences
-from megatron_zpp.preprocess.source import Chunk
+from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 from megatron_zpp.tokenizer.fast_gpt2 import NAME, FastGPT2
 from zeropp.errors import InputError

@@ -22,9 +22,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron_zpp.data.indexed_dataset import index_header
+from megatron_zpp.preprocess.chunks import Place
 from megatron_zpp.preprocess.encode import Encoded
-from megatron_zpp.preprocess.progress import Count
-from megatron_zpp.preprocess.source import Place
+from megatron_zpp.preprocess.rate import Count
 from zeropp.atomic import sync_folder, write_atomically
 from zeropp.errors import InputError
 

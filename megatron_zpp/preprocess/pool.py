@@ -16,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
 from zeropp.errors import InputError
-from zeropp.topology import one_rust_thread
+from zeropp.ranks.topology import one_rust_thread
 
 CHUNKS_PER_WORKER = 3
 Given = TypeVar("Given")

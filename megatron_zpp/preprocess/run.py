@@ -9,14 +9,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.config import TokenizerConfig
 from megatron_zpp.data.indexed_dataset import token_dtype
-from megatron_zpp.preprocess.config import PreprocessConfig
+from megatron_zpp.preprocess.chunks import chunks, input_files
 from megatron_zpp.preprocess.encode import Job, encode, prepare, tokenizer_of
+from megatron_zpp.preprocess.flags import PreprocessConfig
 from megatron_zpp.preprocess.partial import Journal, Partial
 from megatron_zpp.preprocess.pool import WorkerDied, in_order
-from megatron_zpp.preprocess.progress import Count, Progress
-from megatron_zpp.preprocess.source import chunks, input_files
+from megatron_zpp.preprocess.rate import Count, Progress
+from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.fast_gpt2 import NAME
 from zeropp.errors import InputError

@@ -14,8 +14,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from megatron_zpp.chat import ChatTemplate
-from megatron_zpp.generate import CANCELLED, Piece
 from megatron_zpp.serve.protocol import (
     Answer,
     ApiError,
@@ -24,7 +22,9 @@ from megatron_zpp.serve.protocol import (
     read_completion,
 )
 from megatron_zpp.serve.worker import BusyError, Job, Worker
-from megatron_zpp.text_model import TextModel
+from megatron_zpp.text.chat import ChatTemplate
+from megatron_zpp.text.generate import CANCELLED, Piece
+from megatron_zpp.text.text_model import TextModel
 
 PAGE = Path(__file__).with_name("page.html")
 MAX_BODY = 8 * 2**20  # bytes

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_zpp.config.flag import Section, flag
+from megatron_zpp.settings.flag import Section, flag
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megatron_zpp.chat import ChatTemplate
-from megatron_zpp.generate import LENGTH, Piece, Request
-from megatron_zpp.sampling import Sampling
-from megatron_zpp.text_model import TextModel
+from megatron_zpp.text.chat import ChatTemplate
+from megatron_zpp.text.generate import LENGTH, Piece, Request
+from megatron_zpp.text.sampling import Sampling
+from megatron_zpp.text.text_model import TextModel
 from zeropp.errors import InputError
 
 DEFAULT_TOKENS = 16  # of a completion; a chat's answer may take all that is left

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 
 import torch
 
-from megatron_zpp.generate import Piece, Request
-from megatron_zpp.text_model import TextModel
+from megatron_zpp.text.generate import Piece, Request
+from megatron_zpp.text.text_model import TextModel
 
 log = logging.getLogger("megatron_zpp")
 

@@ -4,7 +4,7 @@ import difflib
 import logging
 from collections.abc import Callable
 
-from megatron_zpp.config import TokenizerConfig
+from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
 from megatron_zpp.tokenizer.gpt2_bpe import GPT2BPETokenizer

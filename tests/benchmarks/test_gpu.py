@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 from benchmarks import gpu
 from benchmarks.gpu import Step, carry_out, missing_libraries, steps
-from benchmarks.gpu_report import Outcome, State, compiled, counted, facts, output, report
-from benchmarks.limited import Done, run_limited
+from benchmarks.shared.gpu_report import Outcome, State, compiled, counted, facts, output, report
+from benchmarks.shared.limited import Done, run_limited
 
 ROOT = Path(__file__).resolve().parents[2]
 JUNIT = """<testsuites><testsuite>
@@ -41,7 +41,7 @@ def test_the_script_runs_and_leaves_markdown(tmp_path: Path) -> None:
     text = made.read_text()
     for words in (
         "| commit | abc123 |", "| GPU | not used |", "packages | torch ", "| Kernels | ok |",
-        "## Kernels", "`python benchmarks/kernels.py --device cpu", "GB/s", "there is no GPU",
+        "## Kernels", "`python benchmarks/kernels/quantize_kernels.py --device cpu", "GB/s", "there is no GPU",
     ):
         assert words in text, words
     assert sys.executable not in text and "## Training" not in text
@@ -115,7 +115,7 @@ def test_an_output_cannot_end_its_own_block() -> None:
 
 
 def test_a_build_that_only_warns_is_shown() -> None:
-    warned = 'building extension "zeropp._cuda" failed: no such GPU'
+    warned = 'building extension "zeropp.quant._cuda" failed: no such GPU'
     assert compiled(Done(status=0, seconds=1.0, out="g++ -c a.cpp", err=""))[0] == "It was built."
     assert warned in compiled(Done(status=0, seconds=1.0, out="g++ -c a.cpp", err=warned))[0]
 
@@ -135,7 +135,7 @@ def test_the_steps_of_a_machine_without_a_gpu_know_it(tmp_path: Path) -> None:
     assert plan["tests"].environment == {"CUDA_VISIBLE_DEVICES": ""}
     for name in ("test_cuda", "test_cuda_adam", "test_cuda_ranks"):
         assert f"tests/zeropp/{name}.py" in plan["tests"].command
-    assert "tests/megatron_zpp/test_cuda_training.py" in plan["tests"].command
+    assert "tests/megatron_zpp/train/test_cuda_training.py" in plan["tests"].command
     assert "tiny" in plan["train"].command
     flags = {"kernels_flags": "--rounds 3", "train_flags": "--micro-batch 8"}
     plan = {step.name: step for step in steps("cuda", options(**flags), tmp_path)}
@@ -150,7 +150,7 @@ def test_libraries_older_than_their_sources_are_built_again(tmp_path: Path, monk
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     source = tmp_path / "csrc" / "a.cu"
     source.touch()
-    assert missing_libraries("cuda") == ["zeropp/_kernels", "zeropp/_cuda"]
+    assert missing_libraries("cuda") == ["zeropp/quant/_kernels", "zeropp/quant/_cuda"]
     suffix = gpu.sysconfig.get_config_var("EXT_SUFFIX")
     for stem in ("_kernels", "_cuda"):
         (tmp_path / "zeropp" / (stem + suffix)).touch()

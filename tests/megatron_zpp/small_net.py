@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_zpp import checkpoint
-from megatron_zpp.checkpoint import TrainingState
+from megatron_zpp.checkpoint import checkpoint
+from megatron_zpp.checkpoint.checkpoint import TrainingState
 from tests.ranks import ranks
 
 ARCHITECTURE = {"hidden_size": 7, "num_layers": 2}

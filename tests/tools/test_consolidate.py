@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from megatron_zpp import checkpoint
+from megatron_zpp.checkpoint import checkpoint
 from tests.megatron_zpp.small_net import build, save_on_four, state_at
 from tests.ranks import PRELOADED
 from tools.consolidate import main

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_zpp.config import ModelConfig, TokenizerConfig
-from megatron_zpp.open_model import load_model, open_model
-from tests.megatron_zpp.foreign_models import (
+from megatron_zpp.models.open_model import load_model, open_model
+from megatron_zpp.settings.config import ModelConfig, TokenizerConfig
+from tests.megatron_zpp.models.foreign_models import (
     MODELS,
     ONE_FILE,
     add_tokenizer,

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megatron_zpp.adapters import MergedWeights
-from megatron_zpp.hugging_face.adapters import CONFIG, TENSORS, targets
-from megatron_zpp.open_model import load_model, open_model
-from tests.megatron_zpp.foreign_models import (
+from megatron_zpp.models.lora_adapters import MergedWeights
+from megatron_zpp.models.open_model import load_model, open_model
+from megatron_zpp.models.peft_adapters import CONFIG, TENSORS, targets
+from tests.megatron_zpp.models.foreign_models import (
     gpt2,
     llama,
     logits,
@@ -21,7 +21,7 @@ from tests.megatron_zpp.foreign_models import (
     save_own,
     saved,
 )
-from tests.megatron_zpp.tuned import tuned
+from tests.megatron_zpp.train.tuned import tuned
 from tools.convert_hf import main
 
 # Two fp32 forward passes differ by rounding: 2^-24 of the largest of the sums, a few hundred terms

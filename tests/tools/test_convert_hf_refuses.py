@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from megatron_zpp.config import ModelConfig
-from megatron_zpp.hugging_face import gguf
-from tests.megatron_zpp.foreign_models import (
+from megatron_zpp.models import gguf
+from megatron_zpp.settings.config import ModelConfig
+from tests.megatron_zpp.models.foreign_models import (
     LLAMA3,
     ONE_FILE,
     add_tokenizer,

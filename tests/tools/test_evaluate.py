@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_zpp.config import TokenizerConfig
-from tests.megatron_zpp.data.test_examples import write
-from tests.megatron_zpp.foreign_models import add_tokenizer, llama, save_own, saved
-from tests.megatron_zpp.scorers import config
+from megatron_zpp.settings.config import TokenizerConfig
+from tests.megatron_zpp.data.instructions.test_examples import write
+from tests.megatron_zpp.models.foreign_models import add_tokenizer, llama, save_own, saved
+from tests.megatron_zpp.text.scorers import config
 from tools.evaluate import main
 
 BYTES = TokenizerConfig(tokenizer_type="ByteLevelTokenizer")

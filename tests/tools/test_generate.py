@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_zpp.generate import Request, complete
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.sampling import Sampling
+from megatron_zpp.text.generate import Request, complete
+from megatron_zpp.text.sampling import Sampling
 from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
 from tests.launched import ROOT, start, wait_for, zeropp
-from tests.megatron_zpp.foreign_models import WORDS, add_tokenizer, llama
-from tests.megatron_zpp.foreign_models import saved as saved_in
-from tests.megatron_zpp.text_models import save_text_model
+from tests.megatron_zpp.models.foreign_models import WORDS, add_tokenizer, llama
+from tests.megatron_zpp.models.foreign_models import saved as saved_in
+from tests.megatron_zpp.text.text_models import save_text_model
 from tools.generate import UNPRINTABLE, main
 
 

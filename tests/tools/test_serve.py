@@ -15,11 +15,11 @@ import pytest
 pytest.importorskip("starlette", reason='pip install "megatron-zpp[serve]"')
 pytest.importorskip("uvicorn", reason='pip install "megatron-zpp[serve]"')
 
-from megatron_zpp.generate import Request, complete  # noqa: E402
-from megatron_zpp.sampling import Sampling  # noqa: E402
+from megatron_zpp.text.generate import Request, complete  # noqa: E402
+from megatron_zpp.text.sampling import Sampling  # noqa: E402
 from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer  # noqa: E402
 from tests.launched import ROOT, kill_all, start, wait_for, zeropp  # noqa: E402
-from tests.megatron_zpp.text_models import save_text_model  # noqa: E402
+from tests.megatron_zpp.text.text_models import save_text_model  # noqa: E402
 from tools.serve import main  # noqa: E402
 
 SCRIPT = str(ROOT / "tools/serve.py")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.zeropp.emulated import Emulated, build
+from tests.zeropp.quant.emulated import Emulated, build
 
 
 @pytest.fixture(scope="session")

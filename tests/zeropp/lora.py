@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import zeropp
 from tests.zeropp.stack import Stack, fresh_stack, loss_of, tokens_of
-from zeropp.frozen import QuantizedShard
+from zeropp.wire.frozen_weights import QuantizedShard
 
 RANK, LR = 2, 1e-2
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from zeropp.errors import InputError
 from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernels_on
+from zeropp.optim.host_values import Reading
 from zeropp.optim.step import local_part
-from zeropp.reading import Reading
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 UNAVAILABLE = ("amsgrad", "maximize")  # options that a state of torch's may ask for

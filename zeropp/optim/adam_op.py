@@ -17,10 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zeropp import cuda, native
-from zeropp.library import ADDRESS, NUMBER, Kernels
-from zeropp.ops import LIBRARY, NAMESPACE
-from zeropp.packing import FLOATS
+from zeropp.quant import cpu as native
+from zeropp.quant import cuda
+from zeropp.quant.library import ADDRESS, NUMBER, Kernels
+from zeropp.quant.ops import LIBRARY, NAMESPACE
+from zeropp.quant.packing import FLOATS
 
 NAME = "adam"
 SCHEMA = (

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zeropp.config_sections import Scheduler, SchedulerParams
 from zeropp.errors import InputError
+from zeropp.settings.sections import Scheduler, SchedulerParams
 
 DECAY_MAX_LR = 0.001  # DeepSpeed's warmup_max_lr of WarmupDecayLR, where none is given
 

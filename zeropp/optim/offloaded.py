@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropp.config import ZeroConfig
-from zeropp.offload import HOST, Offload
 from zeropp.optim.adam import FusedAdam, Update
-from zeropp.sharding import Sharding
+from zeropp.optim.offload import HOST, Offload
+from zeropp.settings.zero_config import ZeroConfig
+from zeropp.sharding.sharding import Sharding
 
 log = logging.getLogger("zeropp")
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from zeropp.errors import InputError
+from zeropp.optim.host_values import Reading
 from zeropp.optim.loss_scale import LossScaler
-from zeropp.reading import Reading
-from zeropp.sharding import Sharding
+from zeropp.sharding.sharding import Sharding
 
 CLIP_EPSILON = 1e-6  # Megatron's: clip / (norm + 1e-6)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.config import TokenizerConfig
 from megatron_zpp.data import corpus as module
 from megatron_zpp.data.corpus import Corpus, standard_library, train_tokenizer
 from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 from zeropp.errors import InputError
 

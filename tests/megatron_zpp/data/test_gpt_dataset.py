@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_zpp.config import DataConfig
 from megatron_zpp.data.gpt_dataset import GPTDataset, build_datasets
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.data.loader import Loader
 from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.data.split import parse_split
+from megatron_zpp.settings.config import DataConfig
 from zeropp.errors import InputError
 
 FILES = Path(__file__).parents[2] / "data"

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.config import DataConfig
 from megatron_zpp.data.loader import Batch, Loader
+from megatron_zpp.settings.config import DataConfig
 from zeropp.errors import InputError
 
 EOD = 9

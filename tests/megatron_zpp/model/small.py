@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from megatron_zpp.config import ModelConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
+from megatron_zpp.settings.config import ModelConfig
 
 VOCABULARY = 50  # not a multiple of anything: the vocabulary is padded to 64
 

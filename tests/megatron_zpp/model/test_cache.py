@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_zpp.config import ModelConfig, RecomputeConfig
 from megatron_zpp.model.cache import KeyValueCache
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.recompute import recompute
+from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
 from tests.megatron_zpp.model.small import GPT2, LLAMA, build, rows
 
 RELATIVE = 40 * 64 * 2**-24

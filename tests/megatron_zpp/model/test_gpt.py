@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_zpp.config import ModelConfig
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.settings.config import ModelConfig
 from tests.megatron_zpp.model.small import GPT2, LLAMA, VOCABULARY, build, rows
 
 VARIANTS = {

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_zpp.config import ModelConfig
 from megatron_zpp.model import init
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize, local_ranges
+from megatron_zpp.settings.config import ModelConfig
 from tests.megatron_zpp.model.small import GPT2, LLAMA, VOCABULARY, build
 from tests.ranks import ranks
 

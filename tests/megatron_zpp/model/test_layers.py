@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_zpp.config import ModelConfig
 from megatron_zpp.model.layers import make_activation, rotary_table, rotate
+from megatron_zpp.settings.config import ModelConfig
 from tests.megatron_zpp.model.small import GPT2, LLAMA, build, rows
 
 

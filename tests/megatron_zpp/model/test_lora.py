@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_zpp.config import LoraConfig, ModelConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.model.lora import LoraLinear, add_lora, initialize_adapters, is_adapter
+from megatron_zpp.settings.config import LoraConfig, ModelConfig
 from zeropp.errors import InputError
 
 CONFIG = ModelConfig(

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from megatron_zpp.config import TokenizerConfig
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.preprocess import PreprocessConfig, preprocess
+from megatron_zpp.settings.config import TokenizerConfig
 
 BYTES = TokenizerConfig(tokenizer_type="ByteLevelTokenizer")
 

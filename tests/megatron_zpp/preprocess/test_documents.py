@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_zpp.preprocess.chunks import Chunk, Place
 from megatron_zpp.preprocess.documents import Document, documents
-from megatron_zpp.preprocess.source import Chunk, Place
 from zeropp.errors import InputError
 
 TEXTS = st.text(st.characters(codec="utf-8"))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.config import TokenizerConfig
 from megatron_zpp.preprocess import encode
+from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.base import END_OF_DOCUMENT
 from megatron_zpp.tokenizer.fast_gpt2 import FastGPT2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.config import TokenizerConfig
+from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer import build_tokenizer
 from megatron_zpp.tokenizer.base import END_OF_DOCUMENT
 from tests.megatron_zpp.preprocess.runs import documents_of, run

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from megatron_zpp.chat import ChatTemplate
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.serve.worker import Worker
-from megatron_zpp.text_model import TextModel
+from megatron_zpp.text.chat import ChatTemplate
+from megatron_zpp.text.text_model import TextModel
 from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
 from tests.megatron_zpp.model.small import GPT2
 

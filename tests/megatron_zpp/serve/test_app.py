@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("starlette", reason='pip install "megatron-zpp[serve]"')
 pytest.importorskip("uvicorn", reason='pip install "megatron-zpp[serve]"')
 
-from megatron_zpp.generate import Request, complete  # noqa: E402
-from megatron_zpp.sampling import Sampling  # noqa: E402
 from megatron_zpp.serve.app import MAX_BODY  # noqa: E402
+from megatron_zpp.text.generate import Request, complete  # noqa: E402
+from megatron_zpp.text.sampling import Sampling  # noqa: E402
 from tests.megatron_zpp.serve.serving import POSITIONS, Server, serving, text_model  # noqa: E402
 
 LONG = {"prompt": "a", "max_tokens": POSITIONS - 1}

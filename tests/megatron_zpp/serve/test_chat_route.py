@@ -9,12 +9,12 @@ import pytest
 pytest.importorskip("starlette", reason='pip install "megatron-zpp[serve]"')
 pytest.importorskip("jinja2")
 
-from megatron_zpp.chat import ChatTemplate  # noqa: E402
-from megatron_zpp.generate import Request, complete  # noqa: E402
-from megatron_zpp.sampling import Sampling  # noqa: E402
+from megatron_zpp.text.chat import ChatTemplate  # noqa: E402
+from megatron_zpp.text.generate import Request, complete  # noqa: E402
+from megatron_zpp.text.sampling import Sampling  # noqa: E402
 from megatron_zpp.tokenizer.hugging_face import HFTokenizer  # noqa: E402
-from tests.megatron_zpp.chat_files import write_chat_files  # noqa: E402
 from tests.megatron_zpp.serve.serving import POSITIONS, Server, serving, text_model  # noqa: E402
+from tests.megatron_zpp.text.chat_files import write_chat_files  # noqa: E402
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 PATH = "/v1/chat/completions"

@@ -9,7 +9,7 @@ import sentencepiece
 import tokenizers
 from hypothesis import given
 
-from megatron_zpp.config import TokenizerConfig
+from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 from megatron_zpp.tokenizer.base import END_OF_DOCUMENT, load_package
 from tests.megatron_zpp.tokenizer.vocabularies import ANY_TEXT, TEXTS, gpt2_of

@@ -5,7 +5,7 @@ from pathlib import Path
 import tokenizers
 from hypothesis import strategies as st
 
-from megatron_zpp.config import TokenizerConfig
+from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 from megatron_zpp.tokenizer.base import END_OF_DOCUMENT
 

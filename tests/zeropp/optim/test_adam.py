@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.ranks import ranks
-from tests.zeropp.packed_rows import bits_of
+from tests.zeropp.quant.packed_rows import bits_of
 from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
 from zeropp import FusedAdam, InputError, ZeroConfig, optim, optimizer_step, shard
 from zeropp.optim import adam as adam_module

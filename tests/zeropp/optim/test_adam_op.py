@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.zeropp.adam_arrays import (
+from tests.zeropp.optim.adam_arrays import (
     ADAM,
     ADAMW,
     COPIES,
@@ -23,10 +23,11 @@ from tests.zeropp.adam_arrays import (
     moved,
     same,
 )
-from zeropp import cuda, library, native
-from zeropp.library import ADDRESS, Kernels
 from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernels_on, reference, run_kernels
-from zeropp.packing import FLOATS
+from zeropp.quant import cpu as native
+from zeropp.quant import cuda, library
+from zeropp.quant.library import ADDRESS, Kernels
+from zeropp.quant.packing import FLOATS
 
 HERE = Path(__file__).parent
 FLAGS = "-std=c++17 -O2 -Wall -Wextra -ffp-contract=off -fPIC -shared"

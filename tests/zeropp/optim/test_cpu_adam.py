@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.zeropp.adam_arrays import (
+from tests.zeropp.optim.adam_arrays import (
     ADAM,
     ADAMW,
     COPIES,
@@ -19,8 +19,7 @@ from tests.zeropp.adam_arrays import (
     moved,
     same,
 )
-from zeropp import InputError, native, optim
-from zeropp.native import ISAS
+from zeropp import InputError, optim
 from zeropp.optim.adam_op import (
     AdamSettings,
     Arrays,
@@ -31,7 +30,9 @@ from zeropp.optim.adam_op import (
     run_kernels,
 )
 from zeropp.optim.cpu_adam import CPUAdam
-from zeropp.packing import FLOATS
+from zeropp.quant import cpu as native
+from zeropp.quant.cpu import ISAS
+from zeropp.quant.packing import FLOATS
 
 CHUNK, PIECE = 256, 1 << 16  # of csrc/cpu_adam.cpp
 RAGGED = (1, 3, CHUNK - 1, CHUNK, CHUNK + 5, 0, 7 * CHUNK + 31, PIECE + CHUNK + 1)

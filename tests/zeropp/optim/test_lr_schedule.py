@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from zeropp.config_sections import Scheduler, SchedulerParams
 from zeropp.optim.lr_schedule import build_scheduler
+from zeropp.settings.sections import Scheduler, SchedulerParams
 
 LN2, LN3, LN4 = math.log(2), math.log(3), math.log(4)
 HALF = 2e-4 * (1e-4 + (1 - 1e-4) * 0.5)

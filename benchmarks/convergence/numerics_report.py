@@ -1,0 +1,99 @@
+"""The tables of `benchmarks/convergence/numerics.py`, as Markdown: on the screen and as a page."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from zeropp.quant.packing import BLOCK
+
+DATA = ("Gaussian", "weights", "gradients")
+PARTS: tuple[tuple[str, Callable[[dict], bool]], ...] = (
+    ("Block sizes", lambda row: (row["code"], row["scale"]) == ("signed", "bf16")),
+    (
+        "Types of scales",
+        lambda row: (row["code"], row["block"]) == ("signed", BLOCK[row["bits"]]),
+    ),
+    ("Codes", lambda row: (row["scale"], row["block"]) == ("bf16", BLOCK[row["bits"]])),
+    ("Scales of one byte, powers of two", lambda row: row["scale"] == "2^n"),
+)
+
+
+def page(result: dict) -> str:
+    """All of it, for a reader who was not there."""
+    machine, versions = result["machine"], result["versions"]
+    changed = " with changes" if result["uncommitted"] else ""
+    lines = [
+        f"# The error of quantization, {result['date'][:10]}",
+        "",
+        f"`{result['command']}`, commit {(result['commit'] or 'unknown')[:12]}{changed}. "
+        f"{machine['processor']}, {machine['cores']} cores, one thread; Python "
+        f"{versions['python']}, torch {versions['torch']}. The numbers do not depend on load.",
+        "",
+        "Before anything was measured, the plain-torch model of zeropp's format gave exactly the "
+        "numbers of its ops, on all three data. The GPT was trained by pretrain_gpt.py's own step:",
+        "",
+        "```",
+        result["model"],
+        "```",
+        "",
+        tables(result),
+    ]
+    return "\n".join(lines)
+
+
+def tables(result: dict) -> str:
+    """What was measured on, and every table."""
+    sizes = ", ".join(f"{name} {count:,}" for name, count in result["elements"].items())
+    lines = [
+        f"Elements: {sizes}. Weights and gradients are those of a GPT after {result['steps']} "
+        f"steps (loss {result['loss']:.3f}), without parameters of one dim. Error: relative L2, in "
+        "percent. Gain: of the least-squares fit, over all; in brackets that of the tensor "
+        "furthest from 1. **Bold**: what zeropp does.",
+        "",
+    ]
+    for bits in (8, 4):
+        for title, belongs in PARTS:
+            rows = [row for row in result["one_hop"] if row["bits"] == bits and belongs(row)]
+            lines += [f"## INT{bits}: {title[0].lower()}{title[1:]}", "", *one_hop(rows), ""]
+    lines += ["## Two hops", "", *two_hops(result["two_hops"]), ""]
+    return "\n".join(lines)
+
+
+def one_hop(rows: Iterable[dict]) -> Iterator[str]:
+    """A table of schemes."""
+    yield from _head(
+        "code", "scale", "block", "bytes",
+        *(f"error, {name}" for name in DATA), *(f"gain, {name}" for name in DATA),
+    )  # fmt: skip
+    for row in sorted(rows, key=lambda row: row["block"]):
+        found = [row["found"][name] for name in DATA]
+        cells = [row["code"], row["scale"], str(row["block"]), f"{row['bytes']:.4f}"]
+        cells += [f"{one['error']:.3%}" for one in found]
+        cells += [f"{one['gain']:.4f} ({one['worst_gain']:.4f})" for one in found]
+        yield _row(*(f"**{cell}**" if is_built(row) else cell for cell in cells))
+
+
+def two_hops(rows: Iterable[dict]) -> Iterator[str]:
+    """A table of pairs of widths."""
+    yield from _head("bits", "data", "error", "expected", "cosine", "gain")
+    for row in rows:
+        cells = [
+            f"{row['bits'][0]}, {row['bits'][1]}", row["data"], f"{row['error']:.2%}",
+            f"{row['expected']:.2%}", f"{row['cosine']:.5f}",
+            f"{row['gain']:.4f} ({row['worst_gain']:.4f})",
+        ]  # fmt: skip
+        built = tuple(row["bits"]) == (8, 4)
+        yield _row(*(f"**{cell}**" if built else cell for cell in cells))
+
+
+def is_built(row: dict) -> bool:
+    """Whether a row is what zeropp does."""
+    chosen = ("signed", "bf16", BLOCK[row["bits"]])
+    return (row["code"], row["scale"], row["block"]) == chosen
+
+
+def _head(*names: str) -> Iterator[str]:
+    yield _row(*names)
+    yield _row(*("---" for _ in names))
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"

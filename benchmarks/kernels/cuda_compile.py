@@ -1,0 +1,131 @@
+"""What nvcc says of the CUDA kernels: registers, shared memory, and what did not fit in registers.
+
+    python benchmarks/kernels/cuda_compile.py [--output FILE.md]
+
+Compiles every csrc/cuda_*.cu with setup.py's flags for sm_80 and sm_90. No GPU is needed.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:] = [str(ROOT), *(one for one in sys.path if one != str(ROOT))]
+
+from benchmarks.shared.surroundings import surroundings  # noqa: E402
+from setup import CUDA_FLAGS, find_nvcc  # noqa: E402
+from zeropp.atomic import write_atomically  # noqa: E402
+
+GPUS = ("sm_80", "sm_90")
+SOURCES = tuple(sorted((ROOT / "csrc").glob("cuda_*.cu")))
+THREADS = 256  # of a thread block, csrc/cuda_table.h
+REGISTERS, WARPS = 65536, 64  # of a multiprocessor of sm_80 and sm_90
+_KERNEL = re.compile(
+    r"Function properties for (?P<name>\S+)\s+(?P<stack>\d+) bytes stack frame, "
+    r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads\s+"
+    r"ptxas info\s*: Used (?P<registers>\d+) registers(?P<rest>[^\n]*)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A kernel as ptxas made it; sizes in bytes."""
+
+    name: str
+    gpu: str
+    registers: int
+    shared: int
+    stack: int
+    spilled: int
+
+    @property
+    def warps(self) -> int:
+        """How many its registers let a multiprocessor hold at once."""
+        each = -(-self.registers // 8) * 8  # registers are given out in eights
+        return min(WARPS, REGISTERS // (each * THREADS) * (THREADS // 32))
+
+
+def main() -> int:
+    """Compile, print a table, and store it if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="a Markdown file for the table")
+    options = parser.parse_args()
+    nvcc = find_nvcc()
+    if nvcc is None:
+        sys.exit("error: there is no nvcc to ask; install CUDA's toolkit, or set CUDA_HOME")
+    started = time.perf_counter()
+    kernels = [one for source in SOURCES for gpu in GPUS for one in compiled(nvcc, source, gpu)]
+    text = report(nvcc, kernels, time.perf_counter() - started)
+    print(text)
+    if options.output:
+        write_atomically(options.output, lambda file: file.write(text.encode()))
+    return 0
+
+
+def compiled(nvcc: str, source: Path, gpu: str) -> Iterator[Compiled]:
+    """The kernels of a source; raises subprocess.CalledProcessError if it does not compile."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [nvcc, *CUDA_FLAGS, f"-arch={gpu}", "-Xptxas=-v", "-cubin", str(source)]
+        command += ["-o", str(Path(folder, "out.cubin"))]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.stderr.write(done.stderr)
+        done.check_returncode()
+    for found in _KERNEL.finditer(done.stderr):
+        shared = re.search(r"(\d+) bytes smem", found["rest"])
+        yield Compiled(
+            name=_readable(found["name"]), gpu=gpu, registers=int(found["registers"]),
+            shared=int(shared.group(1)) if shared else 0, stack=int(found["stack"]),
+            spilled=int(found["stores"]) + int(found["loads"]),
+        )  # fmt: skip
+
+
+def report(nvcc: str, kernels: list[Compiled], seconds: float) -> str:
+    """The dated Markdown."""
+    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    around = surroundings()
+    changed = " and what was not committed yet" if around["uncommitted"] else ""
+    version = re.search(r"V([\d.]+)", told).group(1)
+    rows = [
+        f"| `{one.name}` | {one.gpu} | {one.registers} | {one.warps} of {WARPS} | {one.shared} "
+        f"| {one.stack} | {one.spilled} |"
+        for one in sorted(kernels, key=lambda one: (one.gpu, one.name))
+    ]
+    return "\n".join(
+        [
+            f"# What nvcc says of the CUDA kernels, {time.strftime('%-d %B %Y')}",
+            "",
+            f"`python benchmarks/kernels/cuda_compile.py`, commit {around['commit'][:12]}{changed}; nvcc "
+            f"{version}, flags "
+            f"`{' '.join(CUDA_FLAGS)}`; {len(GPUS)} architectures of {len(SOURCES)} files in "
+            f"{seconds:.0f} s. Nothing ran: there was no GPU. Warps are those that the registers "
+            f"let a multiprocessor hold, in blocks of {THREADS} threads.",
+            "",
+            "| kernel | GPU | registers | warps | shared, bytes | stack, bytes | spilled, bytes |",
+            "|---|---|---|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def _readable(mangled: str) -> str:
+    """`quantize_rows<BF16>` for the linker's name of it, where there is a c++filt."""
+    if (demangler := shutil.which("c++filt")) is None:
+        return mangled
+    told = subprocess.run([demangler, mangled], capture_output=True, text=True, check=True).stdout
+    name = re.search(r"(\w+)(?:<\(zpp::Type\)(\d)>)?\([^<>]*Job\)$", told.strip())
+    if name is None:
+        return told.strip()
+    return name[1] + (f"<{('BF16', 'FP16', 'FP32')[int(name[2])]}>" if name[2] else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

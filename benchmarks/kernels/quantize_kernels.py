@@ -1,0 +1,277 @@
+"""How fast the quantization kernels are beside a copy of as many bytes, on a GPU or one thread.
+
+    python benchmarks/kernels/quantize_kernels.py [--device cpu|cuda] [--elements N ...] [--rounds N] [--json FILE]
+
+Every kernel is first compared with the plain-torch reference on the CPU, and at the sizes that are
+timed with the reference on its own device, byte by byte. Then kernel, copy, plain torch and, where
+they are installed, bitsandbytes' and torchao's ops run in turn. The copy moves half of what the
+kernel reads and writes together, so that both move as many bytes, into memory that is there.
+
+On a GPU times lie between events and data larger than half the level-2 cache is out of it before
+each run; smaller data stays in it. On the CPU the copy is memcpy, and times are the processor time
+of one thread.
+"""
+
+import argparse
+import ctypes
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[0] = str(ROOT)
+
+from benchmarks.kernels import quantizers  # noqa: E402
+from benchmarks.kernels.adam_kernel import adam_works  # noqa: E402
+from benchmarks.kernels.quantize_works import ROWS, Work, works  # noqa: E402
+from benchmarks.kernels.quantizers import Peer  # noqa: E402
+from benchmarks.shared.result import add_json, begin, finish, heading  # noqa: E402
+from benchmarks.shared.stopwatch import GpuStopwatch, Stopwatch, ThreadStopwatch, quartiles  # noqa: E402
+from zeropp.quant.cpu import ISAS, native  # noqa: E402
+from zeropp.quant.cuda import cuda  # noqa: E402
+from zeropp.quant.library import Kernels  # noqa: E402
+
+CHECKED = 1 << 20  # elements that are compared with the reference on the CPU
+ENOUGH, LARGE = 0.85, 64 << 20  # of a copy's speed a kernel should have, from so many bytes on
+CPU_ELEMENTS = (1 << 26, 1 << 17)  # beyond every cache; inside level 2
+CUDA_ELEMENTS = (1 << 28, 1 << 26, 1 << 21)  # a GiB of fp32; 64 MiB of INT8; inside level 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the kernels run, and how they are timed there."""
+
+    device: torch.device
+    kernels: Kernels
+    stopwatch: Stopwatch
+    cache: int  # bytes; data of more is not in it when a run begins; 0: as it comes
+    sample: int  # bytes to be moved between two looks at the clock, if `most` runs are enough
+    most: int
+    plain_rounds: int  # of plain torch, which is slow on a CPU
+
+    def copier(self, most: int) -> Callable[[int], Callable[[], object]]:
+        """What makes, of a number of bytes up to `most`, a run that copies so many."""
+        source, target = (torch.ones(most, dtype=torch.uint8, device=self.device) for _ in (0, 1))
+        if self.device.type == "cuda":
+            return lambda size: lambda: target[:size].copy_(source[:size])
+        copy = ctypes.CDLL(None).memcpy
+        copy.argtypes, copy.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
+        return lambda size: lambda: copy(target.data_ptr(), source.data_ptr(), size)
+
+
+def main() -> int:
+    """Verify, time, print a table; 1 if a kernel does not write what it should."""
+    options = read_options()
+    place = on_gpu() if options.device == "cuda" else on_cpu(options.isa)
+    result = {
+        **begin("kernels"),
+        "device": options.device,
+        "kernels": options.isa or best(place.kernels) if options.device == "cpu" else "CUDA",
+        "libraries": quantizers.versions(),
+        "rounds": options.rounds,
+        "wrong": [work.name for work in all_works(place, CHECKED) if not is_right(work, "cpu")],
+        "rows": [],
+    }
+    for elements in options.elements or sizes(options.device):
+        for work in all_works(place, elements):
+            if work.name in result["wrong"]:
+                continue
+            if is_right(work, place.device):
+                result["rows"].append(contest(place, work, elements, options.rounds))
+            else:
+                result["wrong"].append(f"{work.name}, {elements} elements")
+    finish(result, show, options.json)
+    return 1 if result["wrong"] else 0
+
+
+def read_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    parser.add_argument(
+        "--elements", type=int, nargs="+", metavar="N",
+        help=f"multiples of {256 * ROWS}; default on the CPU: {CPU_ELEMENTS}, on a GPU: "
+        f"{CUDA_ELEMENTS}",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=15, help="samples of each (default: 15)")
+    parser.add_argument("--isa", choices=ISAS, help="of the CPU; default: the best it has")
+    add_json(parser)
+    options = parser.parse_args()
+    if options.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if any(count % (256 * ROWS) for count in options.elements or ()):
+        parser.error(f"--elements: give multiples of {256 * ROWS}")
+    if options.isa and options.device == "cuda":
+        parser.error("--isa is for the CPU: give --device cpu too")
+    return options
+
+
+def on_cpu(isa: str | None) -> Place:
+    """One thread, and the kernels of an instruction set."""
+    kernels = native()
+    if kernels is None:
+        sys.exit("error: there are no kernels to time; build them with make setup")
+    if isa is not None and not kernels.use(isa):
+        sys.exit(f"error: this processor has no {isa}; give one of {' '.join(ISAS)}")
+    torch.set_num_threads(1)
+    return Place(
+        device=torch.device("cpu"), kernels=kernels, stopwatch=ThreadStopwatch(), cache=0,
+        sample=1 << 26, most=1 << 20, plain_rounds=1,
+    )  # fmt: skip
+
+
+def on_gpu() -> Place:
+    """The first GPU."""
+    if not torch.cuda.is_available():
+        sys.exit("error: PyTorch sees no GPU; give --device cpu")
+    device = torch.device("cuda", 0)
+    kernels = cuda()
+    if kernels is None:
+        sys.exit("error: there are no CUDA kernels to time; run python setup.py build_ext "
+                 "--inplace where nvcc is")  # fmt: skip
+    cache = torch.cuda.get_device_properties(device).L2_cache_size // 2
+    return Place(
+        device=device, kernels=kernels, stopwatch=GpuStopwatch(device), cache=cache,
+        sample=1 << 30, most=50, plain_rounds=1 << 20,
+    )  # fmt: skip
+
+
+def sizes(device: str) -> tuple[int, ...]:
+    """How many elements are timed unless the command line says."""
+    return CUDA_ELEMENTS if device == "cuda" else CPU_ELEMENTS
+
+
+def best(kernels: Kernels) -> str:
+    """The instruction set that a processor's kernels choose."""
+    return next(name for name in reversed(ISAS) if kernels.use(name))
+
+
+def all_works(place: Place, elements: int) -> Iterator[Work]:
+    """Every kernel there is at a size."""
+    yield from works(place.kernels, elements, place.device)
+    yield from adam_works(elements, place.device)
+
+
+def is_right(work: Work, device: torch.device | str) -> bool:
+    """Whether the kernel's first run writes what the reference writes on `device`."""
+    work.run()
+    expected = work.plain(*(one.to(device) for one in work.inputs))
+    pairs = zip(work.wrote, expected, strict=True)
+    return all(torch.equal(as_bytes(got.to(device)), as_bytes(right)) for got, right in pairs)
+
+
+def as_bytes(values: Tensor) -> Tensor:
+    """The memory of a contiguous tensor."""
+    return values.view(torch.uint8)
+
+
+def contest(place: Place, work: Work, elements: int, rounds: int) -> dict:
+    """Time kernel, copy, plain torch and peers in turn; a row of the table."""
+    peers, failed = ready(work)
+    copy = place.copier(work.num_bytes // 2)(work.num_bytes // 2)
+    runners = [("kernel", work.run), ("copy", copy), ("plain", lambda: work.plain(*work.inputs))]
+    runners += [(peer.name, peer.run) for peer in peers]
+    times = max(1, min(place.most, place.sample // work.num_bytes))
+    seconds = {name: [] for name, _ in runners}
+    cold = work.num_bytes > place.cache
+    for number in range(rounds):
+        for name, run in runners[:: -1 if number % 2 else 1]:
+            slow = name == "plain"
+            if not slow or number < place.plain_rounds:
+                taken = place.stopwatch.seconds(run, 1 if slow else times, cold=cold)
+                seconds[name].append(taken)
+    return row(work, elements, seconds) | {
+        "in_cache": not cold if place.cache else None, "failed": failed,
+        "peers": [
+            {"name": peer.name, "differs": peer.differs, "seconds": seconds[peer.name],
+             "times_slower": slower(seconds, peer.name)}
+            for peer in peers
+        ],
+    }  # fmt: skip
+
+
+def ready(work: Work) -> tuple[list[Peer], list[str]]:
+    """The peers whose op runs here, and what those said that do not."""
+    found, failed = [], []
+    try:
+        for peer in work.peers():
+            peer.run()
+            found.append(peer)
+    except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        failed.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    return found, failed
+
+
+def row(work: Work, elements: int, seconds: dict[str, list[float]]) -> dict:
+    """The numbers of a kernel beside the copy and plain torch."""
+    own, copies = seconds["kernel"], seconds["copy"]
+    ratios = [other / each for each, other in zip(own, copies, strict=True)]
+    return {
+        "kernel": work.name, "elements": elements, "bytes": work.num_bytes,
+        "gb_per_s": work.num_bytes / statistics.median(own) / 1e9,
+        "copy_gb_per_s": work.num_bytes / statistics.median(copies) / 1e9,
+        "ratio": statistics.median(ratios), "quartiles": quartiles(ratios),
+        "plain_times_slower": slower(seconds, "plain"),
+        "seconds": own, "copy": copies, "plain": seconds["plain"],
+    }  # fmt: skip
+
+
+def slower(seconds: dict[str, list[float]], name: str) -> float:
+    """How many times the kernel's time another takes."""
+    return statistics.median(seconds[name]) / statistics.median(seconds["kernel"])
+
+
+def show(result: dict) -> None:
+    """Print the tables."""
+    on_gpu = result["device"] == "cuda"
+    print(heading(result, "torch"))
+    where = "GPU" if on_gpu else f"{result['kernels']}, one thread"
+    print(f"kernels: {where}; every one wrote the reference's bytes before it was timed")
+    for name in result["wrong"]:
+        print(f"not timed, for it does NOT write what the reference writes: {name}")
+    print()
+    print(
+        f"  {'':28} {'elements':>10} {'MB':>7} {'GB/s':>7} {'copy':>7} {'ratio':>6}   "
+        f"{'its quartiles':14} plain torch"
+    )
+    for row in result["rows"]:
+        low, high = row["quartiles"]
+        print(
+            f"  {row['kernel']:28} {row['elements']:10} {row['bytes'] / 1e6:7.1f} "
+            f"{row['gb_per_s']:7.1f} {row['copy_gb_per_s']:7.1f} {row['ratio']:6.2f}   "
+            f"{low:.2f} to {high:.2f}   {row['plain_times_slower']:7.1f} x slower"
+            + (", in cache" if row["in_cache"] else "")
+        )
+    print("\nMB, GB/s: bytes read and written; the copy moves as many, half read and half written.")
+    show_peers(result)
+    if on_gpu:
+        large = [row for row in result["rows"] if row["bytes"] >= LARGE]
+        below = [f"{row['kernel']}, {row['elements']} elements: {row['ratio']:.2f}"
+                 for row in large if row["ratio"] < ENOUGH]  # fmt: skip
+        print(f"of {len(large)} rows of 64 MiB and more, {len(large) - len(below)} have "
+              f"{ENOUGH:.0%} or more of the copy's speed", *below, sep="\n  ")  # fmt: skip
+
+
+def show_peers(result: dict) -> None:
+    """Print what other libraries take, in units of the kernel's time."""
+    print("other libraries: "
+          + ", ".join(f"{name} {version}" for name, version in result["libraries"].items()))
+    for row in result["rows"]:
+        for peer in row["peers"]:
+            print(f"  {row['kernel']:28} {row['elements']:10} {peer['times_slower']:6.2f} x the "
+                  f"time: {peer['name']} ({peer['differs']})")  # fmt: skip
+        for why in row["failed"]:
+            print(f"  {row['kernel']:28} {row['elements']:10} not compared: {why}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

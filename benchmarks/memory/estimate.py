@@ -1,0 +1,127 @@
+"""What `--dry-run` foretells beside the fullest moment of real steps, as a table.
+
+    torchrun --nproc-per-node 4 benchmarks/memory/estimate.py
+
+Measured are the bytes of all tensors that are alive, after every op, on the fullest rank; a CPU's.
+"""
+
+import json
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+if __package__ is None or __package__ == "":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.parallel.recipe import build_model, build_optimizer
+from megatron_zpp.planner.activations import LiveBytes
+from megatron_zpp.planner.estimate import Estimate, estimate
+from megatron_zpp.settings.arguments import parse
+from megatron_zpp.settings.config import Config
+from zeropp import optimizer_step
+from zeropp.ranks.process_group import start_process_group
+from zeropp.ranks.topology import Environment
+from zeropp.sharding.shard import find_nodes
+
+CPU = torch.device("cpu")
+VOCABULARY = 1000
+MIB = 2**20
+MODEL = (
+    "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --hidden-dropout 0 "
+    "--attention-dropout 0 --micro-batch-size 2 "
+)
+NODES = {"bf16": {"enabled": True}, "zeropp": {"ranks_per_node": 2}}
+HPZ = {"stage": 3, "zero_hpz_partition_size": 2}
+PLUS = HPZ | {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+MIXZ = HPZ | {"zero_quantized_nontrainable_weights": True}
+ALL_THREE, STORED = "(ZeRO++)", "(MixZ++)"
+JSONS = {ALL_THREE: PLUS, STORED: MIXZ}
+LORA = "--lora-rank 8 --pretrained-checkpoint none"  # the shape is that of MODEL
+CASES = (
+    "--zero-stage 0 --global-batch-size 8",
+    "--zero-stage 0 --global-batch-size 24 --bf16",
+    "--zero-stage 1 --global-batch-size 8 --bf16",
+    "--zero-stage 1 --global-batch-size 24",
+    "--zero-stage 2 --global-batch-size 8 --bf16",
+    "--zero-stage 2 --global-batch-size 24",
+    "--zero-stage 3 --global-batch-size 8",
+    "--zero-stage 3 --global-batch-size 24 --bf16",
+    "--zero-stage 3 --global-batch-size 8 --bf16 --recompute-granularity selective",
+    "--zero-stage 3 --global-batch-size 8 --bf16 --recompute-granularity full",
+    "--zero-stage 0 --global-batch-size 8 --bf16 --recompute-granularity full "
+    "--recompute-num-layers 3",
+    "--zero-stage 1 --global-batch-size 8 --bf16 --cpu-optimizer",
+    "--zero-stage 2 --global-batch-size 24 --bf16 --cpu-optimizer",
+    "--zero-stage 3 --global-batch-size 8 --cpu-optimizer",
+    "--zero-stage 3 --global-batch-size 8 --bf16 --cpu-optimizer --remote-device cpu",
+    f"{ALL_THREE} --global-batch-size 8 --bf16",
+    f"{ALL_THREE} --global-batch-size 24 --bf16 --cpu-optimizer",
+    f"--zero-stage 2 --global-batch-size 24 --bf16 {LORA}",
+    f"{STORED} --global-batch-size 24 --bf16 {LORA}",
+    f"{STORED} --global-batch-size 24 --bf16 --cpu-optimizer {LORA}",
+)
+STEPS = 2  # from the second on Adam's moments are there
+
+
+def both(flags: str) -> tuple[Estimate, int]:
+    """What was foretold for `flags` on these ranks, and the bytes of the fullest rank."""
+    ranks = _ranks()
+    config = parse(("--mock-data --lr 1e-3 --eval-iters 0 --train-iters 9 " + flags).split(),
+                   ranks.num_ranks)  # fmt: skip
+    foretold = estimate(config, VOCABULARY, find_nodes(ranks.mesh, config.zero), is_cpu=True)
+    with LiveBytes() as live:
+        _train(config, ranks, foretold.micro_batches)
+    most = torch.tensor(live.peak)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return foretold, most.item()
+
+
+def _train(config: Config, ranks: Ranks, micro_batches: int) -> None:
+    sharding = build_model(config, VOCABULARY, ranks, apex=None)
+    optimizer = build_optimizer(sharding, config, CPU, apex=None)
+    shape = config.batch.micro_batch_size, config.model.seq_length
+    tokens, mask = torch.randint(VOCABULARY, shape), torch.ones(shape)
+    for _ in range(STEPS):
+        for index in range(micro_batches):
+            with sharding.micro_step(last=index == micro_batches - 1):
+                sharding.model(tokens, tokens, mask).backward()
+        optimizer_step(optimizer, sharding, clip_grad=1.0)
+
+
+def _ranks() -> Ranks:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
+    place = Environment(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
+    return Ranks(environment=place, device=CPU, mesh=mesh, store=None)
+
+
+def main() -> None:
+    """Print a row for each of `CASES`."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {name: Path(folder) / f"{name}.json" for name in JSONS}
+        for name, zero in JSONS.items():
+            paths[name].write_text(json.dumps(NODES | {"zero_optimization": zero}))
+        lines = ["| flags | foretold, MiB | measured, MiB | difference |", "|---|---|---|---|"]
+        environment = Environment.read()
+        start_process_group(environment, CPU, timedelta(minutes=5), "gloo")
+        for case in CASES:
+            flags = case
+            for name, path in paths.items():
+                flags = flags.replace(name, f"--deepspeed-config {path}")
+            foretold, measured = both(MODEL + flags)
+            total = foretold.host_bytes
+            sizes = f"{total / MIB:.1f} | {measured / MIB:.1f} | {total / measured - 1:+.1%}"
+            lines.append(f"| `{case}` | {sizes} |".replace("-0.0%", "0.0%"))
+        if environment.rank == 0:
+            print("\n".join(lines))
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

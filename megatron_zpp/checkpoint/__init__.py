@@ -1,0 +1,1 @@
+"""How a run is written to disk, and how its weights are read back."""

@@ -1,0 +1,1 @@
+"""Examples to fine-tune on, packed into rows, with the loss on the answers."""

@@ -1,0 +1,1 @@
+"""Models from elsewhere, in and out: Hugging Face's folders, .gguf files, PEFT adapters."""

@@ -1,0 +1,1 @@
+"""What a run reports: the console, TensorBoard, bytes, memory and throughput."""

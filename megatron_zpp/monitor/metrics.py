@@ -1,0 +1,282 @@
+"""What an iteration measured, and the log line that every `--log-interval` of them become.
+
+The training step returns numbers; only this file turns them into text. The lines are
+Megatron-DeepSpeed's to the letter, so that the scripts people parse them with keep working, with
+two deliberate differences: a loss is printed on skipped iterations too, and a NaN is printed.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from megatron_zpp.model.flops import TokenFlops
+from megatron_zpp.monitor.communication import Communication
+from megatron_zpp.monitor.memory import Memory, memory_line
+from megatron_zpp.settings.config import LogConfig
+
+LOSSES = ("first_loss", "last_loss", "first_held_out", "last_held_out")
+RECENT = 20  # iterations that the last training loss averages
+PERPLEXITY_EXPONENT = 20  # Megatron caps the exponent, so that an untrained model prints a number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """What one iteration measured; None where it was not measured.
+
+    `loss` is the mean over micro-batches and ranks, `seconds` the wall time, `consumed_*` the
+    counts after this iteration, `skipped` true if the update was left out (fp16 overflow),
+    `communication` what the nodes sent since the last log line, known where a line is due, `extra`
+    more scalars for the writers by their full name, " vs tokens" included.
+    """
+
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    consumed_tokens: int
+    seconds: float
+    learning_rate: float
+    global_batch_size: int
+    seq_length: int
+    loss: float
+    loss_scale: float | None = None
+    grad_norm: float | None = None
+    num_zeros: float | None = None
+    params_norm: float | None = None
+    skipped: bool = False
+    memory: Memory | None = None
+    communication: Communication | None = None
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of this iteration's global batch."""
+        return self.global_batch_size * self.seq_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """`--log-interval` iterations: the last one, and what all of them amount to."""
+
+    last: Iteration
+    loss: float
+    seconds_per_iteration: float
+    skipped: int
+    nan: int
+    samples_per_second: float
+    tokens_per_gpu_per_second: float
+    tflops: float  # per rank, what is recomputed included
+    model_tflops: float  # the same without it
+    mfu: float | None = None  # of what the rank's device can do; None where that is not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """A held-out loss after `iteration`; `split` is "validation" or "test", `moment` the words
+    of the log line ("iteration 100", "the end of training for test data")."""
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    loss: float
+    moment: str
+    split: str = "validation"
+
+    @property
+    def perplexity(self) -> float:
+        """e to the loss, the exponent capped at 20."""
+        return math.exp(min(self.loss, PERPLEXITY_EXPONENT))  # in this order NaN stays NaN
+
+
+@dataclass(kw_only=True)
+class History:
+    """Where the losses began and where they are; a checkpoint keeps them across a resume."""
+
+    first_loss: float | None = None
+    last_loss: float | None = None  # mean of the last `RECENT` iterations
+    first_held_out: float | None = None
+    last_held_out: float | None = None
+    tokens: int = 0  # of this process, as are the seconds
+    seconds: float = 0.0
+
+    def state_dict(self) -> dict[str, float | None]:
+        """The losses, without this process's tokens and seconds."""
+        return {name: getattr(self, name) for name in LOSSES}
+
+    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
+        """Take over the losses of `state_dict`."""
+        for name in LOSSES:
+            setattr(self, name, state[name])
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together, evaluation and saving left out; 0 before the first iteration."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+class Writer(Protocol):
+    """Where numbers go besides the log: see `megatron_zpp/monitor/writers.py`."""
+
+    def iteration(self, iteration: Iteration) -> None: ...
+    def interval(self, interval: Interval) -> None: ...
+    def validation(self, validation: Validation) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Screen(Protocol):
+    """Where lines and progress go: see `megatron_zpp/monitor/console.py`."""
+
+    rank: int
+
+    def line(self, text: str) -> None: ...
+    def progress(self, iteration: Iteration) -> None: ...
+    def held_out(self, loss: float) -> None: ...
+
+
+class Metrics:
+    """Collects iterations, prints the log line every `log_interval`, feeds screen and writers."""
+
+    def __init__(
+        self,
+        config: LogConfig,
+        screen: Screen,
+        *,
+        world_size: int,
+        flops: TokenFlops,
+        writers: Sequence[Writer] = (),
+    ) -> None:
+        self.history = History()
+        self._config = config
+        self._screen = screen
+        self._world_size = world_size
+        self.flops = flops
+        self._writers = tuple(writers)
+        self._pending: list[Iteration] = []
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._memory_reported = False
+
+    def iteration(self, iteration: Iteration) -> Interval | None:
+        """Take one iteration; returns the interval it completes, after printing its line."""
+        self._pending.append(iteration)
+        self._remember(iteration)
+        self._screen.progress(iteration)
+        if iteration.iteration % self._config.tensorboard_log_interval == 0:
+            for writer in self._writers:
+                writer.iteration(iteration)
+        if iteration.iteration % self._config.log_interval != 0:
+            return None
+        interval = summarize(self._pending, self._world_size, self.flops)
+        self._pending = []
+        self._screen.line(log_line(interval, throughput=self._config.log_throughput))
+        if iteration.communication:
+            self._screen.line(iteration.communication.line())
+        self._report_memory(iteration)
+        for writer in self._writers:
+            writer.interval(interval)
+        return interval
+
+    def validation(self, validation: Validation) -> None:
+        """Print a held-out loss and feed it to screen and writers."""
+        for line in validation_lines(validation):
+            self._screen.line(line)
+        if validation.split == "validation":
+            self._screen.held_out(validation.loss)
+            self.history.last_held_out = validation.loss
+            if self.history.first_held_out is None:
+                self.history.first_held_out = validation.loss
+        for writer in self._writers:
+            writer.validation(validation)
+
+    def flush(self) -> None:
+        """Bring everything written so far to disk; to be called when a checkpoint is saved."""
+        for writer in self._writers:
+            writer.flush()
+
+    def close(self) -> None:
+        """Flush and close the writers."""
+        for writer in self._writers:
+            writer.close()
+
+    def _remember(self, iteration: Iteration) -> None:
+        history = self.history
+        history.tokens += iteration.tokens
+        history.seconds += iteration.seconds
+        if history.first_loss is None:
+            history.first_loss = iteration.loss
+        self._recent.append(iteration.loss)
+        history.last_loss = sum(self._recent) / len(self._recent)
+
+    def _report_memory(self, iteration: Iteration) -> None:
+        memory = iteration.memory
+        if self._memory_reported or memory is None or memory.allocated_count is None:
+            return
+        moment = f"(after {iteration.iteration} iterations)"
+        self._screen.line(memory_line(self._screen.rank, memory, moment))
+        self._memory_reported = True
+
+
+def summarize(iterations: Sequence[Iteration], world_size: int, flops: TokenFlops) -> Interval:
+    """Average the losses, add up the time and count what was skipped or not finite."""
+    last = iterations[-1]
+    seconds = sum(each.seconds for each in iterations)
+    tokens_per_second = sum(each.tokens for each in iterations) / seconds
+    tokens_per_gpu_per_second = tokens_per_second / world_size
+    return Interval(
+        last=last,
+        loss=sum(each.loss for each in iterations) / len(iterations),
+        seconds_per_iteration=seconds / len(iterations),
+        skipped=sum(each.skipped for each in iterations),
+        nan=sum(not math.isfinite(each.loss) for each in iterations),
+        samples_per_second=sum(each.global_batch_size for each in iterations) / seconds,
+        tokens_per_gpu_per_second=tokens_per_gpu_per_second,
+        tflops=tokens_per_gpu_per_second * flops.performed / 1e12,
+        model_tflops=tokens_per_gpu_per_second * flops.model / 1e12,
+        mfu=tokens_per_gpu_per_second * flops.model / flops.rate if flops.rate else None,
+    )
+
+
+def log_line(interval: Interval, *, throughput: bool = False) -> str:
+    """Megatron-DeepSpeed's line; with `throughput`, Megatron-LM's field and MFU behind the time."""
+    last = interval.last
+    milliseconds = interval.seconds_per_iteration * 1000
+    fields = [
+        f"iteration {last.iteration:8d}/{last.train_iters:8d}",
+        f"consumed samples: {last.consumed_samples:12d}",
+        f"consumed tokens: {last.consumed_tokens:12d}",
+        f"elapsed time per iteration (ms): {milliseconds:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {interval.model_tflops:.1f}" if throughput else None,
+        f"MFU: {interval.mfu:.1%}" if throughput and interval.mfu is not None else None,
+        f"learning rate: {last.learning_rate:.3E}",
+        f"global batch size: {last.global_batch_size:5d}",
+        f"lm loss: {interval.loss:.6E}",
+        *_measured(last),
+        f"actual seqlen: {last.seq_length:5d}",
+        f"number of skipped iterations: {interval.skipped:3d}",
+        f"number of nan iterations: {interval.nan:3d}",
+        f"samples per second: {interval.samples_per_second:.3f}",
+        f"tokens per gpu per second (tgs): {interval.tokens_per_gpu_per_second:.3f}",
+        f"TFLOPs: {interval.tflops:.2f}",
+    ]
+    return "".join(f" {text} |" for text in fields if text is not None)
+
+
+def validation_lines(validation: Validation) -> tuple[str, str, str]:
+    """Megatron's held-out line between two rules."""
+    line = (
+        f" validation loss at {validation.moment} | "
+        f"lm loss value: {validation.loss:.6E} | lm loss PPL: {validation.perplexity:.6E} | "
+    )
+    rule = "-" * (len(line) + 1)
+    return rule, line, rule
+
+
+def _measured(last: Iteration) -> list[str]:
+    measured = [
+        ("loss scale: {:.1f}", last.loss_scale),
+        ("grad norm: {:.3f}", last.grad_norm),
+        ("num zeros: {:.1f}", last.num_zeros),
+        ("params norm: {:.3f}", last.params_norm),
+    ]
+    return [form.format(value) for form, value in measured if value is not None]

@@ -1,0 +1,65 @@
+"""The configuration of a run: frozen sections, each part of the program is given only its own.
+
+A field is named as Megatron's flag with underscores and carries the description of that flag, so
+the parser is generated from the sections. Values that follow from others are properties.
+"""
+
+from dataclasses import dataclass, field
+
+from megatron_zpp.settings.data import BatchConfig, DataConfig, TokenizerConfig
+from megatron_zpp.settings.finetuning import LoraConfig
+from megatron_zpp.settings.model import ModelConfig
+from megatron_zpp.settings.optimization import (
+    OptimizerConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    ScheduleConfig,
+)
+from megatron_zpp.settings.run import (
+    CheckpointConfig,
+    EvaluationConfig,
+    LogConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
+from zeropp.settings.zero_config import ZeroConfig
+
+__all__ = [
+    "BatchConfig",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "EvaluationConfig",
+    "LogConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "RecomputeConfig",
+    "ScheduleConfig",
+    "TokenizerConfig",
+    "TrainingConfig",
+    "ZeroConfig",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that was asked for; `arguments.parse` builds a consistent one."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)

@@ -1,0 +1,124 @@
+"""What is read: the tokenizer, the datasets, and how many samples make a step."""
+
+from dataclasses import dataclass
+
+from megatron_zpp.settings.flag import Section, flag
+from zeropp.errors import InputError
+
+EXAMPLES_SUFFIX = ".jsonl"
+BLEND = "an indexed dataset's prefix, or weight and prefix pairs; or .jsonl files of examples"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig(Section):
+    """Which tokenizer, and where its files are; None leaves the choice to the data."""
+
+    tokenizer_type: str | None = flag(None, "GPT2BPETokenizer, HuggingFaceTokenizer, ...")
+    vocab_file: str | None = flag(None, "vocab.json of a byte-pair tokenizer")
+    merge_file: str | None = flag(None, "merges.txt of a byte-pair tokenizer")
+    tokenizer_model: str | None = flag(None, "SentencePiece model or tokenizer.json")
+    vocab_size: int | None = flag(
+        None, "size of the NullTokenizer's vocabulary", kind=int, minimum=1
+    )
+    vocab_extra_ids: int = flag(0, "sentinel tokens added to the vocabulary", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Where samples come from; with no path at all, the Python standard library's own text."""
+
+    data_path: tuple[str, ...] | None = flag(None, BLEND, count="+")
+    train_data_path: tuple[str, ...] | None = flag(None, f"training: {BLEND}", count="+")
+    valid_data_path: tuple[str, ...] | None = flag(None, f"validation: {BLEND}", count="+")
+    test_data_path: tuple[str, ...] | None = flag(None, f"test: {BLEND}", count="+")
+    split: str = flag("969, 30, 1", "shares of training, validation and test documents")
+    data_cache_path: str | None = flag(None, "folder of the cached sample indices")
+    num_workers: int = flag(2, "background workers that read samples ahead", minimum=0)
+    num_dataset_builder_threads: int = flag(
+        1, "threads that build indices", minimum=1, no_effect="one process builds them in one go"
+    )
+    dataloader_type: str = flag(
+        "single",
+        "order of the samples: as indexed, or permuted by epoch",
+        choices=("single", "cyclic"),
+    )
+    reset_position_ids: bool = flag(False, "positions restart after each end of document")
+    reset_attention_mask: bool = flag(False, "attention stops at the end of a document")
+    eod_mask_loss: bool = flag(False, "no loss where the input is the end of a document")
+    mock_data: bool = flag(False, "made-up samples, for benchmarks")
+
+    def check(self) -> None:
+        """Raise InputError for sources that exclude each other and for what is not built yet."""
+        super().check()
+        apart = [
+            f"--{name.replace('_', '-')}"
+            for name in ("train_data_path", "valid_data_path", "test_data_path")
+            if getattr(self, name) is not None
+        ]
+        if apart and self.data_path is not None:
+            raise InputError(
+                f"--data-path and {apart[0]} contradict: give one blend that --split divides, "
+                "or one blend for each split"
+            )
+        if self.mock_data and (apart or self.data_path is not None):
+            raise InputError(
+                f"--mock-data and {apart[0] if apart else '--data-path'} contradict: leave one out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig(Section):
+    """How many samples a rank takes at once and all ranks take in one step."""
+
+    micro_batch_size: int = flag(
+        4, "samples of one forward pass on one rank", minimum=1, names=("batch-size",)
+    )
+    global_batch_size: int | None = flag(
+        None,
+        "samples of one step over all ranks (default: micro-batch x ranks)",
+        kind=int,
+        minimum=1,
+    )
+    rampup_batch_size: tuple[int, int, int] | None = flag(
+        None,
+        "start, increment, samples: the batch grows to --global-batch-size over so many samples",
+        kind=int,
+        count=3,
+        minimum=0,
+    )
+
+    def check(self) -> None:
+        """Raise InputError for a ramp-up that does not lead to the global batch size."""
+        super().check()
+        if self.rampup_batch_size is None:
+            return
+        start, increment, samples = self.rampup_batch_size
+        shown = f"--rampup-batch-size {start} {increment} {samples}"
+        if self.global_batch_size is None:
+            raise InputError(f"{shown} needs --global-batch-size: the size at its end")
+        if start < 1 or increment < 1:
+            raise InputError(f"{shown}: start and increment must be at least 1")
+        if start > self.global_batch_size:
+            raise InputError(
+                f"{shown}: the start is larger than --global-batch-size {self.global_batch_size}"
+            )
+        if (self.global_batch_size - start) % increment:
+            raise InputError(
+                f"{shown}: steps of {increment} from {start} never reach --global-batch-size "
+                f"{self.global_batch_size} exactly"
+            )
+
+
+def names_examples(data: DataConfig) -> bool:
+    """Whether the data paths are files of examples; InputError if only some of them are."""
+    groups = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    paths = [path for group in groups for path in group or ()]
+    others = [path for path in paths if not path.endswith(EXAMPLES_SUFFIX)]
+    if len(others) == len(paths):
+        return False
+    if others:
+        raise InputError(
+            f"{others[0]!r} stands beside {EXAMPLES_SUFFIX} files: examples are not blended by weights nor "
+            f"with indexed datasets; name {EXAMPLES_SUFFIX} files only, for every split"
+        )
+    return True

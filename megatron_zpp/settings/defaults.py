@@ -1,0 +1,105 @@
+"""What a run takes that nobody gave: a small GPT, a length, a batch, and what follows from others.
+
+Each function looks at the values given by destination and returns the ones to add, so that the
+configuration built from all of them is complete.
+"""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from megatron_zpp.settings.config import BatchConfig, ModelConfig, OptimizerConfig
+from zeropp.errors import InputError
+
+ITERATIONS = 100
+# With the default length, so that something is seen of it.
+SHORT_RUN = MappingProxyType({"train_iters": ITERATIONS, "log_interval": 10, "eval_iters": 10})
+LENGTHS = ("train_iters", "train_samples", "train_tokens")
+SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
+SHAPE = MappingProxyType(
+    {
+        "num_layers": ModelConfig().num_layers,
+        "hidden_size": ModelConfig().hidden_size,
+        "num_attention_heads": ModelConfig().num_attention_heads,
+        "seq_length": ModelConfig().seq_length,
+        "lr": OptimizerConfig().lr,
+    }
+)
+
+
+def settled(values: Mapping[str, Any], accumulation: int | None, world_size: int) -> dict[str, Any]:
+    """All `values` and what they leave open; `accumulation` is the JSON's, in micro-batches.
+
+    Raises InputError where what is given cannot be completed.
+    """
+    result = {**SHAPE, **values}
+    if not any(name in values for name in LENGTHS):
+        result = {**SHORT_RUN, **result}
+    result.setdefault("max_position_embeddings", result["seq_length"])
+    result["zero_stage"] = _stage(values)
+    result |= _attention(values) | _recomputation(values)
+    return result | _batch(values, accumulation, world_size)
+
+
+def said(values: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    """One line of the main defaults in `result` that were not in `values`; may be empty."""
+    shape = ("seq_length", "lr") if "pretrained_checkpoint" in values else SHAPE
+    names = [*shape, "micro_batch_size", "global_batch_size", *SHORT_RUN]
+    taken = [
+        f"--{name.replace('_', '-')} {result[name]}"
+        for name in names
+        if name not in values and result.get(name) is not None
+    ]
+    if not any(name in values for name in SOURCES):
+        taken.append("the Python standard library's text as data")
+    return f"not given, so by default: {', '.join(taken)}" if taken else ""
+
+
+def _stage(values: Mapping[str, Any]) -> int:
+    if "zero_stage" in values:
+        return values["zero_stage"]
+    return 1 if values.get("use_distributed_optimizer") else 0
+
+
+def _attention(values: Mapping[str, Any]) -> dict[str, Any]:
+    positions = values.get("position_embedding_type", ModelConfig().position_embedding_type)
+    if values.get("no_position_embedding") and positions == "learned_absolute":
+        raise InputError(
+            "--no-position-embedding needs --position-embedding-type rope or none: "
+            "say which positions there are instead"
+        )
+    if values.get("group_query_attention") and "num_query_groups" not in values:
+        return {"num_query_groups": 1}
+    return {}
+
+
+def _recomputation(values: Mapping[str, Any]) -> dict[str, Any]:
+    is_full = values.get("recompute_granularity") == "full"
+    return {"recompute_method": "uniform"} if is_full and "recompute_method" not in values else {}
+
+
+def _batch(
+    values: Mapping[str, Any], accumulation: int | None, world_size: int
+) -> dict[str, int | None]:
+    """The micro-batch and global batch size, each from the other where only one is given."""
+    micro, total = values.get("micro_batch_size"), values.get("global_batch_size")
+    ramp = values.get("rampup_batch_size")
+    ranks = world_size * (accumulation or 1)
+    if micro is None:
+        micro = BatchConfig().micro_batch_size
+        if total is not None:
+            sizes = (total, *ramp[:2]) if ramp and not accumulation else (total,)
+            micro = _micro_batch(math.gcd(*sizes), ranks, accumulation)
+    if total is None and ramp is None:
+        total = micro * ranks
+    return {"micro_batch_size": micro, "global_batch_size": total}
+
+
+def _micro_batch(total: int, ranks: int, accumulation: int | None) -> int:
+    """What a rank's share allows: all of it with a given accumulation, else at most the default."""
+    share, rest = divmod(total, ranks)
+    if rest:
+        return BatchConfig().micro_batch_size  # the check of the batch sizes says what is wrong
+    limit = share if accumulation else BatchConfig().micro_batch_size
+    return max(size for size in range(1, limit + 1) if share % size == 0)

@@ -1,0 +1,185 @@
+"""How weights are updated: number formats, optimizer, schedules, and what is computed twice."""
+
+from dataclasses import dataclass
+
+from megatron_zpp.settings.flag import Section, flag, shared
+from zeropp.errors import InputError
+
+LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+UNITS = ("iters", "samples", "tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeConfig(Section):
+    """Which activations the backward pass computes again instead of keeping them."""
+
+    recompute_granularity: str | None = flag(
+        None, "full: whole blocks; selective: the attention only", choices=("full", "selective")
+    )
+    recompute_method: str | None = flag(
+        None,
+        "uniform: every group of --recompute-num-layers blocks; block: only the first so many",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int = flag(
+        1, "blocks that the method counts in", minimum=1, names=("checkpoint-num-layers",)
+    )
+
+    def check(self) -> None:
+        """Raise InputError for a method without full recomputation."""
+        super().check()
+        if self.recompute_method is not None and self.recompute_granularity != "full":
+            raise InputError(
+                f"--recompute-method {self.recompute_method} needs --recompute-granularity full, "
+                f"not {self.recompute_granularity or 'none'}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig(Section):
+    """The number format of forward and backward, and fp16's dynamic loss scale."""
+
+    fp16: bool = flag(False, "compute in IEEE half precision with loss scaling")
+    bf16: bool = flag(False, "compute in bfloat16")
+    loss_scale: float | None = flag(
+        None, "constant loss scale (default: dynamic)", kind=float, above=0
+    )
+    initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale", above=0)
+    min_loss_scale: float = flag(1.0, "smallest dynamic loss scale", above=0)
+    loss_scale_window: int = flag(1000, "clean steps before the scale doubles", minimum=1)
+    hysteresis: int = flag(2, "overflows before the scale halves", minimum=1)
+
+    @property
+    def format(self) -> str:
+        """Number format of weights and activations in forward and backward, as torch calls it."""
+        if self.fp16:
+            return "float16"
+        return "bfloat16" if self.bf16 else "float32"
+
+    def check(self) -> None:
+        """Raise InputError for two formats at once or a first scale below the smallest."""
+        super().check()
+        if self.fp16 and self.bf16:
+            raise InputError("--fp16 and --bf16 contradict: leave one out")
+        if self.initial_loss_scale < self.min_loss_scale:
+            raise InputError(
+                f"--initial-loss-scale {self.initial_loss_scale:g} is below --min-loss-scale "
+                f"{self.min_loss_scale:g}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Section):
+    """AdamW and gradient clipping."""
+
+    optimizer: str = flag(
+        "adam", "the optimizer (Adam with decoupled weight decay)", choices=("adam",)
+    )
+    lr: float = flag(3e-4, "largest learning rate", minimum=0)
+    min_lr: float = flag(0.0, "smallest learning rate after the decay", minimum=0)
+    weight_decay: float = flag(0.01, "decoupled weight decay of matrices", minimum=0)
+    start_weight_decay: float | None = flag(
+        None, "weight decay at the start of its schedule", kind=float, minimum=0
+    )
+    end_weight_decay: float | None = flag(
+        None, "weight decay at the end of its schedule", kind=float, minimum=0
+    )
+    weight_decay_incr_style: str = flag(
+        "constant", "how the weight decay grows", choices=("constant", "linear", "cosine")
+    )
+    clip_grad: float = flag(1.0, "largest global gradient norm; 0: no clipping", minimum=0)
+    adam_beta1: float = flag(0.9, "decay of the first moment", minimum=0, maximum=1)
+    adam_beta2: float = flag(0.999, "decay of the second moment", minimum=0, maximum=1)
+    adam_eps: float = flag(1e-8, "added to the denominator of the update", above=0)
+    cpu_torch_adam: bool = flag(False, "on CPUs PyTorch's AdamW instead of ours")
+
+    def check(self) -> None:
+        """Raise InputError for bounds in the wrong order or half a weight-decay schedule."""
+        super().check()
+        if self.min_lr > self.lr:
+            raise InputError(f"--min-lr {self.min_lr:g} is larger than --lr {self.lr:g}")
+        for name in ("adam_beta1", "adam_beta2"):
+            if getattr(self, name) == 1:
+                raise InputError(f"--{name.replace('_', '-')} 1: expected less than 1")
+        ends = (self.start_weight_decay, self.end_weight_decay)
+        if self.weight_decay_incr_style == "constant":
+            if any(end not in (None, self.weight_decay) for end in ends):
+                raise InputError(
+                    "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style "
+                    "linear or cosine"
+                )
+        elif None in ends:
+            raise InputError(
+                f"--weight-decay-incr-style {self.weight_decay_incr_style} needs both "
+                "--start-weight-decay and --end-weight-decay"
+            )
+        elif ends[0] > ends[1]:
+            raise InputError(
+                f"--start-weight-decay {ends[0]:g} is larger than --end-weight-decay {ends[1]:g}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(Section):
+    """The learning rate over the run; lengths may be given in iterations, samples or tokens."""
+
+    lr: float = shared(OptimizerConfig, "lr")
+    min_lr: float = shared(OptimizerConfig, "min_lr")
+    lr_decay_style: str = flag("linear", "shape of the decay", choices=LR_STYLES)
+    lr_decay_iters: int | None = flag(
+        None, "iterations until the minimum (default: the whole run)", kind=int, minimum=1
+    )
+    lr_decay_samples: int | None = flag(None, "samples until the minimum", kind=int, minimum=1)
+    lr_decay_tokens: int | None = flag(None, "tokens until the minimum", kind=int, minimum=1)
+    lr_warmup_fraction: float | None = flag(
+        None, "warm-up as a share of the decay", kind=float, minimum=0, maximum=1, names=("warmup",)
+    )
+    lr_warmup_iters: int = flag(0, "iterations of warm-up", minimum=0)
+    lr_warmup_samples: int = flag(0, "samples of warm-up", minimum=0)
+    lr_warmup_tokens: int = flag(0, "tokens of warm-up", minimum=0)
+    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up", minimum=0)
+    lr_wsd_decay_style: str = flag("exponential", "shape of WSD's last part", choices=WSD_STYLES)
+    lr_wsd_decay_iters: int | None = flag(
+        None, "iterations of WSD's last part", kind=int, minimum=1
+    )
+    lr_wsd_decay_samples: int | None = flag(None, "samples of WSD's last part", kind=int, minimum=1)
+    override_opt_param_scheduler: bool = flag(
+        False,
+        "on resuming, these settings replace the checkpoint's",
+        names=("override-opt-param-scheduler",),
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False, "on resuming, the checkpoint's settings replace these"
+    )
+
+    def check(self) -> None:
+        """Raise InputError for a length given twice and for bounds in the wrong order."""
+        super().check()
+        self._check_one("--lr-decay-", [(u, getattr(self, f"lr_decay_{u}")) for u in UNITS])
+        warmups = [(unit, getattr(self, f"lr_warmup_{unit}")) for unit in UNITS]
+        self._check_one("--lr-warmup-", [("fraction", self.lr_warmup_fraction), *warmups])
+        self._check_one(
+            "--lr-wsd-decay-",
+            [("iters", self.lr_wsd_decay_iters), ("samples", self.lr_wsd_decay_samples)],
+        )
+        if self.lr_decay_style == "WSD" and not (
+            self.lr_wsd_decay_iters or self.lr_wsd_decay_samples
+        ):
+            raise InputError(
+                "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples: "
+                "the length of its last part"
+            )
+        if self.lr_warmup_init > self.lr:
+            raise InputError(f"--lr-warmup-init {self.lr_warmup_init:g} is above --lr {self.lr:g}")
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            raise InputError(
+                "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler "
+                "contradict: leave one out"
+            )
+
+    @staticmethod
+    def _check_one(prefix: str, lengths: list[tuple[str, float | None]]) -> None:
+        given = [f"{prefix}{unit} {length}" for unit, length in lengths if length]
+        if len(given) > 1:
+            raise InputError(f"{given[0]} and {given[1]}: give the length in one unit only")

@@ -1,0 +1,160 @@
+"""How a run goes: ranks, length, evaluation, checkpoints and what is logged."""
+
+from dataclasses import dataclass
+
+from megatron_zpp.settings.flag import Section, flag
+from zeropp.errors import InputError
+
+_NO_RNG = "dropout follows from the seed and the samples consumed, so no generator's state is kept"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section):
+    """How the ranks share the work: for now all of them are data-parallel."""
+
+    tensor_model_parallel_size: int = flag(
+        1, "ranks that split each layer", minimum=1, names=("model-parallel-size",)
+    )
+    pipeline_model_parallel_size: int = flag(1, "ranks that split the stack of layers", minimum=1)
+    context_parallel_size: int = flag(
+        1, "ranks that split each sequence", minimum=1, names=("ds-sequence-parallel-size",)
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "layers of a stage of the interleaved pipeline", kind=int, minimum=1
+    )
+    sequence_parallel: bool = flag(False, "split activations along the sequence")
+    distributed_backend: str | None = flag(
+        None, "communication library (default: nccl on GPUs, else gloo)", choices=("nccl", "gloo")
+    )
+    distributed_timeout_minutes: int = flag(10, "a collective fails after so long", minimum=1)
+
+    def check(self) -> None:
+        """Raise InputError for kinds of parallelism that are not built yet."""
+        super().check()
+        for name in ("tensor_model", "pipeline_model", "context"):
+            size = getattr(self, f"{name}_parallel_size")
+            if size > 1:
+                shown = f"--{name.replace('_', '-')}-parallel-size {size}"
+                raise InputError(f"{shown} is not available yet: only 1 is, ranks share the data")
+        if self.sequence_parallel:
+            raise InputError("--sequence-parallel is not available yet: leave it out")
+        if self.num_layers_per_virtual_pipeline_stage is not None:
+            raise InputError(
+                "--num-layers-per-virtual-pipeline-stage needs pipeline parallelism, "
+                "which is not available yet: leave it out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(Section):
+    """How long to train, and when to stop earlier; --train-tokens may cap one of the others."""
+
+    train_iters: int | None = flag(None, "steps of the whole run", kind=int, minimum=1)
+    train_samples: int | None = flag(None, "samples of the whole run", kind=int, minimum=1)
+    train_tokens: int | None = flag(None, "tokens of the whole run", kind=int, minimum=1)
+    seed: int = flag(
+        1234, "seed of weights, dropout and sample order", minimum=0, maximum=2**32 - 1
+    )
+    exit_interval: int | None = flag(
+        None, "save and stop at an iteration divisible by this", kind=int, minimum=1
+    )
+    exit_duration_in_mins: int | None = flag(
+        None, "save and stop after so many minutes", kind=int, minimum=0
+    )
+    exit_signal_handler: bool = flag(False, "save and stop on SIGTERM")
+    skip_train: bool = flag(False, "only evaluate")
+    compile: bool = flag(False, "compile transformer blocks and the loss with torch.compile")
+    dry_run: bool = flag(False, "only print what the run will take, and whether it fits")
+    dry_run_ranks: int | None = flag(
+        None, "ranks of the run to estimate (default: those launched)", kind=int, minimum=1
+    )
+
+    def check(self) -> None:
+        """Raise InputError for a length given in iterations and in samples, and for idle ranks."""
+        super().check()
+        if self.dry_run_ranks is not None and not self.dry_run:
+            raise InputError(
+                f"--dry-run-ranks {self.dry_run_ranks} needs --dry-run; a run's own number of "
+                "ranks is given to torchrun or zeropp"
+            )
+        if self.train_iters is not None and self.train_samples is not None:
+            raise InputError(
+                f"--train-iters {self.train_iters} and --train-samples {self.train_samples} "
+                "contradict: give the length in one unit"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(Section):
+    """How often and on how much the held-out loss is measured, and what is generated at the end."""
+
+    eval_iters: int = flag(100, "batches of an evaluation; 0: none", minimum=0)
+    eval_interval: int = flag(1000, "iterations between evaluations", minimum=1)
+    eval_at_start: bool = flag(False, "also evaluate before the first iteration")
+    sample_prompt: str | None = flag(None, "after training, generate text that goes on from this")
+    sample_length: int = flag(128, "tokens to generate", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section):
+    """Where checkpoints go to and come from, how often, and what of them is used."""
+
+    save: str | None = flag(None, "folder to save checkpoints in")
+    load: str | None = flag(None, "folder to resume from, if it holds a checkpoint")
+    save_interval: int | None = flag(
+        None, "iterations between checkpoints (default: only at the end)", kind=int, minimum=1
+    )
+    keep_checkpoints: int | None = flag(
+        None, "how many of the newest checkpoints stay (default: all)", kind=int, minimum=1
+    )
+    no_save_optim: bool = flag(False, "save without the optimizer's state")
+    no_save_rng: bool = flag(False, "save without the random generators' state", no_effect=_NO_RNG)
+    no_load_optim: bool = flag(False, "start with a fresh optimizer")
+    no_load_rng: bool = flag(False, "start with fresh random generators", no_effect=_NO_RNG)
+    finetune: bool = flag(False, "take the weights only and start at iteration 0")
+    use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
+    reset_iteration: bool = flag(False, "start counting at iteration 0")
+    exit_on_missing_checkpoint: bool = flag(False, "fail if --load holds no checkpoint")
+    universal_checkpoint: bool = flag(False, "load DeepSpeed's universal format")
+
+    def check(self) -> None:
+        """Raise InputError for demands on a checkpoint that is not loaded, or not built yet."""
+        super().check()
+        if self.universal_checkpoint:
+            raise InputError(
+                "--universal-checkpoint is not available: leave it out, every checkpoint "
+                "here loads at any number of ranks and any stage"
+            )
+        if self.load is None:
+            for name in ("exit_on_missing_checkpoint", "use_checkpoint_args"):
+                if getattr(self, name):
+                    raise InputError(f"--{name.replace('_', '-')} needs --load FOLDER")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig(Section):
+    """What is printed and written for TensorBoard and Weights & Biases, and how often."""
+
+    log_interval: int = flag(100, "iterations between log lines", minimum=1)
+    log_params_norm: bool = flag(False, "log the norm of the parameters")
+    log_num_zeros_in_grad: bool = flag(False, "log how many gradient elements are zero")
+    log_throughput: bool = flag(False, "log model TFLOP/s per rank, and MFU")
+    timing_log_level: int = flag(
+        0,
+        "how finely times are logged",
+        minimum=0,
+        maximum=2,
+        no_effect="--log-timers-to-tensorboard shows every time that is measured",
+    )
+    tensorboard_dir: str | None = flag(None, "folder for TensorBoard")
+    tensorboard_queue_size: int = flag(1000, "scalars held before they are written", minimum=1)
+    tensorboard_log_interval: int = flag(1, "iterations between scalars", minimum=1)
+    log_timers_to_tensorboard: bool = flag(False, "times as scalars")
+    log_batch_size_to_tensorboard: bool = flag(False, "the batch size as a scalar")
+    log_validation_ppl_to_tensorboard: bool = flag(False, "held-out perplexity as a scalar")
+    log_optimizer_states_to_tensorboard: bool = flag(False, "norms of Adam's moments as scalars")
+    log_memory_to_tensorboard: bool = flag(False, "memory in use as scalars")
+    log_world_size_to_tensorboard: bool = flag(False, "the number of ranks as a scalar")
+    wandb_project: str | None = flag(None, "Weights & Biases project; switches it on")
+    wandb_exp_name: str | None = flag(None, "name of the run at Weights & Biases")
+    wandb_save_dir: str | None = flag(None, "folder of the Weights & Biases files")

@@ -1,0 +1,303 @@
+"""Learning rate, weight decay and batch size as pure functions of the samples consumed so far.
+
+Lengths given in iterations or tokens are turned into samples first, through the batch ramp-up, so a
+run resumed with another number of ranks is at the same place. What has no state needs no saving:
+`Schedules.state()` only holds the settings, to compare them when a run is resumed.
+"""
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatron_zpp.settings.config import (
+    BatchConfig,
+    Config,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+from zeropp.errors import InputError
+
+log = logging.getLogger("megatron_zpp")
+
+
+@dataclass(frozen=True)
+class GlobalBatchSize:
+    """Samples of the next step, by the samples consumed before it.
+
+    With a ramp-up of start, increment, n samples: start + int(consumed / (n / steps)) * increment,
+    steps = (final - start) / increment, in exact integers; from n samples on the final size.
+    """
+
+    config: BatchConfig
+
+    def __call__(self, consumed_samples: int) -> int:
+        """Samples of the step that follows `consumed_samples`."""
+        ramp = self.config.rampup_batch_size
+        final = self.final
+        if ramp is None or consumed_samples >= ramp[2]:
+            return final
+        start, increment, samples = ramp
+        steps = (final - start) // increment
+        return start + consumed_samples * steps // samples * increment
+
+    @property
+    def final(self) -> int:
+        """Samples of a step after the ramp-up."""
+        assert self.config.global_batch_size is not None, "arguments.parse settles the batch size"
+        return self.config.global_batch_size
+
+    def samples_after(self, iterations: int) -> int:
+        """Samples consumed by the first `iterations` steps."""
+        consumed = 0
+        for size, steps in self._levels():
+            taken = iterations if steps is None else min(steps, iterations)
+            consumed += taken * size
+            iterations -= taken
+        return consumed
+
+    def iterations_within(self, samples: int) -> int:
+        """The most steps that together consume no more than `samples`."""
+        iterations = 0
+        for size, steps in self._levels():
+            fitting = samples // size
+            taken = fitting if steps is None else min(steps, fitting)
+            iterations += taken
+            samples -= taken * size
+            if taken != steps:
+                break
+        return iterations
+
+    def check(self, world_size: int) -> None:
+        """Raise InputError unless every size on the way divides among ranks and micro-batches."""
+        micro = self.config.micro_batch_size
+        ramp = self.config.rampup_batch_size
+        for size, _ in self._levels():
+            if size % (micro * world_size):
+                where = f" in --rampup-batch-size {' '.join(map(str, ramp))}" if ramp else ""
+                raise InputError(
+                    f"global batch size {size}{where} is not divisible by micro-batch size {micro} "
+                    f"x {world_size} data-parallel ranks = {micro * world_size}: "
+                    "change --global-batch-size, --micro-batch-size or the number of ranks"
+                )
+
+    def _levels(self) -> Iterator[tuple[int, int | None]]:
+        """Each batch size on the way and how many steps it lasts; None: for ever."""
+        consumed = 0
+        ramp = self.config.rampup_batch_size
+        while ramp is not None and consumed < ramp[2]:
+            size = self(consumed)
+            until = self._end_of_level(size)
+            steps = -((consumed - until) // size)  # rounded up
+            yield size, steps
+            consumed += steps * size
+        yield self.final, None
+
+    def _end_of_level(self, size: int) -> int:
+        """The first number of consumed samples at which the size is larger."""
+        ramp = self.config.rampup_batch_size
+        assert ramp is not None
+        start, increment, samples = ramp
+        steps = (self.final - start) // increment
+        if size == self.final:
+            return samples
+        level = (size - start) // increment + 1
+        return -(-level * samples // steps)  # rounded up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """The whole run; `samples` is what was asked for, `iterations` never consume more."""
+
+    iterations: int
+    samples: int
+
+    @classmethod
+    def of(cls, training: TrainingConfig, batch: GlobalBatchSize, seq_length: int) -> "Length":
+        """The shortest of the lengths given; raises InputError if not one step fits."""
+        lengths = []
+        if training.train_iters is not None:
+            lengths.append((batch.samples_after(training.train_iters), "--train-iters"))
+        if training.train_samples is not None:
+            lengths.append((training.train_samples, "--train-samples"))
+        if training.train_tokens is not None:
+            lengths.append((training.train_tokens // seq_length, "--train-tokens"))
+        assert lengths, "arguments.parse settles the length"
+        samples, flag = min(lengths)
+        if samples < batch(0):
+            raise InputError(
+                f"{flag} is worth {samples} samples of {seq_length} tokens, "
+                f"less than the {batch(0)} of one step: train longer"
+            )
+        return cls(iterations=batch.iterations_within(samples), samples=samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRate:
+    """Warm-up, decay, minimum; lengths in samples."""
+
+    max_lr: float
+    min_lr: float
+    init_lr: float
+    style: str
+    warmup: float
+    decay: float
+    wsd_style: str = "exponential"
+    wsd_decay: float = 0.0
+
+    def __call__(self, consumed_samples: float) -> float:
+        """The learning rate of the step that follows `consumed_samples`."""
+        n = consumed_samples
+        if self.warmup > 0 and n <= self.warmup:
+            return self.init_lr + (self.max_lr - self.init_lr) * n / self.warmup
+        if self.style == "constant":
+            return self.max_lr
+        if n > self.decay:
+            return self.min_lr
+        if self.style == "inverse-square-root":
+            return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup, 1) / max(n, 1)))
+        return self.min_lr + self._share(n) * (self.max_lr - self.min_lr)
+
+    def _share(self, n: float) -> float:
+        """What is left of the way from the minimum to the maximum, 1 to 0."""
+        if self.style == "WSD":
+            done = (n - (self.decay - self.wsd_decay)) / self.wsd_decay
+            return _shape(self.wsd_style, max(done, 0.0))
+        return _shape(self.style, (n - self.warmup) / (self.decay - self.warmup))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightDecay:
+    """Weight decay growing from `start` to `end` over `length` samples."""
+
+    start: float
+    end: float
+    style: str
+    length: float
+
+    def __call__(self, consumed_samples: float) -> float:
+        """The weight decay of the step that follows `consumed_samples`."""
+        if self.style == "constant" or consumed_samples >= self.length:
+            return self.end
+        left = _shape(self.style, consumed_samples / self.length)
+        return self.start + (1 - left) * (self.end - self.start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedules:
+    """Everything about a run that depends on the samples consumed, made once from the Config."""
+
+    length: Length
+    batch_size: GlobalBatchSize
+    learning_rate: LearningRate
+    weight_decay: WeightDecay
+
+    @classmethod
+    def of(cls, config: Config) -> "Schedules":
+        """Raises InputError for a run shorter than a step and a warm-up longer than the decay."""
+        batch_size = GlobalBatchSize(config.batch)
+        length = Length.of(config.training, batch_size, config.model.seq_length)
+        return cls(
+            length=length,
+            batch_size=batch_size,
+            learning_rate=_learning_rate(
+                config.schedule, batch_size, length, config.model.seq_length
+            ),
+            weight_decay=_weight_decay(config.optimizer, length),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: plain numbers and words."""
+        return {
+            "learning_rate": asdict(self.learning_rate),
+            "weight_decay": asdict(self.weight_decay),
+        }
+
+    def resumed(self, saved: Mapping[str, Any], config: ScheduleConfig) -> "Schedules":
+        """These schedules, or the saved ones with --use-checkpoint-opt_param-scheduler.
+
+        Raises InputError if they differ and neither that flag nor --override-opt_param-scheduler
+        says which ones hold.
+        """
+        differing = [
+            f"{part} {name}: {now[name]} now, {saved[part][name]} in the checkpoint"
+            for part, now in self.state().items()
+            for name in now
+            if now[name] != saved[part][name]
+        ]
+        if not differing or config.override_opt_param_scheduler:
+            for line in differing:
+                log.info("%s (--override-opt_param-scheduler: the first holds)", line)
+            return self
+        if not config.use_checkpoint_opt_param_scheduler:
+            raise InputError(
+                f"the schedule differs from the checkpoint's ({'; '.join(differing)}): "
+                "--override-opt_param-scheduler takes the new one, "
+                "--use-checkpoint-opt_param-scheduler the saved one"
+            )
+        return replace(
+            self,
+            learning_rate=LearningRate(**saved["learning_rate"]),
+            weight_decay=WeightDecay(**saved["weight_decay"]),
+        )
+
+
+def _shape(style: str, done: float) -> float:
+    """Share left, from 1 at `done` = 0 to 0 at `done` = 1."""
+    if style == "linear":
+        return 1 - done
+    if style == "cosine":
+        return 0.5 * (math.cos(math.pi * done) + 1)
+    if style == "exponential":
+        return 2 * 0.5**done - 1
+    assert style == "minus_sqrt", style
+    return 1 - math.sqrt(done)
+
+
+def _learning_rate(
+    config: ScheduleConfig, batch: GlobalBatchSize, length: Length, seq_length: int
+) -> LearningRate:
+    def samples(kind: str) -> float | None:
+        """The length of a kind ("decay", "warmup", "wsd_decay") in samples, if it was given."""
+        for unit, size in (("samples", 1), ("tokens", seq_length)):
+            given = getattr(config, f"lr_{kind}_{unit}", None)
+            if given:
+                return given / size
+        iterations = getattr(config, f"lr_{kind}_iters")
+        return batch.samples_after(iterations) if iterations else None
+
+    decay = samples("decay") or float(length.samples)
+    warmup = samples("warmup") or (config.lr_warmup_fraction or 0.0) * decay
+    wsd_decay = samples("wsd_decay") or 0.0
+    if warmup > decay:
+        raise InputError(
+            f"the warm-up of {warmup:.15g} samples is longer than the decay of {decay:.15g}: "
+            "shorten --lr-warmup-* or lengthen --lr-decay-* (default: the whole run)"
+        )
+    if config.lr_decay_style == "WSD" and warmup + wsd_decay > decay:
+        raise InputError(
+            f"--lr-wsd-decay-* of {wsd_decay:.15g} samples and the warm-up of {warmup:.15g} do not "
+            f"fit into the decay of {decay:.15g}: shorten one of them"
+        )
+    return LearningRate(
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        init_lr=config.lr_warmup_init,
+        style=config.lr_decay_style,
+        warmup=float(warmup),
+        decay=float(0 if config.lr_decay_style == "constant" else decay),  # nothing to compare
+        wsd_style=config.lr_wsd_decay_style,
+        wsd_decay=float(wsd_decay),
+    )
+
+
+def _weight_decay(config: OptimizerConfig, length: Length) -> WeightDecay:
+    start, end = config.start_weight_decay, config.end_weight_decay
+    return WeightDecay(
+        start=config.weight_decay if start is None else start,
+        end=config.weight_decay if end is None else end,
+        style=config.weight_decay_incr_style,
+        length=float(0 if config.weight_decay_incr_style == "constant" else length.samples),
+    )

@@ -1,0 +1,72 @@
+"""Why a run ends before its last iteration: a signal, an iteration, or the clock.
+
+With `--exit-signal-handler` SIGTERM and SIGINT only leave a note, which the loop reads after each
+iteration and all ranks agree on before saving. Without it they end the process.
+"""
+
+import signal
+import time
+from contextlib import AbstractContextManager
+from types import FrameType
+
+from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.settings.config import TrainingConfig
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interrupted(BaseException):
+    """A signal asked this process to end now; `code` is the shell's exit status for that."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+        self.code = 128 + number
+
+
+class Stopping(AbstractContextManager):
+    """This process's reasons to stop early; `reason` is the same on every rank.
+
+    As a context it listens to the signals.
+    """
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self._config = config
+        self._received: int | None = None
+        self._immediate = not config.exit_signal_handler
+        self._started = time.monotonic()
+        self._handlers = []
+
+    def __enter__(self) -> "Stopping":
+        self._handlers = [signal.signal(number, self._receive) for number in SIGNALS]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in zip(SIGNALS, self._handlers, strict=True):
+            signal.signal(number, handler)
+
+    def reason(self, iteration: int, ranks: Ranks) -> str | None:
+        """Why to save and stop after `iteration`, or None; a collective only where it must be."""
+        config = self._config
+        if config.exit_interval and iteration % config.exit_interval == 0:
+            return f"--exit-interval {config.exit_interval}"
+        if not config.exit_signal_handler and config.exit_duration_in_mins is None:
+            return None
+        late = (
+            config.exit_duration_in_mins is not None
+            and time.monotonic() - self._started > 60 * config.exit_duration_in_mins
+        )
+        signals, clocks = ranks.sum(float(self._received is not None), float(late))
+        if signals:
+            return "a signal (--exit-signal-handler)"
+        return f"--exit-duration-in-mins {config.exit_duration_in_mins}" if clocks else None
+
+    def hold(self) -> None:
+        """From now on signals only leave a note: this process is ending already."""
+        self._immediate = False
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+        if self._immediate:
+            self._immediate = False
+            raise Interrupted(number)

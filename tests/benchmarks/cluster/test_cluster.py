@@ -1,0 +1,279 @@
+"""The benchmark on an emulated cluster: what it refuses, measures, prints, and leaves behind."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks.cluster import cluster, deepspeed_peer
+from benchmarks.cluster.cluster_chart import draw
+from benchmarks.cluster.cluster_report import show, summary
+from benchmarks.cluster.emulation import Counters
+from benchmarks.cluster.products import multiply_in_fp32
+from benchmarks.cluster.trainees import NAMES, OURS, zero_config
+from benchmarks.cluster.turns import Disagreement, Turns, take_turns
+from tests.benchmarks.cluster.namespaces import namespaces_of, needs_namespaces, wait_until
+from zeropp.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = "--layers 2 --hidden 32 --heads 2 --seq 16 --vocab 100"
+# Messages of 100 KB and more, so that headers and gloo's own words weigh little.
+SMALL = "--layers 1 --hidden 512 --heads 2 --seq 16 --vocab 100"
+
+
+def command(arguments: str) -> list[str]:
+    return [sys.executable, "benchmarks/cluster/cluster.py", *arguments.split()]
+
+
+def measured(arguments: str) -> dict:
+    done = subprocess.run(command(f"{arguments} --json -"), cwd=ROOT, capture_output=True,
+                          text=True, timeout=240)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, arguments: str) -> cluster.Plan:
+    monkeypatch.setattr(sys, "argv", ["cluster.py", *arguments.split()])
+    return cluster.plan_of(cluster.read_options())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("zero4", "no configuration is called 'zero4'; known: fsdp2, zero3, qwz"),
+        ("fsdp2 deepspeed", "no configuration is called 'deepspeed'; --deepspeed adds it"),
+        ("--rounds 0", "--rounds 0: expected at least 1"),
+        ("--warm-up 0", "--warm-up 0: expected at least 1"),
+        ("--nodes 1", "--nodes 1: expected at least 2"),
+        ("--one-host --nodes 1 --ranks-per-node 1", "one rank sends nothing"),
+        ("--one-host --rate 1gbit", "--one-host has none"),
+        ("--rate 1gbit --rate fast", "the rate 'fast'"),
+        ("--plot picture.jpg", "ends with .png"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(monkeypatch, arguments: str, said: str):
+    with pytest.raises(InputError, match=said.replace("(", "[(]")):
+        plan(monkeypatch, arguments)
+
+
+def test_a_missing_deepspeed_is_said_with_the_way_to_get_it(monkeypatch):
+    monkeypatch.setattr(deepspeed_peer, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="DS_ACCELERATOR=cpu pip install .* deepspeed==0.19.8"):
+        plan(monkeypatch, "--one-host --deepspeed")
+
+
+def test_configurations_and_rates_count_once(monkeypatch):
+    monkeypatch.setattr(cluster.emulation, "require_means", lambda: None)
+    made = plan(monkeypatch, "qgz zero3 qgz --rate none --rate 1gbit --rate none --products fp32")
+    assert made.names == ("qgz", "zero3") and made.rates == ("none", "1gbit")
+    usual = plan(monkeypatch, "--one-host --products fp32")
+    assert usual.names == ("fsdp2", "zero3", "zeropp") and usual.rates == (None,)
+    assert dict(usual.shape)["layers"] == 8 and dict(usual.shape)["hidden"] == 512
+
+
+def test_each_configuration_switches_on_what_its_name_says():
+    found = {}
+    for name in OURS:
+        zero = zero_config(name, ranks_per_node=3).zero_optimization
+        found[name] = (
+            zero.zero_quantized_weights, zero.zero_hpz_partition_size,
+            zero.zero_quantized_gradients,
+        )  # fmt: skip
+    assert found == {
+        "zero3": (False, 1, False), "qwz": (True, 1, False), "hpz": (False, 3, False),
+        "qgz": (False, 1, True), "zeropp": (True, 3, True), "zeropp-4-4": (True, 3, True),
+    }  # fmt: skip
+    assert zero_config("zeropp-4-4", 2).zeropp.gradient_bits == (4, 4)
+    assert all(zero_config(name, 2).zeropp.ranks_per_node == 2 for name in OURS)
+    assert NAMES == ("fsdp2", *OURS, "deepspeed")
+
+
+class FakeCrew:
+    """Two nodes of one rank whose steps take no time; `losses` are those of each configuration."""
+
+    def __init__(self, **losses: float) -> None:
+        self.losses, self.asked = losses, []
+
+    def ask(self, what: str, name: str) -> list[dict]:
+        self.asked.append(name)
+        seconds = (0.1 * len(self.asked), 0.2)
+        loss = self.losses[name]
+        return [{"seconds": one, "work": 0.5, "loss": loss, "sent": None} for one in seconds]
+
+
+def fake_plan(*names: str, rounds: int) -> cluster.Plan:
+    return cluster.Plan(
+        names=names, rates=(None,), nodes=2, ranks_per_node=1, shape=(), rounds=rounds, warm_up=1,
+        products="bf16",
+    )  # fmt: skip
+
+
+def test_steps_are_taken_in_turn_and_the_slowest_rank_counts():
+    crew = FakeCrew(fsdp2=6.0, qwz=6.03)
+    turns = take_turns(crew, fake_plan("fsdp2", "qwz", rounds=2), False, lambda text: None)
+    assert crew.asked == ["fsdp2", "qwz", "fsdp2", "qwz", "qwz", "fsdp2"]
+    assert turns["fsdp2"].seconds == pytest.approx([0.3, 0.6])
+    assert turns["qwz"].seconds == pytest.approx([0.4, 0.5])
+    assert turns["qwz"].work == [1.0, 1.0]
+
+
+def test_what_trains_another_model_is_not_timed():
+    crew = FakeCrew(fsdp2=6.0, qwz=6.1)
+    with pytest.raises(Disagreement, match="losses are 6.1000 and 6.0000; nothing was timed"):
+        take_turns(crew, fake_plan("fsdp2", "qwz", rounds=1), False, lambda text: None)
+    assert crew.asked == ["fsdp2", "qwz"]
+
+
+def made_up(link: dict | None) -> dict:
+    """A result of 2 nodes x 2 ranks and a model of 1000 parameters, M = 2000 bytes."""
+    wire = [{"eth0": Counters(1030, 1020), "lo": Counters(510, 510)},
+            {"eth0": Counters(1020, 1030), "lo": Counters(505, 505)}]  # fmt: skip
+    ledger = [{("gradients", "across_nodes"): 500, ("gradients", "in_node"): 250}] * 4
+    plain = Turns(first_loss=5.0, seconds=[2.0, 4.0, 3.0, 9.0, 1.0], losses=[5.0, 4.5, 4.0, 3.5, 3])
+    ours = Turns(first_loss=5.0, seconds=[1.5] * 5, losses=[5.0, 4.5, 4.0, 3.5, 3.1])
+    for one, sent in ((plain, [None] * 4), (ours, ledger)):
+        one.work = [0.7] * 5
+        one.wire, one.sent = [wire if link else []] * 5, [sent] * 5
+    built = {"fsdp2": [{"expected": None}] * 4, "zeropp": [{"expected": ledger[0]}] * 4}
+    rows = summary({"fsdp2": plain, "zeropp": ours}, built, ranks_per_node=2)
+    rate = "100mbit" if link else None
+    return {
+        "date": "today", "commit": "abc", "uncommitted": [], "parameters": 1000, "nodes": 2,
+        "ranks_per_node": 2, "shape": {"layers": 1}, "rounds": 5, "products": "bf16",
+        "machine": {"processor": "some", "cores": 2, "memory_gib": 1.0, "gpus": []},
+        "versions": {"torch": "2"}, "load": {"before": 0.0, "after": 0.0},
+        "runs": [{"rate": rate, "link": link, "dropped": 0, "rows": rows}],
+    }  # fmt: skip
+
+
+LINK = {"limit": 100.0, "measured": [99.0, 70.0]}
+
+
+def test_bytes_are_those_of_nodes_and_stand_beside_the_ledgers():
+    plain, ours = made_up(LINK)["runs"][0]["rows"]
+    assert plain["median"] == 3 and plain["quartiles"] == [1.5, 6.5]
+    assert ours["speedup"] == 2 and plain["speedup"] == 1
+    assert ours["final_loss"] == 3.1 and ours["processor_seconds"] == 0.7
+    assert plain["nodes"][0]["sent"] == 1030 and plain["nodes"][1]["received"] == 1030
+    assert plain["nodes"][0]["ledger"] is None and plain["nodes"][0]["difference"] is None
+    assert ours["nodes"][0]["difference"] == pytest.approx(0.03)
+    assert ours["nodes"][1]["difference"] == pytest.approx(0.02)
+    assert ours["nodes"][1]["in_node_difference"] == pytest.approx(0.01)
+    assert ours["expected"] == [{"gradients/across_nodes": 1000, "gradients/in_node": 500}] * 2
+    assert json.loads(json.dumps(ours)) == ours
+
+
+@pytest.mark.parametrize("link", [LINK, None])
+def test_the_tables_fit_a_terminal_and_show_bytes_in_models(link):
+    console = Console(width=80, file=io.StringIO())
+    show(made_up(link), console)
+    printed = console.file.getvalue()
+    lines = {line.split()[0]: line.split() for line in printed.splitlines() if line.strip()}
+    assert "…" not in printed
+    assert printed.count("2.00 x") == 1
+    if link is None:
+        assert "one host, no network" in printed
+        assert lines["zeropp"][1:] == ["-", "-", "-", "0.500", "0.0", "-", "0.250"]
+    else:
+        assert "99 and 70 Mbit/s" in printed and "not what it should be: 70 of 100" in printed
+        assert lines["zeropp"][1:] == ["0.515", "0.0", "0.515", "0.500", "0.0", "+3.00%", "0.250"]
+        assert lines["fsdp2"][1:] == ["0.515", "0.0", "0.515", "-", "-", "-", "-"]
+
+
+@pytest.mark.parametrize("link", [LINK, None])
+def test_a_picture_is_drawn(link, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    draw(made_up(link), tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once:UserWarning")
+def test_products_in_fp32_round_as_bf16_hardware_does():
+    torch.manual_seed(0)
+    a, b, bias = (torch.randn(*shape).bfloat16() for shape in ((20, 30), (30, 40), (40,)))
+    query = torch.randn(1, 2, 8, 16).bfloat16().requires_grad_()
+    library = multiply_in_fp32()
+    product, sums = a @ b, torch.addmm(bias, a, b)
+    batches = torch.bmm(a[None], b[None])
+    attention = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    attention.float().sum().backward()
+    library._destroy()
+    exact = a.float() @ b.float()
+    assert torch.equal(product, exact.bfloat16()) and torch.equal(batches[0], product)
+    assert torch.equal(sums, (exact + bias.float()).bfloat16())
+    wide = query.detach().float().requires_grad_()
+    expected = torch.nn.functional.scaled_dot_product_attention(wide, wide, wide)
+    expected.sum().backward()
+    assert attention.dtype == query.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(attention, expected.bfloat16(), rtol=2**-7, atol=2**-8)
+    torch.testing.assert_close(query.grad, wide.grad.bfloat16(), rtol=2**-6, atol=2**-6)
+
+
+def test_one_host_shows_what_the_ledgers_say():
+    result = measured(f"--one-host zero3 zeropp --nodes 2 --ranks-per-node 2 --rounds 2 {TINY}")
+    assert result["nodes"] == result["ranks_per_node"] == 2
+    (run,) = result["runs"]
+    assert run["rate"] is None and run["link"] is None
+    plain, ours = run["rows"]
+    for row in (plain, ours):
+        assert len(row["seconds"]) == 2 and min(row["seconds"]) > 0
+        for node, expected in zip(row["nodes"], row["expected"], strict=True):
+            assert node["sent"] is None and node["difference"] is None
+            assert node["ledger"] == expected and sum(expected.values()) > 0
+        assert row["final_loss"] < row["first_loss"]
+    assert ours["nodes"][0]["ledger"]["weights_backward/across_nodes"] == 0
+    assert plain["nodes"][0]["ledger"]["weights_backward/across_nodes"] > 0
+
+
+@needs_namespaces
+def test_the_interfaces_count_what_the_ledgers_say():
+    flags = "--rounds 2 --rate 400mbit --micro-batches 2"
+    result = measured(f"fsdp2 zero3 zeropp {flags} {SMALL}")
+    (run,) = result["runs"]
+    assert run["link"]["limit"] == 400 and run["dropped"] == 0
+    assert max(run["link"]["measured"]) < 1.05 * 400
+    whole = 2 * result["parameters"]
+    plain, unquantized, ours = run["rows"]
+    # Of each block 3/4 are gathered twice, and gloo's reduction sends as much again, for each of
+    # two micro-batches.
+    assert plain["nodes"][0]["sent"] == pytest.approx(2 * 3 * whole, rel=0.1)
+    for row in (unquantized, ours):
+        for node in row["nodes"]:
+            assert 0 < node["difference"] < 0.02, row["name"]
+            assert node["sent"] == pytest.approx(node["received"], rel=0.02)
+    # Weights in INT8 once per step, gradients in INT4 for each micro-batch, and their scales.
+    assert ours["nodes"][0]["sent"] == pytest.approx((0.25 + 2 * 0.125) * whole, rel=0.1)
+
+
+@needs_namespaces
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_behind_by_an_interrupted_run(ending: signal.Signals):
+    run = subprocess.Popen(
+        command(f"zero3 {TINY} --rounds 1000 --products fp32"), cwd=ROOT, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+    def ranks() -> list[str]:
+        listed = [
+            subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
+            for name in namespaces_of(run.pid)
+        ]
+        return " ".join(listed).split()
+
+    try:
+        wait_until(lambda: len(ranks()) == 4, "ranks in their nodes", seconds=120)
+        started = ranks()
+        run.send_signal(ending)
+        _, errors = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 128 + ending
+    assert f"stopped by {ending.name}" in errors and "Traceback" not in errors
+    assert not namespaces_of(run.pid)
+    assert not any(Path(f"/proc/{process}").exists() for process in started)

@@ -1,0 +1,75 @@
+"""The benchmark of numerics: that it measures what zeropp does, and says what it measured."""
+
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from benchmarks.convergence.codes import CODES, SCALES, Scheme, built
+from benchmarks.convergence.numerics import BLOCKS, HOPS, moments, one_hop, two_hops
+from benchmarks.convergence.numerics_chart import SERIES, draw
+from benchmarks.convergence.numerics_report import DATA, page
+from benchmarks.shared.surroundings import surroundings
+from zeropp.quant.packing import BLOCK, Layout
+
+
+@pytest.fixture(scope="module")
+def values() -> torch.Tensor:
+    return torch.randn(4099, generator=torch.Generator().manual_seed(1)) * 1e-3
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_model_of_the_format_is_the_format(values, bits):
+    scheme = Scheme(bits=bits, block=BLOCK[bits])
+    assert torch.equal(scheme.there_and_back(values), built(values, bits))
+    layout = Layout(sizes=(1 << 15,), bits=(bits,), wire=torch.float32)
+    assert scheme.bytes_per_element == layout.packed_bytes / (1 << 15)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("code", CODES)
+def test_every_scheme_keeps_numbers_within_a_step_of_its_own(values, code, scale):
+    scheme = Scheme(bits=8, block=64, code="clipped" if scale == "2^n" else code, scale=scale)
+    found = scheme.there_and_back(values)
+    extreme = torch.cat([block.abs().amax().expand(len(block)) for block in values.split(64)])
+    cut_off = 0.05 if code == "shrunk" else 0.0
+    assert ((found - values).abs() <= (2 / 127 * 2 + cut_off) * extreme).all()
+    assert found.shape == values.shape and not torch.equal(found, values)
+
+
+def test_a_power_of_two_is_never_too_small():
+    scales = torch.tensor([1.0, 1.1, 0.5, 3.0, 0.0])
+    assert SCALES["2^n"][1](scales).tolist() == [1.0, 2.0, 0.5, 4.0, 0.0]
+
+
+def test_moments_of_known_numbers():
+    exact, found = [torch.tensor([3.0, 0.0]), torch.tensor([4.0])], [torch.zeros(2)]
+    found.append(torch.tensor([2.0]))
+    all_of_it = moments(exact, found)
+    assert all_of_it["error"] == pytest.approx((13 / 25) ** 0.5)
+    assert all_of_it["gain"] == pytest.approx(8 / 25) and all_of_it["worst_gain"] == 0
+    assert all_of_it["cosine"] == pytest.approx(8 / (5 * 2))
+
+
+def test_the_page_and_the_figure_hold_all_that_was_measured(values):
+    data = {name: [values, values[:70]] for name in DATA}
+    result = {
+        "command": "python benchmarks/convergence/numerics.py", **surroundings(), "model": "--num-layers 1",
+        "steps": 1, "loss": 2.5, "elements": {name: 4169 for name in DATA},
+        "one_hop": [row for bits in (8, 4) for row in one_hop(bits, data)],
+        "two_hops": [{"data": "gradients", **two_hops(bits, [[values]] * 4)} for bits in HOPS],
+    }  # fmt: skip
+    text = page(result)
+    assert text.count("| **signed** | **bf16** |") == 2 * 3  # in three tables each
+    assert all(f"| {bits[0]}, {bits[1]} |" in text for bits in HOPS if bits != (8, 4))
+    figure = ElementTree.fromstring(draw(result))
+    dots = [one for one in figure.iter() if one.tag.endswith("circle")]
+    assert len(dots) == 2 * (len(SERIES) * len(BLOCKS) + 1)
+    assert "blocks of 256" in "".join(figure.itertext())
+
+
+def test_two_hops_of_equal_ranks_err_as_the_quantizations_do(values):
+    rows = two_hops((8, 4), [[values]] * 4)
+    assert rows["bits"] == (8, 4)
+    assert rows["error"] > rows["expected"] * 1.2  # equal ranks, equal errors: they do not average
+    assert two_hops((16, 16), [[values]] * 4)["error"] < 2**-8

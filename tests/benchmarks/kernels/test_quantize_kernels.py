@@ -1,0 +1,126 @@
+"""The benchmark of the kernels at tiny sizes: what is verified, timed, counted and printed."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.kernels.adam_kernel import adam_work
+from benchmarks.kernels.quantize_kernels import contest, is_right, on_cpu, quantizers, ready
+from benchmarks.kernels.quantize_works import ROWS, block_layout, works
+from zeropp.quant.cpu import native
+
+ROOT = Path(__file__).resolve().parents[3]
+CPU = torch.device("cpu")
+NAMES = [
+    "bf16 -> INT8", "bf16 -> INT8, 12 segments", "INT8 -> bf16", "fp32 -> INT4, reordered",
+    "INT4 -> bf16", "2 x INT8 -> sum -> INT4", "4 x INT8 -> sum -> INT4",
+    "8 x INT8 -> sum -> INT4", "8 x INT4 -> sum -> fp32",
+]  # fmt: skip
+pytestmark = pytest.mark.skipif(native() is None, reason="csrc/ was not built here")
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.json"
+    command = [sys.executable, "benchmarks/kernels/quantize_kernels.py", "--device", "cpu", "--rounds", "2"]
+    done = subprocess.run(
+        [*command, "--elements", "8192", "16384", "--json", str(path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    rows = result["rows"]
+    assert [row["kernel"] for row in rows if row["elements"] == 8192][: len(NAMES)] == NAMES
+    assert result["wrong"] == [] and result["device"] == "cpu"
+    for row in rows:
+        assert len(row["seconds"]) == len(row["copy"]) == 2 and len(row["plain"]) == 1
+        assert row["ratio"] == pytest.approx(
+            sum(c / s for c, s in zip(row["copy"], row["seconds"], strict=True)) / 2
+        )
+        assert row["in_cache"] is None
+    assert "every one wrote the reference's bytes" in done.stdout
+    assert all(name in done.stdout for name in NAMES)
+
+
+def test_sizes_that_do_not_fit_blocks_are_refused() -> None:
+    command = [sys.executable, "benchmarks/kernels/quantize_kernels.py", "--device", "cpu", "--elements", "1000"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "give multiples of 2048" in done.stderr
+
+
+def test_bytes_are_those_of_what_is_read_and_written() -> None:
+    found = {work.name: work.num_bytes for work in works(native(), 1 << 14, CPU)}
+    codes8, codes4 = (1 << 14) + ROWS * 16, (1 << 13) + ROWS * 32  # with a bf16 scale per block
+    assert found["bf16 -> INT8"] == found["INT8 -> bf16"] == (2 << 14) + codes8
+    assert found["fp32 -> INT4, reordered"] == (4 << 14) + codes4
+    assert found["4 x INT8 -> sum -> INT4"] == codes8 + codes4 // 4
+    assert found["8 x INT4 -> sum -> fp32"] == codes4 + (4 << 14) // 8
+
+
+def test_a_kernel_that_writes_something_else_is_seen() -> None:
+    for work in works(native(), 1 << 13, CPU):
+        assert is_right(work, CPU), work.name
+        last = work.wrote[0].view(torch.uint8).view(-1)[-1:]
+
+        def spoilt(work=work, last=last) -> None:
+            work.run()
+            last.add_(1)
+
+        assert not is_right(replace(work, run=spoilt), CPU), work.name
+
+
+@pytest.mark.parametrize("columns", [8192, 1 << 20, 100_003])
+def test_a_blocks_segments_fill_a_row(columns: int) -> None:
+    layout = block_layout(columns)
+    assert layout.elements == columns and len(layout.sizes) == 12
+    assert set(layout.bits[:4]) == {8} and set(layout.bits[4:]) == {16}
+
+
+@pytest.mark.parametrize("half", [None, torch.bfloat16])
+def test_adam_is_compared_with_its_reference_and_with_torchs(half: torch.dtype | None) -> None:
+    elements, dtype = 40_001, half or torch.float32
+    work = adam_work("AdamW", elements, CPU, dtype, half)
+    before = work.wrote[0].clone()
+    assert is_right(work, CPU)
+    assert (work.wrote[0] != before).float().mean() > 0.99
+    work.wrote[-1].view(-1)[-1] += 1
+    assert not is_right(work, CPU)
+    assert work.num_bytes == 28 * elements  # 24 of state; gradients 4, or 2 and the copies 2
+    peers, failed = ready(work)
+    assert [peer.name for peer in peers] == [
+        "torch._foreach_mul_, then torch.optim.AdamW(fused=True)"
+    ]
+    assert failed == []
+
+
+def test_libraries_are_called_as_they_want_and_their_failures_are_told(monkeypatch) -> None:
+    calls = []
+
+    def quantize(values, blocksize):
+        calls.append((tuple(values.shape), blocksize))
+        return values, None
+
+    library = SimpleNamespace(quantize_blockwise=quantize, dequantize_blockwise=lambda *_: None)
+    monkeypatch.setattr(quantizers, "_functional", lambda: library)
+    monkeypatch.setattr(quantizers, "_affine", lambda: None)
+    found = {work.name: work for work in works(native(), 1 << 13, CPU)}
+    peers, failed = ready(found["bf16 -> INT8"])
+    assert [peer.name for peer in peers] == ["bitsandbytes.functional.quantize_blockwise"]
+    assert calls == [((ROWS, 1024), 256)] and failed == []
+    row = contest(on_cpu(None), found["INT8 -> bf16"], 1 << 13, rounds=2)
+    (peer,) = row["peers"]
+    assert peer["times_slower"] > 0 and len(peer["seconds"]) == 2
+    peers, failed = ready(found["INT4 -> bf16"])
+    assert peers == [] and "quantize_4bit" in failed[0]
+
+
+def test_no_library_is_no_peer() -> None:
+    installed = quantizers.versions()
+    assert set(installed) == {"bitsandbytes", "torchao"}
+    if set(installed.values()) == {"not installed"}:
+        assert all(ready(work) == ([], []) for work in works(native(), 1 << 13, CPU))

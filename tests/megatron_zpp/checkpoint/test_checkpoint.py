@@ -1,0 +1,171 @@
+"""Checkpoints: equal to the last bit at other numbers of ranks and stages; others are refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_zpp.checkpoint import checkpoint, manifest
+from tests.megatron_zpp.small_net import (
+    ARCHITECTURE,
+    build,
+    contents,
+    equal,
+    load_here,
+    load_on_two,
+    names,
+    save_on_four,
+    state_at,
+    train,
+)
+from tests.ranks import ranks
+from zeropp.errors import InputError
+
+
+@ranks(4)
+def load_on_four(folder: Path, stage: int, iteration: int) -> None:
+    load_here(folder, stage, iteration)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_loads_at_other_ranks_and_stages(stage: int, tmp_path: Path) -> None:
+    save_on_four(folder=tmp_path, stage=stage, iterations=(2,), keep=None)
+    load_on_four(folder=tmp_path, stage=(stage + 1) % 4, iteration=2)
+    load_on_two(folder=tmp_path, stage=3 - stage, iteration=2)
+    load_here(tmp_path, 0, 2)  # without a process group
+
+
+@ranks(2)
+def compare_updates(folder: Path) -> None:
+    """Four steps in one go, and two, saved, loaded elsewhere, two more, are the same."""
+    model, optimizer = build(3, seed=1)
+    train(model, optimizer, 2)
+    checkpoint.save(folder, model, optimizer, state_at(2))
+    train(model, optimizer, 2)
+    again, optimizer_again = build(3, seed=5)
+    checkpoint.load(folder, again, optimizer_again)
+    train(again, optimizer_again, 2)
+    assert equal(contents(model, optimizer), contents(again, optimizer_again))
+
+
+def test_training_goes_on_bit_by_bit(tmp_path: Path) -> None:
+    compare_updates(folder=tmp_path)
+
+
+def test_state_survives_as_it_was(tmp_path: Path) -> None:
+    model, optimizer = build(0, seed=1)
+    train(model, optimizer, 1)
+    written = state_at(1, loss_scaler={"words": [2**63, 1]}, schedule={"lr": 1e-5 / 3})
+    path = checkpoint.save(tmp_path, model, optimizer, written)
+    assert checkpoint.load(tmp_path, model, optimizer) == written == checkpoint.read_state(path)
+    assert (tmp_path / manifest.POINTER).read_text() == "1\n"
+    assert path == tmp_path / "iter_0000001"
+
+
+def test_settings_are_not_state(tmp_path: Path) -> None:
+    model, optimizer = build(0, seed=1)
+    train(model, optimizer, 1)
+    checkpoint.save(tmp_path, model, optimizer, state_at(1))
+    optimizer.param_groups[0].update(lr=0.5, weight_decay=0.25)
+    checkpoint.load(tmp_path, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+    model, optimizer = build(0, seed=1)
+    assert checkpoint.load(tmp_path / "nowhere", model, optimizer) is None
+    assert checkpoint.load(tmp_path, model, optimizer) is None
+
+
+def test_optimizer_can_be_left_out(tmp_path: Path) -> None:
+    model, optimizer = build(0, seed=1)
+    train(model, optimizer, 1)
+    checkpoint.save(tmp_path, model, optimizer, state_at(1), save_optimizer=False)
+    other, fresh = build(0, seed=2)
+    with pytest.raises(InputError, match="--no-load-optim"):
+        checkpoint.load(tmp_path, other, fresh)
+    checkpoint.load(tmp_path, other, fresh, load_optimizer=False)
+    assert not fresh.state
+    assert torch.equal(other.head.weight, model.head.weight)
+
+
+def test_saved_before_the_first_update(tmp_path: Path) -> None:
+    model, optimizer = build(0, seed=1)
+    checkpoint.save(tmp_path, model, optimizer, state_at(0))
+    other, fresh = build(0, seed=2)
+    assert checkpoint.load(tmp_path, other, fresh).iteration == 0
+    assert not fresh.state and torch.equal(other.head.weight, model.head.weight)
+
+
+def test_wrappers_leave_no_trace_in_the_names(tmp_path: Path) -> None:
+    model, optimizer = build(0, seed=1)
+    train(model, optimizer, 1)
+    checkpoint.save(tmp_path, model, optimizer, state_at(1))
+    wrapped, _ = build(0, seed=2)
+    wrapped.blocks[0] = torch.compile(wrapped.blocks[0], backend="eager")
+    checkpoint.load(tmp_path, wrapped, None)
+    assert torch.equal(wrapped.blocks[0].up.weight, model.blocks[0].up.weight)
+
+
+def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
+    save_on_four(folder=tmp_path, stage=3, iterations=(1, 2, 3, 4), keep=2)
+    assert names(tmp_path) == ["iter_0000003", "iter_0000004"]
+
+
+def test_pruning_spares_what_is_not_ours_or_newer(tmp_path: Path) -> None:
+    model, optimizer = build(0, seed=1)
+    (tmp_path / "iter_0000001").mkdir()
+    for iteration in (2, 3, 9, 4):
+        checkpoint.save(tmp_path, model, optimizer, state_at(iteration), keep=1)
+    assert names(tmp_path) == ["iter_0000001", "iter_0000004", "iter_0000009"]
+    assert checkpoint.load(tmp_path, model, optimizer).iteration == 4  # the one pointed to
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    save_on_four(folder=folder, stage=2, iterations=(1, 2), keep=None)
+    return folder
+
+
+@ranks(2)
+def expect_other_architecture(folder: Path) -> None:
+    model, optimizer = build(3, seed=2, size=8, num_layers=3)
+    before = contents(model, optimizer)
+    with pytest.raises(InputError) as error:
+        checkpoint.load(
+            folder, model, optimizer, architecture={"hidden_size": 8, "num_layers": 3}
+        )
+    text = str(error.value)
+    assert "hidden_size is 7 in the checkpoint, 8 in the model" in text
+    assert "num_layers is 2 in the checkpoint, 3 in the model" in text
+    assert "embedding.weight has shape [7, 7] in the checkpoint, [8, 8] in the model" in text
+    assert "blocks.1.up.weight has shape [5, 7] in the checkpoint, [5, 8] in the model" in text
+    assert "blocks.0.up.bias" not in text  # equal
+    assert "only in the model: blocks.2.norm.weight" in text
+    assert equal(contents(model, optimizer), before)
+
+
+def test_other_architecture_names_each_difference(two_checkpoints: Path) -> None:
+    expect_other_architecture(folder=two_checkpoints)
+
+
+def test_smaller_model_names_what_is_left_over(two_checkpoints: Path) -> None:
+    model, _ = build(0, seed=2, num_layers=1)
+    names_of_one = r"only in the checkpoint: blocks\.1\.norm\.w.*down\.bias\n"
+    with pytest.raises(InputError, match=names_of_one):
+        checkpoint.load(two_checkpoints, model, None)
+
+
+def test_equal_shapes_with_other_settings_are_refused(two_checkpoints: Path) -> None:
+    model, _ = build(0, seed=2)
+    with pytest.raises(InputError, match="rotary_base is None in the checkpoint, 10000 in"):
+        other = ARCHITECTURE | {"rotary_base": 10000}
+        checkpoint.load(two_checkpoints, model, None, architecture=other)
+
+
+def test_other_tokenizer_is_refused(two_checkpoints: Path) -> None:
+    model, _ = build(0, seed=2)
+    with pytest.raises(InputError, match="another tokenizer"):
+        checkpoint.load(two_checkpoints, model, None, tokenizer="xyz")

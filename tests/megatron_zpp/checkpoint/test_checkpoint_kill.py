@@ -1,0 +1,160 @@
+"""SIGKILL before every change of a file and at random moments: a restart always works."""
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from megatron_zpp.checkpoint import checkpoint
+from megatron_zpp.checkpoint.checkpoint import TrainingState
+from tests.megatron_zpp.small_net import names, state_at
+from tests.ranks import PRELOADED
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CHANGES = {"os.rename", "os.mkdir", "os.rmdir", "os.remove"}
+NUM_KILLS = 20
+
+
+def model_of(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and an AdamW in which every number is `value`."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    if dist.is_initialized():
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    fill(model, optimizer, value)
+    return model, optimizer
+
+
+@torch.no_grad()
+def fill(model: nn.Module, optimizer: torch.optim.Optimizer, value: float) -> None:
+    for parameter in model.parameters():
+        parameter.fill_(value)
+        moments = {key: torch.full_like(parameter, value) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(float(value)), **moments}
+
+
+def loaded(folder: Path) -> TrainingState:
+    """Load as one rank; return the state after checking that everything is of one save."""
+    model, optimizer = model_of(-1)
+    state = checkpoint.load(folder, model, optimizer)
+    for parameter in model.parameters():
+        for found in (parameter, *optimizer.state[parameter].values()):
+            assert torch.equal(found, torch.full_like(found, state.seed))
+    return state
+
+
+# Before every change of a file
+
+
+def save_and_die(folder: Path, count: int) -> None:
+    """Replace iteration 2 by a later version, killed before the count-th change to a file."""
+    model, optimizer = model_of(3)
+    left = count
+
+    def watch(event: str, arguments: tuple) -> None:
+        nonlocal left
+        if event in CHANGES or event == "open" and arguments[2] & os.O_ACCMODE:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    checkpoint.save(folder, model, optimizer, state_at(2, seed=3), keep=1)
+
+
+def test_kill_before_every_change_of_a_file(tmp_path: Path) -> None:
+    before = tmp_path / "before"
+    for iteration in (1, 2):
+        model, optimizer = model_of(iteration)
+        checkpoint.save(before, model, optimizer, state_at(iteration, seed=iteration))
+    CONTEXT.set_forkserver_preload(PRELOADED)
+    seeds, count, exitcode = [], 0, -signal.SIGKILL
+    while exitcode == -signal.SIGKILL:
+        count += 1
+        folder = shutil.copytree(before, tmp_path / str(count))
+        process = CONTEXT.Process(target=save_and_die, args=(folder, count))
+        process.start()
+        process.join(60)
+        exitcode = process.exitcode
+        state = loaded(folder)
+        assert state.iteration == 2  # the old or the new one, but never lost
+        seeds.append(state.seed)
+        model, optimizer = model_of(4)
+        checkpoint.save(folder, model, optimizer, state_at(3, seed=4), keep=1)
+        assert loaded(folder).iteration == 3
+        assert names(folder) == ["iter_0000003"]
+        shutil.rmtree(folder)
+    assert exitcode == 0 and count > 25
+    assert seeds == sorted(seeds) and set(seeds) == {2, 3}  # from one operation on it is there
+
+
+# At random moments, two ranks
+
+
+def save_for_ever(folder: Path, rank: int, store: Path, progress: Connection) -> None:
+    """Resume, then save each iteration twice, telling which are done, until killed."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2,
+        timeout=timedelta(seconds=30),
+    )
+    model, optimizer = model_of(0)
+    state = checkpoint.load(folder, model, optimizer)
+    iteration = state.iteration if state else 0
+    while True:
+        iteration += 1
+        for attempt in range(2):
+            value = 2 * iteration + attempt
+            fill(model, optimizer, value)
+            checkpoint.save(folder, model, optimizer, state_at(iteration, seed=value), keep=2)
+            progress.send(value)
+
+
+def test_random_kills_of_two_ranks(tmp_path: Path) -> None:
+    folder, generator, newest = tmp_path / "save", random.Random(1), 0
+    CONTEXT.set_forkserver_preload(PRELOADED)
+    for number in range(NUM_KILLS):
+        ours, theirs = CONTEXT.Pipe(duplex=False)
+        store = tmp_path / f"store{number}"
+        processes = [
+            CONTEXT.Process(target=save_for_ever, args=(folder, rank, store, theirs), daemon=True)
+            for rank in range(2)
+        ]
+        for process in processes:
+            process.start()
+        theirs.close()
+        assert ours.poll(60), "the ranks did not save anything"
+        time.sleep(generator.uniform(0.0, 0.3))
+        generator.shuffle(processes)
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+            assert process.exitcode == -signal.SIGKILL
+        newest = max([newest, *received(ours)])
+        assert loaded(folder).seed >= newest
+    assert newest > 2 * NUM_KILLS
+
+
+def received(progress: Connection) -> list[int]:
+    """Return what both ranks sent before they died."""
+    values = []
+    try:
+        while progress.poll():
+            values.append(progress.recv())
+    except EOFError:
+        pass
+    return values

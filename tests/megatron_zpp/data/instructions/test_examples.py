@@ -1,0 +1,86 @@
+"""Files of examples: the names of fields that are known, and what is wrong, with file and line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.data.instructions.examples import read_examples
+from megatron_zpp.settings.config import DataConfig
+from megatron_zpp.settings.data import names_examples
+from zeropp.errors import InputError
+
+
+def write(path: Path, *lines: object) -> str:
+    """A file of these lines, objects as JSON; its name."""
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt", "answer"),
+    [
+        ({"prompt": "2+2=", "answer": " 4"}, "2+2=", " 4"),
+        ({"prompt": "2+2=", "completion": " 4", "id": 7}, "2+2=", " 4"),
+        ({"question": "Why?", "answer": "So."}, "Why?", "So."),
+        ({"instruction": "Add.", "input": "2 2", "output": "4"}, "Add.\n\n2 2\n\n", "4"),
+        ({"instruction": "Add.", "input": "", "output": "4"}, "Add.\n\n", "4"),
+        ({"instruction": "Add.", "output": "4", "text": "all"}, "Add.\n\n", "4"),
+        ({"text": "all of it"}, None, "all of it"),
+    ],
+)
+def test_forms(fields: dict, prompt: str | None, answer: str, tmp_path: Path) -> None:
+    (found,) = read_examples([write(tmp_path / "a.jsonl", fields)])
+    assert (found.prompt, found.answer) == (prompt, answer)
+
+
+def test_files_in_their_order_without_blank_lines(tmp_path: Path) -> None:
+    one = write(tmp_path / "b.jsonl", "\ufeff" + json.dumps({"text": "1"}), "", {"text": "2"})
+    two = write(tmp_path / "a.jsonl", {"text": "3"})
+    found = list(read_examples([one, two]))
+    assert [example.answer for example in found] == ["1", "2", "3"]
+    assert found[1].where == f"{one}, line 3"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "a", ', "line 2: not JSON"),
+        ("[1]", r"line 2: expected a JSON object, got \[1\]"),
+        ({"prompt": "a", "reply": "b"}, "line 2: expected prompt and answer .* are 'prompt', 'rep"),
+        ({}, "line 2: .* its fields are none"),
+        ({"prompt": "a", "answer": " \n"}, "line 2: 'answer' is empty"),
+        ({"text": ""}, "line 2: 'text' is empty"),
+        ({"prompt": 3, "answer": "b"}, "line 2: 'prompt' holds 3, expected a string"),
+        ({"prompt": "a", "answer": None}, "line 2: 'answer' holds null, expected a string"),
+        ('{"text": "\\ud800"}', "line 2: 'text' has half of a surrogate pair at character 0"),
+    ],
+)
+def test_what_is_wrong_is_named(line: object, said: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"text": "good"}, line)
+    with pytest.raises(InputError, match=rf"a\.jsonl, {said}"):
+        list(read_examples([path]))
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none\.jsonl: No such file or directory"):
+        list(read_examples([str(tmp_path / "none.jsonl")]))
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    with pytest.raises(InputError, match=r"a\.jsonl, line 1: not JSON .*0xff"):
+        list(read_examples([str(tmp_path / "a.jsonl")]))
+
+
+def test_which_paths_are_examples() -> None:
+    assert names_examples(DataConfig(data_path=("a.jsonl", "b.jsonl")))
+    assert names_examples(DataConfig(train_data_path=("a.jsonl",), valid_data_path=("b.jsonl",)))
+    assert not names_examples(DataConfig()) and not names_examples(DataConfig(data_path=("a",)))
+    for given in (
+        {"data_path": ("0.3", "a.jsonl", "0.7", "b.jsonl")},
+        {"train_data_path": ("a.jsonl",), "valid_data_path": ("b",)},
+    ):
+        with pytest.raises(InputError, match=r"'(0\.3|b)' stands beside \.jsonl files"):
+            names_examples(DataConfig(**given))

@@ -1,0 +1,88 @@
+"""The compiled loops against NumPy, bit for bit; and what happens without them."""
+
+import ctypes
+import logging
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.data import compiled_index as module
+from megatron_zpp.data.blend import blend_in_stretches
+from megatron_zpp.data.compiled_index import NativeIndex, native
+from megatron_zpp.data.sample_index import fill_starts
+from megatron_zpp.data.split import normalize
+
+
+@pytest.fixture(scope="module")
+def loops() -> NativeIndex:
+    built = native()
+    if built is None:
+        pytest.skip("csrc/ is not built here: make setup builds it where there is a compiler")
+    return built
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), sizes=st.lists(st.integers(0, 3000), max_size=3))
+def test_a_shuffle_is_numpys_and_leaves_the_same_state(loops, seed: int, sizes: list) -> None:
+    ours, theirs = np.random.RandomState(seed), np.random.RandomState(seed)
+    for size, kind in zip(sizes, (np.int32, np.uint32, np.int32), strict=False):
+        shuffled, expected = np.arange(size, dtype=kind), np.arange(size, dtype=kind)
+        loops.shuffle(shuffled, ours)
+        theirs.shuffle(expected)
+        assert (shuffled == expected).all()
+    assert ours.randint(2**31) == theirs.randint(2**31)
+
+
+def test_a_long_shuffle(loops: NativeIndex) -> None:
+    size = (1 << 20) + 77  # both sides of a power of two, where the rejection changes
+    shuffled, expected = np.arange(size, dtype=np.int32), np.arange(size, dtype=np.int32)
+    loops.shuffle(shuffled, np.random.RandomState(5))
+    np.random.RandomState(5).shuffle(expected)
+    assert (shuffled == expected).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=200).filter(any),
+    seq_length=st.integers(1, 30),
+    epochs=st.integers(1, 3),
+    kind=st.sampled_from([np.int32, np.int64]),
+)
+def test_places_are_numpys(loops, lengths: list, seq_length: int, epochs: int, kind) -> None:
+    lengths = np.array(lengths, dtype=np.int32)
+    document = np.random.RandomState(1).permutation(np.tile(np.arange(len(lengths)), epochs))
+    rows = (int(lengths.sum()) * epochs - 1) // seq_length + 1
+    found, expected = np.full((rows, 2), -1, dtype=kind), np.full((rows, 2), -1, dtype=kind)
+    unaligned = np.frombuffer(b"..." + lengths.tobytes(), dtype=np.int32, offset=3)
+    loops.starts(unaligned, document.astype(np.int32), seq_length, found)
+    fill_starts(lengths, document, seq_length, expected)
+    assert (found == expected).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=9), size=st.integers(0, 700))
+def test_a_blend_is_numpys(loops, weights: list, size: int) -> None:
+    shares = np.array(normalize(weights))
+    for found, expected in zip(
+        loops.blend(shares, size), blend_in_stretches(shares, size), strict=True
+    ):
+        assert found.dtype == expected.dtype and (found == expected).all()
+
+
+def test_a_dataset_that_is_used_up_drops_out(loops: NativeIndex) -> None:
+    dataset, sample = loops.blend(np.array([0.5, 0.5]), 6, np.array([1, 5]))
+    assert dataset.tolist() == [0, 1, 1, 1, 1, 1] and sample.tolist() == [0, 0, 1, 2, 3, 4]
+
+
+def test_without_a_library_it_says_so_and_numpy_does_the_work(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(module, "FOLDER", tmp_path)
+    with caplog.at_level(logging.INFO, "megatron_zpp"):
+        assert native.__wrapped__() is None
+    assert "built by NumPy" in caplog.text and "csrc/ was not built" in caplog.text
+
+
+def test_a_library_of_other_sources_is_not_used(loops, monkeypatch) -> None:
+    monkeypatch.setattr(module, "VERSION", module.VERSION + 1)
+    assert isinstance(loops.library, ctypes.CDLL) and native.__wrapped__() is None

@@ -1,0 +1,114 @@
+"""Bytes per node and step: what is entered, what is left out, how it reads."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_zpp.monitor.communication import KEYS, Account, Communication
+from zeropp.wire.traffic import Traffic
+
+MIB = 2**20
+FORWARD, GRADIENTS = ("weights_forward", "across_nodes"), ("gradients", "across_nodes")
+NEAR = ("gradients", "in_node")
+
+
+class TwoNodes:
+    """The ranks of a job in which all others sent what this one sent: 2 nodes of 2."""
+
+    def sum(self, *values: float) -> list[float]:
+        return [4 * value for value in values]
+
+
+def sharding(stage: int = 3, num_ranks: int = 4) -> SimpleNamespace:
+    nodes = SimpleNamespace(count=2)
+    return SimpleNamespace(
+        stage=stage,
+        num_ranks=num_ranks,
+        traffic=Traffic(),
+        compute_dtype=torch.bfloat16,
+        forecast=SimpleNamespace(weights=SimpleNamespace(nodes=nodes), wire_dtype=torch.bfloat16),
+        expected_traffic=lambda num: {FORWARD: MIB, GRADIENTS: num * MIB, NEAR: 0},
+        plain_traffic=lambda num: {FORWARD: 6 * num * MIB},
+    )
+
+
+def step(account: Account, model: SimpleNamespace, num_micro_batches: int = 1, **sent: int) -> None:
+    account.begin_step()
+    for purpose, num_bytes in sent.items():
+        model.traffic.add(purpose, {"across_nodes": num_bytes})
+    account.end_step(num_micro_batches)
+
+
+def test_the_mean_over_the_steps_of_an_interval_of_the_ranks_of_a_node():
+    model = sharding()
+    account = Account(model, TwoNodes())
+    step(account, model, 1, weights_forward=MIB, gradients=MIB)
+    step(account, model, 3, gradients=3 * MIB)  # its weights had stayed in the nodes
+    taken = account.take()
+    scalars = taken.scalars()
+    assert scalars["comm/weights_forward_across_nodes"] == 1 * MIB  # 2 ranks, every other step
+    assert scalars["comm/gradients_across_nodes"] == 4 * MIB
+    assert scalars["comm/across_nodes"] == 5 * MIB and scalars["comm/in_node"] == 0
+    assert scalars["comm/expected_across_nodes"] == 6 * MIB
+    assert set(scalars) == {f"comm/{a}_{b}" for a, b in KEYS} | {
+        "comm/across_nodes", "comm/in_node", "comm/expected_across_nodes"
+    }  # fmt: skip
+    assert taken.line() == (
+        " comm per node and step (MiB) | across nodes: 5.00 (formula: 6.00) |"
+        " weights forward: 1.00 (formula: 2.00) | weights backward: 0.00 | gradients: 4.00 |"
+        " in node: 0.00 |"
+    )
+    assert account.take() is None
+
+
+def test_what_is_sent_between_steps_is_in_no_number():
+    model = sharding()
+    account = Account(model, TwoNodes())
+    step(account, model, gradients=MIB)
+    model.traffic.add("weights_forward", {"across_nodes": 99 * MIB})  # an evaluation
+    step(account, model, gradients=MIB)
+    assert account.take().scalars()["comm/across_nodes"] == 2 * MIB
+    model.traffic.add("weights_forward", {"across_nodes": 99 * MIB})
+    assert account.take() is None
+
+
+@pytest.mark.parametrize(("stage", "num_ranks"), [(0, 4), (3, 1)])
+def test_nothing_is_entered_where_no_collective_of_ours_runs(stage, num_ranks):
+    model = sharding(stage, num_ranks)
+    account = Account(model, TwoNodes())
+    step(account, model)
+    assert account.take() is None and account.rows() == []
+
+
+def test_the_ending_compares_all_steps_with_plain_zero():
+    model = sharding()
+    account = Account(model, TwoNodes())
+    for _ in range(3):
+        step(account, model, 256, weights_forward=MIB, gradients=512 * MIB)
+        account.take()
+    step(account, model, 256, weights_forward=MIB, gradients=512 * MIB)
+    assert account.rows() == [
+        ("between nodes", "1.00 GiB per node and step, 4.01 GiB in 4 steps"),
+        (
+            "plain ZeRO-3",
+            "3.00 GiB per node and step, 12.00 GiB in 4 steps: 3.0 times as much\n"
+            "(by formula: bfloat16, one ring over all ranks for each collective)",
+        ),
+    ]
+
+
+def test_one_node_has_no_ending():
+    model = sharding()
+    account = Account(model, TwoNodes())
+    account.begin_step()
+    model.traffic.add("gradients", {"in_node": MIB})
+    account.end_step(1)
+    assert account.rows() == []
+
+
+def test_communications_add_up():
+    one = Communication(steps=1, sent=Counter({NEAR: 3}), expected=Counter({NEAR: 4}))
+    two = one + one
+    assert (two.steps, two.sent[NEAR], two.expected[NEAR], two.plain[NEAR]) == (2, 6, 8, 0)

@@ -1,0 +1,269 @@
+"""What a person sees: on a pseudo-terminal a live display, through a pipe nothing but lines."""
+
+import fcntl
+import io
+import logging
+import math
+import os
+import pty
+import re
+import struct
+import termios
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from rich.console import Console as Rich
+
+from megatron_zpp.model.flops import TokenFlops
+from megatron_zpp.monitor.console import Console
+from megatron_zpp.monitor.memory import Memory
+from megatron_zpp.monitor.metrics import History, Iteration, Metrics, Validation
+from megatron_zpp.monitor.progress import CURVE_CELLS, Curve, Progress
+from megatron_zpp.settings.config import LogConfig
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+MEMORY = Memory(
+    allocated_bytes=3 * 2**29,
+    reserved_bytes=2**31,
+    peak_allocated_bytes=2**31,
+    peak_reserved_bytes=2**31,
+)
+ITERATION = Iteration(
+    iteration=1,
+    train_iters=40,
+    consumed_samples=16,
+    consumed_tokens=2048,
+    seconds=0.5,
+    learning_rate=1e-3,
+    global_batch_size=16,
+    seq_length=128,
+    loss=9.0,
+    memory=MEMORY,
+)
+
+
+class Terminal:
+    """A pseudo-terminal of some columns and everything that was written to it."""
+
+    def __init__(self, columns: int) -> None:
+        self._reader, writer = pty.openpty()
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self.stream = os.fdopen(writer, "w", encoding="utf-8")
+        self._chunks: list[bytes] = []
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                chunk = os.read(self._reader, 65536)
+            except OSError:  # Linux's end of file on a pseudo-terminal
+                return
+            self._chunks.append(chunk)
+
+    def close(self) -> str:
+        self.stream.close()
+        self._thread.join()
+        os.close(self._reader)
+        return b"".join(self._chunks).decode()
+
+
+@contextmanager
+def environment(monkeypatch: pytest.MonkeyPatch, term: str = "xterm") -> Iterator[None]:
+    for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", term)
+    yield
+
+
+def train(console: Console) -> list[str]:
+    """Ten iterations with a held-out loss after the fifth; returns the log lines."""
+    settings = LogConfig(log_interval=5)
+    metrics = Metrics(settings, console, world_size=1, flops=TokenFlops(model=1.0, performed=1.0))
+    sent: list[str] = []
+    print_line = console.line
+    console.line = lambda text: (sent.append(text), print_line(text))
+    with console, console.live():
+        for number in range(1, 11):
+            metrics.iteration(replace(ITERATION, iteration=number, loss=9.0 - number / 4))
+            if number == 5:
+                at = {"iteration": 5, "consumed_samples": 1, "consumed_tokens": 1}
+                metrics.validation(Validation(**at, loss=8.25, moment="iteration 5"))
+    return sent
+
+
+def test_a_pipe_carries_plain_lines_only():
+    stream = io.StringIO()
+    sent = train(Console(stream=stream))
+    assert stream.getvalue() == "".join(f"{line}\n" for line in sent)
+    assert len(sent) == 5  # two intervals, and a held-out loss between rules
+    assert sent[0].startswith(" iteration        5/      40 |")
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_terminal_shows_progress_under_unwrapped_lines(monkeypatch):
+    monkeypatch.setattr("megatron_zpp.monitor.progress.FRAME_SECONDS", 0.0)
+    with environment(monkeypatch):
+        terminal = Terminal(columns=120)
+        sent = train(Console(stream=terminal.stream))
+    shown = terminal.close()
+    for line in sent:
+        assert line.rstrip() in shown, "a log line was wrapped or coloured"
+    plain = ESCAPE.sub("", shown)
+    assert "10/40 25%" in plain
+    assert "loss 6.5000 ↓" in plain  # 9 − 10/4
+    assert "held-out 8.2500" in plain
+    assert "4.1k tokens/s" in plain  # 16·128 in half a second
+    assert "0:00:15 left" in plain  # 30 iterations of half a second
+    assert "1.50 GiB" in plain
+    assert "\x1b[?25h" in shown  # the cursor is back
+
+
+@pytest.mark.parametrize("columns", [20, 60])
+def test_a_narrow_terminal_neither_wraps_lines_nor_breaks_the_display(monkeypatch, columns):
+    monkeypatch.setattr("megatron_zpp.monitor.progress.FRAME_SECONDS", 0.0)
+    with environment(monkeypatch):
+        terminal = Terminal(columns=columns)
+        sent = train(Console(stream=terminal.stream))
+    shown = terminal.close()
+    assert all(line.rstrip() in shown for line in sent)
+    pictures = [text for text in re.split(r"[\r\n]+", ESCAPE.sub("", shown)) if "━" in text]
+    assert pictures
+    assert max(map(len, pictures)) <= columns
+
+
+def test_a_dumb_terminal_and_a_refusal_get_plain_lines(monkeypatch):
+    for term, interactive in (("dumb", None), ("xterm", False)):
+        with environment(monkeypatch, term):
+            terminal = Terminal(columns=120)
+            sent = train(Console(stream=terminal.stream, interactive=interactive))
+        assert terminal.close() == "".join(f"{line}\r\n" for line in sent)
+
+
+def test_the_display_is_gone_and_the_cursor_back_after_an_error(monkeypatch):
+    with environment(monkeypatch):
+        terminal = Terminal(columns=120)
+        console = Console(stream=terminal.stream)
+        with pytest.raises(RuntimeError), console.live():
+            console.progress(ITERATION)
+            raise RuntimeError
+        console.line("after")
+    shown = terminal.close()
+    assert shown.index("\x1b[?25h") < shown.index("after\r\n")
+
+
+def test_pictures_are_drawn_at_most_ten_times_a_second():
+    progress = Progress()
+    progress.add(ITERATION)
+    assert progress.due()
+    assert not progress.due()
+    progress.add(replace(ITERATION, iteration=40))
+    assert progress.due()  # the last iteration always shows
+
+
+def test_notices_go_to_rank_0_and_warnings_come_from_everybody():
+    streams = io.StringIO(), io.StringIO()
+    for rank, stream in enumerate(streams):
+        with Console(rank, stream):
+            for name in ("zeropp", "megatron_zpp.data"):
+                log = logging.getLogger(name)
+                log.debug("unseen")
+                log.info("%s chose %d", name, 4)
+                log.warning("slow")
+                log.error("bad")
+    plain = "".join(
+        f"{name} chose 4\nwarning: slow\nerror: bad\n" for name in ("zeropp", "megatron_zpp.data")
+    )
+    assert streams[0].getvalue() == plain
+    assert streams[1].getvalue() == "[rank 1] warning: slow\n[rank 1] error: bad\n" * 2
+
+
+def test_loggers_are_as_before_after_the_context():
+    log = logging.getLogger("zeropp")
+    before = (log.level, log.propagate, list(log.handlers))
+    with pytest.raises(RuntimeError), Console(stream=io.StringIO()):
+        raise RuntimeError
+    assert (log.level, log.propagate, list(log.handlers)) == before
+
+
+def test_other_ranks_print_no_lines_and_draw_nothing():
+    stream = io.StringIO()
+    train(Console(1, stream, interactive=True))
+    assert stream.getvalue() == ""
+
+
+def test_the_summary_is_two_columns():
+    stream = io.StringIO()
+    console = Console(stream=stream)
+    console.table(
+        "Megatron-Z++",
+        [("model", "GPT"), ("collectives", "all-gather, bf16\nreduce-scatter, bf16"), ("x", "")],
+    )
+    assert stream.getvalue().splitlines() == [
+        "Megatron-Z++",
+        "  model        GPT",
+        "  collectives  all-gather, bf16",
+        "               reduce-scatter, bf16",
+        "  x",
+    ]
+
+
+def test_the_ending_tells_how_far_the_losses_fell():
+    stream = io.StringIO()
+    history = History(
+        first_loss=9.0, last_loss=4.5, first_held_out=9.1, last_held_out=5.0, tokens=5000, seconds=2
+    )
+    rows = [("checkpoint", "out/iter_10")]
+    Console(stream=stream).ending(history, rows, sample="def f():\n    return 1")
+    assert stream.getvalue().splitlines() == [
+        "Finished",
+        "  training loss      9.000 -> 4.500  (-4.500)",
+        "  held-out loss      9.100 -> 5.000  (-4.100)",
+        "  tokens per second  2,500",
+        "  checkpoint         out/iter_10",
+        "Sample",
+        "  def f():",
+        "      return 1",
+    ]
+
+
+def test_a_loss_that_was_measured_once_did_not_fall():
+    stream = io.StringIO()
+    Console(stream=stream).ending(History(first_held_out=5.0, last_held_out=5.0), [])
+    assert "  held-out loss      5.000" in stream.getvalue().splitlines()
+
+
+def test_an_ending_without_training_says_so():
+    stream = io.StringIO()
+    Console(stream=stream).ending(History())
+    assert stream.getvalue() == "Finished\n  tokens per second  none trained\n"
+
+
+def test_text_that_the_stream_cannot_encode_does_not_end_the_run():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    Console(stream=stream).line("naïve ▁")
+    assert raw.getvalue() == b"na?ve ?\n"
+
+
+def test_a_curve_of_any_length_fits_and_keeps_its_shape():
+    curve = Curve()
+    for step in range(10_000):
+        curve.add(10_000 - step)
+    drawn = str(curve)
+    assert CURVE_CELLS // 2 <= len(drawn) <= CURVE_CELLS
+    assert drawn[0] == "█"
+    assert drawn[-1] == "▁"
+    assert list(drawn) == sorted(drawn, reverse=True)
+
+
+def test_a_nan_is_drawn():
+    progress = Progress()
+    for number, loss in enumerate([2.0, math.nan, 1.0, 1.0], start=1):
+        progress.add(replace(ITERATION, iteration=number, loss=loss))
+    rich = Rich(file=io.StringIO(), width=100)
+    rich.print(progress)
+    assert "loss 1.0000 ! █!▁▁" in rich.file.getvalue()

@@ -1,0 +1,224 @@
+"""The log lines, letter by letter, and what they are computed from."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from megatron_zpp.model.flops import TokenFlops, flops_per_token
+from megatron_zpp.monitor.memory import Memory, memory_line, read_memory
+from megatron_zpp.monitor.metrics import History, Iteration, Metrics, Validation, validation_lines
+from megatron_zpp.settings.config import LogConfig, ModelConfig, RecomputeConfig
+
+ITERATION = Iteration(
+    iteration=10,
+    train_iters=500000,
+    consumed_samples=2560,
+    consumed_tokens=5242880,
+    seconds=0.5,
+    learning_rate=1.5e-4,
+    global_batch_size=256,
+    seq_length=2048,
+    loss=10.5,
+)
+
+
+@dataclass
+class Page:
+    """A screen and a writer that remember."""
+
+    rank: int = 0
+    lines: list[str] = field(default_factory=list)
+    drawn: list[Iteration] = field(default_factory=list)
+    written: list[object] = field(default_factory=list)
+    state: str = "open"
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def progress(self, iteration: Iteration) -> None:
+        self.drawn.append(iteration)
+
+    def held_out(self, loss: float) -> None:
+        self.lines.append(f"held out {loss}")
+
+    def iteration(self, iteration: Iteration) -> None:
+        self.written.append(iteration)
+
+    interval = validation = iteration
+
+    def flush(self) -> None:
+        self.state = "flushed"
+
+    def close(self) -> None:
+        self.state = "closed"
+
+
+FLOPS = TokenFlops(model=4.5e9, performed=6e9, rate=1.2e15)
+
+
+def metrics(page: Page, **config: object) -> Metrics:
+    settings = LogConfig(**{"log_interval": 1} | config)
+    return Metrics(settings, page, world_size=8, flops=FLOPS, writers=[page])
+
+
+def test_log_line_letter_by_letter():
+    page = Page()
+    measured = replace(
+        ITERATION, loss_scale=65536.0, grad_norm=1.23456, num_zeros=7.0, params_norm=123.4
+    )
+    metrics(page).iteration(measured)
+    # 256 samples and 524288 tokens in .5 s on 8 ranks: 131072 tokens/s/rank, times 6e9 operations
+    assert page.lines == [
+        " iteration       10/  500000 | consumed samples:         2560 |"
+        " consumed tokens:      5242880 | elapsed time per iteration (ms): 500.0 |"
+        " learning rate: 1.500E-04 | global batch size:   256 | lm loss: 1.050000E+01 |"
+        " loss scale: 65536.0 | grad norm: 1.235 | num zeros: 7.0 | params norm: 123.400 |"
+        " actual seqlen:  2048 | number of skipped iterations:   0 |"
+        " number of nan iterations:   0 | samples per second: 512.000 |"
+        " tokens per gpu per second (tgs): 131072.000 | TFLOPs: 786.43 |"
+    ]
+
+
+def test_what_was_not_measured_is_not_in_the_line():
+    page = Page()
+    metrics(page).iteration(ITERATION)
+    names = [part.split(":")[0].strip() for part in page.lines[0].split("|")]
+    assert names[6:8] == ["lm loss", "actual seqlen"]
+    assert not {"loss scale", "grad norm", "num zeros", "params norm"} & set(names)
+
+
+def test_log_throughput_adds_megatron_lms_field_and_mfu_behind_the_time():
+    page = Page()
+    metrics(page, log_throughput=True).iteration(ITERATION)
+    # 131072 tokens/s/rank of 4.5e9 operations each, of 1.2e15 that the device could do
+    assert "(ms): 500.0 | throughput per GPU (TFLOP/s/GPU): 589.8 | MFU: 49.2% | l" in page.lines[0]
+    assert page.lines[0].endswith("TFLOPs: 786.43 |")
+
+
+def test_an_interval_averages_and_counts_and_starts_anew():
+    page = Page()
+    collected = metrics(page, log_interval=2)
+    assert collected.iteration(replace(ITERATION, iteration=1, loss=4.0, seconds=0.1)) is None
+    assert page.lines == []
+    interval = collected.iteration(
+        replace(ITERATION, iteration=2, loss=2.0, seconds=0.3, skipped=True, global_batch_size=128)
+    )
+    assert "lm loss: 3.000000E+00 |" in page.lines[0]  # the skipped iteration's loss counts
+    assert "(ms): 200.0 |" in page.lines[0]
+    assert "skipped iterations:   1 | number of nan iterations:   0 |" in page.lines[0]
+    assert interval.samples_per_second == pytest.approx((256 + 128) / 0.4)
+    collected.iteration(replace(ITERATION, iteration=3, loss=1.0))
+    collected.iteration(replace(ITERATION, iteration=4, loss=1.0))
+    assert "lm loss: 1.000000E+00 |" in page.lines[1]
+    assert "skipped iterations:   0 |" in page.lines[1]
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_a_loss_that_is_not_finite_is_shown_and_counted(skipped):
+    page = Page()
+    collected = metrics(page, log_interval=2)
+    collected.iteration(replace(ITERATION, iteration=1, loss=math.nan, skipped=skipped))
+    collected.iteration(replace(ITERATION, iteration=2, loss=2.0))
+    assert "lm loss: NAN |" in page.lines[0]
+    assert "nan iterations:   1 |" in page.lines[0]
+
+
+def test_held_out_loss_between_rules():
+    at = {"iteration": 100, "consumed_samples": 1, "consumed_tokens": 1}
+    lines = validation_lines(Validation(**at, loss=2.0, moment="iteration 100"))
+    text = (
+        " validation loss at iteration 100 | lm loss value: 2.000000E+00 |"
+        " lm loss PPL: 7.389056E+00 | "
+    )
+    assert lines == ("-" * 95, text, "-" * 95)
+    assert len(text) == 36 + 30 + 28
+    huge = Validation(**at, loss=50.0, moment="")
+    assert huge.perplexity == pytest.approx(math.exp(20))
+    assert math.isnan(replace(huge, loss=math.nan).perplexity)
+
+
+def test_writers_hear_every_tensorboard_interval_and_are_closed():
+    page = Page()
+    collected = metrics(page, log_interval=4, tensorboard_log_interval=2)
+    steps = [replace(ITERATION, iteration=number) for number in range(1, 5)]
+    results = [collected.iteration(step) for step in steps]
+    assert page.drawn == steps
+    assert page.written == [steps[1], steps[3], results[3]]
+    collected.flush()
+    assert page.state == "flushed"
+    collected.close()
+    assert page.state == "closed"
+
+
+def test_history_remembers_where_the_losses_began_across_a_resume():
+    collected = metrics(Page(), log_interval=100)
+    at = {"consumed_samples": 1, "consumed_tokens": 1, "moment": ""}
+    for number, loss in enumerate([9.0] + [3.0] * 20, start=1):
+        collected.iteration(replace(ITERATION, iteration=number, loss=loss))
+        collected.validation(Validation(iteration=number, loss=loss + 1, **at))
+    collected.validation(Validation(iteration=21, loss=77.0, split="test", **at))
+    history = collected.history
+    assert (history.first_loss, history.last_loss) == (9.0, 3.0)
+    assert (history.first_held_out, history.last_held_out) == (10.0, 4.0)
+    assert history.tokens_per_second == pytest.approx(256 * 2048 / 0.5)
+    resumed = History()
+    resumed.load_state_dict(history.state_dict())
+    assert resumed == replace(history, tokens=0, seconds=0.0)
+    assert resumed.tokens_per_second == 0.0
+
+
+def test_memory_is_reported_once_on_a_gpu_and_never_on_the_cpu():
+    memory = Memory(
+        allocated_bytes=2**20,
+        reserved_bytes=3 * 2**20,
+        peak_allocated_bytes=2 * 2**20,
+        peak_reserved_bytes=4 * 2**20,
+        allocated_count=5,
+    )
+    assert memory_line(0, memory, "(after 1 iterations)") == (
+        "[Rank 0] (after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: 2.0 |"
+        " reserved: 3.0 | max reserved: 4.0"
+    )
+    page = Page()
+    collected = metrics(page)
+    for number in (1, 2):
+        collected.iteration(replace(ITERATION, iteration=number, memory=memory))
+    assert sum("memory (MB)" in line for line in page.lines) == 1
+    page = Page()
+    metrics(page).iteration(replace(ITERATION, memory=replace(memory, allocated_count=None)))
+    assert len(page.lines) == 1
+
+
+def test_memory_of_a_process_grows_with_what_it_holds():
+    torch = pytest.importorskip("torch")
+    before = read_memory(torch.device("cpu"))
+    held = torch.ones(2**25)  # 128 MiB
+    after = read_memory(torch.device("cpu"))
+    assert held.numel() * 4 * 0.9 < after.allocated_bytes - before.allocated_bytes
+    assert after.peak_allocated_bytes >= after.allocated_bytes
+
+
+SHAPE = {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024}
+
+
+def test_operations_are_equation_3_of_the_megatron_paper():
+    layers, hidden, seq, vocab = 12, 768, 1024, 50304
+    full = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
+    per_sample = 96 * seq * layers * hidden**2 * (
+        1 + seq / (6 * hidden) + vocab / (16 * layers * hidden)
+    )  # fmt: skip
+    ours = flops_per_token(ModelConfig(**SHAPE), full, 50257)
+    assert ours * seq == pytest.approx(per_sample, rel=1e-12)
+
+
+def test_operations_follow_the_shape_and_what_is_recomputed():
+    none = RecomputeConfig()
+    plain = flops_per_token(ModelConfig(**SHAPE), none, 50257)
+    core = 4 * 1024 * 768 * 12
+    selective = RecomputeConfig(recompute_granularity="selective")
+    assert flops_per_token(ModelConfig(**SHAPE), selective, 50257) == plain + core
+    grouped = flops_per_token(ModelConfig(**SHAPE, num_query_groups=3), none, 50257)
+    assert plain - grouped == 3 * 12 * 2 * 768 * 2 * (768 - 3 * 64)
+    gated = flops_per_token(ModelConfig(**SHAPE, swiglu=True, ffn_hidden_size=3072), none, 50257)
+    assert gated - plain == 3 * 12 * 2 * 768 * 3072

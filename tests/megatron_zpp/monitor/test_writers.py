@@ -1,0 +1,301 @@
+"""What TensorBoard reads back, names and axes, and curves that stay clean over a resume."""
+
+import json
+import logging
+import math
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_zpp.model.flops import TokenFlops
+from megatron_zpp.monitor.event_files import Position
+from megatron_zpp.monitor.memory import Memory
+from megatron_zpp.monitor.metrics import Iteration, Validation, Writer, summarize
+from megatron_zpp.monitor.writers import open_writers
+from megatron_zpp.settings.config import LogConfig
+from zeropp.errors import InputError
+
+BATCH, LENGTH = 4, 8
+BARE = LogConfig(log_interval=1)
+EVERYTHING = replace(
+    BARE,
+    log_batch_size_to_tensorboard=True,
+    log_memory_to_tensorboard=True,
+    log_throughput=True,
+    log_timers_to_tensorboard=True,
+    log_validation_ppl_to_tensorboard=True,
+    log_world_size_to_tensorboard=True,
+)
+MEMORY = Memory(
+    allocated_bytes=10,
+    reserved_bytes=20,
+    peak_allocated_bytes=10,
+    peak_reserved_bytes=20,
+    allocated_count=3,
+)
+THREE_AXES = ("", " vs samples", " vs tokens")
+FLOPS = TokenFlops(model=1e12, performed=2e12, rate=5e13)
+
+
+def iteration(number: int, **changed: object) -> Iteration:
+    numbers = {
+        "iteration": number,
+        "train_iters": 100,
+        "consumed_samples": number * BATCH,
+        "consumed_tokens": number * BATCH * LENGTH,
+        "seconds": 0.25,
+        "learning_rate": 0.5,
+        "global_batch_size": BATCH,
+        "seq_length": LENGTH,
+        "loss": 8.0 / number,
+    }
+    return Iteration(**numbers | changed)
+
+
+def write(writers: list[Writer], numbers: range, **changed: object) -> None:
+    for number in numbers:
+        step = iteration(number, **changed)
+        for writer in writers:
+            writer.iteration(step)
+            writer.interval(summarize([step], world_size=2, flops=FLOPS))
+
+
+def validate(writers: list[Writer], number: int, loss: float, split: str = "validation") -> None:
+    measured = Validation(
+        iteration=number,
+        consumed_samples=number * BATCH,
+        consumed_tokens=number * BATCH * LENGTH,
+        loss=loss,
+        moment=f"iteration {number}",
+        split=split,
+    )
+    for writer in writers:
+        writer.validation(measured)
+
+
+def opened(folder: Path, config: LogConfig = BARE, at: Position | None = None) -> list[Writer]:
+    config = replace(config, tensorboard_dir=str(folder))
+    return open_writers(config, rank=0, world_size=2, resumed_at=at)
+
+
+def close(writers: list[Writer]) -> None:
+    for writer in writers:
+        writer.close()
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    board = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    names = board.Tags()["scalars"]
+    return {name: [(point.step, point.value) for point in board.Scalars(name)] for name in names}
+
+
+def position(number: int) -> Position:
+    return Position(number, number * BATCH, number * BATCH * LENGTH)
+
+
+def test_every_name_of_megatron_deepspeed_over_three_axes(tmp_path):
+    writers = opened(tmp_path, EVERYTHING)
+    measured = {"loss_scale": 16.0, "grad_norm": 1.5, "num_zeros": 2.0, "params_norm": 3.0}
+    write(
+        writers,
+        range(3, 4),
+        memory=MEMORY,
+        extra={"comm/bytes": 7.0, "a/b vs tokens": 5.0},
+        **measured,
+    )
+    validate(writers, 3, 2.0)
+    validate(writers, 3, 1.0, split="test")
+    close(writers)
+    expected = {
+        "learning-rate/learning-rate": 0.5,
+        "batch-size/batch-size": 4.0,
+        "lm-loss-training/lm loss": 8.0 / 3,
+        "loss-scale/loss-scale": 16.0,
+        "grad-norm/grad-norm": 1.5,
+        "num-zeros/num-zeros": 2.0,
+        "params-norm/params-norm": 3.0,
+        "world-size/world-size": 2.0,
+        "seqlen/actual_seq_length": 8.0,
+        "iteration-time/iteration-time": 0.25,
+        "lm-loss-validation/lm loss validation": 2.0,
+        "lm-loss-validation/lm loss validation ppl": math.exp(2),
+        "lm-loss-validation/lm loss test": 1.0,
+        "lm-loss-validation/lm loss test ppl": math.e,
+    }
+    steps = dict(zip(THREE_AXES, (3, 12, 96), strict=True))
+    points = {
+        name + axis: (steps[axis], value) for name, value in expected.items() for axis in steps
+    }
+    points |= {
+        "mem-reserved-bytes": (3, 20.0),
+        "mem-allocated-bytes": (3, 10.0),
+        "mem-allocated-count": (3, 3.0),
+        "throughput": (3, 4 * 8 / 0.25 / 2),
+        "mfu": (3, 4 * 8 / 0.25 / 2 / 50),
+        "comm/bytes": (3, 7.0),
+        "a/b vs tokens": (96, 5.0),
+        "steps-vs-samples/y=steps,x=samples": (12, 3.0),
+        "steps-vs-samples/y=samples,x=steps": (3, 12.0),
+        "steps-vs-tokens/y=steps,x=tokens": (96, 3.0),
+        "steps-vs-tokens/y=tokens,x=steps": (3, 96.0),
+    }
+    read = curves(tmp_path)
+    assert set(read) == set(points)
+    for name, (step, value) in points.items():
+        assert read[name] == [(step, pytest.approx(value, rel=1e-6))], name  # stored as fp32
+
+
+def test_flags_left_out_write_nothing_of_theirs(tmp_path):
+    writers = opened(tmp_path)
+    write(writers, range(1, 2), memory=MEMORY)
+    validate(writers, 1, 2.0)
+    close(writers)
+    groups = {name.split(" vs ")[0].split("/")[0] for name in curves(tmp_path)}
+    assert groups == {
+        "learning-rate", "lm-loss-training", "seqlen", "steps-vs-samples", "steps-vs-tokens",
+        "lm-loss-validation",
+    }  # fmt: skip
+    assert not any("ppl" in name for name in curves(tmp_path))
+
+
+def test_a_resumed_run_shows_one_curve_on_every_axis(tmp_path, caplog):
+    first = opened(tmp_path)
+    write(first, range(1, 9))
+    validate(first, 5, 2.0)
+    validate(first, 8, 1.5)
+    close(first)
+    with caplog.at_level(logging.INFO):
+        again = opened(tmp_path, at=position(5))
+    assert "after iteration 5" in caplog.text
+    write(again, range(6, 8), loss=0.5)
+    close(again)
+    read = curves(tmp_path)
+    for axis, width in zip(THREE_AXES, (1, BATCH, BATCH * LENGTH), strict=True):
+        points = read["lm-loss-training/lm loss" + axis]
+        assert [step for step, _ in points] == [width * number for number in range(1, 8)]
+        assert [value for _, value in points[5:]] == [0.5, 0.5]
+        held_out = read["lm-loss-validation/lm loss validation" + axis]
+        assert held_out == [(5 * width, 2.0)]
+    steps = read["steps-vs-samples/y=steps,x=samples"]
+    assert steps == [(BATCH * number, number) for number in range(1, 8)]
+
+
+@pytest.mark.parametrize("damage", [lambda all: all[:-3], lambda all: all[:-60] + b"\xff" * 60])
+def test_a_record_that_a_kill_damaged_does_not_hide_the_resumed_run(tmp_path, damage):
+    first = opened(tmp_path)
+    write(first, range(1, 4))
+    close(first)
+    (events,) = tmp_path.glob("events*")
+    events.write_bytes(damage(events.read_bytes()))
+    (tmp_path / "metrics.jsonl").open("a").write('{"iterati')
+    again = opened(tmp_path, at=position(2))
+    write(again, range(3, 5))
+    close(again)
+    steps = [step for step, _ in curves(tmp_path)["lm-loss-training/lm loss"]]
+    assert steps == [1, 2, 3, 4]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == steps
+
+
+def test_a_new_run_keeps_the_curves_of_the_earlier_one_beside_its_own(tmp_path):
+    for loss in (2.0, 1.0):
+        writers = opened(tmp_path)
+        write(writers, range(1, 3), loss=loss)
+        close(writers)
+    (earlier,) = tmp_path.glob("earlier-*")
+    name = "lm-loss-training/lm loss"
+    assert curves(earlier)[name] == [(1, 2.0), (2, 2.0)]
+    board = [path for path in tmp_path.iterdir() if path.is_file()]
+    assert len(board) == 2  # one event file, one metrics.jsonl
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["lm_loss"] for line in lines] == [1.0, 1.0]
+    assert curves(tmp_path)[name] == [(1, 1.0), (2, 1.0)]
+
+
+def test_files_of_other_programs_are_left_alone(tmp_path):
+    foreign = tmp_path / "events.out.tfevents.1.host.1.0"
+    foreign.write_bytes(b"not ours")
+    close(opened(tmp_path))
+    close(opened(tmp_path, at=position(1)))
+    assert foreign.read_bytes() == b"not ours"
+
+
+def test_a_flush_reaches_the_disk_before_the_run_ends(tmp_path):
+    writers = opened(tmp_path)
+    write(writers, range(1, 3))
+    for writer in writers:
+        writer.flush()
+    assert len(curves(tmp_path)["lm-loss-training/lm loss"]) == 2
+    close(writers)
+
+
+def test_json_lines_have_the_numbers_of_the_log_line(tmp_path):
+    writers = opened(tmp_path)
+    write(writers, range(1, 2), grad_norm=1.5, loss=math.nan)
+    validate(writers, 1, 2.0)
+    close(writers)
+    trained, held_out = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert math.isnan(trained["lm_loss"])
+    assert (trained["grad_norm"], trained["nan"], trained["loss_scale"]) == (1.5, 1, None)
+    assert held_out == {"iteration": 1, "validation_loss": 2.0}
+
+
+def test_the_configuration_lies_beside_the_curves(tmp_path):
+    config = replace(BARE, tensorboard_dir=str(tmp_path))
+    close(open_writers(config, rank=0, world_size=1, settings={"num_layers": 7}))
+    board = EventAccumulator(str(tmp_path)).Reload()
+    (event,) = board.Tensors("arguments")
+    assert b"| num_layers | 7 |" in event.tensor_proto.string_val[0]
+
+
+def test_other_ranks_and_runs_without_flags_write_nothing(tmp_path):
+    config = replace(BARE, tensorboard_dir=str(tmp_path / "board"), wandb_project="p")
+    assert open_writers(config, rank=1, world_size=2) == []
+    assert open_writers(BARE, rank=0, world_size=2) == []
+    assert not (tmp_path / "board").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="--tensorboard-dir .*file"):
+        opened(tmp_path / "file")
+
+
+def test_wandb_gets_the_same_names(monkeypatch):
+    logged, runs = [], []
+
+    def init(**given: object) -> object:
+        runs.append(given)
+        log = lambda values, step: logged.append((step, values))  # noqa: E731
+        return types.SimpleNamespace(log=log, finish=lambda: logged.append("finished"))
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    config = replace(BARE, wandb_project="project", log_timers_to_tensorboard=True)
+    writers = open_writers(config, rank=0, world_size=2, settings={"seed": 1})
+    write(writers, range(2, 3), extra={"comm/bytes": 7.0, "a/b vs tokens": 5.0})
+    validate(writers, 2, 3.0)
+    close(writers)
+    assert runs == [{"project": "project", "name": None, "dir": None, "config": {"seed": 1}}]
+    assert logged == [
+        (2, {
+            "learning-rate/learning-rate": 0.5,
+            "lm-loss-training/lm loss": 4.0,
+            "seqlen/actual_seq_length": 8,
+            "comm/bytes": 7.0,
+            "consumed-samples": 8,
+            "consumed-tokens": 64,
+        }),
+        (2, {"iteration-time/iteration-time": 0.25}),
+        (2, {"lm-loss-validation/lm loss validation": 3.0}),
+        "finished",
+    ]  # fmt: skip
+
+
+def test_wandb_asked_for_but_missing_names_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(InputError, match="pip install wandb"):
+        open_writers(replace(BARE, wandb_project="p"), rank=0, world_size=1)

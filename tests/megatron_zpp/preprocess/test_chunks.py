@@ -1,0 +1,150 @@
+"""The kinds of input: equal text gives equal datasets, from any place on; damage is named."""
+
+import gzip
+import json
+import pickle
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megatron_zpp.preprocess import chunks as source
+from megatron_zpp.preprocess.chunks import Place, chunks
+from tests.megatron_zpp.preprocess.runs import run, texts_of
+from zeropp.errors import InputError
+
+zstd = import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+TEXTS = [f"{number}é" * (number % 50) for number in range(2000)]
+
+
+def json_lines(path: Path) -> Path:
+    return _written(path, _lines())
+
+
+def gzipped(path: Path) -> Path:
+    """Two members, one after the other, as `cat a.gz b.gz` makes them."""
+    half = len(_lines()) // 2
+    parts = gzip.compress(_lines()[:half]) + gzip.compress(_lines()[half:])
+    return _written(path.with_name("a.JSONL.GZ"), parts)
+
+
+def zstandard(path: Path) -> Path:
+    half = len(_lines()) // 2
+    parts = zstd.compress(_lines()[:half]) + zstd.compress(_lines()[half:])
+    return _written(path.with_name("a.jsonl.zst"), parts)
+
+
+def table(path: Path) -> Path:
+    path = path.with_name("a.parquet")
+    columns = pyarrow.table({"id": range(len(TEXTS)), "text": TEXTS})
+    pyarrow.parquet.write_table(columns, path, row_group_size=300)
+    return path
+
+
+def _lines() -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+
+
+def _written(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("write", [json_lines, gzipped, zstandard, table])
+def test_every_kind_of_file_gives_the_same_documents(
+    tmp_path: Path, write: Callable[[Path], Path]
+) -> None:
+    path = write(tmp_path / "a.jsonl")
+    assert texts_of(run(path, tmp_path / "x")) == TEXTS
+
+
+@pytest.mark.parametrize("write", [json_lines, gzipped, zstandard, table])
+def test_reading_goes_on_from_any_place(
+    tmp_path: Path, write: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "CHUNK_BYTES", 5000)
+    path = write(tmp_path / "a.jsonl")
+    whole = list(chunks([path], ["text"], Place()))
+    assert len(whole) > 10
+    assert whole[-1].read >= path.stat().st_size * 0.9
+    for number in (0, 4, len(whole) - 2, len(whole) - 1):
+        rest = list(chunks([path], ["text"], whole[number].end))
+        expected = whole[number + 1 :]
+        assert b"".join(c.data for c in rest) == b"".join(c.data for c in expected)
+        assert [r for c in rest for r in c.rows] == [r for c in expected for r in c.rows]
+        assert [c.first for c in rest[:1]] == [c.first for c in expected[:1]]
+    first = [chunk.first for chunk in whole[:2]]
+    assert first == [1, 1 + (whole[0].data.count(b"\n") or len(whole[0].rows))]
+
+
+@pytest.mark.parametrize("write", [json_lines, gzipped])
+def test_a_worker_reads_a_plain_file_itself(
+    tmp_path: Path, write: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "CHUNK_BYTES", 5000)
+    path = write(tmp_path / "a.jsonl")
+    if write is json_lines:
+        path.write_bytes(source.BOM + path.read_bytes())
+    given = list(chunks([path], ["text"], Place()))
+    sent = [pickle.dumps(chunk) for chunk in given]
+    assert (max(map(len, sent)) < 1000) is (write is json_lines)
+    assert b"".join(pickle.loads(one).content() for one in sent) == _lines()
+    for one, chunk in zip(sent, given, strict=True):
+        assert pickle.loads(one).content() == chunk.data
+    if write is json_lines:
+        path.write_bytes(_lines()[:5000])
+        with pytest.raises(InputError, match="became shorter while it was read"):
+            pickle.loads(sent[-1]).content()
+
+
+def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    _written(folder / "a.txt.gz", gzip.compress(b"one text\nof two lines"))
+    _written(folder / "b.jsonl", b'\xef\xbb\xbf{"text": "with a byte order mark"}\n')
+    _written(folder / "c.jsonl", b"")
+    _written(folder / "d.jsonl.zst", b"")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["row"]}), folder / "e.parquet")
+    _written(folder / "f.txt", b"last")
+    _written(folder / "g.csv", b"not this")
+    expected = ["one text\nof two lines", "with a byte order mark", "row", "last"]
+    assert texts_of(run(folder, tmp_path / "x")) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl.gz", gzip.compress(_lines())[:-20], "damaged or cut off (Compressed file ended"),
+        ("a.jsonl.gz", b"plain", "damaged or cut off (Not a gzipped file"),
+        ("a.jsonl.gz", b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 99, "damaged or cut off (Error -3"),
+        ("a.jsonl.zst", zstd.compress(_lines())[:-20], "damaged or cut off (Compressed file ended"),
+        ("a.txt.zst", b"plain", "damaged or cut off (Unable to decompress"),
+        ("a.parquet", b"plain", "not a parquet file, or a damaged one (Parquet"),
+        ("a.parquet.gz", b"plain", "it is not one of .jsonl"),
+    ],
+)
+def test_a_damaged_file_is_named_and_nothing_is_left(
+    tmp_path: Path, name: str, content: bytes, said: str
+) -> None:
+    path = _written(tmp_path / name, content)
+    with pytest.raises(InputError) as caught:
+        run(path, tmp_path / "x")
+    assert str(path) in str(caught.value) and said in str(caught.value)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_table_without_the_column_or_with_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"title": ["a", None], "n": [1, 2]}), path)
+    for key, said in (
+        ("text", "no column 'text' (its columns: title, n)"),
+        ("n", "a.parquet, row 1: 'n' holds 1, expected a string"),
+        ("title", "a.parquet, row 2: 'title' holds null, expected a string"),
+    ):
+        with pytest.raises(InputError) as caught:
+            run(path, tmp_path / "x", json_keys=(key,))
+        assert said in str(caught.value)

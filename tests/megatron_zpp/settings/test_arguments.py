@@ -1,0 +1,353 @@
+"""Every flag by its name, what has no effect or is not there yet, and what is said of it."""
+
+import json
+import logging
+
+import pytest
+
+from megatron_zpp.settings.arguments import SECTIONS, SPOKEN, parse
+from megatron_zpp.settings.flag import flags
+from tests.megatron_zpp.settings.asking import asked, refused, setting
+
+# What is typed, the setting it fills, and its value; one line for each flag of Megatron's.
+SETTINGS = """
+--num-layers 3                        model.num_layers 3
+--hidden-size 512                     model.hidden_size 512
+--num-attention-heads 8               model.num_attention_heads 8
+--seq-length 32                       model.seq_length 32
+--encoder-seq-length 32               model.seq_length 32
+--max-position-embeddings 1024        model.max_position_embeddings 1024
+--ffn-hidden-size 77                  model.ffn_hidden_size 77
+--kv-channels 16                      model.kv_channels 16
+--init-method-std 0.006               model.init_method_std 0.006
+--hidden-dropout 0                    model.hidden_dropout 0.0
+--attention-dropout 0.2               model.attention_dropout 0.2
+--layernorm-epsilon 1e-6              model.layernorm_epsilon 1e-6
+--norm-epsilon 1e-6                   model.layernorm_epsilon 1e-6
+--normalization RMSNorm               model.normalization "RMSNorm"
+--normalization rmsnorm               model.normalization "RMSNorm"
+--make-vocab-size-divisible-by 8      model.make_vocab_size_divisible_by 8
+--untie-embeddings-and-output-weights model.untie_embeddings_and_output_weights true
+--disable-bias-linear                 model.disable_bias_linear true
+--swiglu                              model.swiglu true
+--openai-gelu                         model.openai_gelu true
+--squared-relu                        model.squared_relu true
+--use-rotary-position-embeddings      model.position_embedding_type "rope"
+--position-embedding-type rope        model.position_embedding_type "rope"
+--position-embedding-type none        model.position_embedding_type "none"
+--rotary-percent 0.25                 model.rotary_percent 0.25
+--rotary-base 500000                  model.rotary_base 500000
+--use-rope-scaling                    model.use_rope_scaling true
+--use-rope-scaling --rope-scaling-factor 32   model.rope_scaling_factor 32.0
+--num-key-value-heads 2               model.num_query_groups 2
+--num-query-groups 2                  model.num_query_groups 2
+--group-query-attention               model.num_query_groups 1
+--no-bias-gelu-fusion                 model.bias_gelu_fusion false
+--fp32-residual-connection            model.fp32_residual_connection true
+--apply-residual-connection-post-layernorm model.apply_residual_connection_post_layernorm true
+--micro-batch-size 2                  batch.micro_batch_size 2
+--batch-size 2                        batch.micro_batch_size 2
+--global-batch-size 16                batch.global_batch_size 16
+--train-iters 7                       training.train_iters 7
+--train-samples 700                   training.train_samples 700
+--train-tokens 300e9                  training.train_tokens 300000000000
+--exit-interval 5                     training.exit_interval 5
+--exit-duration-in-mins 30            training.exit_duration_in_mins 30
+--exit-signal-handler                 training.exit_signal_handler true
+--skip-train                          training.skip_train true
+--seed 42                             training.seed 42
+--compile                             training.compile true
+--tensor-model-parallel-size 1        parallel.tensor_model_parallel_size 1
+--model-parallel-size 1               parallel.tensor_model_parallel_size 1
+--pipeline-model-parallel-size 1      parallel.pipeline_model_parallel_size 1
+--context-parallel-size 1             parallel.context_parallel_size 1
+--distributed-backend gloo            parallel.distributed_backend "gloo"
+--distributed-timeout-minutes 3       parallel.distributed_timeout_minutes 3
+--use-distributed-optimizer           zero.stage 1
+--zero-stage 2                        zero.stage 2
+--remote-device none                  zero.zero_optimization.offload_param.device "none"
+--zero-reduce-bucket-size 7           zero.zero_optimization.reduce_bucket_size 7
+--zero-allgather-bucket-size 7        zero.zero_optimization.allgather_bucket_size 7
+--checkpoint-activations              recompute.recompute_granularity "full"
+--deepspeed-activation-checkpointing  recompute.recompute_granularity "full"
+--recompute-activations               recompute.recompute_granularity "selective"
+--recompute-granularity full          recompute.recompute_method "uniform"
+--recompute-granularity selective     recompute.recompute_granularity "selective"
+--checkpoint-num-layers 2             recompute.recompute_num_layers 2
+--recompute-num-layers 2              recompute.recompute_num_layers 2
+--data-path a                         data.data_path ["a"]
+--data-path=a                         data.data_path ["a"]
+--data-path .7 a .3 b                 data.data_path [".7", "a", ".3", "b"]
+--train-data-path a                   data.train_data_path ["a"]
+--valid-data-path a                   data.valid_data_path ["a"]
+--test-data-path a                    data.test_data_path ["a"]
+--split 949,50,1                      data.split "949,50,1"
+--data-cache-path c                   data.data_cache_path "c"
+--num-workers 0                       data.num_workers 0
+--num-dataset-builder-threads 2       data.num_dataset_builder_threads 2
+--dataloader-type cyclic              data.dataloader_type "cyclic"
+--reset-position-ids                  data.reset_position_ids true
+--reset-attention-mask                data.reset_attention_mask true
+--eod-mask-loss                       data.eod_mask_loss true
+--mock-data                           data.mock_data true
+--tokenizer-type NullTokenizer        tokenizer.tokenizer_type "NullTokenizer"
+--vocab-file v                        tokenizer.vocab_file "v"
+--merge-file m                        tokenizer.merge_file "m"
+--tokenizer-model t                   tokenizer.tokenizer_model "t"
+--vocab-size 300                      tokenizer.vocab_size 300
+--vocab-extra-ids 3                   tokenizer.vocab_extra_ids 3
+--optimizer adam                      optimizer.optimizer "adam"
+--lr 6e-5                             optimizer.lr 6e-5
+--lr 6e-5                             schedule.lr 6e-5
+--min-lr 1e-6                         schedule.min_lr 1e-6
+--min-lr 1e-6                         optimizer.min_lr 1e-6
+--lr-decay-style cosine               schedule.lr_decay_style "cosine"
+--lr-decay-style inverse-square-root  schedule.lr_decay_style "inverse-square-root"
+--lr-decay-style constant             schedule.lr_decay_style "constant"
+--lr-decay-iters 9                    schedule.lr_decay_iters 9
+--lr-decay-samples 9                  schedule.lr_decay_samples 9
+--lr-decay-tokens 9000                schedule.lr_decay_tokens 9000
+--lr-warmup-fraction .01              schedule.lr_warmup_fraction 0.01
+--warmup .01                          schedule.lr_warmup_fraction 0.01
+--lr-warmup-iters 3                   schedule.lr_warmup_iters 3
+--lr-warmup-samples 3                 schedule.lr_warmup_samples 3
+--lr-warmup-tokens 3                  schedule.lr_warmup_tokens 3
+--lr-warmup-init 1e-7                 schedule.lr_warmup_init 1e-7
+--lr-wsd-decay-style minus_sqrt       schedule.lr_wsd_decay_style "minus_sqrt"
+--lr-wsd-decay-iters 3                schedule.lr_wsd_decay_iters 3
+--lr-wsd-decay-samples 3              schedule.lr_wsd_decay_samples 3
+--override-opt_param-scheduler        schedule.override_opt_param_scheduler true
+--override-opt-param-scheduler        schedule.override_opt_param_scheduler true
+--use-checkpoint-opt_param-scheduler  schedule.use_checkpoint_opt_param_scheduler true
+--weight-decay 0.1                    optimizer.weight_decay 0.1
+--clip-grad 0.5                       optimizer.clip_grad 0.5
+--adam-beta1 0.8                      optimizer.adam_beta1 0.8
+--adam-beta2 0.95                     optimizer.adam_beta2 0.95
+--adam-eps 1e-6                       optimizer.adam_eps 1e-6
+--cpu_torch_adam                      optimizer.cpu_torch_adam true
+--fp16                                precision.fp16 true
+--bf16                                precision.bf16 true
+--loss-scale 128                      precision.loss_scale 128.0
+--initial-loss-scale 65536            precision.initial_loss_scale 65536.0
+--min-loss-scale 2                    precision.min_loss_scale 2.0
+--loss-scale-window 500               precision.loss_scale_window 500
+--hysteresis 3                        precision.hysteresis 3
+--save s                              checkpoint.save "s"
+--load s                              checkpoint.load "s"
+--keep-checkpoints 3                  checkpoint.keep_checkpoints 3
+--no-save-optim                       checkpoint.no_save_optim true
+--no-save-rng                         checkpoint.no_save_rng true
+--no-load-optim                       checkpoint.no_load_optim true
+--no-load-rng                         checkpoint.no_load_rng true
+--finetune                            checkpoint.finetune true
+--reset-iteration                     checkpoint.reset_iteration true
+--eval-iters 0                        evaluation.eval_iters 0
+--eval-interval 50                    evaluation.eval_interval 50
+--log-interval 1                      log.log_interval 1
+--tensorboard-dir t                   log.tensorboard_dir "t"
+--tensorboard-queue-size 5            log.tensorboard_queue_size 5
+--tensorboard-log-interval 2          log.tensorboard_log_interval 2
+--log-timers-to-tensorboard           log.log_timers_to_tensorboard true
+--log-batch-size-to-tensorboard       log.log_batch_size_to_tensorboard true
+--log-validation-ppl-to-tensorboard   log.log_validation_ppl_to_tensorboard true
+--log-optimizer-states-to-tensorboard log.log_optimizer_states_to_tensorboard true
+--log-memory-to-tensorboard           log.log_memory_to_tensorboard true
+--log-world-size-to-tensorboard       log.log_world_size_to_tensorboard true
+--log-params-norm                     log.log_params_norm true
+--log-num-zeros-in-grad               log.log_num_zeros_in_grad true
+--log-throughput                      log.log_throughput true
+--timing-log-level 2                  log.timing_log_level 2
+--wandb-project p                     log.wandb_project "p"
+--wandb-exp-name e                    log.wandb_exp_name "e"
+--wandb-save-dir d                    log.wandb_save_dir "d"
+"""
+
+# Flags that need another one beside them.
+PAIRS = """
+--pretrained-checkpoint m                             lora.pretrained_checkpoint "m"
+--pretrained-checkpoint m --lora-rank 4               lora.lora_rank 4
+--pretrained-checkpoint m --lora-rank 4 --lora-alpha 8  lora.lora_alpha 8.0
+--pretrained-checkpoint m --lora-rank 4 --lora-dropout 0.1  lora.lora_dropout 0.1
+--pretrained-checkpoint m --lora-rank 4 --lora-target-modules qkv mlp.gate \
+    lora.lora_target_modules ["qkv", "mlp.gate"]
+--rampup-batch-size 4 4 60 --global-batch-size 16    batch.rampup_batch_size [4, 4, 60]
+--recompute-method block --recompute-granularity full recompute.recompute_method "block"
+--lr-decay-style WSD --lr-wsd-decay-iters 3          schedule.lr_decay_style "WSD"
+--start-weight-decay 0 --end-weight-decay 1 --weight-decay-incr-style cosine \
+    optimizer.end_weight_decay 1.0
+--start-weight-decay 0 --end-weight-decay 1 --weight-decay-incr-style linear \
+    optimizer.start_weight_decay 0.0
+--save s --save-interval 5                           checkpoint.save_interval 5
+--load s --use-checkpoint-args                       checkpoint.use_checkpoint_args true
+--load s --exit-on-missing-checkpoint                checkpoint.exit_on_missing_checkpoint true
+--rotary-position-embeddings-theta 7 --swiglu        model.rotary_base 7
+"""
+
+IDLE = """
+--no-masked-softmax-fusion
+--no-bias-dropout-fusion
+--no-gradient-accumulation-fusion
+--use-mcore-models
+--transformer-impl local
+--transformer-impl transformer_engine
+--no-query-key-layer-scaling
+--attention-softmax-in-fp32
+--use-flash-attn
+--use-flash-attn-v2
+--no-pipeline-parallel
+--overlap-grad-reduce
+--overlap-param-gather
+--DDP-impl local
+--DDP-impl torch
+--use-cpu-initialization
+--no-async-tensor-model-parallel-allreduce
+--local_rank 3
+--local-rank=3
+--deepspeed
+--zero-reduce-scatter
+--zero-contigious-gradients
+--zero-reduce-bucket-size 5000
+--zero-allgather-bucket-size 5000
+--partition-activations
+--contigious-checkpointing
+--checkpoint-in-cpu
+--synchronize-each-layer
+--profile-backward
+--use-pin-memory
+--distribute-saved-activations
+--data-impl infer
+--data-impl mmap
+--mmap-warmup
+--accumulate-allreduce-grads-in-fp32
+--ckpt-format torch_dist
+--num-dataset-builder-threads 2
+--no-save-rng
+--no-load-rng
+--timing-log-level 1
+--save-interval 5
+--hysteresis 2
+--loss-scale 8
+--lr-wsd-decay-iters 3
+--fp32-residual-connection
+--keep-checkpoints 2
+"""
+
+UNAVAILABLE = """
+--tensor-model-parallel-size 2
+--model-parallel-size 2
+--pipeline-model-parallel-size 2
+--context-parallel-size 2
+--sequence-parallel
+--num-layers-per-virtual-pipeline-stage 2
+--universal-checkpoint
+--remote-device nvme
+"""
+
+
+def lines(table: str) -> list[str]:
+    return [line for line in table.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("line", lines(SETTINGS) + lines(PAIRS))
+def test_a_flag_fills_its_setting_in_every_spelling(line):
+    words = line.split()
+    sections = {"zero", *SECTIONS}
+    at = next(i for i, word in enumerate(words) if word.partition(".")[0] in sections)
+    typed, path, value = words[:at], words[at], json.loads(" ".join(words[at + 1 :]))
+    other = [w.replace("-", "_").replace("__", "--", 1) if w[:2] == "--" else w for w in typed]
+    dashes = [w.replace("_", "-") if w[:2] == "--" else w for w in typed]
+    for spelled in (typed, other, dashes):
+        assert setting(parse(spelled, 1), path) == value, spelled
+
+
+def test_every_setting_is_covered():
+    """A field added to a section without a line above fails here."""
+    tried = {word.partition("=")[0] for word in (SETTINGS + PAIRS + IDLE + UNAVAILABLE).split()}
+    tried = {word.replace("_", "-") for word in tried}
+    ours = {"--eval-at-start", "--sample-prompt", "--sample-length", "--deepspeed-config"}
+    ours |= {"--cpu-optimizer", "--no-position-embedding", "--dry-run", "--dry-run-ranks"}
+    idle_extras = {f.shown().replace("_", "-") for s in SPOKEN for f in flags(s) if f.no_effect}
+    for section in SPOKEN:
+        for described in flags(section):
+            spelled = {f"--{n}".replace("_", "-") for n in described.names + described.off}
+            assert spelled & (tried | ours | idle_extras), described.dest
+
+
+@pytest.mark.parametrize("line", lines(IDLE))
+def test_a_flag_without_effect_says_so_once(line, caplog):
+    caplog.set_level(logging.INFO, "megatron_zpp")
+    plain = asked("")
+    assert "has no effect" not in caplog.text
+    caplog.clear()
+    config = asked(line)
+    said = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
+    assert len(said) == 1 and said[0].startswith(line.split()[0].partition("=")[0])
+    assert config.training == plain.training and config.batch == plain.batch
+
+
+@pytest.mark.parametrize("line", lines(UNAVAILABLE))
+def test_what_is_not_built_yet_says_so(line):
+    message = refused(line)
+    assert line.split()[0].lstrip("-") in message or "offload_param.device" in message
+    assert "not available" in message
+
+
+def test_weights_on_the_host_need_the_optimizer_there():
+    told = refused("--remote-device cpu --zero-stage 3")
+    assert "offload_param" in told and "the optimizer on the CPU too" in told
+
+
+def test_offload_needs_shards():
+    assert "offload_optimizer.device" in refused("--cpu-optimizer --zero-stage 0")
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "sizes"),
+    [
+        ("", 4, (4, 16)),
+        ("--batch-size 3", 2, (3, 6)),
+        ("--global-batch-size 24", 4, (3, 24)),  # 6 a rank: the largest divisor up to 4
+        ("--global-batch-size 16", 2, (4, 16)),
+        ("--global-batch-size 24 --rampup-batch-size 4 4 10", 2, (2, 24)),
+    ],
+)
+def test_batch_sizes_complete_each_other(line, ranks, sizes):
+    batch = asked(line, ranks).batch
+    assert (batch.micro_batch_size, batch.global_batch_size) == sizes
+
+
+def test_a_global_batch_that_does_not_divide_names_all_three_numbers():
+    message = refused("--global-batch-size 10 --micro-batch-size 2", 4)
+    assert "global batch size 10" in message
+    assert "micro-batch size 2 x 4 data-parallel ranks = 8" in message
+    ramp = refused("--global-batch-size 16 --micro-batch-size 1 --rampup-batch-size 8 2 9", 4)
+    assert "global batch size 14 in --rampup-batch-size 8 2 9" in ramp
+
+
+def test_defaults_of_an_empty_command_line_are_said(caplog):
+    caplog.set_level(logging.INFO, "megatron_zpp")
+    config = parse([], 2)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    for words in ("--num-layers 4", "--train-iters 100", "--lr 0.0003", "standard library"):
+        assert words in said[0]
+    assert config.training.train_iters == 100
+    assert config.model.max_position_embeddings == config.model.seq_length
+    assert config.zero.stage == 0
+    caplog.clear()
+    asked("--data-path x --train-iters 5 --lr 1 --num-layers 1 --hidden-size 8 --seq-length 8 "
+          "--num-attention-heads 1 --batch-size 1 --global-batch-size 2", 2)  # fmt: skip
+    assert not caplog.records
+
+
+def test_tokens_beside_samples_say_where_the_run_ends(caplog):
+    """As most of Megatron-DeepSpeed's scripts give them."""
+    caplog.set_level(logging.INFO, "megatron_zpp")
+    asked("--train-samples 999 --train-tokens 2048 --seq-length 256 --batch-size 2")
+    assert "ends the run, after 4 iterations" in caplog.text
+
+
+def test_no_bias_gelu_fusion_says_that_it_changes_numerics(caplog):
+    caplog.set_level(logging.INFO, "megatron_zpp")
+    asked("--no-bias-gelu-fusion")
+    assert "--no-bias-gelu-fusion: the exact (erf) GELU" in caplog.text

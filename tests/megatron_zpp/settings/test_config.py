@@ -1,0 +1,184 @@
+"""The sections: one flag a field, derived values, and what each refuses on its own."""
+
+import dataclasses
+
+import pytest
+
+from megatron_zpp.settings.arguments import SECTIONS, SPOKEN
+from megatron_zpp.settings.config import (
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+from megatron_zpp.settings.flag import Flag, Section, flag, flags
+from zeropp.errors import InputError
+
+
+def test_every_field_of_every_section_has_a_flag():
+    for section in SECTIONS.values():
+        fields = [item.name for item in dataclasses.fields(section)]
+        assert [described.dest for described in flags(section)] == fields
+
+
+def test_a_name_belongs_to_one_setting():
+    owners: dict[str, str] = {}
+    for section in SPOKEN:
+        for described in flags(section):
+            for name in described.names + described.off:
+                assert owners.setdefault(name, described.dest) == described.dest, name
+
+
+def test_sections_are_frozen_and_built_by_keyword():
+    for section in SECTIONS.values():
+        instance = section()
+        name = dataclasses.fields(section)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(instance, name, None)
+        with pytest.raises(TypeError):
+            section(1)
+
+
+def test_defaults_pass_their_own_checks():
+    for section in SECTIONS.values():
+        section().check()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample(Section):
+    size: int = flag(1, "a size", minimum=1, maximum=8)
+    share: float = flag(0.5, "a share", above=0)
+    colour: str = flag("red", "a colour", choices=("red", "blue"))
+    fast: bool = flag(True, "slow", off=("no-fast",))
+    triple: tuple[int, ...] | None = flag(None, "three", kind=int, count=3, minimum=0)
+
+
+def test_flags_describe_fields():
+    described = {item.dest: item for item in flags(Sample)}
+    assert described["size"] == Flag(
+        dest="size", kind=int, default=1, help="a size", names=("size",), minimum=1, maximum=8
+    )
+    assert described["fast"].names == () and described["fast"].shown() == "--no-fast"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"size": 0}, "--size 0: expected at least 1"),
+        ({"size": 9}, "--size 9: expected at most 8"),
+        ({"share": 0.0}, "--share 0.0: expected more than 0"),
+        ({"share": float("nan")}, "--share nan: expected a finite number"),
+        ({"share": float("inf")}, "--share inf: expected a finite number"),
+        ({"colour": "green"}, "--colour green: expected one of red, blue"),
+        ({"triple": (1, -2, 3)}, "--triple -2: expected at least 0"),
+    ],
+)
+def test_values_out_of_range_are_named(values, said):
+    with pytest.raises(InputError, match=f"^{said}$"):
+        Sample(**values).check()
+    Sample().check()
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "named"),
+    [
+        (ModelConfig, {"hidden_size": 100, "num_attention_heads": 3}, ["100", "3", "divisible"]),
+        (ModelConfig, {"num_query_groups": 3}, ["--num-attention-heads 4", "groups 3"]),
+        (ModelConfig, {"seq_length": 9, "max_position_embeddings": 8}, ["--seq-length 9", "8"]),
+        (ModelConfig, {"swiglu": True, "squared_relu": True}, ["--swiglu and --squared-relu"]),
+        (ModelConfig, {"num_layers": 0}, ["--num-layers 0"]),
+        (
+            ModelConfig,
+            {"position_embedding_type": "rope", "kv_channels": 3},
+            ["3 channels", "--rotary-percent 1"],
+        ),
+        (DataConfig, {"data_path": ("a",), "valid_data_path": ("b",)}, ["--data-path", "--valid"]),
+        (DataConfig, {"data_path": ("a",), "mock_data": True}, ["--mock-data and --data-path"]),
+        (DataConfig, {"train_data_path": ("a",), "mock_data": True}, ["--train-data-path"]),
+        (BatchConfig, {"rampup_batch_size": (2, 2, 9)}, ["needs --global-batch-size"]),
+        (BatchConfig, {"rampup_batch_size": (0, 2, 9), "global_batch_size": 8}, ["at least 1"]),
+        (BatchConfig, {"rampup_batch_size": (2, 0, 9), "global_batch_size": 8}, ["at least 1"]),
+        (
+            BatchConfig,
+            {"rampup_batch_size": (9, 2, 9), "global_batch_size": 8},
+            ["start", "size 8"],
+        ),
+        (BatchConfig, {"rampup_batch_size": (2, 4, 9), "global_batch_size": 8}, ["never reach"]),
+        (ParallelConfig, {"tensor_model_parallel_size": 2}, ["--tensor-model-parallel-size 2"]),
+        (ParallelConfig, {"pipeline_model_parallel_size": 2}, ["--pipeline-model-parallel-size 2"]),
+        (ParallelConfig, {"context_parallel_size": 2}, ["--context-parallel-size 2"]),
+        (ParallelConfig, {"sequence_parallel": True}, ["--sequence-parallel is not available"]),
+        (ParallelConfig, {"num_layers_per_virtual_pipeline_stage": 1}, ["virtual-pipeline-stage"]),
+        (RecomputeConfig, {"recompute_method": "block"}, ["--recompute-method block", "none"]),
+        (
+            RecomputeConfig,
+            {"recompute_method": "uniform", "recompute_granularity": "selective"},
+            ["not selective"],
+        ),
+        (PrecisionConfig, {"fp16": True, "bf16": True}, ["--fp16 and --bf16"]),
+        (PrecisionConfig, {"initial_loss_scale": 1.0, "min_loss_scale": 2.0}, ["below", "2"]),
+        (OptimizerConfig, {"lr": 0.1, "min_lr": 0.2}, ["--min-lr 0.2", "--lr 0.1"]),
+        (OptimizerConfig, {"adam_beta2": 1.0}, ["--adam-beta2 1"]),
+        (OptimizerConfig, {"end_weight_decay": 0.5}, ["--weight-decay-incr-style"]),
+        (OptimizerConfig, {"weight_decay_incr_style": "linear"}, ["linear needs both"]),
+        (
+            OptimizerConfig,
+            {
+                "weight_decay_incr_style": "cosine",
+                "start_weight_decay": 0.2,
+                "end_weight_decay": 0.1,
+            },
+            ["--start-weight-decay 0.2", "0.1"],
+        ),
+        (ScheduleConfig, {"lr_decay_iters": 5, "lr_decay_samples": 6}, ["iters 5", "samples 6"]),
+        (ScheduleConfig, {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 6}, ["fraction", "iters"]),
+        (ScheduleConfig, {"lr_decay_style": "WSD"}, ["WSD needs --lr-wsd-decay-iters"]),
+        (ScheduleConfig, {"lr_warmup_init": 1.0}, ["--lr-warmup-init 1"]),
+        (
+            ScheduleConfig,
+            {"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True},
+            ["contradict"],
+        ),
+        (TrainingConfig, {"train_iters": 5, "train_samples": 6}, ["--train-iters 5", "samples 6"]),
+        (TrainingConfig, {"train_iters": 0}, ["--train-iters 0"]),
+        (CheckpointConfig, {"exit_on_missing_checkpoint": True}, ["needs --load"]),
+        (CheckpointConfig, {"use_checkpoint_args": True}, ["--use-checkpoint-args needs --load"]),
+        (CheckpointConfig, {"universal_checkpoint": True}, ["--universal-checkpoint"]),
+    ],
+)
+def test_sections_refuse_what_does_not_fit(section, values, named):
+    with pytest.raises(InputError) as caught:
+        section(**values).check()
+    for words in named:
+        assert words in str(caught.value)
+
+
+def test_derived_sizes_of_the_model():
+    model = ModelConfig(hidden_size=192, num_attention_heads=6)
+    assert (model.ffn_size, model.head_dim, model.kv_heads) == (768, 32, 6)
+    assert model.num_positions == model.seq_length
+    assert [model.padded_vocab_size(size) for size in (1, 128, 129)] == [128, 128, 256]
+    # Megatron: int(8h/3/64)*64; 8*192/3 = 512, 8*200/3 = 533.3.
+    assert ModelConfig(hidden_size=192, swiglu=True).ffn_size == 512
+    assert ModelConfig(hidden_size=200, swiglu=True).ffn_size == 512
+    assert ModelConfig(ffn_hidden_size=100, swiglu=True).ffn_size == 100
+    assert ModelConfig(kv_channels=48, num_query_groups=2).head_dim == 48
+    assert ModelConfig(num_query_groups=2).kv_heads == 2
+
+
+def test_format():
+    assert PrecisionConfig().format == "float32"
+    assert PrecisionConfig(fp16=True).format == "float16"
+    assert PrecisionConfig(bf16=True).format == "bfloat16"
+
+
+def test_a_whole_configuration_of_defaults():
+    assert Config().zero.stage == 0
+    assert Config() == Config()

@@ -1,0 +1,326 @@
+"""Schedules against closed forms, an iteration-by-iteration walk, and their own edges."""
+
+import dataclasses
+import logging
+import math
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.settings.config import (
+    BatchConfig,
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+from megatron_zpp.settings.schedule import (
+    GlobalBatchSize,
+    LearningRate,
+    Length,
+    Schedules,
+    WeightDecay,
+)
+from zeropp.errors import InputError
+
+STYLES = ("linear", "cosine", "inverse-square-root", "WSD")
+WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+RELATIVE = 1e-12  # a handful of double-precision operations
+
+
+def rate(style: str = "linear", **changes: object) -> LearningRate:
+    """1000 samples from 1.0 to 0.1 after 100 of warm-up, WSD's last part 200."""
+    values = dict(max_lr=1.0, min_lr=0.1, init_lr=0.0, warmup=100.0, decay=1000.0, wsd_decay=200.0)
+    return LearningRate(style=style, **{**values, **changes})
+
+
+def batch(final: int, ramp: tuple[int, int, int] | None = None) -> GlobalBatchSize:
+    return GlobalBatchSize(
+        BatchConfig(micro_batch_size=1, global_batch_size=final, rampup_batch_size=ramp)
+    )
+
+
+def config(sizes: BatchConfig, training: dict, schedule: dict | None = None, **optimizer) -> Config:
+    return Config(
+        model=ModelConfig(seq_length=8),
+        batch=sizes,
+        training=TrainingConfig(**training),
+        schedule=ScheduleConfig(**(schedule or {})),
+        optimizer=OptimizerConfig(**optimizer),
+    )
+
+
+@pytest.mark.parametrize("samples", [100, 101, 325, 550, 999, 1000])
+def test_linear_decay(samples):
+    share = 1 - Fraction(samples - 100, 900)
+    expected = Fraction(1, 10) + Fraction(9, 10) * share
+    assert rate("linear")(samples) == pytest.approx(float(expected), rel=RELATIVE)
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        (100, 1.0),
+        (400, 0.1 + 0.9 * 0.75),  # a third of the way: (cos 60 degrees + 1) / 2 = 3/4
+        (550, 0.55),  # half
+        (700, 0.1 + 0.9 * 0.25),  # two thirds
+        (1000, 0.1),
+    ],
+)
+def test_cosine_decay(samples, expected):
+    assert rate("cosine")(samples) == pytest.approx(expected, rel=RELATIVE)
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"), [(100, 1.0), (400, 0.5), (900, 1 / 3), (1000, math.sqrt(0.1))]
+)
+def test_inverse_square_root_decay(samples, expected):
+    assert rate("inverse-square-root")(samples) == pytest.approx(expected, rel=RELATIVE)
+
+
+def test_inverse_square_root_stops_at_the_minimum_and_needs_no_warm_up():
+    assert rate("inverse-square-root", min_lr=0.4)(900) == 0.4
+    without = rate("inverse-square-root", warmup=0.0)
+    assert [without(n) for n in (0, 1, 4)] == [1.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("style", "quarter", "half"),
+    [
+        ("linear", 0.75, 0.5),
+        ("cosine", (math.sqrt(0.5) + 1) / 2, 0.5),
+        ("exponential", 2 * 2**-0.25 - 1, math.sqrt(2) - 1),
+        ("minus_sqrt", 0.5, 1 - math.sqrt(0.5)),
+    ],
+)
+def test_wsd_is_constant_and_then_decays(style, quarter, half):
+    wsd = rate("WSD", wsd_style=style)
+    assert [wsd(n) for n in (100, 101, 500, 800)] == [1.0] * 4
+    assert wsd(850) == pytest.approx(0.1 + 0.9 * quarter, rel=RELATIVE)
+    assert wsd(900) == pytest.approx(0.1 + 0.9 * half, rel=RELATIVE)
+    assert wsd(1000) == pytest.approx(0.1, rel=RELATIVE)
+    assert wsd(1001) == 0.1
+
+
+@pytest.mark.parametrize("style", (*STYLES, "constant"))
+def test_warm_up_is_linear_from_its_start(style):
+    warm = rate(style, init_lr=0.2)
+    for n in (0, 25, 50, 100):
+        expected = Fraction(1, 5) + Fraction(4, 5) * Fraction(n, 100)
+        assert warm(n) == pytest.approx(float(expected), rel=RELATIVE)
+    assert rate(style)(0) == 0.0
+    assert rate(style, warmup=0.0)(0) == 1.0
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_after_the_decay_comes_the_minimum(style):
+    assert rate(style)(1000) >= 0.1 - 1e-12
+    assert [rate(style)(n) for n in (1000.5, 1001, 10**12)] == [0.1] * 3
+    assert rate("constant")(10**12) == 1.0
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_warm_up_as_long_as_the_decay_is_allowed(style):
+    warm = rate(style, warmup=1000.0, wsd_decay=0.0)
+    assert warm(500) == 0.5 and warm(1000) == 1.0 and warm(1001) == 0.1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    style=st.sampled_from(STYLES),
+    wsd_style=st.sampled_from(WSD_STYLES),
+    warmup=st.integers(0, 500),
+    extra=st.integers(200, 2000),
+    first=st.integers(0, 2500),
+)
+def test_the_rate_rises_in_the_warm_up_and_never_after(style, wsd_style, warmup, extra, first):
+    schedule = rate(style, wsd_style=wsd_style, warmup=float(warmup), decay=float(warmup + extra))
+    now, then = schedule(first), schedule(first + 1)
+    assert 0.0 <= now <= 1.0 + RELATIVE
+    if first + 1 <= warmup:
+        assert then >= now
+    if first >= max(warmup, 1):
+        assert then <= now + RELATIVE
+        assert now >= 0.1 - RELATIVE
+
+
+@pytest.mark.parametrize("wsd_style", WSD_STYLES)
+@pytest.mark.parametrize("style", ("linear", "cosine", "WSD"))
+def test_the_rate_is_continuous_up_to_the_end_of_the_decay(style, wsd_style):
+    schedule = rate(style, wsd_style=wsd_style)
+    for n in (100.0, 800.0, 1000.0):
+        # sqrt(1e-9 / 200) is the steepest step of them all, at the start of minus_sqrt
+        assert schedule(n - 1e-9) == pytest.approx(schedule(n), abs=1e-5)
+        assert schedule(n + 1e-9) == pytest.approx(schedule(n), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("style", "quarter"), [("linear", 0.25), ("cosine", (1 - math.sqrt(0.5)) / 2)]
+)
+def test_weight_decay_grows(style, quarter):
+    decay = WeightDecay(start=0.1, end=0.5, style=style, length=1000.0)
+    assert decay(0) == 0.1
+    assert decay(250) == pytest.approx(0.1 + 0.4 * quarter, rel=RELATIVE)
+    assert decay(500) == pytest.approx(0.3, rel=RELATIVE)
+    assert decay(1000) == decay(5000) == 0.5
+
+
+def test_weight_decay_stays_constant():
+    decay = WeightDecay(start=0.1, end=0.1, style="constant", length=1000.0)
+    assert {decay(n) for n in (0, 1, 999, 1000, 2000)} == {0.1}
+
+
+def test_batch_size_without_a_ramp():
+    sizes = batch(8)
+    assert sizes(0) == sizes(10**15) == 8
+    assert sizes.samples_after(7) == 56
+    assert [sizes.iterations_within(n) for n in (0, 7, 8, 56, 63)] == [0, 0, 1, 7, 7]
+
+
+def test_batch_size_ramp():
+    # 7 steps of 4 over 700 samples: 100 samples each
+    sizes = batch(32, (4, 4, 700))
+    assert [sizes(n) for n in (0, 99, 100, 199, 350, 699, 700, 701)] == [
+        4, 4, 8, 8, 16, 28, 32, 32,
+    ]  # fmt: skip
+    assert batch(8, (8, 4, 700))(0) == 8
+    assert batch(8, (4, 4, 0))(0) == 8
+
+
+ramps = st.tuples(st.integers(1, 8), st.integers(1, 6), st.integers(0, 7), st.integers(0, 400)).map(
+    lambda r: ((r[0], r[1], r[3]), r[0] + r[1] * r[2])
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ramp=ramps, iterations=st.integers(0, 120), spare=st.integers(0, 50))
+def test_the_ramp_agrees_with_a_walk(ramp, iterations, spare):
+    """Iteration by iteration, by the reference's formula in exact fractions."""
+    (start, increment, samples), final = ramp
+    sizes = batch(final, (start, increment, samples))
+    steps = (final - start) // increment
+    consumed = 0
+    for _ in range(iterations):
+        size = final
+        if consumed < samples and steps:
+            size = start + int(consumed / Fraction(samples, steps)) * increment
+        assert sizes(consumed) == size
+        consumed += size
+    assert sizes.samples_after(iterations) == consumed
+    fitting = sizes.iterations_within(consumed + spare)
+    assert sizes.samples_after(fitting) <= consumed + spare < sizes.samples_after(fitting + 1)
+
+
+def test_every_batch_size_on_the_way_must_divide():
+    batch(16, (8, 4, 40)).check(4)
+    with pytest.raises(InputError, match="global batch size 12 in --rampup-batch-size 8 4 40"):
+        batch(16, (8, 4, 40)).check(8)
+    batch(24, (8, 8, 0)).check(8)  # a ramp without samples is never seen
+    with pytest.raises(InputError, match="size 10 is not divisible by micro-batch size 1 x 4"):
+        batch(10).check(4)
+
+
+def test_length_in_each_unit():
+    sizes = batch(4)
+    assert Length.of(TrainingConfig(train_iters=5), sizes, 8) == Length(iterations=5, samples=20)
+    assert Length.of(TrainingConfig(train_samples=21), sizes, 8) == Length(iterations=5, samples=21)
+    tokens = TrainingConfig(train_tokens=8 * 22 + 7)
+    assert Length.of(tokens, sizes, 8) == Length(iterations=5, samples=22)
+    with pytest.raises(InputError, match="--train-tokens is worth 3 samples .* the 4 of one"):
+        Length.of(TrainingConfig(train_tokens=31), sizes, 8)
+
+
+def test_tokens_beside_another_length_end_the_run_if_they_are_reached_first():
+    sizes = batch(4)  # 32 tokens a step
+    for others in ({"train_iters": 5}, {"train_samples": 20}):
+        for tokens, iterations in ((31 + 32 * 3, 3), (32 * 5, 5), (32 * 9, 5)):
+            training = TrainingConfig(train_tokens=tokens, **others)
+            training.check()
+            assert Length.of(training, sizes, 8).iterations == iterations
+
+
+def test_lengths_of_the_schedule_become_samples_through_the_ramp():
+    sizes = BatchConfig(micro_batch_size=1, global_batch_size=8, rampup_batch_size=(4, 4, 20))
+    # 5 iterations of 4, then of 8
+    schedules = Schedules.of(
+        config(sizes, {"train_iters": 10}, {"lr_warmup_iters": 3, "lr_decay_iters": 7})
+    )
+    assert schedules.length == Length(iterations=10, samples=60)
+    assert (schedules.learning_rate.warmup, schedules.learning_rate.decay) == (12, 36)
+    tokens = Schedules.of(
+        config(sizes, {"train_iters": 10}, {"lr_warmup_tokens": 100, "lr_decay_tokens": 300})
+    )
+    assert (tokens.learning_rate.warmup, tokens.learning_rate.decay) == (12.5, 37.5)
+    share = Schedules.of(config(sizes, {"train_samples": 50}, {"lr_warmup_fraction": 0.25}))
+    assert (share.learning_rate.warmup, share.learning_rate.decay) == (12.5, 50)
+    wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_samples": 9, "lr_warmup_samples": 2}
+    rates = Schedules.of(config(sizes, {"train_samples": 50}, wsd)).learning_rate
+    assert (rates.warmup, rates.decay, rates.wsd_decay) == (2, 50, 9)
+
+
+def test_the_schedule_does_not_depend_on_how_lengths_are_given():
+    sizes = BatchConfig(micro_batch_size=1, global_batch_size=4)
+    same = [
+        Schedules.of(config(sizes, {"train_iters": 20}, {f"lr_warmup_{unit}": number})).state()
+        for unit, number in (("iters", 5), ("samples", 20), ("tokens", 160), ("fraction", 0.25))
+    ]
+    assert all(state == same[0] for state in same)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "named"),
+    [
+        ({"lr_warmup_iters": 11}, "warm-up of 44 samples is longer than the decay of 40"),
+        ({"lr_warmup_samples": 30, "lr_decay_samples": 20}, "30 samples .* of 20"),
+        (
+            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 8, "lr_warmup_iters": 3},
+            "32 samples and the warm-up of 12 do not fit into the decay of 40",
+        ),
+    ],
+)
+def test_parts_longer_than_the_whole(schedule, named):
+    sizes = BatchConfig(micro_batch_size=1, global_batch_size=4)
+    with pytest.raises(InputError, match=named):
+        Schedules.of(config(sizes, {"train_iters": 10}, schedule))
+
+
+def test_resuming_compares_schedules(caplog):
+    caplog.set_level(logging.INFO, "megatron_zpp")
+    sizes = BatchConfig(micro_batch_size=1, global_batch_size=4)
+    old = Schedules.of(config(sizes, {"train_iters": 10}))
+    new = Schedules.of(config(sizes, {"train_iters": 20}))
+    plain = ScheduleConfig()
+    assert new.resumed(new.state(), plain) == new
+    with pytest.raises(InputError, match="decay: 80.0 now, 40.0 in the checkpoint") as caught:
+        new.resumed(old.state(), plain)
+    assert "--override-opt_param-scheduler" in str(caught.value)
+    assert "--use-checkpoint-opt_param-scheduler" in str(caught.value)
+    assert not caplog.records
+    override = dataclasses.replace(plain, override_opt_param_scheduler=True)
+    assert new.resumed(old.state(), override) == new
+    assert "learning_rate decay: 80.0 now, 40.0 in the checkpoint" in caplog.text
+    saved = dataclasses.replace(plain, use_checkpoint_opt_param_scheduler=True)
+    resumed = new.resumed(old.state(), saved)
+    assert resumed.learning_rate == old.learning_rate
+    assert resumed.length == new.length
+
+
+def test_the_state_is_plain():
+    sizes = BatchConfig(micro_batch_size=1, global_batch_size=4)
+    state = Schedules.of(config(sizes, {"train_iters": 10})).state()
+    values = [value for part in state.values() for value in part.values()]
+    assert all(type(value) in (float, str) for value in values)
+
+
+def test_the_ends_of_the_weight_decay_come_from_the_optimizer():
+    sizes = BatchConfig(micro_batch_size=1, global_batch_size=4)
+    plain = Schedules.of(config(sizes, {"train_iters": 10}, weight_decay=0.3)).weight_decay
+    assert (plain.start, plain.end) == (0.3, 0.3)
+    ends = {"start_weight_decay": 0.0, "end_weight_decay": 0.2}
+    growing = Schedules.of(
+        config(sizes, {"train_iters": 10}, weight_decay_incr_style="linear", **ends)
+    ).weight_decay
+    assert growing(20) == pytest.approx(0.1, rel=RELATIVE)

@@ -1,0 +1,91 @@
+"""Runs the whole job on the ranks of a test, in process, and reads its log."""
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_zpp.monitor.console import Console
+from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.settings.arguments import parse
+from megatron_zpp.settings.config import Config
+from megatron_zpp.train.build import assemble
+from megatron_zpp.train.pretrain import pretrain
+from megatron_zpp.train.run import Run
+from megatron_zpp.train.stop import Stopping
+from zeropp.ranks.topology import Environment
+
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1e-2 "
+    "--tokenizer-type NullTokenizer --vocab-size 50 --num-workers 0 "
+    "--make-vocab-size-divisible-by 8 --log-interval 1 --eval-iters 1 --eval-interval 1000 "
+)
+
+
+def log_of(flags: str, device: str = "cpu", kind: type[Ranks] = Ranks) -> str:
+    """What rank 0 prints for `TINY` and `flags` on the ranks of this test's process group.
+
+    The samples are made up unless `flags` name a dataset.
+    """
+    printed = io.StringIO()
+    with _job(flags, printed, device, kind) as job:
+        pretrain(*job)
+    return printed.getvalue()
+
+
+def log_behind(flags: str) -> str:
+    """`log_of`, the numbers of an iteration read while the next one runs, as with a GPU."""
+    return log_of(flags, kind=Behind)
+
+
+class Behind(Ranks):
+    """Ranks of CPUs that are told to be like those of GPUs."""
+
+    asynchronous = True
+
+
+@contextmanager
+def assembled(flags: str) -> Iterator[Run]:
+    """The run of `TINY` and `flags` on these ranks, before its first iteration."""
+    with _job(flags, io.StringIO()) as job:
+        yield assemble(*job)
+
+
+def write_log(flags: str, path: Path) -> None:
+    """Run on all ranks and leave rank 0's log at `path`."""
+    log = log_of(flags)
+    if dist.get_rank() == 0:
+        path.write_text(log)
+
+
+def losses(log: str) -> list[str]:
+    """The printed training losses."""
+    return re.findall(r"lm loss: (\S+) \|", log)
+
+
+def field(log: str, name: str) -> list[str]:
+    """The printed values of a field of the log line."""
+    return re.findall(rf"{re.escape(name)}: *(\S+) \|", log)
+
+
+def numbers(log: str) -> list[float]:
+    return [float(loss) for loss in losses(log)]
+
+
+@contextmanager
+def _job(
+    flags: str, printed: io.StringIO, device: str = "cpu", kind: type[Ranks] = Ranks
+) -> Iterator[tuple[Config, Ranks, Console, Stopping]]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    source = "" if "--data-path" in flags else "--mock-data "
+    config = parse((TINY + source + flags).split(), world)
+    mesh = init_device_mesh(device, (world,), mesh_dim_names=("data",))
+    place = Environment(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
+    ranks = kind(environment=place, device=torch.device(device), mesh=mesh, store=None)
+    with Console(rank, printed, interactive=False) as console, Stopping(config.training) as stop:
+        yield config, ranks, console, stop

@@ -1,0 +1,188 @@
+"""Fine-tuning, the whole job: a Hugging Face model in, adapters trained beside frozen weights."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_zpp.data.text_source import vocab_size
+from megatron_zpp.models.open_model import open_model
+from megatron_zpp.models.pretrained import begin_with
+from megatron_zpp.planner.activations import LiveBytes
+from megatron_zpp.planner.estimate import estimate
+from megatron_zpp.settings.arguments import parse
+from megatron_zpp.train.pretrain import main
+from tests.launched import ROOT
+from tests.megatron_zpp.models.foreign_models import add_tokenizer, llama, saved
+from tests.megatron_zpp.train.pretraining import TINY, assembled, log_of, losses, numbers
+from tests.ranks import ranks
+from zeropp import InputError
+from zeropp.wire.frozen_weights import is_quantized
+from zeropp.wire.route import Nodes
+
+SENTENCES = ("the cat sat on the mat", "a dog ran to it", "the dog sat on a cat and it ran")
+MIXZ = {
+    "stage": 3, "zero_quantized_nontrainable_weights": True, "zero_hpz_partition_size": 2,
+}  # fmt: skip
+RUN = "--train-iters 6 --micro-batch-size 1 --global-batch-size 4 --lora-rank 4 --lr-decay-style "
+RUN += "constant --split 90,10,0 "
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Flags of a tiny Llama and of examples for it."""
+    folder = saved(llama(), tmp_path_factory.mktemp("llama"))
+    add_tokenizer(folder)
+    examples = folder / "examples.jsonl"
+    lines = [{"prompt": one[: len(one) // 2], "answer": one[len(one) // 2 :]} for one in SENTENCES]
+    examples.write_text("".join(json.dumps(one) + "\n" for one in lines * 20))
+    tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
+    return f"{tokenizer} --pretrained-checkpoint {folder} --data-path {examples} {RUN}"
+
+
+def with_json(folder: Path, zero: dict, **more: object) -> str:
+    path = folder / f"{dist.get_rank()}.json"
+    path.write_text(json.dumps({"zero_optimization": zero, "zeropp": {"ranks_per_node": 2}} | more))
+    return f" --deepspeed_config {path} "
+
+
+@ranks(4, ranks_per_node=2, timeout=180)
+def test_adapters_learn_beside_weights_stored_as_codes(base, tmp_path):
+    log = log_of(f"{base} --deepspeed_config {ROOT}/examples/ds_mixz_config.json")
+    exact = log_of(base + with_json(tmp_path, {"stage": 3}))
+    if dist.get_rank() == 0:
+        assert "frozen weights are stored and gathered as INT8 (MixZ++)" in log
+        assert "parameters are trained" in log
+        found, expected = numbers(log), numbers(exact)
+        assert found[0] == pytest.approx(expected[0], rel=0.005)  # what INT8 may move a loss by
+        assert found[-1] < found[0]
+
+
+def test_a_dry_run_says_what_is_trained_and_what_is_stored(base, capsys):
+    config = ROOT / "examples" / "ds_mixz_config.json"
+    flags = f"{base} --seq-length 16 --dry-run --dry-run-ranks 4 --deepspeed_config {config}"
+    assert main(flags.split()) == 0
+    said = capsys.readouterr().out
+    assert "frozen weights are stored and gathered as INT8" in said and "are trained" in said
+    assert "secondary copies (hpZ)" in said and "fits" in said
+
+
+@pytest.mark.parametrize("zero", [MIXZ, {"stage": 2}], ids=["MixZ++", "whole"])
+@ranks(2, timeout=180)
+def test_the_memory_of_a_run_is_foretold(base, zero, tmp_path):
+    """To a tenth, as the document says: all tensors of the job, its samples too."""
+    larger = base.replace("--micro-batch-size 1 --global-batch-size 4", "--micro-batch-size 8")
+    flags = larger + with_json(tmp_path, zero, bf16={"enabled": True}, train_batch_size=32)
+    config, _ = begin_with(parse((TINY + flags).split(), 2))
+    entries, nodes = vocab_size(config.data, config.tokenizer), Nodes(num_ranks=2, ranks_per_node=2)
+    foretold = estimate(config, entries, nodes, is_cpu=True)
+    with LiveBytes() as live:
+        log_of(flags)
+    assert foretold.host_bytes == pytest.approx(live.peak, rel=0.1)
+
+
+@ranks(2, timeout=180)
+def test_a_stop_changes_no_digit_and_frozen_weights_come_from_where_they_came(base, tmp_path):
+    flags = base + with_json(tmp_path, MIXZ)
+    saving = f"--save {tmp_path}/save --load {tmp_path}/save --save-interval 3 "
+    whole = losses(log_of(flags))
+    first = losses(log_of(flags + saving + "--exit-interval 3"))
+    assert first + losses(log_of(flags + saving)) == whole
+
+
+@ranks(1)
+def test_adapters_go_on_as_they_were(base, tmp_path):
+    flags = base + with_json(tmp_path, MIXZ | {"zero_hpz_partition_size": 1})
+    log_of(f"{flags} --save {tmp_path}/save --lora-alpha 8 --train-iters 1")
+    again = f"{flags} --load {tmp_path}/save "
+    with pytest.raises(InputError, match="--lora-alpha 16: the adapters in .* trained with 8"):
+        log_of(again)
+    folder = base.split("--pretrained-checkpoint ")[1].split()[0]
+    shutil.copytree(folder, tmp_path / "other")
+    assert "fit no other weights" not in log_of(f"{again} --lora-alpha 8")
+    moved = again.replace(f"-checkpoint {folder}", f"-checkpoint {tmp_path}/other")
+    assert f"not {tmp_path}/other: they fit no other weights" in log_of(f"{moved} --lora-alpha 8")
+
+
+@ranks(2)
+def test_only_adapters_are_trained_and_matrices_are_codes(base, tmp_path):
+    with assembled(base + with_json(tmp_path, MIXZ)) as run:
+        for name, one in run.sharding.model.named_parameters():
+            assert one.requires_grad == (".lora_" in name)
+            assert is_quantized(one) == (one.ndim >= 2 and ".lora_" not in name)
+        held = sum(len(group["params"]) for group in run.optimizer.param_groups)
+        assert held == sum(one.requires_grad for one in run.sharding.model.parameters())
+
+
+@ranks(2, timeout=120)
+def test_recomputation_changes_no_loss(base, tmp_path):
+    flags = base + with_json(tmp_path, MIXZ, bf16={"enabled": True})
+    assert losses(log_of(flags + "--recompute-granularity full")) == losses(log_of(flags))
+
+
+@pytest.mark.parametrize("stored", [MIXZ, {"stage": 3}], ids=["MixZ++", "whole"])
+@ranks(2, timeout=180)
+def test_what_is_saved_opens_with_its_adapters_merged(base, stored, tmp_path):
+    """Also where the base is itself tuned."""
+    folder = base.split("--pretrained-checkpoint ")[1].split()[0]
+    flags = base + with_json(tmp_path, stored)
+    log_of(f"{flags} --save {tmp_path}/first")
+    again = flags.replace(f"-checkpoint {folder}", f"-checkpoint {tmp_path}/first")
+    log_of(f"{again} --save {tmp_path}/second")
+    start, first = open_model(folder), open_model(tmp_path / "first")
+    second = open_model(tmp_path / "second")
+    assert first.base == Path(folder) and second.base == first.path
+    assert first.path == (tmp_path / "first" / "iter_0000006").resolve()
+    for before, after in ((start, first), (first, second)):
+        for name, tensor in before.tensors():
+            merged = after.weights.read(name)
+            moved = (merged - tensor).abs().max().item()
+            assert (moved > 1e-3) == (name.removesuffix(".weight") in after.adapters.layers), name
+    beside = numbers(log_of(f"{flags} --load {tmp_path}/first --finetune"))
+    merged = numbers(log_of(again))
+    if dist.get_rank() == 0:  # the first loss, with the same adapters beside and merged
+        close = 0.005 if stored == MIXZ else 1e-5  # what INT8 may move a loss by; rounding
+        assert merged[0] == pytest.approx(beside[0], rel=close)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("--save {folder}", "is the folder of --pretrained-checkpoint"),
+        ("--seq-length 4096", "is more than the .* positions"),
+        ("--lora-target-modules attn", "names no linear layer"),
+    ],
+)
+@ranks(1)
+def test_bad_input(base, change, named):
+    folder = base.split("--pretrained-checkpoint ")[1].split()[0]
+    flags = f"{base} {change.format(folder=folder)}"
+    with pytest.raises(InputError, match=named), assembled(flags):
+        pass
+
+
+def test_a_model_needs_text_for_its_tokenizer():
+    config = parse("--pretrained-checkpoint m".split(), 1)
+    with pytest.raises(InputError, match="--pretrained-checkpoint m needs text"):
+        begin_with(config)
+
+
+def test_a_gguf_is_imported_first():
+    flags = "--pretrained-checkpoint m.gguf --mock-data --tokenizer-type NullTokenizer"
+    with pytest.raises(InputError, match="tools/convert_hf.py --from-hf m.gguf --save FOLDER"):
+        begin_with(parse(f"{flags} --vocab-size 9".split(), 1))
+
+
+def test_nothing_frozen_to_store_is_an_error():
+    zero = json.dumps({"zero_optimization": MIXZ | {"zero_hpz_partition_size": 1}})
+    with pytest.raises(InputError, match="without --lora-rank all weights are trained"):
+        parse(["--deepspeed_config", zero], 1)
+
+
+@ranks(2, timeout=120)
+def test_all_weights_may_be_trained_too(base):
+    log = log_of(base.replace("--lora-rank 4", "--zero-stage 2"))
+    if dist.get_rank() == 0:
+        assert "LoRA" not in log and numbers(log)[-1] < numbers(log)[0]

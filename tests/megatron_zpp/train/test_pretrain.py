@@ -1,0 +1,163 @@
+"""The whole job on real ranks: stages agree, and stopping in the middle changes nothing."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.megatron_zpp.train.pretraining import field, log_of, losses, numbers, write_log
+from tests.ranks import ranks
+
+BATCH = "--micro-batch-size 2 --global-batch-size 16 "
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 "
+PRECISIONS = {
+    "fp32": "",
+    "bf16": "--bf16 ",
+    "fp16": "--fp16 --initial-loss-scale 2097152 --loss-scale-window 4 --hysteresis 1 ",
+}
+RELATIVE = 1e-5  # the promise for unquantized fp32 runs, whatever the stage and the ranks
+
+
+@ranks(1, timeout=120)
+def on_1(flags: str, path: Path) -> None:
+    write_log(flags, path)
+
+
+@ranks(2, timeout=120)
+def on_2(flags: str, path: Path) -> None:
+    write_log(flags, path)
+
+
+@ranks(4, timeout=120)
+def on_4(flags: str, path: Path) -> None:
+    write_log(flags, path)
+
+
+ON = {1: on_1, 2: on_2, 4: on_4}
+
+
+def run(num_ranks: int, flags: str, folder: Path) -> str:
+    """The log of a run of `num_ranks`."""
+    path = folder / "log.txt"
+    ON[num_ranks](flags=flags, path=path)
+    return path.read_text()
+
+
+def test_20_losses_agree_at_every_stage_and_on_one_rank(tmp_path):
+    flags = BATCH + NO_DROPOUT + "--train-iters 20 "
+    expected = numbers(run(1, flags, tmp_path))
+    assert len(expected) == 20 and expected[-1] < expected[0]
+    for stage in range(4):
+        log = run(4, f"{flags} --zero-stage {stage}", tmp_path)
+        assert numbers(log) == pytest.approx(expected, rel=RELATIVE)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+@ranks(4, timeout=120)
+def test_a_stop_in_the_middle_changes_no_digit(precision, stage, tmp_path):
+    flags = f"{BATCH} {PRECISIONS[precision]} --zero-stage {stage} --train-iters 20 "
+    flags += "--lr-warmup-iters 3 --lr-decay-style cosine --dataloader-type cyclic "
+    straight = log_of(flags)
+    folder = f"--save {tmp_path} --load {tmp_path} "
+    first = log_of(flags + folder + "--exit-interval 10")
+    second = log_of(flags + folder)
+    if dist.get_rank() != 0:
+        return
+    assert len(losses(straight)) == 20 and len(losses(first)) == 10
+    assert losses(first) + losses(second) == losses(straight)
+    for name in ("grad norm", "learning rate", "loss scale", "consumed samples"):
+        assert field(first, name) + field(second, name) == field(straight, name)
+    if precision == "fp16":
+        assert len(set(field(straight, "loss scale"))) > 1  # it moved, and came back right
+        assert field(straight, "number of skipped iterations").count("0") > 10
+
+
+@pytest.mark.parametrize("then", [(2, 3), (2, 0), (1, 0), (4, 1)])
+def test_resuming_on_other_ranks_and_another_stage(then, tmp_path):
+    flags = BATCH + NO_DROPOUT + "--train-iters 20 "
+    straight = run(4, flags + "--zero-stage 3", tmp_path)
+    folder = f"--save {tmp_path} --load {tmp_path} "
+    first = run(4, flags + folder + "--zero-stage 3 --exit-interval 10", tmp_path)
+    second = run(then[0], f"{flags} {folder} --zero-stage {then[1]}", tmp_path)
+    assert losses(first) == losses(straight)[:10]
+    assert numbers(second) == pytest.approx(numbers(straight)[10:], rel=RELATIVE)
+
+
+def test_dropout_does_not_depend_on_the_number_of_ranks(tmp_path):
+    flags = BATCH + "--train-iters 4 "
+    alone = run(1, flags, tmp_path)
+    assert numbers(run(2, flags + "--zero-stage 2", tmp_path)) == pytest.approx(
+        numbers(alone), rel=RELATIVE
+    )
+
+
+def test_the_same_command_prints_the_same_losses(tmp_path):
+    flags = BATCH + "--train-iters 5 --zero-stage 3 --bf16"
+    assert losses(run(4, flags, tmp_path)) == losses(run(4, flags, tmp_path))
+
+
+def test_a_longer_run_with_fewer_evaluations_goes_on(tmp_path):
+    flags = f"{BATCH} --save {tmp_path} --load {tmp_path} --lr-decay-style constant "
+    run(1, flags + "--train-iters 4 --eval-interval 1", tmp_path)
+    log = run(1, flags + "--train-iters 6 --eval-interval 100", tmp_path)
+    assert len(losses(log)) == 2
+    assert "validation loss at the end of training" in log
+
+
+def test_a_growing_batch_goes_on_where_it_stopped(tmp_path):
+    flags = "--micro-batch-size 2 --rampup-batch-size 4 4 24 --global-batch-size 12 "
+    flags += "--train-samples 90 --eval-interval 2 "
+    straight = run(2, flags, tmp_path)
+    folder = f"--save {tmp_path} --load {tmp_path} "
+    first = run(2, flags + folder + "--exit-interval 3", tmp_path)
+    second = run(2, flags + folder, tmp_path)
+    sizes = field(straight, "global batch size")
+    assert set(sizes) == {"4", "8", "12"} and sizes == sorted(sizes, key=int)
+    assert losses(first) + losses(second) == losses(straight)
+    held_out = [re.findall(r"loss at .*? value: (\S+)", log) for log in (first, second, straight)]
+    assert held_out[0] + held_out[1] == held_out[2]
+
+
+def test_finetuning_takes_the_weights_and_begins_anew(tmp_path):
+    flags = BATCH + NO_DROPOUT + f"--train-iters 4 --load {tmp_path} "
+    run(1, flags + f"--save {tmp_path}", tmp_path)
+    tuned = run(1, flags + "--finetune --lr 2e-3", tmp_path)
+    only_evaluated = run(1, flags + "--skip-train --finetune", tmp_path)
+    assert len(losses(tuned)) == 4 and field(tuned, "consumed samples")[0] == "16"
+    assert losses(only_evaluated) == []
+    assert "validation loss at the end of training" in only_evaluated
+
+
+def test_the_shape_of_the_checkpoint(tmp_path):
+    flags = f"{BATCH} --load {tmp_path} "
+    run(1, flags + f"--save {tmp_path} --train-iters 2 --swiglu --exit-interval 1", tmp_path)
+    log = run(1, flags + "--train-iters 2 --use-checkpoint-args --num-layers 7", tmp_path)
+    assert "--use-checkpoint-args: num_layers is 2" in log and "swiglu is True" in log
+    assert len(losses(log)) == 1
+
+
+def test_another_order_of_the_samples_is_said(tmp_path):
+    flags = f"{BATCH} --train-iters 4 --save {tmp_path} --load {tmp_path} "
+    first = run(1, flags + "--exit-interval 2 --num-workers 0", tmp_path)
+    second = run(1, flags + "--seed 7", tmp_path)
+    assert "other samples" not in first
+    assert "seed is 7 now, 1234 in the checkpoint: other samples come next" in second
+
+
+def test_counting_anew_keeps_the_loss_scale(tmp_path):
+    flags = f"{BATCH} --fp16 --train-iters 2 --save {tmp_path} --load {tmp_path} "
+    first = run(1, flags + "--initial-loss-scale 1024 --loss-scale-window 1", tmp_path)
+    assert [float(scale) for scale in field(first, "loss scale")] == [1024, 2048]
+    again = run(1, flags + "--reset-iteration", tmp_path)
+    assert [float(scale) for scale in field(again, "loss scale")] == [4096, 4096]
+
+
+def test_a_finished_run_says_so_and_evaluates(tmp_path):
+    flags = f"{BATCH} --train-iters 3 --save {tmp_path} --load {tmp_path} "
+    run(2, flags, tmp_path)
+    again = run(2, flags + "--sample-prompt 1 --sample-length 5", tmp_path)
+    assert "training is complete: 3 iterations are done" in again
+    assert "validation loss at the end of training" in again
+    assert "Sample" in again and losses(again) == []

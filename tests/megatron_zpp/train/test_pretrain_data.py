@@ -1,0 +1,88 @@
+"""The whole job on datasets of documents: workers, ranks and stops change no sample and no loss."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from tests.megatron_zpp.train.pretraining import log_of, losses, numbers, write_log
+from tests.ranks import ranks
+
+VOCAB, EOD = 50, 49  # of the NullTokenizer in these runs; it takes the last id for the end
+BATCH = "--micro-batch-size 2 --global-batch-size 8 --hidden-dropout 0 --attention-dropout 0 "
+BY_DOCUMENT = "--reset-attention-mask --reset-position-ids --eod-mask-loss "
+RELATIVE = 1e-5  # the promise for unquantized fp32 runs, whatever the stage and the ranks
+
+
+@ranks(1, timeout=120)
+def on_1(flags: str, path: Path) -> None:
+    write_log(flags, path)
+
+
+@ranks(4, timeout=120)
+def on_4(flags: str, path: Path) -> None:
+    write_log(flags, path)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two datasets of documents of 1 to 40 tokens, each token following from the one before."""
+    folder = tmp_path_factory.mktemp("corpus")
+    random = np.random.default_rng(0)
+    for name, step in (("a", 1), ("b", 3)):
+        with IndexedDatasetWriter(folder / name, VOCAB) as writer:
+            for length in random.integers(1, 41, 300):
+                start = random.integers(EOD)
+                tokens = (start + step * np.arange(length)) % EOD
+                writer.add_item(np.append(tokens, EOD))
+                writer.end_document()
+    return folder
+
+
+def blend(corpus: Path) -> str:
+    return f"--data-path 0.3 {corpus}/a 0.7 {corpus}/b --split 80,10,10 "
+
+
+@pytest.mark.parametrize("apart", ["", BY_DOCUMENT])
+def test_ranks_and_stages_see_the_same_documents(corpus: Path, apart: str, tmp_path: Path) -> None:
+    flags = f"{BATCH} {apart} {blend(corpus)} --train-iters 6 "
+    on_1(flags=flags, path=tmp_path / "1")
+    on_4(flags=flags + "--zero-stage 3 --num-workers 1", path=tmp_path / "4")
+    alone, together = ((tmp_path / name).read_text() for name in "14")
+    assert len(numbers(alone)) == 6 and numbers(alone)[-1] < numbers(alone)[0]
+    assert numbers(together) == pytest.approx(numbers(alone), rel=RELATIVE)
+
+
+def test_documents_apart_are_another_loss(corpus: Path, tmp_path: Path) -> None:
+    flags = f"{BATCH} {blend(corpus)} --train-iters 1 "
+    for name, mode in enumerate(("", "--reset-attention-mask", "--eod-mask-loss")):
+        on_1(flags=f"{flags} {mode}", path=tmp_path / str(name))
+    found = [numbers((tmp_path / str(name)).read_text())[0] for name in range(3)]
+    assert len(set(found)) == 3 and all(abs(one - found[0]) < 0.1 for one in found)
+
+
+@pytest.mark.parametrize("order", ["single", "cyclic"])
+@ranks(2, timeout=120)
+def test_a_stop_in_the_middle_changes_no_digit(corpus: Path, order: str, tmp_path: Path) -> None:
+    flags = f"{BATCH} {BY_DOCUMENT} {blend(corpus)} --train-iters 8 --zero-stage 2 "
+    flags += f"--dataloader-type {order} --eval-interval 6 "
+    straight = log_of(flags)
+    folder = f"--save {tmp_path} --load {tmp_path} "
+    first = log_of(flags + folder + "--num-workers 2 --exit-interval 5")
+    second = log_of(flags + folder + "--num-workers 1")
+    if dist.get_rank() == 0:
+        assert len(losses(straight)) == 8 and len(losses(first)) == 5
+        assert losses(first) + losses(second) == losses(straight)
+
+
+@ranks(1, timeout=120)
+def test_the_time_of_the_loader_is_a_scalar(corpus: Path, tmp_path: Path) -> None:
+    board = tmp_path / "board"
+    flags = f"{BATCH} {blend(corpus)} --train-iters 2 --num-workers 1 --tensorboard-dir {board} "
+    log_of(flags + "--log-timers-to-tensorboard")
+    lines = (board / "metrics.jsonl").read_text().splitlines()
+    for record in map(json.loads, lines[:2]):
+        assert 0 < record["batch-generator-time"] < record["forward-backward-time"]

@@ -1,0 +1,54 @@
+"""The whole job on examples: learned, held out, and the same on any number of ranks."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from tests.megatron_zpp.data.instructions.test_examples import write
+from tests.megatron_zpp.train.pretraining import log_of, losses, numbers, write_log
+from tests.ranks import ranks
+
+BATCH = "--micro-batch-size 2 --global-batch-size 8 --hidden-dropout 0 --attention-dropout 0 "
+RELATIVE = 1e-5  # the promise for unquantized fp32 runs, whatever the stage and the ranks
+
+
+@ranks(1, timeout=120)
+def on_1(flags: str, path: Path) -> None:
+    write_log(flags, path)
+
+
+@ranks(4, timeout=120)
+def on_4(flags: str, path: Path) -> None:
+    write_log(flags, path)
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Prompts are random numbers, the answer is the first of them again."""
+    random = np.random.default_rng(0)
+    drawn = [random.integers(1, 49, random.integers(1, 6)) for _ in range(200)]
+    lines = [{"prompt": " ".join(map(str, one)), "answer": str(one[0])} for one in drawn]
+    return write(tmp_path_factory.mktemp("examples") / "sums.jsonl", *lines)
+
+
+def test_ranks_and_stages_see_the_same_examples(sums: str, tmp_path: Path) -> None:
+    flags = f"{BATCH} --data-path {sums} --split 80,20 --train-iters 8 "
+    on_1(flags=flags, path=tmp_path / "1")
+    on_4(flags=flags + "--zero-stage 3 --num-workers 1", path=tmp_path / "4")
+    alone, together = ((tmp_path / name).read_text() for name in "14")
+    assert len(numbers(alone)) == 8 and numbers(alone)[-1] < numbers(alone)[0]
+    assert numbers(together) == pytest.approx(numbers(alone), rel=RELATIVE)
+    assert alone.count("keep them apart") == together.count("keep them apart") == 1
+    assert "validation loss at the end of training" in alone
+
+
+@ranks(2, timeout=120)
+def test_a_stop_in_the_middle_changes_no_digit(sums: str, tmp_path: Path) -> None:
+    flags = f"{BATCH} --data-path {sums} --split 80,20 --train-iters 8 --zero-stage 2 "
+    straight = log_of(flags)
+    folder = f"--save {tmp_path} --load {tmp_path} "
+    found = losses(log_of(flags + folder + "--exit-interval 5")) + losses(log_of(flags + folder))
+    if dist.get_rank() == 0:
+        assert len(found) == 8 and found == losses(straight)

@@ -1,0 +1,105 @@
+"""ZeRO-Offload in the whole job: switched on, off again, stopped and gone on with."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.parallel.recipe import build_model
+from megatron_zpp.settings.arguments import parse
+from tests.launched import ROOT
+from tests.megatron_zpp.train.pretraining import TINY, field, log_of, losses, numbers
+from tests.ranks import ranks
+from zeropp.ranks.topology import Environment
+
+FLAGS = "--train-iters 8 --global-batch-size 8 --micro-batch-size 1 --bf16 "
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@ranks(2, timeout=120)
+def test_the_log_says_that_the_state_is_on_the_host(stage):
+    flags = f"{FLAGS} --zero-stage {stage} --log-params-norm "
+    log, without = log_of(f"{flags} --cpu-optimizer"), log_of(flags)
+    if dist.get_rank() == 0:  # who has the log
+        assert "on the host: fp32 weights, gradients, moments, step" in log
+        assert "parameters of this rank in host memory" in log
+    assert losses(log) == losses(without)
+    assert field(log, "params norm") == field(without, "params norm")
+
+
+@ranks(2, timeout=120)
+def test_the_tutorials_command_with_its_flags():
+    """Of the ZeRO-Offload tutorial, old names included, on a smaller model."""
+    log = log_of(
+        "--model-parallel-size 1 --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+        f"--batch-size 1 --deepspeed_config {ROOT}/examples/ds_zero_offload.json "
+        "--checkpoint-activations --cpu-optimizer --cpu_torch_adam --train-iters 3"
+    )
+    if dist.get_rank() == 0:
+        assert "torch_adam has no effect here: the offloaded AdamW is ours" in log
+        assert len(losses(log)) == 3 and "on the host" in log and "ZeRO stage" in log
+
+
+@pytest.mark.parametrize(("more", "frozen"), [("", "meta"), ("--remote-device cpu", "cpu")])
+@ranks(2)
+def test_frozen_weights_are_on_the_device(more, frozen):
+    """They have no masters. A device without memory stands in for a GPU."""
+    flags = "--mock-data --lora-rank 4 --pretrained-checkpoint m --bf16 --zero-stage 3 "
+    config = parse(f"{TINY}{flags}--cpu-optimizer {more}".split(), 2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    joined = Ranks(
+        environment=Environment.read(), device=torch.device("meta"), mesh=mesh, store=None
+    )
+    model = build_model(config, 50, joined, apex=None, fill=lambda _: None).model
+    for name, one in model.named_parameters():
+        assert one.device.type == ("cpu" if one.requires_grad else frozen), name
+
+
+@ranks(2, timeout=180)
+def test_a_stop_changes_no_digit_and_offload_may_be_switched_off(tmp_path):
+    off, on = (f"{FLAGS} --zero-stage 3 {flag} " for flag in ("", "--cpu-optimizer"))
+    saved = f"--load {tmp_path} --save-interval 4 --save {tmp_path} "
+    whole = losses(log_of(on))
+    first = losses(log_of(on + saved + "--exit-interval 4"))
+    assert losses(log_of(f"{off} --load {tmp_path}")) == whole[4:]
+    assert first + losses(log_of(on + saved)) == whole
+
+
+@ranks(2, timeout=180)
+def test_offload_may_be_switched_on_at_another_stage(tmp_path):
+    off, on = (f"{FLAGS} --zero-stage {stage} " for stage in (1, 3))
+    saved = f"--save {tmp_path} --save-interval 4 --exit-interval 4"
+    whole = numbers(log_of(off))
+    first = numbers(log_of(off + saved))
+    rest = numbers(log_of(f"{on} --cpu-optimizer --load {tmp_path}"))
+    assert first + rest == pytest.approx(whole, rel=1e-3)
+
+
+@ranks(2, timeout=180)
+def test_a_stop_with_an_update_under_way_changes_no_digit(tmp_path):
+    config = tmp_path / "late.json"
+    config.write_text(
+        json.dumps(
+            {
+                "train_batch_size": 8,
+                "train_micro_batch_size_per_gpu": 1,
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+                "zeropp": {"delayed_param_update": True, "delayed_param_update_warmup": 2},
+            }
+        )
+    )
+    late = f"--train-iters 8 --deepspeed_config {config} --log-optimizer-states-to-tensorboard "
+    late += f"--tensorboard-dir {tmp_path / 'events'} "
+    saved = f"--load {tmp_path} --save {tmp_path} "
+    log = log_of(late)
+    whole = losses(log)
+    first = losses(log_of(late + saved + "--save-interval 4 --exit-interval 4"))
+    assert first + losses(log_of(late + saved)) == whole
+    at_once = losses(log_of(f"{FLAGS} --zero-stage 3 --cpu-optimizer"))
+    if dist.get_rank() == 0:
+        assert whole[:3] == at_once[:3] and whole != at_once
+        assert "beside the next step, after 2 steps" in log

@@ -1,0 +1,116 @@
+"""One iteration: what makes the host wait for the device, and when its numbers are read."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_zpp.train.loop import TRAIN, loader
+from megatron_zpp.train.run import Run
+from megatron_zpp.train.step import begin_iteration
+from tests.megatron_zpp.train.pretraining import assembled, log_behind, log_of
+from tests.ranks import ranks
+from zeropp import InputError
+from zeropp.optim import FusedAdam
+
+ROOT = Path(__file__).resolve().parents[3]
+ALL_THREE = f"--deepspeed_config {ROOT}/examples/ds_zeropp_two_nodes.json"
+READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"}
+READING_OPS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique"}
+
+
+class NoWaiting:
+    """Fails where a value of a tensor is read, in Python or in PyTorch: a GPU's host would wait.
+
+    `counts` are tensors that lie on the host with a GPU, too.
+    """
+
+    def __init__(self, counts: list[torch.Tensor]) -> None:
+        places = {one.data_ptr() for one in counts}
+
+        def check(name: str, reading: set[str], args: tuple) -> None:
+            if name in reading and args[0].data_ptr() not in places:
+                raise AssertionError(f"{name} of a tensor: the host waits for the device")
+
+        class Calls(TorchFunctionMode):
+            def __torch_function__(self, function, types, args=(), kwargs=None):
+                check(getattr(function, "__name__", ""), READS, args)
+                return function(*args, **(kwargs or {}))
+
+        class Ops(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                check(function.overloadpacket.__name__, READING_OPS, args)
+                return function(*args, **(kwargs or {}))
+
+        self.modes = [Calls(), Ops()]
+
+    def __enter__(self) -> None:
+        for mode in self.modes:
+            mode.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        for mode in reversed(self.modes):
+            mode.__exit__(*exception)
+
+
+def read_nothing(flags: str, optimizer: Callable[[Run], torch.optim.Optimizer]) -> None:
+    with assembled(f"--train-iters 3 --log-interval 100 --clip-grad 0.1 {flags}") as run:
+        run = dataclasses.replace(run, optimizer=optimizer(run))
+        with loader(run, TRAIN, 0) as batches:
+            begin_iteration(run, batches).measured()
+            run.optimizer.state_dict()  # FusedAdam looks back at its step before, if any
+            with NoWaiting([one["step"] for one in run.optimizer.state.values()]):
+                begun = begin_iteration(run, batches)
+            assert begun.measured().grad_norm > 0.1
+
+
+def torchs(run: Run) -> torch.optim.Optimizer:
+    groups = [{k: group[k] for k in ("params", "decays")} for group in run.optimizer.param_groups]
+    return torch.optim.AdamW(groups, lr=0.1, fused=True)
+
+
+def fused(run: Run) -> FusedAdam:
+    groups = [{**group, "fused": True} for group in run.optimizer.param_groups]
+    return FusedAdam(groups, lr=0.1)
+
+
+@pytest.mark.parametrize("flags", ["--zero-stage 1 --swiglu", ALL_THREE, "--bf16 --zero-stage 3"])
+@ranks(4, timeout=120)
+def test_nothing_is_read_from_the_device_before_the_numbers_are_asked_for(flags):
+    read_nothing(flags, fused)
+
+
+@ranks(1)
+def test_an_optimizer_that_cannot_skip_by_itself_makes_the_host_wait():
+    with pytest.raises(AssertionError, match="the host waits"):
+        read_nothing("", torchs)
+
+
+def numbers_of(log: str) -> str:
+    return re.sub(r"(elapsed|samples per|tokens per|TFLOP|Loss|loss fell|speed).*", "", log)
+
+
+@pytest.mark.parametrize("stop", ["", "--exit-interval 5 "])
+@ranks(2, timeout=120)
+def test_numbers_read_an_iteration_later_are_the_same_and_in_their_place(stop, tmp_path):
+    flags = (
+        "--train-iters 7 --zero-stage 2 --eval-interval 3 --save-interval 2 --keep-checkpoints 1 "
+        f"--log-interval 2 {stop}"
+    )
+    first, second = (
+        read(flags + f"--save {Path(tmp_path, read.__name__)}") for read in (log_of, log_behind)
+    )
+    first, second = (re.sub(r"log_(of|behind)", "", numbers_of(log)) for log in (first, second))
+    assert first == second
+
+
+@pytest.mark.parametrize("log", [log_of, log_behind])
+@ranks(1)
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_iteration(log):
+    with pytest.raises(InputError, match=r"is (nan|inf) at iteration \d+, and no update was made"):
+        log("--train-iters 20 --lr 1e12 --lr-decay-style constant --clip-grad 0")

@@ -1,0 +1,61 @@
+"""Checkpoints as LoRA leaves them, without a run: the adapters are drawn."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.checkpoint import checkpoint
+from megatron_zpp.checkpoint.run_settings import architecture, settings
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.lora import add_lora, is_adapter
+from megatron_zpp.models.open_model import open_model
+from megatron_zpp.settings.config import Config, LoraConfig
+
+
+class Held:
+    """Weights in memory."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def facts(self) -> dict[str, Tensor]:
+        return {name: one.to("meta") for name, one in self.tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+def tuned(
+    base: Path, save: Path, *, is_whole: bool = True, targets: tuple[str, ...] | None = None
+) -> GPT:
+    """A model with adapters of rank 4 that count twice; its checkpoint is in `save`.
+
+    One that is not whole holds what a run with MixZ++ saves: all but the frozen matrices.
+    """
+    opened = open_model(base)
+    lora = LoraConfig(
+        pretrained_checkpoint=str(base), lora_rank=4, lora_alpha=8.0, lora_dropout=0.1,
+        lora_target_modules=targets,
+    )  # fmt: skip
+    model = GPT(opened.config, opened.tokenizer.vocab_size)
+    add_lora(model, lora)
+    opened.fill(model)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                parameter.normal_(0.0, 0.1, generator=generator)
+    config = Config(model=opened.config, tokenizer=opened.tokenizer_config, lora=lora)
+    state = checkpoint.TrainingState(
+        iteration=5, consumed_samples=5, consumed_tokens=5, seed=1, world_size=1, stage=0,
+        tokenizer=opened.tokenizer.fingerprint, configuration=settings(config),
+        architecture=architecture(opened.config, opened.tokenizer.vocab_size),
+    )  # fmt: skip
+    tensors = {
+        name: one.detach()
+        for name, one in model.named_parameters()
+        if is_whole or is_adapter(name) or one.ndim < 2
+    }
+    checkpoint.save_weights(save, Held(tensors), state)
+    return model.eval()

@@ -1,0 +1,164 @@
+"""The engine goes on from a checkpoint as if it had never stopped, or says what is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import ranks
+from tests.zeropp.deepspeed.engines import engine_of, run, whole
+from tests.zeropp.given import ALL_THREE
+from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
+from zeropp import Engine, InputError
+
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.02}}
+SETTINGS = {
+    "plain": dict(micro_batches=2, scheduler=SCHEDULE),
+    "fp16": dict(fp16={"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2}),
+    "stage 1": dict(stage=1, bf16={"enabled": True}),
+}
+
+
+def blank() -> torch.nn.Module:
+    """The stack with other weights than `fresh_stack`."""
+    model = fresh_stack()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.25)
+    return model
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@ranks(2)
+def test_a_resumed_run_equals_one_that_never_stopped(name, tmp_path):
+    through = engine_of(**SETTINGS[name])
+    expected = run(through, steps=6)
+    first = engine_of(**SETTINGS[name])
+    assert run(first, steps=3) == expected[:3]
+    path = first.save_checkpoint(tmp_path, client_state={"epoch": 2, "order": torch.arange(3)})
+    assert path == tmp_path / "global_step3" and (tmp_path / "latest").read_text() == path.name
+    second = engine_of(blank(), **SETTINGS[name])
+    found, client = second.load_checkpoint(tmp_path)
+    assert found == path and client["epoch"] == 2 and client["order"].tolist() == [0, 1, 2]
+    assert (second.global_steps, second.loss_scale) == (3, first.loss_scale)
+    assert second.get_lr() == first.get_lr()
+    assert run(second, steps=3, first=3) == expected[3:]
+    for key, weight in whole(through.module).items():
+        assert torch.equal(whole(second.module)[key], weight)
+
+
+@ranks(4, ranks_per_node=2)
+def test_a_loaded_checkpoint_replaces_what_nodes_keep(tmp_path):
+    """hpZ: copies of the weights from before loading are not used after it."""
+
+    def engine(model: torch.nn.Module | None = None) -> Engine:
+        return engine_of(model, micro_batches=2, zero_optimization=ALL_THREE)
+
+    through = engine()
+    expected = run(through, steps=4)
+    first = engine()
+    assert run(first, steps=2) == expected[:2]
+    first.save_checkpoint(tmp_path)
+    second = engine(blank())
+    untrained = losses_of(second)
+    assert second.sharding.copies.nbytes > 0
+    second.load_checkpoint(tmp_path)
+    assert losses_of(second) == losses_of(first) != untrained
+    assert run(second, steps=2, first=2) == expected[2:]
+    first.load_checkpoint(tmp_path)
+    assert run(first, steps=2, first=2) == expected[2:]
+
+
+@ranks(2)
+def save_on_two(folder: Path) -> None:
+    engine = engine_of(stage=3)
+    run(engine, steps=2)
+    engine.save_checkpoint(folder, tag="here")
+    losses = run(engine, steps=3, first=2)
+    if dist.get_rank() == 0:
+        (folder / "losses.json").write_text(json.dumps(losses))
+
+
+@ranks(1)
+def load_on_one(folder: Path) -> None:
+    engine = engine_of(blank(), stage=1)
+    engine.load_checkpoint(folder)
+    # The same mean over 8 samples, added in another order: as in test_engine, 1e-5.
+    expected = json.loads((folder / "losses.json").read_text())
+    assert run(engine, steps=3, first=2) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_checkpoint_loads_at_another_number_of_ranks_and_another_stage(tmp_path):
+    save_on_two(folder=tmp_path)
+    load_on_one(folder=tmp_path)
+
+
+def losses_of(engine: Engine) -> float:
+    with torch.no_grad():
+        return loss_of(engine, tokens_of(0)).item()
+
+
+@ranks(2)
+def test_parts_can_be_loaded_alone(tmp_path):
+    engine = engine_of(scheduler=SCHEDULE)
+    run(engine, steps=3)
+    engine.save_checkpoint(tmp_path)
+    weights = engine_of(blank(), scheduler=SCHEDULE)
+    weights.load_checkpoint(tmp_path, load_module_only=True)
+    assert losses_of(weights) == losses_of(engine)
+    assert weights.global_steps == 0 and not weights.optimizer.state
+    some = engine_of(blank(), scheduler=SCHEDULE)
+    some.load_checkpoint(tmp_path, load_optimizer_states=False, load_lr_scheduler_states=False)
+    assert some.global_steps == 3 and not some.optimizer.state and some.get_lr() == [0.0]
+    del some.module.blocks[2]
+    shorter = fresh_stack()
+    del shorter.blocks[2]
+    shorter = engine_of(shorter)
+    with pytest.raises(InputError, match="only in the checkpoint: blocks.2"):
+        shorter.load_checkpoint(tmp_path, load_optimizer_states=False)
+    shorter.load_checkpoint(tmp_path, load_module_strict=False, load_optimizer_states=False)
+    for name, weight in whole(shorter.module).items():
+        assert torch.equal(weight, whole(engine.module)[name])
+
+
+@ranks(2)
+def test_a_checkpoint_saved_again_under_its_name_is_the_newer_one(tmp_path):
+    engine = engine_of()
+    engine.save_checkpoint(tmp_path, tag="best", save_latest=False)
+    assert not (tmp_path / "latest").exists()
+    run(engine, steps=1)
+    engine.save_checkpoint(tmp_path, tag="best")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest"]
+    other = engine_of(blank())
+    other.load_checkpoint(tmp_path, "best")
+    assert other.global_steps == 1 and losses_of(other) == losses_of(engine)
+
+
+@ranks(2)
+def test_what_is_wrong_is_said_on_every_rank(tmp_path):
+    engine = engine_of()
+
+    def refused(folder: Path, message: str, **arguments: object) -> None:
+        with pytest.raises(InputError) as raised:
+            engine.load_checkpoint(folder, **arguments)
+        assert message in str(raised.value)
+
+    refused(tmp_path / "nowhere", "nowhere to load a checkpoint from")
+    dist.barrier()
+    refused(tmp_path, "latest does not exist: give the tag of a checkpoint; there is none")
+    engine.save_checkpoint(tmp_path, save_latest=False)
+    refused(tmp_path, "there are global_step0")
+    refused(tmp_path, "no complete checkpoint global_step7 in", tag="global_step7")
+    for tag in ("", "a/b", "..", ".hidden", "latest"):
+        with pytest.raises(InputError, match="is not a folder's name"):
+            engine.save_checkpoint(tmp_path, tag=tag)
+    with pytest.raises(InputError, match="and it is rank0, rank1"):
+        engine.save_checkpoint(tmp_path, tag=f"rank{dist.get_rank()}")
+    with pytest.raises(InputError, match="client_state may hold tensors, numbers"):
+        engine.save_checkpoint(tmp_path, client_state={"path": run})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot save"):
+        engine.save_checkpoint(tmp_path / "file")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "global_step0"]

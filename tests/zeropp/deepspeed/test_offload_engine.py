@@ -1,0 +1,123 @@
+"""ZeRO-Offload under `zeropp.initialize`, with models, optimizers and schedules as people have."""
+
+import warnings
+import weakref
+
+import pytest
+import torch
+
+import zeropp
+from tests.ranks import ranks
+from tests.zeropp.deepspeed.engines import CLIP, SAMPLES, run
+from tests.zeropp.stack import Stack, fresh_stack, loss_of, tokens_of
+from zeropp import Engine, FusedAdam, InputError
+
+ON_HOST = {"offload_optimizer": {"device": "cpu"}}
+FORMATS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+LR = 1e-2
+
+
+def settings_of(zero: dict, **more: object) -> dict:
+    return {
+        "train_batch_size": SAMPLES, "gradient_clipping": CLIP, "zero_optimization": zero,
+    } | more  # fmt: skip
+
+
+def engine_of(zero: dict, model: Stack | None = None, **more: object) -> Engine:
+    """An engine whose optimizer, our Adam, was made of all the model's parameters."""
+    model = fresh_stack() if model is None else model
+    given = FusedAdam(model.parameters(), lr=LR)
+    return zeropp.initialize(model=model, optimizer=given, config=settings_of(zero, **more))[0]
+
+
+def partly_frozen() -> Stack:
+    model = fresh_stack()
+    model.blocks[1].requires_grad_(False)
+    model.blocks[2].down.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
+@ranks(2)
+def test_an_optimizer_may_hold_frozen_weights_too(settings):
+    def losses(zero: dict) -> list[float]:
+        return run(engine_of({"stage": 3} | zero, partly_frozen(), **settings))
+
+    assert losses(ON_HOST) == losses({})
+
+
+@pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
+@ranks(2)
+def test_what_is_unfrozen_later_is_named_before_a_gradient_is_lost(settings):
+    engine = engine_of({"stage": 3} | ON_HOST, partly_frozen(), **settings)
+    run(engine, 1)
+    engine.module.blocks[2].down.bias.requires_grad_(True)
+    with pytest.raises(InputError, match=r"blocks\.2\.down\.bias requires gradients.*freeze it"):
+        run(engine, 1)
+
+
+@ranks(2)
+def test_what_is_frozen_later_stays_as_it_is():
+    def losses(zero: dict) -> list[float]:
+        engine = engine_of({"stage": 3} | zero, bf16={"enabled": True})
+        first = run(engine, 2)
+        engine.module.blocks[1].down.requires_grad_(False)
+        return first + run(engine, 2, first=2)
+
+    assert losses(ON_HOST) == losses({})
+
+
+@ranks(2)
+def test_a_schedule_of_the_given_optimizer_goes_on_after_loading(tmp_path):
+    def scheduled() -> Engine:
+        model = fresh_stack()
+        given = FusedAdam(model.parameters(), lr=LR)
+        schedule = torch.optim.lr_scheduler.LambdaLR(given, lambda step: 1 / (step + 1))
+        settings = settings_of({"stage": 2} | ON_HOST)
+        return zeropp.initialize(
+            model=model, optimizer=given, lr_scheduler=schedule, config=settings
+        )[0]
+
+    engine, again = scheduled(), scheduled()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Detected call of `lr_scheduler.step")
+        run(engine, 2)
+    engine.save_checkpoint(tmp_path)
+    again.load_checkpoint(tmp_path)
+    assert run(again, 3, first=2) == run(engine, 3, first=2)
+    assert again.get_lr() == engine.get_lr() == pytest.approx([LR / 6])
+
+
+@pytest.mark.parametrize("zero", [{}, ON_HOST], ids=["on the device", "offloaded"])
+@ranks(2)
+def test_moments_of_another_optimizer_are_named_when_they_are_loaded(zero, tmp_path):
+    model = fresh_stack()
+    given = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    settings = settings_of({"stage": 3})
+    other = zeropp.initialize(model=model, optimizer=given, config=settings)[0]
+    run(other, 1)
+    other.save_checkpoint(tmp_path)
+    with pytest.raises(InputError, match="holds momentum_buffer.*Adam.*exp_avg, exp_avg_sq"):
+        engine_of({"stage": 3} | zero).load_checkpoint(tmp_path)
+
+
+@ranks(1)
+def test_one_rank_with_weights_that_somebody_refers_to_weakly():
+    model = fresh_stack()
+    known = [weakref.ref(one) for one in model.parameters()]
+    late = {"delayed_param_update": True, "delayed_param_update_warmup": 0}
+    engine = engine_of({"stage": 2} | ON_HOST, model, zeropp=late)
+    run(engine, 2)
+    assert all(one() is own for one, own in zip(known, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("clear", ["engine", "optimizer"])
+@ranks(2)
+def test_gradients_may_be_thrown_away(clear):
+    def losses(zero: dict) -> list[float]:
+        engine = engine_of({"stage": 3} | zero)
+        engine.backward(loss_of(engine, tokens_of(9)))
+        (engine if clear == "engine" else engine.optimizer).zero_grad()
+        return run(engine)
+
+    assert losses(ON_HOST) == losses({})

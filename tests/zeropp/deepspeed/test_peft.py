@@ -1,0 +1,242 @@
+"""Models of transformers, wrapped by PEFT, with their frozen weights stored quantized (MixZ++).
+
+Losses of two fp32 runs whose sums are made in another order differ by 1e-6 or so of themselves.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.lora import add_lora
+from megatron_zpp.models.open_model import open_model
+from megatron_zpp.models.weight_names import TABLES
+from megatron_zpp.settings.config import LoraConfig, TokenizerConfig
+from tests.megatron_zpp.models.foreign_models import gpt2, llama, saved
+from tests.ranks import ranks
+from tests.zeropp import lora
+from tests.zeropp.lora import local_of, rounded
+from zeropp.wire.frozen_weights import is_quantized
+
+RANK, ALPHA, STEPS = 4, 8, 4
+LLAMA_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MIXZ = {"stage": 3, "zero_quantized_nontrainable_weights": True}
+CLOSE = 1e-5
+
+
+def converted(model: nn.Module, layers: tuple[str, ...] = LLAMA_LAYERS) -> peft.PeftModel:
+    """The model with PEFT's LoRA in it, A and B seeded."""
+    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(layers))
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, config)
+
+
+def tokens_of(step: int) -> Tensor:
+    return torch.randint(97, (8, 12), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def own_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def plain_losses(model: nn.Module) -> list[float]:
+    """Of one process with PyTorch's AdamW."""
+    return lora.expected_losses(model, STEPS, 2, 2, loss_of, tokens_of)
+
+
+def config_of(zero: dict) -> dict:
+    optimizer = {"type": "AdamW", "params": {"lr": lora.LR, "weight_decay": 0.01}}
+    batch = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+    return batch | {"zero_optimization": zero, "optimizer": optimizer}
+
+
+def losses_of(engine: zeropp.Engine, loss_of: Callable = loss_of) -> list[float]:
+    engine.train()
+    return lora.engine_losses(engine, STEPS, loss_of, tokens_of)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@ranks(2)
+def test_frozen_before_and_after(when: str) -> None:
+    expected = plain_losses(rounded(converted(llama()), 2))
+    if when == "before":
+        engine, *_ = zeropp.initialize(model=converted(llama()), config=config_of(MIXZ))
+    else:
+        engine, *_ = zeropp.initialize(model=llama(), config=config_of(MIXZ))
+        converted(engine.module)
+        engine.optimizer.quantize_nontrainable_params()
+    parameters = dict(engine.module.named_parameters())
+    frozen = {name: one for name, one in parameters.items() if ".lora_" not in name}
+    assert all(is_quantized(one) == (one.ndim > 1) for one in frozen.values())
+    wide = parameters[next(name for name in parameters if "gate_proj.lora_B" in name)]
+    assert wide.shape == (40, RANK) and len(local_of(wide)) == 20
+    assert losses_of(engine) == pytest.approx(expected, rel=CLOSE)
+    assert expected[-1] < expected[0] - 0.05
+
+
+# Layers that are one in our model and in theirs: of a Llama's queries, keys and values each has an
+# A of its own in PEFT, and ours have one together.
+ALIKE = {
+    "llama": (llama, ("o_proj", "gate_proj", "up_proj", "down_proj"),
+              ("attention.output", "mlp.gate", "mlp.input", "mlp.output")),
+    "gpt2": (lambda: gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+             ("c_attn", "c_proj", "c_fc"), None),
+}  # fmt: skip
+
+
+def of(kind: type[peft.PeftConfig], **settings: object) -> Callable[[nn.Module], peft.PeftModel]:
+    """A function that converts a model as PEFT's `kind` of configuration says, seeded."""
+
+    def convert(model: nn.Module) -> peft.PeftModel:
+        torch.manual_seed(3)
+        return peft.get_peft_model(model, kind(**settings))
+
+    return convert
+
+
+# Parameters in dicts of a layer, and copies of whole layers.
+LORA, GPT2 = peft.LoraConfig, ALIKE["gpt2"][0]
+CONVERSIONS = {
+    "embedding": (GPT2, of(LORA, r=RANK, target_modules=["c_attn", "wte"])),
+    "copy of a norm": (GPT2, of(LORA, r=RANK, target_modules=["c_fc"], modules_to_save=["ln_1"])),
+    "head": (llama, of(LORA, r=RANK, target_modules=["embed_tokens", "q_proj", "lm_head"])),
+    "copy of the head": (llama, of(LORA, r=RANK, target_modules=["q_proj"],
+                                   modules_to_save=["lm_head"])),
+    "IA3": (llama, of(peft.IA3Config, target_modules=["k_proj", "v_proj", "down_proj"],
+                      feedforward_modules=["down_proj"])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", CONVERSIONS)
+@ranks(2)
+def test_whatever_peft_adds_is_gathered(kind: str, when: str) -> None:
+    make, convert = CONVERSIONS[kind]
+    expected = plain_losses(rounded(convert(make()), 2))
+    engine, *_ = zeropp.initialize(
+        model=convert(make()) if when == "before" else make(), config=config_of(MIXZ)
+    )
+    if when == "after":
+        convert(engine.module)
+        engine.optimizer.quantize_nontrainable_params()
+    assert losses_of(engine) == pytest.approx(expected, rel=CLOSE)
+    for parameter in engine.module.parameters():
+        assert is_quantized(parameter) == (parameter.ndim > 1 and not parameter.requires_grad)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@ranks(4, ranks_per_node=2)
+def test_transformers_generate(when: str) -> None:
+    """PEFT's asks the model inside it, whose embeddings are the whole's; once they cross nodes."""
+    config = config_of(MIXZ | {"zero_hpz_partition_size": 2})
+    config["train_micro_batch_size_per_gpu"] = 1
+    asked = {"input_ids": tokens_of(0)[:2, :6], "max_new_tokens": 6, "do_sample": False}
+    expected = rounded(converted(llama()), 4).generate(**asked)
+    if when == "before":
+        engine, *_ = zeropp.initialize(model=converted(llama()), config=config)
+    else:
+        engine, *_ = zeropp.initialize(model=llama(), config=config)
+        converted(engine.module)
+        engine.optimizer.quantize_nontrainable_params()
+    assert torch.equal(engine.eval().generate(**asked), expected)
+    engine.sharding.traffic.take()
+    assert torch.equal(engine.generate(**asked), expected)
+    sent = engine.sharding.traffic.take()
+    assert sent["weights_forward", "across_nodes"] == 0 < sent["weights_forward", "in_node"]
+
+
+@ranks(2)
+def test_adapters_are_saved_as_peft_saves_them(tmp_path: object) -> None:
+    engine, *_ = zeropp.initialize(model=llama(), config=config_of(MIXZ))
+    model = converted(engine.module)
+    engine.optimizer.quantize_nontrainable_params()
+    losses_of(engine)
+    trained = [one for one in engine.module.parameters() if one.requires_grad]
+    with zeropp.zero.GatheredParameters(trained):
+        if dist.get_rank() == 0:
+            model.save_pretrained(tmp_path / "adapters")
+    dist.barrier()
+    base = rounded(llama().requires_grad_(False), 2)
+    plain = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
+    with torch.no_grad():
+        found, expected = (one(input_ids=tokens_of(9)).logits for one in (engine.eval(), plain))
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+@ranks(2)
+def test_the_snippet_of_the_tutorial() -> None:
+    """MixZ++'s tutorial: a base model is initialized, converted to LoRA, and one call follows."""
+    expected = plain_losses(rounded(converted(llama()), 2))
+    model, args = llama(), SimpleNamespace(local_rank=0, deepspeed_config=None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lora.LR, weight_decay=0.01)
+    lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    ds_config = {name: value for name, value in config_of(MIXZ).items() if name != "optimizer"}
+
+    model, optimizer, _, lr_scheduler = zeropp.initialize(
+        model=model,
+        optimizer=optimizer,
+        args=args,
+        config=ds_config,
+        lr_scheduler=lr_scheduler,
+        dist_init_required=True,
+    )
+    converted(model.module)
+    model.optimizer.quantize_nontrainable_params()
+
+    assert losses_of(model) == pytest.approx(expected, rel=CLOSE)
+    assert {one for group in optimizer.param_groups for one in group["params"]} == {
+        one for name, one in model.module.named_parameters() if ".lora_" in name
+    }
+
+
+def own_copy(theirs: nn.Module, folder: object, targets: tuple[str, ...] | None) -> GPT:
+    """Our GPT with the weights of one of theirs and LoRA, without adapters' values."""
+    numbers = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=theirs.config.vocab_size)
+    saved(theirs, folder)  # by the first rank
+    dist.barrier()
+    opened = open_model(folder, numbers)
+    model = GPT(opened.config, opened.tokenizer.vocab_size)
+    opened.fill(model)
+    add_lora(model, LoraConfig(
+        pretrained_checkpoint="theirs", lora_rank=RANK, lora_alpha=ALPHA,
+        lora_target_modules=targets,
+    ))  # fmt: skip
+    return model
+
+
+@torch.no_grad()
+def copy_adapters(theirs: peft.PeftModel, ours: GPT) -> None:
+    """Let our A be theirs; every B is zero to begin with."""
+    there = dict(theirs.base_model.model.named_parameters())
+    table = TABLES[theirs.config.model_type]
+    for name, parameter in ours.named_parameters():
+        layer = name.split(".lora_")[0]
+        if ".lora_A." in name:
+            (weight,) = table.row(f"{layer}.weight").theirs
+            parameter.copy_(there[weight.removesuffix("weight") + "lora_A.default.weight"])
+        elif ".lora_B." in name:
+            parameter.zero_()
+
+
+@pytest.mark.parametrize("kind", ALIKE)
+@ranks(2)
+def test_our_lora_learns_as_pefts(kind: str, tmp_path: object) -> None:
+    make, layers, targets = ALIKE[kind]
+    theirs = converted(make(), layers)
+    ours = own_copy(make(), tmp_path, targets)
+    copy_adapters(theirs, ours)
+    zero = config_of({"stage": 3})
+    expected = losses_of(zeropp.initialize(model=theirs, config=zero)[0])
+    found = losses_of(zeropp.initialize(model=ours, config=zero)[0], own_loss)
+    assert found == pytest.approx(expected, rel=CLOSE)
+    assert expected[-1] < expected[0] - 0.05

@@ -1,0 +1,179 @@
+"""`zeropp.zero`: models built without memory, and shards made whole for a while."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import zeropp
+from tests.ranks import ranks
+from tests.zeropp.deepspeed.engines import config_of, engine_of, run, whole
+from tests.zeropp.stack import Stack, fresh_stack, loss_of, tokens_of
+from zeropp import InputError
+from zeropp.deepspeed.zero import GatheredParameters, Init
+from zeropp.sharding.recorded_tensor import Deferred
+
+HPZ = {"stage": 3, "zero_hpz_partition_size": 2}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@ranks(2)
+def test_a_model_built_later_trains_as_one_built_at_once(stage):
+    expected = run(engine_of(stage=stage))
+    with Init(config_dict_or_path=config_of()):
+        torch.manual_seed(5 + dist.get_rank())  # the first rank's seed is fresh_stack's
+        model = Stack()
+    assert all(isinstance(one, Deferred) for one in model.parameters())
+    engine = engine_of(model, stage=stage)
+    plain = dict(fresh_stack().named_parameters())
+    for name, weight in whole(engine.module).items():
+        assert torch.equal(weight, plain[name].detach())
+    assert run(engine) == expected
+
+
+@ranks(2)
+def test_the_optimizer_of_a_model_built_later_may_be_offloaded():
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    expected = run(engine_of(zero_optimization=zero))
+    with Init():
+        model = fresh_stack()
+    assert run(engine_of(model, zero_optimization=zero)) == expected
+
+
+@ranks(2)
+def test_an_optimizer_may_hold_parameters_that_do_not_exist_yet():
+    expected = run(engine_of())
+    with Init():
+        model = fresh_stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01, fused=True)
+    unnamed = config_of() | {"optimizer": {}}
+    engine, *_ = zeropp.initialize(model=model, optimizer=optimizer, config=unnamed)
+    assert run(engine) == expected
+
+
+@ranks(2)
+def test_shard_gives_memory_too_and_only_the_first_rank_makes_whole_tensors():
+    made = []
+
+    with Init():
+        model = fresh_stack()
+    original = Deferred.made
+    Deferred.made = lambda self: made.append(self.shape) or original(self)
+    try:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+        config = zeropp.ZeroConfig.from_json({"zero_optimization": {"stage": 3}})
+        sharding = zeropp.shard(model, mesh, config)
+    finally:
+        Deferred.made = original
+    assert len(made) == (19 if dist.get_rank() == 0 else 0)
+    assert all(isinstance(one, DTensor) for one in sharding.model.parameters())
+    with torch.no_grad():
+        assert loss_of(model, tokens_of(0)) == loss_of(fresh_stack(), tokens_of(0))
+
+
+@ranks(1)
+def test_one_rank_and_a_disabled_block_build_ordinary_models():
+    with Init(enabled=False):
+        assert not any(isinstance(one, Deferred) for one in fresh_stack().parameters())
+    with Init():
+        model = fresh_stack()
+    assert run(engine_of(model)) == run(engine_of())
+    assert all(type(one) is nn.Parameter for one in model.parameters())
+
+
+def test_arguments_without_a_meaning_here_are_refused():
+    for arguments, message in (
+        (dict(module=nn.Linear(1, 1)), "build the model inside"),
+        (dict(dtype=torch.half), "the shards are fp32"),
+        (dict(remote_device="nvme"), "offload_param says where shards live"),
+        (dict(sequence=3), "has no argument sequence"),
+        (dict(config={"zero": 1}), 'unknown key "zero"'),
+    ):
+        with pytest.raises(InputError, match=message), Init(**arguments):
+            pass
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@ranks(2)
+def test_gathered_parameters_are_whole_in_place_and_changes_are_discarded(stage):
+    engine, plain = engine_of(stage=stage), fresh_stack()
+    run(engine, steps=0)
+    weight = engine.module.blocks[0].up.weight
+    before = weight.to_local().clone()
+    with GatheredParameters(list(engine.parameters())):
+        for one, expected in zip(engine.parameters(), plain.parameters(), strict=True):
+            assert not isinstance(one, DTensor) and isinstance(one, nn.Parameter)
+            assert torch.equal(one.detach(), expected.detach())
+        assert engine.module.blocks[0].up.weight is weight and weight.shape == (19, 12)
+        nn.init.ones_(weight)
+    assert isinstance(weight, DTensor) and torch.equal(weight.to_local(), before)
+    assert run(engine, steps=1) == run(engine_of(stage=stage), steps=1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@ranks(2)
+def test_changes_of_one_rank_are_written_back_on_all(stage):
+    def changed(weight: nn.Parameter, by: float) -> None:
+        with torch.no_grad():
+            weight[1:5].add_(by)
+        weight.data = weight.data * 2
+
+    engine, plain = engine_of(stage=stage), fresh_stack()
+    changed(plain.blocks[1].up.weight, by=1.0)
+    run_before = whole(engine.module)
+    with GatheredParameters(engine.module.blocks[1].up.weight, modifier_rank=1):
+        changed(engine.module.blocks[1].up.weight, by=float(dist.get_rank()))
+    for name, weight in whole(engine.module).items():
+        assert torch.equal(weight, dict(plain.named_parameters())[name].detach())
+        assert torch.equal(weight, run_before[name]) == (name != "blocks.1.up.weight")
+    with torch.no_grad():
+        assert loss_of(engine, tokens_of(0)) == loss_of(plain, tokens_of(0))
+    losses = run(engine, steps=2)
+    assert losses[0] != losses[1]  # what was swapped back trains on
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@ranks(4, ranks_per_node=2)
+def test_secondary_copies_do_not_outlive_a_change(frozen):
+    def built() -> nn.Module:
+        model = fresh_stack()
+        model.blocks.requires_grad_(not frozen)
+        return model
+
+    engine, plain = engine_of(built(), zero_optimization=HPZ), built()
+    with torch.no_grad():
+        first = loss_of(engine, tokens_of(0))  # leaves copies
+    assert engine.sharding.copies.nbytes > 0
+    weight = engine.module.blocks[0].down.weight
+    with GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+        weight.mul_(3)
+    with torch.no_grad():
+        plain.blocks[0].down.weight.mul_(3)
+        assert loss_of(engine, tokens_of(0)) == loss_of(plain, tokens_of(0)) != first
+
+
+@ranks(2)
+def test_an_error_inside_leaves_the_shards_as_they_were():
+    engine = engine_of()
+    weight = engine.module.embedding.weight
+    with pytest.raises(ZeroDivisionError):
+        with GatheredParameters([weight], modifier_rank=0):
+            nn.init.zeros_(weight)
+            raise ZeroDivisionError
+    assert torch.equal(whole(engine.module)["embedding.weight"], fresh_stack().embedding.weight)
+    for wrong in (2, -1):
+        with pytest.raises(InputError, match="expected a rank from 0 to 1"):
+            with GatheredParameters([weight], modifier_rank=wrong):
+                pass
+    with pytest.raises(InputError, match="takes parameters, not str"):
+        with GatheredParameters(["weight"]):
+            pass
+
+
+def test_parameters_that_are_not_sharded_stay_as_they_are():
+    model = fresh_stack()
+    with GatheredParameters(model.parameters(), modifier_rank=0):
+        nn.init.zeros_(model.embedding.weight)
+    assert model.embedding.weight.abs().sum() == 0

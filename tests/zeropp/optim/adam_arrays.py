@@ -1,0 +1,81 @@
+"""Tensors for Adam, awkward ones too, and backends held against the reference, bit by bit."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tests.zeropp.quant.packed_rows import any_rows, bits_of
+from zeropp.optim.adam_op import AdamSettings, Arrays, reference
+
+SIZES = (1, 3, 4, 31, 128, 1023, 1024, 1025, 1028, 2048 + 12, 5000)  # a tile has 1024 elements
+COPIES = (None, torch.bfloat16, torch.float16)
+EDGES = (
+    0.0, -0.0, 1e-45, -1e-45, 1e-40, 1.17549435e-38, 1e-20, 1e-8, 1.0, -3.0, 1e18, 2e19, 3.4e38,
+    -3.4e38, float("inf"), -float("inf"), float("nan"),
+)  # fmt: skip
+ADAMW = AdamSettings(lr=3e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3)
+ADAM = AdamSettings(
+    lr=0.2, beta1=0.8, beta2=0.95, eps=1e-10, weight_decay=0.01, step=1, decoupled=False
+)
+PLAIN = AdamSettings(
+    lr=1.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0, step=1, corrected=False
+)
+Run = Callable[[Arrays, Tensor | None, AdamSettings], None]
+
+
+def arrays_of(
+    sizes: Sequence[int], dtype: torch.dtype, copy: torch.dtype | None = None, seed: int = 0
+) -> Arrays:
+    """Numbers of all magnitudes with zeros, subnormals, infinities and NaN among them."""
+    filled = [
+        tuple(
+            any_rows(1, size, torch.float32, seed + 7 * index + part)[0].nan_to_num(
+                *((float("nan"),) if seed % 2 else ())
+            )
+            for part in range(4)
+        )
+        for index, size in enumerate(sizes)
+    ]
+    parameters, gradients, means, squares = (list(one) for one in zip(*filled, strict=True))
+    copies = [torch.full_like(one, 7, dtype=copy) for one in parameters] if copy else []
+    gradients = [one.to(dtype) for one in gradients]
+    return Arrays(parameters, gradients, means, [one.abs() for one in squares], copies)
+
+
+def edges(dtype: torch.dtype, copy: torch.dtype | None = None) -> Arrays:
+    """Every edge as parameter, gradient, mean and square against every other."""
+    given = torch.tensor(EDGES)
+    grid = list(torch.meshgrid(given, given, given, given.abs(), indexing="ij"))
+    grid[1] = grid[1].to(dtype)
+    flat = [one.flatten().contiguous() for one in grid]
+    copies = [torch.full_like(flat[0], 7, dtype=copy)] if copy else []
+    return Arrays(*([one] for one in flat), copies)
+
+
+def moved(arrays: Arrays, device: str = "cpu", shifts: Sequence[int] = (0,) * 5) -> Arrays:
+    """Copies on a device, each kind some elements behind the beginning of a piece of memory."""
+
+    def one(tensor: Tensor, shift: int) -> Tensor:
+        memory = torch.empty(tensor.numel() + shift, dtype=tensor.dtype, device=device)
+        return memory[shift:].view(tensor.shape).copy_(tensor)
+
+    pairs = zip(arrays, shifts, strict=True)
+    return Arrays(*([one(tensor, shift) for tensor in tensors] for tensors, shift in pairs))
+
+
+def same(given: Arrays, expected: Arrays) -> None:
+    for name, tensors in expected._asdict().items():
+        for mine, right in zip(getattr(given, name), tensors, strict=True):
+            assert torch.equal(bits_of(mine.cpu()), bits_of(right)), (name, right.shape)
+
+
+def check_against_reference(
+    run: Run, arrays: Arrays, factor: float | None, settings: AdamSettings, device: str = "cpu",
+    shifts: Sequence[int] = (0,) * 5,
+) -> None:  # fmt: skip
+    """`run` on copies of `arrays` on a device gives what the reference gives on the CPU."""
+    mine, right = moved(arrays, device, shifts), moved(arrays)
+    run(mine, None if factor is None else torch.tensor(factor, device=device), settings)
+    reference(right, None if factor is None else torch.tensor(factor), settings.scalars())
+    same(mine, right)

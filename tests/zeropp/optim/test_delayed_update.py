@@ -1,0 +1,220 @@
+"""The delayed update: it runs beside the next step, and is what one step of delay should be."""
+
+import logging
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeropp
+from tests.ranks import ranks
+from tests.zeropp.deepspeed.engines import config_of, run
+from tests.zeropp.given import ALL_THREE
+from tests.zeropp.optim.test_offload import ADAM, FORMATS, offloaded, plain, sharded
+from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
+from zeropp import InputError, LossScaler, Sharding, ZeroConfig, optimizer_step, shard
+from zeropp.optim.offload import HOST, Offload
+from zeropp.optim.offloaded import DelayedAdam
+from zeropp.optim.step import local_part
+
+STEPS, WARMUP = 8, 3
+DELAYED = {
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    "zeropp": {"delayed_param_update": True, "delayed_param_update_warmup": WARMUP},
+}
+
+
+def delayed(sharding: Sharding, warmup: int = WARMUP, ratio: float = 1.0) -> DelayedAdam:
+    offload = Offload(sharding, HOST, ratio=ratio, pin_memory=False, delayed=True)
+    groups = [{"params": list(sharding.model.parameters())}]
+    return DelayedAdam(offload, groups, warmup=warmup, **ADAM)
+
+
+def backward(sharding: Sharding, step: int, scale: float = 1.0) -> float:
+    mine = tokens_of(step).chunk(sharding.num_ranks)[dist.get_rank()].chunk(2)
+    for index, tokens in enumerate(mine):
+        with sharding.micro_step(last=index == 1):
+            loss = loss_of(sharding.model, tokens)
+            (loss * scale / 2).backward()
+    return loss.item()
+
+
+def late_by_hand(zero: dict) -> list[float]:
+    """Losses where each update is made on the newest weights, and shown to the model a step later.
+
+    Adam itself is not late: only the weights that the model sees are.
+    """
+    sharding = sharded(zero, FORMATS["fp32"])
+    optimizer = plain(sharding)
+    own = [local_part(one.detach()) for one in sharding.model.parameters()]
+    newest, losses = [one.clone() for one in own], []
+    for step in range(STEPS):
+        losses.append(backward(sharding, step))
+        torch._foreach_copy_(own, newest)
+        optimizer_step(optimizer, sharding, clip_grad=0.5)
+        updated = [one.clone() for one in own]
+        if step >= WARMUP:
+            torch._foreach_copy_(own, newest)
+        newest = updated
+        sharding.weights_changed()
+    return losses
+
+
+@pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 3}, ALL_THREE], ids=["1", "3", "all"])
+@ranks(2, ranks_per_node=1)
+def test_is_adam_one_step_late(zero):
+    sharding = sharded(zero, FORMATS["fp32"])
+    optimizer, losses = delayed(sharding), []
+    for step in range(STEPS):
+        losses.append(backward(sharding, step))
+        optimizer_step(optimizer, sharding, clip_grad=0.5)
+    assert losses == late_by_hand(zero)
+
+
+@pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
+@ranks(2)
+def test_without_end_of_warm_up_it_is_offload(settings):
+    def losses(make) -> list[float]:
+        sharding = sharded({"stage": 2}, settings)
+        optimizer, found = make(sharding), []
+        for step in range(4):
+            found.append(backward(sharding, step))
+            optimizer_step(optimizer, sharding)
+        return found
+
+    assert losses(lambda sharding: delayed(sharding, warmup=100)) == losses(offloaded)
+
+
+@ranks(1)
+def test_the_next_step_does_not_wait_for_the_update(monkeypatch):
+    sharding = sharded({"stage": 2}, FORMATS["bf16"])
+    optimizer = delayed(sharding, warmup=0)
+    go, update = threading.Event(), optimizer._update_all
+
+    def held_up(*given) -> None:
+        assert go.wait(60)
+        update(*given)
+
+    monkeypatch.setattr(optimizer, "_update_all", held_up)
+    weight = next(sharding.model.parameters())
+    before = weight.detach().clone()
+    backward(sharding, 0)
+    optimizer_step(optimizer, sharding)
+    backward(sharding, 1)  # with an update under way
+    assert torch.equal(weight, before)
+    go.set()
+    newest = optimizer.masters[weight].detach().bfloat16()
+    assert torch.equal(weight, before) and not torch.equal(weight, newest)
+    optimizer_step(optimizer, sharding)
+    assert torch.equal(weight, newest)
+
+
+@ranks(1)
+def test_an_error_of_the_update_is_raised(monkeypatch):
+    sharding = sharded({"stage": 2}, FORMATS["bf16"])
+    optimizer = delayed(sharding, warmup=0)
+    backward(sharding, 0)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the update broke")
+
+    monkeypatch.setattr(optimizer, "_update_all", broken)
+    optimizer_step(optimizer, sharding)
+    with pytest.raises(RuntimeError, match="the update broke"):
+        optimizer.state_dict()
+
+
+@ranks(1)
+def test_a_step_that_overflows_leaves_an_update_under_way_alone():
+    sharding = sharded({"stage": 3}, FORMATS["fp16"])
+    optimizer, scaler = delayed(sharding, warmup=0), LossScaler(scale=2.0**8, hysteresis=1)
+    backward(sharding, 0, scaler.scale)
+    assert not optimizer_step(optimizer, sharding, scaler=scaler).skipped
+    expected = {name: one.clone() for name, one in named_masters(sharding, optimizer).items()}
+    backward(sharding, 1, float("inf"))
+    assert optimizer_step(optimizer, sharding, scaler=scaler).skipped
+    found = named_masters(sharding, optimizer)
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+
+def named_masters(sharding: Sharding, optimizer: DelayedAdam) -> dict[str, torch.Tensor]:
+    masters = optimizer.masters
+    return {n: local_part(masters[one].detach()) for n, one in sharding.model.named_parameters()}
+
+
+@ranks(1)
+def test_weights_written_by_others_are_not_overwritten_by_an_update_under_way():
+    sharding = sharded({"stage": 3}, FORMATS["bf16"])
+    optimizer = delayed(sharding, warmup=0)
+    backward(sharding, 0)
+    optimizer_step(optimizer, sharding)
+    state = {name: torch.full_like(one, 0.5) for name, one in sharding.model.state_dict().items()}
+    sharding.model.load_state_dict(state)
+    assert all((one == 0.5).all() for one in named_masters(sharding, optimizer).values())
+    optimizer.step()  # begins with what is left to send
+    assert all((local_part(one) == 0.5).all() for one in sharding.model.parameters())
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.4])
+@ranks(2)
+def test_stop_and_resume_change_no_digit(ratio, tmp_path):
+    """Saved with an update under way: the newest weights, and those that are computed with."""
+    settings = config_of(bf16={"enabled": True}) | DELAYED
+    settings["zero_optimization"] = {
+        "stage": 3, "offload_optimizer": {"device": "cpu", "ratio": ratio},
+    }  # fmt: skip
+    whole = run(engine_of(settings), STEPS)
+    engine = engine_of(settings)
+    first = run(engine, WARMUP + 2)
+    engine.save_checkpoint(tmp_path)
+    assert first + run(engine, STEPS - WARMUP - 2, first=WARMUP + 2) == whole
+    again = engine_of(settings)
+    again.load_checkpoint(tmp_path)
+    assert first + run(again, STEPS - WARMUP - 2, first=WARMUP + 2) == whole
+
+
+@ranks(2)
+def test_the_delay_may_be_switched_off_and_on(tmp_path):
+    """Without it, training goes on from the newest weights: what was saved is loaded whole."""
+    late = config_of(bf16={"enabled": True}) | DELAYED
+    plain_config = {name: value for name, value in late.items() if name != "zeropp"}
+    for here, there in ((late, plain_config), (plain_config, late)):
+        engine, again = engine_of(here), engine_of(there)
+        run(engine, WARMUP + 2)
+        engine.save_checkpoint(tmp_path)
+        again.load_checkpoint(tmp_path)
+        masters = again.optimizer.masters
+        for (own, master), saved in zip(
+            masters.items(), engine.optimizer.masters.values(), strict=True
+        ):
+            assert torch.equal(local_part(master), local_part(saved))
+            assert torch.equal(local_part(own), local_part(master).bfloat16())
+
+
+def engine_of(config: dict) -> zeropp.Engine:
+    return zeropp.initialize(model=fresh_stack(), config=config)[0]
+
+
+def test_it_needs_the_optimizer_on_the_host():
+    with pytest.raises(InputError, match="delayed_param_update = true and zero_optim.*offload_opt"):
+        ZeroConfig.from_json({"zeropp": {"delayed_param_update": True}})
+
+
+def test_its_memory_is_said(caplog):
+    with caplog.at_level(logging.INFO, "zeropp"):
+        delayed(shard(fresh_stack(), None, ZeroConfig()))
+    elements = sum(one.numel() for one in fresh_stack().parameters())
+    size = elements * (16 + 4) / 2**30
+    assert f"{elements:,} parameters of this rank in host memory, {size:.2f} GiB" in caplog.text
+
+
+@ranks(2)
+def test_the_16_bit_model_has_the_newest_weights(tmp_path):
+    engine = engine_of(config_of(bf16={"enabled": True}) | DELAYED)
+    run(engine, WARMUP + 2)
+    path = engine.save_16bit_model(tmp_path)
+    masters = engine.optimizer.masters
+    expected = {n: masters[one].full_tensor() for n, one in engine.module.named_parameters()}
+    saved = torch.load(path, weights_only=True)
+    assert all(torch.equal(saved[name], one.bfloat16()) for name, one in expected.items())

@@ -1,0 +1,305 @@
+"""ZeRO-Offload: the same losses to the last bit, with weights, gradients and moments on the host.
+
+Where there is no GPU, device and host are one: the steps are the same but for the copies.
+"""
+
+import logging
+from contextlib import nullcontext
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import zeropp
+from tests.ranks import ranks
+from tests.zeropp.deepspeed.engines import SAMPLES, config_of, run
+from tests.zeropp.given import ALL_THREE, configured, data_mesh
+from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
+from zeropp import InputError, LossScaler, Sharding, ZeroConfig, optimizer_step, shard
+from zeropp.optim import CPUAdam, FusedAdam
+from zeropp.optim import offload as module
+from zeropp.optim.offload import HOST, Offload
+from zeropp.optim.offloaded import OffloadedAdam
+
+STEPS, FEWER = 50, 12  # optimizer steps
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+FORMATS = {
+    "fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}},
+}  # fmt: skip
+ADAM = dict(lr=1e-2, weight_decay=0.1)
+
+
+def sharded(zero: dict, settings: dict, device: str = "cpu") -> Sharding:
+    per_node = min(2, dist.get_world_size())
+    config = configured(zero, per_node, **settings)
+    model = fresh_stack().to("cpu" if config.offloads_weights else device)
+    return shard(model, data_mesh(device), config)
+
+
+def offloaded(sharding: Sharding, ratio: float = 1.0, device: str = "cpu") -> OffloadedAdam:
+    offload = Offload(sharding, torch.device(device), ratio=ratio, pin_memory=device != "cpu")
+    groups = [{"params": list(sharding.model.parameters())}]
+    return OffloadedAdam(offload, groups, **ADAM)
+
+
+def plain(sharding: Sharding) -> FusedAdam:
+    return FusedAdam(sharding.model.parameters(), **ADAM)
+
+
+def trained(
+    make, zero: dict, settings: dict, steps: int = STEPS, device: str = "cpu"
+) -> list[float]:
+    """Losses of two micro-batches a step, then norms and skips; fp16 overflows in some steps."""
+    sharding = sharded(zero, settings, device)
+    optimizer = make(sharding)
+    overflows = sharding.compute_dtype == torch.float16
+    scaler = LossScaler(scale=2.0**22, hysteresis=1, window=6) if overflows else None
+    losses, told = [], []
+    for step in range(steps):
+        mine = tokens_of(step).to(device).chunk(sharding.num_ranks)[dist.get_rank()].chunk(2)
+        for index, tokens in enumerate(mine):
+            with sharding.micro_step(last=index == 1):
+                loss = loss_of(sharding.model, tokens)
+                (loss / 2 * (scaler.scale if scaler else 1.0)).backward()
+            losses.append(loss.item())
+        result = optimizer_step(optimizer, sharding, clip_grad=0.5, scaler=scaler)
+        told += [result.grad_norm, float(result.skipped)]
+    assert any(told[1::2]) == overflows and not all(told[1::2])
+    return losses + [one for one in told if one == one and abs(one) != float("inf")]
+
+
+def check(zero: dict, settings: dict, steps: int = STEPS) -> None:
+    assert trained(offloaded, zero, settings, steps) == trained(plain, zero, settings, steps)
+
+
+@pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks(2)
+def test_losses_and_norms_are_those_without_offload(stage, settings):
+    check({"stage": stage}, settings)
+
+
+@pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
+@ranks(1)
+def test_one_rank(settings):
+    check({"stage": 2}, settings, FEWER)
+
+
+@pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
+@ranks(2)
+def test_with_the_weights_on_the_host(settings):
+    on_host = {"stage": 3, **OFFLOAD, "offload_param": {"device": "cpu"}}
+    expected = trained(plain, {"stage": 3}, settings, steps=10)
+    assert trained(offloaded, on_host, settings, steps=10) == expected
+
+
+@pytest.mark.parametrize("settings", [FORMATS["fp32"], FORMATS["bf16"]], ids=["fp32", "bf16"])
+@ranks(1)
+def test_one_rank_with_the_weights_on_the_host_frees_them_after_use(settings):
+    on_host = {"stage": 3, **OFFLOAD, "offload_param": {"device": "cpu"}}
+    expected = trained(plain, {"stage": 3}, settings, steps=10)
+    assert trained(offloaded, on_host, settings, steps=10) == expected
+    sharding = sharded(on_host, settings)
+    offloaded(sharding)
+    loss_of(sharding.model, tokens_of(0))
+    assert all(isinstance(one, DTensor) for one in sharding.model.blocks.parameters())
+
+
+@pytest.mark.parametrize("settings", [FORMATS["fp32"], FORMATS["bf16"]], ids=["fp32", "bf16"])
+@ranks(4, ranks_per_node=2)
+def test_with_all_of_zeropp(settings):
+    """Not stuck: copies in the node follow the weights."""
+    check(ALL_THREE, settings, FEWER)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.4])
+@ranks(2)
+def test_a_part_on_the_device(ratio):
+    expected = trained(plain, {"stage": 3}, FORMATS["bf16"], steps=5)
+    found = trained(lambda s: offloaded(s, ratio), {"stage": 3}, FORMATS["bf16"], steps=5)
+    assert found == expected
+
+
+def test_ratio_is_the_part_of_the_weights_on_the_host():
+    device = torch.device("meta")
+    sizes = [torch.nn.Parameter(torch.empty(size)) for size in (30, 10, 40, 20)]
+    for ratio, count in ((0.0, 0), (0.3, 1), (0.39, 1), (0.4, 2), (0.8, 3), (1.0, 4)):
+        places = list(module.places(sizes, ratio, device))
+        assert places == [HOST] * count + [device] * (4 - count)
+
+
+def test_what_is_larger_than_the_ratio_leaves_room_for_others():
+    """A GPT's embedding comes first, and may be a third of it."""
+    sizes = [torch.nn.Parameter(torch.empty(size)) for size in (50, 10, 30, 10)]
+    device = torch.device("meta")
+    assert list(module.places(sizes, 0.4, device)) == [device, HOST, HOST, device]
+
+
+@ranks(2)
+def test_weights_are_16_bit_on_the_device_and_everything_else_is_on_the_host():
+    sharding = sharded({"stage": 3}, FORMATS["bf16"])
+    optimizer = offloaded(sharding)
+    with sharding.micro_step(last=True):
+        loss_of(sharding.model, tokens_of(0)).backward()
+    for own, master in optimizer.masters.items():
+        assert own.dtype == torch.bfloat16 and own.grad is None
+        assert master.dtype == master.grad.dtype == torch.float32
+    optimizer_step(optimizer, sharding)
+    for own, master in optimizer.masters.items():
+        assert torch.equal(own.to_local(), master.to_local().bfloat16()) and master.grad is None
+        assert {"exp_avg", "exp_avg_sq", "step"} == set(optimizer.state[master])
+
+
+@ranks(2)
+def test_masters_follow_weights_that_others_write():
+    sharding = sharded({"stage": 3}, FORMATS["bf16"])
+    optimizer = offloaded(sharding)
+    weight = sharding.model.blocks[0].up.weight
+    with zeropp.zero.GatheredParameters(weight, modifier_rank=0):
+        if dist.get_rank() == 0:
+            torch.nn.init.constant_(weight, 0.25)
+    assert (optimizer.masters[weight].to_local() == 0.25).all()
+    state = {name: torch.full_like(one, 0.5) for name, one in sharding.model.state_dict().items()}
+    sharding.model.load_state_dict(state)
+    assert all((one.to_local() == 0.5).all() for one in optimizer.masters.values())
+
+
+def test_too_little_memory_is_said_before_any_is_taken(monkeypatch):
+    monkeypatch.setattr(module, "free_bytes", lambda: 1000)
+    sharding = shard(fresh_stack(), None, ZeroConfig())
+    with pytest.raises(InputError, match=r"needs 0\.0 GiB of host memory for the 1 ranks.*ratio"):
+        offloaded(sharding)
+
+
+@ranks(1)
+def test_page_locked_memory_is_counted_as_pytorch_takes_it():
+    """A power of two for each tensor: of 33 numbers in 4 bytes 256, in 2 bytes 128."""
+    config, elsewhere = configured({"stage": 2}, **FORMATS["bf16"]), torch.device("meta")
+    for pin, needed in ((False, 33 * 18), (True, 33 * 8 + 2 * 256 + 128)):
+        for free in (needed, needed - 1):
+            sharding = shard(torch.nn.Linear(33, 1, bias=False), data_mesh(), config)
+            expected = nullcontext() if free == needed else pytest.raises(InputError, match="GiB")
+            with patch.object(module, "free_bytes", lambda free=free: free), expected:
+                Offload(sharding, elsewhere, ratio=1.0, pin_memory=pin)
+
+
+@ranks(2)
+def test_too_little_memory_on_one_machine_is_said_on_all():
+    """And nobody takes any before all have looked."""
+    free = 1000 if dist.get_rank() else 2**40
+    with patch.object(module, "free_bytes", lambda: free), patch.object(Offload, "_empty") as taken:
+        with pytest.raises(InputError, match="host memory for the 2 ranks"):
+            offloaded(sharded({"stage": 2}, FORMATS["bf16"]))
+    assert not taken.called
+
+
+@ranks(1)
+def test_a_model_that_has_run_cannot_be_offloaded():
+    sharding = sharded({"stage": 3}, FORMATS["bf16"])
+    loss_of(sharding.model, tokens_of(0))
+    with pytest.raises(InputError, match="before the first forward pass"):
+        offloaded(sharding)
+
+
+def test_pageable_memory_where_none_can_be_pinned(caplog, monkeypatch):
+    sharding = shard(fresh_stack(), None, ZeroConfig())
+    monkeypatch.setattr(torch, "empty", refusing(torch.empty))
+    offload = Offload(sharding, HOST, ratio=1.0, pin_memory=False)
+    offload._pinned = True
+    with caplog.at_level(logging.WARNING, "zeropp"):
+        for _ in range(2):
+            assert offload._empty(torch.ones(3), HOST, torch.float32).shape == (3,)
+    warnings = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert [one.message for one in warnings] == [
+        "offload: the system gives no page-locked memory (no more of it); the rest is pageable: "
+        "copies then wait for each other and for the computation"
+    ]
+
+
+def refusing(empty):
+    def made(*args, pin_memory: bool = False, **facts):
+        if pin_memory:
+            raise RuntimeError("no more of it\nwith a trace")
+        return empty(*args, **facts)
+
+    return made
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@ranks(2)
+def test_an_engine_by_its_json(stage, tmp_path):
+    """bf16, saved with offload and without, gone on with the other; and as if never stopped."""
+    bf16 = {"bf16": {"enabled": True}}
+    settings = [
+        config_of(**bf16) | {"zero_optimization": {"stage": stage, **more}}
+        for more in ({}, {"offload_optimizer": {"device": "cpu"}})
+    ]
+    whole = [run(engine, 6) for engine in map(engine_of, settings)]
+    assert whole[0] == pytest.approx(whole[1], rel=1e-4)  # PyTorch's Adam and ours
+    for first, second in ((0, 1), (1, 0), (1, 1)):
+        engine = engine_of(settings[first])
+        run(engine, 3)
+        folder = tmp_path / f"{first}{second}"
+        engine.save_checkpoint(folder)
+        again = engine_of(settings[second])
+        again.load_checkpoint(folder)
+        rest = run(again, 3, first=3)
+        assert rest == pytest.approx(whole[second][3:], rel=1e-4)
+        assert first != second or rest == whole[second][3:]
+
+
+def engine_of(config: dict, **given: object) -> zeropp.Engine:
+    return zeropp.initialize(model=fresh_stack(), config=config, **given)[0]
+
+
+@ranks(1)
+def test_an_engine_takes_over_an_optimizer_and_its_schedule():
+    config = {"train_batch_size": SAMPLES, "zero_optimization": {"stage": 2} | OFFLOAD}
+    model = fresh_stack()
+    given = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(given, gamma=0.5)
+    engine, optimizer, *_ = zeropp.initialize(
+        model=model, config=config, optimizer=given, lr_scheduler=schedule
+    )
+    assert isinstance(optimizer, OffloadedAdam) and engine.optimizer is optimizer
+    assert optimizer.defaults["decoupled_weight_decay"] is False
+    run(engine, 1)
+    assert engine.get_lr() == [0.005]
+
+
+@ranks(1)
+def test_an_adam_of_ours_is_taken_over_with_its_options():
+    config = {"train_batch_size": SAMPLES, "zero_optimization": {"stage": 2} | OFFLOAD}
+    model = fresh_stack()
+    given = CPUAdam(
+        model.parameters(), bias_correction=False, fp32_optimizer_states=False, adamw_mode=False,
+        seed=7,
+    )  # fmt: skip
+    engine, optimizer, *_ = zeropp.initialize(model=model, config=config, optimizer=given)
+    run(engine, 1)
+    assert isinstance(optimizer, OffloadedAdam) and not optimizer.bias_correction
+    assert optimizer.seed == 7 and not optimizer.defaults["decoupled_weight_decay"]
+    assert {one["exp_avg"].dtype for one in optimizer.state.values()} == {torch.bfloat16}
+
+
+@ranks(1)
+def test_an_optimizer_with_state_is_not_offloaded():
+    config = {"train_batch_size": SAMPLES, "zero_optimization": {"stage": 2} | OFFLOAD}
+    model = fresh_stack()
+    given = torch.optim.AdamW(model.parameters())
+    loss_of(model, tokens_of(0)).backward()
+    given.step()
+    with pytest.raises(InputError, match="AdamW given to zeropp.initialize has state already"):
+        zeropp.initialize(model=model, config=config, optimizer=given)
+
+
+@ranks(1)
+def test_an_optimizer_that_cannot_be_offloaded_is_named():
+    config = {"train_batch_size": SAMPLES, "zero_optimization": {"stage": 2} | OFFLOAD}
+    with pytest.raises(InputError, match="SGD cannot be offloaded.*torch.optim.AdamW"):
+        zeropp.initialize(
+            model=(model := fresh_stack()), config=config,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        )  # fmt: skip

@@ -1,0 +1,105 @@
+"""Rows and layouts for the tests of quantization, and what lies where in a packed row."""
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from zeropp.quant.packing import BLOCK, FLOATS, RAW, Layout, Segment, num_blocks
+
+FEW = settings(max_examples=25, deadline=None, derandomize=True)
+EDGES = (0, 1, 2, 3, 15, 16, 17, 31, 33, 63, 65, 127, 128, 129, 255, 256, 257, 511, 513)
+RAGGED = (  # elements and bits of each segment
+    ((1,), (4,)),
+    ((0, 7, 0), (8, 4, 16)),
+    ((256, 1, 128), (8, 16, 4)),
+    ((3, 257, 129, 5, 4096), (16, 8, 4, 16, 4)),
+    ((2049, 31, 0, 383, 2047), (8, 4, 8, 4, 16)),
+    ((4101, 17, 2305), (4, 8, 8)),
+)
+SPECIAL = (0.0, -0.0, 2.0**-94, -(2.0**-94), 2.0**-95, 1e-40, -1e-45)
+
+widths = st.sampled_from((4, 8, RAW))
+dtypes = st.sampled_from(FLOATS)
+segment_sizes = st.one_of(st.sampled_from(EDGES), st.integers(0, 700))
+seeds = st.integers(0, 2**32)
+
+
+@st.composite
+def layouts(draw, bits=widths) -> Layout:
+    """Any layout of up to four segments."""
+    sizes = draw(st.lists(segment_sizes, min_size=1, max_size=4))
+    chosen = draw(st.lists(bits, min_size=len(sizes), max_size=len(sizes)))
+    return Layout(sizes=tuple(sizes), bits=tuple(chosen), wire=draw(dtypes))
+
+
+def ragged_layouts(wire: torch.dtype) -> list[Layout]:
+    return [Layout(sizes=sizes, bits=bits, wire=wire) for sizes, bits in RAGGED]
+
+
+def finite_rows(count: int, elements: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """(count, elements): several magnitudes, ties between steps, zeros, denormals, the largest."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def chance(one_in: int) -> torch.Tensor:
+        return torch.randint(one_in, (count, elements), generator=generator) == 0
+
+    values = torch.randn(count, elements, generator=generator)
+    if elements:
+        magnitudes = torch.randint(-7, 5, (count, -(-elements // 200)), generator=generator)
+        values *= (10.0**magnitudes).repeat_interleave(200, 1)[:, :elements]
+    values = torch.where(chance(9), (values * 16).round() / 16, values)
+    for value in (*SPECIAL, *(0.0,) * 5):
+        values[chance(40)] = value
+    largest = torch.finfo(dtype).max
+    for value in (largest, -largest):
+        values[chance(3000)] = value
+    if seed % 3 == 0:
+        values[: count // 2] *= 1e-36
+    return values.clamp(-largest, largest).to(dtype)
+
+
+def any_rows(count: int, elements: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """`finite_rows` with a NaN or an infinity here and there."""
+    rows = finite_rows(count, elements, dtype, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for value in (float("nan"), float("inf"), -float("inf")):
+        rows[torch.randint(1500, rows.shape, generator=generator) == 0] = value
+    return rows
+
+
+def every_16_bit_number(dtype: torch.dtype) -> torch.Tensor:
+    """(1, n): all bit patterns; in fp32 those around all halves of a 16-bit step."""
+    words = torch.arange(1 << 16, dtype=torch.int32)
+    if dtype == torch.float32:
+        low = torch.tensor([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1000, 0x0FFF, 0x3000])
+        rows = ((words << 16)[:, None] | low.int()).view(dtype).view(1, -1)
+    else:
+        rows = words.to(torch.int16).view(dtype).view(1, -1)
+    return torch.where(rows.isnan(), torch.nan, rows)  # one of its many bit patterns
+
+
+def scales_of(packed: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """(K, n) fp64: the scale of each element of a quantized segment."""
+    stop = segment.scales_at + 2 * num_blocks(segment.size, segment.bits)
+    scales = packed[:, segment.scales_at : stop].contiguous().view(torch.bfloat16).double()
+    return scales.repeat_interleave(BLOCK[segment.bits], 1)[:, : segment.size]
+
+
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    """The numbers as integers: -0 differs from 0, and NaN is one, whatever bits it has."""
+    one_nan = torch.where(values.isnan(), torch.nan, values)
+    return one_nan.view({2: torch.int16, 4: torch.int32}[values.itemsize])
+
+
+def bytes_of(packed: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The packed rows, with one NaN for all among the values that travel as they are.
+
+    Which NaN a conversion gives is not the same in all of PyTorch's own: 0x7FC0 or 0xFFFF in bf16.
+    """
+    found = packed.clone()
+    for one in layout.segments:
+        if one.bits == RAW:
+            part = slice(one.data_at, one.data_at + one.size * layout.wire.itemsize)
+            raw = packed[:, part].contiguous().view(layout.wire)
+            found[:, part] = bits_of(raw).contiguous().view(torch.uint8)
+    return found

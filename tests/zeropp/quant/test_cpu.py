@@ -1,0 +1,201 @@
+"""The compiled kernels against the plain-torch reference, byte by byte; and life without them."""
+
+import logging
+from collections.abc import Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.zeropp.quant.against_reference import check_rows, check_sums, other_bits
+from tests.zeropp.quant.packed_rows import (
+    FEW,
+    RAGGED,
+    any_rows,
+    dtypes,
+    every_16_bit_number,
+    layouts,
+    ragged_layouts,
+    seeds,
+    widths,
+)
+from zeropp.quant import cpu as native
+from zeropp.quant import library, ops, reference
+from zeropp.quant.cpu import ISAS, Native
+from zeropp.quant.packing import FLOATS, Layout
+from zeropp.quant.quantize import dequantize, quantize
+
+THREADS = 3
+MANY_BYTES = 3 << 20  # enough for several threads
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[Native]:
+    found = native.native()
+    if found is None:
+        pytest.skip("csrc/ is not built here: make setup builds it where there is a compiler")
+    yield found
+    found.use(None)
+
+
+@pytest.fixture(params=ISAS)
+def of_isa(request: pytest.FixtureRequest, kernels: Native) -> Iterator[Native]:
+    """The kernels, held on to one instruction set."""
+    if not kernels.use(request.param):
+        pytest.skip(f"this processor has no {request.param}")
+    yield kernels
+    kernels.use(None)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The folder where kernels are looked for, and are not."""
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    native.native.cache_clear()
+    yield tmp_path
+    native.native.cache_clear()
+
+
+@pytest.mark.parametrize("wire", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rows_of_ragged_segments(of_isa, dtype, wire):
+    for seed, layout in enumerate(ragged_layouts(wire)):
+        for count, fold in ((1, 1), (6, 1), (6, 2), (6, 3), (4, 4)):
+            check_rows(of_isa, any_rows(count, layout.elements, dtype, seed), layout, fold)
+
+
+@pytest.mark.parametrize("terms", range(1, 10))
+def test_sums_of_ragged_segments(of_isa, terms):
+    for seed in range(len(RAGGED)):
+        layout = ragged_layouts(FLOATS[(seed + terms) % 3])[seed]
+        rows = any_rows(2 * terms, layout.elements, torch.float32, seed + 10 * terms)
+        packed = reference.quantize(rows, layout, 1)
+        check_sums(of_isa, packed, layout, other_bits(layout), terms)
+
+
+def test_seventeen_terms(of_isa):
+    (layout,) = ragged_layouts(torch.float16)[3:4]
+    packed = reference.quantize(any_rows(17, layout.elements, torch.bfloat16, 5), layout, 1)
+    check_sums(of_isa, packed, layout, other_bits(layout), 17)
+
+
+@FEW
+@given(layouts(), dtypes, seeds, st.data())
+def test_any_rows_and_any_sums(kernels, layout, dtype, seed, data):
+    fold, terms = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
+    bits = tuple(data.draw(widths) for _ in layout.bits)
+    onto = Layout(sizes=layout.sizes, bits=bits, wire=data.draw(dtypes))
+    rows = any_rows(fold * terms, layout.elements, dtype, seed)
+    for _ in filter(kernels.use, ISAS):
+        packed = check_rows(kernels, rows, layout, fold)
+        check_sums(kernels, packed, layout, onto, terms)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_16_bit_number_and_all_its_neighbours_in_fp32(of_isa, dtype):
+    """Conversions between types on all bit patterns, and around all halves of a 16-bit step."""
+    rows = every_16_bit_number(dtype)
+    for wire in FLOATS:
+        layout = Layout(sizes=(rows.numel(),), bits=(16,), wire=wire)
+        check_rows(of_isa, rows, layout, 1)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_steps_at_and_beside_every_tie(of_isa, bits):
+    """Half to even at every code, of both signs of the scale."""
+    top = 1 << (bits - 1)
+    ties = torch.arange(-2 * top, 2 * top + 1) / 2
+    near = torch.cat((ties, torch.nextafter(ties, ties + 1), torch.nextafter(ties, ties - 1)))
+    blocks = [
+        torch.cat((torch.tensor([sign * top]), part)) * 2.0**-9
+        for part in near.clamp(-top, top).split(100)
+        for sign in (-1.0, 1.0)
+    ]
+    for block in blocks:
+        layout = Layout(sizes=(len(block),), bits=(bits,), wire=torch.float32)
+        check_rows(of_isa, block[None], layout, 1)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_threads_share_the_work_and_change_nothing(of_isa, threads, bits):
+    sizes = (MANY_BYTES // 8 + 77, 33, MANY_BYTES // 8 - 1)
+    layout = Layout(sizes=sizes, bits=(bits, 16, bits), wire=torch.bfloat16)
+    packed = check_rows(of_isa, any_rows(2, layout.elements, torch.float32, bits), layout, 2)
+    check_sums(of_isa, packed, layout, other_bits(layout), 2)
+
+
+def test_threads_with_fewer_tiles_than_threads_and_many_empty_rows(of_isa, threads):
+    nothing = Layout(sizes=(0, 0), bits=(8, 16), wire=torch.bfloat16)
+    assert of_isa.quantize(torch.empty(4, 0), nothing, 2).shape == (4, 0)
+    few = Layout(sizes=(2048, 5), bits=(8, 4), wire=torch.bfloat16)
+    check_rows(of_isa, any_rows(600, few.elements, torch.float32, 3), few, 200)
+
+
+def test_subnormal_flushing_changes_nothing(of_isa):
+    """Scales, reciprocals and products are never subnormal, so that GPUs' modes agree."""
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this processor cannot flush subnormals to zero")
+    layout = Layout(sizes=(700, 300), bits=(8, 4), wire=torch.float32)
+    rows = any_rows(6, layout.elements, torch.float32, 3)
+    expected = reference.quantize(rows, layout, 1)
+    try:
+        torch.set_flush_denormal(True)
+        packed = of_isa.quantize(rows, layout, 1)
+        sums = of_isa.reduce_quantize(packed, layout, layout, 3)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(packed, expected)
+    assert torch.equal(sums, reference.reduce_quantize(packed, layout, layout, 3))
+
+
+def test_an_instruction_set_can_be_held_and_let_go(kernels):
+    assert kernels.use("plain") and kernels.use(None)
+    with pytest.raises(ValueError):
+        kernels.use("mmx")
+
+
+def test_the_cpu_uses_the_kernels_where_they_are(kernels):
+    assert isinstance(ops.on_cpu(), Native) and ops.anywhere() is reference
+
+
+def test_without_kernels_all_works_and_the_log_says_so_once(without_kernels, caplog):
+    layout = Layout(sizes=(300, 5, 129), bits=(8, 16, 4), wire=torch.bfloat16)
+    rows = any_rows(4, layout.elements, torch.bfloat16, 1)
+    with caplog.at_level(logging.INFO, "zeropp"):
+        packed = quantize(rows, layout, fold=2)
+        dequantize(packed, torch.empty_like(rows), layout, fold=2)
+    assert ops.on_cpu() is reference
+    assert torch.equal(packed, reference.quantize(rows, layout, 2))
+    assert [one.message for one in caplog.records] == [
+        "quantization on the CPU runs in plain PyTorch, which is slow: csrc/ was not built here "
+        "(no compiler, or not installed with pip or make setup)"
+    ]
+
+
+def test_kernels_of_other_sources_are_not_used(without_kernels, caplog):
+    other = without_kernels / (native.STEM + EXTENSION_SUFFIXES[0])
+    other.symlink_to(torch._C.__file__)
+    with caplog.at_level(logging.INFO, "zeropp"):
+        assert native.native() is None
+    assert f"{other} was built from other sources" in caplog.text
+
+
+def test_kernels_with_other_block_sizes_are_not_used(kernels, monkeypatch):
+    monkeypatch.setattr(library, "BLOCK", {8: 512, 4: 128})
+    native.native.cache_clear()
+    try:
+        assert native.native() is None
+    finally:
+        monkeypatch.undo()
+        native.native.cache_clear()

@@ -1,0 +1,45 @@
+"""nvcc compiles the CUDA kernels, and all that they hold fits in registers. No GPU is needed."""
+
+import pytest
+
+from benchmarks.kernels.cuda_compile import GPUS, SOURCES, compiled
+from setup import find_nvcc, gpus, torch_cuda
+
+NVCC = find_nvcc()
+KERNELS = {"cuda_adam.cu": 3, "cuda_quantize.cu": 6, "cuda_reduce.cu": 4}
+MOST_REGISTERS = 128  # of 256 threads, so that two blocks fit
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc here: CUDA's toolkit has it")
+
+
+@needs_nvcc
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
+def test_nothing_is_spilled_and_nothing_is_on_a_stack(source, gpu):
+    kernels = list(compiled(NVCC, source, gpu))
+    assert len(kernels) == KERNELS[source.name]
+    for one in kernels:
+        assert (one.stack, one.spilled, one.shared) == (0, 0, 0), one
+        assert one.registers <= MOST_REGISTERS, one
+
+
+@needs_nvcc
+def test_code_for_gpus_that_the_toolkit_knows_and_ptx_for_later_ones():
+    flags = gpus(NVCC)
+    assert flags[1:] == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_90,code=compute_90",
+    ]
+    assert flags[0].endswith(("sm_70", "sm_75"))
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = '12.6'", "12.6")]
+    + [("cuda: Optional[str] = None", None), ("hip = '6.4'", None)],
+)
+def test_the_torch_at_hand_says_whether_it_has_cuda(line, found, monkeypatch, tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/version.py").write_text(f"__version__ = '2.13.0'\n{line}\nrocm = None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert torch_cuda() == found

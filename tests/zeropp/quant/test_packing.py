@@ -1,0 +1,116 @@
+"""Where things lie in a packed row: the formula of its size, alignment, gaps, the codes' order."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.zeropp.quant.packed_rows import FEW, dtypes, finite_rows, layouts, seeds
+from zeropp.quant.packing import ALIGN, BLOCK, RAW, SCALE_BYTES, Layout, layout_of, num_blocks
+from zeropp.quant.quantize import dequantize, quantize
+
+
+def pieces(layout: Layout) -> list[tuple[int, int]]:
+    """(first, end) of the bytes that hold raw values, scales and codes."""
+    found = []
+    for one in layout.segments:
+        if one.bits == RAW:
+            found.append((one.data_at, one.data_at + one.size * layout.wire.itemsize))
+            continue
+        scales = SCALE_BYTES * num_blocks(one.size, one.bits)
+        found.append((one.scales_at, one.scales_at + scales))
+        found.append((one.data_at, one.data_at + (one.size * one.bits + 7) // 8))
+    return sorted(found)
+
+
+def test_the_size_of_a_row_counted_by_hand():
+    layout = Layout(sizes=(5, 300, 129, 0), bits=(16, 8, 4, 8), wire=torch.bfloat16)
+    assert layout.packed_bytes == 16 + 16 + 304 + 80
+    scales = [(16, 16 + 2 * 2), (20, 20 + 2 * 2)]
+    assert pieces(layout) == [(0, 5 * 2), *scales, (32, 32 + 300), (336, 336 + 65)]
+    assert layout.elements == 434
+
+
+@pytest.mark.parametrize(
+    ("bits", "wire", "bytes_per_element"),
+    [
+        (8, torch.float32, 1 + 2 / 256),
+        (4, torch.float32, 0.5 + 2 / 128),
+        (16, torch.float32, 4),
+        (16, torch.float16, 2),
+    ],
+)
+def test_bytes_per_element_of_a_long_segment(bits, wire, bytes_per_element):
+    layout = Layout(sizes=(1 << 16,), bits=(bits,), wire=wire)
+    assert layout.packed_bytes == bytes_per_element * (1 << 16)
+
+
+@FEW
+@given(layouts())
+def test_parts_are_aligned_and_do_not_overlap_and_fill_the_row(layout):
+    places = pieces(layout)
+    assert layout.packed_bytes % ALIGN == 0
+    for (_, end), (start, _) in zip(places, places[1:], strict=False):
+        assert end <= start < end + ALIGN
+    assert not places or places[0][0] == 0 and 0 <= layout.packed_bytes - places[-1][1] < ALIGN
+    for one in layout.segments:
+        assert one.bits == RAW or one.data_at % ALIGN == 0
+    starts = [sum(layout.sizes[:i]) for i, size in enumerate(layout.sizes) if size]
+    assert [one.start for one in layout.segments] == starts
+
+
+@FEW
+@given(layouts(), dtypes, seeds, st.integers(1, 3))
+def test_bytes_that_hold_nothing_are_zeros(layout, dtype, seed, count):
+    packed = quantize(finite_rows(count, layout.elements, dtype, seed), layout)
+    assert packed.shape == (count, layout.packed_bytes)
+    for start, end in pieces(layout):
+        packed[:, start:end] = 0
+    assert not packed.any()
+
+
+def test_the_first_of_two_codes_is_in_the_lower_half():
+    layout = Layout(sizes=(3,), bits=(4,), wire=torch.float32)
+    packed = quantize(torch.tensor([[-8.0, 7.0, -1.0]]), layout)
+    (segment,) = layout.segments
+    assert packed[0, segment.scales_at : segment.scales_at + 2].tolist() == [0x80, 0x3F]  # 1.0
+    assert packed[0, segment.data_at : segment.data_at + 2].tolist() == [0x78, 0x0F]
+
+
+def test_a_positive_extreme_gives_a_negative_scale():
+    layout = Layout(sizes=(2,), bits=(8,), wire=torch.float32)
+    packed = quantize(torch.tensor([[128.0, -1.0]]), layout)
+    (segment,) = layout.segments
+    assert packed[0, segment.scales_at : segment.scales_at + 2].tolist() == [0x80, 0xBF]  # -1.0
+    assert packed[0, segment.data_at : segment.data_at + 2].tolist() == [0x80, 0x01]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_begin_anew_with_every_segment(bits):
+    """A small segment beside a large one keeps its own scale (D4: 10% error otherwise)."""
+    layout = Layout(sizes=(5, BLOCK[bits]), bits=(bits, bits), wire=torch.float32)
+    rows = torch.cat((torch.full((1, 5), 1e-6), torch.full((1, BLOCK[bits]), 1e6)), 1)
+    out = torch.empty_like(rows)
+    dequantize(quantize(rows, layout), out, layout)
+    torch.testing.assert_close(out, rows, rtol=2**-7, atol=0)
+
+
+def test_the_same_arguments_give_the_same_layout():
+    arguments = ((3, 4), (8, 16), torch.float16)
+    assert layout_of(*arguments) is layout_of(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "said"),
+    [
+        ({"sizes": (3,)}, ValueError, "1 sizes and 2 bits"),
+        ({"sizes": (3, -1)}, ValueError, "-1 elements"),
+        ({"bits": (8, 5)}, ValueError, "bits 5: a segment has 4, 8 or 16"),
+        ({"wire": torch.float64}, TypeError, "torch.float64: give"),
+        ({"wire": torch.int8}, TypeError, "torch.int8: give"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(changed, error, said):
+    right = {"sizes": (3, 4), "bits": (8, 16), "wire": torch.bfloat16}
+    with pytest.raises(error, match=said):
+        Layout(**right | changed)

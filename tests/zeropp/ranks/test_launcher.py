@@ -1,0 +1,214 @@
+"""The launcher: ranks start, and whatever ends them leaves one line, an exit code and no orphan."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeropp.ranks.launcher import main
+from zeropp.ranks.topology import cores
+
+ROOT = Path(__file__).resolve().parents[3]
+START_SECONDS = 90  # importing torch in the launcher and its ranks, on a busy machine
+END_SECONDS = 60  # what is promised after a rank has died
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="tests a machine without a GPU")
+
+# Each rank writes its process id, then does what it is told to.
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+folder, deed = Path(sys.argv[1]), sys.argv[2]
+rank = int(os.environ["RANK"])
+
+def save(number, frame):
+    time.sleep(0.5)
+    (folder / f"saved{rank}").write_text(signal.Signals(number).name)
+    sys.exit(0)
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, save if deed == "wait" else signal.SIG_DFL)
+(folder / f"part{rank}").write_text(str(os.getpid()))
+(folder / f"part{rank}").rename(folder / f"pid{rank}")
+if deed == "show":
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+    place = " ".join(f"{name}={os.environ[name]}" for name in names)
+    place += f" cores={sorted(os.sched_getaffinity(0))}"
+    os.write(1, f"{place} {__name__} {sys.argv[3:]} {sys.path[0]}\\n".encode())
+    sys.exit(0)
+if deed == "exit" and rank == 1:
+    while not (folder / "pid0").exists():  # or it would be ended before it has written it
+        time.sleep(0.05)
+    print("error: no such corpus", file=sys.stderr)
+    sys.exit(3)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
+    """Start the launcher on the script with a deed; whatever still lives at the end is killed."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    started = []
+
+    def run(deed: str, *options: str, after: tuple[str, ...] = ()) -> subprocess.Popen:
+        script = [str(tmp_path / "script.py"), str(tmp_path), deed, *after]
+        # Ignored signals are inherited, and shells ignore SIGINT in background jobs.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "zeropp.ranks.launcher", *options, *script],
+            cwd=ROOT,
+            env={k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+    for path in tmp_path.glob("pid*"):
+        if is_alive(int(path.read_text())):
+            os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what} took more than {seconds} s"
+        time.sleep(0.05)
+
+
+def pids(folder: Path, count: int) -> list[int]:
+    """The process ids of the ranks, once all of them run."""
+    paths = [folder / f"pid{rank}" for rank in range(count)]
+    wait_for(lambda: all(path.exists() for path in paths), START_SECONDS, "starting")
+    return [int(path.read_text()) for path in paths]
+
+
+def last_lines(process: subprocess.Popen) -> list[str]:
+    _, errors = process.communicate(timeout=END_SECONDS)
+    assert "Traceback" not in errors, errors
+    assert "torch" not in errors, errors
+    return errors.splitlines()
+
+
+def test_every_rank_runs_the_script_as_python_would(start: Callable, tmp_path: Path) -> None:
+    options = ("--num_nodes", "1", "--num_ranks", "4", "--ranks_per_node", "2")
+    process = start("show", *options, after=("--num-layers", "2", "--num_ranks"))
+    output, errors = process.communicate(timeout=START_SECONDS)
+    assert (process.returncode, errors) == (0, "")
+    threads = max(1, len(os.sched_getaffinity(0)) // 4)
+    assert sorted(output.splitlines()) == [
+        f"RANK={rank} WORLD_SIZE=4 LOCAL_RANK={rank} LOCAL_WORLD_SIZE=2 OMP_NUM_THREADS={threads} "
+        f"cores={cores()} __main__ ['--num-layers', '2', '--num_ranks'] {tmp_path}"
+        for rank in range(4)
+    ]
+
+
+def test_ranks_stay_on_cores_of_their_own_if_told(start: Callable) -> None:
+    count = min(2, len(cores()))
+    process = start("show", "--num_ranks", str(count), "--bind_cores_to_rank")
+    output, errors = process.communicate(timeout=START_SECONDS)
+    assert (process.returncode, errors) == (0, "")
+    share = len(cores()) // count
+    for rank, line in enumerate(sorted(output.splitlines())):
+        assert f"cores={cores()[rank * share : (rank + 1) * share]} " in line
+
+
+def test_a_rank_that_gives_up_ends_the_others_and_is_named(start: Callable, tmp_path: Path) -> None:
+    process = start("exit", "--num_ranks", "2")
+    running = pids(tmp_path, 2)
+    assert last_lines(process) == ["error: no such corpus", "zeropp: rank 1 exited with code 3"]
+    assert process.returncode == 3
+    assert not any(is_alive(pid) for pid in running)
+
+
+def test_a_killed_rank_ends_the_others_and_is_named(start: Callable, tmp_path: Path) -> None:
+    process = start("sleep", "--num_ranks", "3")
+    running = pids(tmp_path, 3)
+    os.kill(running[2], signal.SIGKILL)
+    lines = last_lines(process)
+    assert len(lines) == 1 and lines[0].startswith("zeropp: rank 2 was killed by SIGKILL")
+    assert process.returncode == 128 + signal.SIGKILL
+    assert not any(is_alive(pid) for pid in running)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_the_ranks_which_may_save(
+    start: Callable, tmp_path: Path, number: signal.Signals
+) -> None:
+    process = start("wait", "--num_ranks", "2")
+    running = pids(tmp_path, 2)
+    process.send_signal(number)
+    assert last_lines(process) == [f"zeropp: stopped by {number.name}"]
+    assert process.returncode == 128 + number
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == [number.name] * 2
+    assert not any(is_alive(pid) for pid in running)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent")
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(start: Callable, tmp_path: Path) -> None:
+    process = start("wait", "--num_ranks", "2")
+    running = pids(tmp_path, 2)
+    process.kill()
+    wait_for(lambda: not any(is_alive(pid) for pid in running), END_SECONDS, "ending")
+    assert (tmp_path / "saved0").read_text() == "SIGTERM"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--num_ranks", "1"], "no script given"),
+        (["--num_ranks", "1", "none.py"], "no such script: none.py"),
+        (["--num_ranks", "0", "{script}"], "0 ranks: expected at least 1"),
+        (["--num_ranks", "4", "--ranks_per_node", "3", "{script}"], "a divisor of 4 ranks"),
+        (["--num_ranks", "4096", "--bind_cores_to_rank", "{script}"], "leave some without one"),
+        (["--num_ranks", "1", "--hostfile", "h"], "unknown option --hostfile"),
+        (["--num_nodes", "2", "--num_ranks", "1", "{script}", "-x"], "torchrun --nnodes 2 .* -x$"),
+    ],
+)
+def test_mistakes_are_explained(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(0)")
+    assert main([one.format(script=script) for one in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and re.search(words, error.strip()), error
+
+
+@ON_CPU
+def test_gpus_that_are_not_there_are_not_replaced_in_silence(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(0)")
+    assert main(["--num_gpus", "4", str(script)]) == 2
+    assert "this machine has 0; --num_ranks 4 starts" in capsys.readouterr().err
+
+
+@ON_CPU
+def test_without_a_count_one_rank_runs_and_it_is_said(start: Callable) -> None:
+    process = start("show")
+    output, errors = process.communicate(timeout=START_SECONDS)
+    said, shown = output.splitlines()
+    assert said == "zeropp: no GPU here: 1 rank on the CPU (--num_ranks N starts more)"
+    assert "WORLD_SIZE=1" in shown and errors == ""

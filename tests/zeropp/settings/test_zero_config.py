@@ -1,0 +1,254 @@
+"""The DeepSpeed JSON: what is honoured, what is said to have no effect, what is refused."""
+
+import json
+import re
+import typing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.zeropp.settings.json_sources import error_of, nested
+from zeropp.errors import InputError
+from zeropp.settings.json_file import RENAMED, all_keys
+from zeropp.settings.schema import Key
+from zeropp.settings.sections import ZeroOptimization
+from zeropp.settings.zero_config import RULES, ZeroConfig
+
+LEAVES = {one.dotted: one for one in all_keys(ZeroConfig) if one.section is None}
+ZERO = "zero_optimization."
+# Keys of the ZeRO++ tutorial's file, as users have them.
+TUTORIAL = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": 10000000,
+        "reduce_scatter": True,
+        "zero_quantized_weights": True,
+        "zero_hpz_partition_size": 16,
+        "zero_quantized_gradients": True,
+        "contiguous_gradients": True,
+        "overlap_comm": True,
+    },
+    "fp16": {"enabled": True},
+}
+
+
+def values_for(one: Key) -> st.SearchStrategy:
+    """Values a key accepts, as JSON holds them."""
+    facts = one.facts
+    kinds = typing.get_args(one.kind) or (one.kind,)
+    low = 0 if facts.minimum is None else facts.minimum
+    high = 1e9 if facts.maximum is None else facts.maximum
+    if facts.choices:
+        value = st.sampled_from([c for c in facts.choices if c not in facts.refused])
+    elif kinds[0] is bool:
+        value = st.sampled_from([b for b in (False, True) if b not in facts.refused])
+    elif kinds[0] is int:
+        value = st.integers(int(low), int(high))
+    elif kinds[0] is float:
+        value = st.floats(low, high)
+    elif kinds[0] is str:
+        value = st.text(max_size=5)
+    else:
+        value = st.just({facts.keys[0]: True})
+    return st.lists(value, min_size=2, max_size=2) if len(kinds) == 2 else value
+
+
+@st.composite
+def accepted(draw: st.DrawFn) -> dict[str, object]:
+    """A random subset of all keys with values that do not contradict each other."""
+    names = draw(st.lists(st.sampled_from(sorted(LEAVES)), unique=True, max_size=12))
+    values = {name: draw(values_for(LEAVES[name])) for name in names}
+    values[ZERO + "stage"] = 3
+    for name in ("bf16.enabled", "train_batch_size"):
+        values.pop(name, None)
+    if values.get("zeropp.delayed_param_update"):
+        values |= {ZERO + "offload_optimizer.device": "cpu"}
+    if values.get(ZERO + "offload_param.device") == "cpu":
+        values |= {ZERO + "offload_optimizer.device": "cpu", ZERO + "offload_optimizer.ratio": 1.0}
+    return values
+
+
+@settings(max_examples=60, deadline=None)
+@given(accepted())
+def test_any_subset_of_the_known_keys_round_trips(values: dict[str, object]) -> None:
+    config = ZeroConfig.from_json(nested(values))
+    assert config.given == values.keys()
+    for dotted, value in values.items():
+        held = config.value(dotted)
+        assert (list(held) if isinstance(held, tuple) else held) == value
+    assert config.to_dict() == nested(values)
+    again = ZeroConfig.from_json(json.dumps(config.to_dict()))
+    assert again == config
+    named = {line.split(" has no effect here: ")[0] for line in config.notices}
+    for dotted in values:
+        sections = {dotted.rsplit(".", n)[0] for n in range(dotted.count(".") + 1)}
+        is_idle = bool(LEAVES[dotted].facts.idle) or dotted.startswith("scheduler")
+        assert not is_idle or sections & named, dotted
+
+
+def test_no_configuration_is_stage_0_in_fp32() -> None:
+    config = ZeroConfig()
+    assert config.stage == 0
+    assert config.compute_format == config.wire_format == "float32"
+    assert config.notices == () and config.given == frozenset() and config.to_dict() == {}
+    assert ZeroConfig.from_json("{}") == config
+
+
+def test_the_tutorials_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "ds_zeropp_config.json"
+    path.write_text(json.dumps(TUTORIAL))
+    config = ZeroConfig.from_json(path)
+    assert (config.stage, config.zero_optimization.zero_hpz_partition_size) == (3, 16)
+    assert config.compute_format == "float16"
+    assert config.auto == {"train_micro_batch_size_per_gpu"}
+    assert len(config.notices) == 4
+    assert config.notices[0].startswith(ZERO + "reduce_bucket_size has no effect here: FSDP2")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"fp16.enabled": True, "bf16.enabled": True},
+        {ZERO + "zero_hpz_partition_size": 2, ZERO + "stage": 2},
+        {ZERO + "zero_quantized_weights": True, ZERO + "stage": 0},
+        {ZERO + "zero_quantized_gradients": True, ZERO + "stage": 0},
+        {ZERO + "zero_quantized_nontrainable_weights": True, ZERO + "stage": 0},
+        {ZERO + "offload_optimizer.device": "cpu", ZERO + "stage": 0},
+        {ZERO + "offload_param.device": "cpu", ZERO + "stage": 2},
+        {
+            "train_batch_size": 9,
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 1,
+        },
+    ],
+)
+def test_settings_that_contradict_each_other_are_both_named(values: dict) -> None:
+    message = error_of(nested(values))
+    for dotted, value in values.items():
+        assert f"{dotted} = {json.dumps(value)}" in message
+    assert set(values) in [set(rule.keys) for rule in RULES]
+
+
+def test_defaults_fill_what_the_file_leaves_out_or_to_auto() -> None:
+    config = ZeroConfig.from_json(
+        {"gradient_clipping": 0.5, "train_batch_size": "auto", "fp16": {"enabled": "auto"}},
+        {ZERO + "stage": 2, "gradient_clipping": 1.0, "train_batch_size": 8, "bf16.enabled": None},
+    )
+    assert (config.stage, config.gradient_clipping, config.train_batch_size) == (2, 0.5, 8)
+    assert config.given == {"gradient_clipping"}
+    assert config.auto == {"fp16.enabled"}
+    filled = config.with_values({"fp16.enabled": True})
+    assert filled.compute_format == "float16" and filled.auto == frozenset()
+    assert filled.given == {"gradient_clipping"} and filled.stage == 2
+    with pytest.raises(InputError, match="nearest known key"):
+        config.with_values({"fp16.enable": True})
+
+
+def test_a_default_makes_a_file_without_a_stage_valid() -> None:
+    source = {"zero_optimization": {"zero_quantized_weights": True}}
+    assert "stage = 0" in error_of(source)
+    assert ZeroConfig.from_json(source, {ZERO + "stage": 3}).stage == 3
+
+
+def test_changed_copies_are_checked_too() -> None:
+    config = ZeroConfig(zero_optimization=ZeroOptimization(stage=3))
+    assert replace(config, gradient_clipping=1.0).stage == 3
+    with pytest.raises(InputError, match="stage = 9"):
+        replace(config.zero_optimization, stage=9)
+    with pytest.raises(InputError, match="gradient_clipping = true"):
+        ZeroConfig(gradient_clipping=True)
+    with pytest.raises(InputError, match="zero_optimization = .* an object"):
+        ZeroConfig(zero_optimization={"stage": 3})
+    with pytest.raises(InputError, match="zero_hpz_partition_size = 2 and .*stage = 0"):
+        ZeroConfig(zero_optimization=ZeroOptimization(zero_hpz_partition_size=2))
+
+
+def test_settings_of_a_feature_that_is_off_are_said_to_have_no_effect() -> None:
+    off = ZeroConfig.from_json({"zeropp": {"weight_bits": 4}})
+    assert off.notices == (
+        "zeropp.weight_bits has no effect here: it needs zero_optimization.zero_quantized_weights",
+    )
+    on = {ZERO + "stage": 3, ZERO + "zero_quantized_weights": True, "zeropp.weight_bits": 4}
+    assert ZeroConfig.from_json(nested(on)).notices == ()
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "steps", "world", "expected"),
+    [
+        (32, 2, 4, 4, (32, 2, 4)),
+        (32, 2, None, 4, (32, 2, 4)),
+        (32, None, 4, 4, (32, 2, 4)),
+        (None, 2, 4, 4, (32, 2, 4)),
+        (32, None, None, 4, (32, 8, 1)),
+        (None, 2, None, 4, (8, 2, 1)),
+    ],
+)
+def test_batch_sizes_complete_each_other(
+    train: int, micro: int, steps: int, world: int, expected: tuple
+) -> None:
+    config = ZeroConfig(
+        train_batch_size=train,
+        train_micro_batch_size_per_gpu=micro,
+        gradient_accumulation_steps=steps,
+    )
+    assert config.resolve_batch(world) == expected
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "steps", "words"),
+    [
+        (32, 2, 8, "exactly 64 (train_micro_batch_size_per_gpu = 2 x gradient_accumulation_steps"),
+        (34, 2, None, "a multiple of 8 (train_micro_batch_size_per_gpu = 2 x 4 ranks)"),
+        (34, None, None, "a multiple of 4 (4 ranks)"),
+        (2, None, 1, "a multiple of 4 (gradient_accumulation_steps = 1 x 4 ranks)"),
+        (None, None, 4, "give train_batch_size or"),
+    ],
+)
+def test_batch_sizes_that_do_not_fit_are_named_with_numbers(
+    train: int, micro: int, steps: int, words: str
+) -> None:
+    config = ZeroConfig(
+        train_batch_size=train,
+        train_micro_batch_size_per_gpu=micro,
+        gradient_accumulation_steps=steps,
+    )
+    with pytest.raises(InputError, match=re.escape(words)):
+        config.resolve_batch(4)
+
+
+@pytest.mark.parametrize(
+    ("values", "compute", "wire"),
+    [
+        ({}, "float32", "float32"),
+        ({"bf16.enabled": True}, "bfloat16", "bfloat16"),
+        ({"fp16.enabled": True}, "float16", "float16"),
+        ({"fp16.enabled": True, "communication_data_type": "fp32"}, "float16", "float32"),
+        ({"communication_data_type": "bfp16"}, "float32", "bfloat16"),
+    ],
+)
+def test_formats_on_the_wire(values: dict, compute: str, wire: str) -> None:
+    config = ZeroConfig.from_json(nested(values))
+    assert (config.compute_format, config.wire_format) == (compute, wire)
+
+
+def test_every_key_says_what_it_does_and_its_default_is_acceptable() -> None:
+    for one in LEAVES.values():
+        one.check(one.default)
+        assert not (one.facts.idle and one.facts.needs), one.dotted
+        assert not one.facts.needs or one.facts.needs in LEAVES, one.dotted
+        if one.facts.idle:
+            assert one.facts.idle[-1] != "." and len(one.facts.idle) > 10, one.dotted
+    for old, (names, _) in RENAMED.items():
+        known = {one.dotted for one in all_keys(ZeroConfig)}
+        assert old not in known and set(names) <= known
+
+
+@pytest.mark.parametrize(("stage", "lines"), [(0, 1), (1, 0)])
+def test_the_type_on_the_wire_is_said_to_be_fixed_at_stage_0(stage: int, lines: int) -> None:
+    values = {"communication_data_type": "bf16", "zero_optimization": {"stage": stage}}
+    notices = ZeroConfig.from_json(values).notices
+    assert len([line for line in notices if "fp32" in line]) == lines

@@ -1,0 +1,107 @@
+"""Tensors made later are, to the last bit, those that would have been made at once."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from zeropp import InputError
+from zeropp.sharding.recorded_tensor import Deferred, recording
+
+GIVEN = ("given", "norm.num_batches_tracked")  # made from numbers that are there already
+
+
+class Initialized(nn.Module):
+    """Most ways in which modules give their parameters values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 7)
+        nn.init.orthogonal_(self.linear.weight)
+        with torch.no_grad():
+            self.linear.weight[0].fill_(3.0)
+            self.linear.weight.data.mul_(2)
+        self.linear.bias.data = torch.full((7,), 2.0)
+        self.scale = nn.Parameter(torch.ones(3) * 0.5)
+        self.given = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.frozen = nn.Parameter(torch.randn(3, 3), requires_grad=False)
+        own = torch.Generator().manual_seed(9)
+        self.drawn = nn.Parameter(torch.randn(4, generator=own))
+        nn.init.trunc_normal_(self.drawn, generator=own)
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)).view(1, 4, 4), persistent=False)
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
+        self.listed = torch.linspace(0, 1, 3).tolist()
+        self.copies = nn.ModuleList(copy.deepcopy(nn.Linear(3, 3)) for _ in range(2))
+        self.tied = nn.Linear(3, 3, bias=False)
+        self.tied.weight = self.copies[0].weight
+        self.embedding = nn.Embedding(4, 3, padding_idx=1)
+        nn.init.sparse_(self.embedding.weight, 0.3)
+        self.norm = nn.BatchNorm1d(3)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16)
+        self.apply(self.again)
+
+    @staticmethod
+    def again(module: nn.Module) -> None:
+        """A second initialization, as Hugging Face's models have it."""
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            module.weight.data.normal_(mean=0.0, std=0.02)
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def test_every_tensor_and_the_generator_are_as_without_recording():
+    torch.manual_seed(3)
+    plain = Initialized()
+    after = torch.rand(3)
+    torch.manual_seed(3)
+    with recording():
+        model = Initialized()
+    assert torch.equal(torch.rand(3), after)
+    assert (model.rates, model.listed) == (plain.rates, plain.listed)
+    assert model.tied.weight is model.copies[0].weight
+    later = tensors_of(model)
+    for name, expected in tensors_of(plain).items():
+        found = later[name]
+        assert isinstance(found, Deferred) != (name in GIVEN)
+        assert isinstance(found, nn.Parameter) == isinstance(expected, nn.Parameter)
+        assert (found.requires_grad, found.dtype) == (expected.requires_grad, expected.dtype)
+        assert torch.equal(found.made() if isinstance(found, Deferred) else found, expected)
+    assert torch.equal(torch.rand(3), torch.rand(3)) is False  # making them did not reseed
+
+
+def test_a_thousand_gigabytes_take_none():
+    with recording():
+        model = nn.Linear(1, 2**38, bias=False, device="meta")
+        weight = nn.Parameter(torch.empty(2**38))
+        nn.init.zeros_(weight)
+    assert weight.shape == (2**38,) and type(model.weight) is nn.Parameter
+
+
+def test_what_is_written_after_the_block_counts_too():
+    with recording():
+        weight = nn.Parameter(torch.zeros(3))
+    kept = torch.tensor([1.0, 2.0, 3.0])
+    with torch.no_grad():
+        weight.add_(kept)
+        kept.zero_()
+        kept += weight
+    assert weight.made().tolist() == kept.tolist() == [1.0, 2.0, 3.0]
+    assert repr(weight) == "Deferred(shape=[3], dtype=torch.float32)"
+
+
+def test_values_decide_what_they_must():
+    with recording():
+        positions = torch.arange(4)
+        odd = positions[positions % 2 == 1]
+        assert bool(positions[3] > 2) and torch.equal(positions, positions.clone())
+    assert odd.tolist() == [1, 3]
+
+
+def test_data_of_another_shape_is_refused():
+    with recording():
+        weight = nn.Parameter(torch.zeros(3))
+        with pytest.raises(InputError, match=r"given .data of shape \[2\]"):
+            weight.data = torch.zeros(2)

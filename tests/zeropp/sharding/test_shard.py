@@ -1,0 +1,166 @@
+"""Every ZeRO stage trains as one unsharded process does."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.ranks import ranks
+from tests.zeropp.stack import Block, Stack, fresh_stack, loss_of, tokens_of, train
+from zeropp import InputError, Sharding, ZeroConfig, shard
+from zeropp.sharding.shard import outermost_blocks
+
+# Each of 5 AdamW steps may enlarge a rounding difference of 2^-24 by the depth of the sums
+# (< 64 terms in rank order), so losses agree to 5 * 64 * 2^-24 = 2e-5; 1e-5 is the promise.
+SAME = 1e-5
+
+
+def sharded(stage: int, **settings: object) -> Sharding:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    config = ZeroConfig.from_json({"zero_optimization": {"stage": stage}, **settings})
+    return shard(fresh_stack(), mesh, config)
+
+
+def alone() -> Sharding:
+    return shard(fresh_stack(), None, ZeroConfig())
+
+
+def mean_over_ranks(values: list[float]) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks(4)
+def test_each_stage_trains_as_one_process(stage, num_micro_batches):
+    expected_losses, expected_norms = train(alone(), rank=0, num_micro_batches=1)
+    losses, norms = train(
+        sharded(stage), rank=dist.get_rank(), num_micro_batches=num_micro_batches
+    )
+    assert mean_over_ranks(losses) == pytest.approx(expected_losses, rel=SAME)
+    assert norms == pytest.approx(expected_norms, rel=SAME)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks(2)
+def test_bf16_gradients_are_averaged_in_fp32(stage):
+    sharding = sharded(stage, bf16={"enabled": True})
+    mine = tokens_of(0).chunk(2)[dist.get_rank()]
+    with sharding.micro_step(last=True):
+        loss_of(sharding.model, mine).backward()
+    alone_16_bit = [loss_gradients(tokens) for tokens in tokens_of(0).chunk(2)]
+    for parameter, first, second in zip(
+        sharding.model.parameters(), *alone_16_bit, strict=True
+    ):
+        mean = (first.float() + second.float()) / 2
+        torch.testing.assert_close(parameter.grad.full_tensor(), mean, rtol=0, atol=0)
+
+
+def loss_gradients(tokens: torch.Tensor) -> list[torch.Tensor]:
+    """The bf16 gradients of an unsharded bf16 copy of the model."""
+    model = fresh_stack().bfloat16()
+    loss_of(model, tokens).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@ranks(2)
+def test_communication_data_type_widens_the_wire():
+    narrow = sharded(2, bf16={"enabled": True})
+    wide = sharded(2, bf16={"enabled": True}, communication_data_type="fp32")
+    assert narrow.forecast.wire_dtype == torch.bfloat16
+    assert wide.forecast.wire_dtype == torch.float32
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks(4)
+def test_parameters_are_split_by_rows_and_freed_after_a_forward_pass(stage):
+    sharding = sharded(stage)
+    weights = dict(sharding.model.named_parameters())
+    for name, whole in fresh_stack().named_parameters():
+        slices = whole.chunk(4)
+        mine = slices[dist.get_rank()] if dist.get_rank() < len(slices) else whole[:0]
+        assert isinstance(weights[name], DTensor)
+        assert torch.equal(weights[name].to_local(), mine)
+    with torch.no_grad():
+        sharding.model(tokens_of(0))
+    sharding.release()
+    assert all(isinstance(weight, DTensor) for weight in sharding.model.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks(2)
+def test_a_forward_pass_between_steps_sees_the_newest_weights(stage):
+    sharding = sharded(stage)
+    optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
+    seen = []
+    for _ in range(2):
+        with torch.no_grad():
+            seen.append(loss_of(sharding.model, tokens_of(1)).item())
+        with sharding.micro_step(last=True):
+            loss = loss_of(sharding.model, tokens_of(1))
+            loss.backward()
+        assert loss.item() == seen[-1]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen[1] < seen[0]
+
+
+def test_one_rank_in_fp32_is_left_alone():
+    model = fresh_stack()
+    before = list(model.parameters())
+    assert shard(model, None, ZeroConfig()).units == ()
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert type(model) is Stack
+
+
+@ranks(2)
+def test_description_counts_the_bytes_a_node_sends():
+    sharding = sharded(3)
+    # Rows padded to a multiple of 2: embedding 38x12; block 12+12+20x12+20+12x19+12 = 524 each.
+    whole, blocks = 38 * 12 + 3 * 524, 3 * 524
+    gathered, reduced = (whole + blocks) * 4, whole * 4
+    padding = 4 * 16  # a packed row of a unit's gradients ends at a multiple of 16 bytes
+    sent = sum(sharding.forecast.node().values())
+    assert gathered + reduced <= sent <= gathered + reduced + 2 * padding
+    rows = dict(sharding.describe())
+    assert rows["weights"] == "all-gather, 32 bit among 2 ranks of a node"
+    assert rows["gradients"].startswith("all-to-all, 32 bit among 2 ranks of a node\nsummed in")
+    assert rows["nodes"] == "1 of 2 ranks"
+    assert rows["sends"].splitlines()[-1].split() == ["total", "0.00", f"{sent / 2**20:.2f}"]
+
+
+@ranks(2)
+def test_a_mesh_of_two_axes_is_refused():
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    with pytest.raises(InputError, match="one axis"):
+        shard(fresh_stack(), mesh, ZeroConfig())
+
+
+def test_units_are_the_outermost_module_lists():
+    inner = nn.ModuleList([Block()])
+    model = nn.ModuleDict({"a": nn.ModuleList([nn.Sequential(inner), Block()]), "b": Block()})
+    assert outermost_blocks(model) == list(model["a"])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@ranks(2)
+def test_a_block_that_is_used_twice_is_one_unit(stage):
+    def twice() -> Stack:
+        model = fresh_stack()
+        model.blocks = nn.ModuleList([model.blocks[0], model.blocks[1], model.blocks[0]])
+        return model
+
+    expected_losses, expected_norms = train(
+        shard(twice(), None, ZeroConfig()), rank=0, num_micro_batches=1
+    )
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    config = ZeroConfig.from_json({"zero_optimization": {"stage": stage}})
+    sharding = shard(twice(), mesh, config)
+    assert len(sharding.units) == 3
+    losses, norms = train(sharding, rank=dist.get_rank(), num_micro_batches=2)
+    assert mean_over_ranks(losses) == pytest.approx(expected_losses, rel=SAME)
+    assert norms == pytest.approx(expected_norms, rel=SAME)

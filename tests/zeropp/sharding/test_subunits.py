@@ -1,0 +1,115 @@
+"""Trained parameters are gathered with the module that uses them, wherever they are kept."""
+
+import pytest
+import torch
+from torch import nn
+
+import zeropp
+from tests.ranks import ranks
+from tests.zeropp.lora import engine_losses, expected_losses, rounded
+from tests.zeropp.stack import WIDTH, Stack, fresh_stack
+from zeropp import InputError
+from zeropp.sharding.subunits import trained_apart
+from zeropp.wire.frozen_weights import is_quantized
+
+STEPS = 3
+MIXZ = {"stage": 3, "zero_quantized_nontrainable_weights": True}
+CONFIG = {
+    "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "zero_optimization": MIXZ,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+}  # fmt: skip
+
+
+class Gated(nn.Module):
+    """A frozen layer, and a trained gain and matrix in dicts that nobody calls."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, width = base, base.out_features
+        self.gains = nn.ParameterDict({"own": torch.ones(width)})
+        self.turns = nn.ParameterDict({"own": torch.randn(width, width) / width})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.base(x) * self.gains["own"]
+        return x + x @ self.turns["own"]
+
+
+class Attending(nn.Module):
+    """PyTorch's attention, which reads the weight of its output layer and does not call that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.core(x, x, x, need_weights=False)[0]
+
+
+def with_dicts() -> Stack:
+    model = fresh_stack().requires_grad_(False)
+    for block in model.blocks:
+        block.up = Gated(block.up)
+    return model
+
+
+def with_trained_biases() -> Stack:
+    """Layers that own a trained and a frozen parameter each."""
+    model = fresh_stack()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    return model
+
+
+def with_attention() -> Stack:
+    model = fresh_stack()
+    for index in range(3):
+        model.blocks[index] = Attending()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("out_proj" in name)
+    return model
+
+
+MODELS = {"dicts": with_dicts, "biases": with_trained_biases, "attention": with_attention}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("more", [{}, {"zero_hpz_partition_size": 2}], ids=["flat", "hpZ"])
+@ranks(4, ranks_per_node=2)
+def test_training_is_that_of_the_rounded_weights(kind, more):
+    config = CONFIG | {"zero_optimization": MIXZ | more, "train_micro_batch_size_per_gpu": 1}
+    expected = expected_losses(rounded(MODELS[kind](), 4), STEPS, 2, 4)
+    engine, *_ = zeropp.initialize(model=MODELS[kind](), config=config)
+    assert engine_losses(engine, STEPS) == pytest.approx(expected, rel=1e-5)
+    for parameter in engine.module.parameters():
+        assert is_quantized(parameter) == (parameter.ndim > 1 and not parameter.requires_grad)
+
+
+@ranks(2)
+def test_attention_that_is_frozen_afterwards():
+    """Nothing is apart where all is trained when it is sharded."""
+    model = with_attention()
+    expected = expected_losses(rounded(model, 2), STEPS, 2, 2)
+    trained = {name for name, one in model.named_parameters() if one.requires_grad}
+    engine, *_ = zeropp.initialize(model=model.requires_grad_(True), config=CONFIG)
+    for name, parameter in engine.module.named_parameters():
+        parameter.requires_grad_(name in trained)
+    engine.optimizer.quantize_nontrainable_params()
+    assert engine_losses(engine, STEPS) == pytest.approx(expected, rel=1e-5)
+
+
+@ranks(2)
+def test_a_parameter_that_nothing_would_gather_is_named():
+    engine, *_ = zeropp.initialize(model=fresh_stack(), config=CONFIG)
+    engine.module.requires_grad_(False)
+    engine.module.blocks[1].extra = nn.ParameterDict({"gain": torch.ones(WIDTH)})
+    with pytest.raises(InputError, match=r"blocks\.1\.extra\.gain was added"):
+        engine.optimizer.quantize_nontrainable_params()
+
+
+def test_what_is_trained_in_one_place_and_shared_with_the_unit_stays_in_it():
+    model = with_trained_biases().blocks[0]
+    model.shared = model.up.bias
+    names = {one: name for name, one in model.named_parameters()}
+    found = {names[one] for used in trained_apart(model, ()).values() for one in used}
+    assert found == {"norm.bias", "down.bias"}
+    assert trained_apart(fresh_stack().blocks[0], ()) == {}

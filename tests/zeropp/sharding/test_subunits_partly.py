@@ -1,0 +1,56 @@
+"""A unit of several modules of which a pass runs some: experts, adapters that are not active."""
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+import zeropp
+from tests.megatron_zpp.models.foreign_models import llama
+from tests.ranks import ranks
+from tests.zeropp.deepspeed import test_peft
+from tests.zeropp.lora import adapt, engine_losses, expected_losses, rounded
+from tests.zeropp.sharding.test_subunits import CONFIG, STEPS
+from tests.zeropp.stack import WIDTH, Stack, fresh_stack
+
+
+class Experts(nn.Module):
+    """Layers with adapters, of which a pass takes the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(x)
+
+
+def with_experts() -> Stack:
+    model = fresh_stack()
+    for index in range(3):
+        model.blocks[index] = Experts()
+    return adapt(model)
+
+
+@ranks(2)
+def test_the_first_may_not_run():
+    expected = expected_losses(rounded(with_experts(), 2), STEPS, 2, 2)
+    engine, *_ = zeropp.initialize(model=with_experts(), config=CONFIG)
+    assert engine_losses(engine, STEPS) == pytest.approx(expected, rel=1e-5)
+
+
+def two_of_which_one_is_active(model: nn.Module) -> peft.PeftModel:
+    model = test_peft.converted(model, ("q_proj", "v_proj"))
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.set_adapter("other")
+    return model
+
+
+@ranks(2)
+def test_an_adapter_that_is_not_active():
+    expected = test_peft.plain_losses(rounded(two_of_which_one_is_active(llama()), 2))
+    config = test_peft.config_of(test_peft.MIXZ)
+    engine, *_ = zeropp.initialize(model=llama(), config=config)
+    two_of_which_one_is_active(engine.module)
+    engine.optimizer.quantize_nontrainable_params()
+    assert test_peft.losses_of(engine) == pytest.approx(expected, rel=test_peft.CLOSE)

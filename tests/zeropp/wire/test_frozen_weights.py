@@ -1,0 +1,285 @@
+"""Frozen weights stored quantized: right numbers, less memory, fewer bytes; nothing trains them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeropp
+from tests.ranks import ranks
+from tests.zeropp.given import configured, data_mesh
+from tests.zeropp.lora import (
+    adapt,
+    adapted_stack,
+    engine_losses,
+    expected_losses,
+    local_of,
+    rounded,
+)
+from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
+from zeropp import InputError, optimizer_step, shard
+from zeropp.checkpoint import state_tensors as named
+from zeropp.optim.step import local_part
+from zeropp.quant.quantize import BLOCK
+from zeropp.sharding.materialize import part_for_rank
+from zeropp.sharding.shard import give_memory
+from zeropp.wire.frozen_weights import QuantizedShard, is_quantized, stored_bytes
+
+MIXZ = {"stage": 3, "zero_quantized_nontrainable_weights": True}
+HPZ = {"zero_hpz_partition_size": 2}
+STEPS = 4
+
+
+def losses_of(sharding, steps: int = STEPS, micro_batches: int = 2) -> list[float]:
+    """The mean over ranks of each step's losses."""
+    trained = [one for one in sharding.model.parameters() if one.requires_grad]
+    optimizer, losses = torch.optim.AdamW(trained, lr=1e-2, fused=True), []
+    for step in range(steps):
+        mine = tokens_of(step).chunk(sharding.num_ranks)[dist.get_rank()].chunk(micro_batches)
+        total = torch.zeros(())
+        for index, tokens in enumerate(mine):
+            with sharding.micro_step(last=index == micro_batches - 1):
+                loss = loss_of(sharding.model, tokens) / micro_batches
+                loss.backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        losses.append(total.item() / sharding.num_ranks)
+        optimizer_step(optimizer, sharding)
+    return losses
+
+
+@pytest.mark.parametrize("shape", [(5, 12), (0, 12), (1, 300), (7,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_shard_reads_as_numbers_near_its_values(shape, dtype, bits):
+    values = torch.randn(shape).to(dtype)
+    stored = QuantizedShard.of(values, 600, bits)
+    largest = values.abs().amax().item() if values.numel() else 0.0
+    assert stored.shape == values.shape and stored.dtype == dtype
+    error = (stored + 0 - values).abs()  # any op reads numbers
+    # One step at most, two where the scale was cut off (docs/numerics.md), and dtype's rounding.
+    assert not error.numel() or error.max() <= largest * (2 / 2 ** (bits - 1) + 2**-8)
+    assert torch.equal(QuantizedShard.of(stored.float(), 600, bits).packed, stored.packed) or (
+        dtype != torch.float32  # whose products of code and scale are exact
+    )
+    assert stored.packed.nbytes <= (600 * bits // 8) * (1 + 2 * 8 / (bits * BLOCK[bits])) + 3 * 16
+
+
+def test_only_whole_copies_may_be_written():
+    stored = QuantizedShard.of(torch.zeros(4, 64), 256, 8)
+    stored.copy_(torch.full((4, 64), 2.0))
+    assert torch.allclose(stored + 0, torch.full((4, 64), 2.0), rtol=2**-7)
+    for write in (stored.zero_, lambda: torch._foreach_add_([stored], 1.0)):
+        with pytest.raises(InputError, match="is stored quantized"):
+            write()
+    kept = stored.detach().clone()
+    assert isinstance(kept, QuantizedShard) and torch.equal(kept.packed, stored.packed)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("more", [{}, {"zero_quantized_weights": True}], ids=["plain", "qwZ"])
+@ranks(2)
+def test_training_is_that_of_the_rounded_weights(stage, more):
+    zero = MIXZ | {"stage": stage} | ({} if stage < 3 else more)
+    sharding = shard(adapted_stack(), data_mesh(), configured(zero))
+    expected = expected_losses(rounded(adapted_stack(), 2), STEPS, 2, 2)
+    close = 1e-5 if not more or stage < 3 else 1e-3  # qwZ rounds the adapters on their way
+    assert losses_of(sharding) == pytest.approx(expected, rel=close)
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}])
+@pytest.mark.parametrize("more", [{}, HPZ], ids=["flat", "hpZ"])
+@ranks(4, ranks_per_node=2)
+def test_on_two_nodes(settings, more):
+    sharding = shard(adapted_stack(), data_mesh(), configured(MIXZ | more, 2, **settings))
+    expected = expected_losses(rounded(adapted_stack(), 4), STEPS, 2, 4)
+    close = 1e-2 if settings else 1e-5  # of a loss, in 8 or 11 bits of mantissa
+    assert losses_of(sharding) == pytest.approx(expected, rel=close)
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@ranks(1)
+def test_one_rank_stores_them_quantized_too(settings):
+    sharding = shard(adapted_stack(), data_mesh(), configured(MIXZ, **settings))
+    frozen = [p for p in sharding.model.parameters() if not p.requires_grad and p.ndim >= 2]
+    assert frozen and all(map(is_quantized, frozen))
+    expected = expected_losses(rounded(adapted_stack(), 1), STEPS, 2, 1)
+    assert losses_of(sharding) == pytest.approx(expected, rel=1e-2 if settings else 1e-5)
+
+
+@ranks(2)
+def test_memory_falls_to_a_byte_and_a_scale():
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    model.requires_grad_(False)
+    model.append(nn.Linear(512, 4))
+    sharding = shard(model, data_mesh(), configured(MIXZ, bf16={"enabled": True}))
+    num_bytes, elements = stored_bytes(sharding.model)
+    assert elements == 4 * 512 * 512 // 2
+    assert num_bytes == elements * (1 + 2 / BLOCK[8])  # 0.504 of bf16
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@ranks(3)
+def test_what_is_loaded_is_quantized_on_its_way(settings):
+    config, whole = configured(MIXZ, **settings), adapted_stack()
+    expected = losses_of(shard(adapted_stack(), data_mesh(), config), micro_batches=1)
+    with torch.device("meta"):
+        model = adapted_stack()
+    sharding = give_memory(shard(model, data_mesh(), config), config, torch.device("cpu"))
+    parameters = dict(model.named_parameters())
+    for one in parameters.values():
+        assert not one.is_meta and is_quantized(one) == (not one.requires_grad and one.ndim >= 2)
+    with torch.no_grad():
+        for name, values in whole.named_parameters():
+            local_part(parameters[name]).copy_(part_for_rank(values, parameters[name]))
+    sharding.weights_changed()
+    assert losses_of(sharding, micro_batches=1) == expected
+
+
+@ranks(2)
+def test_a_model_of_deferred_weights_is_stored_quantized():
+    expected = losses_of(shard(adapted_stack(), data_mesh(), configured(MIXZ)))
+    with zeropp.zero.Init():
+        model = adapted_stack()
+    sharding = shard(model, data_mesh(), configured(MIXZ))
+    assert sharding.stores_frozen and stored_bytes(sharding.model)[1]
+    assert losses_of(sharding) == expected
+
+
+@pytest.mark.parametrize("more", [{}, HPZ], ids=["flat", "hpZ"])
+@ranks(4, ranks_per_node=2)
+def test_frozen_weights_cross_nodes_once_in_a_run_with_hpz(more):
+    sharding = shard(adapted_stack(), data_mesh(), configured(MIXZ | more, 2))
+    crossed = []
+    for _ in range(3):
+        sharding.traffic.take()
+        losses_of(sharding, steps=1)
+        crossed.append(crossing(sharding))
+    if not more:
+        assert crossed[0] == crossed[1] == crossed[2] > 0
+        return
+    assert crossed[1] == crossed[2] < crossed[0]
+    with torch.no_grad():
+        loss_of(sharding.model, tokens_of(0))  # the adapters changed in the last step
+    assert crossing(sharding) <= crossed[2]
+    with torch.no_grad():
+        for step in range(3):
+            loss_of(sharding.model, tokens_of(step))
+    assert crossing(sharding) == 0
+
+
+def crossing(sharding) -> int:
+    """Bytes of weights that crossed nodes since this was last asked, of all ranks."""
+    sent = sharding.traffic.take()
+    purposes = ("weights_forward", "weights_backward")
+    total = torch.tensor([sent[purpose, "across_nodes"] for purpose in purposes])
+    dist.all_reduce(total)
+    return int(total.sum())
+
+
+@ranks(4, ranks_per_node=2)
+def test_what_is_foretold_is_sent():
+    for more in ({}, HPZ, {"zero_quantized_weights": True}):
+        sharding = shard(adapted_stack(), data_mesh(), configured(MIXZ | more, 2))
+        losses_of(sharding, steps=1)
+        sharding.traffic.take()
+        losses_of(sharding, steps=1)
+        sent = {key: value for key, value in sharding.traffic.take().items() if value}
+        foretold = {key: value for key, value in sharding.expected_traffic(2).items() if value}
+        assert sent == foretold
+    unquantized = shard(adapted_stack(), data_mesh(), configured({"stage": 3}, 2))
+    assert sharding.plain_traffic(2) == unquantized.plain_traffic(2)
+
+
+@ranks(2)
+def test_a_stored_weight_that_is_made_trainable_is_named():
+    sharding = shard(adapted_stack(), data_mesh(), configured(MIXZ))
+    sharding.model.blocks[1].up.base.weight.requires_grad_(True)
+    with pytest.raises(InputError, match=r"blocks\.1\.up\.base\.weight requires gradients"):
+        losses_of(sharding)
+
+
+@ranks(2)
+def test_whole_weights_can_be_read_and_written():
+    sharding = shard(adapted_stack(), data_mesh(), configured(MIXZ))
+    weight = sharding.model.blocks[0].up.base.weight
+    whole = weight.full_tensor()
+    assert torch.allclose(whole, adapted_stack().blocks[0].up.base.weight, atol=4e-3)
+    with zeropp.zero.GatheredParameters(weight, modifier_rank=0):
+        if dist.get_rank() == 0:
+            weight.data.fill_(0.5)
+    assert torch.allclose(weight.full_tensor(), torch.full_like(whole, 0.5), rtol=2**-7)
+    assert is_quantized(weight)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}],
+    ids=["fp32", "bf16", "fp16"],
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+@ranks(2)
+def test_an_engine_of_a_model_that_is_frozen_before_or_after(when, settings):
+    """As MixZ++'s tutorial: initialize the base model, convert it to LoRA, make one call."""
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": MIXZ,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+    } | settings
+    if when == "before":
+        engine, *_ = zeropp.initialize(model=adapted_stack(), config=config)
+    else:
+        engine, *_ = zeropp.initialize(model=fresh_stack(), config=config)
+        adapt(engine.module)
+        engine.optimizer.quantize_nontrainable_params()
+    found = engine_losses(engine, STEPS)
+    expected = expected_losses(rounded(adapted_stack(), 2), STEPS, 2, 2)
+    assert found == pytest.approx(expected, rel=1e-2 if settings else 1e-5)
+    held = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    assert all(p.requires_grad and not isinstance(local_of(p), QuantizedShard) for p in held)
+
+
+@ranks(2)
+def test_a_checkpoint_holds_what_is_trained(tmp_path):
+    """Frozen weights that are stored quantized are where they came from."""
+    config = {
+        "train_batch_size": 4, "zero_optimization": MIXZ, "optimizer": {"type": "AdamW"},
+    }  # fmt: skip
+    engine, *_ = zeropp.initialize(model=adapted_stack(), config=config)
+    first = loss_of(engine, tokens_of(0))
+    engine.backward(first)
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    expected = loss_of(engine, tokens_of(1)).item()
+    again, *_ = zeropp.initialize(model=adapted_stack(), config=config)
+    again.load_checkpoint(tmp_path)
+    assert loss_of(again, tokens_of(1)).item() == expected
+    saved = named.model_tensors(again.module)
+    assert not any("base.weight" in name for name in saved) and len(saved) > 12
+
+
+@ranks(1)
+def test_nothing_frozen_is_said():
+    config = {"train_batch_size": 8, "zero_optimization": MIXZ}
+    config["optimizer"] = {"type": "AdamW"}
+    engine, *_ = zeropp.initialize(model=fresh_stack(), config=config)
+    with pytest.raises(InputError, match="all weights are trained"):
+        engine.optimizer.quantize_nontrainable_params()
+
+
+@ranks(1)
+def test_the_call_needs_its_key_and_a_model_that_has_not_run():
+    config = {"train_batch_size": 8, "optimizer": {"type": "AdamW"}}
+    engine, *_ = zeropp.initialize(
+        model=fresh_stack(), config=config | {"zero_optimization": {"stage": 3}}
+    )
+    with pytest.raises(InputError, match="needs zero_optimization.zero_quantized_nontrainable"):
+        engine.quantize_nontrainable_params()
+    engine, *_ = zeropp.initialize(
+        model=fresh_stack(), config=config | {"zero_optimization": MIXZ}
+    )
+    loss_of(engine, tokens_of(0))
+    adapt(engine.module)
+    with pytest.raises(InputError, match="before the first forward pass"):
+        engine.quantize_nontrainable_params()

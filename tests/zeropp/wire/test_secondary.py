@@ -1,0 +1,209 @@
+"""hpZ's secondary copies: reused until the weights change, packed, of any size, the same bits."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.ranks import ranks
+from tests.zeropp.given import configured, data_mesh
+from tests.zeropp.stack import Stack, fresh_stack, loss_of, tokens_of
+from tests.zeropp.stepping import BOTH, HPZ, QWZ, evaluate, freeze, load_whole, sharded, step
+from zeropp import Sharding, shard
+from zeropp.wire.collectives import weight_layout
+
+
+class Recomputed(Stack):
+    """A stack whose blocks compute their activations again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.wrapped = block.forward
+            block.forward = lambda x, block=block: checkpoint(
+                block.wrapped, x, use_reentrant=False
+            )
+
+
+class Halving(torch.optim.Optimizer):
+    """An optimizer of somebody's own, which writes where tensor versions do not see it."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.to_local().data.mul_(0.5)
+
+
+OPTIMIZERS = {
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+    "own": Halving,
+}
+
+
+def story(zero: dict, optimizer: str, model: nn.Module, **settings: object) -> tuple[list, int]:
+    """Losses of training with accumulation and of evaluations in between; bytes across nodes."""
+    sharding = sharded(zero, model, **settings)
+    stepper = OPTIMIZERS[optimizer](sharding.model.parameters())
+    seen = [evaluate(sharding)]
+    for number in range(3):
+        seen += step(sharding, stepper, number, micro_batches=2)
+        seen += [evaluate(sharding), evaluate(sharding)]
+    seen += [weight.full_tensor().double().sum().item() for weight in sharding.model.parameters()]
+    sent = sharding.traffic.sent.items()
+    across = torch.tensor([n for (_, hop), n in sent if hop == "across_nodes"])
+    dist.all_reduce(across)
+    return seen, across.sum().item()
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "settings"),
+    [
+        (Stack, "own", {}),
+        (Stack, "fused", {"bf16": {"enabled": True}}),
+        (Recomputed, "sgd", {}),
+        (Recomputed, "fused", {"bf16": {"enabled": True}}),
+    ],
+)
+@ranks(4)
+def test_a_copy_changes_no_bit(kind, optimizer, settings):
+    """DeepSpeed issues #4851 #5059 #7606: a stale secondary; #4784: activation checkpointing."""
+    for without, with_copy in ((QWZ, BOTH), ({"stage": 3}, HPZ)):
+        torch.manual_seed(5)
+        expected, more = story(without, optimizer, kind(), **settings)
+        torch.manual_seed(5)
+        seen, fewer = story(with_copy, optimizer, kind(), **settings)
+        assert seen == expected
+        assert fewer < more
+
+
+@ranks(4)
+def test_weights_cross_the_nodes_once_per_step():
+    sharding = sharded(BOTH)
+    optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2, fused=True)
+    once = sharding.expected_traffic(1)["weights_forward", "across_nodes"]
+    for number in range(3):
+        sharding.traffic.take()
+        step(sharding, optimizer, number, micro_batches=4)
+        evaluate(sharding)  # crosses once more, for the step that follows too
+        sent = sharding.traffic.take()
+        assert sent["weights_forward", "across_nodes"] == (2 if number == 0 else 1) * once
+        assert sent["weights_backward", "across_nodes"] == 0
+        assert sent["weights_backward", "in_node"] > 0
+
+
+@ranks(4)
+def test_evaluation_keeps_no_copy_where_that_is_set():
+    kept = sharded(BOTH)
+    evaluate(kept)
+    assert kept.copies.nbytes > 0
+    fresh = sharded(BOTH, zeropp={"secondary_in_evaluation": False})
+    evaluate(fresh)
+    assert fresh.copies.nbytes == 0
+    optimizer = torch.optim.SGD(fresh.model.parameters(), lr=0.1)
+    fresh.traffic.take()
+    step(fresh, optimizer, 0, micro_batches=2)
+    assert fresh.traffic.take() == fresh.expected_traffic(2)
+
+
+def packed_rows(sharding: Sharding) -> list[int]:
+    """Bytes of the copy of each unit: the packed rows of both nodes."""
+    weights = sharding.forecast.weights
+    layouts = [weight_layout(p, weights, sharding.compute_dtype) for p in sharding.forecast.units]
+    return [2 * layout.packed_bytes for layout in layouts]
+
+
+@ranks(4)
+def test_the_copy_is_packed_and_half_of_16_bit():
+    torch.manual_seed(0)
+    model = Stack()
+    model.blocks = nn.ModuleList([nn.Linear(512, 512) for _ in range(2)])
+    model.forward = lambda x: model.blocks[1](model.blocks[0](x))
+    sharding = sharded(BOTH, model, bf16={"enabled": True})
+    sharding.model(torch.randn(2, 512)).sum().backward()
+    assert sharding.copies.nbytes == sum(packed_rows(sharding))
+    elements = sum(one.elements for unit in sharding.forecast.units for one in unit)
+    sixteen_bit = 2 * 2 * elements  # of both nodes
+    assert sharding.copies.nbytes / sixteen_bit == pytest.approx(0.5, abs=0.01)
+
+
+@ranks(4)
+def test_copies_of_frozen_units_survive_steps():
+    model = fresh_stack()
+    freeze(model.blocks[1])
+    sharding = sharded(BOTH, model)
+    optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2, fused=True)
+    whole = packed_rows(sharding)
+    step(sharding, optimizer, 0)
+    assert sharding.copies.nbytes == whole[1]
+    once = sharding.traffic.take()["weights_forward", "across_nodes"]
+    step(sharding, optimizer, 1)
+    again = sharding.traffic.take()["weights_forward", "across_nodes"]
+    assert once - again == whole[1] // 2  # a rank of 2 nodes sends its own row to one other
+
+
+@ranks(4)
+def test_a_frozen_model_crosses_the_nodes_once_for_ever():
+    model = fresh_stack()
+    freeze(model)
+    sharding = sharded(BOTH, model)
+    first, across = evaluate(sharding), ("weights_forward", "across_nodes")
+    assert sharding.traffic.take()[across] > 0
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    for _ in range(3):
+        optimizer.step()
+        assert evaluate(sharding) == first
+    assert sharding.traffic.take()[across] == 0
+    load_whole(sharding, 3)
+    assert evaluate(sharding) != first
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks_per_node"),
+    [(1, 2), (2, 2), (3, 2), (6, 2), (16, 3), (2, 3), (2, 1), (3, 6)],
+)
+@ranks(6)
+def test_any_size_gives_the_same_bits(size, ranks_per_node):
+    """D2: smaller than a node, larger, across nodes, the world, more than the world."""
+
+    def losses(zero: dict) -> list[float]:
+        sharding = shard(fresh_stack(), data_mesh(), configured(zero, ranks_per_node))
+        optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
+        found = []
+        for number in range(2):
+            loss = loss_of(sharding.model, tokens_of(number))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        sent = sharding.traffic.sent
+        assert sent == {key: 2 * n for key, n in sharding.expected_traffic().items()}
+        return found
+
+    zero = {"stage": 3, "zero_hpz_partition_size": size}
+    assert losses(zero | QWZ) == losses(QWZ)
+    assert losses(zero) == losses({"stage": 3})
+
+
+@ranks(4)
+def test_more_than_the_world_is_the_node_with_one_line_in_the_log():
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("zeropp")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        sharding = sharded(BOTH | {"zero_hpz_partition_size": 16})
+    finally:
+        logger.removeHandler(handler)
+    assert sharding.forecast.weights.inner == 2
+    assert [line for line in records if "zero_hpz_partition_size = 16" in line] == records[:1]
+    assert len(records) == 1
+    assert sharded(BOTH | {"zero_hpz_partition_size": 4}).copies is None  # nothing to keep

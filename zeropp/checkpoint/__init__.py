@@ -1,0 +1,1 @@
+"""What is saved, under which names, and what makes a checkpoint complete."""

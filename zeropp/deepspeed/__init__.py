@@ -1,0 +1,1 @@
+"""ZeRO++ in DeepSpeed's shape: `initialize`, the engine, `zero`."""

@@ -1,0 +1,350 @@
+"""The engine that `zeropp.initialize` returns: a model that knows how to take a step.
+
+    for batch in batches:
+        loss = engine(batch)        # forward; remembers whether this micro-batch is the last
+        engine.backward(loss)       # of loss / gradient_accumulation_steps, times fp16's scale
+        engine.step()               # updates the weights after the last micro-batch only
+
+The names are DeepSpeed's; the work is done by `zeropp.shard` and `zeropp.optimizer_step`.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from zeropp.checkpoint import engine_checkpoint as checkpoint
+from zeropp.checkpoint.full_weights import save_weights
+from zeropp.checkpoint.state_tensors import masters_of
+from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
+from zeropp.errors import InputError
+from zeropp.optim.loss_scale import LossScaler
+from zeropp.optim.step import optimizer_step
+from zeropp.ranks.topology import Environment
+from zeropp.settings.zero_config import ZeroConfig
+from zeropp.sharding.sharding import Sharding
+
+log = logging.getLogger("zeropp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Samples of a step on all ranks, samples of a micro-batch on one, micro-batches of a step."""
+
+    samples: int
+    micro_samples: int
+    micro_batches: int
+
+
+class Engine(nn.Module):
+    """A sharded model with its optimizer, schedule, loss scale and counters.
+
+    `global_steps` counts optimizer steps, skipped ones too; `micro_steps` calls of `step()`.
+    What it does not know, `engine.generate` say, is looked up in the model.
+    """
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        config: ZeroConfig,
+        batch: Batch,
+        place: Environment,
+        device: torch.device,
+        optimizer: torch.optim.Optimizer | None,
+        lr_scheduler: LRScheduler | None,
+    ) -> None:
+        super().__init__()
+        self.module = sharding.model
+        self.sharding, self.config, self.batch, self.device = sharding, config, batch, device
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.global_rank, self.local_rank = place.rank, place.local_rank
+        self.world_size = place.world_size
+        self.global_steps = self.micro_steps = self.skipped_steps = 0
+        self.scaler = _loss_scaler(config)
+        self._grad_norm: float | None = None
+        self._forwards = self._backwards = 0  # of this micro-batch
+        self._losses = torch.zeros((), device=device)  # sum over this step's micro-batches
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output. With gradients enabled in train(), it begins a micro-batch."""
+        if torch.is_grad_enabled() and self.training:
+            if self._forwards == 0:
+                self.sharding.begin_micro_step(last=self.is_gradient_accumulation_boundary())
+            self._forwards += 1
+        output = self.module(*args, **kwargs)
+        if not torch.is_grad_enabled() and self.sharding.stage == 3:
+            self.sharding.release()
+        return output
+
+    def train(self, mode: bool = True) -> "Engine":
+        """Training mode, as of every module; weights that evaluation left gathered are freed."""
+        if mode and self.sharding.stage < 3 and not self._forwards and not self._mid_step():
+            self.sharding.release()
+        return super().train(mode)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Add the gradients of `loss` / accumulation steps; returns `loss` as it was.
+
+        Raises InputError without a forward pass before it, or for a loss of several elements.
+        """
+        if not self._forwards:
+            raise InputError(
+                "engine.backward(loss) without a forward pass: call engine(batch) first, in "
+                "train() mode and with gradients enabled, once for each engine.step()"
+            )
+        if loss.numel() != 1:
+            raise InputError(f"the loss has shape {list(loss.shape)}: give its mean, one number")
+        scale = self.scaler.scale if self.scaler else 1.0
+        if scale_wrt_gas:
+            scale /= self.batch.micro_batches
+        (loss.float() * scale).sum().backward(retain_graph=retain_graph)
+        self._backwards += 1
+        self._losses += loss.detach().sum()
+        return loss
+
+    def step(self) -> None:
+        """End a micro-batch; after a step's last one clip, update and move the schedule.
+
+        Raises InputError without a backward pass before it, without an optimizer, and for
+        gradients that are not finite where no loss scale can be lowered.
+        """
+        if self.optimizer is None:
+            raise InputError(
+                "engine.step() needs an optimizer: give zeropp.initialize one, or name one in the "
+                "JSON's optimizer section"
+            )
+        if not self._backwards:
+            raise InputError("engine.step() without engine.backward(loss) before it")
+        boundary = self.is_gradient_accumulation_boundary()
+        self._forwards = self._backwards = 0
+        self.micro_steps += 1
+        if boundary:
+            self._optimizer_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of every module; what is offloaded of the gradients too."""
+        super().zero_grad(set_to_none)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step()` updates the weights."""
+        return (self.micro_steps + 1) % self.batch.micro_batches == 0
+
+    def train_batch_size(self) -> int:
+        """Samples of a step, on all ranks."""
+        return self.batch.samples
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a micro-batch, on one rank."""
+        return self.batch.micro_samples
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
+        return self.batch.micro_batches
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage, 0 to 3."""
+        return self.sharding.stage
+
+    def quantize_nontrainable_params(self) -> None:
+        """Store quantized what is frozen by now, and train what was added (MixZ++, LoRA).
+
+        For a model that was changed after `zeropp.initialize`; also `optimizer.`, as in DeepSpeed.
+        Raises InputError as `zeropp.deepspeed.quantize_nontrainable.quantize_nontrainable_params` does.
+        """
+        self.sharding = quantize_nontrainable_params(
+            self.sharding, self.config, self.optimizer, self.device
+        )
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of the last step's mean gradients, before clipping; None before a step."""
+        return self._grad_norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group, for the next step."""
+        return [] if self.optimizer is None else [one["lr"] for one in self.optimizer.param_groups]
+
+    @property
+    def loss_scale(self) -> float:
+        """What fp16 losses are multiplied by; 1 in other formats."""
+        return self.scaler.scale if self.scaler else 1.0
+
+    def save_checkpoint(
+        self,
+        save_dir: Path | str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        save_latest: bool = True,
+    ) -> Path:
+        """Write `save_dir/tag` (by default global_stepN) on all ranks; return its path.
+
+        Raises InputError between the micro-batches of a step, whose gradients are not saved, and
+        as `zeropp.checkpoint.engine_checkpoint.save` does.
+        """
+        if self._mid_step():
+            raise InputError(
+                "save_checkpoint in the middle of a step would lose its gradients: save where "
+                f"micro_steps ({self.micro_steps}) is a multiple of "
+                f"gradient_accumulation_steps ({self.batch.micro_batches})"
+            )
+        state = {
+            "global_steps": self.global_steps,
+            "skipped_steps": self.skipped_steps,
+            "loss_scaler": self.scaler.state_dict() if self.scaler else {},
+            "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler else {},
+            "param_groups": _options(self.optimizer),
+            "optimizer_saved": self.optimizer is not None,
+            "client_state": dict(client_state),
+        }
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        return checkpoint.save(
+            Path(save_dir), tag, self.module, self.optimizer, state, save_latest=save_latest
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: Path | str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[Path, dict[str, Any]]:
+        """Go on from a checkpoint, on all ranks; return its path and its client_state.
+
+        Raises InputError as `zeropp.checkpoint.engine_checkpoint.load` does.
+        """
+        with_optimizer = load_optimizer_states and not load_module_only
+        optimizer = self.optimizer if with_optimizer else None
+        path, state = checkpoint.load(
+            Path(load_dir),
+            tag,
+            self.module,
+            self.optimizer,
+            strict=load_module_strict,
+            with_moments=with_optimizer,
+        )
+        self.sharding.weights_changed()
+        self._forwards = self._backwards = 0
+        if not load_module_only:
+            self.global_steps, self.skipped_steps = state["global_steps"], state["skipped_steps"]
+            self.micro_steps = self.global_steps * self.batch.micro_batches
+        if optimizer is not None:
+            _restore_options(optimizer, state["param_groups"], path)
+            if self.scaler and state["loss_scaler"]:
+                self.scaler.load_state_dict(state["loss_scaler"])
+        with_scheduler = load_lr_scheduler_states and not load_module_only
+        if with_scheduler and self.lr_scheduler and state["lr_scheduler"]:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        return path, state["client_state"]
+
+    def save_16bit_model(
+        self, save_dir: Path | str, save_filename: str = "pytorch_model.bin"
+    ) -> Path:
+        """Write whole 16-bit weights to one file from rank 0, on a call by all ranks.
+
+        A name that ends in .safetensors gives that format. fp32 runs write bf16. Raises InputError
+        where the file cannot be written.
+        """
+        path = Path(save_dir) / save_filename
+        dtype = self.sharding.compute_dtype
+        if dtype == torch.float32:
+            dtype = torch.bfloat16
+        try:
+            save_weights(self.module, path, dtype, masters_of(self.optimizer))
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error}") from error
+        return path
+
+    def _mid_step(self) -> bool:
+        return self.micro_steps % self.batch.micro_batches != 0
+
+    def _optimizer_step(self) -> None:
+        self.sharding.release()  # an evaluation since the backward pass may have left old weights
+        result = optimizer_step(
+            self.optimizer,
+            self.sharding,
+            clip_grad=self.config.gradient_clipping,
+            scaler=self.scaler,
+        )
+        self.global_steps += 1
+        self.skipped_steps += result.skipped
+        self._grad_norm = result.grad_norm
+        if result.skipped and not self.scaler:
+            raise InputError(
+                f"the norm of the gradients is {result.grad_norm} at step {self.global_steps}, and "
+                "no update was made: lower the learning rate, clip the gradients, or look at the "
+                "data"
+            )
+        if self.lr_scheduler is not None and not result.skipped:
+            self.lr_scheduler.step()
+        self._report()
+
+    def _report(self) -> None:
+        every, losses = self.config.steps_per_print, self._losses
+        self._losses = torch.zeros_like(losses)
+        if every and self.global_steps % every == 0 and self.global_rank == 0:
+            scale = f", loss scale {self.loss_scale:g}" if self.scaler else ""
+            log.info(
+                "step %d, loss %.4f (rank 0), gradient norm %.3f, lr %s, skipped %d%s",
+                self.global_steps,
+                losses.item() / self.batch.micro_batches,
+                self._grad_norm,
+                ", ".join(f"{lr:g}" for lr in self.get_lr()),
+                self.skipped_steps,
+                scale,
+            )
+
+
+def _loss_scaler(config: ZeroConfig) -> LossScaler | None:
+    """The scaler that the JSON's fp16 section describes; None in other formats."""
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return None
+    fixed = fp16.loss_scale > 0
+    return LossScaler(
+        scale=fp16.loss_scale if fixed else 2.0**fp16.initial_scale_power,
+        min_scale=fp16.min_loss_scale,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        dynamic=not fixed,
+    )
+
+
+def _options(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    """Each parameter group's options, its parameters as their number."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [
+        {**{k: v for k, v in group.items() if k != "param_names"}, "params": len(group["params"])}
+        for group in groups
+    ]
+
+
+def _restore_options(
+    optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]], path: Path
+) -> None:
+    here, there = [one["params"] for one in _options(optimizer)], [one["params"] for one in saved]
+    if here != there:
+        raise InputError(
+            f"the optimizer has parameter groups of {here} parameters, the one in {path} of "
+            f"{there}: build it alike, or load with load_optimizer_states=False"
+        )
+    for group, options in zip(optimizer.param_groups, saved, strict=True):
+        group.update({name: value for name, value in options.items() if name != "params"})

@@ -1,0 +1,1 @@
+"""Which ranks there are, how they are started, and what they do together."""

@@ -1,0 +1,1 @@
+"""What a DeepSpeed-style JSON may say, and what each key means here."""

@@ -1,0 +1,218 @@
+"""Every key of a DeepSpeed JSON, as frozen sections: what each means here, or why it means nothing.
+
+One line per key. `key(default, ...)` is honoured; `idle(default, reason)` is accepted and said to
+have no effect; `refused={value: reason}` ends with an error. The facts beside a field are all there
+is: the reader, the checks, the notices and the tests work from them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from zeropp.settings.schema import Section, idle, key
+
+BITS = (4, 8, 16)
+_BLOCKWISE = "FSDP2 gathers and reduces block by block, from one buffer per block"
+_ONE_WAY = "there is one way to gather and one to reduce, chosen by the stage"
+_PREFETCH = "FSDP2 gathers one block ahead and frees each block after its use"
+_FLAT = "all parameters are sharded alike, small ones in their block's buffer"
+_CHECKPOINTS = "every checkpoint holds fp32 weights and loads at any number of ranks and any stage"
+_SWAPPER = "only NVMe offload has these buffers, and it is not available here"
+_NVME = 'offload to NVMe is not available here; "cpu" and "none" are'
+_REMOVED = "DeepSpeed removed it in 2026 and it was never part of this project"
+_DEVICES = ("none", "cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadParam(Section):
+    path: ClassVar[str] = "zero_optimization.offload_param"
+
+    device: str = key("none", choices=_DEVICES, refused={"nvme": _NVME})
+    nvme_path: str | None = idle(None, _SWAPPER)
+    buffer_count: int = idle(5, _SWAPPER)
+    buffer_size: int = idle(100_000_000, _SWAPPER)
+    max_in_cpu: int = idle(1_000_000_000, _SWAPPER)
+    pin_memory: bool = key(False, needs="zero_optimization.offload_param.device")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadOptimizer(Section):
+    path: ClassVar[str] = "zero_optimization.offload_optimizer"
+
+    device: str = key("none", choices=_DEVICES, refused={"nvme": _NVME})
+    nvme_path: str | None = idle(None, _SWAPPER)
+    buffer_count: int = idle(4, _SWAPPER)
+    pin_memory: bool = key(False, needs="zero_optimization.offload_optimizer.device")
+    pipeline: bool = idle(False, _SWAPPER)
+    pipeline_read: bool = idle(False, _SWAPPER)
+    pipeline_write: bool = idle(False, _SWAPPER)
+    fast_init: bool = idle(False, _SWAPPER)
+    ratio: float = key(
+        1.0, minimum=0, maximum=1, needs="zero_optimization.offload_optimizer.device"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroOptimization(Section):
+    path: ClassVar[str] = "zero_optimization"
+
+    stage: int = key(0, choices=(0, 1, 2, 3))
+    zero_quantized_weights: bool = key(False)
+    zero_hpz_partition_size: int = key(1, minimum=1)
+    zero_quantized_gradients: bool = key(False)
+    zero_quantized_nontrainable_weights: bool = key(False)
+    offload_param: OffloadParam = key(OffloadParam())
+    offload_optimizer: OffloadOptimizer = key(OffloadOptimizer())
+
+    reduce_bucket_size: int = idle(500_000_000, _BLOCKWISE, auto=True)
+    allgather_bucket_size: int = idle(500_000_000, _BLOCKWISE, auto=True)
+    contiguous_gradients: bool = idle(True, _BLOCKWISE)
+    reduce_scatter: bool = idle(True, _ONE_WAY)
+    allgather_partitions: bool = idle(True, _ONE_WAY)
+    use_multi_rank_bucket_allreduce: bool = idle(True, _ONE_WAY)
+    legacy_stage1: bool = idle(False, _ONE_WAY)
+    round_robin_gradients: bool = idle(False, "no gradient is copied to the CPU in turns")
+    overlap_comm: bool | None = idle(
+        None, "communication overlaps with computation wherever the device allows it"
+    )
+    sub_group_size: int = idle(1_000_000_000, "the optimizer steps parameter by parameter")
+    ignore_unused_parameters: bool = idle(True, "parameters without a gradient are always skipped")
+    memory_efficient_linear: bool = idle(True, "PyTorch's own linear layer is used, unpatched")
+    load_from_fp32_weights: bool = idle(True, _CHECKPOINTS)
+    elastic_checkpoint: bool = idle(False, _CHECKPOINTS)
+    pipeline_loading_checkpoint: bool = idle(False, _CHECKPOINTS)
+    stage3_gather_16bit_weights_on_model_save: bool = idle(
+        False,
+        "checkpoints stay sharded; tools/consolidate.py writes one 16-bit file",
+        in_engine="engine.save_16bit_model gathers the weights whenever it is called",
+    )
+    stage3_prefetch_bucket_size: int = idle(50_000_000, _PREFETCH, auto=True)
+    stage3_max_live_parameters: int = idle(1_000_000_000, _PREFETCH, auto=True)
+    stage3_max_reuse_distance: int = idle(1_000_000_000, _PREFETCH, auto=True)
+    stage3_module_granularity_threshold: int = idle(0, _PREFETCH)
+    stage3_use_all_reduce_for_fetch_params: bool = idle(False, _ONE_WAY)
+    stage3_param_persistence_threshold: int = idle(100_000, _FLAT, auto=True)
+    stage3_model_persistence_threshold: int | None = idle(None, _FLAT, auto=True)
+    mics_shard_size: int = key(-1, choices=(-1, 0))  # MiCS: removed from DeepSpeed too
+    mics_hierarchical_params_gather: bool = key(False, refused={True: _REMOVED})
+    zeropp_loco_param: Mapping | None = idle(None, _REMOVED, keys=("err_beta", "reset_T"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp16(Section):
+    path: ClassVar[str] = "fp16"
+
+    enabled: bool = key(False, auto=True)
+    loss_scale: float = key(0.0, minimum=0, auto=True)  # 0 means dynamic
+    initial_scale_power: int = key(16, minimum=0, maximum=127, auto=True)
+    loss_scale_window: int = key(1000, minimum=1, auto=True)  # steps without overflow
+    hysteresis: int = key(2, minimum=1, auto=True)
+    min_loss_scale: float = key(1.0, minimum=0, auto=True)
+    consecutive_hysteresis: bool = idle(
+        False, "hysteresis returns after loss_scale_window steps without overflow, as in Megatron"
+    )
+    auto_cast: bool = idle(False, "FSDP2 casts the inputs by itself", auto=True)
+    fp16_master_weights_and_grads: bool = key(
+        False, refused={True: "the optimizer always works on fp32 weights and gradients"}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bf16(Section):
+    path: ClassVar[str] = "bf16"
+
+    enabled: bool = key(False, auto=True)
+    immediate_grad_update: bool = idle(True, "gradients accumulate in fp32 as they arrive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerParams(Section):
+    path: ClassVar[str] = "optimizer.params"
+
+    lr: float | None = key(None, minimum=0, auto=True)
+    betas: tuple[float, float] | None = key(None, minimum=0, maximum=1, auto=True)
+    eps: float | None = key(None, minimum=0, auto=True)
+    weight_decay: float | None = key(None, minimum=0, auto=True)
+    adam_w_mode: bool = key(True, refused={False: "only decoupled weight decay is available"})
+    bias_correction: bool = key(True, refused={False: "Adam always corrects its bias here"})
+    amsgrad: bool = key(False, refused={True: "AMSGrad is not available here"})
+    torch_adam: bool = key(False)  # on CPUs
+    fused: bool = idle(False, "the fastest Adam of the device is used")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(Section):
+    """`Adam` and `AdamW` are the same here, as in DeepSpeed: decoupled weight decay."""
+
+    path: ClassVar[str] = "optimizer"
+
+    type: str | None = key(None, choices=("Adam", "AdamW"))
+    params: OptimizerParams = key(OptimizerParams())
+    legacy_fusion: bool = idle(False, "the fastest Adam of the device is used")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerParams(Section):
+    path: ClassVar[str] = "scheduler.params"
+
+    warmup_min_lr: float = key(0.0, minimum=0, auto=True)
+    warmup_max_lr: float | None = key(None, minimum=0, auto=True)
+    warmup_num_steps: int = key(1000, minimum=0, auto=True)
+    warmup_type: str = key("log", choices=("log", "linear"), auto=True)
+    warmup_min_ratio: float = key(0.0, minimum=0, maximum=1, auto=True)
+    cos_min_ratio: float = key(0.0001, minimum=0, maximum=1, auto=True)
+    total_num_steps: int | None = key(None, minimum=1, auto=True)
+    last_batch_iteration: int = key(-1, minimum=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduler(Section):
+    path: ClassVar[str] = "scheduler"
+
+    type: str | None = key(None, choices=("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"))
+    params: SchedulerParams = key(SchedulerParams())
+
+
+_RECOMPUTE = "activations are recomputed by torch.utils.checkpoint, which has no such setting"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpointing(Section):
+    path: ClassVar[str] = "activation_checkpointing"
+
+    partition_activations: bool = idle(
+        False, "activations are kept whole: there are no tensor-parallel ranks to split them over"
+    )
+    cpu_checkpointing: bool = idle(False, "kept activations stay on the device")
+    contiguous_memory_optimization: bool = idle(False, _RECOMPUTE)
+    number_checkpoints: int | None = idle(
+        None, "use --recompute-num-layers", minimum=1, in_engine=_RECOMPUTE
+    )
+    synchronize_checkpoint_boundary: bool = idle(False, _RECOMPUTE)
+    profile: bool = idle(False, _RECOMPUTE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zeropp(Section):
+    """What DeepSpeed's JSON cannot say.
+
+    A node is `ranks_per_node` ranks, as launched by default. `nontrainable_weight_bits`: of frozen
+    weights that are stored quantized. `gradient_bits` is [within a node,
+    across nodes]. `secondary_in_evaluation`: passes in eval() mode keep hpZ's copies, as training
+    does. `delayed_param_update`: the host's update runs beside the next step, which computes with
+    the weights before it; not in the first `delayed_param_update_warmup` steps.
+    """
+
+    path: ClassVar[str] = "zeropp"
+
+    ranks_per_node: int | None = key(None, minimum=1)
+    weight_bits: int = key(8, choices=BITS, needs="zero_optimization.zero_quantized_weights")
+    nontrainable_weight_bits: int = key(
+        8, choices=(8, 4), needs="zero_optimization.zero_quantized_nontrainable_weights"
+    )
+    gradient_bits: tuple[int, int] = key(
+        (8, 4), choices=BITS, needs="zero_optimization.zero_quantized_gradients"
+    )
+    secondary_in_evaluation: bool = key(True)
+    delayed_param_update: bool = key(False)
+    delayed_param_update_warmup: int = key(40, minimum=0, needs="zeropp.delayed_param_update")

@@ -1,0 +1,138 @@
+"""What a step will send, by formula: from the routes and the shapes, before anything is sent.
+
+The ledger (`zeropp.wire.traffic`) counts what was sent; both must agree. Gathers per step of n
+micro-batches: at stage 3 each block once for forward and once for backward of every micro-batch,
+the root once for both; at stages 1 and 2 every unit once. Where hpZ keeps a copy, only the first
+gather of a step has an outer hop. Gradients are averaged once per micro-batch, at stages 0 and 1
+once per step.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from math import lcm
+
+import torch
+
+from zeropp.fsdp_adapter import Piece
+from zeropp.wire.collectives import gradient_layouts, weight_layout
+from zeropp.wire.route import Hop, Nodes, Route
+from zeropp.wire.traffic import HOPS, PURPOSES
+
+REDUCED_WHOLE = torch.float32  # what stage 0 all-reduces
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The bytes of one step: `units` are the pieces of each block in order, then of the root."""
+
+    stage: int
+    units: tuple[tuple[Piece, ...], ...]
+    weights: Route
+    gradients: Route
+    compute_dtype: torch.dtype
+    wire_dtype: torch.dtype
+
+    def rank(self, position: int, num_micro_batches: int = 1) -> dict[tuple[str, str], int]:
+        """Bytes that the rank at `position` sends per step, by (purpose, hop)."""
+        sent: Counter[tuple[str, str]] = Counter()
+        for index, pieces in enumerate(self.units):
+            is_root = index == len(self.units) - 1
+            for purpose, by_hop in self._unit(pieces, is_root, position, num_micro_batches):
+                for hop, num_bytes in by_hop.items():
+                    sent[purpose, hop] += num_bytes
+        return {(purpose, hop): sent[purpose, hop] for purpose in PURPOSES for hop in HOPS}
+
+    def node(self, num_micro_batches: int = 1) -> dict[tuple[str, str], float]:
+        """Bytes that the ranks of a node send per step, by (purpose, hop): the mean of all nodes.
+
+        Nodes differ only where hops begin in the middle of one; after `period` ranks all repeats.
+        """
+        per_node = self.weights.nodes.ranks_per_node
+        period = lcm(per_node, self.weights.inner)
+        total: Counter[tuple[str, str]] = Counter()
+        for position in range(period):
+            total.update(self.rank(position, num_micro_batches))
+        return {key: sent * per_node / period for key, sent in total.items()}
+
+    def plain(self) -> "PlainForecast":
+        """What the same stage would send for the same shapes without any of this."""
+        same = {field.name: getattr(self, field.name) for field in fields(self)}
+        nodes = self.weights.nodes
+        flat = Route(nodes=nodes, inner=nodes.num_ranks)
+        units = tuple(tuple(replace(p, packed_bytes=0) for p in pieces) for pieces in self.units)
+        return PlainForecast(**same | {"weights": flat, "gradients": flat, "units": units})
+
+    def _unit(
+        self, pieces: tuple[Piece, ...], is_root: bool, position: int, num_micro_batches: int
+    ) -> Iterator[tuple[str, dict[str, int]]]:
+        if self.stage == 0:
+            yield "gradients", self._all_reduce(pieces, position)
+            return
+        forward = num_micro_batches if self.stage == 3 else 1
+        backward = num_micro_batches if self.stage == 3 and not is_root else 0
+        means = num_micro_batches if self.stage >= 2 else 1
+        for times, purpose in ((forward, "weights_forward"), (backward, "weights_backward")):
+            first = 1 if purpose == "weights_forward" else 0
+            yield purpose, self._gather(pieces, position, times, first)
+        trainable = tuple(one for one in pieces if one.trainable)
+        yield "gradients", self._mean(trainable, position, means)
+
+    def _gather(
+        self, pieces: tuple[Piece, ...], position: int, times: int, first: int
+    ) -> dict[str, int]:
+        route, sent = self.weights, Counter()
+        row = weight_layout(pieces, route, self.compute_dtype).packed_bytes
+        if route.is_flat or any(one.packed_bytes for one in pieces):
+            width = self.compute_dtype.itemsize
+            row = sum(one.packed_bytes or width * one.elements for one in pieces)
+        if route.outer > 1:
+            crossings = first if route.keeps else times
+            if route.keeps and not any(one.trainable for one in pieces):
+                crossings = 0  # but once in the run: nothing ever changes these weights
+            _add(sent, route.outer_hop(position).gather_bytes(position, row), crossings)
+        if route.inner > 1:
+            arrived = row * route.outer
+            _add(sent, route.inner_hop(position).gather_bytes(position, arrived), times)
+        return sent
+
+    def _mean(self, pieces: tuple[Piece, ...], position: int, times: int) -> dict[str, int]:
+        route, sent = self.gradients, Counter()
+        inner, outer = gradient_layouts(pieces, route, self.wire_dtype)
+        if route.inner > 1:
+            part = inner.packed_bytes * route.outer
+            _add(sent, route.inner_hop(position).exchange_bytes(position, part), times)
+        if route.outer > 1:
+            part = outer.packed_bytes
+            _add(sent, route.outer_hop(position).exchange_bytes(position, part), times)
+        return sent
+
+    def _all_reduce(self, pieces: tuple[Piece, ...], position: int) -> dict[str, int]:
+        """A ring's: it sends each rank's share of the buffer on, twice around."""
+        nodes = self.weights.nodes
+        whole = sum(one.elements for one in pieces if one.trainable) * REDUCED_WHOLE.itemsize
+        everyone = Hop(members=tuple(range(nodes.num_ranks)), nodes=nodes)
+        return everyone.gather_bytes(position, round(2 * whole / nodes.num_ranks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainForecast(Forecast):
+    """ZeRO as FSDP2 runs it alone: nothing quantized, each collective one ring over all ranks."""
+
+    def _mean(self, pieces: tuple[Piece, ...], position: int, times: int) -> dict[str, int]:
+        """A ring's reduce-scatter sends on as many slices as its all-gather sends shards."""
+        row = sum(one.elements for one in pieces) * self.wire_dtype.itemsize
+        sent: Counter[str] = Counter()
+        _add(sent, self.weights.inner_hop(position).gather_bytes(position, row), times)
+        return sent
+
+
+def routes_of_one_rank() -> tuple[Route, Route]:
+    """The routes where nothing is sent."""
+    alone = Route(nodes=Nodes(num_ranks=1, ranks_per_node=1), inner=1)
+    return alone, alone
+
+
+def _add(total: Counter, by_hop: dict[str, int], times: int) -> None:
+    for hop, num_bytes in by_hop.items():
+        total[hop] += times * num_bytes

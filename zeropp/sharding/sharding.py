@@ -1,0 +1,138 @@
+"""`Sharding`: what `zeropp.shard` made of a model, and how a step must treat it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeropp import fsdp_adapter as fsdp
+from zeropp.sharding.forecast import REDUCED_WHOLE, Forecast
+from zeropp.sharding.weight_changes import forget
+from zeropp.wire.collectives import SecondaryCopies
+from zeropp.wire.frozen_weights import require_frozen
+from zeropp.wire.route import UNQUANTIZED, Hop, Route
+from zeropp.wire.traffic import PURPOSES, Sent, Traffic
+
+MIB = 2**20
+COLUMNS = MappingProxyType({"across_nodes": "across nodes", "in_node": "in node"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """A sharded model: its units, its ledger, and the weights' secondary copies under hpZ."""
+
+    model: nn.Module
+    stage: int
+    num_ranks: int
+    compute_dtype: torch.dtype
+    units: tuple[fsdp.FSDPModule, ...] = ()  # the blocks in forward order, then the root
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
+    forecast: Forecast | None = field(default=None, repr=False)
+    traffic: Traffic = field(default_factory=Traffic, repr=False)
+    copies: SecondaryCopies | None = field(default=None, repr=False)
+    stores_frozen: bool = False  # quantized, and nothing may train them
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether each rank holds a different slice of the averaged gradients."""
+        return self.stage >= 1 and self.num_ranks > 1
+
+    @contextmanager
+    def micro_step(self, *, last: bool) -> Iterator[None]:
+        """Around one micro-batch's forward and backward; `last` is the step's last one."""
+        self.begin_micro_step(last=last)
+        yield
+
+    def begin_micro_step(self, *, last: bool) -> None:
+        """Before a micro-batch's forward: what its backward will do with weights and gradients."""
+        if self.stores_frozen:
+            require_frozen(self.model)
+        for unit in self.units:
+            unit.set_requires_gradient_sync(last or self.stage >= 2, recurse=False)
+            unit.set_reshard_after_backward(last or self.stage == 3, recurse=False)
+
+    def release(self) -> None:
+        """Free weights that forward-only passes left gathered (evaluation, generation)."""
+        for unit in self.units:
+            fsdp.forget_gathered(unit)
+
+    def weights_changed(self) -> None:
+        """Forget what was gathered, hpZ's copies too: the shards hold other weights now.
+
+        Optimizers of torch.optim and `load_state_dict` give this notice by themselves; whoever
+        writes into the shards by other means gives it, on every rank.
+        """
+        forget(self.units, self.copies)
+
+    def expected_traffic(self, num_micro_batches: int = 1) -> dict[tuple[str, str], int]:
+        """Bytes that this rank will send per step, by (purpose, hop); empty for one rank."""
+        if self.forecast is None:
+            return {}
+        return self.forecast.rank(dist.get_rank(self.group), num_micro_batches)
+
+    def plain_traffic(self, num_micro_batches: int = 1) -> dict[tuple[str, str], int]:
+        """`expected_traffic` of the same stage as FSDP2 runs it alone: what ZeRO++ is to save."""
+        if self.forecast is None:
+            return {}
+        return self.forecast.plain().rank(dist.get_rank(self.group), num_micro_batches)
+
+    def describe(self, num_micro_batches: int = 1) -> tuple[tuple[str, str], ...]:
+        """Rows (what, how): the collectives as they will run, and the bytes a node will send.
+
+        A value may have several lines.
+        """
+        forecast = self.forecast
+        if forecast is None:
+            return (("collectives", "none: one rank"),)
+        nodes = forecast.weights.nodes
+        if self.stage == 0:
+            width = f"{8 * REDUCED_WHOLE.itemsize} bit among {self.num_ranks} ranks"
+            rows = [("gradients", f"all-reduce, {width}")]
+        else:
+            weights = _hops(forecast.weights, self.compute_dtype, ("outer", "inner"))
+            means = _hops(forecast.gradients, forecast.wire_dtype, ("inner", "outer"))
+            more = "\nfrozen matrices as they are stored, as codes" if self.stores_frozen else ""
+            more += "\nkept in each node until the weights change (hpZ)" if self.copies else ""
+            rows = [
+                ("weights", f"all-gather, {weights}{more}"),
+                ("gradients", f"all-to-all, {means}\nsummed in fp32, whatever the wire carries"),
+            ]
+        sent = _table(forecast.node(num_micro_batches))
+        return (("nodes", f"{nodes.count} of {nodes.ranks_per_node} ranks"), *rows, ("sends", sent))
+
+
+def _hops(route: Route, wire: torch.dtype, order: tuple[str, str]) -> str:
+    """The hops of a route that happen, in words."""
+    widths = {"inner": route.bits[0], "outer": route.bits[1]}
+    hops = {"inner": route.inner_hop(0), "outer": route.outer_hop(0)}
+    words = []
+    for name in order:
+        if hops[name].size > 1:
+            bits = widths[name]
+            width = f"{8 * wire.itemsize} bit" if bits == UNQUANTIZED else f"INT{bits}"
+            members = f"{hops[name].size}" if words else f"{hops[name].size} ranks"
+            words.append(f"{width} among {members} {_where(hops[name])}")
+    return ", then ".join(words)
+
+
+def _table(sent: Sent) -> str:
+    """Lines of MiB by purpose, a column for each hop; purposes that send nothing are left out."""
+    sums = {purpose: [sent[purpose, hop] for hop in COLUMNS] for purpose in PURPOSES}
+    sums["total"] = [sum(column) for column in zip(*sums.values(), strict=True)]
+    lines = ["MiB per node and step" + "".join(f"{COLUMNS[hop]:>14}" for hop in COLUMNS)]
+    for name, row in sums.items():
+        if any(row):
+            cells = "".join(f"{num_bytes / MIB:14.2f}" for num_bytes in row)
+            lines.append(f"{name.replace('_', ' '):<21}{cells}")
+    return "\n".join(lines)
+
+
+def _where(hop: Hop) -> str:
+    near = sum(hop.nodes.same(hop.members[0], other) for other in hop.members)
+    if near == hop.size:
+        return "of a node"
+    return "across nodes" if near == 1 else "in and across nodes"

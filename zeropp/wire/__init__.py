@@ -1,0 +1,1 @@
+"""What travels between ranks: by which hops, in which format, and how many bytes."""

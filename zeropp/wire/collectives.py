@@ -1,0 +1,226 @@
+"""The collectives of the sharded step: what moves, from which layout to which.
+
+A unit's weights are gathered by `WeightGather`, outer hop first (D3), its gradients averaged by
+`GradientMean`, inner hop first. W = N*R ranks by the route: N = outer, R = inner; position
+n*R + r. C = elements of one rank's padded shard of the unit, P = bytes of a packed row of them.
+
+| weights                | each rank holds       | gradients                    | each rank holds  |
+|------------------------|-----------------------|------------------------------|------------------|
+| its shard              | (C,)                  | its own of all W slices +)   | (W, C) fp32      |
+| quantized              | (1, P)                | quantized, slices reordered  | (R, N, P)        |
+| after the outer hop *) | (N, P)                | after the inner hop          | (R, N, P)        |
+| after the inner hop    | (R, N, P)             | summed in fp32, quantized    | (N, P')          |
+| dequantized, reordered | (W, C), every rank    | after the outer hop          | (N, P')          |
+|                        |                       | summed in fp32               | (C,)             |
+
+Units with frozen weights that are stored quantized (zeropp/wire/frozen_weights.py) travel as bytes: those
+weights as they are stored, the others as numbers. A gather then neither quantizes nor dequantizes.
+*) What arrives here is hpZ's secondary copy. With it, a gather begins after this line.
++) Divided by R here, and not at the end, where sums travel as fp16, which could not hold them.
+Sources: ZeRO++ (Wang et al. 2023), sections 3.1 to 3.3.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeropp import fsdp_adapter as fsdp
+from zeropp.quant.quantize import Layout, dequantize, quantize, reduce_dequantize, reduce_quantize
+from zeropp.wire.cross_stream import Shared
+from zeropp.wire.in_flight import Gathering, Hops, Reductions, run
+from zeropp.wire.link import Link
+from zeropp.wire.route import UNQUANTIZED, Route
+
+
+class SecondaryCopies:
+    """What hpZ keeps: each unit's rows after the outer hop, until the weights change.
+
+    The choice between a copy and a new gather follows from calls that every rank makes alike, never
+    from a tensor's state: ranks that chose differently would wait for each other for ever.
+    """
+
+    def __init__(self, *, in_evaluation: bool) -> None:
+        self.in_evaluation = in_evaluation
+        self.version = 0
+        self._rows: dict[nn.Module, Shared] = {}
+
+    def get(self, unit: nn.Module) -> torch.Tensor | None:
+        """The unit's rows, if they are kept, for use on the current stream."""
+        kept = self._rows.get(unit)
+        return kept.here() if kept else None
+
+    def keep(self, unit: nn.Module, rows: torch.Tensor, version: int) -> None:
+        """Keep `rows`, gathered at `version`, unless the weights have changed since."""
+        if version == self.version and (unit.training or self.in_evaluation):
+            self._rows[unit] = Shared(rows)
+
+    def drop(self, *, stepped_only: bool = False) -> None:
+        """Forget the copies of all units, or of those that an optimizer may just have stepped."""
+        self.version += 1
+        for unit in tuple(self._rows):
+            if not stepped_only or fsdp.may_be_stepped(unit):
+                del self._rows[unit]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank holds."""
+        return sum(kept.tensor.nbytes for kept in self._rows.values())
+
+
+class _Allocates:
+    """FSDP2 asks its collectives for the buffers it passes to them."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class WeightGather(_Allocates, fsdp.AllGather):
+    """Gather one unit's weights: qwZ by the route's bits, hpZ by the copies it may keep."""
+
+    def __init__(
+        self,
+        unit: fsdp.FSDPModule,
+        route: Route,
+        links: tuple[Link | None, Link | None],
+        copies: SecondaryCopies | None,
+    ) -> None:
+        self.unit, self.route, self.copies = unit, route, copies
+        self.inner, self.outer = links
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """`input_tensor` (C,), a view into `output_tensor` (W*C,), which gets all shards."""
+        purpose = "weights_backward" if fsdp.in_backward(self.unit) else "weights_forward"
+        if self.route.is_flat:
+            return self.inner.all_gather(output_tensor, input_tensor, purpose, async_op=async_op)
+        hops = self._hops(output_tensor, input_tensor, purpose, async_op)
+        return Gathering(hops) if async_op else run(hops)
+
+    def _hops(
+        self, whole: torch.Tensor, shard: torch.Tensor, purpose: str, async_op: bool
+    ) -> Hops:
+        is_stored = shard.dtype == torch.uint8  # codes of frozen weights, and bytes of numbers
+        layout = None
+        if not is_stored:
+            layout = weight_layout(fsdp.own_pieces(self.unit), self.route, shard.dtype)
+        version = self.copies.version if self.copies else 0
+        rows = self.copies.get(self.unit) if self.copies else None
+        if rows is None:
+            rows = shard.view(1, -1)
+            rows = rows.clone() if is_stored else quantize(rows, layout)
+            if self.outer:
+                arrived = rows.new_empty(self.outer.size, rows.shape[1])
+                yield self.outer.all_gather(arrived, rows, purpose, async_op=async_op)
+                rows = arrived
+            if self.copies:
+                self.copies.keep(self.unit, rows, version)
+        if self.inner:
+            arrived = rows.new_empty(self.inner.size * rows.shape[0], rows.shape[1])
+            yield self.inner.all_gather(arrived, rows, purpose, async_op=async_op)
+            rows = arrived
+        if is_stored:
+            by_hop = self.route.inner, self.route.outer, -1
+            whole.view(by_hop[1], by_hop[0], -1).copy_(rows.view(by_hop).transpose(0, 1))
+        else:
+            dequantize(rows, whole.view(len(rows), -1), layout, fold=self.route.inner)
+
+
+class GradientMean(_Allocates, fsdp.ReduceScatter):
+    """Average one unit's gradients, each slice on its owner: qgZ by the route's bits.
+
+    Whatever the wire carries, terms are summed in fp32 and in the order of the ranks (D5).
+    """
+
+    def __init__(
+        self,
+        unit: fsdp.FSDPModule,
+        route: Route,
+        links: tuple[Link | None, Link | None],
+        wire_dtype: torch.dtype,
+        in_flight: Reductions | None,
+    ) -> None:
+        self.unit, self.pieces = unit, fsdp.own_pieces(unit)
+        self.with_gradient = fsdp.watch_gradients(unit)
+        self.route, self.wire_dtype, self.in_flight = route, wire_dtype, in_flight
+        self.inner, self.outer = links
+        # Between the hops sums travel; of numbers that fp16 can hold, fp16 must hold them too.
+        self.divides_first = wire_dtype == torch.float16 and None not in links
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        """`input_tensor` (W*C,) fp32 of this rank -> `output_tensor` (C,), the mean of its slice.
+
+        With `in_flight`, and where nobody reads them earlier, by the end of the backward pass.
+        """
+        assert op == dist.ReduceOp.SUM and not async_op, (op, async_op)
+        pieces = tuple(self.pieces[index] for index in self.with_gradient())
+        slices = input_tensor.view(self.route.nodes.num_ranks, -1)
+        if self.in_flight and fsdp.may_reduce_later(self.unit):
+            self.in_flight.add(self._hops(slices, output_tensor, pieces, True))
+        else:
+            run(self._hops(slices, output_tensor, pieces, False))
+
+    def _hops(
+        self,
+        slices: torch.Tensor,
+        mean: torch.Tensor,
+        pieces: tuple[fsdp.Piece, ...],
+        async_op: bool,
+    ) -> Hops:
+        inner, outer = gradient_layouts(pieces, self.route, self.wire_dtype)
+        assert inner.elements == slices.shape[1], (inner, slices.shape)
+        if self.divides_first:
+            slices.div_(self.route.inner)
+        layout, rows = inner, slices
+        if self.inner:
+            rows = quantize(rows, inner, fold=self.route.inner)
+            received = torch.empty_like(rows)
+            yield self.inner.all_to_all(received, rows, "gradients", async_op=async_op)
+            rows = received
+        if self.outer:
+            layout = outer
+            if self.inner:
+                rows = reduce_quantize(rows, inner, outer, terms=self.route.inner)
+            else:
+                rows = quantize(rows, outer)
+            received = torch.empty_like(rows)
+            yield self.outer.all_to_all(received, rows, "gradients", async_op=async_op)
+            rows = received
+        reduce_dequantize(rows, mean, layout)
+        mean.div_(self.route.outer if self.divides_first else self.route.nodes.num_ranks)
+
+
+def weight_layout(pieces: Sequence[fsdp.Piece], route: Route, dtype: torch.dtype) -> Layout:
+    """One rank's shard of a unit on its way: parameters of fewer than two dims unquantized (D4)."""
+    return _layout(pieces, route.bits[0], dtype)
+
+
+def gradient_layouts(
+    pieces: Sequence[fsdp.Piece], route: Route, wire_dtype: torch.dtype
+) -> tuple[Layout, Layout]:
+    """One rank's slice of a unit's gradients on its way, in the inner and in the outer hop."""
+    inner, outer = route.bits
+    return _layout(pieces, inner, wire_dtype), _layout(pieces, outer, wire_dtype)
+
+
+def _layout(pieces: Sequence[fsdp.Piece], bits: int, wire: torch.dtype) -> Layout:
+    return Layout(
+        sizes=tuple(one.elements for one in pieces),
+        bits=tuple(bits if one.ndim >= 2 else UNQUANTIZED for one in pieces),
+        wire=wire,
+    )

@@ -1,0 +1,55 @@
+"""A hop with its process group: the only place where weights and gradients meet the network.
+
+Every byte is entered in the ledger here, where the collective is called (D9).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zeropp.wire.route import Hop
+from zeropp.wire.traffic import Traffic
+
+# torch 2.13 renamed it
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """The ranks of a hop, connected; `position` is this rank's on the data axis."""
+
+    hop: Hop
+    position: int
+    group: dist.ProcessGroup
+    traffic: Traffic
+
+    @property
+    def size(self) -> int:
+        return self.hop.size
+
+    def all_gather(
+        self, output: torch.Tensor, shard: torch.Tensor, purpose: str, *, async_op: bool = False
+    ) -> dist.Work | None:
+        """`shard` of each member, in the order of the hop, -> `output`, on every member."""
+        self.traffic.add(purpose, self.hop.gather_bytes(self.position, shard.nbytes))
+        return ALL_GATHER(output, shard, group=self.group, async_op=async_op)
+
+    def all_to_all(
+        self, received: torch.Tensor, rows: torch.Tensor, purpose: str, *, async_op: bool = False
+    ) -> dist.Work | None:
+        """`rows` in equal parts, the i-th for member i -> `received`, in the order of senders."""
+        part = rows.nbytes // self.size
+        self.traffic.add(purpose, self.hop.exchange_bytes(self.position, part))
+        return dist.all_to_all_single(received, rows, group=self.group, async_op=async_op)
+
+
+def connect(hop: Hop, ranks: tuple[int, ...], position: int, traffic: Traffic) -> Link | None:
+    """Make the process group of a hop that this rank is in; `None` for a hop of one rank.
+
+    `ranks` are the global ranks of the data axis. Only the members take part in making it.
+    """
+    if hop.size == 1:
+        return None
+    group = dist.new_group([ranks[one] for one in hop.members], use_local_synchronization=True)
+    return Link(hop=hop, position=position, group=group, traffic=traffic)

@@ -1,0 +1,162 @@
+"""The route of weights and of gradients through the ranks: which hops, how wide, what is kept.
+
+Ranks stand on the data axis by position, node after node. A route has an inner hop, among `inner`
+ranks that follow each other, and an outer hop, among ranks with the same place in their inner
+group; a hop of one rank does not happen. Nothing here communicates: from the same routes the
+collectives are built and the bytes they will send are computed.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from zeropp.errors import InputError
+from zeropp.settings.zero_config import ZeroConfig
+
+log = logging.getLogger("zeropp")
+
+UNQUANTIZED = 16
+_NOTHING_KEPT = "a copy split over all ranks would be the shards themselves, so none is kept"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """Which positions of the data axis share a node: `ranks_per_node` after each other do."""
+
+    num_ranks: int
+    ranks_per_node: int
+
+    @classmethod
+    def of(cls, ranks: Sequence[int], ranks_per_node: int) -> "Nodes":
+        """From the global ranks of the data axis, in order, where a node has `ranks_per_node`.
+
+        Raises InputError where nodes would hold different numbers of them, or are not contiguous.
+        """
+        runs = [(node, len(list(run))) for node, run in groupby(r // ranks_per_node for r in ranks)]
+        sizes = [size for _, size in runs]
+        if len({node for node, _ in runs}) < len(runs):
+            raise InputError(
+                f"the data axis visits a node twice: ranks {list(ranks)} with {ranks_per_node} "
+                "ranks per node; order the mesh so that the ranks of a node follow each other"
+            )
+        if len(set(sizes)) > 1:
+            raise InputError(
+                f"zeropp.ranks_per_node = {ranks_per_node} does not divide the {len(ranks)} ranks: "
+                f"the nodes would have {', '.join(map(str, sizes))} of them; give every node the "
+                "same number, or set ranks_per_node to a divisor of the number of ranks"
+            )
+        return cls(num_ranks=len(ranks), ranks_per_node=sizes[0])
+
+    @property
+    def count(self) -> int:
+        return self.num_ranks // self.ranks_per_node
+
+    def same(self, one: int, other: int) -> bool:
+        """Whether two positions are on one node."""
+        return one // self.ranks_per_node == other // self.ranks_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """The positions that take part in one collective, in its rank order."""
+
+    members: tuple[int, ...]
+    nodes: Nodes
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def gather_bytes(self, position: int, num_bytes: int) -> dict[str, int]:
+        """What the member at `position` sends to gather `num_bytes` from each: a ring's share."""
+        following = self.members[(self.members.index(position) + 1) % self.size]
+        hop = "in_node" if self.nodes.same(position, following) else "across_nodes"
+        return {hop: (self.size - 1) * num_bytes}
+
+    def exchange_bytes(self, position: int, num_bytes: int) -> dict[str, int]:
+        """What the member at `position` sends in an all-to-all of `num_bytes` to each."""
+        near = sum(self.nodes.same(position, other) for other in self.members) - 1
+        far = self.size - 1 - near
+        return {"in_node": near * num_bytes, "across_nodes": far * num_bytes}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """Two hops over all ranks: `inner` ranks each, then, or before, `outer` = ranks / inner.
+
+    `bits` is (inner hop, outer hop), 16 meaning unquantized. `keeps` says that what the outer hop
+    brought is kept for the gathers that follow: hpZ's secondary copy.
+    """
+
+    nodes: Nodes
+    inner: int
+    bits: tuple[int, int] = (UNQUANTIZED, UNQUANTIZED)
+    keeps: bool = False
+
+    @property
+    def outer(self) -> int:
+        return self.nodes.num_ranks // self.inner
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether all ranks exchange data in one unquantized collective."""
+        return self.outer == 1 and self.bits[0] == UNQUANTIZED
+
+    def inner_hop(self, position: int) -> Hop:
+        first = position - position % self.inner
+        return Hop(members=tuple(range(first, first + self.inner)), nodes=self.nodes)
+
+    def outer_hop(self, position: int) -> Hop:
+        members = range(position % self.inner, self.nodes.num_ranks, self.inner)
+        return Hop(members=tuple(members), nodes=self.nodes)
+
+
+def require_fit(config: ZeroConfig, nodes: Nodes) -> None:
+    """Raise InputError for an hpZ partition that does not divide the ranks.
+
+    For programs that want to know before they build anything; `weight_route` asks by itself.
+    """
+    wanted = config.zero_optimization.zero_hpz_partition_size
+    if wanted <= nodes.num_ranks and nodes.num_ranks % wanted:
+        raise InputError(
+            f"zero_optimization.zero_hpz_partition_size = {wanted} does not divide the "
+            f"{nodes.num_ranks} ranks: use the ranks of one node, {nodes.ranks_per_node}, "
+            "or another divisor"
+        )
+
+
+def weight_route(config: ZeroConfig, nodes: Nodes) -> Route:
+    """How weights are gathered: outer hop, then inner hop (D3); flat where nothing asks for two.
+
+    Raises InputError for an hpZ partition that does not divide the ranks.
+    """
+    quantized = config.zero_optimization.zero_quantized_weights
+    bits = config.zeropp.weight_bits if quantized else UNQUANTIZED
+    partition = _secondary_partition(config, nodes)
+    inner = partition if partition > 1 else nodes.ranks_per_node if quantized else nodes.num_ranks
+    keeps = 1 < partition < nodes.num_ranks
+    return Route(nodes=nodes, inner=inner, bits=(bits, bits), keeps=keeps)
+
+
+def gradient_route(config: ZeroConfig, nodes: Nodes) -> Route:
+    """How gradients are averaged: inner hop, then outer hop (D5, D6)."""
+    quantized = config.zero_optimization.zero_quantized_gradients
+    bits = config.zeropp.gradient_bits if quantized else (UNQUANTIZED, UNQUANTIZED)
+    return Route(nodes=nodes, inner=nodes.ranks_per_node, bits=bits)
+
+
+def _secondary_partition(config: ZeroConfig, nodes: Nodes) -> int:
+    """Ranks that share one secondary copy; 1 means there is none."""
+    require_fit(config, nodes)
+    wanted = config.zero_optimization.zero_hpz_partition_size
+    if wanted > nodes.num_ranks:
+        log.info(
+            "zero_hpz_partition_size = %d is more than the %d ranks there are: using the %d of one "
+            "node%s", wanted, nodes.num_ranks, nodes.ranks_per_node,
+            f"; {_NOTHING_KEPT}" if nodes.count == 1 else "",
+        )  # fmt: skip
+        return nodes.ranks_per_node
+    if wanted == nodes.num_ranks > 1:
+        log.info("zero_hpz_partition_size = %d is all ranks: %s", wanted, _NOTHING_KEPT)
+    return wanted
