@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 __all__ = [
     "ON_DEVICE", "AllGather", "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy",
     "OffloadPolicy", "Piece", "ReduceScatter", "Shard", "after_backward", "backward_id",
-    "forget_gathered", "gather_ahead", "has_run", "in_backward", "look_again", "may_be_stepped",
+    "forget_gathered", "gather_ahead", "has_run", "in_backward", "refresh_parameters", "may_be_stepped",
     "may_reduce_later", "own_pieces", "own_shards", "shard_like", "shard_unit", "store",
     "take_gradients", "use_all_gather", "use_reduce_scatter", "watch_gradients",
 ]
@@ -122,7 +122,7 @@ def own_shards(unit: FSDPModule) -> tuple[Shard, ...]:
     )
 
 
-def look_again(units: Iterable[FSDPModule]) -> None:
+def refresh_parameters(units: Iterable[FSDPModule]) -> None:
     """Take the parameters that were put into modules in the places of those known so far."""
     for unit in units:
         for one in _parameters(unit):

@@ -19,7 +19,7 @@ from benchmarks.convergence.arms import EVAL_MICRO_BATCH, Recipe  # noqa: E402
 from megatron_zpp.data.loader import Loader  # noqa: E402
 from megatron_zpp.monitor.console import Console  # noqa: E402
 from megatron_zpp.parallel.mesh import join_ranks  # noqa: E402
-from megatron_zpp.train.build import assemble  # noqa: E402
+from megatron_zpp.train.build import build_run  # noqa: E402
 from megatron_zpp.train.evaluate import evaluate  # noqa: E402
 from megatron_zpp.train.loop import TRAIN, VALIDATION, loader  # noqa: E402
 from megatron_zpp.train.pretrain import SPEAK_SECONDS  # noqa: E402
@@ -42,7 +42,7 @@ def main() -> int:
         config = recipe.config(wanted["arm"], wanted["seed"])
         ranks = join_ranks(environment, config.parallel)
         console = Console(ranks.rank, io.StringIO(), interactive=False)
-        run = assemble(config, ranks, console, Stopping(config.training))
+        run = build_run(config, ranks, console, Stopping(config.training))
         found = train_arm(run, recipe)
     except InputError as mistake:
         if environment.rank == 0:

@@ -25,7 +25,7 @@ from megatron_zpp.monitor.console import Console  # noqa: E402
 from megatron_zpp.parallel.mesh import Ranks, join_ranks  # noqa: E402
 from megatron_zpp.settings.arguments import parse  # noqa: E402
 from megatron_zpp.settings.config import Config  # noqa: E402
-from megatron_zpp.train.build import assemble  # noqa: E402
+from megatron_zpp.train.build import build_run  # noqa: E402
 from megatron_zpp.train.evaluate import evaluate  # noqa: E402
 from megatron_zpp.train.loop import TRAIN, VALIDATION, loader  # noqa: E402
 from megatron_zpp.train.run import Run  # noqa: E402
@@ -74,7 +74,7 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
 def trained(config: Config, ranks: Ranks, kind: str) -> dict:
     """One run: the loss of every step, and the held-out loss after the last."""
     console = Console(0, io.StringIO(), interactive=False)
-    run = assemble(config, ranks, console, Stopping(config.training))
+    run = build_run(config, ranks, console, Stopping(config.training))
     groups = [{**group} for group in run.optimizer.param_groups]
     settings = {name: groups[0][name] for name in ("lr", "betas", "eps", "weight_decay")}
     optimizer = CPUAdam(groups, **settings, fp32_optimizer_states=kind == "fp32")

@@ -31,7 +31,7 @@ from benchmarks.shared.surroundings import surroundings  # noqa: E402
 from megatron_zpp.monitor.console import Console  # noqa: E402
 from megatron_zpp.parallel.mesh import join_ranks  # noqa: E402
 from megatron_zpp.settings.arguments import parse  # noqa: E402
-from megatron_zpp.train.build import assemble  # noqa: E402
+from megatron_zpp.train.build import build_run  # noqa: E402
 from megatron_zpp.train.loop import TRAIN, loader  # noqa: E402
 from megatron_zpp.train.step import begin_iteration, forward_backward  # noqa: E402
 from megatron_zpp.train.stop import Stopping  # noqa: E402
@@ -108,7 +108,7 @@ def trained(steps: int) -> tuple[float, Tensors, list[Tensors]]:
     config = parse(words, 1)
     ranks = join_ranks(Environment(), config.parallel)
     console = Console(0, io.StringIO(), interactive=False)
-    run = assemble(config, ranks, console, Stopping(config.training))
+    run = build_run(config, ranks, console, Stopping(config.training))
     batches, loss = loader(run, TRAIN, 0), float("nan")
     for _ in range(steps):
         loss = begin_iteration(run, batches).measured().loss

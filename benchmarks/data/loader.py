@@ -31,7 +31,7 @@ from megatron_zpp.data.loader import Batch, Loader  # noqa: E402
 from megatron_zpp.monitor.console import Console  # noqa: E402
 from megatron_zpp.parallel.mesh import join_ranks  # noqa: E402
 from megatron_zpp.settings.arguments import parse  # noqa: E402
-from megatron_zpp.train.build import assemble  # noqa: E402
+from megatron_zpp.train.build import build_run  # noqa: E402
 from megatron_zpp.train.loop import TRAIN, loader  # noqa: E402
 from megatron_zpp.train.run import Run  # noqa: E402
 from megatron_zpp.train.step import begin_iteration  # noqa: E402
@@ -81,7 +81,7 @@ def main() -> int:
     config = parse([*QUIET.split(), *flags], 1)
     ranks = join_ranks(Environment.read(), config.parallel)
     console = Console(0, io.StringIO(), interactive=False)
-    run = assemble(config, ranks, console, Stopping(config.training))
+    run = build_run(config, ranks, console, Stopping(config.training))
     result |= {
         "parameters": run.sharding.model.num_parameters(),
         "seq_length": config.model.seq_length,

@@ -29,7 +29,7 @@ from zeropp import fsdp_adapter as fsdp  # noqa: E402
 from zeropp.optim.step import local_part  # noqa: E402
 from zeropp.ranks.topology import Environment  # noqa: E402
 from zeropp.sharding.materialize import make_room  # noqa: E402
-from zeropp.sharding.shard import give_memory, store_frozen  # noqa: E402
+from zeropp.sharding.shard import allocate_parameters, store_frozen  # noqa: E402
 from zeropp.wire.frozen_weights import stored_bytes  # noqa: E402
 
 CONFIG = ZeroConfig.from_json(
@@ -59,7 +59,7 @@ def load(options: argparse.Namespace, ranks: Ranks) -> dict[str, int]:
     sharding = sharded(options, ranks)
     before = resident()
     Path("/proc/self/clear_refs").write_text(FORGET_PEAK)
-    sharding = give_memory(sharding, CONFIG, ranks.device)
+    sharding = allocate_parameters(sharding, CONFIG, ranks.device)
     for one in sharding.model.parameters():
         local_part(one).copy_(torch.empty(local_part(one).shape).normal_(0, 0.02))
     return {"loading_peak": peak() - before}
@@ -70,7 +70,7 @@ def quantize(options: argparse.Namespace, ranks: Ranks) -> dict[str, int]:
     sharding = sharded(options, ranks)
     before = resident()
     make_room(sharding.model, lambda _: ranks.device)
-    fsdp.look_again(sharding.units)
+    fsdp.refresh_parameters(sharding.units)
     for one in sharding.model.parameters():
         local_part(one).normal_(0, 0.02)
     wide = sum(local_part(one).nbytes for one in sharding.model.parameters())

@@ -18,7 +18,7 @@ from megatron_zpp.data.loader import Batch
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.monitor.console import Console
-from megatron_zpp.train.build import assemble
+from megatron_zpp.train.build import build_run
 from megatron_zpp.train.loop import TRAIN, loader
 from megatron_zpp.train.step import begin_iteration
 from megatron_zpp.train.stop import Stopping
@@ -47,7 +47,7 @@ def ours(setting: Setting, name: str = "ours") -> Contestant:
     """A step of `pretrain_gpt.py`: loader, schedules, step and the numbers of the log."""
     config = setting.config
     console = Console(setting.ranks.rank, io.StringIO(), interactive=False)
-    run = assemble(config, setting.ranks, console, Stopping(config.training))
+    run = build_run(config, setting.ranks, console, Stopping(config.training))
     batches = loader(run, TRAIN, 0)
 
     def step() -> tuple[float, float]:

@@ -24,7 +24,7 @@ from benchmarks.step.hugging_face_peer import hugging_face
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.model.recompute import compile_blocks
 from megatron_zpp.monitor.console import Console
-from megatron_zpp.train.build import assemble
+from megatron_zpp.train.build import build_run
 from megatron_zpp.train.loop import TRAIN, loader
 from megatron_zpp.train.step import Underway, begin_iteration
 from megatron_zpp.train.stop import Stopping
@@ -77,7 +77,7 @@ def ours(setting: Setting) -> Loop:
     """The loop of pretrain_gpt.py: loader, schedules, step, and the numbers of the one before."""
     console = Console(setting.ranks.rank, io.StringIO(), interactive=False)
     config = setting.config
-    run = assemble(config, setting.ranks, console, Stopping(config.training))
+    run = build_run(config, setting.ranks, console, Stopping(config.training))
     batches = loader(run, TRAIN, 0)
     waiting: list[Underway] = []
 

@@ -29,7 +29,13 @@ from zeropp.atomic import write_atomically
 from zeropp.checkpoint import state_tensors as named
 from zeropp.checkpoint.engine_checkpoint import without_remarks
 from zeropp.errors import InputError
-from zeropp.ranks.coordination import from_first, gathered, in_unison, rank, world_size
+from zeropp.ranks.coordination import (
+    broadcast_object,
+    fail_together,
+    gather_objects,
+    rank,
+    world_size,
+)
 
 STATE = "state.json"
 FORMAT = 1
@@ -79,7 +85,7 @@ def save(
     folder is then as it was before.
     """
     folder = Path(folder)
-    with in_unison():
+    with fail_together():
         tensors = named.model_tensors(model, named.masters_of(optimizer))
         state = replace(state, optimizer_saved=optimizer is not None and save_optimizer)
         if state.optimizer_saved:
@@ -121,7 +127,7 @@ def load(
         return None
     wants_optimizer = optimizer is not None and load_optimizer
     with _explained(f"cannot load {path}", Path(folder)):
-        with in_unison():
+        with fail_together():
             state = read_state(path)
             saved = FileSystemReader(path).read_metadata()
             tensors = named.model_tensors(model, named.masters_of(optimizer))
@@ -147,9 +153,9 @@ def choose(folder: Path | str) -> Path | None:
     is none. Raises InputError if there are some and none is complete.
     """
     folder = Path(folder)
-    with in_unison():
+    with fail_together():
         found = manifest.candidates(folder) if rank() == 0 else None
-    paths, oddity = from_first(found)
+    paths, oddity = broadcast_object(found)
     if oddity and rank() == 0:
         _log.warning("%s: %s", folder, oddity)
     damages = []
@@ -179,7 +185,7 @@ def damage(path: Path) -> str | None:
         manifest.check_content(path, {name: entries[name] for name in mine})
     except (manifest.DamagedError, OSError) as error:
         problem = str(error)
-    return next((found for found in gathered(problem) if found), None)
+    return next((found for found in gather_objects(problem) if found), None)
 
 
 def read_state(path: Path) -> TrainingState:
@@ -241,7 +247,7 @@ def _write(
     reading: _Reading | None,
 ) -> Path:
     aside = manifest.aside_path(folder, state.iteration)
-    with in_unison():
+    with fail_together():
         if rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             manifest.clean(folder)
@@ -252,10 +258,10 @@ def _write(
         # The writer keeps what it has written of a file until that is complete.
         writer = _Writer(aside, single_file_per_rank=reading is None)
         dcp.save(tensors, storage_writer=writer, planner=reading, no_dist=reading is not None)
-    with in_unison():
+    with fail_together():
         mine = {path.name: manifest.entry_of(path) for path in aside.glob(f"__{rank()}_*")}
-    entries = {name: entry for part in gathered(mine) for name, entry in part.items()}
-    with in_unison():
+    entries = {name: entry for part in gather_objects(mine) for name, entry in part.items()}
+    with fail_together():
         if rank() == 0:
             _complete(aside, entries, state)
             manifest.publish(folder, state.iteration)

@@ -12,7 +12,7 @@ from zeropp import InputError, Sharding
 log = logging.getLogger("megatron_zpp")
 
 
-def begin_with(config: Config) -> tuple[Config, OpenedModel | None]:
+def with_pretrained_model(config: Config) -> tuple[Config, OpenedModel | None]:
     """`config` with the shape and the tokenizer of `--pretrained-checkpoint`, and that model.
 
     Sequences stay as long as the flags say; which checkpoint was opened is kept. Raises InputError

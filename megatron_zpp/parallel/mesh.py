@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_zpp.settings.config import ParallelConfig
-from zeropp.ranks.coordination import in_unison
+from zeropp.ranks.coordination import fail_together
 from zeropp.ranks.process_group import pick_device, start_process_group
 from zeropp.ranks.topology import Environment
 
@@ -59,10 +59,10 @@ class Ranks:
         What it raises on one rank, it raises on all.
         """
         result = None
-        with in_unison():
+        with fail_together():
             if self.rank == 0:
                 result = build()
-        with in_unison():
+        with fail_together():
             return build() if result is None else result
 
 

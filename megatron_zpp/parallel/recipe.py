@@ -18,7 +18,7 @@ from megatron_zpp.settings.config import Config
 from zeropp import Sharding, shard
 from zeropp.optim.adam import fastest_adamw
 from zeropp.optim.offloaded import offloaded_adamw
-from zeropp.sharding.shard import give_memory
+from zeropp.sharding.shard import allocate_parameters
 
 
 def build_model(
@@ -43,7 +43,7 @@ def build_model(
         compile_blocks(model)
     # The residual stream may be fp32 (--fp32-residual-connection): blocks cast their own inputs.
     sharding = shard(model, ranks.mesh, config.zero, cast_forward_inputs=False)
-    sharding = give_memory(sharding, config.zero, ranks.device)
+    sharding = allocate_parameters(sharding, config.zero, ranks.device)
     if fill is None:
         initialize(model, config.training.seed, config.model)
     else:

@@ -8,7 +8,7 @@ import torch
 
 from megatron_zpp.checkpoint.run_settings import with_checkpoint_model
 from megatron_zpp.data.text_source import vocab_size
-from megatron_zpp.models.pretrained import adapters, begin_with
+from megatron_zpp.models.pretrained import adapters, with_pretrained_model
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.planner import estimate as kinds
 from megatron_zpp.planner.estimate import Estimate, estimate
@@ -61,7 +61,7 @@ def dry_run(config: Config, environment: Environment, console: Console) -> int:
     """
     if config.checkpoint.use_checkpoint_args:
         config = with_checkpoint_model(config)
-    config, _ = begin_with(config)
+    config, _ = with_pretrained_model(config)
     gpu = find_gpu(environment)
     nodes, ranks_here = _ranks(config, environment)
     entries = vocab_size(config.data, config.tokenizer)

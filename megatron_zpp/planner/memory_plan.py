@@ -18,7 +18,7 @@ from zeropp.fsdp_adapter import Piece
 from zeropp.optim.offload import HOST, places
 from zeropp.sharding.forecast import Forecast
 from zeropp.sharding.shard import outermost_blocks
-from zeropp.sharding.subunits import trained_apart
+from zeropp.sharding.subunits import trained_subunits
 from zeropp.wire.collectives import gradient_layouts, weight_layout
 from zeropp.wire.frozen_weights import stored_layout
 from zeropp.wire.route import Nodes, gradient_route, weight_route
@@ -215,7 +215,7 @@ def _units(model: GPT, stores_frozen: bool) -> list[list[list[nn.Parameter]]]:
     within = {one for block in blocks for one in block.modules()}
     found = []
     for module, others in (*((block, ()) for block in blocks), (model, within)):
-        apart = trained_apart(module, others) if stores_frozen else {}
+        apart = trained_subunits(module, others) if stores_frozen else {}
         left = set().union(*apart.values())
         here = [one for one in module.parameters() if module is not model or one not in inside]
         adapters = [one for one in here if one in left]

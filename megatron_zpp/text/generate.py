@@ -17,7 +17,7 @@ from megatron_zpp.text.sampling import Sampling, at_least_zero, sample
 from megatron_zpp.text.stream import TextStream
 from megatron_zpp.tokenizer import Tokenizer
 from zeropp.errors import InputError
-from zeropp.ranks.coordination import from_first, rank
+from zeropp.ranks.coordination import broadcast_object, rank
 
 STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"  # why a text ended
 
@@ -186,7 +186,7 @@ def _pieces(
                     None if is_cancelled(row.number) else row.draw(row_logits)
                     for row, row_logits in zip(rows, logits.float().cpu(), strict=True)
                 ]
-            for row, token in zip(rows, from_first(drawn), strict=True):
+            for row, token in zip(rows, broadcast_object(drawn), strict=True):
                 yield row.take(token)
             going = [index for index, row in enumerate(rows) if not row.finish]
             if 0 < len(going) < len(rows):

@@ -23,10 +23,10 @@ from megatron_zpp.settings.flag import Section, flag
 from megatron_zpp.text.generate import Piece, Request, check, stream
 from megatron_zpp.tokenizer import Tokenizer
 from zeropp import InputError, Sharding, ZeroConfig, shard
-from zeropp.ranks.coordination import from_first, in_unison
+from zeropp.ranks.coordination import broadcast_object, fail_together
 from zeropp.ranks.process_group import pick_device
 from zeropp.ranks.topology import Environment
-from zeropp.sharding.shard import give_memory
+from zeropp.sharding.shard import allocate_parameters
 
 PATIENCE = 60 * 24 * 20  # minutes that ranks wait for the first: a person may think; in ms 31 bits
 
@@ -81,7 +81,7 @@ class TextModel:
         Signals to end are the first rank's to answer. To be called in the main thread.
         """
         with _deaf():
-            while (requests := from_first(None)) is not None:
+            while (requests := broadcast_object(None)) is not None:
                 for _ in stream(self.model, self.tokenizer, requests):
                     pass
                 self._release()
@@ -89,14 +89,14 @@ class TextModel:
 
     def close(self) -> None:
         """On the first rank: let the others end."""
-        from_first(None)
+        broadcast_object(None)
         self._remove_files()
 
     def _pieces(
         self, requests: tuple[Request, ...], is_cancelled: Callable[[int], bool]
     ) -> Iterator[Piece]:
         left = False
-        from_first(requests)
+        broadcast_object(requests)
         pieces = stream(
             self.model, self.tokenizer, requests,
             is_cancelled=lambda row: left or is_cancelled(row),
@@ -141,13 +141,13 @@ def shard_text_model(
     config: TextModelConfig, chosen: TokenizerConfig | None, ranks: Ranks
 ) -> TextModel:
     """The model sharded over ranks that have met; all of them call it. Raises InputError."""
-    with in_unison():
+    with fail_together():
         zero = ZeroConfig.from_json(config.deepspeed_config or {}, _defaults(config))
     opened = open_model(config.load, chosen)
     model = _on_meta(config, opened)
     sharding = shard(model, ranks.mesh, zero, cast_forward_inputs=False)
-    sharding = give_memory(sharding, zero, ranks.device)
-    with in_unison():
+    sharding = allocate_parameters(sharding, zero, ranks.device)
+    with fail_together():
         opened.fill(model)
     sharding.weights_changed()
     return _text_model(config, opened, model.eval(), sharding)

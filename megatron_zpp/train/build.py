@@ -11,7 +11,7 @@ from megatron_zpp.data.instructions.dataset import build_instructions
 from megatron_zpp.data.text_source import open_source
 from megatron_zpp.model.apex import find_apex
 from megatron_zpp.model.flops import TokenFlops
-from megatron_zpp.models.pretrained import adapters, begin_with
+from megatron_zpp.models.pretrained import adapters, with_pretrained_model
 from megatron_zpp.monitor.communication import Account
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.event_files import Position
@@ -29,19 +29,19 @@ from megatron_zpp.train.resume import Resumed, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
 from zeropp import InputError, LossScaler, Sharding
-from zeropp.ranks.coordination import in_unison
+from zeropp.ranks.coordination import fail_together
 from zeropp.sharding.shard import find_nodes
 from zeropp.wire.route import require_fit
 
 log = logging.getLogger("megatron_zpp")
 
 
-def assemble(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> Run:
+def build_run(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> Run:
     """Everything up to the first iteration; raises InputError for what a person has to mend."""
     require_fit(config.zero, find_nodes(ranks.mesh, config.zero))
     if config.checkpoint.use_checkpoint_args:
         config = with_checkpoint_model(config)
-    config, pretrained = begin_with(config)
+    config, pretrained = with_pretrained_model(config)
     data, tokenizer = ranks.rank_zero_first(lambda: open_source(config.data, config.tokenizer))
     config = dataclasses.replace(config, data=data)
     if config.evaluation.sample_prompt is not None:
@@ -56,7 +56,7 @@ def assemble(config: Config, ranks: Ranks, console: Console, stopping: Stopping)
     optimizer = build_optimizer(sharding, config, ranks.device, apex)
     scaler = build_scaler(config.precision)
     start = load(config, sharding, optimizer, scaler, tokenizer.fingerprint)
-    with in_unison():
+    with fail_together():
         metrics = open_metrics(config, ranks, console, tokenizer, start)
     run = Run(
         config=config,

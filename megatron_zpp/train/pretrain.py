@@ -15,7 +15,7 @@ from megatron_zpp.planner.dry_run import dry_run
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import CheckpointConfig, Config
 from megatron_zpp.text.generate import generate
-from megatron_zpp.train.build import assemble
+from megatron_zpp.train.build import build_run
 from megatron_zpp.train.loop import TEST, VALIDATION, held_out, train
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Interrupted, Stopping
@@ -49,8 +49,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def pretrain(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> None:
-    """The whole job: assemble, train, evaluate, show a sample, say where everything lies."""
-    run = assemble(config, ranks, console, stopping)
+    """The whole job: build, train, evaluate, show a sample, say where everything lies."""
+    run = build_run(config, ranks, console, stopping)
     resumed_complete = run.counters.iteration >= run.schedules.length.iterations
     if resumed_complete:
         console.line(f"training is complete: {run.counters.iteration} iterations are done")

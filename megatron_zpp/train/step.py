@@ -14,7 +14,7 @@ from megatron_zpp.monitor.optimizer_states import optimizer_states
 from megatron_zpp.train.run import Run
 from zeropp import InputError, StepResult, optimizer_step
 from zeropp.checkpoint.state_tensors import masters_of
-from zeropp.optim.host_values import Reading
+from zeropp.optim.host_values import HostValues
 from zeropp.optim.step import global_norm, local_part
 
 
@@ -24,7 +24,7 @@ class Underway:
     def __init__(
         self,
         run: Run,
-        loss: Reading,
+        loss: HostValues,
         step: StepResult,
         known: Mapping[str, object],
         began: float,
@@ -98,7 +98,7 @@ def begin_iteration(run: Run, batches: Loader, behind: Underway | None = None) -
             run, forward_backward=evaluated - began, batch_generator=batches.waited - waited
         ),
     )
-    return Underway(run, Reading(loss), step, known, began, behind)
+    return Underway(run, HostValues(loss), step, known, began, behind)
 
 
 def forward_backward(

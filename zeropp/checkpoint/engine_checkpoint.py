@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from zeropp.atomic import sync_folder, write_atomically
 from zeropp.checkpoint import state_tensors as named
 from zeropp.errors import InputError
-from zeropp.ranks.coordination import from_first, gathered, in_unison, rank
+from zeropp.ranks.coordination import broadcast_object, fail_together, gather_objects, rank
 
 LATEST = "latest"
 STATE = "state.pt"
@@ -51,7 +51,7 @@ def save(
     _check_tag(tag)
     path, aside = folder / tag, folder / f".{tag}.tmp"
     with _explained(f"cannot save {path}"):
-        with in_unison():
+        with fail_together():
             content = _safe(state) if rank() == 0 else b""
             if rank() == 0:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -62,7 +62,7 @@ def save(
             tensors |= named.tensors_behind(model, optimizer)
         with without_remarks():
             dcp.save(tensors, storage_writer=FileSystemWriter(aside))
-        with in_unison():
+        with fail_together():
             if rank() == 0:
                 write_atomically(aside / STATE, lambda file: file.write(content))
                 _publish(aside, path)
@@ -88,10 +88,10 @@ def load(
     checkpoint, where it is not complete, and for one of another model.
     """
     with _explained(f"cannot load a checkpoint from {folder}"):
-        with in_unison():
+        with fail_together():
             path = _find(folder, tag) if rank() == 0 else None
-        path = from_first(path)
-        with in_unison():
+        path = broadcast_object(path)
+        with fail_together():
             state = torch.load(path / STATE, map_location="cpu", weights_only=True)
             saved = FileSystemReader(path).read_metadata()
             held = named.model_tensors(model, named.masters_of(optimizer))
@@ -172,7 +172,7 @@ def _replaced(path: Path) -> Path:
 
 
 def _check_tag(tag: str) -> None:
-    tags = gathered(tag)
+    tags = gather_objects(tag)
     if len(set(tags)) > 1:
         raise InputError(f"the tag must be the same on all ranks, and it is {', '.join(tags)}")
     if not tag or tag.startswith(".") or Path(tag).name != tag or tag == LATEST:

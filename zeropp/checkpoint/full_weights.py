@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from zeropp.atomic import write_atomically
 from zeropp.checkpoint.state_tensors import NONE, Masters
-from zeropp.ranks.coordination import in_unison, rank
+from zeropp.ranks.coordination import fail_together, rank
 
 
 def save_weights(model: nn.Module, path: Path, dtype: torch.dtype, masters: Masters = NONE) -> None:
@@ -24,7 +24,7 @@ def save_weights(model: nn.Module, path: Path, dtype: torch.dtype, masters: Mast
     and keeps them tied. Raises OSError on all ranks where the file cannot be written.
     """
     weights = whole_weights(model, dtype, masters)
-    with in_unison():
+    with fail_together():
         if rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.suffix == ".safetensors":

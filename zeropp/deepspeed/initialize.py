@@ -28,7 +28,7 @@ from zeropp.optim.remap import Names, listed, names_of, remap, remapped
 from zeropp.ranks.process_group import pick_device, start_process_group
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.materialize import agree
+from zeropp.sharding.materialize import copy_from_first_rank
 from zeropp.sharding.shard import shard
 from zeropp.sharding.sharding import Sharding
 
@@ -82,7 +82,7 @@ def initialize(
     mesh = mesh_param or init_device_mesh(device.type, axis, mesh_dim_names=(AXIS,))
     names = names_of(model)
     chosen = None if model_parameters is None else listed(model_parameters)
-    agree(model, mesh.get_group(), device)
+    copy_from_first_rank(model, mesh.get_group(), device)
     sharding = shard(model, mesh, zero)
     _require_memory(model)
     if not sharding.units:

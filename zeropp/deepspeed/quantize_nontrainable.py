@@ -14,16 +14,16 @@ from torch.distributed.tensor import DTensor
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.materialize import agree
+from zeropp.sharding.materialize import copy_from_first_rank
 from zeropp.sharding.shard import (
     precision,
-    shard_apart,
+    shard_subunits,
     store_frozen,
     use_gradient_mean,
     use_weight_gather,
 )
 from zeropp.sharding.sharding import Sharding
-from zeropp.sharding.subunits import Apart, users
+from zeropp.sharding.subunits import Subunits, users
 from zeropp.sharding.weight_changes import forget_when_weights_change
 
 
@@ -74,9 +74,9 @@ def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Shard
         added_here = set().union(*apart.values())
         for part in apart:
             _make_whole(part, added_here, device)
-            agree(part, mesh.get_group(), device)
+            copy_from_first_rank(part, mesh.get_group(), device)
         regather = sharding.stage == 3 and unit is not sharding.model
-        (beside[unit],) = shard_apart(
+        (beside[unit],) = shard_subunits(
             apart, mesh=mesh, precision=policy, reshard_after_forward=regather
         )
     new, units = tuple(beside.values()), []
@@ -111,7 +111,7 @@ def hold_trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             group["param_names"] = [names[one] for one in group["params"]]
 
 
-def _added(unit: nn.Module, units: Sequence[nn.Module], known: set[int]) -> Apart:
+def _added(unit: nn.Module, units: Sequence[nn.Module], known: set[int]) -> Subunits:
     """The parameters of a unit, not of those inside it, that nobody has sharded, and their users.
 
     `known` are the ids of shards; copies of these, as PEFT's modules_to_save, were added too.
@@ -122,7 +122,7 @@ def _added(unit: nn.Module, units: Sequence[nn.Module], known: set[int]) -> Apar
     return users(unit, others, {one for one in own if id(_local(one)) not in known})
 
 
-def _require_called(model: nn.Module, added: Mapping[nn.Module, Apart]) -> None:
+def _require_called(model: nn.Module, added: Mapping[nn.Module, Subunits]) -> None:
     """Raise InputError naming a parameter that no module inside its unit uses when called."""
     names = {one: name for name, one in model.named_parameters()}
     for unit, apart in added.items():

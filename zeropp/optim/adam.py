@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zeropp.errors import InputError
 from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernels_on
-from zeropp.optim.host_values import Reading
+from zeropp.optim.host_values import HostValues
 from zeropp.optim.step import local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -56,7 +56,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.bias_correction = bias_correction
         self.copies = dict(copies or {})
         self._counted: list[Tensor] = []  # what the last step raised by one
-        self._factor: Reading | None = None  # of the last step
+        self._factor: HostValues | None = None  # of the last step
         # All the options of torch's AdamW, so that each loads what the other saved.
         options = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=False, maximize=False,
@@ -103,7 +103,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._apply(updates, factor)
         if self._counted:
             torch._foreach_add_(self._counted, 1.0)
-        self._factor = None if factor is None else Reading(factor)
+        self._factor = None if factor is None else HostValues(factor)
         return loss
 
     def state_dict(self) -> dict[str, Any]:

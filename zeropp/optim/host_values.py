@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Reading:
+class HostValues:
     """Numbers of one device, 0-d tensors each, as floats once somebody asks for `values`.
 
     On a GPU their copy is queued here, behind what computes them. Asking waits for that copy, and

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.optim.step import local_part
-from zeropp.ranks.coordination import in_unison
+from zeropp.ranks.coordination import fail_together
 from zeropp.ranks.host_memory import free_bytes, pinned_bytes
 from zeropp.ranks.topology import Environment
 from zeropp.sharding.notice import Notice
@@ -96,7 +96,7 @@ class Offload:
         self._late: list[tuple[Tensor, Tensor]] = []  # gradient, more of it
         trained = [one for one in sharding.model.parameters() if one.requires_grad]
         where = dict(zip(trained, places(trained, ratio, device), strict=True))
-        with in_unison():  # and before any rank takes what another still counts as free
+        with fail_together():  # and before any rank takes what another still counts as free
             self._require_memory([one for one in trained if where[one] == HOST], sharding)
         self._masters = {one: self._master(one, where[one]) for one in trained}
         self._by_weight = {one.weight: one for one in self._masters.values()}

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from zeropp.errors import InputError
-from zeropp.optim.host_values import Reading
+from zeropp.optim.host_values import HostValues
 from zeropp.optim.loss_scale import LossScaler
 from zeropp.sharding.sharding import Sharding
 
@@ -18,7 +18,7 @@ CLIP_EPSILON = 1e-6  # Megatron's: clip / (norm + 1e-6)
 class StepResult:
     """What a step did. Where the device is still at it, asking waits until it has the number."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: HostValues) -> None:
         self._reading = reading
 
     @property
@@ -68,7 +68,7 @@ def optimizer_step(
     norm = global_norm(gradients, sharding) / scale
     factor = _factor(norm, scale, clip_grad, loss)
     zeros = (global_zeros(gradients, sharding),) if count_zeros else ()
-    result = StepResult(Reading(norm, factor, *zeros))
+    result = StepResult(HostValues(norm, factor, *zeros))
     if takes_factor and (scaler is None or not result.skipped):
         optimizer.step(factor=factor.float())
     elif not takes_factor and not result.skipped:

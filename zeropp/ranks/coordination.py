@@ -29,7 +29,7 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def gathered(value: T) -> list[T]:
+def gather_objects(value: T) -> list[T]:
     """Return every rank's value, by rank, on all ranks. Values are pickled."""
     if not dist.is_initialized():
         return [value]
@@ -38,7 +38,7 @@ def gathered(value: T) -> list[T]:
     return values
 
 
-def from_first(value: T | None) -> T:
+def broadcast_object(value: T | None) -> T:
     """Return rank 0's value on all ranks."""
     if not dist.is_initialized():
         return value
@@ -48,7 +48,7 @@ def from_first(value: T | None) -> T:
 
 
 @contextmanager
-def in_unison() -> Iterator[None]:
+def fail_together() -> Iterator[None]:
     """Run a block without collectives on every rank; if it raises on one, it raises on all.
 
     The others raise the first failing rank's OSError or InputError, or a RankError with its
@@ -59,7 +59,7 @@ def in_unison() -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    failures = {number: told for number, told in enumerate(gathered(_told(error))) if told}
+    failures = {number: told for number, told in enumerate(gather_objects(_told(error))) if told}
     if error is not None:
         raise error
     if failures:

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from zeropp.sharding.recorded_tensor import Deferred
+from zeropp.sharding.recorded_tensor import RecordedTensor
 
 Places = tuple[tuple[nn.Module, str], ...]  # where one tensor hangs in a model; several if tied
 
 
-def set_aside(model: nn.Module) -> Mapping[Deferred, Places]:
+def set_aside(model: nn.Module) -> Mapping[RecordedTensor, Places]:
     """Put meta tensors in the places of deferred ones; return these, to be filled afterwards."""
-    found = _places(model, lambda one: isinstance(one, Deferred))
+    found = _places(model, lambda one: isinstance(one, RecordedTensor))
     for deferred, places in found.items():
         meta = torch.empty_strided(
             deferred.size(), deferred.stride(), dtype=deferred.dtype, device="meta"
@@ -29,7 +29,7 @@ def set_aside(model: nn.Module) -> Mapping[Deferred, Places]:
 
 
 def fill(
-    waiting: Mapping[Deferred, Places], group: dist.ProcessGroup | None, device: torch.device
+    waiting: Mapping[RecordedTensor, Places], group: dist.ProcessGroup | None, device: torch.device
 ) -> None:
     """Make every tensor that was set aside; all ranks of `group` call it alike."""
     for deferred, places in waiting.items():
@@ -44,14 +44,14 @@ def make_room(model: nn.Module, place: Callable[[torch.Tensor], torch.device]) -
         _put(_like(tensor, torch.empty_like(tensor, device=place(tensor))), places)
 
 
-def agree(model: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
+def copy_from_first_rank(model: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Give every rank the first rank's values of the parameters and buffers that have some."""
     if group is None or group.size() == 1:
         return
     tensors = dict.fromkeys((*model.parameters(), *model.buffers()))
     with torch.no_grad():
         for tensor in tensors:
-            if not isinstance(tensor, Deferred | DTensor) and not tensor.is_meta:
+            if not isinstance(tensor, RecordedTensor | DTensor) and not tensor.is_meta:
                 sent = tensor.detach().to(device).contiguous()
                 _broadcast(sent, group)
                 if sent.data_ptr() != tensor.data_ptr():
@@ -65,7 +65,7 @@ def part_for_rank(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def _made_on_first(
-    deferred: Deferred, group: dist.ProcessGroup | None, device: torch.device
+    deferred: RecordedTensor, group: dist.ProcessGroup | None, device: torch.device
 ) -> torch.Tensor:
     first = group is None or dist.get_rank(group) == 0
     if first:

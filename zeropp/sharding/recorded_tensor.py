@@ -1,8 +1,8 @@
 """Tensors that are written down now and made later: what lets a model be larger than one rank.
 
-Inside `recording()` every tensor made from nothing is a `Deferred`: it has a shape and a place on
+Inside `recording()` every tensor made from nothing is a `RecordedTensor`: it has a shape and a place on
 a tape, and no memory. Whatever code fills it, a module's own `reset_parameters`, `nn.init` or a
-library's second initialization, is written on the tape; `Deferred.made()` plays the part of the
+library's second initialization, is written on the tape; `RecordedTensor.made()` plays the part of the
 tape that this one tensor depends on. Random numbers are those that would have been drawn without
 recording: each drawing op is done once, into memory that is dropped, so that the generator moves
 on, and is repeated from the kept state of the generator when its tensor is made.
@@ -28,18 +28,18 @@ _DRAWS = torch.Tag.nondeterministic_seeded
 
 
 def recording() -> AbstractContextManager:
-    """Within it, tensors made from nothing are `Deferred`; the rest of torch is as always."""
+    """Within it, tensors made from nothing are `RecordedTensor`; the rest of torch is as always."""
     return _Recording(Tape())
 
 
-class Deferred(torch.Tensor):
+class RecordedTensor(torch.Tensor):
     """A CPU tensor without memory; `geometry` is a meta tensor whose storage the tape knows."""
 
     geometry: torch.Tensor
     tape: "Tape"
 
     @staticmethod
-    def __new__(cls, geometry: torch.Tensor, tape: "Tape") -> "Deferred":
+    def __new__(cls, geometry: torch.Tensor, tape: "Tape") -> "RecordedTensor":
         made = torch.Tensor._make_wrapper_subclass(
             cls, geometry.shape, geometry.stride(), geometry.storage_offset(), dtype=geometry.dtype
         )
@@ -51,7 +51,7 @@ class Deferred(torch.Tensor):
         cls, func: Callable, types: Sequence, args: tuple = (), kwargs: Mapping | None = None
     ) -> Any:
         """Write the op down, on the tape of its first deferred argument."""
-        tape = next(one.tape for one in tree_leaves((args, kwargs)) if isinstance(one, Deferred))
+        tape = next(one.tape for one in tree_leaves((args, kwargs)) if isinstance(one, RecordedTensor))
         return tape.run(func, args, kwargs or {})
 
     def made(self) -> torch.Tensor:
@@ -65,7 +65,7 @@ class Deferred(torch.Tensor):
         return self.made().numpy(force=force)
 
     @property
-    def data(self) -> "Deferred":
+    def data(self) -> "RecordedTensor":
         return self.detach()
 
     @data.setter
@@ -77,7 +77,7 @@ class Deferred(torch.Tensor):
             )
         self.geometry = torch.empty_like(self.detach()).copy_(value.detach()).geometry
 
-    def __deepcopy__(self, memo: dict) -> "Deferred":
+    def __deepcopy__(self, memo: dict) -> "RecordedTensor":
         copy = self.detach().clone().requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, requires_grad=self.requires_grad)
@@ -85,7 +85,7 @@ class Deferred(torch.Tensor):
         return copy
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"Deferred(shape={list(self.shape)}, dtype={self.dtype})"
+        return f"RecordedTensor(shape={list(self.shape)}, dtype={self.dtype})"
 
 
 class Tape:
@@ -100,7 +100,7 @@ class Tape:
         args, kwargs = tree_map(self._ours_or_made, (args, dict(kwargs)))
         if _NEEDS_VALUES & set(func.tags) or any(_is_real(one) for one in _written(func, args)):
             return self._with_values(func, args, kwargs)
-        shapes: dict[int, Deferred] = {}
+        shapes: dict[int, RecordedTensor] = {}
         try:
             shape_args, shape_kwargs = tree_map(
                 lambda one: _shape_only(one, shapes), (args, _on(kwargs, "meta"))
@@ -170,7 +170,7 @@ class Tape:
 
     def _with_values(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         for one in _written(func, args):
-            if isinstance(one, Deferred):
+            if isinstance(one, RecordedTensor):
                 raise InputError(
                     f"{func} cannot be written down inside zeropp.zero.Init: it changes a tensor "
                     "by values that do not exist yet; do it after zeropp.initialize, inside "
@@ -179,14 +179,14 @@ class Tape:
         args, kwargs = tree_map(_made, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _wrapped(self, value: Any, arguments: Mapping[int, Deferred]) -> Any:
+    def _wrapped(self, value: Any, arguments: Mapping[int, RecordedTensor]) -> Any:
         """The argument that an op gave back, or a new tensor on this tape."""
         if id(value) in arguments:
             return arguments[id(value)]
-        return Deferred(value, self) if isinstance(value, torch.Tensor) else value
+        return RecordedTensor(value, self) if isinstance(value, torch.Tensor) else value
 
     def _ours_or_made(self, value: Any) -> Any:
-        return value.made() if isinstance(value, Deferred) and value.tape is not self else value
+        return value.made() if isinstance(value, RecordedTensor) and value.tape is not self else value
 
 
 class _Recording(TorchDispatchMode):
@@ -203,7 +203,7 @@ class _Recording(TorchDispatchMode):
             str(one.type) == "Tensor" for one in func._schema.returns
         )
         on_meta = torch.device(kwargs.get("device") or "cpu").type == "meta"
-        if (from_nothing and not on_meta) or any(isinstance(one, Deferred) for one in tensors):
+        if (from_nothing and not on_meta) or any(isinstance(one, RecordedTensor) for one in tensors):
             return self.tape.run(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -283,7 +283,7 @@ def _written(func: Callable, args: tuple) -> Iterator[torch.Tensor]:
             yield value
 
 
-def _shape_only(value: Any, shapes: dict[int, Deferred]) -> Any:
+def _shape_only(value: Any, shapes: dict[int, RecordedTensor]) -> Any:
     if _is_deferred(value):
         shapes[id(value.geometry)] = value
         return value.geometry
@@ -309,11 +309,11 @@ def _on(kwargs: Mapping, device: str) -> dict:
 
 
 def _is_deferred(value: Any) -> bool:
-    return isinstance(value, Deferred)
+    return isinstance(value, RecordedTensor)
 
 
 def _is_real(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, Deferred)
+    return isinstance(value, torch.Tensor) and not isinstance(value, RecordedTensor)
 
 
 def _key(geometry: torch.Tensor) -> int:

@@ -35,7 +35,7 @@ from zeropp.sharding.checks import require_shardable
 from zeropp.sharding.forecast import Forecast
 from zeropp.sharding.materialize import fill, make_room, set_aside
 from zeropp.sharding.sharding import Sharding
-from zeropp.sharding.subunits import Apart, trained_apart
+from zeropp.sharding.subunits import Subunits, trained_subunits
 from zeropp.sharding.weight_changes import forget_when_weights_change
 from zeropp.wire.collectives import GradientMean, SecondaryCopies, WeightGather
 from zeropp.wire.frozen_weights import quantize_frozen, stored_bytes
@@ -71,14 +71,14 @@ def shard(
     sharding = _shard(model, mesh, config, units, cast_forward_inputs)
     place = torch.device("cpu") if config.offloads_weights else _device_of(mesh)
     fill(waiting, sharding.group, place)
-    fsdp.look_again(sharding.units)
+    fsdp.refresh_parameters(sharding.units)
     frozen = [one for one in model.parameters() if not one.requires_grad]
     if config.stores_frozen and frozen and not any(one.is_meta for one in frozen):
         return store_frozen(sharding, config)
     return sharding
 
 
-def give_memory(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Sharding:
+def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Sharding:
     """Memory without values for parameters that were sharded on the meta device.
 
     Trained ones lie where their optimizer is, frozen ones on `device`, or all on the host with
@@ -90,7 +90,7 @@ def give_memory(sharding: Sharding, config: ZeroConfig, device: torch.device) ->
     if config.stores_frozen:
         sharding = store_frozen(sharding, config, home)
     make_room(sharding.model, lambda one: trained if one.requires_grad else home)
-    fsdp.look_again(sharding.units)
+    fsdp.refresh_parameters(sharding.units)
     return sharding
 
 
@@ -270,12 +270,12 @@ def _shard_unit(
     unit: nn.Module, others: Collection[nn.Module], config: ZeroConfig, **options: Any
 ) -> list[fsdp.FSDPModule]:
     """The unit, and under MixZ++ one more of what is trained beside frozen weights in it."""
-    apart = trained_apart(unit, others) if config.stores_frozen else {}
+    apart = trained_subunits(unit, others) if config.stores_frozen else {}
     fsdp.shard_unit(unit, ignored=set().union(*apart.values()), **options)
-    return [unit, *shard_apart(apart, **options)]
+    return [unit, *shard_subunits(apart, **options)]
 
 
-def shard_apart(apart: Apart, **options: Any) -> list[fsdp.FSDPModule]:
+def shard_subunits(apart: Subunits, **options: Any) -> list[fsdp.FSDPModule]:
     """One unit of parameters that a sharded unit has left out, where modules inside it use them."""
     if not apart:
         return []

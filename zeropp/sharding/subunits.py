@@ -10,15 +10,15 @@ from collections.abc import Collection
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-Apart = dict[nn.Module, set[nn.Parameter]]  # a module, and parameters that its forward pass uses
+Subunits = dict[nn.Module, set[nn.Parameter]]  # a module, and parameters that its forward pass uses
 
 
-def users(unit: nn.Module, others: Collection[nn.Module], wanted: set[nn.Parameter]) -> Apart:
+def users(unit: nn.Module, others: Collection[nn.Module], wanted: set[nn.Parameter]) -> Subunits:
     """The modules inside a unit, outside `others`, whose forward passes use `wanted`.
 
     The unit itself is among them where nothing inside it that is called uses a parameter.
     """
-    found: Apart = {}
+    found: Subunits = {}
 
     def visit(module: nn.Module, called: nn.Module) -> None:
         called = module if _is_called(module) else called
@@ -32,7 +32,7 @@ def users(unit: nn.Module, others: Collection[nn.Module], wanted: set[nn.Paramet
     return found
 
 
-def trained_apart(unit: nn.Module, others: Collection[nn.Module]) -> Apart:
+def trained_subunits(unit: nn.Module, others: Collection[nn.Module]) -> Subunits:
     """Where trained parameters of a unit, outside `others`, can be gathered, if some are frozen.
 
     Those that the unit itself uses stay in it.

@@ -28,7 +28,7 @@ from torch import nn
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.quant.quantize import Layout, dequantize, quantize, reduce_dequantize, reduce_quantize
-from zeropp.wire.cross_stream import Shared
+from zeropp.wire.cross_stream import CrossStreamTensor
 from zeropp.wire.in_flight import Gathering, Hops, Reductions, run
 from zeropp.wire.link import Link
 from zeropp.wire.route import UNQUANTIZED, Route
@@ -44,7 +44,7 @@ class SecondaryCopies:
     def __init__(self, *, in_evaluation: bool) -> None:
         self.in_evaluation = in_evaluation
         self.version = 0
-        self._rows: dict[nn.Module, Shared] = {}
+        self._rows: dict[nn.Module, CrossStreamTensor] = {}
 
     def get(self, unit: nn.Module) -> torch.Tensor | None:
         """The unit's rows, if they are kept, for use on the current stream."""
@@ -54,7 +54,7 @@ class SecondaryCopies:
     def keep(self, unit: nn.Module, rows: torch.Tensor, version: int) -> None:
         """Keep `rows`, gathered at `version`, unless the weights have changed since."""
         if version == self.version and (unit.training or self.in_evaluation):
-            self._rows[unit] = Shared(rows)
+            self._rows[unit] = CrossStreamTensor(rows)
 
     def drop(self, *, stepped_only: bool = False) -> None:
         """Forget the copies of all units, or of those that an optimizer may just have stepped."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Shared:
+class CrossStreamTensor:
     """`tensor`, whose writing has been queued on the current stream."""
 
     def __init__(self, tensor: Tensor) -> None:

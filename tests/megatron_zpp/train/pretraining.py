@@ -14,7 +14,7 @@ from megatron_zpp.monitor.console import Console
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config
-from megatron_zpp.train.build import assemble
+from megatron_zpp.train.build import build_run
 from megatron_zpp.train.pretrain import pretrain
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
@@ -53,7 +53,7 @@ class Behind(Ranks):
 def assembled(flags: str) -> Iterator[Run]:
     """The run of `TINY` and `flags` on these ranks, before its first iteration."""
     with _job(flags, io.StringIO()) as job:
-        yield assemble(*job)
+        yield build_run(*job)
 
 
 def write_log(flags: str, path: Path) -> None:

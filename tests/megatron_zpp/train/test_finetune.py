@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_zpp.data.text_source import vocab_size
 from megatron_zpp.models.open_model import open_model
-from megatron_zpp.models.pretrained import begin_with
+from megatron_zpp.models.pretrained import with_pretrained_model
 from megatron_zpp.planner.activations import LiveBytes
 from megatron_zpp.planner.estimate import estimate
 from megatron_zpp.settings.arguments import parse
@@ -75,7 +75,7 @@ def test_the_memory_of_a_run_is_foretold(base, zero, tmp_path):
     """To a tenth, as the document says: all tensors of the job, its samples too."""
     larger = base.replace("--micro-batch-size 1 --global-batch-size 4", "--micro-batch-size 8")
     flags = larger + with_json(tmp_path, zero, bf16={"enabled": True}, train_batch_size=32)
-    config, _ = begin_with(parse((TINY + flags).split(), 2))
+    config, _ = with_pretrained_model(parse((TINY + flags).split(), 2))
     entries, nodes = vocab_size(config.data, config.tokenizer), Nodes(num_ranks=2, ranks_per_node=2)
     foretold = estimate(config, entries, nodes, is_cpu=True)
     with LiveBytes() as live:
@@ -166,13 +166,13 @@ def test_bad_input(base, change, named):
 def test_a_model_needs_text_for_its_tokenizer():
     config = parse("--pretrained-checkpoint m".split(), 1)
     with pytest.raises(InputError, match="--pretrained-checkpoint m needs text"):
-        begin_with(config)
+        with_pretrained_model(config)
 
 
 def test_a_gguf_is_imported_first():
     flags = "--pretrained-checkpoint m.gguf --mock-data --tokenizer-type NullTokenizer"
     with pytest.raises(InputError, match="tools/convert_hf.py --from-hf m.gguf --save FOLDER"):
-        begin_with(parse(f"{flags} --vocab-size 9".split(), 1))
+        with_pretrained_model(parse(f"{flags} --vocab-size 9".split(), 1))
 
 
 def test_nothing_frozen_to_store_is_an_error():

@@ -13,7 +13,7 @@ from tests.zeropp.deepspeed.engines import config_of, engine_of, run, whole
 from tests.zeropp.stack import Stack, fresh_stack, loss_of, tokens_of
 from zeropp import InputError
 from zeropp.deepspeed.zero import GatheredParameters, Init
-from zeropp.sharding.recorded_tensor import Deferred
+from zeropp.sharding.recorded_tensor import RecordedTensor
 
 HPZ = {"stage": 3, "zero_hpz_partition_size": 2}
 
@@ -25,7 +25,7 @@ def test_a_model_built_later_trains_as_one_built_at_once(stage):
     with Init(config_dict_or_path=config_of()):
         torch.manual_seed(5 + dist.get_rank())  # the first rank's seed is fresh_stack's
         model = Stack()
-    assert all(isinstance(one, Deferred) for one in model.parameters())
+    assert all(isinstance(one, RecordedTensor) for one in model.parameters())
     engine = engine_of(model, stage=stage)
     plain = dict(fresh_stack().named_parameters())
     for name, weight in whole(engine.module).items():
@@ -59,14 +59,14 @@ def test_shard_gives_memory_too_and_only_the_first_rank_makes_whole_tensors():
 
     with Init():
         model = fresh_stack()
-    original = Deferred.made
-    Deferred.made = lambda self: made.append(self.shape) or original(self)
+    original = RecordedTensor.made
+    RecordedTensor.made = lambda self: made.append(self.shape) or original(self)
     try:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
         config = zeropp.ZeroConfig.from_json({"zero_optimization": {"stage": 3}})
         sharding = zeropp.shard(model, mesh, config)
     finally:
-        Deferred.made = original
+        RecordedTensor.made = original
     assert len(made) == (19 if dist.get_rank() == 0 else 0)
     assert all(isinstance(one, DTensor) for one in sharding.model.parameters())
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_shard_gives_memory_too_and_only_the_first_rank_makes_whole_tensors():
 @ranks(1)
 def test_one_rank_and_a_disabled_block_build_ordinary_models():
     with Init(enabled=False):
-        assert not any(isinstance(one, Deferred) for one in fresh_stack().parameters())
+        assert not any(isinstance(one, RecordedTensor) for one in fresh_stack().parameters())
     with Init():
         model = fresh_stack()
     assert run(engine_of(model)) == run(engine_of())

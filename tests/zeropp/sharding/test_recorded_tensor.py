@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zeropp import InputError
-from zeropp.sharding.recorded_tensor import Deferred, recording
+from zeropp.sharding.recorded_tensor import RecordedTensor, recording
 
 GIVEN = ("given", "norm.num_batches_tracked")  # made from numbers that are there already
 
@@ -65,10 +65,10 @@ def test_every_tensor_and_the_generator_are_as_without_recording():
     later = tensors_of(model)
     for name, expected in tensors_of(plain).items():
         found = later[name]
-        assert isinstance(found, Deferred) != (name in GIVEN)
+        assert isinstance(found, RecordedTensor) != (name in GIVEN)
         assert isinstance(found, nn.Parameter) == isinstance(expected, nn.Parameter)
         assert (found.requires_grad, found.dtype) == (expected.requires_grad, expected.dtype)
-        assert torch.equal(found.made() if isinstance(found, Deferred) else found, expected)
+        assert torch.equal(found.made() if isinstance(found, RecordedTensor) else found, expected)
     assert torch.equal(torch.rand(3), torch.rand(3)) is False  # making them did not reseed
 
 
@@ -89,7 +89,7 @@ def test_what_is_written_after_the_block_counts_too():
         kept.zero_()
         kept += weight
     assert weight.made().tolist() == kept.tolist() == [1.0, 2.0, 3.0]
-    assert repr(weight) == "Deferred(shape=[3], dtype=torch.float32)"
+    assert repr(weight) == "RecordedTensor(shape=[3], dtype=torch.float32)"
 
 
 def test_values_decide_what_they_must():

@@ -9,7 +9,7 @@ from tests.ranks import ranks
 from tests.zeropp.lora import engine_losses, expected_losses, rounded
 from tests.zeropp.stack import WIDTH, Stack, fresh_stack
 from zeropp import InputError
-from zeropp.sharding.subunits import trained_apart
+from zeropp.sharding.subunits import trained_subunits
 from zeropp.wire.frozen_weights import is_quantized
 
 STEPS = 3
@@ -110,6 +110,6 @@ def test_what_is_trained_in_one_place_and_shared_with_the_unit_stays_in_it():
     model = with_trained_biases().blocks[0]
     model.shared = model.up.bias
     names = {one: name for name, one in model.named_parameters()}
-    found = {names[one] for used in trained_apart(model, ()).values() for one in used}
+    found = {names[one] for used in trained_subunits(model, ()).values() for one in used}
     assert found == {"norm.bias", "down.bias"}
-    assert trained_apart(fresh_stack().blocks[0], ()) == {}
+    assert trained_subunits(fresh_stack().blocks[0], ()) == {}

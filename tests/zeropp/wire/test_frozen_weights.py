@@ -22,7 +22,7 @@ from zeropp.checkpoint import state_tensors as named
 from zeropp.optim.step import local_part
 from zeropp.quant.quantize import BLOCK
 from zeropp.sharding.materialize import part_for_rank
-from zeropp.sharding.shard import give_memory
+from zeropp.sharding.shard import allocate_parameters
 from zeropp.wire.frozen_weights import QuantizedShard, is_quantized, stored_bytes
 
 MIXZ = {"stage": 3, "zero_quantized_nontrainable_weights": True}
@@ -125,7 +125,7 @@ def test_what_is_loaded_is_quantized_on_its_way(settings):
     expected = losses_of(shard(adapted_stack(), data_mesh(), config), micro_batches=1)
     with torch.device("meta"):
         model = adapted_stack()
-    sharding = give_memory(shard(model, data_mesh(), config), config, torch.device("cpu"))
+    sharding = allocate_parameters(shard(model, data_mesh(), config), config, torch.device("cpu"))
     parameters = dict(model.named_parameters())
     for one in parameters.values():
         assert not one.is_meta and is_quantized(one) == (not one.requires_grad and one.ndim >= 2)
