@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.materialize import part_for_rank
-from zeropp.sharding.notice import weights_written
 from zeropp.sharding.recorded_tensor import recording
+from zeropp.sharding.weight_changes import notify_weights_written
 
 _NOT_HERE = {
     "module": "build the model inside the context, or give the finished one to zeropp.initialize",
@@ -125,4 +125,4 @@ def _write_back(sharded: list[DTensor], wholes: list[torch.Tensor], modifier_ran
             dist.broadcast(values, src=modifier_rank)
             parameter.to_local().copy_(part_for_rank(values, parameter))
     if sharded:
-        weights_written(sharded)
+        notify_weights_written(sharded)

@@ -29,8 +29,8 @@ from zeropp.optim.step import local_part
 from zeropp.ranks.coordination import fail_together
 from zeropp.ranks.host_memory import free_bytes, pinned_bytes
 from zeropp.ranks.topology import Environment
-from zeropp.sharding.notice import Notice
 from zeropp.sharding.sharding import Sharding
+from zeropp.sharding.weight_changes import WeightsWritten
 
 BUCKET = 2**25  # elements: one is sent to the device while the next is updated
 HOST = torch.device("cpu")
@@ -250,7 +250,7 @@ class Offload:
         known = weakref.ref(self)
 
         def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            if isinstance(optimizer, Notice) and (offload := known()):
+            if isinstance(optimizer, WeightsWritten) and (offload := known()):
                 offload.read(optimizer.param_groups[0]["params"])
 
         weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)

@@ -2,8 +2,8 @@
 
 A row holds the parts of several parameters, one after another; a `Layout` says which of them become
 INT8 or INT4 codes and which travel as they are. What the numbers are is in docs/numerics.md, how
-they lie in a packed row in zeropp/quant/packing.py. Legend of the shapes: K rows, C elements of a row,
-P bytes of a packed row, T terms of a sum. None of the functions is differentiable.
+they lie in a packed row in zeropp/quant/packing.py. Legend of the shapes: K rows, C elements of a
+row, P bytes of a packed row, T terms of a sum. None of the functions is differentiable.
 """
 
 import torch
