@@ -26,11 +26,33 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "ON_DEVICE", "AllGather", "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy",
-    "OffloadPolicy", "Piece", "ReduceScatter", "Shard", "after_backward", "backward_id",
-    "free_gathered", "gather_ahead", "has_run", "in_backward", "may_be_stepped", "may_reduce_later",
-    "own_pieces", "own_shards", "refresh_parameters", "shard_like", "shard_unit", "store",
-    "take_gradients", "use_all_gather", "use_reduce_scatter", "watch_gradients",
+    "ON_DEVICE",
+    "AllGather",
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "Piece",
+    "ReduceScatter",
+    "Shard",
+    "after_backward",
+    "backward_id",
+    "free_gathered",
+    "gather_ahead",
+    "has_run",
+    "in_backward",
+    "may_be_stepped",
+    "may_reduce_later",
+    "own_pieces",
+    "own_shards",
+    "refresh_parameters",
+    "shard_like",
+    "shard_unit",
+    "store",
+    "take_gradients",
+    "use_all_gather",
+    "use_reduce_scatter",
+    "watch_gradients",
 ]
 
 ON_DEVICE = OffloadPolicy()  # shards stay on the device
@@ -217,9 +239,7 @@ def shard_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor(local, parameter._spec, requires_grad=False)
 
 
-def take_gradients(
-    unit: FSDPModule, take: Callable[[nn.Parameter, torch.Tensor], None]
-) -> None:
+def take_gradients(unit: FSDPModule, take: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
     """Pass this rank's part of each averaged gradient, in fp32, to `take`; leave no `.grad`.
 
     `take` is called as each reduction is queued, on its stream. FSDP2 rounds the means to the

@@ -18,7 +18,8 @@ BACKWARD = 2  # forward passes' worth of operations in a backward pass
 class TokenFlops:
     """Operations for one token: those of the model, and those performed, recomputation included.
 
-    `rate` is what the device could do of them per second: see `megatron_zpp/monitor/matrix_rate.py`.
+    `rate` is what the device could do of them per second: see
+    `megatron_zpp/monitor/matrix_rate.py`.
     """
 
     model: float

@@ -139,9 +139,7 @@ def export_adapters(
                 "--base-name, or give it as the model to PeftModel.from_pretrained", base_name
             )  # fmt: skip
     wanted = DTYPES[dtype] if dtype else None
-    return write_adapters(
-        output, opened.adapters, TABLES[family.name], sizes, base_name, wanted
-    )
+    return write_adapters(output, opened.adapters, TABLES[family.name], sizes, base_name, wanted)
 
 
 def flags(opened: OpenedModel, save: Path) -> list[str]:

@@ -81,7 +81,9 @@ def _listed(folder: Path, one_file: str) -> dict[str, Path]:
     if (folder / one_file).exists():
         return {}
     if not path.exists():
-        others = [one.name for one in folder.glob("*.bin")] + [p.name for p in folder.glob("*.pt")]
+        others = [path.name for path in folder.glob("*.bin")] + [
+            p.name for p in folder.glob("*.pt")
+        ]
         hint = f" ({few(others)}: save it as safetensors first)" if others else ""
         raise InputError(f"{folder}: neither {one_file} nor {path.name} is in it{hint}")
     content = read_json(path, "the index")
@@ -110,8 +112,7 @@ def _header(path: Path) -> dict[str, Tensor]:
     narrow = [
         f"{name} ({dtype})"
         for name, (_, dtype) in found.items()
-        if dtype not in OF_NAME
-        or not (OF_NAME[dtype].is_floating_point or _is_constant(name))
+        if dtype not in OF_NAME or not (OF_NAME[dtype].is_floating_point or _is_constant(name))
     ]
     if narrow:
         raise InputError(

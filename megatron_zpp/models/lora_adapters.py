@@ -1,6 +1,6 @@
 """LoRA's adapters as files hold them, and a model's weights with adapters merged into them.
 
-    W' = W + (alpha / rank) · B A        in fp32, one tensor at a time
+W' = W + (alpha / rank) · B A        in fp32, one tensor at a time
 """
 
 from collections.abc import Collection
@@ -42,7 +42,7 @@ class Adapters:
         self.config, self.place, self._weights = config, place, weights
         self.facts = weights.facts()
         ending = f".{A}{WEIGHT}"
-        self.layers = [one.removesuffix(ending) for one in self.facts if one.endswith(ending)]
+        self.layers = [fact.removesuffix(ending) for fact in self.facts if fact.endswith(ending)]
         alone = [layer for layer in self.layers if f"{layer}.{B}{WEIGHT}" not in self.facts]
         if not self.layers or alone:
             what = f"no {B} for {few(alone)}" if alone else "no adapters"

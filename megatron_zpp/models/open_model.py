@@ -68,7 +68,7 @@ class OpenedModel:
             yield name, self.weights.read(name)
 
     def fill(self, model: nn.Module) -> None:
-        """Copy the weights into a GPT whose storage exists (`megatron_zpp.checkpoint.shard_weights.fill`)."""
+        """Copy the weights into a GPT whose storage exists; see `shard_weights.fill`."""
         fill(model, self.weights)
 
 
@@ -234,9 +234,7 @@ def _open_peft(
     return replace(base, path=path, weights=MergedWeights(base.weights, changes), base=base.path)
 
 
-def _open_gguf(
-    path: Path, tokenizer: TokenizerConfig | None, multiple: int | None
-) -> OpenedModel:
+def _open_gguf(path: Path, tokenizer: TokenizerConfig | None, multiple: int | None) -> OpenedModel:
     model, files = gguf.GgufModel(path), None
     if tokenizer is None:
         files = tempfile.TemporaryDirectory()
@@ -255,9 +253,7 @@ def _foreign(
     described = read_settings(content, str(path / CONFIG) if path.is_dir() else str(path))
     if chosen is None:
         log.info("%s brings no tokenizer: token ids are numbers (NullTokenizer)", path)
-        chosen = TokenizerConfig(
-            tokenizer_type="NullTokenizer", vocab_size=described.vocab_rows
-        )
+        chosen = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=described.vocab_rows)
     tokenizer = build_tokenizer(chosen)
     model = _fit_vocabulary(described, tokenizer.vocab_size, multiple, path)
     table = TABLES[described.family.name]

@@ -102,7 +102,9 @@ def targets(adapted: Sequence[str], modules: Sequence[str]) -> list[str]:
     """The shortest endings of names that match all of `adapted`, and of `modules` nothing else."""
     mine, others = set(adapted), set(modules) - set(adapted)
     taken = {ending for name in others for ending in _endings(name)}
-    return sorted({next(one for one in _endings(name) if one not in taken) for name in mine})
+    return sorted(
+        {next(ending for ending in _endings(name) if ending not in taken) for name in mine}
+    )
 
 
 class PeftChanges:

@@ -56,7 +56,9 @@ def adapters(config: Config, sharding: Sharding) -> list[tuple[str, str]]:
     lora = config.lora
     if not lora.lora_rank:
         return []
-    trained = sum(one.numel() for one in sharding.model.parameters() if one.requires_grad)
+    trained = sum(
+        parameter.numel() for parameter in sharding.model.parameters() if parameter.requires_grad
+    )
     stored = ""
     if sharding.stores_frozen:
         bits = config.zero.zeropp.nontrainable_weight_bits

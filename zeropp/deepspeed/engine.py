@@ -180,7 +180,9 @@ class Engine(nn.Module):
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group, for the next step."""
-        return [] if self.optimizer is None else [one["lr"] for one in self.optimizer.param_groups]
+        return (
+            [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
+        )
 
     @property
     def loss_scale(self) -> float:
@@ -341,7 +343,10 @@ def _options(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
 def _restore_options(
     optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]], path: Path
 ) -> None:
-    here, there = [one["params"] for one in _options(optimizer)], [one["params"] for one in saved]
+    here, there = (
+        [option["params"] for option in _options(optimizer)],
+        [one["params"] for one in saved],
+    )
     if here != there:
         raise InputError(
             f"the optimizer has parameter groups of {here} parameters, the one in {path} of "

@@ -70,7 +70,7 @@ def initialize(
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise InputError(f"zeropp.initialize needs model=, an nn.Module, not {kind}")
-    if any(isinstance(one, DTensor) for one in model.parameters()):
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise InputError("the model given to zeropp.initialize is sharded already: give a new one")
     zero = ZeroConfig.from_json(_one_config(args, config, config_params))
     _require_said(zero)
@@ -201,7 +201,7 @@ def _optimizer(
     if given is None and zero.optimizer.type is None:
         return None
     if chosen is None:
-        parameters = [one for one in model.parameters() if one.requires_grad]
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not parameters:
             raise InputError(
                 "all parameters are frozen, and an optimizer is named or given: leave it out, or "
@@ -267,8 +267,8 @@ def _offloaded(
 
 def _flat(groups: Iterable[Any]) -> set[int]:
     found: set[int] = set()
-    for one in groups:
-        inside = one["params"] if isinstance(one, Mapping) else one
+    for group in groups:
+        inside = group["params"] if isinstance(group, Mapping) else group
         found |= {id(inside)} if isinstance(inside, torch.Tensor) else {id(two) for two in inside}
     return found
 

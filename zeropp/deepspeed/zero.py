@@ -1,12 +1,12 @@
 """`zeropp.zero`: the two context managers of DeepSpeed's ZeRO-3, over FSDP2's shards.
 
-    with zeropp.zero.Init():
-        model = Net()                                   # no memory yet, however large
-    engine, *_ = zeropp.initialize(model=model, config=...)
+with zeropp.zero.Init():
+    model = Net()                                   # no memory yet, however large
+engine, *_ = zeropp.initialize(model=model, config=...)
 
-    with zeropp.zero.GatheredParameters(model.head.weight, modifier_rank=0):
-        if engine.global_rank == 0:
-            torch.nn.init.zeros_(model.head.weight)     # whole here, written back to the shards
+with zeropp.zero.GatheredParameters(model.head.weight, modifier_rank=0):
+    if engine.global_rank == 0:
+        torch.nn.init.zeros_(model.head.weight)     # whole here, written back to the shards
 """
 
 from collections.abc import Iterable, Iterator, Mapping

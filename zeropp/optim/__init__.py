@@ -10,9 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CPUAdam", "FusedAdam"]
 
-_MODULES = MappingProxyType(
-    {"CPUAdam": "zeropp.optim.cpu_adam", "FusedAdam": "zeropp.optim.adam"}
-)
+_MODULES = MappingProxyType({"CPUAdam": "zeropp.optim.cpu_adam", "FusedAdam": "zeropp.optim.adam"})
 
 
 def __getattr__(name: str) -> Any:

@@ -168,8 +168,8 @@ class FusedAdam(torch.optim.Optimizer):
         return calls.values()
 
     def _apply(self, updates: Sequence[Update], factor: Tensor | None) -> None:
-        for one in updates:
-            adam(one.arrays, factor, one.settings)
+        for update in updates:
+            adam(update.arrays, factor, update.settings)
 
     def _settings(self, group: dict[str, Any], step: int, seed: int) -> AdamSettings:
         beta1, beta2 = group["betas"]
@@ -214,7 +214,9 @@ def fastest_adamw(
 
 
 def _why_not_fused(groups: list[Any], torch_on_cpu: bool) -> str | None:
-    owned = [p for one in groups for p in (one["params"] if isinstance(one, Mapping) else [one])]
+    owned = [
+        p for group in groups for p in (group["params"] if isinstance(group, Mapping) else [group])
+    ]
     places = {parameter.device.type for parameter in owned}
     if len(places) != 1 or not places <= {"cpu", "cuda"}:
         return f"weights on {' and '.join(sorted(places))}; ours takes one of CPU and GPU"
@@ -251,7 +253,7 @@ def _check(group: Mapping[str, Any]) -> None:
             raise InputError(f"FusedAdam has no {name}; leave it out, or use torch.optim.AdamW")
     ranges = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
     wrong = [f"{name} = {value}" for name, value in ranges.items() if not 0.0 <= value < 1e38]
-    wrong += [f"betas = {group['betas']}"] * (not all(0.0 <= one < 1.0 for one in group["betas"]))
+    wrong += [f"betas = {group['betas']}"] * (not all(0.0 <= beta < 1.0 for beta in group["betas"]))
     if wrong:
         raise InputError(
             f"FusedAdam cannot run with {', '.join(wrong)}: lr, eps and weight_decay are 0 or more "

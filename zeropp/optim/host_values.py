@@ -14,7 +14,7 @@ class HostValues:
     """
 
     def __init__(self, *numbers: Tensor) -> None:
-        self._numbers = torch.stack([one.detach().double() for one in numbers])
+        self._numbers = torch.stack([number.detach().double() for number in numbers])
         self._arrival = None
         if self._numbers.is_cuda:
             computed = self._numbers

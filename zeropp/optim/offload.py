@@ -61,7 +61,7 @@ def places(
     parameters: Sequence[nn.Parameter], ratio: float, device: torch.device
 ) -> Iterator[torch.device]:
     """The host for the first parameters that fit into `ratio` of all elements, else the device."""
-    sizes = [one.numel() for one in parameters]
+    sizes = [parameter.numel() for parameter in parameters]
     left = math.ceil(ratio * sum(sizes))
     for size in sizes:
         fits = size <= left
@@ -94,12 +94,14 @@ class Offload:
         self._before_access: Callable[[], None] = lambda: None
         self._events: list[torch.Event] = []
         self._late: list[tuple[Tensor, Tensor]] = []  # gradient, more of it
-        trained = [one for one in sharding.model.parameters() if one.requires_grad]
+        trained = [
+            parameter for parameter in sharding.model.parameters() if parameter.requires_grad
+        ]
         where = dict(zip(trained, places(trained, ratio, device), strict=True))
         with fail_together():  # and before any rank takes what another still counts as free
             self._require_memory([one for one in trained if where[one] == HOST], sharding)
         self._masters = {one: self._master(one, where[one]) for one in trained}
-        self._by_weight = {one.weight: one for one in self._masters.values()}
+        self._by_weight = {master.weight: master for master in self._masters.values()}
         self._listen(sharding)
 
     @property
@@ -111,14 +113,16 @@ class Offload:
     def copies(self) -> Mapping[nn.Parameter, Tensor]:
         """Masters -> 16-bit tensors that the optimizer writes along with them."""
         return {
-            one.weight: one.rounded for one in self._masters.values() if one.rounded is not None
+            master.weight: master.rounded
+            for master in self._masters.values()
+            if master.rounded is not None
         }
 
     def buckets(self, masters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """Masters of one device each, about `BUCKET` elements."""
         by_device: dict[torch.device, list[nn.Parameter]] = {}
-        for one in masters:
-            by_device.setdefault(local_part(one).device, []).append(one)
+        for master in masters:
+            by_device.setdefault(local_part(master).device, []).append(master)
         for alike in by_device.values():
             bucket, size = [], 0
             for one in alike:
@@ -152,9 +156,9 @@ class Offload:
     def write(self, *, send: bool = True) -> None:
         """Round all masters anew and send them: they were changed by others than the optimizer."""
         with torch.no_grad():
-            for one in self._masters.values():
-                if one.rounded is not None:
-                    one.rounded.copy_(local_part(one.weight))
+            for master in self._masters.values():
+                if master.rounded is not None:
+                    master.rounded.copy_(local_part(master.weight))
             if send:
                 self.send(self._by_weight)
 

@@ -62,7 +62,10 @@ class OffloadedAdam(FusedAdam):
         self.moment_dtype, self.seed = moments
         masters = offload.masters
         held = [  # what is frozen has no master
-            {**group, "params": [masters.get(one, one) for one in group["params"]]}
+            {
+                **group,
+                "params": [masters.get(parameter, parameter) for parameter in group["params"]],
+            }
             for group in groups
         ]
         super().__init__(held, copies=offload.copies, **settings)
@@ -96,9 +99,9 @@ class OffloadedAdam(FusedAdam):
             yield from super()._updates({**group, "params": bucket}, seed)
 
     def _apply(self, updates: Sequence[Update], factor: Tensor | None) -> None:
-        for one in updates:
-            self._update(one, factor)
-            self.offload.send(one.parameters)
+        for update in updates:
+            self._update(update, factor)
+            self.offload.send(update.parameters)
 
     def _update(self, one: Update, factor: Tensor | None) -> None:
         place = one.arrays.parameters[0].device
@@ -139,13 +142,13 @@ class DelayedAdam(OffloadedAdam):
     def _apply(self, updates: Sequence[Update], factor: Tensor | None) -> None:
         self.offload.send(self._unsent)
         self._unsent = []
-        if max((one.settings.step for one in updates), default=1) <= self._warmup:
+        if max((update.settings.step for update in updates), default=1) <= self._warmup:
             super()._apply(updates, factor)
             return
         factor = factor if factor is None else factor.to(HOST)
         self.offload.turn()
-        self._unsent = [master for one in updates for master in one.parameters]
-        on_host = [one for one in updates if one.arrays.parameters[0].device == HOST]
+        self._unsent = [master for update in updates for master in update.parameters]
+        on_host = [update for update in updates if update.arrays.parameters[0].device == HOST]
         for one in updates:
             if one.arrays.parameters[0].device != HOST:
                 self._update(one, factor)
@@ -153,5 +156,5 @@ class DelayedAdam(OffloadedAdam):
 
     @torch.no_grad()
     def _update_all(self, updates: Sequence[Update], factor: Tensor | None) -> None:
-        for one in updates:
-            self._update(one, factor)
+        for update in updates:
+            self._update(update, factor)

@@ -49,11 +49,14 @@ def remap(optimizer: torch.optim.Optimizer, names: Names, model: nn.Module) -> N
 def listed(parameters: Iterable[Any]) -> list[Any]:
     """Parameters, or groups of them, out of generators that would run over a sharded model."""
     found = []
-    for one in parameters:
-        if isinstance(one, Mapping):
-            inside = one["params"]
-            one = {**one, "params": [inside] if isinstance(inside, torch.Tensor) else list(inside)}
-        found.append(one)
+    for parameter in parameters:
+        if isinstance(parameter, Mapping):
+            inside = parameter["params"]
+            parameter = {
+                **parameter,
+                "params": [inside] if isinstance(inside, torch.Tensor) else list(inside),
+            }
+        found.append(parameter)
     return found
 
 
@@ -63,12 +66,12 @@ def remapped(parameters: Iterable[Any], names: Names, model: nn.Module) -> list[
     Raises InputError for a parameter that is not the model's.
     """
     now, found = dict(model.named_parameters()), []
-    for one in parameters:
-        if isinstance(one, Mapping):
-            inside = _same_names(one["params"], names, now, "model_parameters")
-            found.append({**one, "params": inside})
+    for parameter in parameters:
+        if isinstance(parameter, Mapping):
+            inside = _same_names(parameter["params"], names, now, "model_parameters")
+            found.append({**parameter, "params": inside})
         else:
-            found += _same_names([one], names, now, "model_parameters")
+            found += _same_names([parameter], names, now, "model_parameters")
     return found
 
 

@@ -84,7 +84,7 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """This rank's slices of the gradients, as plain tensors that share their memory; none empty."""
     owners = (p for group in optimizer.param_groups for p in group["params"])
     slices = [local_part(p.grad) for p in owners if p.grad is not None]
-    return [one for one in slices if one.numel()]
+    return [slice_ for slice_ in slices if slice_.numel()]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ def _sum_over_ranks(terms: list[torch.Tensor], sharding: Sharding) -> torch.Tens
     device = next(sharding.model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     if terms:
-        total += torch.stack([one.to(device) for one in terms]).sum(dtype=torch.float64)
+        total += torch.stack([term.to(device) for term in terms]).sum(dtype=torch.float64)
     if sharding.shards_gradients:
         dist.all_reduce(total, group=sharding.group)
     return total

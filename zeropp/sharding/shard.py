@@ -205,7 +205,9 @@ def _shard(
     compute_dtype = getattr(torch, config.compute_format)
     wire_dtype = getattr(torch, config.wire_format)
     fields = {
-        "model": model, "stage": config.stage, "num_ranks": num_ranks,
+        "model": model,
+        "stage": config.stage,
+        "num_ranks": num_ranks,
         "compute_dtype": compute_dtype,
     }  # of the result
     needs_engine = config.offloads_weights or config.stores_frozen
@@ -329,9 +331,7 @@ def _device_of(mesh: DeviceMesh | None) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _connect(
-    route: Route, mesh: DeviceMesh, traffic: Traffic
-) -> tuple[Link | None, Link | None]:
+def _connect(route: Route, mesh: DeviceMesh, traffic: Traffic) -> tuple[Link | None, Link | None]:
     """Connect this rank to its inner and its outer hop."""
     ranks, position = tuple(mesh.mesh.flatten().tolist()), mesh.get_local_rank()
     hops = route.inner_hop(position), route.outer_hop(position)

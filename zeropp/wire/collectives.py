@@ -105,9 +105,7 @@ class WeightGather(_Allocates, fsdp.AllGather):
         hops = self._hops(output_tensor, input_tensor, purpose, async_op)
         return Gathering(hops) if async_op else run(hops)
 
-    def _hops(
-        self, whole: torch.Tensor, shard: torch.Tensor, purpose: str, async_op: bool
-    ) -> Hops:
+    def _hops(self, whole: torch.Tensor, shard: torch.Tensor, purpose: str, async_op: bool) -> Hops:
         is_stored = shard.dtype == torch.uint8  # the codes of frozen weights, numbers as bytes
         layout = None
         if not is_stored:
