@@ -15,7 +15,7 @@ from megatron_zpp.model.lora import add_lora
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.schedule import Schedules
 from zeropp.fsdp_adapter import Piece
-from zeropp.optim.offload import HOST, places
+from zeropp.optim.offload import HOST, master_devices
 from zeropp.sharding.forecast import Forecast
 from zeropp.sharding.shard import outermost_blocks
 from zeropp.sharding.subunits import trained_subunits
@@ -106,7 +106,7 @@ class Plan:
             return ()
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         ratio = self.config.zero.zero_optimization.offload_optimizer.ratio
-        where = places(parameters, ratio, DEVICE)
+        where = master_devices(parameters, ratio, DEVICE)
         pairs = zip(parameters, where, strict=True)
         return tuple(
             _piece(one, self.shards, None).elements for one, place in pairs if place == HOST
