@@ -16,7 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
 
-from megatron_zpp.checkpoint import checkpoint  # noqa: E402
+from megatron_zpp.checkpoint.checkpoint_weights import (  # noqa: E402
+    CheckpointWeights,
+    find_checkpoint,
+)
 from megatron_zpp.checkpoint.safetensors_files import (  # noqa: E402
     DTYPES,
     SUFFIX,
@@ -24,7 +27,7 @@ from megatron_zpp.checkpoint.safetensors_files import (  # noqa: E402
     num_bytes,
     write_safetensors,
 )
-from megatron_zpp.checkpoint.whole_weights import CheckpointWeights, find_checkpoint  # noqa: E402
+from megatron_zpp.checkpoint.training_state import read_state  # noqa: E402
 from megatron_zpp.settings.command_line import HELP, help_text, read, vocabulary  # noqa: E402
 from megatron_zpp.settings.flag import Section, flag  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
@@ -68,7 +71,7 @@ def consolidate(config: ConsolidateConfig) -> list[Path]:
     if output.suffix != SUFFIX:
         output = output / f"model{SUFFIX}"
     items = _items(CheckpointWeights(path), config.dtype)
-    about = {"format": "pt", "iteration": str(checkpoint.read_state(path).iteration)}
+    about = {"format": "pt", "iteration": str(read_state(path).iteration)}
     most = num_bytes(config.max_shard_size, "--max-shard-size")
     paths = write_safetensors(output, items, about, most)
     total = sum(item.num_bytes for item in items)

@@ -5,7 +5,8 @@ import logging
 
 import torch
 
-from megatron_zpp.checkpoint.run_settings import settings, with_checkpoint_model
+from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_model
+from megatron_zpp.checkpoint.training_state import run_settings
 from megatron_zpp.data.gpt_dataset import build_datasets
 from megatron_zpp.data.instructions.dataset import build_instructions
 from megatron_zpp.data.text_source import open_source
@@ -135,7 +136,7 @@ def open_metrics(
         world_size=ranks.num_ranks,
         resumed_at=position if counters.iteration else None,
         settings={
-            name: value for part in settings(config).values() for name, value in part.items()
+            name: value for part in run_settings(config).values() for name, value in part.items()
         },
     )
     rate = None

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.checkpoint import TrainingState
-from megatron_zpp.checkpoint.run_settings import architecture, nothing_to_load, settings
+from megatron_zpp.checkpoint.checkpoint_args import no_checkpoint_error
+from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.schedule import Schedules
 from megatron_zpp.train.run import Counters, Run
@@ -55,7 +55,7 @@ def save(run: Run) -> None:
         schedule={"scheduled_samples": counters.scheduled_samples, **run.schedules.state()},
         history=run.metrics.history.state_dict(),
         architecture=architecture(config.model, run.tokenizer.vocab_size),
-        configuration=settings(config),
+        configuration=run_settings(config),
     )
     path = checkpoint.save(
         config.checkpoint.save,
@@ -91,7 +91,7 @@ def load(
     if state is None:
         for name in ("exit_on_missing_checkpoint", "finetune"):
             if chosen.load is not None and getattr(chosen, name):
-                raise nothing_to_load(chosen.load, f"--{name.replace('_', '-')}")
+                raise no_checkpoint_error(chosen.load, f"--{name.replace('_', '-')}")
         if chosen.load is not None:
             log.info("--load %s holds no checkpoint: the run starts at its beginning", chosen.load)
         return Resumed(counters=Counters(), schedules=schedules, history={})
@@ -101,7 +101,7 @@ def load(
         scaler.load_state_dict(state.loss_scaler)
     if chosen.finetune or chosen.reset_iteration or not state.iteration:
         return Resumed(counters=Counters(), schedules=schedules, history={})
-    for line in other_order(settings(config), state.configuration):
+    for line in other_order(run_settings(config), state.configuration):
         log.info("%s: other samples come next than without that change", line)
     return Resumed(
         counters=Counters(

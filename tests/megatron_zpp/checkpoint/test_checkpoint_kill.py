@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.checkpoint import TrainingState
+from megatron_zpp.checkpoint.training_state import TrainingState
 from tests.megatron_zpp.small_net import names, state_at
 from tests.ranks import PRELOADED
 
