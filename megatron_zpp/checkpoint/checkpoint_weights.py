@@ -4,10 +4,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.checkpoint import choose, damage
-from zeropp.checkpoint.shard_files import OneByOneReader
+from zeropp.checkpoint.shard_files import OneByOneReader, saved_tensors
 from zeropp.checkpoint.state_tensors import MODEL
 from zeropp.errors import InputError
 
@@ -35,12 +36,11 @@ class CheckpointWeights:
 
     def __init__(self, path: Path, keep: Callable[[str], bool] = lambda name: True) -> None:
         self._reader = OneByOneReader(path)
-        tensors = {
+        self._facts = {
             name.removeprefix(MODEL): tensor
-            for name, tensor in self._reader.tensors().items()
-            if name.startswith(MODEL)
+            for name, tensor in saved_tensors(path).items()
+            if name.startswith(MODEL) and keep(name.removeprefix(MODEL))
         }
-        self._facts = {name: tensor for name, tensor in tensors.items() if keep(name)}
 
     def facts(self) -> dict[str, Tensor]:
         """Every tensor's shape and dtype by name, as tensors on the meta device."""
@@ -48,4 +48,6 @@ class CheckpointWeights:
 
     def read(self, name: str) -> Tensor:
         """One whole tensor on the CPU, in the dtype in which it was saved."""
-        return self._reader.read(MODEL + name)
+        tensor = torch.empty_like(self._facts[name], device="cpu")
+        self._reader.fill(MODEL + name, tensor)
+        return tensor

@@ -47,15 +47,11 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         dcp.load(dict(tensors), storage_reader=FileSystemReader(folder))
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """Names, shapes and dtypes of a checkpoint's tensors."""
-    return FileSystemReader(folder).read_metadata()
-
-
-def saved_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Of the metadata, what describes tensors, by name."""
+def saved_tensors(folder: Path) -> dict[str, Tensor]:
+    """Shape and dtype of each tensor in a checkpoint by name, as tensors on the meta device."""
+    metadata = FileSystemReader(folder).read_metadata()
     return {
-        name: entry
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
@@ -67,20 +63,10 @@ class OneByOneReader:
     def __init__(self, folder: Path) -> None:
         self._reader = _CachedMetadataReader(folder)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Shape and dtype of each tensor by name, as tensors on the meta device."""
-        return {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-            for name, entry in saved_tensors(self._reader.metadata).items()
-        }
-
-    def read(self, name: str) -> Tensor:
-        """The tensor `name` on the CPU, in the dtype in which it was saved."""
-        entry = self._reader.metadata.state_dict_metadata[name]
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+    def fill(self, name: str, tensor: Tensor) -> None:
+        """Read the tensor `name` into `tensor`, which has its shape and dtype."""
         with _without_warnings():
             dcp.load({name: tensor}, storage_reader=self._reader, no_dist=True)
-        return tensor
 
 
 @contextmanager

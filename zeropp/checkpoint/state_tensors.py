@@ -11,13 +11,11 @@ optimizer's settings (learning rate, betas) are not saved here: they come from t
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
 
-from zeropp.checkpoint.shard_files import read_metadata, read_shards, saved_tensors
+from zeropp.checkpoint.shard_files import read_shards, saved_tensors
 from zeropp.errors import first_few
 from zeropp.ranks.coordination import fail_together
 from zeropp.wire.frozen_weights import is_quantized
@@ -56,17 +54,20 @@ def load_state(
     and shape, before anything is changed. If it does not raise, the tensors that fit are loaded.
     """
     with fail_together():
-        metadata = read_metadata(folder)
+        saved = saved_tensors(folder)
         weights = model_tensors(model, masters_of(optimizer))
-        check(_shape_differences(weights, metadata))
-        shapes = {name: entry.size for name, entry in saved_tensors(metadata).items()}
-        tensors = {name: w for name, w in weights.items() if shapes.get(name) == w.shape}
+        check(_shape_differences(weights, saved))
+        weights = {
+            name: weight
+            for name, weight in weights.items()
+            if name in saved and saved[name].shape == weight.shape
+        }
         optimizer_state, delayed = {}, {}
         if with_optimizer_state:
-            optimizer_state = _empty_optimizer_tensors(model, optimizer, metadata)
+            optimizer_state = _empty_optimizer_tensors(model, optimizer, saved)
             delayed = _delayed_weights(model, optimizer)
-            delayed = {name: weight for name, weight in delayed.items() if name in shapes}
-    read_shards(folder, {**tensors, **optimizer_state, **delayed})
+            delayed = {name: weight for name, weight in delayed.items() if name in saved}
+    read_shards(folder, {**weights, **optimizer_state, **delayed})
     if with_optimizer_state:
         _restore_optimizer(model, optimizer, optimizer_state)
     if masters_of(optimizer):
@@ -139,22 +140,21 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def _empty_optimizer_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, metadata: Metadata
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return zeros for each state tensor that a checkpoint holds of this optimizer's parameters.
 
     A tensor of its parameter's shape is sharded like it; scalars are CPU tensors.
     """
-    saved = _by_parameter(saved_tensors(metadata))
+    by_parameter = _by_parameter(saved)
     names = _parameter_names(model, optimizer)
     tensors = {}
     for parameter in _parameters(optimizer):
-        for key, entry in saved.get(names[parameter], {}).items():
-            dtype = entry.properties.dtype
-            if entry.size == parameter.shape:
-                value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        for key, entry in by_parameter.get(names[parameter], {}).items():
+            if entry.shape == parameter.shape:
+                value = torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
             else:
-                value = torch.zeros(entry.size, dtype=dtype)
+                value = torch.zeros(entry.shape, dtype=entry.dtype)
             tensors[f"{OPTIMIZER}{names[parameter]}.{key}"] = value
     return tensors
 
@@ -174,21 +174,22 @@ def _restore_optimizer(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _shape_differences(tensors: Mapping[str, torch.Tensor], metadata: Metadata) -> list[str]:
+def _shape_differences(
+    weights: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
+) -> list[str]:
     """Describe how the model's tensors differ from a checkpoint's in name and shape; [] if not."""
-    saved = {
-        name.removeprefix(MODEL): tuple(entry.size)
-        for name, entry in saved_tensors(metadata).items()
-        if name.startswith(MODEL)
-    }
-    own = {name.removeprefix(MODEL): tuple(value.shape) for name, value in tensors.items()}
     lines = [
-        f"{name} has shape {list(saved[name])} in the checkpoint, {list(own[name])} in the model"
-        for name in own
-        if name in saved and own[name] != saved[name]
+        f"{name.removeprefix(MODEL)} has shape {list(saved[name].shape)} in the checkpoint, "
+        f"{list(weight.shape)} in the model"
+        for name, weight in weights.items()
+        if name in saved and weight.shape != saved[name].shape
     ]
-    missing = [name for name in own if name not in saved]
-    extra = [name for name in saved if name not in own]
+    missing = [name.removeprefix(MODEL) for name in weights if name not in saved]
+    extra = [
+        name.removeprefix(MODEL)
+        for name in saved
+        if name.startswith(MODEL) and name not in weights
+    ]
     if missing:
         lines.append(f"only in the model: {first_few(missing)}")
     if extra:
@@ -201,13 +202,15 @@ def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _by_parameter(entries: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Group the optimizer's entries by the parameter's name, then by the name of the state."""
-    grouped: dict[str, dict[str, Any]] = {}
-    for name, entry in entries.items():
+def _by_parameter(
+    tensors: Mapping[str, torch.Tensor],
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Of all tensors the optimizer's, by the parameter's name, then by the name of the state."""
+    grouped: dict[str, dict[str, torch.Tensor]] = {}
+    for name, value in tensors.items():
         if name.startswith(OPTIMIZER):
             parameter_name, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
-            grouped.setdefault(parameter_name, {})[key] = entry
+            grouped.setdefault(parameter_name, {})[key] = value
     return grouped
 
 
