@@ -1,10 +1,10 @@
-"""One safetensors file out of a checkpoint's shards, in fp32 or 16 bit, without the optimizer.
+"""Write a checkpoint's weights as one safetensors file, in fp32 or 16 bit.
 
     python tools/consolidate.py --load checkpoints --output model.safetensors --dtype bf16
 
-Tensors are read, converted and written one at a time: memory holds one tensor, never the model.
-With --max-shard-size they are spread over several files, with the index that Hugging Face's loaders
-read.
+Tensors are read, converted and written one at a time, so that memory never holds the whole model.
+With --max-shard-size they are divided among several files, with the index that Hugging Face's
+loaders read.
 """
 
 import logging

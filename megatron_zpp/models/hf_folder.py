@@ -11,14 +11,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_zpp.checkpoint.safetensors_files import INDEX, NAMES, SUFFIX
+from megatron_zpp.checkpoint.safetensors_files import DTYPE_NAMES, INDEX, SUFFIX
 from megatron_zpp.models.weight_names import TABLES
 from megatron_zpp.tokenizer.base import read_json
 from zeropp.errors import InputError, first_few
 
 CONFIG = "config.json"
 ONE_FILE = f"model{SUFFIX}"
-OF_NAME = {name: dtype for dtype, name in NAMES.items()}
+OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def is_hugging_face(folder: Path) -> bool:

@@ -26,7 +26,7 @@ from megatron_zpp.settings.data import names_examples
 from megatron_zpp.settings.schedule import Schedules
 from megatron_zpp.text.generate import Request, check
 from megatron_zpp.tokenizer import Tokenizer
-from megatron_zpp.train.resume import Resumed, load
+from megatron_zpp.train.resume import StartingPoint, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
 from zeropp import InputError, LossScaler, Sharding
@@ -125,7 +125,7 @@ def build_scaler(precision: PrecisionConfig) -> LossScaler | None:
 
 
 def open_metrics(
-    config: Config, ranks: Ranks, console: Console, tokenizer: Tokenizer, start: Resumed
+    config: Config, ranks: Ranks, console: Console, tokenizer: Tokenizer, start: StartingPoint
 ) -> Metrics:
     """The log and its writers, going on where the checkpoint stands."""
     counters = start.counters

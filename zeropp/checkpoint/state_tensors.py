@@ -2,7 +2,7 @@
 
     model.<parameter>                      DTensor or tensor, as the model holds it
     optimizer.<parameter>.<exp_avg ...>    the same, or a scalar such as `step`
-    behind.<parameter>                     weights the model computes with, one update behind `model`
+    behind.<parameter>                     the weights of one update before (delayed updates)
 
 Names are those of the plain model, without the wrappers for compilation and recomputation. The
 optimizer's settings (learning rate, betas) are not saved here: they come from the configuration.
