@@ -47,7 +47,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "ground",
         ("zeropp.ranks.process_group", "zeropp.fsdp_adapter", "zeropp.quant.quantize", "zeropp.wire.traffic")
-        + ("zeropp.ranks.rank_main", "zeropp.ranks.coordination", "zeropp.checkpoint.state_tensors", "zeropp.sharding.recorded_tensor")
+        + ("zeropp.ranks.rank_main", "zeropp.ranks.coordination", "zeropp.sharding.recorded_tensor")
         + ("zeropp.wire.route", "zeropp.wire.link", "zeropp.wire.frozen_weights"),
     ),
     (

@@ -148,7 +148,9 @@ def _write(
     for item in items:
         end = offset + item.num_bytes
         header[item.name] = {
-            "dtype": DTYPE_NAMES[item.dtype], "shape": list(item.shape), "data_offsets": [offset, end],
+            "dtype": DTYPE_NAMES[item.dtype],
+            "shape": list(item.shape),
+            "data_offsets": [offset, end],
         }
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -114,7 +114,8 @@ def _header(path: Path) -> dict[str, Tensor]:
     ]
     if narrow:
         raise InputError(
-            f"{path}: {first_few(narrow)}: expected floating-point numbers; dequantize the model first"
+            f"{path}: {first_few(narrow)}: expected floating-point numbers; dequantize the model "
+            "first"
         )
     return {
         name: torch.empty(shape, dtype=OF_NAME[dtype], device="meta")

@@ -150,6 +150,6 @@ def _require_same_adapters(config: Config, state: TrainingState) -> None:
         )
     if lora.pretrained_checkpoint != saved["pretrained_checkpoint"]:
         log.info(
-            "the adapters in %s were trained with the base model %s, not %s: they fit no other weights",
+            "the adapters in %s were trained on the model %s, not %s: they fit no other weights",
             config.checkpoint.load, saved["pretrained_checkpoint"], lora.pretrained_checkpoint,
         )  # fmt: skip

@@ -167,7 +167,7 @@ class Engine(nn.Module):
         """Store quantized what is frozen by now, and train what was added (MixZ++, LoRA).
 
         For a model that was changed after `zeropp.initialize`; also `optimizer.`, as in DeepSpeed.
-        Raises InputError as `zeropp.deepspeed.quantize_nontrainable.quantize_nontrainable_params` does.
+        Raises InputError as `quantize_nontrainable.quantize_nontrainable_params` does.
         """
         self.sharding = quantize_nontrainable_params(
             self.sharding, self.config, self.optimizer, self.device

@@ -50,8 +50,8 @@ def loaded(folder: Path) -> TrainingState:
     model, optimizer = model_of(-1)
     state = checkpoint.load(folder, model, optimizer)
     for parameter in model.parameters():
-        for found in (parameter, *optimizer.state[parameter].values()):
-            assert torch.equal(found, torch.full_like(found, state.seed))
+        for tensor in (parameter, *optimizer.state[parameter].values()):
+            assert torch.equal(tensor, torch.full_like(tensor, state.seed))
     return state
 
 
