@@ -1,10 +1,10 @@
-"""One safetensors file out of a checkpoint's shards, in fp32 or 16 bit, without the optimizer.
+"""Write a checkpoint's weights as one safetensors file, in fp32 or 16 bit.
 
     python tools/consolidate.py --load checkpoints --output model.safetensors --dtype bf16
 
-Tensors are read, converted and written one at a time: memory holds one tensor, never the model.
-With --max-shard-size they are spread over several files, with the index that Hugging Face's loaders
-read.
+Tensors are read, converted and written one at a time, so that memory never holds the whole model.
+With --max-shard-size they are divided among several files, with the index that Hugging Face's
+loaders read.
 """
 
 import logging
@@ -16,7 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
 
-from megatron_zpp.checkpoint import checkpoint  # noqa: E402
+from megatron_zpp.checkpoint.checkpoint_weights import (  # noqa: E402
+    CheckpointWeights,
+    find_checkpoint,
+)
 from megatron_zpp.checkpoint.safetensors_files import (  # noqa: E402
     DTYPES,
     SUFFIX,
@@ -24,7 +27,7 @@ from megatron_zpp.checkpoint.safetensors_files import (  # noqa: E402
     num_bytes,
     write_safetensors,
 )
-from megatron_zpp.checkpoint.whole_weights import CheckpointWeights, find_checkpoint  # noqa: E402
+from megatron_zpp.checkpoint.training_state import read_state  # noqa: E402
 from megatron_zpp.settings.command_line import HELP, help_text, read, vocabulary  # noqa: E402
 from megatron_zpp.settings.flag import Section, flag  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
@@ -68,7 +71,7 @@ def consolidate(config: ConsolidateConfig) -> list[Path]:
     if output.suffix != SUFFIX:
         output = output / f"model{SUFFIX}"
     items = _items(CheckpointWeights(path), config.dtype)
-    about = {"format": "pt", "iteration": str(checkpoint.read_state(path).iteration)}
+    about = {"format": "pt", "iteration": str(read_state(path).iteration)}
     most = num_bytes(config.max_shard_size, "--max-shard-size")
     paths = write_safetensors(output, items, about, most)
     total = sum(item.num_bytes for item in items)

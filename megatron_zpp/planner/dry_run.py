@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import torch
 
-from megatron_zpp.checkpoint.run_settings import with_checkpoint_model
+from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_model
 from megatron_zpp.data.text_source import vocab_size
 from megatron_zpp.models.pretrained import adapters, with_pretrained_model
 from megatron_zpp.monitor.console import Console

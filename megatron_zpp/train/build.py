@@ -5,7 +5,8 @@ import logging
 
 import torch
 
-from megatron_zpp.checkpoint.run_settings import settings, with_checkpoint_model
+from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_model
+from megatron_zpp.checkpoint.training_state import run_settings
 from megatron_zpp.data.gpt_dataset import build_datasets
 from megatron_zpp.data.instructions.dataset import build_instructions
 from megatron_zpp.data.text_source import open_source
@@ -25,7 +26,7 @@ from megatron_zpp.settings.data import names_examples
 from megatron_zpp.settings.schedule import Schedules
 from megatron_zpp.text.generate import Request, check
 from megatron_zpp.tokenizer import Tokenizer
-from megatron_zpp.train.resume import Resumed, load
+from megatron_zpp.train.resume import StartingPoint, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
 from zeropp import InputError, LossScaler, Sharding
@@ -124,7 +125,7 @@ def build_scaler(precision: PrecisionConfig) -> LossScaler | None:
 
 
 def open_metrics(
-    config: Config, ranks: Ranks, console: Console, tokenizer: Tokenizer, start: Resumed
+    config: Config, ranks: Ranks, console: Console, tokenizer: Tokenizer, start: StartingPoint
 ) -> Metrics:
     """The log and its writers, going on where the checkpoint stands."""
     counters = start.counters
@@ -135,7 +136,7 @@ def open_metrics(
         world_size=ranks.num_ranks,
         resumed_at=position if counters.iteration else None,
         settings={
-            name: value for part in settings(config).values() for name, value in part.items()
+            name: value for part in run_settings(config).values() for name, value in part.items()
         },
     )
     rate = None

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from zeropp.checkpoint import engine_checkpoint as checkpoint
-from zeropp.checkpoint.full_weights import save_weights
+from zeropp.checkpoint import engine_checkpoint
+from zeropp.checkpoint.gathered_weights import save_gathered_weights
 from zeropp.checkpoint.state_tensors import masters_of
 from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
 from zeropp.errors import InputError
@@ -216,7 +216,7 @@ class Engine(nn.Module):
             "client_state": dict(client_state),
         }
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        return checkpoint.save(
+        return engine_checkpoint.save(
             Path(save_dir), tag, self.module, self.optimizer, state, save_latest=save_latest
         )
 
@@ -235,13 +235,13 @@ class Engine(nn.Module):
         """
         with_optimizer = load_optimizer_states and not load_module_only
         optimizer = self.optimizer if with_optimizer else None
-        path, state = checkpoint.load(
+        path, state = engine_checkpoint.load(
             Path(load_dir),
             tag,
             self.module,
             self.optimizer,
             strict=load_module_strict,
-            with_moments=with_optimizer,
+            with_optimizer_state=with_optimizer,
         )
         self.sharding.weights_changed()
         self._forwards = self._backwards = 0
@@ -270,7 +270,7 @@ class Engine(nn.Module):
         if dtype == torch.float32:
             dtype = torch.bfloat16
         try:
-            save_weights(self.module, path, dtype, masters_of(self.optimizer))
+            save_gathered_weights(self.module, path, dtype, masters_of(self.optimizer))
         except OSError as error:
             raise InputError(f"cannot write {path}: {error}") from error
         return path

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_zpp.checkpoint import checkpoint
+from megatron_zpp.checkpoint.training_state import TrainingState
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layers import rotary_table
 from megatron_zpp.models import gguf
@@ -139,7 +140,7 @@ def test_damage_is_said(imported: Path, tmp_path: Path) -> None:
 
 def test_a_checkpoint_from_a_script_says_too_little(imported: Path, tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
-    state = checkpoint.TrainingState(
+    state = TrainingState(
         iteration=1, consumed_samples=0, consumed_tokens=0, seed=1, world_size=1, stage=0,
         tokenizer="",
     )  # fmt: skip
