@@ -1,7 +1,7 @@
 // Work on several threads.
 //
-// One thread is no machinery at all. More are started for the call and joined at its end, so that
-// nothing is left behind that a fork could break or that would compete with PyTorch's own threads.
+// With one thread nothing is started. More are started for a call and joined at its end, so that
+// none is left that a fork could break or that would compete with PyTorch's own threads.
 #pragma once
 
 #include <stdint.h>
@@ -20,19 +20,19 @@ static inline int64_t useful_threads(int64_t threads, int64_t bytes) {
     return count < 1 ? 1 : count;
 }
 
-// body(0), ..., body(count - 1), side by side; the first on this thread.
+// Run body(0), ..., body(count - 1) concurrently, the first on the calling thread.
 template <class Body> void on_threads(int64_t count, const Body& body) {
-    std::vector<std::thread> started;
-    started.reserve(size_t(count));
+    std::vector<std::thread> threads;
+    threads.reserve(size_t(count));
     for (int64_t part = 1; part < count; ++part) {
         try {
-            started.emplace_back([&body, part] { body(part); });
-        } catch (const std::system_error&) {  // no thread to be had: its part is done here
+            threads.emplace_back([&body, part] { body(part); });
+        } catch (const std::system_error&) {  // no more threads: this part runs here
             body(part);
         }
     }
     body(0);
-    for (auto& thread : started) thread.join();
+    for (auto& thread : threads) thread.join();
 }
 
 }  // namespace zpp

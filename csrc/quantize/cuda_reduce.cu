@@ -1,13 +1,12 @@
-// Packed rows added up in fp32, in their order, and packed again or written out.
+// Reduction on the GPU: packed rows are summed in fp32, in order, and packed again or written out.
 
-#include "cuda_codes.h"
-#include "cuda_launch.h"
+#include "cuda_tile.h"
 
 namespace zpp {
 namespace {
 
-// Terms whose codes a lane asks for at once: 4 of 32 bytes each are as much in flight as the
-// quantization of fp32 has. Where units are small, half of that: more requests for as many bytes.
+// Terms whose codes a lane requests at once: 4 of 32 bytes each, as many bytes in flight as in the
+// quantization of fp32. Small units take more requests for as many bytes, so they get half of it.
 template <int VEC> constexpr int64_t AT_ONCE = VEC < 8 ? 2 : 4;
 
 template <Width W, int VEC>
@@ -30,12 +29,12 @@ ZPP_DEVICE void sum_codes(const Job& job, const Tile& tile, const uint8_t* codes
 template <int VEC>
 ZPP_DEVICE void sum_raw(const Job& job, const Tile& tile, const uint8_t* from, Held<VEC>* sums) {
     for (int64_t term = 0; term < job.terms; ++term) {
-        Held<VEC> one;
-        read_wire(job.table.wire, from + term * job.stride, tile, &one);
+        Held<VEC> term_values;
+        read_wire(job.table.wire, from + term * job.stride, tile, &term_values);
 #pragma unroll
         for (int u = 0; u < Held<VEC>::UNITS; ++u) {
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) sums->value[u][i] += one.value[u][i];
+            for (int i = 0; i < VEC; ++i) sums->value[u][i] += term_values.value[u][i];
         }
     }
 }
@@ -70,14 +69,14 @@ __global__ void __launch_bounds__(WARPS * LANES) reduce_rows(const __grid_consta
     Tile tile;
     if (!find_tile(table, &tile)) return;
     const Entry& entry = table.entries[tile.entry];
-    const bool raw = entry.packed.bits == RAW, raw_on = entry.reduced.bits == RAW;
+    const bool raw = entry.packed.bits == RAW, raw_after = entry.reduced.bits == RAW;
     uint8_t* packed = job.from + job.row() * table.packed_bytes;
     uint8_t* reduced = job.to + job.row() * table.reduced_bytes;
-    if (!raw && !raw_on) return reduce<16>(job, tile, packed, reduced);
+    if (!raw && !raw_after) return reduce<16>(job, tile, packed, reduced);
     const uint8_t* from = raw_at(entry.packed, table.wire, tile, packed);
     const uint8_t* to = raw_at(entry.reduced, table.reduced_wire, tile, reduced);
     if ((!raw || wire_fits<8>(table.wire, from, tile.size)) &&
-        (!raw_on || wire_fits<8>(table.reduced_wire, to, tile.size))) {
+        (!raw_after || wire_fits<8>(table.reduced_wire, to, tile.size))) {
         return reduce<8>(job, tile, packed, reduced);
     }
     reduce<2>(job, tile, packed, reduced);
@@ -112,7 +111,7 @@ constexpr Kernel* REDUCE = reduce_rows;
 
 }  // namespace
 
-cudaError_t load_sums() {
+cudaError_t load_reduce() {
     const cudaError_t error = load(SUM, NUM_TYPES);
     return error ? error : load(&REDUCE, 1);
 }
@@ -123,7 +122,7 @@ using namespace zpp;
 
 extern "C" {
 
-// The two layouts have the same segments but for bits and places.
+// The two layouts have segments of the same sizes.
 int64_t zpp_reduce_quantize(const Layout* layout, uint8_t* packed, const Layout* onto,
                             uint8_t* reduced, int64_t count, int64_t terms, int64_t device,
                             void* stream) {

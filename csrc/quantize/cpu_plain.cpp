@@ -1,24 +1,19 @@
-// For any processor: loops over eight floats, which compilers turn into what vectors there are.
+// Quantization for any processor.
 
-#include "tiles.h"
+#include "../shared/vector_plain.h"
+#include "cpu_tiles.h"
 
 namespace zpp {
 namespace {
 
-constexpr int UNIT_SIZE = 32;
-
-struct Plain {
-    static constexpr int64_t WIDTH = 8;
-    struct F {
-        float lane[WIDTH];
-    };
-    // The extremes of floats, by their bits.
-    class Seen {
+struct PlainCodes : Plain {
+    // Collects the extremes of floats, compared by their bits.
+    class FloatExtremes {
         int32_t most_[WIDTH];
         uint32_t top_[WIDTH];
 
     public:
-        Seen() {
+        FloatExtremes() {
             for (int i = 0; i < WIDTH; ++i) most_[i] = INT32_MIN, top_[i] = 0;
         }
 
@@ -42,40 +37,6 @@ struct Plain {
             *high = uint32_t(most);
         }
     };
-    static_assert(4 * sizeof(F) == UNIT_SIZE * sizeof(float), "four vectors are one array");
-
-    static F all(float value) {
-        F out;
-        for (int i = 0; i < WIDTH; ++i) out.lane[i] = value;
-        return out;
-    }
-
-    static F mul(F a, F b) {
-        for (int i = 0; i < WIDTH; ++i) a.lane[i] *= b.lane[i];
-        return a;
-    }
-
-    static F add_product(F a, F b, F c) {  // the product is exact: a fused one would equal it
-        for (int i = 0; i < WIDTH; ++i) c.lane[i] += a.lane[i] * b.lane[i];
-        return c;
-    }
-
-    template <Type T> static void load(const typename Element<T>::Word* from, F* unit) {
-        float values[UNIT_SIZE];
-        for (int i = 0; i < UNIT_SIZE; ++i) values[i] = widen<T>(from[i]);
-        memcpy(unit, values, sizeof(values));
-    }
-
-    template <Type T> static void store(const F* unit, typename Element<T>::Word* to) {
-        using Word = typename Element<T>::Word;
-        float values[UNIT_SIZE];
-        memcpy(values, unit, sizeof(values));
-        for (int i = 0; i < UNIT_SIZE; ++i) {
-            to[i] = T == BF16   ? Word(to_bf16(values[i]))
-                    : T == FP16 ? Word(to_fp16(values[i]))
-                                : Word(bits_of(values[i]));
-        }
-    }
 
     template <Width W> static void put(const F* unit, uint8_t* codes) {
         float steps[UNIT_SIZE];
@@ -119,6 +80,6 @@ struct Plain {
 
 }  // namespace
 
-const Kernels* plain_kernels() { return kernels_of<Plain>(); }
+const QuantizeKernels PLAIN_QUANTIZE = quantize_kernels<PlainCodes>();
 
 }  // namespace zpp

@@ -1,11 +1,12 @@
-// Adam on many tensors: unscaling, clipping, the update and the 16-bit copy in one pass over memory.
+// Adam on the GPU, on many tensors: unscaling, clipping, the update and the 16-bit copy in one pass
+// over memory.
 //
-// A tile is a piece of one tensor. A lane asks for IN_FLIGHT elements of each of the four arrays
+// A tile is a piece of one tensor. A lane requests IN_FLIGHT elements of each of the four arrays
 // before it uses any: 128 bytes with fp32 gradients. The 24 warps that a multiprocessor's registers
-// hold then wait for 98 KB (csrc/cuda_words.h says how many it takes).
+// hold then wait for 98 KB (csrc/quantize/cuda_tile.h says how much is needed).
 
-#include "cuda_launch.h"
-#include "cuda_words.h"
+#include "../shared/cuda_numbers.h"
+#include "call.h"
 
 namespace zpp {
 namespace {
@@ -23,13 +24,10 @@ struct AdamJob {
 };
 static_assert(sizeof(AdamJob) <= MAX_PARAMETERS, "parameters of a kernel");
 
-// VEC elements that lie beside each other; one by one where no wider access may touch them.
+// VEC adjacent elements; one by one where wider accesses may not touch them.
 template <Type T, int VEC> ZPP_DEVICE void read_unit(const uint8_t* from, float* values) {
     if constexpr (VEC == 1) {
-        const uint32_t word = read_one<T>(from);
-        if constexpr (T == FP32) values[0] = float_of(word);
-        if constexpr (T == BF16) values[0] = from_bf16(uint16_t(word));
-        if constexpr (T == FP16) values[0] = from_fp16(uint16_t(word));
+        values[0] = to_float<T>(read_one<T>(from));
     } else {
         Numbers<T, VEC> unit;
         unit.read(from);
@@ -60,7 +58,7 @@ template <int VEC> ZPP_DEVICE void write_floats(const float* values, float* to) 
     write_unit<FP32, VEC>(values, reinterpret_cast<uint8_t*>(to));
 }
 
-// A tile's beginning in each array.
+// The start of a tile in each array.
 template <Type G> ZPP_DEVICE AdamTensor piece_of(const AdamTensor& whole, const Tile& tile) {
     AdamTensor piece = whole;
     piece.gradient += tile.first * int(sizeof(typename Element<G>::Word));
@@ -113,13 +111,13 @@ ZPP_DEVICE void update_tile(const AdamJob& job, const AdamTensor& piece, const T
         for (int u = 0; u < UNITS; ++u) {
             const int at = tile.at<VEC>(first + u);
             if (at >= tile.size) return;
-            Unit<VEC>& one = units[u];
+            Unit<VEC>& unit = units[u];
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
-                adam_update(job.scalars, one.gradient[i] * factor, &one.parameter[i],
-                            &one.mean[i], &one.square[i]);
+                adam_update(job.scalars, unit.gradient[i] * factor, &unit.parameter[i],
+                            &unit.mean[i], &unit.square[i]);
             }
-            write_all(one, job.copy_type, at, piece);
+            write_all(unit, job.copy_type, at, piece);
         }
     }
 }
@@ -132,7 +130,7 @@ template <Type G, int VEC> ZPP_DEVICE bool all_fit(const AdamTensor& piece, int 
            fits<G, VEC>(piece.gradient, size) && fits<BF16, VEC>(piece.copy, size);
 }
 
-// All or nothing: each warp looks at the factor for itself, and none has written before it has.
+// All or nothing: each warp checks the factor before it writes.
 template <Type G>
 __global__ void __launch_bounds__(WARPS * LANES) adam_tensors(const __grid_constant__ AdamJob job) {
     Tile tile;
@@ -151,16 +149,16 @@ using AdamKernel = void(AdamJob);
 constexpr AdamKernel* ADAM[NUM_TYPES] = {adam_tensors<BF16>, adam_tensors<FP16>,
                                          adam_tensors<FP32>};
 
-// The tensors from `first` on, as many as fit; returns how many.
+// Fill the job with the tensors from `first` on, as many as fit; returns how many.
 int64_t fill(const AdamCall& call, int64_t first, AdamJob* job) {
     const int64_t left = call.count - first;
     job->count = uint32_t(left < MAX_TENSORS ? left : MAX_TENSORS);
     job->tiles = 0;
     for (uint32_t i = 0; i < job->count; ++i) {
-        const AdamTensor& one = call.tensors[first + i];
+        const AdamTensor& tensor = call.tensors[first + i];
         job->first_tile[i] = job->tiles;
-        job->entries[i] = one;
-        job->tiles += uint32_t((one.size + WARP_TILE - 1) / WARP_TILE);
+        job->entries[i] = tensor;
+        job->tiles += uint32_t((tensor.size + WARP_TILE - 1) / WARP_TILE);
     }
     return job->count;
 }
@@ -175,7 +173,7 @@ using namespace zpp;
 
 extern "C" {
 
-// No tensor is empty. On the device's `stream`, nothing waits.
+// Launches on the device's `stream` without waiting. No tensor may be empty.
 int64_t zpp_adam(const AdamCall* call, int64_t device, void* stream) {
     AdamJob job;
     job.factor = call->factor;

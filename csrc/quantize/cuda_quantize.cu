@@ -1,7 +1,6 @@
-// Rows of values to packed rows and back.
+// Quantization on the GPU: rows of values to packed rows and back.
 
-#include "cuda_codes.h"
-#include "cuda_launch.h"
+#include "cuda_tile.h"
 
 namespace zpp {
 namespace {
@@ -37,7 +36,7 @@ ZPP_DEVICE void unpack(const Place& place, int wire, const Tile& tile, uint8_t* 
     write_numbers<T, VEC>(held, tile, values);
 }
 
-// Of values and, where they travel as they are, of what is packed.
+// Whether wide accesses fit the values and, for raw segments, the packed row.
 template <Type T, int VEC>
 ZPP_DEVICE bool both_fit(const uint8_t* values, const Place& place, int wire, const Tile& tile,
                          uint8_t* packed) {
@@ -97,29 +96,17 @@ Job job_of(uint8_t* from, uint8_t* to, int64_t count, int64_t fold) {
 }
 
 }  // namespace
+
+cudaError_t load_quantize() {
+    const cudaError_t error = load(QUANTIZE, NUM_TYPES);
+    return error ? error : load(DEQUANTIZE, NUM_TYPES);
+}
+
 }  // namespace zpp
 
 using namespace zpp;
 
 extern "C" {
-
-int64_t zpp_version() { return VERSION; }
-
-// Elements that share a scale.
-int64_t zpp_block(int64_t bits) { return bits == 8 ? BLOCK8 : BLOCK4; }
-
-// Loads all kernels. 0 if they run on this device; else an error, as all that follow return.
-int64_t zpp_ready(int64_t device) {
-    cudaError_t error = cudaSetDevice(int(device));
-    if (!error) error = load(QUANTIZE, NUM_TYPES);
-    if (!error) error = load(DEQUANTIZE, NUM_TYPES);
-    if (!error) error = load_sums();
-    if (!error) error = load_adam();
-    if (error) cudaGetLastError();
-    return int64_t(error);
-}
-
-const char* zpp_error(int64_t error) { return cudaGetErrorString(cudaError_t(error)); }
 
 int64_t zpp_quantize(const Layout* layout, uint8_t* rows, int64_t type, uint8_t* packed,
                      int64_t count, int64_t fold, int64_t device, void* stream) {

@@ -1,5 +1,5 @@
-// Loops of the sample index that NumPy has no word for: each reads and writes its arrays once.
-// Plain C to the outside, called by megatron_zpp/data/compiled_index.py; nothing here knows Python.
+// Loops over the sample index that NumPy has no function for; each reads and writes its arrays once.
+// megatron_zpp/data/compiled_index.py calls them through a plain C interface.
 
 #include <cstdint>
 #include <limits>
@@ -7,11 +7,10 @@
 
 namespace {
 
-constexpr int64_t kVersion = 1;  // megatron_zpp/data/compiled_index.py has the same
 constexpr int kMaxUnrolled = 16;  // datasets of a blend
-constexpr int kAhead = 64;        // elements whose memory is asked for before they are needed
+constexpr int kAhead = 64;        // elements to prefetch
 
-// Matsumoto and Nishimura 1998, with the state as NumPy's RandomState.get_state() hands it out.
+// Matsumoto and Nishimura 1998, with the state that NumPy's RandomState.get_state() returns.
 class Twister {
  public:
   Twister(uint32_t* key, int32_t* position) : key_(key), position_(position) {}
@@ -45,8 +44,8 @@ class Twister {
   int32_t* position_;
 };
 
-// Fisher and Yates from the end, each partner drawn by masked rejection, as RandomState.shuffle.
-// Partners are drawn a block ahead: the draws do not depend on the data, its memory comes in time.
+// Fisher-Yates from the end, each partner drawn by masked rejection, as in RandomState.shuffle.
+// Draws do not depend on the data, so a block of partners is drawn ahead and their memory prefetched.
 void shuffle(uint32_t* data, int64_t count, Twister& twister) {
   uint32_t partners[kAhead];
   for (int64_t top = count - 1; top > 0;) {
@@ -62,34 +61,34 @@ void shuffle(uint32_t* data, int64_t count, Twister& twister) {
       }
     }
     for (int k = 0; k < block; ++k, --top) {
-      const uint32_t kept = data[top];
+      const uint32_t swapped = data[top];
       data[top] = data[partners[k]];
-      data[partners[k]] = kept;
+      data[partners[k]] = swapped;
     }
   }
 }
 
-// Rows (entry of `documents`, token in it) of every seq_length-th token of the documents in order.
+// Rows (index into `documents`, token in that document) of every seq_length-th token, in order.
 template <typename T>
 void starts(const int32_t* lengths, const int32_t* documents, int64_t num_documents,
             int64_t seq_length, int64_t rows, T* out) {
-  int64_t begin = 0, wanted = seq_length, row = 1;
+  int64_t begin = 0, target = seq_length, row = 1;
   out[0] = out[1] = 0;
   for (int64_t i = 0; i < num_documents && row < rows; ++i) {
     if (i + kAhead < num_documents) __builtin_prefetch(lengths + documents[i + kAhead]);
     const int64_t end = begin + lengths[documents[i]];
-    for (; wanted < end && row < rows; wanted += seq_length, ++row) {
+    for (; target < end && row < rows; target += seq_length, ++row) {
       out[2 * row] = static_cast<T>(i);
-      out[2 * row + 1] = static_cast<T>(wanted - begin);
+      out[2 * row + 1] = static_cast<T>(target - begin);
     }
     begin = end;
   }
 }
 
-// The largest of shares * max(k, 1) - taken gives sample k; the first one wins a tie. The picks come
-// nearly in a period that a processor foresees: a branch is five times faster than a selection. With
-// a number of datasets that is known here (0: it is not) the loop over them is unrolled, which is five
-// times faster again.
+// Sample k is from the dataset with the largest shares * max(k, 1) - taken; the first one wins a tie.
+// The choices are nearly periodic and processors predict them: a branch is five times faster than a
+// conditional move. With kDatasets > 0 the loop over datasets is unrolled, which is five times faster
+// again.
 template <bool kLimited, int64_t kDatasets>
 void blend(const double* shares, const int64_t* limits, int64_t num_datasets, int64_t size,
            int16_t* dataset, int64_t* sample) {
@@ -127,8 +126,6 @@ auto blend_of(int64_t n) {
 }  // namespace
 
 extern "C" {
-
-int64_t zpp_index_version() { return kVersion; }
 
 // data uint32 [count] in place; key uint32 [624] and position move on as RandomState's would.
 void zpp_index_shuffle(uint32_t* data, int64_t count, uint32_t* key, int32_t* position) {

@@ -1,26 +1,17 @@
 // The kernels over one tile, for any vector type V. Each instruction set instantiates them.
 //
-// V has: F, a vector of WIDTH floats; load and store of four of them for each element type; the
-// same for codes (get, put); extremes. All of them work on UNIT = 4 * WIDTH elements; what is left
-// over at the end of a segment goes through a zeroed buffer of one unit.
+// Besides what ../shared/convert.h needs, V has: put and get, which write and read the codes of a
+// unit (UNIT = 4 * WIDTH elements); extremes of 16-bit numbers; and FloatExtremes,
+// which collects the extremes of floats. The remainder of a segment goes through a zeroed buffer of one unit.
 #pragma once
 
-#include "adam_loops.h"
-#include "kernels.h"
-#include "quant_math.h"
+#include "cpu_kernels.h"
 
 namespace zpp {
 
-// Loops over a block are compiled twice: for a whole block, whose size is then known, and for less.
+// Loops over a block are compiled twice: for a whole block, whose size is then a constant, and for
+// the rest of a segment.
 #define ZPP_INLINE static inline __attribute__((always_inline))
-
-template <class V> constexpr int64_t UNIT = 4 * V::WIDTH;
-
-template <Type T> ZPP_HD float widen(uint32_t word) {
-    return T == BF16   ? from_bf16(uint16_t(word))
-           : T == FP16 ? from_fp16(uint16_t(word))
-                       : float_of(word);
-}
 
 ZPP_HD uint16_t scale_at(const uint8_t* scales, int64_t block) {
     uint16_t scale;
@@ -35,16 +26,16 @@ template <class V, Type T, Width W> struct Block {
 
     ZPP_INLINE void extremes(const Word* values, int64_t size, uint32_t* high, uint32_t* low) {
         const int64_t whole = size / UNIT<V> * UNIT<V>, left = size - whole;
-        *high = uint32_t(1) << (8 * sizeof(Word) - 1);  // the least signed word, and the least
-        *low = 0;                                       // unsigned one: neutral
+        *high = uint32_t(1) << (8 * sizeof(Word) - 1);  // the smallest signed and
+        *low = 0;                                       // unsigned words
         if constexpr (T == FP32) {
-            typename V::Seen seen;
+            typename V::FloatExtremes tracker;
             for (int64_t i = 0; i < whole; i += UNIT<V>) {
                 F unit[4];
                 V::template load<FP32>(values + i, unit);
-                seen.add(unit);
+                tracker.add(unit);
             }
-            seen.end(high, low);
+            tracker.end(high, low);
         } else if (whole) {
             V::extremes(values, whole, high, low);
         }
@@ -103,8 +94,8 @@ template <class V, Type T, Width W> struct Block {
     }
 };
 
-// From the extremes of each block. All scales come first: several blocks' at a time, in vectors where
-// the compiler sees them.
+// Quantize a tile, given the extremes of its blocks. All scales are computed first, so that the
+// compiler can vectorize over blocks.
 template <class V, Type T, Width W>
 ZPP_INLINE void quantize_blocks(const typename Element<T>::Word* values, const uint32_t* high,
                                 const uint32_t* low, uint8_t* codes, uint8_t* scales,
@@ -116,8 +107,8 @@ ZPP_INLINE void quantize_blocks(const typename Element<T>::Word* values, const u
     const int64_t whole = size / BLOCK, left = size % BLOCK, blocks = whole + (left != 0);
     uint16_t scale[BLOCKS];
     float factors[BLOCKS];
-    for (int64_t i = 0; i < BLOCKS; ++i) {  // all of a tile's, so that the count is known
-        const uint32_t bits = scale_of(widen<T>(extreme_bits(high[i], low[i], SIGN)), BITS);
+    for (int64_t i = 0; i < BLOCKS; ++i) {  // of a whole tile: a constant count
+        const uint32_t bits = scale_of(to_float<T>(extreme_bits(high[i], low[i], SIGN)), BITS);
         scale[i] = uint16_t(bits);
         factors[i] = steps_per_unit(bits);
     }
@@ -185,35 +176,10 @@ static void dequantize_tile(Coded from, void* to, int64_t size) {
     B::dequantize(codes, values + whole * BLOCK, scale_at(from.scales, whole), left);
 }
 
-template <class V, Type FROM, Type TO>
-static void convert_tile(const void* from, void* to, int64_t size) {
-    using In = typename Element<FROM>::Word;
-    using Out = typename Element<TO>::Word;
-    if (FROM == TO) {
-        memcpy(to, from, size_t(size) * sizeof(In));
-        return;
-    }
-    const auto* source = static_cast<const In*>(from);
-    auto* target = static_cast<Out*>(to);
-    const int64_t whole = size / UNIT<V> * UNIT<V>, left = size - whole;
-    typename V::F unit[4];
-    for (int64_t i = 0; i < whole; i += UNIT<V>) {
-        V::template load<FROM>(source + i, unit);
-        V::template store<TO>(unit, target + i);
-    }
-    if (!left) return;
-    In first[UNIT<V>] = {};
-    Out last[UNIT<V>];
-    memcpy(first, source + whole, size_t(left) * sizeof(In));
-    V::template load<FROM>(first, unit);
-    V::template store<TO>(unit, last);
-    memcpy(target + whole, last, size_t(left) * sizeof(Out));
-}
-
-// sums += the codes of COUNT terms of a chunk, for whole units; they begin with zeros if FRESH.
-template <class V, Width W, int COUNT, bool FRESH, bool SEE>
+// Add the codes of COUNT terms of a chunk to sums, for whole units; FRESH sums start from zero.
+template <class V, Width W, int COUNT, bool FRESH, bool TRACK>
 ZPP_INLINE void add_units(const uint8_t* const* codes, const float* scales, float* sums,
-                          int64_t size, typename V::Seen* seen) {
+                          int64_t size, typename V::FloatExtremes* tracker) {
     using F = typename V::F;
     F factors[COUNT];
     for (int term = 0; term < COUNT; ++term) factors[term] = V::all(scales[term]);
@@ -227,17 +193,17 @@ ZPP_INLINE void add_units(const uint8_t* const* codes, const float* scales, floa
                 total[j] = V::add_product(unit[j], factors[term], total[j]);
             }
         }
-        if (SEE) seen->add(total);
+        if (TRACK) tracker->add(total);
         V::template store<FP32>(total, words);
     }
 }
 
-// Codes beyond the end count as zeros, which change no extreme of the others.
-template <class V, Width W, int COUNT, bool FRESH, bool SEE>
+// Codes beyond the end count as zeros, which do not change the extremes of the others.
+template <class V, Width W, int COUNT, bool FRESH, bool TRACK>
 ZPP_INLINE void add_chunk(const uint8_t* const* codes, const float* scales, float* sums,
-                          int64_t size, typename V::Seen* seen) {
+                          int64_t size, typename V::FloatExtremes* tracker) {
     const int64_t whole = size / UNIT<V> * UNIT<V>, left = size - whole;
-    add_units<V, W, COUNT, FRESH, SEE>(codes, scales, sums, whole, seen);
+    add_units<V, W, COUNT, FRESH, TRACK>(codes, scales, sums, whole, tracker);
     if (!left) return;
     uint8_t coded[COUNT][UNIT<V>] = {};
     const uint8_t* last[COUNT];
@@ -249,11 +215,11 @@ ZPP_INLINE void add_chunk(const uint8_t* const* codes, const float* scales, floa
     }
     float total[UNIT<V>] = {};
     if (!FRESH) memcpy(total, sums + whole, size_t(left) * 4);
-    add_units<V, W, COUNT, FRESH, SEE>(last, scales, total, UNIT<V>, seen);
+    add_units<V, W, COUNT, FRESH, TRACK>(last, scales, total, UNIT<V>, tracker);
     memcpy(sums + whole, total, size_t(left) * 4);
 }
 
-template <class V, Width W, int COUNT, bool FRESH, bool SEE>
+template <class V, Width W, int COUNT, bool FRESH, bool TRACK>
 static void sum_terms(const Coded* terms, float* sums, int64_t size, Extremes* extremes) {
     for (int64_t i = 0; i < size; i += CHUNK) {
         const uint8_t* codes[COUNT];
@@ -266,35 +232,35 @@ static void sum_terms(const Coded* terms, float* sums, int64_t size, Extremes* e
                 __builtin_prefetch(next_tile + line);
             }
         }
-        typename V::Seen seen;
+        typename V::FloatExtremes tracker;
         if (size - i >= CHUNK) {
-            add_chunk<V, W, COUNT, FRESH, SEE>(codes, scales, sums + i, CHUNK, &seen);
+            add_chunk<V, W, COUNT, FRESH, TRACK>(codes, scales, sums + i, CHUNK, &tracker);
         } else {
-            add_chunk<V, W, COUNT, FRESH, SEE>(codes, scales, sums + i, size - i, &seen);
+            add_chunk<V, W, COUNT, FRESH, TRACK>(codes, scales, sums + i, size - i, &tracker);
         }
-        if (SEE) seen.end(extremes->high + i / CHUNK, extremes->low + i / CHUNK);
+        if (TRACK) tracker.end(extremes->high + i / CHUNK, extremes->low + i / CHUNK);
     }
 }
 
-template <class V, Width W, int COUNT, bool SEE>
+template <class V, Width W, int COUNT, bool TRACK>
 static void sum_tile_of(const Coded* terms, bool fresh, float* sums, int64_t size,
                         Extremes* extremes) {
-    if (fresh) return sum_terms<V, W, COUNT, true, SEE>(terms, sums, size, extremes);
-    sum_terms<V, W, COUNT, false, SEE>(terms, sums, size, extremes);
+    if (fresh) return sum_terms<V, W, COUNT, true, TRACK>(terms, sums, size, extremes);
+    sum_terms<V, W, COUNT, false, TRACK>(terms, sums, size, extremes);
 }
 
-template <class V, Width W, bool SEE>
+template <class V, Width W, bool TRACK>
 static void sum_some(const Coded* terms, int count, bool fresh, float* sums, int64_t size,
                      Extremes* extremes) {
-    if (count == 8) return sum_tile_of<V, W, 8, SEE>(terms, fresh, sums, size, extremes);
+    if (count == 8) return sum_tile_of<V, W, 8, TRACK>(terms, fresh, sums, size, extremes);
     if (count > 4) {
         sum_tile_of<V, W, 4, false>(terms, fresh, sums, size, nullptr);
-        return sum_some<V, W, SEE>(terms + 4, count - 4, false, sums, size, extremes);
+        return sum_some<V, W, TRACK>(terms + 4, count - 4, false, sums, size, extremes);
     }
-    if (count == 4) return sum_tile_of<V, W, 4, SEE>(terms, fresh, sums, size, extremes);
-    if (count == 3) return sum_tile_of<V, W, 3, SEE>(terms, fresh, sums, size, extremes);
-    if (count == 2) return sum_tile_of<V, W, 2, SEE>(terms, fresh, sums, size, extremes);
-    sum_tile_of<V, W, 1, SEE>(terms, fresh, sums, size, extremes);
+    if (count == 4) return sum_tile_of<V, W, 4, TRACK>(terms, fresh, sums, size, extremes);
+    if (count == 3) return sum_tile_of<V, W, 3, TRACK>(terms, fresh, sums, size, extremes);
+    if (count == 2) return sum_tile_of<V, W, 2, TRACK>(terms, fresh, sums, size, extremes);
+    sum_tile_of<V, W, 1, TRACK>(terms, fresh, sums, size, extremes);
 }
 
 template <class V, Width W>
@@ -304,7 +270,7 @@ static void sum_tile(const Coded* terms, int count, bool fresh, float* sums, int
         return sum_some<V, W, false>(terms, count, fresh, sums, size, nullptr);
     }
     for (int64_t i = 0; i < TILE / CHUNK; ++i) {
-        extremes->high[i] = 0x80000000u;  // the least signed word, and the least unsigned one
+        extremes->high[i] = 0x80000000u;  // the smallest signed and unsigned words
         extremes->low[i] = 0;
     }
     sum_some<V, W, true>(terms, count, fresh, sums, size, extremes);
@@ -313,12 +279,12 @@ static void sum_tile(const Coded* terms, int count, bool fresh, float* sums, int
 template <class V, Type T>
 static void sum_raw_tile(const void* from, float* sums, int64_t size) {
     float values[TILE];
-    convert_tile<V, T, FP32>(from, values, size);
+    convert<V, T, FP32>(from, values, size);
     for (int64_t i = 0; i < size; ++i) sums[i] += values[i];
 }
 
-template <class V> static const Kernels* kernels_of() {
-    static const Kernels table = {
+template <class V> constexpr QuantizeKernels quantize_kernels() {
+    return {
         {{quantize_tile<V, BF16, INT8>, quantize_tile<V, BF16, INT4>},
          {quantize_tile<V, FP16, INT8>, quantize_tile<V, FP16, INT4>},
          {quantize_tile<V, FP32, INT8>, quantize_tile<V, FP32, INT4>}},
@@ -326,16 +292,11 @@ template <class V> static const Kernels* kernels_of() {
           dequantize_tile<V, FP32, INT8>},
          {dequantize_tile<V, BF16, INT4>, dequantize_tile<V, FP16, INT4>,
           dequantize_tile<V, FP32, INT4>}},
-        {{convert_tile<V, BF16, BF16>, convert_tile<V, BF16, FP16>, convert_tile<V, BF16, FP32>},
-         {convert_tile<V, FP16, BF16>, convert_tile<V, FP16, FP16>, convert_tile<V, FP16, FP32>},
-         {convert_tile<V, FP32, BF16>, convert_tile<V, FP32, FP16>, convert_tile<V, FP32, FP32>}},
+        conversions<V>(),
         {sum_tile<V, INT8>, sum_tile<V, INT4>},
         {quantize_sum<V, INT8>, quantize_sum<V, INT4>},
         {sum_raw_tile<V, BF16>, sum_raw_tile<V, FP16>, sum_raw_tile<V, FP32>},
-        adam_loop,
-        draw_loop,
     };
-    return &table;
 }
 
 }  // namespace zpp
