@@ -39,7 +39,7 @@ class BuildLibraries(build_ext):
     """Compiles each source with the flags of its instruction set, which is chosen at run time."""
 
     def run(self) -> None:
-        """Build all libraries, and record the hash of their sources in a package for installation."""
+        """Build all libraries; record the hash of their sources in a package to be installed."""
         super().run()
         if not self.inplace:
             record = Path(self.build_lib, "zeropp", HASHING["RECORD"])

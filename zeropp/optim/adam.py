@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zeropp.errors import InputError
-from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernels_on
+from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernel_for
 from zeropp.optim.host_values import HostValues
 from zeropp.optim.step import local_part
 
@@ -222,7 +222,7 @@ def _why_not_fused(groups: list[Any], torch_on_cpu: bool) -> str | None:
         return "as asked for"
     if any(parameter.dtype != torch.float32 for parameter in owned):
         return "not all weights are fp32"
-    if kernels_on(owned[0].device) is None:
+    if kernel_for(owned[0].device) is None:
         return f"ours is not built for this {'CPU' if places == {'cpu'} else 'GPU'}"
     return None
 

@@ -221,4 +221,5 @@ def gradient_layouts(
 
 def _layout(pieces: Sequence[fsdp.Piece], bits: int, wire: torch.dtype) -> Layout:
     sizes = tuple(piece.elements for piece in pieces)
-    return layout_of(sizes, tuple(bits if piece.ndim >= 2 else UNQUANTIZED for piece in pieces), wire)
+    widths = tuple(bits if piece.ndim >= 2 else UNQUANTIZED for piece in pieces)
+    return layout_of(sizes, widths, wire)
