@@ -71,9 +71,9 @@ $(SMOLLM2): | smollm2
 
 clean: ## remove .venv, caches and build products; runs/ stays
 	rm -rf .venv .cache .pytest_cache .hypothesis build dist *.egg-info
-	rm -f zeropp/quant/*.so megatron_zpp/data/*.so
+	rm -f zeropp/native/*.so megatron_zpp/data/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(DONE): pyproject.toml setup.py tools/make_environment.py $(wildcard csrc/*)
+$(DONE): pyproject.toml setup.py tools/make_environment.py $(wildcard csrc/*.py csrc/*/*)
 	$(PYTHON) tools/make_environment.py --torch $(TORCH) $(EXACT)
 	@touch $@

@@ -37,8 +37,8 @@ from megatron_zpp.train.step import begin_iteration, forward_backward  # noqa: E
 from megatron_zpp.train.stop import Stopping  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.optim.step import local_part  # noqa: E402
+from zeropp.quant.ops import quantize, reduce_dequantize, reduce_quantize  # noqa: E402
 from zeropp.quant.packing import BLOCK, Layout  # noqa: E402
-from zeropp.quant.quantize import quantize, reduce_dequantize, reduce_quantize  # noqa: E402
 from zeropp.ranks.topology import Environment  # noqa: E402
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zeropp.errors import InputError
-from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernels_on
+from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernel_for
 from zeropp.optim.host_values import HostValues
 from zeropp.optim.step import local_part
 
@@ -227,7 +227,7 @@ def _why_not_fused(groups: list[Any], torch_on_cpu: bool) -> str | None:
         return "as requested"
     if any(parameter.dtype != torch.float32 for parameter in parameters):
         return "not all weights are fp32"
-    if kernels_on(parameters[0].device) is None:
+    if kernel_for(parameters[0].device) is None:
         return f"ours is not built for this {'CPU' if devices == {'cpu'} else 'GPU'}"
     return None
 

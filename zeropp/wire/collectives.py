@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.quant.quantize import Layout, dequantize, quantize, reduce_dequantize, reduce_quantize
+from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
+from zeropp.quant.packing import Layout, layout_of
 from zeropp.wire.cross_stream import CrossStreamTensor
 from zeropp.wire.in_flight import Gathering, Hops, Reductions, run
 from zeropp.wire.link import Link
@@ -217,8 +218,6 @@ def gradient_layouts(
 
 
 def _layout(pieces: Sequence[fsdp.Piece], bits: int, wire: torch.dtype) -> Layout:
-    return Layout(
-        sizes=tuple(piece.elements for piece in pieces),
-        bits=tuple(bits if piece.ndim >= 2 else UNQUANTIZED for piece in pieces),
-        wire=wire,
-    )
+    sizes = tuple(piece.elements for piece in pieces)
+    widths = tuple(bits if piece.ndim >= 2 else UNQUANTIZED for piece in pieces)
+    return layout_of(sizes, widths, wire)

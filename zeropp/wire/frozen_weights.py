@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
+from zeropp.quant.ops import dequantize, quantize
 from zeropp.quant.packing import FLOATS, Layout, layout_of
-from zeropp.quant.quantize import dequantize, quantize
 
 _KEPT = (  # ops whose result is stored in the same way
     torch.ops.aten.detach.default,
