@@ -140,7 +140,7 @@ def _one_config(args: Any, config: Any, config_params: Any) -> Any:
 
 def _require_said(zero: ZeroConfig) -> None:
     """Raise InputError where "auto" stands for a value that nobody fills here."""
-    left = sorted(zero.unfilled)
+    left = sorted(zero.unresolved_auto_keys)
     if left:
         raise InputError(
             f'{zero.source}: {", ".join(left)} = "auto": zeropp.initialize has no other setting to '

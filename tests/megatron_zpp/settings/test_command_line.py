@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from megatron_zpp.settings.arguments import SPOKEN, parse
+from megatron_zpp.settings.arguments import FLAG_SECTIONS, parse
 from megatron_zpp.settings.flag import flags
 from tests.megatron_zpp.settings.asking import asked, refused
 
@@ -28,16 +28,16 @@ from tests.megatron_zpp.settings.asking import asked, refused
         ("--data-path", "--data-path needs a value"),
         ("--fp16 true", "--fp16 takes no value, but 'true' follows it"),
         ("--fp16=1", "--fp16 takes no value"),
-        ("--num-layers two", "--num-layers two: expected a whole number"),
+        ("--num-layers two", "--num-layers two: expected a whole number of at least 1"),
         ("--num-layers 2.5", "--num-layers 2.5: expected a whole number"),
         ("--lr fast", "--lr fast: expected a number"),
         ("--lr nan", "--lr nan: expected a finite number"),
-        ("--lr -1e-4", "--lr -0.0001: expected at least 0"),
-        ("--batch-size -1", "--batch-size -1: expected at least 1"),
-        ("--num-layers 0", "--num-layers 0: expected at least 1"),
-        ("--seed -3", "--seed -3: expected at least 0"),
-        ("--zero-stage 4", "--zero-stage 4: expected at most 3"),
-        ("--hidden-dropout 1.5", "--hidden-dropout 1.5: expected at most 1"),
+        ("--lr -1e-4", "--lr -0.0001: expected a number of at least 0"),
+        ("--batch-size -1", "--batch-size -1: expected a whole number of at least 1"),
+        ("--num-layers 0", "--num-layers 0: expected a whole number of at least 1"),
+        ("--seed -3", "--seed -3: expected a whole number from 0 to 4294967295"),
+        ("--zero-stage 4", "--zero-stage 4: expected a whole number from 0 to 3"),
+        ("--hidden-dropout 1.5", "--hidden-dropout 1.5: expected a number from 0 to 1"),
         ("--rampup-batch-size 4 4", "--rampup-batch-size takes 3 values, but 2"),
         ("--lr-decay-style cosin", "--lr-decay-style cosin: expected one of constant, linear"),
         ("--lr-decay-style cosin", "did you mean cosine?"),
@@ -77,7 +77,7 @@ def test_help_lists_every_flag_and_ends_well(capsys):
         parse(["--num-layers", "x", "--help"], 1)
     assert caught.value.code == 0
     shown = capsys.readouterr().out
-    for section in SPOKEN:
+    for section in FLAG_SECTIONS:
         for described in flags(section):
-            assert described.shown() in shown
+            assert described.shown in shown
     assert max(map(len, shown.splitlines())) <= 100
