@@ -6,7 +6,7 @@ import pytest
 
 from megatron_zpp.settings.arguments import FLAGS
 from megatron_zpp.settings.config import Config
-from megatron_zpp.settings.flag from tests.megatron_zpp.settings.asking import asked
+from tests.megatron_zpp.settings.asking import asked
 from zeropp.settings.zero_config import ZeroConfig
 
 # A setting without effect beside the settings behind it, and beside others that give it one.
