@@ -247,7 +247,7 @@ def _configurations(
 ) -> tuple[Section, ...]:
     assignments = read(argv, vocabulary(sections))
     for name, given in assignments.items():
-        if reason := given.flag.why_no_effect(None) or IDLE.get(name):
+        if reason := given.flag.why_ignored or IDLE.get(name):
             logging.warning("%s has no effect here: %s", given, reason)
     typed = {name: given.value for name, given in assignments.items()}
     made = [

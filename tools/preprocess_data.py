@@ -52,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
 def _configurations(argv: Sequence[str]) -> tuple[PreprocessConfig, TokenizerConfig]:
     typed = read(argv, vocabulary((PreprocessConfig, TokenizerConfig)))
     for assignment in typed.values():
-        if assignment.flag.why_no_effect(None):
-            logging.info("%s has no effect here: %s", assignment, assignment.flag.why_no_effect(None))
+        if reason := assignment.flag.why_ignored:
+            logging.info("%s has no effect here: %s", assignment, reason)
     values = {name: assignment.value for name, assignment in typed.items()}
     own = {name: values.pop(name) for name in PreprocessConfig.__dataclass_fields__.keys() & values}
     return PreprocessConfig(**own), TokenizerConfig(**values)

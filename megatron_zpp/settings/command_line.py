@@ -186,9 +186,8 @@ def _flag_help(flag: Flag) -> str:
         repeat = flag.count if isinstance(flag.count, int) else 1
         names += f" {' '.join([metavar] * repeat)}" + (" ..." if flag.count == "+" else "")
     text = flag.help
-    always = [reason.why for reason in flag.no_effect if reason.when is None]
-    if always:
-        text = f"no effect here: {always[0]}"
+    if flag.why_ignored:
+        text = f"no effect here: {flag.why_ignored}"
     elif flag.type is not bool and flag.default is not None:
         text += f" (default {flag.text(flag.default)})"
     return _line(names, text)

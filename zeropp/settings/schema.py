@@ -77,9 +77,6 @@ class Setting:
             words += f" of at least {self.text(self.minimum)}"
         elif self.above is not None:
             words += f" above {self.text(self.above)}"
-        if self.maximum is not None and self.minimum is None:
-            joint = " and" if self.above is not None else " of"
-            words += f"{joint} at most {self.text(self.maximum)}"
         return COUNT_NAMES.get(self.count, "") + words
 
     def canonical(self, value: Any) -> Any:
@@ -98,12 +95,28 @@ class Setting:
         if value is None and self.optional:
             return
         if not self._has_type(value):
-            raise self._unexpected(value, name)
+            raise self._unexpected(value, self.expected(), name)
         for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, str | int) and item in self.refused:
-                raise InputError(f"{self.assignment(item, name)}: {self.refused[item]}")
-            if self._out_of_range(item):
-                raise self._unexpected(item, name)
+            self._check_item(item, name)
+
+    def _check_item(self, value: Any, name: str) -> None:
+        if isinstance(value, str | int) and value in self.refused:
+            raise InputError(f"{self.assignment(value, name)}: {self.refused[value]}")
+        if self.choices and value not in self.choices:
+            raise self._unexpected(value, self.expected() + self._nearest_choice(value), name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self._unexpected(value, "a finite number", name)
+        if self.minimum is not None and value < self.minimum:
+            raise self._unexpected(value, f"at least {self.text(self.minimum)}", name)
+        if self.above is not None and value <= self.above:
+            raise self._unexpected(value, f"more than {self.text(self.above)}", name)
+        if self.maximum is not None and value > self.maximum:
+            raise self._unexpected(value, f"at most {self.text(self.maximum)}", name)
+
+    @property
+    def why_ignored(self) -> str:
+        """Why the setting never has an effect; "" if it may have one."""
+        return next((reason.why for reason in self.no_effect if reason.when is None), "")
 
     def why_no_effect(self, config: Any, *, in_engine: bool = False) -> str:
         """Why the setting changes nothing in a complete configuration; "" if it does."""
@@ -121,25 +134,12 @@ class Setting:
             return False
         return all(_is_instance(item, self.type) for item in value)
 
-    def _out_of_range(self, value: Any) -> bool:
-        if isinstance(value, float) and not math.isfinite(value):
-            return True
-        return (
-            (bool(self.choices) and value not in self.choices)
-            or (self.minimum is not None and value < self.minimum)
-            or (self.above is not None and value <= self.above)
-            or (self.maximum is not None and value > self.maximum)
-        )
+    def _nearest_choice(self, value: Any) -> str:
+        close = difflib.get_close_matches(str(value), map(str, self.choices), n=1)
+        return f"; did you mean {self.text(close[0])}?" if close and self.type is str else ""
 
-    def _unexpected(self, value: Any, name: str) -> InputError:
-        words = self.expected()
-        if isinstance(value, float) and not math.isfinite(value):
-            words = words.replace("a number", "a finite number")
-        hint = ""
-        if isinstance(value, str) and self.type is str:
-            close = difflib.get_close_matches(value, self.choices, n=1)
-            hint = f"; did you mean {self.text(close[0])}?" if close else ""
-        return InputError(f"{self.assignment(value, name)}: expected {words}{hint}")
+    def _unexpected(self, value: Any, expected: str, name: str) -> InputError:
+        return InputError(f"{self.assignment(value, name)}: expected {expected}")
 
 
 @dataclass(frozen=True, kw_only=True)

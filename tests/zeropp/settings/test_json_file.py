@@ -90,7 +90,7 @@ def test_one_long_line_is_shown_around_the_mistake() -> None:
         ('{"fp16": {"enabled": true, "enabled": false}}', ['"fp16.enabled" is given twice']),
         ('{"fp16": {}, "fp16": {}}', ['"fp16" is given twice']),
         ('{"fp16": {"loss_scale": NaN}}', ["NaN is not a JSON value"]),
-        ('{"fp16": {"loss_scale": 1e999}}', ["fp16.loss_scale = inf", "a finite number of at least 0"]),
+        ('{"fp16": {"loss_scale": 1e999}}', ["fp16.loss_scale = inf", "a finite number"]),
         ("[1]", ["the top level", "expected an object"]),
         ("[" * 100_000, ["nested too deeply"]),
         ({"stage": 3}, ['"stage"', '"zero_optimization.stage"']),
@@ -114,7 +114,7 @@ def test_one_long_line_is_shown_around_the_mistake() -> None:
         ({"communication_data_type": "int8"}, ['communication_data_type = "int8"', '"bf16"']),
         ({"optimizer": {"type": "SGD"}}, ['optimizer.type = "SGD"', '"AdamW"']),
         ({"optimizer": {"params": {"betas": [0.9]}}}, ["optimizer.params.betas", "two values"]),
-        ({"optimizer": {"params": {"betas": [0.9, 2]}}}, ["betas", "from 0 to 1"]),
+        ({"optimizer": {"params": {"betas": [0.9, 2]}}}, ["betas = 2", "at most 1"]),
         ({"optimizer": {"params": {"adam_w_mode": False}}}, ["only decoupled weight decay"]),
         ({"scheduler": {"type": "OneCycle"}}, ['scheduler.type = "OneCycle"', '"WarmupLR"']),
         ({"zeropp": {"gradient_bits": 5}}, ["zeropp.gradient_bits = 5", "one of 4, 8, 16"]),
@@ -129,7 +129,7 @@ def test_one_long_line_is_shown_around_the_mistake() -> None:
         ),
         (
             {ZERO[:-1]: {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}},
-            ["offload_optimizer.ratio = 1.5", "from 0 to 1"],
+            ["offload_optimizer.ratio = 1.5", "at most 1"],
         ),
         (
             {ZERO[:-1]: {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}}},

@@ -2,7 +2,6 @@
 
 import json
 import re
-import typing
 from dataclasses import replace
 from pathlib import Path
 
