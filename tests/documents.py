@@ -16,10 +16,9 @@ from pathlib import Path
 from torch.distributed.run import get_args_parser
 
 from megatron_zpp.serve.config import ServeConfig
-from megatron_zpp.settings.arguments import SPOKEN, parse
+from megatron_zpp.settings.arguments import FLAG_SECTIONS, parse
 from megatron_zpp.settings.command_line import read, vocabulary
 from megatron_zpp.settings.config import DataConfig, TokenizerConfig
-from megatron_zpp.settings.json_flags import SHORTHANDS
 from megatron_zpp.text.text_model import TextModelConfig
 from tools import generate
 from tools.consolidate import ConsolidateConfig
@@ -166,9 +165,9 @@ def problem(words: Sequence[str]) -> str | None:
 @functools.cache
 def known_flags() -> frozenset[str]:
     """Every flag of every program here, with dashes only."""
-    words = set(vocabulary(SPOKEN, SHORTHANDS))
+    words = set(vocabulary(FLAG_SECTIONS))
     for sections in SECTIONS.values():
-        words |= set(vocabulary(sections, ()))
+        words |= set(vocabulary(sections))
     own = {f"--{word}" for word in words} | OTHER_FLAGS
     sources = [ROOT / "zeropp/ranks/launcher.py", *ROOT.glob("benchmarks/*.py"), *ROOT.glob("tools/*.py")]
     for path in sources:
@@ -205,7 +204,7 @@ def _script(script: str, arguments: list[str], ranks: int) -> str | None:
     if script in PRETRAIN:
         parse(arguments, ranks)
     elif script in SECTIONS:
-        read(arguments, vocabulary(SECTIONS[script], ()))
+        read(arguments, vocabulary(SECTIONS[script]))
     else:
         for flag in FLAG.findall(" ".join(arguments)):
             if not _mentions((ROOT / script).parent, flag):

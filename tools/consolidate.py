@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the tool; returns the exit status, after a line `error: ...` where it is not 0."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if any(word in HELP for word in argv):
-        print(help_text(USAGE, (ConsolidateConfig,), ()))
+        print(help_text(USAGE, (ConsolidateConfig,)))
         return 0
     try:
         consolidate(_config(argv))
@@ -80,7 +80,7 @@ def consolidate(config: ConsolidateConfig) -> list[Path]:
 
 
 def _config(argv: Sequence[str]) -> ConsolidateConfig:
-    typed = read(argv, vocabulary((ConsolidateConfig,), ()))
+    typed = read(argv, vocabulary((ConsolidateConfig,)))
     values = {entry.name: typed[entry.name].value for entry in fields(ConsolidateConfig)
               if entry.name in typed}
     for name in ("load", "output"):

@@ -64,7 +64,7 @@ class ConvertConfig(Section):
     )
     max_shard_size: str = flag("5GB", "most bytes in a file that --to-hf writes, as 500MiB")
     make_vocab_size_divisible_by: int | None = flag(
-        None, "pad the vocabulary with rows of zeros (default: no rows are added)", kind=int,
+        None, "pad the vocabulary with rows of zeros (default: no rows are added)",
         minimum=1,
     )  # fmt: skip
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("megatron_zpp").setLevel(logging.INFO)
     if any(word in HELP for word in argv):
-        print(help_text(USAGE, (ConvertConfig, TokenizerConfig), ()))
+        print(help_text(USAGE, (ConvertConfig, TokenizerConfig)))
         return 0
     try:
         convert(*_configurations(argv))
@@ -114,7 +114,7 @@ def _described(opened: OpenedModel) -> str:
 
 
 def _configurations(argv: Sequence[str]) -> tuple[ConvertConfig, TokenizerConfig | None]:
-    typed = read(argv, vocabulary((ConvertConfig, TokenizerConfig), ()))
+    typed = read(argv, vocabulary((ConvertConfig, TokenizerConfig)))
     values = {name: assignment.value for name, assignment in typed.items()}
     own = {name: values.pop(name) for name in ConvertConfig.__dataclass_fields__.keys() & values}
     config = ConvertConfig(**own)

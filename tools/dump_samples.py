@@ -40,7 +40,7 @@ from megatron_zpp.settings.config import (  # noqa: E402
     TrainingConfig,
 )
 from megatron_zpp.settings.flag import Section, flag, shared  # noqa: E402
-from megatron_zpp.settings.json_flags import IdleFlags  # noqa: E402
+from megatron_zpp.settings.ignored_flags import IgnoredFlags  # noqa: E402
 from megatron_zpp.tokenizer import Tokenizer  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
@@ -65,12 +65,12 @@ class DumpConfig(Section):
 
     seq_length: int = shared(ModelConfig, "seq_length")
     seed: int = shared(TrainingConfig, "seed")
-    train_samples: int | None = flag(None, f"training samples {EPOCH}", kind=int, minimum=0)
-    valid_samples: int | None = flag(None, f"validation samples {EPOCH}", kind=int, minimum=0)
-    test_samples: int | None = flag(None, f"test samples {EPOCH}", kind=int, minimum=0)
-    data_impl: str = shared(IdleFlags, "data_impl")
-    mmap_warmup: bool = shared(IdleFlags, "mmap_warmup")
-    no_mmap_bin_files: bool = shared(IdleFlags, "no_mmap_bin_files")
+    train_samples: int | None = flag(None, f"training samples {EPOCH}", minimum=0)
+    valid_samples: int | None = flag(None, f"validation samples {EPOCH}", minimum=0)
+    test_samples: int | None = flag(None, f"test samples {EPOCH}", minimum=0)
+    data_impl: str = shared(IgnoredFlags, "data_impl")
+    mmap_warmup: bool = shared(IgnoredFlags, "mmap_warmup")
+    no_mmap_bin_files: bool = shared(IgnoredFlags, "no_mmap_bin_files")
     output: str | None = flag(None, "the .npz file to write (default: print samples as text)")
     show: int = flag(3, "samples of each split to print", minimum=1)
 
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     sections = (DumpConfig, DataConfig, TokenizerConfig)
     if any(word in HELP for word in argv):
-        print(help_text(USAGE, sections, ()))
+        print(help_text(USAGE, sections))
         return 0
     try:
         dump(*_configurations(argv, sections))
@@ -245,9 +245,9 @@ def _member(
 def _configurations(
     argv: Sequence[str], sections: tuple[type[Section], ...]
 ) -> tuple[Section, ...]:
-    assignments = read(argv, vocabulary(sections, ()))
+    assignments = read(argv, vocabulary(sections))
     for name, given in assignments.items():
-        if reason := given.flag.no_effect or IDLE.get(name):
+        if reason := given.flag.why_ignored or IDLE.get(name):
             logging.warning("%s has no effect here: %s", given, reason)
     typed = {name: given.value for name, given in assignments.items()}
     made = [

@@ -49,24 +49,22 @@ class EvaluateConfig(Section):
     )
     data_path: tuple[str, ...] | None = flag(
         None, "perplexity: a dataset's prefix, a .txt, or a .jsonl of examples; each by itself",
-        count="+",
     )  # fmt: skip
     last_word: tuple[str, ...] | None = flag(
-        None, 'last-word accuracy: .jsonl with {"text": ...}, else a passage a line', count="+"
+        None, 'last-word accuracy: .jsonl with {"text": ...}, else a passage a line'
     )
     choices: tuple[str, ...] | None = flag(
         None, 'multiple choice: .jsonl with {"question": ..., "choices": [...], "answer": 0}',
-        count="+",
     )  # fmt: skip
     seq_length: int | None = flag(
-        None, "most tokens at once (default: the positions of the model)", kind=int, minimum=1
+        None, "most tokens at once (default: the positions of the model)", minimum=1
     )
     stride: int | None = flag(
-        None, "perplexity: tokens from one window to the next (default: --seq-length)", kind=int,
+        None, "perplexity: tokens from one window to the next (default: --seq-length)",
         minimum=1,
     )  # fmt: skip
     limit: int | None = flag(
-        None, "only the first so many documents, passages or questions of each file", kind=int,
+        None, "only the first so many documents, passages or questions of each file",
         minimum=1,
     )  # fmt: skip
     batch_size: int = flag(4, "passages computed at once", minimum=1)

@@ -43,10 +43,10 @@ class FetchConfig(Section):
 def main(argv: Sequence[str]) -> int:
     """Run the tool; returns the exit status, after a line `error: ...` where it is not 0."""
     if any(word in HELP for word in argv):
-        print(help_text(USAGE, (FetchConfig,), ()))
+        print(help_text(USAGE, (FetchConfig,)))
         return 0
     try:
-        typed = read(argv, vocabulary((FetchConfig,), ()))
+        typed = read(argv, vocabulary((FetchConfig,)))
         config = FetchConfig(**{name: one.value for name, one in typed.items()})
         print(fetch(Path(config.output)))
     except (InputError, OSError) as error:

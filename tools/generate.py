@@ -54,7 +54,7 @@ PROMPT = "prompt"
 class GenerateConfig(Section):
     """What to go on from, and where the text goes"""
 
-    prompt: tuple[str, ...] | None = flag(None, "texts to go on from", count="+")
+    prompt: tuple[str, ...] | None = flag(None, "texts to go on from")
     input: str | None = flag(
         None, 'file of prompts: .jsonl with {"prompt": ...}, else one a line; -: standard input'
     )
@@ -76,9 +76,9 @@ class DrawConfig(Section):
         1.0, "draw from the likeliest tokens that have this share", above=0, maximum=1
     )
     seed: int = flag(0, "of the first text; the next one has the next seed", minimum=0)
-    stop: tuple[str, ...] | None = flag(None, "texts that end a text and are left out", count="+")
+    stop: tuple[str, ...] | None = flag(None, "texts that end a text and are left out")
     stop_token: tuple[int, ...] | None = flag(
-        None, "token ids that do, besides the end of document", kind=int, count="+", minimum=0
+        None, "token ids that do, besides the end of document", minimum=0
     )
 
     def request(self, prompt: Sequence[int], number: int) -> Request:
@@ -286,13 +286,13 @@ class Conversation:
         if name == "help":
             print("a line is a prompt (\\n in it is a new line); Ctrl-C ends a text; and:")
             for one in known.values():
-                print(f"  /{one.names[0]} VALUE".ljust(26), getattr(self._draw, one.dest))
+                print(f"  /{one.names[0]} VALUE".ljust(26), getattr(self._draw, one.name))
             print("  /quit")
             return
         if name not in known:
             raise InputError(f"unknown command /{name}; /help lists the known ones")
         words = value.split(" ") if known[name].count else [value]
-        typed = read([f"--{name}", *words], vocabulary((DrawConfig,), ()))
+        typed = read([f"--{name}", *words], vocabulary((DrawConfig,)))
         self._draw = replace(
             self._draw, **{dest: entry.value for dest, entry in typed.items()}
         )

@@ -88,10 +88,10 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     sections = (InspectConfig, TokenizerConfig)
     if any(word in HELP for word in argv):
-        print(help_text(USAGE, sections, ()))
+        print(help_text(USAGE, sections))
         return 0
     try:
-        typed = {name: given.value for name, given in read(argv, vocabulary(sections, ())).items()}
+        typed = {name: given.value for name, given in read(argv, vocabulary(sections)).items()}
         own = {n: typed.pop(n) for n in InspectConfig.__dataclass_fields__.keys() & typed.keys()}
         config, tokenizer = InspectConfig(**own), TokenizerConfig(**typed)
         config.check()

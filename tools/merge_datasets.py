@@ -35,7 +35,7 @@ class MergeConfig(Section):
     """What to merge, and into what"""
 
     input: tuple[str, ...] | None = flag(
-        None, "folders of datasets, or prefixes of single ones", count="+"
+        None, "folders of datasets, or prefixes of single ones"
     )
     output_prefix: str | None = flag(None, "beginning of the names of the two files to write")
 
@@ -44,10 +44,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the tool; returns the exit status, after a line `error: ...` where it is not 0."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if any(word in HELP for word in argv):
-        print(help_text(USAGE, (MergeConfig,), ()))
+        print(help_text(USAGE, (MergeConfig,)))
         return 0
     try:
-        typed = read(argv, vocabulary((MergeConfig,), ()))
+        typed = read(argv, vocabulary((MergeConfig,)))
         config = MergeConfig(**{name: given.value for name, given in typed.items()})
         if not config.input or not config.output_prefix:
             raise InputError("give --input FOLDER|PREFIX ... and --output-prefix PREFIX")

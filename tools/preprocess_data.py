@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _stop)
     one_rust_thread()
     if any(word in HELP for word in argv):
-        print(help_text(USAGE, (PreprocessConfig, TokenizerConfig), ()))
+        print(help_text(USAGE, (PreprocessConfig, TokenizerConfig)))
         return 0
     try:
         preprocess(*_configurations(argv))
@@ -50,10 +50,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _configurations(argv: Sequence[str]) -> tuple[PreprocessConfig, TokenizerConfig]:
-    typed = read(argv, vocabulary((PreprocessConfig, TokenizerConfig), ()))
+    typed = read(argv, vocabulary((PreprocessConfig, TokenizerConfig)))
     for assignment in typed.values():
-        if assignment.flag.no_effect:
-            logging.info("%s has no effect here: %s", assignment, assignment.flag.no_effect)
+        if reason := assignment.flag.why_ignored:
+            logging.info("%s has no effect here: %s", assignment, reason)
     values = {name: assignment.value for name, assignment in typed.items()}
     own = {name: values.pop(name) for name in PreprocessConfig.__dataclass_fields__.keys() & values}
     return PreprocessConfig(**own), TokenizerConfig(**values)

@@ -31,13 +31,13 @@ def run_tool(
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if any(word in HELP for word in argv):
-        print(help_text(usage, sections, ()))
+        print(help_text(usage, sections))
         return 0
     environment = Environment(rank=0)
     try:
         environment = Environment.read()
         logging.getLogger().setLevel(logging.WARNING if environment.rank else logging.INFO)
-        typed = read(argv, vocabulary(sections, ()))
+        typed = read(argv, vocabulary(sections))
         run(environment, *(_section(kind, typed) for kind in sections))
     except (InputError, OSError) as error:
         if environment.rank == 0:

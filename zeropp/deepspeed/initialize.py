@@ -140,7 +140,7 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
 
 def _require_filled(zero: ZeroConfig) -> None:
     """Raise InputError for keys that are "auto" and cannot be filled in."""
-    unfilled = sorted(zero.unfilled)
+    unfilled = sorted(zero.unresolved_auto_keys)
     if unfilled:
         raise InputError(
             f'{zero.source}: {", ".join(unfilled)} = "auto": zeropp.initialize has no other '

@@ -1,12 +1,13 @@
-"""A setting that changes nothing beside the others says so, and only then."""
+"""Flags that have no effect beside others: the log says so, and only then."""
 
 import logging
 
 import pytest
 
+from megatron_zpp.settings.arguments import FLAGS
 from megatron_zpp.settings.config import Config
-from megatron_zpp.settings.no_effect import IDLE
 from tests.megatron_zpp.settings.asking import asked
+from zeropp.settings.zero_config import ZeroConfig
 
 # A setting without effect beside the settings behind it, and beside others that give it one.
 PAIRS = """
@@ -42,23 +43,38 @@ PAIRS = """
 """
 
 
-def said(line: str, caplog: pytest.LogCaptureFixture) -> list[str]:
+def notices(line: str, caplog: pytest.LogCaptureFixture) -> list[str]:
     caplog.set_level(logging.INFO, "megatron_zpp")
     caplog.clear()
     asked(line)
-    told = [record.getMessage() for record in caplog.records]
-    return [message for message in told if "has no effect here" in message]
+    messages = [record.getMessage() for record in caplog.records]
+    return [message for message in messages if "has no effect here" in message]
 
 
 @pytest.mark.parametrize("pair", PAIRS.strip().splitlines())
 def test_it_says_so_where_it_has_no_effect(pair, caplog):
     setting, without, with_effect = pair.split("|")
-    (message,) = said(setting + without, caplog)
+    (message,) = notices(setting + without, caplog)
     assert message.startswith(setting.strip())
-    assert said(setting + with_effect, caplog) == []
+    assert notices(setting + with_effect, caplog) == []
 
 
-def test_every_setting_named_exists():
-    parts = vars(Config()).values()
-    for name in (name for one in IDLE for name in one.settings):
-        assert name == "use_pin_memory" or any(hasattr(part, name) for part in parts), name
+def test_every_reason_reads_and_every_condition_takes_a_configuration():
+    conditions = 0
+    for flag in FLAGS:
+        for reason in flag.no_effect:
+            assert len(reason.why) > 10 and reason.why[-1] != ".", flag.name
+            if reason.when is not None:
+                conditions += 1
+                assert reason.when(Config()) in (True, False), flag.name
+    assert conditions > 50
+
+
+def test_flags_with_the_same_meaning_as_a_key_translate_its_default_there_and_back():
+    for flag in FLAGS:
+        if flag.same_as is None or flag.same_as.index is not None:
+            continue
+        default = ZeroConfig().value(flag.same_as.key)
+        if default is None or flag.same_as.to_json(flag.same_as.flag_value(default)) is None:
+            continue
+        assert flag.same_as.to_json(flag.same_as.flag_value(default)) == default, flag.name

@@ -162,7 +162,7 @@ def test_the_zero_section_is_settled_from_the_flags(line, path, value, tmp_path)
     assert setting(asked(line, ranks), path) == value
     filled = asked(line, ranks, auto, tmp_path)
     assert setting(filled, path) == value
-    assert not filled.zero.auto
+    assert not filled.zero.auto_keys
 
 
 def test_json_notices_are_passed_on(tmp_path, caplog):
