@@ -22,14 +22,14 @@ from megatron_zpp.settings.config import DataConfig, TokenizerConfig
 from megatron_zpp.settings.json_flags import SHORTHANDS
 from megatron_zpp.text.text_model import TextModelConfig
 from tools import generate
-from tools.consolidate import ConsolidateConfig
-from tools.convert_hf import ConvertConfig
-from tools.dump_samples import DumpConfig
+from megatron_zpp.commands.consolidate import ConsolidateConfig
+from megatron_zpp.commands.convert_hf import ConvertConfig
+from megatron_zpp.commands.dump_samples import DumpConfig
 from tools.evaluate import EvaluateConfig
 from tools.fetch_smollm2 import FetchConfig
-from tools.inspect_dataset import InspectConfig
-from tools.merge_datasets import MergeConfig
-from tools.preprocess_data import PreprocessConfig
+from megatron_zpp.commands.inspect_dataset import InspectConfig
+from megatron_zpp.commands.merge_datasets import MergeConfig
+from megatron_zpp.preprocess import PreprocessConfig
 from zeropp.errors import InputError
 from zeropp.ranks import launcher as launch
 

@@ -22,11 +22,11 @@ from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
 
 USAGE = """\
-usage: torchrun --nproc-per-node N pretrain_gpt.py [FLAGS]
+usage: {program} [FLAGS]
 
-GPT pretraining with ZeRO stages 0 to 3. Flags are Megatron's; the file of --deepspeed-config is
-DeepSpeed's JSON. What both leave out has a default, the data too. A flag may be spelled with - or
-_ between its words."""
+GPT pretraining with ZeRO stages 0 to 3; torchrun or zeropp starts it on several ranks. The flags
+are Megatron's, and --deepspeed-config names a JSON file with DeepSpeed's keys. Everything has a
+default, the data too. The words of a flag may be separated by - or _."""
 SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
     {
         item.name: item.default_factory
@@ -39,7 +39,7 @@ SPOKEN = (*SECTIONS.values(), ZeroFlags, ModelFlags, IdleFlags)
 log = logging.getLogger("megatron_zpp")
 
 
-def parse(argv: Sequence[str], world_size: int) -> Config:
+def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py") -> Config:
     """The configuration that `argv` (without the program's name) asks for on `world_size` ranks,
     or on as many as --dry-run-ranks says.
 
@@ -47,7 +47,7 @@ def parse(argv: Sequence[str], world_size: int) -> Config:
     SystemExit(0) after printing the help.
     """
     if any(word in HELP for word in argv):
-        print(help_text(USAGE, SPOKEN, SHORTHANDS))
+        print(help_text(USAGE.format(program=program), SPOKEN, SHORTHANDS))
         raise SystemExit(0)
     typed = read(argv, vocabulary(SPOKEN, SHORTHANDS))
     if "dry_run_ranks" in typed:

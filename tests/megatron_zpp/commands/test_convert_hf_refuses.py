@@ -24,7 +24,7 @@ from tests.megatron_zpp.models.foreign_models import (
     saved,
     set_config,
 )
-from tools.convert_hf import main
+from megatron_zpp.commands.convert_hf import main
 
 
 def to_checkpoint(source: Path, save: Path) -> Path:

@@ -9,9 +9,9 @@ import pytest
 
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from tests.full_disk import full_disk
-from tools.dump_samples import main
+from megatron_zpp.commands.dump_samples import main
 
-FILES = Path(__file__).parents[1] / "data"
+FILES = Path(__file__).parents[2] / "data"
 CASES = {
     case["name"]: case
     for name in ("megatron_core.json", "megatron_core_more.json")

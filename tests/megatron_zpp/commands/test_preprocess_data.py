@@ -1,4 +1,4 @@
-"""tools/preprocess_data.py as a person runs it: the files it makes, and what it says otherwise."""
+"""tools/preprocess_data.py as a person runs it: the files it writes, and its messages."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tools" / "preprocess_data.py"
 BYTES = ("--tokenizer-type", "ByteLevelTokenizer")
 EOD = 256

@@ -8,9 +8,9 @@ import pytest
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from tests.full_disk import full_disk
 from tests.indexed import write
-from tools.merge_datasets import main
+from megatron_zpp.commands.merge_datasets import main
 
-FILES = Path(__file__).parents[1] / "data"
+FILES = Path(__file__).parents[2] / "data"
 PARTS = {
     "b": [[[1, 2, 3]], [], [[4], [5, 6]]],
     "a": [[[7]], [[8, 9], []]],

@@ -22,7 +22,7 @@ from tests.megatron_zpp.models.foreign_models import (
     saved,
 )
 from tests.megatron_zpp.train.tuned import tuned
-from tools.convert_hf import main
+from megatron_zpp.commands.convert_hf import main
 
 # Two fp32 forward passes differ by rounding: 2^-24 of the largest of the sums, a few hundred terms
 # of size 1, in each of a dozen operations one after another.

@@ -28,7 +28,7 @@ from tests.megatron_zpp.models.foreign_models import (
 )
 from tests.megatron_zpp.tokenizer.vocabularies import train_bpe
 from tests.ranks import PRELOADED
-from tools.convert_hf import main
+from megatron_zpp.commands.convert_hf import main
 
 # Two fp32 forward passes differ by rounding: 2^-24 of the largest of the sums, a few hundred terms
 # of size 1, in each of a dozen operations one after another.

@@ -15,7 +15,7 @@ from torch import nn
 from megatron_zpp.checkpoint import checkpoint
 from tests.megatron_zpp.small_net import build, save_on_four, state_at
 from tests.ranks import PRELOADED
-from tools.consolidate import main
+from megatron_zpp.commands.consolidate import main
 
 MIB = 2**20
 
