@@ -11,7 +11,7 @@ ARGS ?=
 EXACT := $(if $(filter file,$(origin TORCH)),,--exact)
 DONE := .venv/.setup-done$(if $(EXACT),-torch-$(TORCH))
 
-# `make pretrain` trains a small GPT on the source text of Python's standard library. The JSON switches
+# `make pretrain` trains a small GPT on the source of Python's standard library. The JSON switches
 # ZeRO++ on and makes every two ranks a node.
 PRETRAIN := \
     --num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256 \
