@@ -58,5 +58,6 @@ def test_finetuning_asks_for_the_model_to_start_from(
 ) -> None:
     argv = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16".split()
     assert run_here(ROOT / "finetune_gpt.py", argv, monkeypatch) == 2
-    text = capsys.readouterr().out
-    assert "error: finetune_gpt.py needs --pretrained-checkpoint FOLDER" in text
+    captured = capsys.readouterr()
+    message = "error: finetune_gpt.py needs --pretrained-checkpoint FOLDER"
+    assert message in captured.out + captured.err

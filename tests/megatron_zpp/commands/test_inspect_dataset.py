@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megatron_zpp.commands.inspect_dataset import BAR, HEIGHT, WIDTH, draw, main
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from tests.indexed import write
-from megatron_zpp.commands.inspect_dataset import BAR, HEIGHT, WIDTH, draw, main
 
 FILES = Path(__file__).parents[2] / "data"
 EOD = 99
