@@ -15,27 +15,28 @@ from pathlib import Path
 
 from torch.distributed.run import get_args_parser
 
+from megatron_zpp.__main__ import COMMANDS
+from megatron_zpp.commands.consolidate import ConsolidateConfig
+from megatron_zpp.commands.convert_hf import ConvertConfig
+from megatron_zpp.commands.dump_samples import DumpConfig
+from megatron_zpp.commands.inspect_dataset import InspectConfig
+from megatron_zpp.commands.merge_datasets import MergeConfig
+from megatron_zpp.preprocess import PreprocessConfig
 from megatron_zpp.serve.config import ServeConfig
 from megatron_zpp.settings.arguments import FLAG_SECTIONS, parse
 from megatron_zpp.settings.command_line import read, vocabulary
 from megatron_zpp.settings.config import DataConfig, TokenizerConfig
 from megatron_zpp.text.text_model import TextModelConfig
 from tools import generate
-from tools.consolidate import ConsolidateConfig
-from tools.convert_hf import ConvertConfig
-from tools.dump_samples import DumpConfig
 from tools.evaluate import EvaluateConfig
 from tools.fetch_smollm2 import FetchConfig
-from tools.inspect_dataset import InspectConfig
-from tools.merge_datasets import MergeConfig
-from tools.preprocess_data import PreprocessConfig
 from zeropp.errors import InputError
 from zeropp.ranks import launcher as launch
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"zeropp", "megatron_zpp", "tests", "tools", "docs", "examples", "benchmarks", ".ci"}
 MADE_BY_RUNNING = (".", "runs", "build", "dist")  # beginnings of folders without documents of ours
-PROGRAMS = ("make", "python", "torchrun", "zeropp", "sbatch")
+PROGRAMS = ("make", "python", "torchrun", "zeropp", "megatron-zpp", "sbatch")
 PRETRAIN = ("pretrain_gpt.py", "pretrain_zeropp_gpt.py", "finetune_gpt.py")
 SECTIONS = {
     "tools/preprocess_data.py": (PreprocessConfig, TokenizerConfig),
@@ -178,6 +179,8 @@ def known_flags() -> frozenset[str]:
 
 def _launched(program: str, arguments: list[str]) -> tuple[str, list[str], int]:
     """The script that a launcher starts, its arguments, and the number of ranks."""
+    if program == "megatron-zpp":
+        return *_script_of_command(arguments), 1
     if program == "python":
         return arguments[0], arguments[1:], 1
     if program == "zeropp":
@@ -185,6 +188,8 @@ def _launched(program: str, arguments: list[str]) -> tuple[str, list[str], int]:
         if not options.command:
             raise InputError("no script given")
         ranks = options.num_ranks or options.num_gpus or GPUS
+        if options.module and options.command[0] == "megatron_zpp":
+            return *_script_of_command(options.command[1:]), ranks
         return options.command[0], options.command[1:], ranks
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
@@ -192,7 +197,20 @@ def _launched(program: str, arguments: list[str]) -> tuple[str, list[str], int]:
         except SystemExit:
             raise InputError(said.getvalue().strip().splitlines()[-1]) from None
     ranks = int(options.nnodes.split(":")[-1]) * int(options.nproc_per_node)
+    if options.module and options.training_script == "megatron_zpp":
+        return *_script_of_command(options.training_script_args), ranks
     return options.training_script, options.training_script_args, ranks
+
+
+def _script_of_command(arguments: list[str]) -> tuple[str, list[str]]:
+    """The script that is the same as a command of `megatron-zpp`, and its arguments."""
+    name = arguments[0] if arguments else ""
+    if name in ("pretrain", "finetune"):
+        return f"{name}_gpt.py", arguments[1:]
+    if name not in COMMANDS:
+        raise InputError(f"megatron-zpp has no command {name}")
+    module = COMMANDS[name].module.rpartition(".")[2]
+    return f"tools/{module.removesuffix('_text')}.py", arguments[1:]
 
 
 def _script(script: str, arguments: list[str], ranks: int) -> str | None:

@@ -22,11 +22,11 @@ from zeropp.settings.json_file import JsonValues, read_json
 from zeropp.settings.zero_config import ZeroConfig
 
 USAGE = """\
-usage: torchrun --nproc-per-node N {program} [FLAGS]
+usage: {program} [FLAGS]
 
-Trains a GPT with ZeRO stages 0 to 3. Flags are Megatron's; the file of --deepspeed-config is
-DeepSpeed's JSON. Everything has a default, the data too. A flag may be spelled with - or _ between
-its words."""
+Trains a GPT with ZeRO stages 0 to 3; torchrun or zeropp starts it on several ranks. The flags are
+Megatron's, and --deepspeed-config names a JSON file with DeepSpeed's keys. Everything has a
+default, the data too. The words of a flag may be separated by - or _."""
 FLAG_SECTIONS = (*SECTIONS.values(), ZeroFlags, ModelFlags, IgnoredFlags)
 FLAGS = tuple(flag for section in FLAG_SECTIONS for flag in flags(section))
 

@@ -1,4 +1,4 @@
-"""What the scripts call: argv to exit status; whatever goes wrong is said once and plainly."""
+"""What `pretrain_gpt.py` and `megatron-zpp pretrain` run: argv to exit status, each error once."""
 
 import logging
 import signal
@@ -26,13 +26,25 @@ USAGE_ERROR, FAILED = 2, 1
 SPEAK_SECONDS = 5.0  # for rank 0 to say what is wrong
 
 
-def main(argv: Sequence[str]) -> int:
-    """Train as `argv` says; returns the process's exit status."""
+def main(
+    argv: Sequence[str], program: str = "pretrain_gpt.py", *, needs_pretrained: bool = False
+) -> int:
+    """Train as the flags in `argv` say; return the exit status.
+
+    `--help` and messages name `program`. With `needs_pretrained` it is an error to leave out
+    `--pretrained-checkpoint`.
+    """
     with Console() as console:
         try:
             environment = Environment.read()
             console.rank = environment.rank
-            config = parse(argv, environment.world_size)
+            config = parse(argv, environment.world_size, program)
+            if needs_pretrained and config.lora.pretrained_checkpoint is None:
+                raise InputError(
+                    f"{program} needs --pretrained-checkpoint FOLDER, the model to fine-tune: a "
+                    "folder of checkpoints (tools/convert_hf.py makes one of a Hugging Face "
+                    "model); pretrain_gpt.py trains from scratch"
+                )
             if config.training.dry_run:
                 return dry_run(config, environment, console)
             with Stopping(config.training) as stopping:

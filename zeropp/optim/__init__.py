@@ -1,4 +1,4 @@
-"""Optimizers and what goes with a step; names are imported when they are first used."""
+"""Optimizers and the optimizer step; public names are imported when they are first used."""
 
 from importlib import import_module
 from types import MappingProxyType

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from megatron_zpp.commands.convert_hf import main
 from megatron_zpp.models import gguf
 from megatron_zpp.settings.config import ModelConfig
 from tests.megatron_zpp.models.foreign_models import (
@@ -24,7 +25,6 @@ from tests.megatron_zpp.models.foreign_models import (
     saved,
     set_config,
 )
-from tools.convert_hf import main
 
 
 def to_checkpoint(source: Path, save: Path) -> Path:

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from megatron_zpp.checkpoint import checkpoint
+from megatron_zpp.commands.consolidate import main
 from tests.megatron_zpp.small_net import build, save_on_four, state_at
 from tests.ranks import PRELOADED
-from tools.consolidate import main
 
 MIB = 2**20
 
@@ -43,9 +43,9 @@ def test_values_and_types(
     output = tmp_path / "out" / "gpt.safetensors"
     assert main(["--load", str(saved), "--output", str(output), "--dtype", name]) == 0
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-    found = load_file(output)
-    assert found.keys() == weights.keys()
-    for key, tensor in found.items():
+    tensors = load_file(output)
+    assert tensors.keys() == weights.keys()
+    for key, tensor in tensors.items():
         assert tensor.dtype == dtype and torch.equal(tensor, weights[key].to(dtype)), key
     with safe_open(output, "pt") as file:
         assert file.metadata() == {"format": "pt", "iteration": "2"}
@@ -54,9 +54,9 @@ def test_values_and_types(
 
 def test_one_checkpoint_can_be_named(saved: Path, tmp_path: Path) -> None:
     assert main(["--load", str(saved / "iter_0000001"), "--output", str(tmp_path)]) == 0
-    found = load_file(tmp_path / "model.safetensors")
+    tensors = load_file(tmp_path / "model.safetensors")
     expected = torch.load(saved / "expected_1.pt")
-    assert torch.equal(found["head.weight"], expected["model.head.weight"])
+    assert torch.equal(tensors["head.weight"], expected["model.head.weight"])
 
 
 def test_shards_and_index(saved: Path, weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
@@ -70,9 +70,9 @@ def test_shards_and_index(saved: Path, weights: dict[str, torch.Tensor], tmp_pat
     assert files == [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     assert count > 2
     for name in files:
-        found = load_file(tmp_path / name)
-        assert sum(4 * tensor.numel() for tensor in found.values()) <= 300
-        for key, tensor in found.items():
+        tensors = load_file(tmp_path / name)
+        assert sum(4 * tensor.numel() for tensor in tensors.values()) <= 300
+        for key, tensor in tensors.items():
             assert index["weight_map"][key] == name and torch.equal(tensor, weights[key])
 
 

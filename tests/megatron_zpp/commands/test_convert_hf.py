@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_zpp.commands.convert_hf import main
 from megatron_zpp.models.open_model import load_model, open_model
 from megatron_zpp.settings.config import ModelConfig, TokenizerConfig
 from tests.megatron_zpp.models.foreign_models import (
@@ -28,7 +29,6 @@ from tests.megatron_zpp.models.foreign_models import (
 )
 from tests.megatron_zpp.tokenizer.vocabularies import train_bpe
 from tests.ranks import PRELOADED
-from tools.convert_hf import main
 
 # Two fp32 forward passes differ by rounding: 2^-24 of the largest of the sums, a few hundred terms
 # of size 1, in each of a dozen operations one after another.
@@ -102,15 +102,15 @@ def test_rows_of_zeros_on_request(tmp_path: Path) -> None:
     save = to_checkpoint(source, tmp_path / "save", "--make-vocab-size-divisible-by", "64")
     ours, tokenizer = load_model(save)
     assert (tokenizer.vocab_size, ours.padded_vocab_size) == (101, 128)
-    found = logits(ours)
-    torch.testing.assert_close(found[..., :101], logits(theirs), **LOGITS)
-    assert not found[..., 101:].any()
+    padded = logits(ours)
+    torch.testing.assert_close(padded[..., :101], logits(theirs), **LOGITS)
+    assert not padded[..., 101:].any()
     before, after = tensors_in(source), tensors_in(to_folder(save, tmp_path / "back"))
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_the_tokenizer_comes_along(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """It has 12 words, the model 101 rows: the others are kept too."""
+    """The tokenizer has 12 words and the model 101 rows: all rows are converted."""
     source = saved(llama(), tmp_path / "source")
     add_tokenizer(source)
     save = to_checkpoint(source, tmp_path / "save")

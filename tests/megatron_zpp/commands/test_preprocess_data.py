@@ -1,4 +1,4 @@
-"""tools/preprocess_data.py as a person runs it: the files it makes, and what it says otherwise."""
+"""tools/preprocess_data.py as a person runs it: the files it writes, and its messages."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tools" / "preprocess_data.py"
 BYTES = ("--tokenizer-type", "ByteLevelTokenizer")
 EOD = 256
@@ -79,7 +79,7 @@ def test_lines_become_documents_whatever_the_workers(tmp_path: Path) -> None:
     source = lines_of(
         tmp_path / "a.jsonl", *({"text": t, "id": f"n{n}"} for n, t in enumerate(texts))
     )
-    made = {}
+    files = {}
     for workers in (1, 3):
         prefix = tmp_path / f"by{workers}"
         done = run(
@@ -89,12 +89,12 @@ def test_lines_become_documents_whatever_the_workers(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert "3000 documents" in done.stdout and f"{prefix}_id_document.bin" in done.stdout
         assert done.stderr.count(" documents/s, ") == 3
-        made[workers] = [
+        files[workers] = [
             Path(f"{prefix}_{key}_document.{end}").read_bytes()
             for key in ("text", "id")
             for end in ("bin", "idx")
         ]
-    assert made[1] == made[3]
+    assert files[1] == files[3]
     expected = [[*text.encode(), EOD] if text else [] for text in texts]
     assert documents_of(tmp_path / "by3_text_document") == expected
     dataset = IndexedDataset(tmp_path / "by3_text_document")
@@ -116,8 +116,8 @@ def test_text_files_are_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ):
         prefix = tmp_path / "new" / "folder" / "x"
         assert run_here(monkeypatch, "--input", source, "--output-prefix", prefix, *BYTES) == 0
-        made = documents_of(Path(f"{prefix}_text_document"))
-        assert [bytes(ids).decode() for ids in made] == expected
+        documents = documents_of(Path(f"{prefix}_text_document"))
+        assert [bytes(ids).decode() for ids in documents] == expected
 
 
 def test_blank_lines_are_skipped_and_counted(
@@ -250,17 +250,17 @@ def test_stopped_by_a_signal_it_goes_on_later(
     said = process.communicate(timeout=60)[1].strip().split("\n")[-1]
     assert process.returncode == 130
     assert said.startswith("error: stopped; ") and "the same command goes on from there" in said
-    kept = tmp_path / "x.partial"
-    assert sorted(tmp_path.iterdir()) == [source, kept]
-    assert (kept / "0.bin").stat().st_size < 1000 * 2 * 40_000
-    with open(kept / "0.bin", "ab") as file:
+    partial = tmp_path / "x.partial"
+    assert sorted(tmp_path.iterdir()) == [source, partial]
+    assert (partial / "0.bin").stat().st_size < 1000 * 2 * 40_000
+    with open(partial / "0.bin", "ab") as file:
         file.write(b"what a kill may leave behind")
     again = ("--input", source, "--output-prefix", tmp_path / "x", *BYTES)
     other = fail(monkeypatch, capsys, *again)
-    assert f"{kept} holds an unfinished run that was begun with another --append-eod" in other
+    assert f"{partial} holds an unfinished run that was begun with another --append-eod" in other
     assert run_here(monkeypatch, *again, "--append-eod") == 0
     assert "going on after " in capsys.readouterr().out
-    assert not kept.exists()
+    assert not partial.exists()
     dataset = IndexedDataset(tmp_path / "x_text_document")
     assert dataset.document_index.tolist() == list(range(40_001))
     expected = np.frombuffer("".join(f"{text}\0" for text in texts).encode(), np.uint8)

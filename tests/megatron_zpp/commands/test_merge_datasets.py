@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_zpp.commands.merge_datasets import main
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from tests.full_disk import full_disk
 from tests.indexed import write
-from tools.merge_datasets import main
 
-FILES = Path(__file__).parents[1] / "data"
+FILES = Path(__file__).parents[2] / "data"
 PARTS = {
     "b": [[[1, 2, 3]], [], [[4], [5, 6]]],
     "a": [[[7]], [[8, 9], []]],
@@ -63,8 +63,8 @@ def test_datasets_of_megatron(tmp_path: Path) -> None:
 
 
 def test_modes_are_kept(parts: Path, tmp_path: Path) -> None:
-    one, two = with_modes(str(parts / "a"), [1, 0, 2]), with_modes(str(parts / "c"), [3])
-    assert main(["--input", one, two, "--output-prefix", str(tmp_path / "all")]) == 0
+    first, second = with_modes(str(parts / "a"), [1, 0, 2]), with_modes(str(parts / "c"), [3])
+    assert main(["--input", first, second, "--output-prefix", str(tmp_path / "all")]) == 0
     assert IndexedDataset(tmp_path / "all").modes.tolist() == [1, 0, 2, 3]
     assert IndexedDataset(parts / "b").modes is None
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_zpp.commands.dump_samples import main
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from tests.full_disk import full_disk
-from tools.dump_samples import main
 
-FILES = Path(__file__).parents[1] / "data"
+FILES = Path(__file__).parents[2] / "data"
 CASES = {
     case["name"]: case
     for name in ("megatron_core.json", "megatron_core_more.json")
@@ -19,7 +19,7 @@ CASES = {
 }
 SPLITS = ("train", "valid", "test")
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "50257"]
-ROWS = 8  # of which the masks are known
+ROWS = 8  # samples whose masks the file of expected results holds
 
 
 def flags_of(case: dict) -> list[str]:
@@ -43,14 +43,14 @@ def test_arrays_are_those_of_megatron_core(name: str, tmp_path: Path) -> None:
     case, output = CASES[name], tmp_path / "folder" / "samples.npz"
     argv = [*flags_of(case), *NULL, "--data-cache-path", str(tmp_path), "--output", str(output)]
     assert main(argv) == 0
-    found = np.load(output)
+    arrays = np.load(output)
     for split, expected in case["results"].items():
         if expected is None:
-            assert f"{split}/tokens" not in found
+            assert f"{split}/tokens" not in arrays
             continue
         length, width = expected["length"], case["seq_length"]
-        tokens, masks = found[f"{split}/tokens"], found[f"{split}/loss_mask"]
-        positions, index = found[f"{split}/position_ids"], found[f"{split}/dataset_index"]
+        tokens, masks = arrays[f"{split}/tokens"], arrays[f"{split}/loss_mask"]
+        positions, index = arrays[f"{split}/position_ids"], arrays[f"{split}/dataset_index"]
         assert tokens.dtype == np.int32 and tokens.shape == (length, width + 1)
         assert sha(tokens, "<i4") == expected["samples"]
         assert (masks.dtype, positions.dtype, index.dtype) == (np.float32, np.int64, np.int16)
@@ -108,8 +108,8 @@ def test_data_that_cannot_be_written_is_shown_all_the_same(tmp_path: Path, close
     (said,) = done.stderr.splitlines()
     assert said.startswith(f"cannot keep the sample index in {closed.folder}/text/cache")
     assert said.endswith("(Permission denied); it is built in memory each time")
-    found = np.load(output)
-    assert found["train/tokens"].shape == (7, 2) and found["valid/tokens"].shape == (3, 2)
+    arrays = np.load(output)
+    assert arrays["train/tokens"].shape == (7, 2) and arrays["valid/tokens"].shape == (3, 2)
     names = sorted(path.name for path in closed.folder.iterdir())
     assert names == ["other.bin", "other.idx", "text.bin", "text.idx"]
 
@@ -118,9 +118,9 @@ def test_a_split_too_short_for_a_sample_is_an_empty_array(tmp_path: Path) -> Non
     output = tmp_path / "samples.npz"
     argv = small(tmp_path, "--split", "2,1", "--output", str(output))
     assert main(argv) == 0
-    found = np.load(output)
-    assert found["valid/tokens"].shape == (0, 5) and found["train/tokens"].shape == (1, 5)
-    assert "test/tokens" not in found
+    arrays = np.load(output)
+    assert arrays["valid/tokens"].shape == (0, 5) and arrays["train/tokens"].shape == (1, 5)
+    assert "test/tokens" not in arrays
 
 
 def test_a_full_disk_is_named_and_no_half_file_stays(tmp_path: Path, capsys) -> None:

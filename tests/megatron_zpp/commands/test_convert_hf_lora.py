@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from megatron_zpp.commands.convert_hf import main
 from megatron_zpp.models.lora_adapters import MergedWeights
 from megatron_zpp.models.open_model import load_model, open_model
 from megatron_zpp.models.peft_adapters import CONFIG, TENSORS, targets
@@ -22,7 +23,6 @@ from tests.megatron_zpp.models.foreign_models import (
     saved,
 )
 from tests.megatron_zpp.train.tuned import tuned
-from tools.convert_hf import main
 
 # Two fp32 forward passes differ by rounding: 2^-24 of the largest of the sums, a few hundred terms
 # of size 1, in each of a dozen operations one after another.
@@ -37,11 +37,11 @@ MODELS = {
 
 
 def run(*arguments: object) -> None:
-    assert main([str(one) for one in arguments]) == 0
+    assert main([str(argument) for argument in arguments]) == 0
 
 
 def error(capsys: pytest.CaptureFixture, *arguments: object) -> str:
-    assert main([str(one) for one in arguments]) == 1
+    assert main([str(argument) for argument in arguments]) == 1
     return capsys.readouterr().err
 
 
@@ -86,7 +86,7 @@ def test_only_some_layers(layers: tuple[str, ...], expected: list[str], tmp_path
     content = json.loads((out / CONFIG).read_text())
     assert content["target_modules"] == expected
     assert content["base_model_name_or_path"] == "someone/llama"
-    assert {one.dtype for one in load_file(out / TENSORS).values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in load_file(out / TENSORS).values()} == {torch.bfloat16}
     theirs = peft.PeftModel.from_pretrained(llama(), out).eval()
     # bf16 keeps 8 bits of each adapter: 2^-9 of changes that move logits by some units.
     torch.testing.assert_close(logits(theirs), logits(ours), atol=0.05, rtol=0)
@@ -191,7 +191,7 @@ def test_a_base_of_another_shape(
     change: dict, named: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     base, save = saved(llama(), tmp_path / "base"), tmp_path / "save"
-    tuned(base, save)  # whole: the base is not needed, but is taken where it is given
+    tuned(base, save)  # all weights: --base is not needed, and may be given
     other = saved(llama(**change), tmp_path / "other")
     said = error(capsys, "--load", save, "--to-hf", tmp_path / "out", "--base", other)
     assert f"{other} is not the model that the adapters in {save}" in said and named in said
@@ -265,7 +265,7 @@ def test_spoilt_folders_of_adapters(
     run("--load", save, "--to-peft", out)
     spoil(out)
     said = error(capsys, "--load", out, "--to-hf", tmp_path / "merged")
-    assert all(one in said for one in named), said
+    assert all(name in said for name in named), said
     assert not (tmp_path / "merged").exists()
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megatron_zpp.commands.inspect_dataset import BAR, HEIGHT, WIDTH, draw, main
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from tests.indexed import write
-from tools.inspect_dataset import BAR, HEIGHT, WIDTH, draw, main
 
-FILES = Path(__file__).parents[1] / "data"
+FILES = Path(__file__).parents[2] / "data"
 EOD = 99
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
 CLEAN = [[[1, 2, 3, EOD]], [[4, 5], [6, EOD]], [[7, EOD]]]
@@ -40,7 +40,7 @@ def test_problems_are_found(tmp_path: Path, capsys) -> None:
         "1 tokens are outside the 100 ids of NullTokenizer: the text was preprocessed with another "
         "tokenizer",
         "2 of 3 documents do not end with the end-of-document id 99: preprocess with --append-eod",
-        "the end-of-document id 99 stands 2 times inside",
+        "the end-of-document id 99 stands 2 times inside documents",
     ]
     assert "largest: document 4, 4 tokens: ''" in lines  # the first id has no text
 
