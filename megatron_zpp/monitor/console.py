@@ -18,10 +18,10 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TaskID,
-    TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 from megatron_zpp.monitor.metrics import History, Iteration
@@ -145,24 +145,23 @@ class Console(AbstractContextManager):
 
 
 class ProgressBar(Progress):
-    """Rich's progress of one task: iterations done, time left, losses, speed, memory.
+    """Rich's progress of one task: iterations done, time left, losses, speed.
 
     It redraws from `show` instead of a thread of its own, as loader processes are forked meanwhile.
     """
 
     def __init__(self, console: rich.console.Console) -> None:
         super().__init__(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
-            TextColumn("left  loss {task.fields[loss]:.4f}"),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # what the others leave
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TextColumn("left, loss {task.fields[loss]:.4f}"),
             TextColumn("{task.fields[held_out]}"),
             TextColumn("{task.fields[speed]:,.0f} tokens/s"),
-            TextColumn("{task.fields[memory]}"),
             console=console,
             auto_refresh=False,
             transient=True,
+            expand=True,
         )
         self.held_out = ""
         self._task: TaskID | None = None
@@ -170,12 +169,10 @@ class ProgressBar(Progress):
 
     def show(self, iteration: Iteration) -> None:
         """Update all columns; redraw at most every `REFRESH_SECONDS`."""
-        memory = iteration.memory
         fields = {
             "loss": iteration.loss,
             "held_out": self.held_out,
             "speed": iteration.tokens / iteration.seconds,
-            "memory": f"{memory.allocated_bytes / 2**30:.2f} GiB" if memory else "",
         }
         if self._task is None:
             before = iteration.iteration - 1

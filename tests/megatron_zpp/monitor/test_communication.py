@@ -35,7 +35,9 @@ def sharding(stage: int = 3, num_ranks: int = 4) -> SimpleNamespace:
     )
 
 
-def step(meter: CommunicationMeter, model: SimpleNamespace, num_micro_batches: int = 1, **sent: int) -> None:
+def step(
+    meter: CommunicationMeter, model: SimpleNamespace, num_micro_batches: int = 1, **sent: int
+) -> None:
     meter.begin_step()
     for purpose, num_bytes in sent.items():
         model.traffic.add(purpose, {"across_nodes": num_bytes})

@@ -113,10 +113,9 @@ def test_a_terminal_shows_progress_under_unwrapped_lines(monkeypatch):
     for line in sent:
         assert line.rstrip() in shown, "a log line was wrapped or coloured"
     plain = ESCAPE.sub("", shown)
-    assert re.search(r"━ 10/40 +25% \d:\d\d:\d\d left +loss 6\.5000", plain)  # 9 - 10/4
+    assert re.search(r"━ 10/40 \d:\d\d:\d\d left, loss 6\.5000", plain)  # 9 - 10/4
     assert "held-out 8.2500" in plain
     assert "4,096 tokens/s" in plain  # 16 * 128 in half a second
-    assert "1.50 GiB" in plain
     assert "\x1b[?25h" in shown  # the cursor is back
 
 
@@ -128,9 +127,9 @@ def test_a_narrow_terminal_neither_wraps_lines_nor_breaks_the_display(monkeypatc
         sent = train(Console(stream=terminal.stream))
     shown = terminal.close()
     assert all(line.rstrip() in shown for line in sent)
-    pictures = [text for text in re.split(r"[\r\n]+", ESCAPE.sub("", shown)) if "━" in text]
-    assert pictures
-    assert max(map(len, pictures)) <= columns
+    bars = [text for text in re.split(r"[\r\n]+", ESCAPE.sub("", shown)) if "…" in text]
+    assert bars
+    assert max(map(len, bars)) <= columns
 
 
 def test_a_dumb_terminal_and_a_refusal_get_plain_lines(monkeypatch):
@@ -161,7 +160,7 @@ def test_the_bar_is_drawn_at_most_ten_times_a_second(monkeypatch):
             for number in range(1, 40):
                 console.progress(replace(ITERATION, iteration=number))
     shown = ESCAPE.sub("", terminal.close())
-    assert "1/40" in shown and "39/40" not in shown
+    assert " 1/40" in shown and "20/40" not in shown
 
 
 def test_notices_go_to_rank_0_and_warnings_come_from_everybody():

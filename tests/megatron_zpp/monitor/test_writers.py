@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 import types
 from collections import Counter
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.monitor.communication import Communication
@@ -19,6 +21,8 @@ from megatron_zpp.monitor.metrics import Iteration, Validation, Writer, summariz
 from megatron_zpp.monitor.tensorboard_names import Axis, Position
 from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.settings.config import LogConfig
+from tests.megatron_zpp.train.pretraining import log_of
+from tests.ranks import ranks
 from zeropp.errors import InputError
 
 BATCH, LENGTH = 4, 8
@@ -59,6 +63,20 @@ EXTRA = {
     "communication": SENT,
     "optimizer_norms": {("variance", "l2"): 5.0},
 }
+
+
+@pytest.fixture(autouse=True)
+def sortable_file_names(monkeypatch):
+    make_file_names_sortable(monkeypatch)
+
+
+def make_file_names_sortable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Event files are read in the order of their names: second, host, process, number of the file.
+
+    A resumed run is another process in another second; here only the number differs, and 10 sorts
+    before 9.
+    """
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
 
 
 def iteration(number: int, **changed: object) -> Iteration:
@@ -328,3 +346,37 @@ def test_wandb_asked_for_but_missing_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match="pip install wandb"):
         open_writers(replace(BARE, wandb_project="p"), rank=0, world_size=1)
+
+
+def lose_last_checkpoint(checkpoints: Path) -> None:
+    """Leave what a process leaves that died before it saved a second time."""
+    shutil.rmtree(checkpoints / "iter_0000008")
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("4")
+
+
+@ranks(1, timeout=120)
+def test_a_training_that_resumes_from_an_earlier_checkpoint_shows_each_step_once(tmp_path):
+    board, checkpoints = tmp_path / "board", tmp_path / "checkpoints"
+    flags = (
+        "--micro-batch-size 2 --global-batch-size 4 --train-iters 8 --save-interval 4 "
+        f"--eval-interval 3 --tensorboard-dir {board} --save {checkpoints} --load {checkpoints} "
+    )
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        make_file_names_sortable(monkeypatch)
+        log_of(flags)
+        before = curves(board)
+        lose_last_checkpoint(checkpoints)
+        log_of(flags + "--seed 7 --eval-interval 7")  # other samples, so that values differ
+        after = curves(board)
+    assert set(after) == set(before)
+    widths = dict(zip(THREE_AXES, (1, 4, 4 * 16), strict=True))
+    for axis, width in widths.items():
+        losses, old_losses = (c["lm-loss-training/lm loss" + axis] for c in (after, before))
+        assert [step for step, _ in losses] == [width * number for number in range(1, 9)]
+        assert losses[:4] == old_losses[:4]
+        assert not set(losses[4:]) & set(old_losses[4:])
+        held_out = after["lm-loss-validation/lm loss validation" + axis]
+        assert [step for step, _ in held_out] == [3 * width, 7 * width, 8 * width]
+    for name, points in after.items():
+        steps = [step for step, _ in points]
+        assert steps == sorted(set(steps)), name
