@@ -81,7 +81,7 @@ def main(argv: Sequence[str], program: str = "megatron-zpp evaluate") -> int:
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our flags for tasks with their values, and all other words, which are lm-eval's."""
-    names = vocabulary(TASK_SECTIONS, ())
+    names = vocabulary(TASK_SECTIONS)
     ours: list[str] = []
     others: list[str] = []
     words = others

@@ -294,7 +294,7 @@ class Conversation:
         if name not in descriptions:
             raise InputError(f"unknown command /{name}; /help lists the commands")
         words = value.split(" ") if descriptions[name].count else [value]
-        assignments = read([f"--{name}", *words], vocabulary((SamplingConfig,), ()))
+        assignments = read([f"--{name}", *words], vocabulary((SamplingConfig,)))
         self._sampling = replace(
             self._sampling, **{dest: entry.value for dest, entry in assignments.items()}
         )

@@ -155,7 +155,7 @@ class LogConfig(Section):
     log_interval: int = flag(100, "iterations between log lines", minimum=1)
     log_params_norm: bool = flag(False, "log the norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, "log how many gradient elements are zero")
-    log_throughput: bool = flag(False, "log model TFLOP/s per rank, and MFU")
+    log_throughput: bool = flag(False, "log model TFLOP/s per rank, its share of the measured matmul rate, and MFU")
     timing_log_level: int = flag(
         0,
         "how finely times are logged",

@@ -6,10 +6,9 @@ from megatron_zpp.checkpoint.training_state import run_settings
 from megatron_zpp.model.apex import find_apex
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.models.pretrained import adapters
-from megatron_zpp.monitor.communication import Account
+from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.console import Console
-from megatron_zpp.monitor.event_files import Position
-from megatron_zpp.monitor.matrix_rate import matrix_rate
+from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
@@ -55,7 +54,7 @@ def build_run(requested: Config, ranks: Ranks, console: Console, stopping: Stopp
         metrics=metrics,
         stopping=stopping,
         counters=start.counters,
-        account=Account(sharding, ranks),
+        communication=CommunicationMeter(sharding, ranks),
     )
     console.table("Megatron-Z++", summary(run))
     return run
@@ -78,26 +77,26 @@ def build_scaler(precision: PrecisionConfig) -> LossScaler | None:
 def open_metrics(
     config: Config, ranks: Ranks, console: Console, tokenizer: Tokenizer, start: StartingPoint
 ) -> Metrics:
-    """The log and its writers, going on where the checkpoint stands."""
+    """The log and its writers, continuing where the checkpoint ends."""
     counters = start.counters
-    position = Position(counters.iteration, counters.consumed_samples, counters.consumed_tokens)
     writers = open_writers(
         config.log,
         rank=ranks.rank,
         world_size=ranks.num_ranks,
-        resumed_at=position if counters.iteration else None,
+        resumed_at=counters if counters.iteration else None,
         settings={
             name: value for part in run_settings(config).values() for name, value in part.items()
         },
     )
     rate = None
     if config.log.log_throughput:
-        rate = matrix_rate(ranks.device, getattr(torch, config.precision.format))
+        rate = matmul_rate(ranks.device, getattr(torch, config.precision.format))
     metrics = Metrics(
         config.log,
         console,
         world_size=ranks.num_ranks,
-        flops=TokenFlops.of(config.model, config.recompute, tokenizer.vocab_size, rate),
+        flops=TokenFlops.of(config.model, config.recompute, tokenizer.vocab_size),
+        rate=rate,
         writers=writers,
     )
     if start.history:
@@ -124,7 +123,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
         ("length", f"{run.schedules.length.iterations:,} iterations"),
         ("precision", precision(sharding)),
         ("device", f"{run.ranks.device}, {torch.get_num_threads()} threads"),
-        *products(run.metrics.flops.rate),
+        *matmul_rate_rows(run.metrics.matmul_rate),
         ("ZeRO stage", sharding.stage),
         *offloaded(config),
         *sharding.describe(micro_batches),
@@ -145,11 +144,14 @@ def offloaded(config: Config) -> list[tuple[str, str]]:
     return [("optimizer", f"on the host{part}: {what}{late}{shards}")]
 
 
-def products(rate: float | None) -> list[tuple[str, str]]:
+def matmul_rate_rows(rate: MatmulRate | None) -> list[tuple[str, str]]:
     """How fast the device multiplies matrices, where it was measured."""
     if rate is None:
         return []
-    return [("matrix products", f"{rate / 1e12:.3g} TFLOP/s, measured: MFU is a share of it")]
+    text = f"{rate.measured / 1e12:.3g} TFLOP/s, measured"
+    if rate.peak is not None:
+        text += f"; {rate.peak / 1e12:.4g} by the data sheet: MFU is a share of it"
+    return [("matrix products", text)]
 
 
 def precision(sharding: Sharding) -> str:
