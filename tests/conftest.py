@@ -13,7 +13,12 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from tests.closed_folder import ClosedFolder  # noqa: E402  (needs the path above)
+from tests import fork_server
 from tests.ranks import shared_pool  # noqa: E402
+
+
+if fork_server.AVAILABLE:
+    fork_server.install(fork_server.Client())
 
 
 @pytest.fixture
@@ -22,6 +27,16 @@ def closed(tmp_path: Path) -> Iterator[ClosedFolder]:
     folder = ClosedFolder(tmp_path / "closed")
     yield folder
     folder.open()
+
+
+@pytest.fixture(autouse=True)
+def _interpreters(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Programs are forked from a process that has imported torch, but for marked tests."""
+    if request.node.get_closest_marker("new_interpreter") is None:
+        yield
+        return
+    with fork_server.new_interpreters():
+        yield
 
 
 def pytest_sessionfinish() -> None:

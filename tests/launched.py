@@ -1,5 +1,6 @@
 """Starts the real scripts under the real launchers, and finds and kills their ranks."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -41,10 +42,11 @@ def wait_for(text: str, log: Path, process: subprocess.Popen, seconds: float = 9
 
 
 def rank_pid(rank: int, launcher: subprocess.Popen) -> int:
-    """The process of a rank below a launcher, found by its environment."""
+    """The process of a rank below a launcher, by its environment or its name (fork_server.py)."""
     for pid in descendants(launcher.pid):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if b"RANK=%d" % rank in variables:
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        if b"RANK=%d" % rank in variables or name == f"rank {rank}":
             return pid
     raise AssertionError(f"no process has RANK={rank}")
 
@@ -52,7 +54,8 @@ def rank_pid(rank: int, launcher: subprocess.Popen) -> int:
 def kill_all(launcher: subprocess.Popen) -> None:
     """SIGKILL the launcher and all its ranks at once, as a power cut would."""
     for pid in [launcher.pid, *descendants(launcher.pid)]:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # a fork server ends with its program
+            os.kill(pid, signal.SIGKILL)
     launcher.wait()
 
 
