@@ -18,7 +18,7 @@ from tests.ranks import shared_pool  # noqa: E402
 
 
 if fork_server.AVAILABLE:
-    fork_server.install(fork_server.Client())
+    fork_server.starter.install(fork_server.Client())
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def _interpreters(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("new_interpreter") is None:
         yield
         return
-    with fork_server.new_interpreters():
+    with fork_server.starter.new_interpreters():
         yield
 
 

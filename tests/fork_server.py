@@ -1,9 +1,9 @@
 """Start Python programs by forking a process that has already imported torch.
 
 Importing torch and what comes with it costs about 2.5 CPU seconds, and a run of the tests starts
-hundreds of programs that need it. `Popen` takes the place of `subprocess.Popen` in the tests (see
-conftest.py): a plain `python script ...`, `python -m module ...` or `python -c ...` is forked from
-a fork server, everything else starts as usual. The program sees its own arguments, environment,
+hundreds of programs that need it. While the tests run (see conftest.py), `subprocess.Popen` forks
+a plain `python script ...`, `python -m module ...` or `python -c ...` from a fork server; everything
+else starts as usual. The program sees its own arguments, environment,
 folder, standard streams and `sys.path`, imports this project's code itself, and is a child of the
 process that started it, as with `subprocess`. It has a fork server of its own, forked before it
 begins, so that a launcher's ranks are forked too.
@@ -49,7 +49,13 @@ IN_NETWORK = ["ip", "netns", "exec"]  # and a name
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET of linux/sched.h
 FORKED = {"PYTHONPATH", "PYTHONUNBUFFERED"}  # variables that take effect in a forked process too
 ENV = "/usr/bin/env"
-OwnPopen = subprocess.Popen
+new_process = subprocess.Popen._execute_child
+SIGNATURE = inspect.signature(new_process)
+PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+PLAIN = {  # what a forked program can have of `Popen.__init__`'s arguments
+    "preexec_fn": None, "executable": None, "shell": False, "umask": -1, "close_fds": True,
+    "uid": None, "gid": None, "gids": None, "process_group": -1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,90 +92,90 @@ class Client:
         return int(reply)
 
 
-class Popen(subprocess.Popen):
-    """`subprocess.Popen` that forks Python programs from this process's fork server."""
+class Starter:
+    """Takes the place of `subprocess.Popen._execute_child`, which starts the new process."""
 
-    client: Client | None = None  # None: always start a new interpreter
+    def __init__(self) -> None:
+        self.client: Client | None = None  # None: every program starts in a new interpreter
 
-    def _execute_child(self, *values: object) -> None:
-        """Called by `subprocess.Popen.__init__` with the pipes it made, to start the process."""
-        names = inspect.signature(OwnPopen._execute_child).bind(self, *values).arguments
-        program = self._program(names)
+    def install(self, client: Client) -> None:
+        """Fork Python programs of this process from now on."""
+        self.client = client
+
+        def execute_child(process: subprocess.Popen, *values: object) -> None:
+            self.execute_child(process, *values)
+
+        subprocess.Popen._execute_child = execute_child
+
+    @contextmanager
+    def new_interpreters(self) -> Iterator[None]:
+        """Fork no program in the meantime."""
+        client, self.client = self.client, None
+        try:
+            yield
+        finally:
+            self.client = client
+
+    def execute_child(self, process: subprocess.Popen, *values: object) -> None:
+        """Start what `Popen.__init__` was asked for; the values are its pipes and settings."""
+        names = SIGNATURE.bind(process, *values).arguments
+        program = None
+        if self.client is not None and self.client.owner == os.getpid():
+            program = _program(names)
         if program is None:
-            super()._execute_child(*values)
+            new_process(process, *values)
             return
+        pipes = (names["p2cread"], names["c2pwrite"], names["errwrite"])
         streams = [
-            standard if pipe == -1 else pipe
-            for standard, pipe in enumerate((names["p2cread"], names["c2pwrite"], names["errwrite"]))
+            standard if pipe == -1 else pipe for standard, pipe in enumerate(pipes)
         ]
-        self.pid = Popen.client.start(program, [*streams, *program.descriptors[3:]])
-        self._child_created = True
-        self._close_pipe_fds(
-            *(names[name] for name in (
-                "p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"
-            ))
-        )  # fmt: skip
-
-    def _program(self, names: Mapping[str, object]) -> Program | None:
-        """The program to fork, or None where only a new process does what was asked for."""
-        client = Popen.client
-        plain = {"preexec_fn": None, "executable": None, "shell": False, "umask": -1}
-        plain |= {"uid": None, "gid": None, "gids": None, "process_group": -1, "close_fds": True}
-        if client is None or client.owner != os.getpid():
-            return None
-        if any(names.get(name, value) != value for name, value in plain.items()):
-            return None
-        if isinstance(names["args"], (str, bytes, os.PathLike)):
-            return None
-        words = [os.fsdecode(word) for word in names["args"]]
-        environment = dict(os.environ if names["env"] is None else names["env"])
-        network = None
-        if words[:3] == IN_NETWORK:
-            network, words = words[3], words[4:]
-        if words[0] == ENV:
-            while "=" in words[1]:
-                name, _, environment[name] = words.pop(1).partition("=")
-            words.pop(0)
-        unbuffered = words[1:2] == ["-u"]
-        arguments = words[2:] if unbuffered else words[1:]
-        if words[0] != sys.executable or not _is_plain(arguments, environment):
-            return None
-        folder = os.path.abspath(names["cwd"] or os.getcwd())
-        if not os.path.isdir(folder):
-            return None
-        return Program(
-            arguments=tuple(arguments),
-            unbuffered=unbuffered or bool(environment.get("PYTHONUNBUFFERED")),
-            environment=environment,
-            folder=folder,
-            network=network,
-            new_session=names["start_new_session"],
-            ignored_signals=tuple(filter(_is_ignored, signal.valid_signals())),
-            descriptors=(0, 1, 2, *sorted(names["pass_fds"])),
-        )
+        process.pid = self.client.start(program, [*streams, *program.descriptors[3:]])
+        process._child_created = True
+        process._close_pipe_fds(*(names[name] for name in PIPES))
 
 
-def install(client: Client) -> None:
-    """Replace `subprocess.Popen` in this process."""
-    Popen.client = client
-    subprocess.Popen = Popen
+starter = Starter()
 
 
-@contextmanager
-def new_interpreters() -> Iterator[None]:
-    """Start no program by forking meanwhile."""
-    client, Popen.client = Popen.client, None
-    try:
-        yield
-    finally:
-        Popen.client = client
+def _program(names: Mapping[str, object]) -> Program | None:
+    """The program to fork, or None where only a new process does what was asked for."""
+    if any(names.get(name, value) != value for name, value in PLAIN.items()):
+        return None
+    if isinstance(names["args"], (str, bytes, os.PathLike)):
+        return None
+    words = [os.fsdecode(word) for word in names["args"]]
+    environment = dict(os.environ if names["env"] is None else names["env"])
+    folder = os.path.abspath(names["cwd"] or os.getcwd())
+    network = None
+    if words[:3] == IN_NETWORK:
+        network, words = words[3], words[4:]
+    if words[0] == ENV:
+        while "=" in words[1]:
+            name, _, environment[name] = words.pop(1).partition("=")
+        words.pop(0)
+    unbuffered = words[1:2] == ["-u"]
+    arguments = words[2:] if unbuffered else words[1:]
+    is_python = words[0] == sys.executable and _is_plain(arguments, environment)
+    if not is_python or not os.path.isdir(folder):
+        return None
+    return Program(
+        arguments=tuple(arguments),
+        unbuffered=unbuffered or bool(environment.get("PYTHONUNBUFFERED")),
+        environment=environment,
+        folder=folder,
+        network=network,
+        new_session=names["start_new_session"],
+        ignored_signals=tuple(filter(_is_ignored, signal.valid_signals())),
+        descriptors=(0, 1, 2, *sorted(names["pass_fds"])),
+    )
 
 
 def _start_server() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, str(Path(__file__)), str(theirs.fileno())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    server = OwnPopen(command, pass_fds=[theirs.fileno()], env=environment)
+    with starter.new_interpreters():
+        server = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
     theirs.close()
     atexit.register(_end, server, ours)
     return ours
@@ -372,7 +378,7 @@ def main(connection: socket.socket) -> None:
             break
         ours.close()
     connection.close()
-    install(Client(ours))
+    starter.install(Client(ours))
     run(program)
 
 
