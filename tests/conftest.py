@@ -29,14 +29,13 @@ def closed(tmp_path: Path) -> Iterator[ClosedFolder]:
     folder.open()
 
 
-@pytest.fixture(autouse=True)
-def _interpreters(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Programs are forked from a process that has imported torch, but for marked tests."""
-    if request.node.get_closest_marker("new_interpreter") is None:
-        yield
-        return
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Run a test and its fixtures; a marked one forks no programs."""
+    if item.get_closest_marker("new_interpreter") is None:
+        return (yield)
     with fork_server.starter.new_interpreters():
-        yield
+        return (yield)
 
 
 def pytest_sessionfinish() -> None:

@@ -214,36 +214,37 @@ def serve(connection: socket.socket) -> Program:
     """Fork a child for each program that is asked for; return its program, in the child only."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the programs
     while True:
-        size = socket.CMSG_LEN(MOST_DESCRIPTORS * 4)
+        size = socket.CMSG_LEN(MOST_DESCRIPTORS * array.array("i").itemsize)
         message, rights, _, _ = connection.recvmsg(MESSAGE_BYTES, size)
         if not message:
             os._exit(0)
+        program = Program(**pickle.loads(message))
         descriptors = array.array("i")
         for _, _, data in rights:
             descriptors.frombytes(data)
-        pid = _fork_orphan()
+        pid = _fork_orphan(program.new_session)
         if pid == 0:
             connection.close()
-            program = Program(**pickle.loads(message))
-            _place(dict(zip(program.descriptors, descriptors)))
+            _place(dict(zip(program.descriptors, descriptors, strict=True)))
             return program
         for descriptor in descriptors:
             os.close(descriptor)
         connection.send(b"%d" % pid)
 
 
-def _fork_orphan() -> int:
+def _fork_orphan(new_session: bool) -> int:
     """Fork twice; return the grandchild's process id, and 0 in it once its parent has ended."""
     number_read, number_write = os.pipe()
     gate_read, gate_write = os.pipe()
     middle = os.fork()
     if middle == 0:
-        pid = os.fork()
-        if pid:
-            os.write(number_write, b"%d" % pid)
+        if os.fork():
             os._exit(0)
+        if new_session:
+            os.setsid()
+        os.write(number_write, b"%d" % os.getpid())
         os.close(gate_write)
-        os.read(gate_read, 1)  # returns at its end: when the server has closed it
+        os.read(gate_read, 1)  # returns when the server has closed the other end
         for descriptor in (number_read, number_write, gate_read):
             os.close(descriptor)
         return 0
@@ -270,8 +271,6 @@ def _place(descriptors: dict[int, int]) -> None:
 
 def become(program: Program) -> None:
     """Make this forked process what a new interpreter would be for the program."""
-    if program.new_session:
-        os.setsid()
     if program.network is not None:
         with open(f"/run/netns/{program.network}") as network:
             if ctypes.CDLL(None).setns(network.fileno(), NEW_NETWORK):
@@ -369,16 +368,24 @@ def _status(code: object) -> int:
 
 
 def main(connection: socket.socket) -> None:
-    """Be a fork server; in its children, be their programs, each with a fork server of its own."""
-    while True:
+    """Be a fork server; in its children, be their programs.
+
+    A program has a fork server of its own, forked before it begins. A rank has none: it starts no
+    Python programs, and what counts the processes of a node expects only ranks.
+    """
+    is_program = False
+    while not is_program:
         program = serve(connection)
         become(program)
-        ours, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if os.fork():
+        if "RANK" in program.environment:
             break
-        ours.close()
-    connection.close()
-    starter.install(Client(ours))
+        ours, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        is_program = os.fork() != 0
+        if is_program:
+            connection.close()
+            starter.install(Client(ours))
+        else:
+            ours.close()
     run(program)
 
 

@@ -2,14 +2,21 @@
 
 import contextlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = (sys.executable, "-c", "import sys; from zeropp.ranks.launcher import main; sys.exit(main())")
+CALL = """
+import pickle, sys
+function, arguments = pickle.loads(bytes.fromhex(sys.argv[1]))
+function(*arguments)
+"""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
@@ -30,6 +37,13 @@ def start(command: list[str], log: Path, folder: Path) -> subprocess.Popen:
 def zeropp(num_ranks: int, script: str, flags: str) -> list[str]:
     """The command line of a script on ranks started by our launcher."""
     return [*LAUNCH, "--num_ranks", str(num_ranks), str(ROOT / script), *flags.split()]
+
+
+def call(function: Callable, *arguments: object) -> subprocess.Popen:
+    """Call a function at the top of a test file in a process of its own."""
+    pickled = pickle.dumps((function, arguments)).hex()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", CALL, pickled], env=environment)
 
 
 def wait_for(text: str, log: Path, process: subprocess.Popen, seconds: float = 90) -> None:

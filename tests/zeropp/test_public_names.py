@@ -12,8 +12,8 @@ import pytest
 import zeropp
 
 
-def fresh(code: str) -> str:
-    """What a new interpreter prints."""
+def printed(code: str) -> str:
+    """What a program prints."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -26,7 +26,7 @@ def test_the_order_in_which_names_are_used_does_not_matter(seed: int) -> None:
     for place, name in enumerate(names):
         code += f"zeropp.{name}\n" if place % 2 else f"from zeropp import {name}\n"
     code += "print(*(type(getattr(zeropp, name)).__name__ for name in zeropp.__all__))"
-    kinds = fresh(code).split()
+    kinds = printed(code).split()
     assert kinds == [type(getattr(zeropp, name)).__name__ for name in zeropp.__all__]
 
 
@@ -35,7 +35,7 @@ def test_shard_is_the_function_after_every_module_is_imported() -> None:
     code += "for one in pkgutil.walk_packages(zeropp.__path__, 'zeropp.'):\n"
     code += "    importlib.import_module(one.name) if 'kernels' not in one.name else None\n"
     code += "print(*(callable(getattr(zeropp, name)) for name in zeropp.__all__))"
-    assert fresh(code).split() == [str(name != "zero") for name in zeropp.__all__]
+    assert printed(code).split() == [str(name != "zero") for name in zeropp.__all__]
 
 
 def test_names_are_where_editors_look_for_them() -> None:
@@ -59,7 +59,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         zeropp.sharp  # noqa: B018
 
 
+@pytest.mark.new_interpreter
 def test_torch_comes_with_the_first_name_that_needs_it() -> None:
     code = "import sys, zeropp\nzeropp.ZeroConfig, zeropp.InputError, dir(zeropp)\n"
     code += "print('torch' in sys.modules)\nzeropp.Engine\nprint('torch' in sys.modules)"
-    assert fresh(code).split() == ["False", "True"]
+    assert printed(code).split() == ["False", "True"]
