@@ -12,8 +12,12 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from tests import fork_server
 from tests.closed_folder import ClosedFolder  # noqa: E402  (needs the path above)
 from tests.ranks import shared_pool  # noqa: E402
+
+if fork_server.AVAILABLE:
+    fork_server.starter.install(fork_server.Client())
 
 
 @pytest.fixture
@@ -22,6 +26,15 @@ def closed(tmp_path: Path) -> Iterator[ClosedFolder]:
     folder = ClosedFolder(tmp_path / "closed")
     yield folder
     folder.open()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Run a test and its fixtures; a marked one forks no programs."""
+    if item.get_closest_marker("new_interpreter") is None:
+        return (yield)
+    with fork_server.starter.new_interpreters():
+        return (yield)
 
 
 def pytest_sessionfinish() -> None:

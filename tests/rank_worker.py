@@ -10,7 +10,6 @@ import faulthandler
 import gc
 import importlib.machinery
 import importlib.util
-import multiprocessing
 import os
 import pickle
 import random
@@ -56,10 +55,10 @@ class Outcome:
     time: float
 
 
-def serve(connection: Connection) -> None:
-    """Run jobs until the parent closes the pipe or dies."""
-    os.setsid()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def serve(descriptor: int) -> None:
+    """Run the jobs that come through a pipe until the parent closes it or dies."""
+    connection = Connection(descriptor)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
     gc.freeze()  # torch itself is never garbage: a collection between two tests is then cheap
@@ -190,6 +189,7 @@ def _restored() -> Iterator[None]:
         os.chdir(folder)
 
 
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
     os._exit(1)

@@ -43,7 +43,7 @@ class LengthConfig(Section):
     """How much of a text the model sees"""
 
     seq_length: int | None = flag(
-        None, "most tokens at once (default: the positions of the model)", kind=int, minimum=1
+        None, "most tokens at once (default: the positions of the model)", minimum=1
     )
 
 
@@ -53,13 +53,12 @@ class PerplexityConfig(Section):
 
     data_path: tuple[str, ...] | None = flag(
         None, "a dataset's prefix, a .txt, or a .jsonl of examples; each is measured by itself",
-        count="+",
     )  # fmt: skip
     stride: int | None = flag(
-        None, "tokens from one window to the next (default: --seq-length)", kind=int, minimum=1
+        None, "tokens from one window to the next (default: --seq-length)", minimum=1
     )
     limit: int | None = flag(
-        None, "only the first so many documents of each file", kind=int, minimum=1
+        None, "only the first so many documents of each file", minimum=1
     )
     batch_size: int = flag(4, "passages computed at once", minimum=1)
     json: str | None = flag(None, "write the results to this file; - prints only them")

@@ -55,7 +55,7 @@ PROMPT = "prompt"
 class GenerateConfig(Section):
     """Prompts, and where the text goes"""
 
-    prompt: tuple[str, ...] | None = flag(None, "texts to continue", count="+")
+    prompt: tuple[str, ...] | None = flag(None, "texts to continue")
     input: str | None = flag(
         None, 'file of prompts: .jsonl with {"prompt": ...}, else one per line; -: standard input'
     )
@@ -77,9 +77,9 @@ class SamplingConfig(Section):
         1.0, "draw from the likeliest tokens whose probabilities sum to this", above=0, maximum=1
     )
     seed: int = flag(0, "seed of the first text; the next text has the next seed", minimum=0)
-    stop: tuple[str, ...] | None = flag(None, "texts that end a text and are left out", count="+")
+    stop: tuple[str, ...] | None = flag(None, "texts that end a text and are left out")
     stop_token: tuple[int, ...] | None = flag(
-        None, "token ids that end a text, besides the end of document", kind=int, count="+",
+        None, "token ids that end a text, besides the end of document",
         minimum=0,
     )  # fmt: skip
 

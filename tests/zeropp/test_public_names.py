@@ -75,6 +75,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         zeropp.sharp  # noqa: B018
 
 
+@pytest.mark.new_interpreter
 def test_torch_comes_with_the_first_name_that_needs_it() -> None:
     code = "import sys, zeropp\nzeropp.ZeroConfig, zeropp.InputError, dir(zeropp)\n"
     code += "print('torch' in sys.modules)\nzeropp.Engine\nprint('torch' in sys.modules)"

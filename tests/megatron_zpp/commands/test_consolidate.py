@@ -1,9 +1,7 @@
 """Consolidated files: the values, the types, the shards, the memory used, and bad input."""
 
 import json
-import multiprocessing
 import resource
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,8 @@ from torch import nn
 
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.commands.consolidate import main
+from tests.launched import call
 from tests.megatron_zpp.small_net import build, save_on_four, state_at
-from tests.ranks import PRELOADED
 
 MIB = 2**20
 
@@ -82,26 +80,20 @@ def test_a_tensor_larger_than_a_shard_gets_its_own(saved: Path, tmp_path: Path) 
     assert len(load_file(next(tmp_path.glob("model-00001-of-*")))) == 1
 
 
-def run_and_measure(arguments: list[str], result: Connection) -> None:
+def run_and_measure(arguments: list[str], result: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     status = main(arguments)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    result.send((status, (after - before) * 1024))
+    result.write_text(json.dumps([status, (after - before) * 1024]))
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """A tensor is held as read, as placed and as converted: 2.5 of 4 MiB, of a model of 40."""
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(40)))
     checkpoint.save(tmp_path / "save", model, None, state_at(1))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    ours, theirs = context.Pipe(duplex=False)
     arguments = ["--load", str(tmp_path / "save"), "--output", str(tmp_path), "--dtype", "bf16"]
-    process = context.Process(target=run_and_measure, args=(arguments, theirs))
-    process.start()
-    assert ours.poll(120)
-    status, used = ours.recv()
-    process.join()
+    assert call(run_and_measure, arguments, tmp_path / "used").wait(120) == 0
+    status, used = json.loads((tmp_path / "used").read_text())
     assert status == 0
     assert (tmp_path / "model.safetensors").stat().st_size > 40 * 2 * MIB
     assert used < 10 * 4 * MIB  # the rest is torch's code, loaded on first use

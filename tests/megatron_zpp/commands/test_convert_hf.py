@@ -1,11 +1,9 @@
 """Models in and out: logits, tensors and settings the same, and bad input named."""
 
 import json
-import multiprocessing
 import resource
 import shutil
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_zpp.commands.convert_hf import main
 from megatron_zpp.models.open_model import load_model, open_model
 from megatron_zpp.settings.config import ModelConfig, TokenizerConfig
+from tests.launched import call
 from tests.megatron_zpp.models.foreign_models import (
     MODELS,
     ONE_FILE,
@@ -28,7 +27,6 @@ from tests.megatron_zpp.models.foreign_models import (
     tensors_in,
 )
 from tests.megatron_zpp.tokenizer.vocabularies import train_bpe
-from tests.ranks import PRELOADED
 
 # Two fp32 forward passes differ by rounding: 2^-24 of the largest of the sums, a few hundred terms
 # of size 1, in each of a dozen operations one after another.
@@ -209,14 +207,14 @@ def test_tokenizers_of_models_of_our_own(kind: str, tmp_path: Path) -> None:
 # Memory: tensors of 4 MiB, 40 of them.
 
 
-def run_and_measure(steps: list[list[str]], result: Connection) -> None:
+def run_and_measure(steps: list[list[str]], result: Path) -> None:
     used = []
     for arguments in steps:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         status = main(arguments)
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         used.append((status, (after - before) * 1024))
-    result.send(used)
+    result.write_text(json.dumps(used))
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
@@ -228,14 +226,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     assert total > 70 * 4 * MIB
     save, back = str(tmp_path / "save"), str(tmp_path / "back")
     steps = [["--from-hf", str(source), "--save", save], ["--load", save, "--to-hf", back]]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=run_and_measure, args=(steps, theirs))
-    process.start()
-    assert ours.poll(120)
-    used = ours.recv()
-    process.join()
+    assert call(run_and_measure, steps, tmp_path / "used").wait(120) == 0
+    used = json.loads((tmp_path / "used").read_text())
     assert [status for status, _ in used] == [0, 0]
     assert (tmp_path / "back" / ONE_FILE).stat().st_size == pytest.approx(total, rel=0.01)
     # A joined matrix is 12 MiB, with its parts and what is written 36; torch's code some 30 more.
