@@ -21,7 +21,7 @@ from megatron_zpp.commands.convert_hf import ConvertConfig
 from megatron_zpp.commands.dump_samples import DumpConfig
 from megatron_zpp.commands.evaluate import PERPLEXITY_SECTIONS
 from megatron_zpp.commands.inspect_dataset import InspectConfig
-from megatron_zpp.commands.main import COMMANDS
+from megatron_zpp.commands.__main__ import COMMANDS
 from megatron_zpp.commands.merge_datasets import MergeConfig
 from megatron_zpp.preprocess import PreprocessConfig
 from megatron_zpp.settings.arguments import FLAG_SECTIONS, parse
@@ -185,7 +185,7 @@ def _launched(program: str, arguments: list[str]) -> tuple[str, list[str], int]:
         if not options.command:
             raise InputError("no script given")
         ranks = options.num_ranks or options.num_gpus or GPUS
-        if options.module and options.command[0] == "megatron_zpp":
+        if options.module and options.command[0] == "megatron_zpp.commands":
             return *_script_of_command(options.command[1:]), ranks
         return options.command[0], options.command[1:], ranks
     with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -194,7 +194,7 @@ def _launched(program: str, arguments: list[str]) -> tuple[str, list[str], int]:
         except SystemExit:
             raise InputError(said.getvalue().strip().splitlines()[-1]) from None
     ranks = int(options.nnodes.split(":")[-1]) * int(options.nproc_per_node)
-    if options.module and options.training_script == "megatron_zpp":
+    if options.module and options.training_script == "megatron_zpp.commands":
         return *_script_of_command(options.training_script_args), ranks
     return options.training_script, options.training_script_args, ranks
 

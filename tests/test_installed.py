@@ -34,7 +34,7 @@ QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 USE_LIBRARIES = """
 from pathlib import Path
 import torch, zeropp
-from megatron_zpp.commands.main import main
+from megatron_zpp.commands.__main__ import main
 assert main("dump-samples --seq-length 16 --data-path a_text_document --split 1 --show 1 "
             "--tokenizer-type NullTokenizer --vocab-size 50257".split()) == 0
 weight = torch.nn.Parameter(torch.ones(8))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_zpp.commands.main import COMMANDS, main
+from megatron_zpp.commands.__main__ import COMMANDS, main
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ SLOW = {"torch", "transformers", "pandas", "matplotlib"}
 BPE = ("--vocab-file", FILES / "vocab.json", "--merge-file", FILES / "merges.txt")
 RUN = """
 import sys
-from megatron_zpp.commands.main import main
+from megatron_zpp.commands.__main__ import main
 status = main(sys.argv[1:])
 print(*{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)
 sys.exit(status)

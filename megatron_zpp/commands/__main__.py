@@ -1,4 +1,4 @@
-"""`megatron-zpp COMMAND [flags]`, also `python -m megatron_zpp.commands.main COMMAND [flags]`.
+"""`megatron-zpp COMMAND [flags]`, also `python -m megatron_zpp.commands COMMAND [flags]`.
 
 The module of a command is imported when the command is chosen, so that commands that only handle
 text start without importing torch.
@@ -93,8 +93,8 @@ def help_text() -> str:
             "",
             f"{PROGRAM} COMMAND --help lists the flags of a command.",
             f"To run {ranks} on several ranks:",
-            "  zeropp --num_ranks N --module megatron_zpp.commands.main COMMAND [flags]",
-            "  torchrun --nproc-per-node N -m megatron_zpp.commands.main COMMAND [flags]",
+            "  zeropp --num_ranks N --module megatron_zpp.commands COMMAND [flags]",
+            "  torchrun --nproc-per-node N -m megatron_zpp.commands COMMAND [flags]",
         ]
     )
 
