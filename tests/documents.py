@@ -167,7 +167,8 @@ def known_flags() -> frozenset[str]:
     for sections in SECTIONS.values():
         words |= set(vocabulary(sections))
     own = {f"--{word}" for word in words} | OTHER_FLAGS
-    sources = [ROOT / "zeropp/ranks/launcher.py", *ROOT.glob("benchmarks/*.py"), *ROOT.glob("tools/*.py")]
+    sources = [ROOT / "zeropp/ranks/launcher.py", *ROOT.glob("benchmarks/**/*.py")]
+    sources += ROOT.glob("tools/*.py")
     for path in sources:
         own |= set(re.findall(r'"(--[\w-]+)"', path.read_text()))
     own |= set(get_args_parser()._option_string_actions)
