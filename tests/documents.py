@@ -16,20 +16,18 @@ from pathlib import Path
 from torch.distributed.run import get_args_parser
 
 from megatron_zpp.__main__ import COMMANDS
+from megatron_zpp.commands import generate_text
 from megatron_zpp.commands.consolidate import ConsolidateConfig
 from megatron_zpp.commands.convert_hf import ConvertConfig
 from megatron_zpp.commands.dump_samples import DumpConfig
+from megatron_zpp.commands.evaluate import PERPLEXITY_SECTIONS
 from megatron_zpp.commands.inspect_dataset import InspectConfig
 from megatron_zpp.commands.merge_datasets import MergeConfig
 from megatron_zpp.preprocess import PreprocessConfig
-from megatron_zpp.serve.config import ServeConfig
 from megatron_zpp.settings.arguments import SPOKEN, parse
 from megatron_zpp.settings.command_line import read, vocabulary
 from megatron_zpp.settings.config import DataConfig, TokenizerConfig
 from megatron_zpp.settings.json_flags import SHORTHANDS
-from megatron_zpp.text.text_model import TextModelConfig
-from tools import generate
-from tools.evaluate import EvaluateConfig
 from tools.fetch_smollm2 import FetchConfig
 from zeropp.errors import InputError
 from zeropp.ranks import launcher as launch
@@ -43,11 +41,10 @@ SECTIONS = {
     "tools/preprocess_data.py": (PreprocessConfig, TokenizerConfig),
     "tools/consolidate.py": (ConsolidateConfig,),
     "tools/convert_hf.py": (ConvertConfig, TokenizerConfig),
-    "tools/evaluate.py": (EvaluateConfig, TokenizerConfig),
+    "tools/evaluate.py": PERPLEXITY_SECTIONS,
     "tools/fetch_smollm2.py": (FetchConfig,),
     "tools/dump_samples.py": (DumpConfig, DataConfig, TokenizerConfig),
-    "tools/generate.py": generate.SECTIONS,
-    "tools/serve.py": (TextModelConfig, ServeConfig, TokenizerConfig),
+    "tools/generate.py": generate_text.SECTIONS,
     "tools/inspect_dataset.py": (InspectConfig, TokenizerConfig),
     "tools/merge_datasets.py": (MergeConfig,),
 }

@@ -22,7 +22,7 @@ from tests.launched import ROOT, start, wait_for, zeropp
 from tests.megatron_zpp.models.foreign_models import WORDS, add_tokenizer, llama
 from tests.megatron_zpp.models.foreign_models import saved as saved_in
 from tests.megatron_zpp.text.text_models import save_text_model
-from tools.generate import UNPRINTABLE, main
+from megatron_zpp.commands.generate_text import UNPRINTABLE, main
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from megatron_zpp.models.hf_folder import FolderTensors, read_config
 from megatron_zpp.models.open_model import load_model, open_model
 from megatron_zpp.models.tokenizer_files import copy_files
 from megatron_zpp.settings.config import ModelConfig, TokenizerConfig
-from megatron_zpp.text.chat import ChatTemplate
+from megatron_zpp.text.chat_template import ChatTemplate
 from megatron_zpp.text.text_model import TextModelConfig, open_text_model
 from tests.megatron_zpp.models.foreign_models import LLAMA3, add_tokenizer, llama, saved
 from tests.megatron_zpp.train.pretraining import assembled
@@ -124,9 +124,9 @@ def test_the_tokenizer_of_a_gguf_is_there_as_long_as_the_model(
     model = open_text_model(
         TextModelConfig(load=str(tmp_path / "a.gguf")), TokenizerConfig(), Environment(rank=0)
     )
-    assert ChatTemplate.find(model.chat_folder).text([]) == "[]"
+    assert ChatTemplate.find(model.tokenizer_path).render([]) == "[]"
     model.close()
-    assert not model.chat_folder.exists()
+    assert not model.tokenizer_path.exists()
 
 
 def test_damage_is_said(imported: Path, tmp_path: Path) -> None:

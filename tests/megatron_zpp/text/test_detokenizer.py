@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from megatron_zpp.text.stream import WINDOW, TextStream
+from megatron_zpp.text.detokenizer import WINDOW, IncrementalDetokenizer
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
 from megatron_zpp.tokenizer.hugging_face import HFTokenizer
@@ -18,13 +18,13 @@ TEXT = "Grüße, 世界! 🙂🏽 naïve — ok; " * 3
 
 def pieces(tokenizer: Tokenizer, prompt: str, tokens: list[int], *stops: str) -> list[str]:
     """What each token brings, then what is left at the end."""
-    stream = TextStream(tokenizer, tokenizer.encode(prompt), stops)
+    detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.encode(prompt), stops)
     found = []
     for token in tokens:
-        found.append(stream.feed(token))
-        if stream.stopped:
+        found.append(detokenizer.feed(token))
+        if detokenizer.stopped:
             break
-    return [*found, stream.finish()]
+    return [*found, detokenizer.finish()]
 
 
 @pytest.mark.parametrize("prompt", ["", "before", "é"])
@@ -55,8 +55,8 @@ def test_a_broken_end_shows_at_the_end_only() -> None:
     ],
 )
 def test_a_prompt_that_ends_broken(prompt: bytes, tokens: bytes, expected: str) -> None:
-    stream = TextStream(BYTES, list(prompt))
-    assert "".join([*map(stream.feed, tokens), stream.finish()]) == expected
+    detokenizer = IncrementalDetokenizer(BYTES, list(prompt))
+    assert "".join([*map(detokenizer.feed, tokens), detokenizer.finish()]) == expected
 
 
 def test_a_broken_byte_after_a_whole_character_loses_no_text(tmp_path: Path) -> None:
@@ -70,12 +70,12 @@ def test_a_broken_byte_after_a_whole_character_loses_no_text(tmp_path: Path) -> 
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer, smile = HFTokenizer(str(tmp_path)), [3 + byte for byte in "🙂".encode()]
     broken = [*smile, *smile[:2], 1, 2, 1]
-    stream = TextStream(tokenizer, [1])
-    found = "".join([*map(stream.feed, broken), stream.finish()])
+    detokenizer = IncrementalDetokenizer(tokenizer, [1])
+    found = "".join([*map(detokenizer.feed, broken), detokenizer.finish()])
     assert found.startswith("🙂\ufffd") and found.endswith("\ufffdxyx")
     assert "".join(pieces(tokenizer, "x", smile * 12 + [1])) == "🙂" * 12 + "x"
-    stream = TextStream(tokenizer, [1])
-    assert "".join([*map(stream.feed, broken[:6]), stream.finish()]).startswith("🙂\ufffd")
+    detokenizer = IncrementalDetokenizer(tokenizer, [1])
+    assert "".join([*map(detokenizer.feed, broken[:6]), detokenizer.finish()]).startswith("🙂\ufffd")
 
 
 def test_long_broken_text_is_kept_whole() -> None:
