@@ -16,12 +16,12 @@ from pathlib import Path
 from torch.distributed.run import get_args_parser
 
 from megatron_zpp.commands import generate_text
+from megatron_zpp.commands.__main__ import COMMANDS
 from megatron_zpp.commands.consolidate import ConsolidateConfig
 from megatron_zpp.commands.convert_hf import ConvertConfig
 from megatron_zpp.commands.dump_samples import DumpConfig
 from megatron_zpp.commands.evaluate import PERPLEXITY_SECTIONS
 from megatron_zpp.commands.inspect_dataset import InspectConfig
-from megatron_zpp.commands.__main__ import COMMANDS
 from megatron_zpp.commands.merge_datasets import MergeConfig
 from megatron_zpp.preprocess import PreprocessConfig
 from megatron_zpp.settings.arguments import FLAG_SECTIONS, parse
