@@ -20,7 +20,7 @@ BLEND = "an indexed dataset's prefix, or weight and prefix pairs; or .jsonl file
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(Section):
-    """Which tokenizer, and where its files are; None leaves the choice to the data."""
+    """Which tokenizer, and where its files are (default: that of the data)."""
 
     tokenizer_type: str | None = flag(None, "GPT2BPETokenizer, HuggingFaceTokenizer, ...")
     vocab_file: str | None = flag(None, "vocab.json of a byte-pair tokenizer")
@@ -131,7 +131,7 @@ def names_examples(data: DataConfig) -> bool:
         return False
     if others:
         raise InputError(
-            f"{others[0]!r} stands beside {EXAMPLES_SUFFIX} files: examples are not blended by weights nor "
-            f"with indexed datasets; name {EXAMPLES_SUFFIX} files only, for every split"
+            f"{others[0]!r} stands beside {EXAMPLES_SUFFIX} files: examples are not blended by "
+            f"weights nor with indexed datasets; name {EXAMPLES_SUFFIX} files only, for every split"
         )
     return True
