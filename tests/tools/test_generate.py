@@ -119,7 +119,7 @@ def test_stop_texts_and_tokens(saved: tuple[Path, GPT], capsys: pytest.CaptureFi
         (["--input", "no/such/file"], "no/such/file"),
         (["--prompt", "a" * 65], "'aaaa"),
         (["--prompt", "a" * 65], "the prompt has 65 tokens, but the model has 64 positions"),
-        (["--prompt", "a", "--temperature", "-1"], "--temperature -1.0: expected at least 0"),
+        (["--prompt", "a", "--temperature", "-1"], "--temperature -1: expected at least 0"),
         (["--prompt", "a", "--top-p", "1.5"], "--top-p 1.5: expected at most 1"),
         (["--prompt", "a", "--top-q", "1"], "--top-p"),
         (["--prompt", "a", "--dtype", "fp64"], "--dtype fp64"),
