@@ -16,7 +16,7 @@ from pathlib import Path
 from torch.distributed.run import get_args_parser
 
 from megatron_zpp.commands import generate_text
-from megatron_zpp.commands.evaluate import PERPLEXITY_SECTIONS
+from megatron_zpp.commands.evaluate import PERPLEXITY_SECTIONS, split_flags
 from megatron_zpp.settings.arguments import SPOKEN, parse
 from megatron_zpp.settings.command_line import read, vocabulary
 from megatron_zpp.settings.config import DataConfig, TokenizerConfig
@@ -48,7 +48,10 @@ SECTIONS = {
     "tools/merge_datasets.py": (MergeConfig,),
 }
 GPUS = 8  # of the machine that a launcher without a number of ranks is meant for
-OTHER_FLAGS = {"--help", "--array"}  # every program's, and Slurm's
+LM_EVAL_FLAGS = {
+    "--tasks", "--num-fewshot", "--apply-chat-template", "--output-path", "--log-samples",
+}  # fmt: skip
+OTHER_FLAGS = {"--help", "--array"} | LM_EVAL_FLAGS  # every program's, Slurm's, lm-eval's
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -199,6 +202,8 @@ def _script(script: str, arguments: list[str], ranks: int) -> str | None:
     script = str((ROOT / script).relative_to(ROOT))
     if any(word in ("-h", "--help") for word in arguments):
         return None
+    if "--tasks" in arguments:
+        arguments = split_flags(arguments)[0]
     if script in PRETRAIN:
         parse(arguments, ranks)
     elif script in SECTIONS:

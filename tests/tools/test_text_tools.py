@@ -36,8 +36,8 @@ def dataset(tmp_path: Path) -> Path:
     """Made without what is slow, too."""
     source = tmp_path / "a.jsonl"
     source.write_text(json.dumps({"text": "a line"}) + "\n")
-    given = ("--input", source, "--output-prefix", tmp_path / "x", *BPE)
-    assert not imported("preprocess_data.py", (*given, "--workers", 2)) & SLOW
+    arguments = ("--input", source, "--output-prefix", tmp_path / "x", *BPE)
+    assert not imported("preprocess_data.py", (*arguments, "--workers", 2)) & SLOW
     return tmp_path / "x_text_document"
 
 
