@@ -134,8 +134,8 @@ def theirs(folder: Path | str, tokens: int) -> Contestant:
 def in_turn(contestants: dict[str, Contestant], prompts: torch.Tensor, rounds: int) -> dict:
     """Seconds of each contestant for all texts; raises SystemExit if their tokens differ."""
     texts = {name: contestant(prompts) for name, contestant in contestants.items()}
-    for name, found in texts.items():
-        if found != texts[CACHED]:
+    for name, tokens in texts.items():
+        if tokens != texts[CACHED]:
             raise SystemExit(f"error: {name}: other tokens than {CACHED}; nothing is timed")
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(rounds):
