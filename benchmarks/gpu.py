@@ -40,7 +40,7 @@ from benchmarks.shared.limited import run_limited  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 
 LIBRARIES = MappingProxyType(
-    {"cpu": ("zeropp/_kernels",), "cuda": ("zeropp/_kernels", "zeropp/_cuda")}
+    {"cpu": ("zeropp/native/_cpu",), "cuda": ("zeropp/native/_cpu", "zeropp/native/_cuda")}
 )
 MARKED = re.compile(r"pytest\.mark\.gpu|from tests\.gpu import")  # a file with tests for GPUs
 SANITIZED = (  # every kernel, ragged and misaligned; in a minute, though each access is watched
@@ -188,7 +188,7 @@ def spoken(command: Sequence[str], keep: Path) -> str:
 
 def missing_libraries(device: str) -> list[str]:
     """Stems of libraries that are not there for this interpreter, or older than their sources."""
-    newest = max(path.stat().st_mtime for path in (ROOT / "csrc").iterdir())
+    newest = max(path.stat().st_mtime for path in (ROOT / "csrc").rglob("*"))
     found = {stem: built(stem) for stem in LIBRARIES[device]}
     return [stem for stem, path in found.items()
             if path is None or path.stat().st_mtime < newest]  # fmt: skip

@@ -36,9 +36,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)
 
 from benchmarks.shared.result import add_json, begin, finish, heading  # noqa: E402
-from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernels_on, reference  # noqa: E402
+from zeropp.native.kernels import ISAS, use_isa  # noqa: E402
+from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernel_for, reference  # noqa: E402
 from zeropp.optim.cpu_adam import CPUAdam  # noqa: E402
-from zeropp.quant.cpu import ISAS, native  # noqa: E402
 
 CHECKED = 1_000_000  # parameters
 CLOSE = 1e-6  # of the largest weight, to torch's after CHECKED_STEPS
@@ -70,16 +70,15 @@ class Contestant:
 def main() -> int:
     """Verify, time, print tables."""
     options = read_options()
-    kernels = native()
-    if kernels is None or kernels_on(torch.device("cpu")) is None:
+    if kernel_for(torch.device("cpu")) is None:
         sys.exit("error: there are no kernels to time; build them with make setup")
-    if options.isa is not None and not kernels.use(options.isa):
+    if options.isa is not None and not use_isa(options.isa):
         sys.exit(f"error: this processor has no {options.isa}; give one of {' '.join(ISAS)}")
     for gradient in (torch.float32, torch.bfloat16, torch.float16):
         for moment in (torch.float32, torch.bfloat16):
             verify_bits(gradient, moment)
     apart = verify_against_torch()
-    isa = options.isa or next(name for name in reversed(ISAS) if kernels.use(name))
+    isa = options.isa or next(name for name in reversed(ISAS) if use_isa(name))
     result = {**begin("cpu_adam"), "isa": isa, "rounds": options.rounds, "apart": apart, "runs": []}
     memory = Memory(options.parameters, options.tensors == "flat")
     result |= {"parameters": memory.size, "tensors": len(memory.shapes)}
