@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.shared.limited import Done
+
 from setup import find_nvcc
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,76 +1,75 @@
-"""What times a piece of work: a thread's processor time, the wall clock, or events on a GPU."""
+"""Timers: a clock of the CPU, or events on a GPU."""
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 Work = Callable[[], object]
-CYCLES_PER_SECOND = 2e9  # of a GPU's clock; more than there are, so that a wait is long enough
-QUEUEING = 1.5  # times as long as the host takes to queue work does the GPU wait before it begins
-LONGEST = 0.2  # seconds that it waits
-FLUSHED = 4  # times the size of the level-2 cache are written to empty it
+CYCLES_PER_SECOND = 2e9  # at least a GPU's clock rate, so that a wait is long enough
+QUEUEING_FACTOR = 1.5  # the GPU waits this many times as long as the host needs to queue the work
+LONGEST_WAIT = 0.2  # seconds
+CACHE_FACTOR = 4  # to empty the level-2 cache, this many times its size is written
 
 
-class Stopwatch(Protocol):
+class Timer(Protocol):
     """Measures how long work takes."""
 
-    def seconds(self, run: Work, times: int, *, cold: bool = False) -> float:
-        """Of one of `times` runs in a row; `cold`: each finds nothing of its data in a cache."""
+    def mean_seconds(self, run: Work, times: int, *, cold: bool = False) -> float:
+        """Mean seconds of `times` consecutive runs; with `cold` no run finds its data cached."""
 
-    def lap(self, run: Work) -> float:
-        """From when nothing is under way until all that `run` began is done."""
+    def seconds(self, run: Work) -> float:
+        """Seconds of one run that starts on an idle device, until all its work is done."""
 
 
-class ThreadStopwatch:
-    """Processor time of this thread, which leaves out waiting for a processor."""
+class CpuTimer:
+    """Times work on the CPU by a clock that returns seconds."""
 
-    def seconds(self, run: Work, times: int, *, cold: bool = False) -> float:
-        """As `Stopwatch` says; caches are left alone: what is timed here is larger than they."""
-        start = time.thread_time()
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+
+    def mean_seconds(self, run: Work, times: int, *, cold: bool = False) -> float:
+        """See `Timer`; caches are not emptied: what is timed here is larger than they are."""
+        start = self._clock()
         for _ in range(times):
             run()
-        return (time.thread_time() - start) / times
+        return (self._clock() - start) / times
 
-    def lap(self, run: Work) -> float:
-        return self.seconds(run, 1)
-
-
-class WallStopwatch:
-    """Time that passes, for work of many threads."""
-
-    def seconds(self, run: Work, times: int, *, cold: bool = False) -> float:
-        """As `Stopwatch` says; caches are left alone."""
-        start = time.perf_counter()
-        for _ in range(times):
-            run()
-        return (time.perf_counter() - start) / times
-
-    def lap(self, run: Work) -> float:
-        return self.seconds(run, 1)
+    def seconds(self, run: Work) -> float:
+        """See `Timer`."""
+        return self.mean_seconds(run, 1)
 
 
-class GpuStopwatch:
+def thread_timer() -> CpuTimer:
+    """Processor time of this thread, without the time it waits for a processor."""
+    return CpuTimer(time.thread_time)
+
+
+def wall_timer() -> CpuTimer:
+    """Wall-clock time, for work of many threads."""
+    return CpuTimer(time.perf_counter)
+
+
+class GpuTimer:
     """Time between events on the current stream of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._flush = device, None
+        self._device = device
+        self._flushed: torch.Tensor | None = None
 
-    def seconds(self, run: Work, times: int, *, cold: bool = False) -> float:
-        """As `Stopwatch` says; the GPU waits first until all of it is queued, or it would be the
-        host's launches that are timed."""
+    def mean_seconds(self, run: Work, times: int, *, cold: bool = False) -> float:
+        """See `Timer`; the GPU waits until all work is queued, so that launches are not timed."""
         before = self._empty_cache if cold else _nothing
         before()
-        run()  # whatever is done once only
+        run()  # the first run may compile or allocate
         torch.cuda.synchronize(self._device)
         started = time.perf_counter()
         before()
         run()
-        queueing = min(LONGEST, (time.perf_counter() - started) * times * QUEUEING)
+        wait = min(LONGEST_WAIT, (time.perf_counter() - started) * times * QUEUEING_FACTOR)
         pairs = [(_event(), _event()) for _ in range(times if cold else 1)]
-        torch.cuda._sleep(int(queueing * CYCLES_PER_SECOND))
+        torch.cuda._sleep(int(wait * CYCLES_PER_SECOND))
         for begin, end in pairs:
             before()
             begin.record()
@@ -80,8 +79,8 @@ class GpuStopwatch:
         torch.cuda.synchronize(self._device)
         return sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3 / times
 
-    def lap(self, run: Work) -> float:
-        """As `Stopwatch` says, with whatever the host makes the GPU wait for."""
+    def seconds(self, run: Work) -> float:
+        """See `Timer`; includes the time in which the GPU waits for the host."""
         begin, end = _event(), _event()
         torch.cuda.synchronize(self._device)
         begin.record()
@@ -91,18 +90,15 @@ class GpuStopwatch:
         return begin.elapsed_time(end) / 1e3
 
     def _empty_cache(self) -> None:
-        if self._flush is None:
-            size = FLUSHED * torch.cuda.get_device_properties(self._device).L2_cache_size
-            self._flush = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._flush.zero_()
+        if self._flushed is None:
+            size = CACHE_FACTOR * torch.cuda.get_device_properties(self._device).L2_cache_size
+            self._flushed = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._flushed.zero_()
 
 
-def quartiles(values: Sequence[float]) -> list[float]:
-    """First and third quartile; both ends of fewer than four values."""
-    if len(values) < 4:
-        return [min(values), max(values)]
-    low, _, high = statistics.quantiles(values, n=4)
-    return [low, high]
+def timer_for(device: torch.device) -> Timer:
+    """Events on a GPU, the wall clock elsewhere."""
+    return GpuTimer(device) if device.type == "cuda" else wall_timer()
 
 
 def _event() -> torch.cuda.Event:

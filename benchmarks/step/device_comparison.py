@@ -1,135 +1,118 @@
-"""Our training loop against one other at a time: verified, then timed in turn in one process.
+"""Compare our training loop with others on one device: verify each, then time the two in turn.
 
-Ours stays while its peers come and go, so two models at most are in memory. Of each the memory is
-counted without what the other holds.
+Our loop stays while the others come and go, so at most two models are in memory. The memory of each
+is counted without what the other holds.
 """
 
 import gc
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.shared.setting import Setting
-from benchmarks.shared.stopwatch import GpuStopwatch, Stopwatch, WallStopwatch, quartiles
-from benchmarks.step.contest import EPS, SMOOTH_EPS, Disagreement, set_eps, tolerances
-from benchmarks.step.loops import Bare, Loop, Numbers, bare, ours
+from benchmarks.shared.interleaved import interleaved, ratio_summary
+from benchmarks.shared.timers import Timer, Work, timer_for
+from benchmarks.shared.training_setup import TrainingSetup
+from benchmarks.step.device_loops import DeviceLoopKind, device_loop
+from benchmarks.step.step_verification import (
+    first_steps,
+    largest_differences,
+    require_agreement,
+    tolerances,
+)
+from benchmarks.step.training_loops import TrainingLoop, local_weights, ours
 
 VERIFIED_STEPS = 2
-FEED_STEPS = 4  # steps whose batches a peer repeats
+REPEATED_STEPS = 4  # steps whose batches a PyTorch loop repeats
 
 
 @dataclass(kw_only=True)
-class Measured:
-    """What a loop was seen to do."""
+class Measurements:
+    """What was measured of a loop; memory is that of the device."""
 
     name: str
     seconds: list[float] = field(default_factory=list)  # of one step, round by round
-    held: int = 0  # bytes of the device between steps
-    peak: int = 0  # bytes of the device during steps, none of the other loop's
+    held_bytes: int = 0  # between steps
+    peak_bytes: int = 0  # during steps
 
 
-class Duels:
-    """Our loop at one setting, ready to meet its peers."""
+class DeviceComparison:
+    """Our loop for one setup, to be compared with PyTorch loops one after another."""
 
-    def __init__(self, setting: Setting, rounds: int, steps: int) -> None:
-        self.setting, self.rounds, self.steps = setting, rounds, steps
-        self._device = setting.ranks.device
-        self._stopwatch = stopwatch(self._device)
-        self._batches = setting.batches(FEED_STEPS)
-        before = allocated(self._device)
-        self._loop = ours(setting)
-        self._weights = {name: w.to("cpu", copy=True) for name, w in self._loop.weights.items()}
-        self._history = history(self._loop)
-        self.measured = Measured(name=self._loop.name, held=allocated(self._device) - before)
+    def __init__(self, setup: TrainingSetup, rounds: int, steps: int) -> None:
+        self.setup, self.rounds, self.steps = setup, rounds, steps
+        self._timer = timer_for(setup.ranks.device)
+        self._repeated = setup.steps(REPEATED_STEPS)
+        before = allocated_bytes(setup.ranks.device)
+        self._loop = ours(setup)
+        weights = local_weights(self._loop.model)
+        self._weights = {name: weight.to("cpu", copy=True) for name, weight in weights.items()}
+        self._history = first_steps(self._loop, setup, VERIFIED_STEPS)
+        held = allocated_bytes(setup.ranks.device) - before
+        self.measured = Measurements(name=self._loop.name, held_bytes=held)
 
-    def meet(self, how: Bare) -> dict:
-        """Verify a peer and time it; the row of the table. Raises `Disagreement`."""
-        before = allocated(self._device)
-        peer = bare(self.setting, how, self._weights, self._batches)
-        verified = agreement(peer.name, history(peer), self._history, self.setting)
-        measured = Measured(name=peer.name, held=allocated(self._device) - before)
-        mine = Measured(name=self._loop.name, held=self.measured.held)
-        pairs = [(self._loop, mine, measured.held), (peer, measured, mine.held)]
-        for loop, _, _ in pairs:
-            finish(loop.step())  # one more step to warm up, with the usual eps
-        for number in range(self.rounds):
-            for loop, found, others in pairs[:: -1 if number % 2 else 1]:
-                self._time(loop, found, others)
+    def compare(self, kind: DeviceLoopKind) -> dict:
+        """Verify a PyTorch loop and time it; returns its row. Raises Disagreement."""
+        before = allocated_bytes(self.setup.ranks.device)
+        loop = device_loop(self.setup, kind, self._weights, self._repeated)
+        differences = largest_differences(
+            first_steps(loop, self.setup, VERIFIED_STEPS), self._history
+        )
+        require_agreement(loop.name, "ours", differences, tolerances(self.setup.dtype, 1))
+        held = allocated_bytes(self.setup.ranks.device) - before
+        theirs = Measurements(name=loop.name, held_bytes=held)
+        mine = Measurements(name=self._loop.name, held_bytes=self.measured.held_bytes)
+        pairs = [(self._loop, mine), (loop, theirs)]
+        for warmed_up, _ in pairs:
+            warmed_up.step()()  # with the usual eps
+        for timed, measurements in interleaved(pairs, self.rounds):
+            others = mine.held_bytes + theirs.held_bytes - measurements.held_bytes
+            self._time(timed, measurements, others)
         self.measured.seconds += mine.seconds
-        self.measured.peak = max(self.measured.peak, mine.peak)
-        ratios = [a / b for a, b in zip(measured.seconds, mine.seconds, strict=True)]
+        self.measured.peak_bytes = max(self.measured.peak_bytes, mine.peak_bytes)
         return {
-            "name": measured.name, "seconds": measured.seconds, "our_seconds": mine.seconds,
-            "peak_bytes": measured.peak or None, "verified": verified,
-            "ratio": statistics.median(ratios), "quartiles": quartiles(ratios),
-        }  # fmt: skip
+            "name": theirs.name,
+            "seconds": theirs.seconds,
+            "our_seconds": mine.seconds,
+            "peak_bytes": theirs.peak_bytes or None,
+            "verified": differences,
+            **ratio_summary(theirs.seconds, mine.seconds),
+        }
 
-    def alone(self) -> None:
-        """Time ours where no peer could be met."""
-        finish(self._loop.step())
+    def time_alone(self) -> None:
+        """Time our loop where it could be compared with none."""
+        self._loop.step()()
         for _ in range(self.rounds):
             self._time(self._loop, self.measured, 0)
 
     def close(self) -> None:
-        """End the reading of data."""
+        """Stop reading data."""
         self._loop.close()
 
-    def _time(self, loop: Loop, found: Measured, others: int) -> None:
-        """One round: a few steps after each other, then a wait for the numbers of the last."""
-        done: list[Numbers] = []
-        on_gpu = self._device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(self._device)
+    def _time(self, loop: TrainingLoop, measurements: Measurements, others: int) -> None:
+        """One round: a few consecutive steps, then a wait for the numbers of the last."""
+        last = None
 
-        def steps() -> None:
-            done.extend(loop.step() for _ in range(self.steps))
+        def run() -> None:
+            nonlocal last
+            for _ in range(self.steps):
+                last = loop.step()
 
-        found.seconds.append(self._stopwatch.lap(steps) / self.steps)
-        finish(done[-1])
-        if on_gpu:
-            peak = torch.cuda.max_memory_allocated(self._device) - others
-            found.peak = max(found.peak, peak)
+        seconds, peak = time_with_peak(self._timer, self.setup.ranks.device, run)
+        last()
+        measurements.seconds.append(seconds / self.steps)
+        measurements.peak_bytes = max(measurements.peak_bytes, peak - others)
 
 
-def stopwatch(device: torch.device) -> Stopwatch:
-    """Events on a GPU, the wall clock elsewhere."""
-    return GpuStopwatch(device) if device.type == "cuda" else WallStopwatch()
+def time_with_peak(timer: Timer, device: torch.device, run: Work) -> tuple[float, int]:
+    """Seconds of one run, and the most bytes of the device allocated in it; 0 on the CPU."""
+    if device.type != "cuda":
+        return timer.seconds(run), 0
+    torch.cuda.reset_peak_memory_stats(device)
+    seconds = timer.seconds(run)
+    return seconds, torch.cuda.max_memory_allocated(device)
 
 
-def allocated(device: torch.device) -> int:
+def allocated_bytes(device: torch.device) -> int:
     """Bytes of the device that tensors hold; 0 on the CPU, where nobody counts."""
     gc.collect()
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def history(loop: Loop) -> list[tuple[float, float]]:
-    """Loss and gradient norm of the first steps, with Adam made smooth, as contest.py explains."""
-    set_eps(loop.optimizer, SMOOTH_EPS)
-    found = [finish(loop.step()) for _ in range(VERIFIED_STEPS)]
-    set_eps(loop.optimizer, EPS)
-    return found
-
-
-def finish(numbers: Numbers) -> tuple[float, float]:
-    """Wait for a step's numbers."""
-    return numbers()
-
-
-def agreement(
-    name: str, its: Sequence[tuple], mine: Sequence[tuple], setting: Setting
-) -> dict[str, float]:
-    """The largest relative differences of losses and norms; raises `Disagreement` if too large."""
-    found = {}
-    for column, (what, allowed) in enumerate(
-        zip(("loss", "gradient norm"), tolerances(setting.dtype, 1), strict=True)
-    ):
-        apart = max(abs(a[column] / b[column] - 1) for a, b in zip(its, mine, strict=True))
-        if not apart <= allowed:
-            raise Disagreement(
-                f"{name} and ours do not train alike: {what} differs by {apart:.2e}, allowed "
-                f"{allowed:.2e}; it was not timed"
-            )
-        found[what] = apart
-    return found

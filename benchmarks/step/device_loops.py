@@ -1,141 +1,98 @@
-"""Training loops for one device: ours, and what a person would write with PyTorch alone.
+"""PyTorch training loops for one device, compiled or not, that are timed against ours.
 
-All start from the same weights, see the same micro-batches, clip, and update with fused AdamW. The
-bare loops hold the model in bf16 beside fp32 master weights, or in fp32 under autocast. A step
-returns before its numbers are known, so that no loop waits where a person would not.
+They hold the model in bf16 beside fp32 master weights, or in fp32 under autocast.
 """
 
-import io
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from operator import attrgetter
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.shared.setting import CLIP, Setting
-from benchmarks.step.contestants import adamw, steps_of, unsharded
+from benchmarks.shared.training_setup import CLIP, TrainingSetup
 from benchmarks.step.hugging_face_peer import hugging_face
+from benchmarks.step.training_loops import (
+    LossOf,
+    StepNumbers,
+    TrainingLoop,
+    accumulate,
+    adamw,
+    unsharded,
+)
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.model.recompute import compile_blocks
-from megatron_zpp.monitor.console import Console
-from megatron_zpp.train.build import build_run
-from megatron_zpp.train.loop import TRAIN, loader
-from megatron_zpp.train.step import Underway, begin_iteration
-from megatron_zpp.train.stop import Stopping
-from zeropp.optim.step import local_part
 
-LOSS_AND_NORM = attrgetter("loss", "grad_norm")
-Numbers = Callable[[], tuple[float, float]]  # waits; the mean loss, the gradients' norm
 Logits = Callable[[Tensor, Tensor], Tensor]  # of tokens and positions [B, S]: [B, S, V]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loop:
-    """A training loop: one step begins with each call."""
+class DeviceLoopKind:
+    """How a loop is written."""
 
     name: str
-    step: Callable[[], Numbers]
-    optimizer: torch.optim.Optimizer
-    weights: Mapping[str, Tensor]  # by name, where they are updated
-    close: Callable[[], None]
+    autocast: bool = False  # fp32 weights under autocast; else bf16 weights and fp32 masters
+    hugging_face: bool = False  # Hugging Face's model, not ours
+    compiles: str | None = None  # "blocks" or "whole"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bare:
-    """How a bare loop is written."""
-
-    name: str
-    autocast: bool = False  # fp32 weights under autocast; else bf16 ones and fp32 masters
-    hugging_face: bool = False  # its model, not ours
-    compiles: str | None = None  # "blocks", "whole"
-
-
-BARE = MappingProxyType(
+DEVICE_LOOPS = MappingProxyType(
     {
-        "blocks": Bare(name="bare loop, compiled blocks", compiles="blocks"),
-        "whole": Bare(name="bare loop, compiled whole", compiles="whole"),
-        "autocast-blocks": Bare(
+        "blocks": DeviceLoopKind(name="bare loop, compiled blocks", compiles="blocks"),
+        "whole": DeviceLoopKind(name="bare loop, compiled whole", compiles="whole"),
+        "autocast-blocks": DeviceLoopKind(
             name="bare autocast loop, compiled blocks", autocast=True, compiles="blocks"
         ),
-        "autocast-whole": Bare(
+        "autocast-whole": DeviceLoopKind(
             name="bare autocast loop, compiled whole", autocast=True, compiles="whole"
         ),
-        "eager": Bare(name="bare loop, not compiled"),
-        "hf": Bare(name="Hugging Face, not compiled", hugging_face=True),
-        "hf-whole": Bare(name="Hugging Face, compiled whole", hugging_face=True, compiles="whole"),
+        "eager": DeviceLoopKind(name="bare loop, not compiled"),
+        "hf": DeviceLoopKind(name="Hugging Face, not compiled", hugging_face=True),
+        "hf-whole": DeviceLoopKind(
+            name="Hugging Face, compiled whole", hugging_face=True, compiles="whole"
+        ),
     }
 )
 
 
-def ours(setting: Setting) -> Loop:
-    """The loop of pretrain_gpt.py: loader, schedules, step, and the numbers of the one before."""
-    console = Console(setting.ranks.rank, io.StringIO(), interactive=False)
-    config = setting.config
-    run = build_run(config, setting.ranks, console, Stopping(config.training))
-    batches = loader(run, TRAIN, 0)
-    waiting: list[Underway] = []
-
-    def step() -> Numbers:
-        behind = waiting.pop() if waiting else None
-        begun = begin_iteration(run, batches, behind)
-        if behind:
-            behind.measured()
-        waiting.append(begun)
-        return partial(known, begun)
-
-    def known(begun: Underway) -> tuple[float, float]:
-        waiting[:] = [one for one in waiting if one is not begun]
-        return LOSS_AND_NORM(begun.measured())
-
-    named = run.sharding.model.named_parameters()
-    return Loop(
-        name="ours", step=step, optimizer=run.optimizer, close=batches.close,
-        weights={name: local_part(p.detach()) for name, p in named},
-    )  # fmt: skip
-
-
-def bare(setting: Setting, how: Bare, weights: Mapping[str, Tensor], batches: list[Batch]) -> Loop:
-    """A loop from `weights` over `batches`, which lie in the device's memory, again and again."""
-    device = setting.ranks.device
-    feed = itertools.cycle(list(steps_of(batches, dict(setting.shape)["micro-batches"])))
-    if how.hugging_face:
-        model, logits_of = hugging_face(setting, weights)
+def device_loop(
+    setup: TrainingSetup,
+    kind: DeviceLoopKind,
+    weights: Mapping[str, Tensor],
+    steps: Sequence[Sequence[Batch]],
+) -> TrainingLoop:
+    """A loop from `weights` over `steps`, which stay in the device's memory, again and again."""
+    device, endless_steps = setup.ranks.device, itertools.cycle(steps)
+    if kind.hugging_face:
+        model, logits_of = hugging_face(setup, weights)
     else:
-        model, logits_of = same_layers(setting, weights)
+        model, logits_of = _same_layers(setup, weights)
     masters = list(model.parameters())
-    if not how.autocast:
-        masters = [p.detach().clone() for p in masters]
+    if not kind.autocast:
+        masters = [parameter.detach().clone() for parameter in masters]
         model.to(torch.bfloat16)
-    loss_of = compiled(how.compiles, model, logits_of)
-    around = partial(torch.autocast, device.type, torch.bfloat16) if how.autocast else nullcontext
+    loss_of = compiled_loss(kind.compiles, model, logits_of)
     optimizer = adamw(masters)
-    update = partial(updated, model, masters, optimizer)
-    return Loop(
-        name=how.name, step=lambda: plain_step(next(feed), loss_of, around, update),
-        optimizer=optimizer, weights={}, close=lambda: None,
-    )  # fmt: skip
+
+    def autocast_loss_of(batch: Batch) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=kind.autocast):
+            return loss_of(batch)
+
+    def step() -> StepNumbers:
+        loss = accumulate(next(endless_steps), autocast_loss_of)
+        norm = _update(model, masters, optimizer)
+        return lambda: (loss.item(), norm.item())
+
+    return TrainingLoop(name=kind.name, model=model, optimizer=optimizer, step=step)
 
 
-def same_layers(setting: Setting, weights: Mapping[str, Tensor]) -> tuple[nn.Module, Logits]:
-    """Our layers in fp32, and what makes logits with them."""
-    model = unsharded(setting).to_empty(device=setting.ranks.device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
-    return model, lambda tokens, positions: model(tokens, position_ids=positions)
-
-
-def compiled(part: str | None, model: nn.Module, logits_of: Logits) -> Callable[[Batch], Tensor]:
+def compiled_loss(part: str | None, model: nn.Module, logits_of: Logits) -> LossOf:
     """The loss of a batch, with each block and the cross-entropy compiled, or all in one."""
     if part == "blocks":
         compile_blocks(model)
-    loss_of_logits = torch.compile(cross_entropy) if part == "blocks" else cross_entropy
+    loss_of_logits = torch.compile(_cross_entropy) if part == "blocks" else _cross_entropy
 
     def loss_of(tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
         return loss_of_logits(logits_of(tokens, positions), labels)
@@ -144,31 +101,23 @@ def compiled(part: str | None, model: nn.Module, logits_of: Logits) -> Callable[
     return lambda batch: run(batch.tokens, batch.labels, batch.position_ids)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def _same_layers(
+    setup: TrainingSetup, weights: Mapping[str, Tensor]
+) -> tuple[nn.Module, Logits]:
+    """Our layers in fp32, and a function that computes logits with them."""
+    model = unsharded(setup).to_empty(device=setup.ranks.device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return model, lambda tokens, positions: model(tokens, position_ids=positions)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean loss of logits [B, S, V] in fp32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def plain_step(
-    batches: Sequence[Batch],
-    loss_of: Callable[[Batch], Tensor],
-    around: Callable[[], AbstractContextManager],
-    update: Callable[[], Tensor],
-) -> Numbers:
-    """One step on some micro-batches; gradients add up in the weights' dtype."""
-    total = torch.zeros((), device=batches[0].tokens.device)
-    for batch in batches:
-        with around():
-            loss = loss_of(batch)
-        (loss / len(batches)).backward()
-        total += loss.detach() / len(batches)
-    norm = update()
-    return lambda: (total.item(), norm.item())
-
-
-def updated(
-    model: nn.Module, masters: list[Tensor], optimizer: torch.optim.Optimizer
-) -> Tensor:
+def _update(model: nn.Module, masters: list[Tensor], optimizer: torch.optim.Optimizer) -> Tensor:
     """Clip and update the masters from the model's gradients; returns the gradients' norm."""
     copies = list(model.parameters())
     has_masters = copies[0] is not masters[0]

@@ -1,202 +1,159 @@
-"""Verify that the contestants train alike, then time them one step each in turn.
+"""Compare training loops on all ranks of a process group: verify them, then time them in turn.
 
-Nothing that disagrees is timed: `Disagreement` ends the benchmark. Only medians and ratios of steps
-taken in the same minute are reported, with the quartiles of the ratios round by round.
+Only medians and ratios of steps of the same round are reported, with the quartiles of the ratios.
 """
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from benchmarks.shared.setting import Setting
-from benchmarks.shared.stopwatch import quartiles
-from benchmarks.step.contestants import Contestant, bare, fsdp2, ours, steps_of, whole, zeropp_loop
+from benchmarks.shared.interleaved import interleaved, ratio_summary
+from benchmarks.shared.training_setup import TrainingSetup
+from benchmarks.step.step_verification import (
+    first_steps,
+    largest_differences,
+    require_agreement,
+    tolerances,
+)
+from benchmarks.step.training_loops import (
+    TrainingLoop,
+    fsdp2,
+    local_weights,
+    ours,
+    plain_pytorch,
+    zeropp_loop,
+)
 
 VERIFIED_STEPS = 3
-# Adam with its own eps makes a full step of a gradient that is nothing but rounding (the bias of
-# the keys has none else). With this eps, far above the clipped gradients, updates are smooth in
-# them: an error of 1% in the gradients is one of 1% in the updates, and no more.
-SMOOTH_EPS, EPS = 1e-2, 1e-8
-WARM_UP = 1  # steps of each contestant after verification
+WARM_UP = 1  # steps of each loop after verification
 
 
-class Disagreement(RuntimeError):
-    """Two contestants that should train alike do not."""
-
-
-def one_rank(setting: Setting, rounds: int) -> dict:
-    """fp32 on one rank: our step against bare loops over the same layers."""
-    feeds = Feeds(setting, rounds)
-    contestants = [
-        bare(setting, "bare PyTorch loop", feeds.new()),
-        bare(setting, "bare loop, PyTorch's loss", feeds.new(), torch_loss=True),
-        ours(setting, "ours"),
+def compare_on_one_rank(setup: TrainingSetup, rounds: int) -> dict:
+    """fp32 on one rank: our step against plain PyTorch loops over the same layers."""
+    steps = setup.steps(VERIFIED_STEPS + WARM_UP + rounds)
+    loops = [
+        plain_pytorch(setup, "bare PyTorch loop", iter(steps)),
+        plain_pytorch(setup, "bare loop, PyTorch's loss", iter(steps), torch_loss=True),
+        ours(setup),
     ]
-    return _compete("one rank", setting, contestants, rounds)
+    return _compare("one rank", setup, loops, rounds)
 
 
-def many_ranks(setting: Setting, rounds: int) -> dict:
-    """Stage 3 on several ranks: ours against plain FSDP2, and what each part of ours gains."""
-    feeds = Feeds(setting, rounds)
-    contestants = [
-        fsdp2(setting, "plain FSDP2", feeds.new()),
-        fsdp2(setting, "FSDP2 + our reduce-scatter", feeds.new(), all_to_all=True),
-        fsdp2(setting, "FSDP2 + gathers ahead", feeds.new(), ahead=True),
-        fsdp2(setting, "FSDP2 + both", feeds.new(), all_to_all=True, ahead=True),
-        zeropp_loop(setting, "zeropp in a plain loop", feeds.new()),
-        ours(setting, "ours"),
+def compare_on_many_ranks(setup: TrainingSetup, rounds: int) -> dict:
+    """Stage 3 on several ranks: our step against plain FSDP2, and the gain from each part."""
+    steps = setup.steps(VERIFIED_STEPS + WARM_UP + rounds)
+    loops = [
+        fsdp2(setup, "plain FSDP2", iter(steps)),
+        fsdp2(setup, "FSDP2 + our reduce-scatter", iter(steps), all_to_all=True),
+        fsdp2(setup, "FSDP2 + gathers ahead", iter(steps), ahead=True),
+        fsdp2(setup, "FSDP2 + both", iter(steps), all_to_all=True, ahead=True),
+        zeropp_loop(setup, "zeropp in a plain loop", iter(steps)),
+        ours(setup),
     ]
-    return _compete(f"{setting.ranks.num_ranks} ranks, stage 3", setting, contestants, rounds)
+    return _compare(f"{setup.ranks.num_ranks} ranks, stage 3", setup, loops, rounds)
 
 
-class Feeds:
-    """The same micro-batches for every contestant, made before the clock starts."""
+def verify(loops: Sequence[TrainingLoop], setup: TrainingSetup) -> dict:
+    """Train each for a few steps; raise Disagreement unless all agree with the first.
 
-    def __init__(self, setting: Setting, rounds: int) -> None:
-        self._micro_batches = dict(setting.shape)["micro-batches"]
-        self._batches = setting.batches(VERIFIED_STEPS + WARM_UP + rounds)
-
-    def new(self):
-        return steps_of(self._batches, self._micro_batches)
-
-
-def tolerances(dtype: str, num_ranks: int) -> tuple[float, float]:
-    """How far losses, and updates or norms of gradients, of two right contestants may be apart.
-
-    fp32: a gradient sums some 2^11 terms in another order, 2^5.5 roundings of 2^-24 = 3e-6, and the
-    update of a weight is rounded to the weight's own spacing, as much again; ten times that for
-    three steps. Losses: the promise of 1e-5.
-    16 bit: W gradients, each rounded by 2^-9 on the way and W - 1 times more where the sum itself
-    is in 16 bit, are up to sqrt(W) times as large as their mean if they have nothing in common:
-    (W + 1) sqrt(W) 2^-9 for both contestants together. A loss is off by one rounding of its logits.
+    Returns the largest relative differences: of losses, of gradient norms, and of the updates of
+    all weights (L2 norm of the difference over that of the first's update).
     """
-    if dtype == "fp32":
-        return 1e-5, 1e-4
-    return 2.0**-9, (num_ranks + 1) * num_ranks**0.5 * 2.0**-9
+    reference, *others = loops
+    before = _copied_weights(reference)
+    history = first_steps(reference, setup, VERIFIED_STEPS)
+    expected = _update(reference, before)
+    allowed = tolerances(setup.dtype, setup.ranks.num_ranks)
+    largest = dict.fromkeys(allowed, 0.0)
+    for loop in others:
+        differences = largest_differences(first_steps(loop, setup, VERIFIED_STEPS), history)
+        differences["update"] = _distance(_update(loop, before), expected, setup)
+        require_agreement(loop.name, reference.name, differences, allowed)
+        largest = {name: max(largest[name], differences[name]) for name in largest}
+    return {"steps": VERIFIED_STEPS, "differences": largest, "allowed": allowed}
 
 
-def verify(contestants: Sequence[Contestant], setting: Setting) -> dict:
-    """Train each for a few steps; raise `Disagreement` unless they agree with the first.
-
-    Returns the largest differences: of losses (relative), of gradient norms (relative), and of the
-    updates of all weights (L2 norm of the difference, relative to the first's update).
-    """
-    before = _weights(contestants[0].model)
-    histories = [_train(one, setting) for one in contestants]
-    reference = [w - b for w, b in zip(_weights(contestants[0].model), before, strict=True)]
-    worst = {"loss": 0.0, "gradient norm": 0.0, "update": 0.0}
-    loss_tolerance, tolerance = tolerances(setting.dtype, setting.ranks.num_ranks)
-    limits = {"loss": loss_tolerance, "gradient norm": tolerance, "update": tolerance}
-    for one, history in zip(contestants[1:], histories[1:], strict=True):
-        update = [w - b for w, b in zip(_weights(one.model), before, strict=True)]
-        found = {
-            "loss": _farthest(history, histories[0], 0),
-            "gradient norm": _farthest(history, histories[0], 1),
-            "update": _distance(update, reference, setting),
-        }
-        for what, difference in found.items():
-            if not difference <= limits[what]:
-                raise Disagreement(
-                    f"{one.name} and {contestants[0].name} do not train alike: {what} differs by "
-                    f"{difference:.2e}, allowed {limits[what]:.2e}; nothing was timed"
-                )
-            worst[what] = max(worst[what], difference)
-    return {"steps": VERIFIED_STEPS, "differences": worst, "allowed": limits}
-
-
-def set_eps(optimizer: torch.optim.Optimizer, eps: float) -> None:
-    """Give all of an optimizer's groups this eps."""
-    for group in optimizer.param_groups:
-        group["eps"] = eps
-
-
-def _compete(name: str, setting: Setting, contestants: list[Contestant], rounds: int) -> dict:
-    verified = verify(contestants, setting)
-    for one in contestants:
+def _compare(
+    name: str, setup: TrainingSetup, loops: Sequence[TrainingLoop], rounds: int
+) -> dict:
+    verified = verify(loops, setup)
+    for loop in loops:
         for _ in range(WARM_UP):
-            one.step()
-    seconds, work = _take_turns(contestants, setting, rounds)
-    peer = contestants[0].name
-    rows = []
-    for one in contestants:
-        times = seconds[one.name]
-        ratios = [mine / its for mine, its in zip(times, seconds[peer], strict=True)]
-        rows.append(
-            {
-                "name": one.name,
-                "median": statistics.median(times),
-                "ratio": statistics.median(times) / statistics.median(seconds[peer]),
-                "quartiles": quartiles(ratios),
-                "work_ratio": statistics.median(work[one.name]) / statistics.median(work[peer]),
-                "seconds": times,
-                "processor_seconds": work[one.name],
-            }
-        )
+            loop.step()()
+    seconds, processor_seconds = _time_in_turn(loops, setup, rounds)
+    reference = loops[0].name
     return {
-        "name": f"{name}, {setting.dtype}",
-        "ranks": setting.ranks.num_ranks,
-        "dtype": setting.dtype,
-        "device": str(setting.ranks.device.type),
+        "name": f"{name}, {setup.dtype}",
+        "ranks": setup.ranks.num_ranks,
+        "dtype": setup.dtype,
+        "device": setup.ranks.device.type,
         "threads": torch.get_num_threads(),
         "verified": verified,
-        "peer": peer,
-        "contestants": rows,
+        "reference": reference,
+        "loops": [_row(loop.name, reference, seconds, processor_seconds) for loop in loops],
     }
 
 
-def _take_turns(
-    contestants: list[Contestant], setting: Setting, rounds: int
+def _row(
+    name: str,
+    reference: str,
+    seconds: Mapping[str, list[float]],
+    processor_seconds: Mapping[str, list[float]],
+) -> dict:
+    median, processor = (
+        {loop: statistics.median(times[loop]) for loop in (name, reference)}
+        for times in (seconds, processor_seconds)
+    )
+    return {
+        "name": name,
+        "median": median[name],
+        "ratio": median[name] / median[reference],
+        "quartiles": ratio_summary(seconds[name], seconds[reference])["quartiles"],
+        "processor_ratio": processor[name] / processor[reference],
+        "seconds": seconds[name],
+        "processor_seconds": processor_seconds[name],
+    }
+
+
+def _time_in_turn(
+    loops: Sequence[TrainingLoop], setup: TrainingSetup, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Of each contestant's steps the seconds on the slowest rank and the processors' on all ranks.
-
-    The order turns round each round.
-    """
-    seconds = {one.name: [] for one in contestants}
-    work = {one.name: [] for one in contestants}
-    for number in range(rounds):
-        for one in contestants[:: -1 if number % 2 else 1]:
-            dist.barrier()
-            started, idle = time.perf_counter(), time.process_time()
-            one.step()
-            if setting.ranks.device.type == "cuda":
-                torch.cuda.synchronize()
-            taken, busy = time.perf_counter() - started, time.process_time() - idle
-            seconds[one.name].append(setting.largest(taken))
-            work[one.name] += setting.ranks.sum(busy)
-    return seconds, work
+    """Of each loop's steps: seconds on the slowest rank, and processor seconds of all ranks."""
+    seconds: dict[str, list[float]] = {loop.name: [] for loop in loops}
+    processor_seconds: dict[str, list[float]] = {loop.name: [] for loop in loops}
+    for loop in interleaved(loops, rounds):
+        dist.barrier()
+        wall, processor = time.perf_counter(), time.process_time()
+        loop.step()()
+        if setup.ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+        wall, processor = time.perf_counter() - wall, time.process_time() - processor
+        seconds[loop.name].append(setup.largest(wall))
+        processor_seconds[loop.name] += setup.ranks.sum(processor)
+    return seconds, processor_seconds
 
 
-def _train(one: Contestant, setting: Setting) -> list[tuple[float, float]]:
-    """(loss over all ranks, gradient norm) of the first steps, with Adam made smooth."""
-    set_eps(one.optimizer, SMOOTH_EPS)
-    history = []
-    for _ in range(VERIFIED_STEPS):
-        loss, norm = one.step()
-        mean = loss if one.global_loss else setting.ranks.sum(loss)[0] / setting.ranks.num_ranks
-        history.append((mean, whole(norm)))
-    set_eps(one.optimizer, EPS)
-    return history
+def _copied_weights(loop: TrainingLoop) -> list[Tensor]:
+    """Copies of this rank's shards in fp64."""
+    return [weight.double() for weight in local_weights(loop.model).values()]
 
 
-def _weights(model: nn.Module) -> list[torch.Tensor]:
-    """Copies of this rank's shards, in the order of their names, in fp64."""
-    named = sorted(model.named_parameters())
-    local = (p.to_local() if isinstance(p, DTensor) else p for _, p in named)
-    return [weight.detach().double() for weight in local]
+def _update(loop: TrainingLoop, before: Sequence[Tensor]) -> list[Tensor]:
+    """How far this rank's weights have moved from `before`."""
+    pairs = zip(_copied_weights(loop), before, strict=True)
+    return [after - start for after, start in pairs]
 
 
-def _farthest(mine: list[tuple], theirs: list[tuple], column: int) -> float:
-    pairs = zip(mine, theirs, strict=True)
-    return max(abs(a[column] - b[column]) / abs(b[column]) for a, b in pairs)
-
-
-def _distance(mine: list[torch.Tensor], theirs: list[torch.Tensor], setting: Setting) -> float:
-    apart = sum((a - b).square().sum().item() for a, b in zip(mine, theirs, strict=True))
-    length = sum(b.square().sum().item() for b in theirs)
-    apart, length = setting.ranks.sum(apart, length)
-    return (apart / length) ** 0.5
+def _distance(
+    update: Sequence[Tensor], expected: Sequence[Tensor], setup: TrainingSetup
+) -> float:
+    """L2 norm of the difference over all ranks, relative to that of `expected`."""
+    pairs = zip(update, expected, strict=True)
+    squares = sum((mine - right).square().sum().item() for mine, right in pairs)
+    length = sum(right.square().sum().item() for right in expected)
+    squares, length = setup.ranks.sum(squares, length)
+    return (squares / length) ** 0.5

@@ -1,81 +1,109 @@
-"""The training steps that are compared: ours, and what a person would write with PyTorch alone.
+"""Training loops that are compared: ours, and what a person would write with PyTorch alone.
 
-All start from the same weights, see the same micro-batches, clip, and update with fused AdamW.
+All start from the same weights, see the same micro-batches, clip, and update with fused AdamW. A
+step may return before its numbers are known, so that no loop waits where a person would not.
 """
 
-import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from benchmarks.shared.setting import CLIP, LEARNING_RATE, WEIGHT_DECAY, Setting
+from benchmarks.shared.pretrain_run import silent_run, training_batches
+from benchmarks.shared.training_setup import CLIP, LEARNING_RATE, WEIGHT_DECAY, TrainingSetup
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
-from megatron_zpp.monitor.console import Console
-from megatron_zpp.train.build import build_run
-from megatron_zpp.train.loop import TRAIN, loader
-from megatron_zpp.train.step import begin_iteration
-from megatron_zpp.train.stop import Stopping
+from megatron_zpp.train.step import Underway, begin_iteration
 from zeropp import optimizer_step, shard
 from zeropp.fsdp_adapter import gather_ahead
+from zeropp.optim.step import local_part
 from zeropp.sharding.shard import find_nodes, use_gradient_mean
 from zeropp.wire.route import gradient_route
 from zeropp.wire.traffic import Traffic
 
-Step = Callable[[], tuple[float, torch.Tensor | float]]  # loss of this rank; norm of the gradients
-Feed = Iterator[list[Batch]]
+LossOf = Callable[[Batch], Tensor]
+Steps = Iterator[Sequence[Batch]]  # the micro-batches of one step after another
+# Waits for a step, then gives its mean loss and the norm of its gradients.
+StepNumbers = Callable[[], tuple[float, Tensor | float]]
+
+
+def _nothing() -> None:
+    pass
+
+
+def _no_context(*, last: bool) -> AbstractContextManager:
+    return nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contestant:
-    """A model, its optimizer, and one step of training: this rank's loss, the gradients' norm."""
+class TrainingLoop:
+    """A model in training; each call of `step` begins a step."""
 
     name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    step: Step
-    global_loss: bool = False  # the loss is already that of all ranks
+    step: Callable[[], StepNumbers]
+    global_loss: bool = False  # the loss is the mean over all ranks, not this rank's
+    close: Callable[[], None] = _nothing
 
 
-def ours(setting: Setting, name: str = "ours") -> Contestant:
-    """A step of `pretrain_gpt.py`: loader, schedules, step and the numbers of the log."""
-    config = setting.config
-    console = Console(setting.ranks.rank, io.StringIO(), interactive=False)
-    run = build_run(config, setting.ranks, console, Stopping(config.training))
-    batches = loader(run, TRAIN, 0)
+def ours(setup: TrainingSetup, name: str = "ours") -> TrainingLoop:
+    """The loop of pretrain_gpt.py: data loader, schedules, step, and the last step's log."""
+    run = silent_run(setup.config, setup.ranks)
+    batches = training_batches(run)
+    unfinished: list[Underway] = []
 
-    def step() -> tuple[float, float]:
-        done = begin_iteration(run, batches).measured()
-        return done.loss, done.grad_norm
+    def step() -> StepNumbers:
+        previous = unfinished.pop() if unfinished else None
+        current = begin_iteration(run, batches, previous)
+        if previous:
+            previous.measured()
+        unfinished.append(current)
+        return partial(numbers_of, current)
 
-    model, optimizer = run.sharding.model, run.optimizer
-    return Contestant(name=name, model=model, optimizer=optimizer, step=step, global_loss=True)
+    def numbers_of(iteration: Underway) -> tuple[float, float]:
+        unfinished[:] = [other for other in unfinished if other is not iteration]
+        measured = iteration.measured()
+        return measured.loss, measured.grad_norm
+
+    return TrainingLoop(
+        name=name,
+        model=run.sharding.model,
+        optimizer=run.optimizer,
+        step=step,
+        global_loss=True,
+        close=batches.close,
+    )
 
 
-def bare(setting: Setting, name: str, feed: Feed, *, torch_loss: bool = False) -> Contestant:
+def plain_pytorch(
+    setup: TrainingSetup, name: str, steps: Steps, *, torch_loss: bool = False
+) -> TrainingLoop:
     """The same layers on one rank in a plain loop, with our loss or PyTorch's cross-entropy."""
-    model = unsharded(setting)
-    _fill(model, setting)
-    optimizer = adamw(model.parameters())
-    loss_of = _torch_loss if torch_loss else _model_loss
-
-    def step() -> tuple[float, torch.Tensor]:
-        return _plain_step(model, optimizer, next(feed), loss_of)
-
-    return Contestant(name=name, model=model, optimizer=optimizer, step=step)
+    model = unsharded(setup)
+    _initialize(model, setup)
+    return _clipping_loop(name, model, steps, torch_loss_of(model) if torch_loss else None)
 
 
 def fsdp2(
-    setting: Setting, name: str, feed: Feed, *, all_to_all: bool = False, ahead: bool = False
-) -> Contestant:
-    """Plain FSDP2 that sends what we send; `all_to_all` and `ahead` add one part of ours each."""
-    zero, mesh, model = setting.config.zero, setting.ranks.mesh, unsharded(setting)
+    setup: TrainingSetup,
+    name: str,
+    steps: Steps,
+    *,
+    all_to_all: bool = False,
+    ahead: bool = False,
+) -> TrainingLoop:
+    """Plain FSDP2 with our dtypes on the wire.
+
+    `all_to_all` adds our reduce-scatter, `ahead` our gathering of the next block's weights.
+    """
+    zero, mesh, model = setup.config.zero, setup.ranks.mesh, unsharded(setup)
     wire_dtype = getattr(torch, zero.wire_format)
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, zero.compute_format),
@@ -89,57 +117,69 @@ def fsdp2(
         use_gradient_mean((*model.blocks, model), mesh, route, Traffic(), wire_dtype)
     if ahead:
         gather_ahead(model, model.blocks)
-    _fill(model, setting)
+    _initialize(model, setup)
+    return _clipping_loop(name, model, steps)
+
+
+def zeropp_loop(setup: TrainingSetup, name: str, steps: Steps) -> TrainingLoop:
+    """`zeropp.shard` and `zeropp.optimizer_step` in a plain loop, without Megatron-Z++."""
+    model = unsharded(setup)
+    sharding = shard(model, setup.ranks.mesh, setup.config.zero)
+    _initialize(model, setup)
     optimizer = adamw(model.parameters())
 
-    def step() -> tuple[float, torch.Tensor]:
-        return _plain_step(model, optimizer, next(feed), _model_loss)
-
-    return Contestant(name=name, model=model, optimizer=optimizer, step=step)
-
-
-def zeropp_loop(setting: Setting, name: str, feed: Feed) -> Contestant:
-    """`zeropp.shard` and `zeropp.optimizer_step` in a plain loop, without Megatron-Z++ around."""
-    model = unsharded(setting)
-    sharding = shard(model, setting.ranks.mesh, setting.config.zero)
-    _fill(model, setting)
-    optimizer = adamw(model.parameters())
-
-    def step() -> tuple[float, float]:
-        total, batches = 0.0, next(feed)
-        for index, batch in enumerate(batches):
-            with sharding.micro_step(last=index == len(batches) - 1):
-                loss = _model_loss(model, batch) / len(batches)
-                loss.backward()
-            total += loss.detach()
+    def step() -> StepNumbers:
+        loss = accumulate(next(steps), model_loss_of(model), sharding.micro_step)
         result = optimizer_step(optimizer, sharding, clip_grad=CLIP)
-        return total.item(), result.grad_norm
+        return lambda: (loss.item(), result.grad_norm)
 
-    return Contestant(name=name, model=model, optimizer=optimizer, step=step)
-
-
-def whole(norm: torch.Tensor | float) -> float:
-    """The norm over all ranks, of whatever kind a step returned."""
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return TrainingLoop(name=name, model=model, optimizer=optimizer, step=step)
 
 
-def steps_of(batches: Sequence[Batch], micro_batches: int) -> Feed:
-    """The micro-batches of one step after the other."""
-    for first in range(0, len(batches), micro_batches):
-        yield list(batches[first : first + micro_batches])
+def accumulate(
+    batches: Sequence[Batch],
+    loss_of: LossOf,
+    context: Callable[..., AbstractContextManager] = _no_context,
+) -> Tensor:
+    """Add up the gradients of one step's micro-batches; returns their mean loss.
+
+    Each micro-batch runs within `context(last=...)`, which is told whether it is the last one.
+    """
+    total = torch.zeros((), device=batches[0].tokens.device)
+    for index, batch in enumerate(batches):
+        with context(last=index == len(batches) - 1):
+            loss = loss_of(batch)
+            (loss / len(batches)).backward()
+        total += loss.detach() / len(batches)
+    return total
 
 
-def unsharded(setting: Setting) -> GPT:
+def model_loss_of(model: nn.Module) -> LossOf:
+    """The model's own loss."""
+    return lambda batch: model(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)
+
+
+def torch_loss_of(model: nn.Module) -> LossOf:
+    """PyTorch's cross-entropy of the model's logits."""
+
+    def loss_of(batch: Batch) -> Tensor:
+        logits = model(batch.tokens, position_ids=batch.position_ids)
+        return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+
+    return loss_of
+
+
+def unsharded(setup: TrainingSetup) -> GPT:
     """The model on the meta device, without memory."""
     with torch.device("meta"):
-        return GPT(setting.config.model, setting.vocab_size)
+        return GPT(setup.config.model, setup.vocab_size)
 
 
-def adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.AdamW:
+def adamw(parameters: Iterable[Tensor]) -> torch.optim.AdamW:
     """Fused AdamW in Megatron's two groups: matrices decay, biases and gains do not."""
     parameters = list(parameters)
-    matrices = [p for p in parameters if p.ndim >= 2]
-    vectors = [p for p in parameters if p.ndim < 2]
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
     return torch.optim.AdamW(
         [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
         lr=LEARNING_RATE,
@@ -148,32 +188,29 @@ def adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.AdamW:
     )
 
 
-def _plain_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: list[Batch],
-    loss_of: Callable[[nn.Module, Batch], torch.Tensor],
-) -> tuple[float, torch.Tensor]:
-    total = 0.0
-    for batch in batches:
-        loss = loss_of(model, batch) / len(batches)
-        loss.backward()
-        total += loss.detach()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    optimizer.step()
-    optimizer.zero_grad()
-    return total.item(), norm
+def local_weights(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's shards by name, in the order of their names."""
+    named = sorted(model.named_parameters())
+    return {name: local_part(parameter.detach()) for name, parameter in named}
 
 
-def _model_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return model(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)
+def _clipping_loop(
+    name: str, model: nn.Module, steps: Steps, loss_of: LossOf | None = None
+) -> TrainingLoop:
+    """Accumulate, clip, update; with the model's own loss unless `loss_of` is given."""
+    optimizer = adamw(model.parameters())
+    loss_of = loss_of or model_loss_of(model)
+
+    def step() -> StepNumbers:
+        loss = accumulate(next(steps), loss_of)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return lambda: (loss.item(), norm)
+
+    return TrainingLoop(name=name, model=model, optimizer=optimizer, step=step)
 
 
-def _torch_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    logits = model(batch.tokens, position_ids=batch.position_ids)
-    return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
-
-
-def _fill(model: GPT, setting: Setting) -> None:
-    model.to_empty(device=setting.ranks.device)
-    initialize(model, setting.config.training.seed, setting.config.model)
+def _initialize(model: GPT, setup: TrainingSetup) -> None:
+    model.to_empty(device=setup.ranks.device)
+    initialize(model, setup.config.training.seed, setup.config.model)
