@@ -1,11 +1,9 @@
-"""Steps of every configuration in turn, with the bytes that each left on the wire."""
+"""Steps of every configuration in turn, with the bytes that each put on the wire."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from benchmarks.cluster.crew import Crew
 from benchmarks.cluster.emulation import (
     INTERFACE,
     LOOPBACK,
@@ -14,80 +12,95 @@ from benchmarks.cluster.emulation import (
     bits_per_second,
     counters,
 )
+from benchmarks.cluster.rank_processes import RankProcesses
+from benchmarks.shared.interleaved import Disagreement, interleaved
 
 PROBE_SECONDS = 0.4
-PROBE_BYTES = 2**28  # where there is no limit
+PROBE_BYTES = 2**28  # where the rate is not limited
 # Before any update every configuration computes the same function but for the rounding of its
 # weights: bf16's 2^-9, or that of INT8 blocks, below 1% of a weight and averaged over thousands.
-FIRST_LOSS_APART = 0.01
+FIRST_LOSS_TOLERANCE = 0.01
 
 
-class Disagreement(RuntimeError):
-    """A configuration does not compute what the others compute."""
+@dataclass(frozen=True, kw_only=True)
+class TimedStep:
+    """One step of all ranks."""
 
-
-class Order(Protocol):
-    """What `take_turns` needs to know of a plan."""
-
-    names: tuple[str, ...]
-    ranks_per_node: int
-    rounds: int
-    warm_up: int
+    seconds: float  # of the slowest rank
+    processor_seconds: float  # of all ranks together
+    loss: float  # mean over ranks
+    sent: Sequence[Mapping | None]  # by rank, bytes by (purpose, hop) of the traffic ledger
+    wire: Sequence[Mapping[str, Counters]]  # by node and interface; empty without a network
 
 
 @dataclass
-class Turns:
-    """The timed steps of one configuration; of each step one entry."""
+class TimedSteps:
+    """The timed steps of one configuration."""
 
     first_loss: float
-    seconds: list[float] = field(default_factory=list)  # of the slowest rank
-    work: list[float] = field(default_factory=list)  # processor time of all ranks together
-    losses: list[float] = field(default_factory=list)  # mean over ranks
-    sent: list[list[dict | None]] = field(default_factory=list)  # by rank, what its ledger says
-    wire: list[list[dict[str, Counters]]] = field(default_factory=list)  # by node and interface
+    steps: list[TimedStep] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> list[float]:
+        return [step.seconds for step in self.steps]
 
 
-def take_turns(
-    crew: Crew, order: Order, has_network: bool, say: Callable[[str], None]
-) -> dict[str, Turns]:
-    """Let every configuration take `order.rounds` steps, one in turn, after warming up.
+def run_interleaved(
+    ranks: RankProcesses,
+    names: Sequence[str],
+    processes: Sequence[int],
+    *,
+    rounds: int,
+    warm_up: int,
+    say: Callable[[str], None],
+) -> dict[str, TimedSteps]:
+    """Warm up every configuration, then let each take one step per round.
 
-    The order turns round each round. Raises Disagreement if the first losses are not alike.
+    `processes` are the ids of one process of each node, whose interfaces are read. Raises
+    Disagreement if the first losses differ.
     """
-    turns: dict[str, Turns] = {}
-    for number in range(order.warm_up):
-        for name in order.names:
+    timed: dict[str, TimedSteps] = {}
+    for number in range(warm_up):
+        for name in names:
             say(f"warming up {name}")
-            loss = _mean_loss(crew.ask("step", name=name))
+            loss = _mean_loss(ranks.ask("step", name=name))
             if number == 0:
-                turns[name] = Turns(first_loss=loss)
-    _require_agreement(turns)
-    processes = crew.processes(order.ranks_per_node) if has_network else []
-    for number in range(order.rounds):
-        for name in order.names[:: -1 if number % 2 else 1]:
-            say(f"round {number + 1} of {order.rounds}: {name}")
-            before = [counters(process) for process in processes]
-            answers = crew.ask("step", name=name)
-            after = [counters(process) for process in processes]
-            one = turns[name]
-            one.seconds.append(max(answer["seconds"] for answer in answers))
-            one.work.append(sum(answer["work"] for answer in answers))
-            one.losses.append(_mean_loss(answers))
-            one.sent.append([answer["sent"] for answer in answers])
-            one.wire.append(
-                [{name: a[name] - b[name] for name in (INTERFACE, LOOPBACK)}
-                 for a, b in zip(after, before, strict=True)]
-            )
-    return turns
+                timed[name] = TimedSteps(first_loss=loss)
+    losses = {name: steps.first_loss for name, steps in timed.items()}
+    require_equal_losses(losses, FIRST_LOSS_TOLERANCE)
+    for name in interleaved(names, rounds):
+        steps = timed[name].steps
+        say(f"round {len(steps) + 1} of {rounds}: {name}")
+        steps.append(timed_order(ranks, "step", name, processes))
+    return timed
 
 
-def measure_link(crew: Crew, cluster: Cluster, ranks_per_node: int) -> dict:
-    """Mbit/s of payload that one plain connection carries between the first two nodes, each way."""
+def timed_order(
+    ranks: RankProcesses, order: str, name: str, processes: Sequence[int]
+) -> TimedStep:
+    """Let all ranks run a step or a forward pass, and read the interfaces before and after."""
+    before = [counters(process) for process in processes]
+    answers = ranks.ask(order, name=name)
+    after = [counters(process) for process in processes]
+    return TimedStep(
+        seconds=max(answer["seconds"] for answer in answers),
+        processor_seconds=sum(answer["processor_seconds"] for answer in answers),
+        loss=_mean_loss(answers),
+        sent=[answer["sent"] for answer in answers],
+        wire=[
+            {interface: end[interface] - start[interface] for interface in (INTERFACE, LOOPBACK)}
+            for start, end in zip(before, after, strict=True)
+        ],
+    )
+
+
+def measure_link(ranks: RankProcesses, cluster: Cluster, ranks_per_node: int) -> dict:
+    """Mbit/s of payload of one plain connection between the first two nodes, each way."""
     limit = bits_per_second(cluster.rate)
     num_bytes = PROBE_BYTES if limit is None else int(limit / 8 * PROBE_SECONDS)
     rates = []
     for sender, receiver in ((0, 1), (1, 0)):
-        answers = crew.ask(
+        answers = ranks.ask(
             "probe",
             sender=sender * ranks_per_node,
             receiver=receiver * ranks_per_node,
@@ -98,17 +111,17 @@ def measure_link(crew: Crew, cluster: Cluster, ranks_per_node: int) -> dict:
     return {"limit": None if limit is None else limit / 1e6, "measured": rates}
 
 
+def require_equal_losses(losses: Mapping[str, float], tolerance: float) -> None:
+    """Raise Disagreement if a loss before any update differs from the first one's, relatively."""
+    reference, *others = losses
+    expected = losses[reference]
+    for name in others:
+        if not abs(losses[name] - expected) <= tolerance * abs(expected):
+            raise Disagreement(
+                f"{name} and {reference} do not train the same model: before any update their "
+                f"losses are {losses[name]:.4f} and {expected:.4f}; nothing was timed"
+            )
+
+
 def _mean_loss(answers: Sequence[dict]) -> float:
     return statistics.fmean(answer["loss"] for answer in answers)
-
-
-def _require_agreement(turns: dict[str, Turns]) -> None:
-    first, *others = turns
-    right = turns[first].first_loss
-    for name in others:
-        loss = turns[name].first_loss
-        if not abs(loss - right) <= FIRST_LOSS_APART * abs(right):
-            raise Disagreement(
-                f"{name} and {first} do not train the same model: before any update their losses "
-                f"are {loss:.4f} and {right:.4f}; nothing was timed"
-            )

@@ -1,7 +1,7 @@
-"""Ranks as processes that wait for orders: each order goes to all of them, each of them answers.
+"""Ranks as processes that wait for orders: each order goes to all ranks, and each rank answers.
 
-Orders and answers travel through pipes, never through the network that is measured. The ranks begin
-an order within microseconds of each other, so that it needs no barrier.
+Orders and answers travel through pipes, not through the network that is measured. The ranks begin
+an order within microseconds of each other, so it needs no barrier.
 """
 
 import os
@@ -18,134 +18,139 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKER = Path(__file__).with_name("cluster_rank.py")
+RANK_MODULE = "benchmarks.cluster.cluster_rank"
 ORDER_SECONDS = 600  # for every rank to answer
-OUTPUT_CHARACTERS = 3000  # of a dead rank, that are shown
+OUTPUT_CHARACTERS = 3000  # of a dead rank's output that are shown
 
 
 class RankFailed(RuntimeError):
-    """A rank died or did not answer; the text ends with what it printed last."""
+    """A rank died or did not answer; the message ends with the rank's last output."""
 
 
 class Refused(ValueError):
-    """The ranks cannot do what they were told, for a reason that the person can mend."""
+    """The ranks refused an order for a reason that the user can fix."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
-    """Where a node's ranks run: the beginning of their commands, and their variables."""
+class NodeCommand:
+    """How the ranks of a node are started: a prefix of their commands, and their variables."""
 
-    inside: Sequence[str] = ()
+    prefix: Sequence[str] = ()
     variables: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Worker:
-    """One rank's process, the pipe to it, and the file that it prints to."""
+class RankProcess:
+    """One rank's process, the pipe to it, and the file with its output."""
 
     rank: int
-    process: subprocess.Popen
+    popen: subprocess.Popen
     connection: Connection
     output: Path
 
-    def last_words(self) -> str:
-        """What the process printed last, and how it ended."""
-        code = self.process.poll()
-        how = "it runs" if code is None else f"exit code {code}"
+    def last_output(self) -> str:
+        """How the process ended, if it did, and the end of its output."""
+        code = self.popen.poll()
+        state = "it runs" if code is None else f"exit code {code}"
         if code is not None and code < 0:
-            how = f"killed by {signal.Signals(-code).name}"
-        return f"{how}\n{self.output.read_text(errors='replace')[-OUTPUT_CHARACTERS:]}".rstrip()
+            state = f"killed by {signal.Signals(-code).name}"
+        return f"{state}\n{self.output.read_text(errors='replace')[-OUTPUT_CHARACTERS:]}".rstrip()
 
 
-class Crew:
+class RankProcesses:
     """All ranks; `ask` gives them an order."""
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self.workers = tuple(workers)
+    def __init__(self, processes: Sequence[RankProcess]) -> None:
+        self.processes = tuple(processes)
 
-    def ask(self, what: str, **details: object) -> list[dict]:
-        """Give every rank the same order, and return their answers in the order of ranks.
+    def ask(self, order: str, **arguments: object) -> list[dict]:
+        """Give every rank the same order; returns their answers in the order of ranks.
 
         Raises RankFailed for the first rank that dies, or if some do not answer in time; Refused
         with the reason that a rank gives.
         """
-        for worker in self.workers:
-            self._tell(worker, (what, details))
+        for process in self.processes:
+            self._send(process, (order, arguments))
         answers: dict[int, dict] = {}
-        waiting = {worker.connection: worker for worker in self.workers}
+        waiting = {process.connection: process for process in self.processes}
         deadline = time.monotonic() + ORDER_SECONDS
         while waiting:
             ready = wait(list(waiting), deadline - time.monotonic())
             if not ready:
                 late = next(iter(waiting.values()))
                 raise RankFailed(
-                    f"rank {late.rank} has not answered to {what!r} in {ORDER_SECONDS} s: "
-                    f"{late.last_words()}"
+                    f"rank {late.rank} has not answered to {order!r} in {ORDER_SECONDS} s: "
+                    f"{late.last_output()}"
                 )
             for connection in ready:
-                worker = waiting.pop(connection)
-                answers[worker.rank] = self._answer(worker)
-        return [answers[worker.rank] for worker in self.workers]
+                process = waiting.pop(connection)
+                answers[process.rank] = self._receive(process)
+        return [answers[process.rank] for process in self.processes]
 
-    def processes(self, ranks_per_node: int) -> list[int]:
-        """One process of each node."""
-        return [worker.process.pid for worker in self.workers[::ranks_per_node]]
+    def pid_of_each_node(self, ranks_per_node: int) -> list[int]:
+        """The process id of each node's first rank."""
+        return [process.popen.pid for process in self.processes[::ranks_per_node]]
 
-    def _tell(self, worker: Worker, order: tuple) -> None:
+    def _send(self, process: RankProcess, order: tuple) -> None:
         try:
-            worker.connection.send(order)
+            process.connection.send(order)
         except (BrokenPipeError, ConnectionResetError):
-            raise self._died(worker) from None
+            raise self._died(process) from None
 
-    def _answer(self, worker: Worker) -> dict:
+    def _receive(self, process: RankProcess) -> dict:
         try:
-            answer = worker.connection.recv()
+            answer = process.connection.recv()
         except (EOFError, ConnectionResetError):
-            raise self._died(worker) from None
+            raise self._died(process) from None
         if "refused" in answer:
             raise Refused(answer["refused"])
         return answer
 
-    def _died(self, worker: Worker) -> RankFailed:
-        worker.process.wait()
-        return RankFailed(f"rank {worker.rank} died: {worker.last_words()}")
+    def _died(self, process: RankProcess) -> RankFailed:
+        process.popen.wait()
+        return RankFailed(f"rank {process.rank} died: {process.last_output()}")
 
 
 @contextmanager
-def started_crew(
-    num_nodes: int, ranks_per_node: int, host_of: Callable[[int], Host]
-) -> Iterator[Crew]:
+def started_ranks(
+    num_nodes: int, ranks_per_node: int, command_of: Callable[[int], NodeCommand]
+) -> Iterator[RankProcesses]:
     """Start `ranks_per_node` ranks on each node; kill them at the end."""
     world = num_nodes * ranks_per_node
-    workers: list[Worker] = []
+    processes: list[RankProcess] = []
     with tempfile.TemporaryDirectory(prefix="zeropp-cluster-") as folder:
         try:
             for rank in range(world):
                 node, local = divmod(rank, ranks_per_node)
-                place = {
-                    "RANK": rank, "WORLD_SIZE": world,
-                    "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": ranks_per_node,
-                    "GROUP_RANK": node, "GROUP_WORLD_SIZE": num_nodes,
+                variables = {
+                    "RANK": rank,
+                    "WORLD_SIZE": world,
+                    "LOCAL_RANK": local,
+                    "LOCAL_WORLD_SIZE": ranks_per_node,
+                    "GROUP_RANK": node,
+                    "GROUP_WORLD_SIZE": num_nodes,
                 }
-                workers.append(_start(rank, host_of(node), place, Path(folder)))
-            yield Crew(workers)
+                processes.append(_start(rank, command_of(node), variables, Path(folder)))
+            yield RankProcesses(processes)
         finally:
-            for worker in workers:
-                _end(worker)
+            for process in processes:
+                _kill(process)
 
 
-def _start(rank: int, host: Host, place: Mapping[str, int], folder: Path) -> Worker:
-    """Start a rank in a session of its own: Ctrl-C is this process's affair."""
+def _start(
+    rank: int, node_command: NodeCommand, rank_variables: Mapping[str, int], folder: Path
+) -> RankProcess:
+    """Start a rank in a session of its own, which Ctrl-C does not reach."""
     ours, theirs = Pipe()
     output = folder / f"rank{rank}"
-    variables = {name: str(value) for name, value in place.items()}
-    fixed = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-    command = [*host.inside, sys.executable, str(WORKER), str(theirs.fileno())]
+    variables = {name: str(value) for name, value in rank_variables.items()}
+    common = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+    program = [sys.executable, "-m", RANK_MODULE, str(theirs.fileno())]
     with output.open("wb") as file:
-        process = subprocess.Popen(
-            command,
+        popen = subprocess.Popen(
+            [*node_command.prefix, *program],
             cwd=ROOT,
-            env={**os.environ, **fixed, **variables, **host.variables},
+            env={**os.environ, **common, **variables, **node_command.variables},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -153,13 +158,13 @@ def _start(rank: int, host: Host, place: Mapping[str, int], folder: Path) -> Wor
             start_new_session=True,
         )
     theirs.close()
-    return Worker(rank=rank, process=process, connection=ours, output=output)
+    return RankProcess(rank=rank, popen=popen, connection=ours, output=output)
 
 
-def _end(worker: Worker) -> None:
-    worker.connection.close()
+def _kill(process: RankProcess) -> None:
+    process.connection.close()
     try:
-        os.killpg(worker.process.pid, signal.SIGKILL)
+        os.killpg(process.popen.pid, signal.SIGKILL)
     except ProcessLookupError:
-        pass  # it is dead already
-    worker.process.wait()
+        pass  # it has ended already
+    process.popen.wait()

@@ -31,7 +31,7 @@ def run_on_ranks(
 ) -> dict | list:
     """Run `python -m module ARGUMENTS --on-ranks FILE` on each rank; return rank 0's JSON.
 
-    `variables` are added to the environment. Raises RanksFailed if the ranks exit without an answer.
+    `variables` are added to the environment. Raises RanksFailed if there is no answer.
     """
     launcher = [sys.executable, "-m", "zeropp.ranks.launcher", "--num_ranks", str(num_ranks)]
     if ranks_per_node is not None:

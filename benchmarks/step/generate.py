@@ -145,7 +145,8 @@ def show(result: dict) -> None:
         f"{result['parameters'] / 1e6:.1f} M parameters, prompts of {result['prompt']} tokens, "
         f"{result['tokens']} generated, {result['threads']} threads; tokens equal"
     )
-    print(f"{'texts at once':>14}" + "".join(f"{name:>18}" for name in (CACHED, UNCACHED, TRANSFORMERS)))
+    names = (CACHED, UNCACHED, TRANSFORMERS)
+    print(f"{'texts at once':>14}" + "".join(f"{name:>18}" for name in names))
     for size in result["sizes"]:
         medians = {name: statistics.median(times) for name, times in size["seconds"].items()}
         generated = result["tokens"] * size["rows"]

@@ -82,6 +82,6 @@ def copy_weights(model: nn.Module, weights: Mapping[str, Tensor], layers: int, h
 
 
 def ungrouped(qkv: Tensor, heads: int) -> Tensor:
-    """Reorder rows of queries, keys and values from [heads, 3, channels] to [3, heads, channels]."""
+    """Rows of queries, keys and values [heads, 3, channels] as [3, heads, channels]."""
     grouped = qkv.unflatten(0, (heads, 3, -1))
     return grouped.transpose(0, 1).flatten(0, 2)
