@@ -25,9 +25,10 @@ sys.path[0] = str(ROOT)
 
 from benchmarks.convergence.arms import FLAGS  # noqa: E402
 from benchmarks.convergence.codes import CODES, SCALES, Scheme, built  # noqa: E402
+from benchmarks.shared.surroundings import surroundings  # noqa: E402
+
 from benchmarks.convergence.numerics_chart import draw  # noqa: E402
 from benchmarks.convergence.numerics_report import page, tables  # noqa: E402
-from benchmarks.shared.surroundings import surroundings  # noqa: E402
 from megatron_zpp.monitor.console import Console  # noqa: E402
 from megatron_zpp.parallel.mesh import join_ranks  # noqa: E402
 from megatron_zpp.settings.arguments import parse  # noqa: E402
