@@ -1,15 +1,15 @@
-"""Ways to write a block of numbers as integers and one scale, in plain PyTorch, to be compared.
+"""Schemes that represent a block of numbers by integers and one scale, in plain PyTorch.
 
-| code        | scale before it is rounded | codes          | a block's extreme becomes            |
-|-------------|----------------------------|----------------|--------------------------------------|
-| `symmetric` | largest / (2^(b-1) - 1)    | one fewer      | itself                               |
-| `clipped`   | largest / 2^(b-1)          | all 2^b        | itself if negative, else a step less |
-| `signed`    | -extreme / 2^(b-1)         | all 2^b        | itself                               |
-| `shrunk`    | 0.95 of `signed`           | all 2^b        | 0.95 of itself                       |
-| `half-step` | largest / (2^(b-1) - 1/2)  | all 2^b, no 0  | itself                               |
+| code        | scale before rounding      | integers      | a block's extreme becomes             |
+|-------------|----------------------------|---------------|---------------------------------------|
+| `symmetric` | largest / (2^(b-1) - 1)    | 2^b - 1       | itself                                |
+| `clipped`   | largest / 2^(b-1)          | all 2^b       | itself if negative, else a step less  |
+| `signed`    | -extreme / 2^(b-1)         | all 2^b       | itself                                |
+| `shrunk`    | 0.95 of `signed`           | all 2^b       | 0.95 of itself                        |
+| `half-step` | largest / (2^(b-1) - 1/2)  | all 2^b, no 0 | itself                                |
 
-The extreme is the element of the largest magnitude, with its sign. `signed` with scales in bf16,
-cut off rather than rounded (`bf16`), is what zeropp does.
+The extreme is the element of the largest magnitude, with its sign. zeropp uses `signed` with scales
+in bf16, truncated rather than rounded (`bf16`).
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ SHRINK = 0.95
 CODES = ("symmetric", "clipped", "signed", "shrunk", "half-step")
 
 
-def _cut(scale: Tensor) -> Tensor:
+def _truncate_to_bf16(scale: Tensor) -> Tensor:
     return (scale.view(torch.int32) >> 16 << 16).view(torch.float32)
 
 
@@ -37,9 +37,9 @@ def _power_of_two(scale: Tensor) -> Tensor:
 
 
 SCALES: Mapping[str, tuple[int, Callable[[Tensor], Tensor]]] = MappingProxyType(
-    {  # name -> bytes, what becomes of a scale
+    {  # name -> bytes of a scale, how it is rounded
         "fp32": (4, lambda scale: scale),
-        "bf16": (2, _cut),
+        "bf16": (2, _truncate_to_bf16),
         "bf16 nearest": (2, lambda scale: scale.to(torch.bfloat16).float()),
         "fp16": (2, lambda scale: scale.to(torch.float16).float()),
         "2^n": (1, _power_of_two),
@@ -49,7 +49,7 @@ SCALES: Mapping[str, tuple[int, Callable[[Tensor], Tensor]]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """Codes of `bits` bits, and for every `block` elements a scale; no sign for scales of 2^n."""
+    """Integers of `bits` bits, and a scale per `block` elements; scales of 2^n have no sign."""
 
     bits: int
     block: int
@@ -60,23 +60,25 @@ class Scheme:
     def bytes_per_element(self) -> float:
         return self.bits / 8 + SCALES[self.scale][0] / self.block
 
-    def there_and_back(self, values: Tensor) -> Tensor:
-        """What `values` (n,) fp32 become."""
-        blocks = -(-len(values) // self.block)
-        cut = pad(values, (0, blocks * self.block - len(values))).view(blocks, self.block)
-        scale = SCALES[self.scale][1](self._exact_scale(cut))[:, None]
+    def round_trip(self, values: Tensor) -> Tensor:
+        """Quantize and dequantize `values` (n,) fp32."""
+        num_blocks = -(-len(values) // self.block)
+        padding = num_blocks * self.block - len(values)
+        blocks = pad(values, (0, padding)).view(num_blocks, self.block)
+        _, round_scale = SCALES[self.scale]
+        scale = round_scale(self._exact_scale(blocks))[:, None]
         top = 1 << (self.bits - 1)
-        steps = torch.where(scale == 0, 0.0, cut * (1.0 / scale))
+        steps = torch.where(scale == 0, 0.0, blocks * (1.0 / scale))
         if self.code == "half-step":
-            found = (steps.floor().clamp(-top, top - 1) + 0.5) * scale
+            numbers = (steps.floor().clamp(-top, top - 1) + 0.5) * scale
         else:
             lowest = 1 - top if self.code == "symmetric" else -top
-            found = steps.round().clamp(lowest, top - 1) * scale
-        return found.flatten()[: len(values)]
+            numbers = steps.round().clamp(lowest, top - 1) * scale
+        return numbers.flatten()[: len(values)]
 
-    def _exact_scale(self, cut: Tensor) -> Tensor:
+    def _exact_scale(self, blocks: Tensor) -> Tensor:
         """(blocks, block) -> (blocks,) fp32."""
-        top, high, low = 1 << (self.bits - 1), cut.amax(-1), cut.amin(-1)
+        top, high, low = 1 << (self.bits - 1), blocks.amax(-1), blocks.amin(-1)
         largest = torch.maximum(high, -low)
         extreme = torch.where(high >= -low, high, low)
         return {
@@ -88,8 +90,8 @@ class Scheme:
         }[self.code]
 
 
-def built(values: Tensor, bits: int) -> Tensor:
-    """What `values` (n,) become by the ops of zeropp."""
+def zeropp_round_trip(values: Tensor, bits: int) -> Tensor:
+    """Quantize and dequantize `values` (n,) with the ops of zeropp."""
     layout = Layout(sizes=(len(values),), bits=(bits,), wire=torch.float32)
     out = torch.empty(1, len(values))
     dequantize(quantize(values[None], layout), out, layout)

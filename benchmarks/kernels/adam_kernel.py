@@ -1,4 +1,4 @@
-"""Adam's kernel for benchmarks/kernels/quantize_kernels.py: one call that unscales, clips, updates and copies.
+"""Adam's kernel for quantize_kernels.py: one call that unscales, clips, updates and copies.
 
 Its peer is what PyTorch offers: a multiplication of all gradients, then AdamW(fused=True).
 """

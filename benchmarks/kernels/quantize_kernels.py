@@ -1,6 +1,7 @@
 """How fast the quantization kernels are beside a copy of as many bytes, on a GPU or one thread.
 
-    python benchmarks/kernels/quantize_kernels.py [--device cpu|cuda] [--elements N ...] [--rounds N] [--json FILE]
+    python -m benchmarks.kernels.quantize_kernels [--device cpu|cuda] [--elements N ...]
+        [--rounds N] [--json FILE]
 
 Every kernel is first compared with the plain-torch reference on the CPU, and at the sizes that are
 timed with the reference on its own device, byte by byte. Then kernel, copy, plain torch and, where
@@ -19,23 +20,20 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)
-
-from benchmarks.kernels import quantizers  # noqa: E402
-from benchmarks.kernels.adam_kernel import adam_works  # noqa: E402
-from benchmarks.kernels.quantize_works import ROWS, Work, works  # noqa: E402
-from benchmarks.kernels.quantizers import Peer  # noqa: E402
-from benchmarks.shared.result import add_json, begin, finish, heading  # noqa: E402
-from benchmarks.shared.stopwatch import GpuStopwatch, Stopwatch, ThreadStopwatch, quartiles  # noqa: E402
-from zeropp.quant.cpu import ISAS, native  # noqa: E402
-from zeropp.quant.cuda import cuda  # noqa: E402
-from zeropp.quant.library import Kernels  # noqa: E402
+from benchmarks.kernels import quantizers
+from benchmarks.kernels.adam_kernel import adam_works
+from benchmarks.kernels.quantize_works import ROWS, Work, works
+from benchmarks.kernels.quantizers import Peer
+from benchmarks.shared.interleaved import quartiles
+from benchmarks.shared.result import begin, benchmark_parser, finish, heading
+from benchmarks.shared.timers import GpuTimer, Timer, thread_timer
+from zeropp.quant.cpu import ISAS, native
+from zeropp.quant.cuda import cuda
+from zeropp.quant.library import Kernels
 
 CHECKED = 1 << 20  # elements that are compared with the reference on the CPU
 ENOUGH, LARGE = 0.85, 64 << 20  # of a copy's speed a kernel should have, from so many bytes on
@@ -49,7 +47,7 @@ class Place:
 
     device: torch.device
     kernels: Kernels
-    stopwatch: Stopwatch
+    timer: Timer
     cache: int  # bytes; data of more is not in it when a run begins; 0: as it comes
     sample: int  # bytes to be moved between two looks at the clock, if `most` runs are enough
     most: int
@@ -70,7 +68,7 @@ def main() -> int:
     options = read_options()
     place = on_gpu() if options.device == "cuda" else on_cpu(options.isa)
     result = {
-        **begin("kernels"),
+        **begin(__spec__.name),
         "device": options.device,
         "kernels": options.isa or best(place.kernels) if options.device == "cpu" else "CUDA",
         "libraries": quantizers.versions(),
@@ -92,9 +90,7 @@ def main() -> int:
 
 def read_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument(
         "--elements", type=int, nargs="+", metavar="N",
@@ -103,7 +99,6 @@ def read_options() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=15, help="samples of each (default: 15)")
     parser.add_argument("--isa", choices=ISAS, help="of the CPU; default: the best it has")
-    add_json(parser)
     options = parser.parse_args()
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -124,7 +119,7 @@ def on_cpu(isa: str | None) -> Place:
         sys.exit(f"error: this processor has no {isa}; give one of {' '.join(ISAS)}")
     torch.set_num_threads(1)
     return Place(
-        device=torch.device("cpu"), kernels=kernels, stopwatch=ThreadStopwatch(), cache=0,
+        device=torch.device("cpu"), kernels=kernels, timer=thread_timer(), cache=0,
         sample=1 << 26, most=1 << 20, plain_rounds=1,
     )  # fmt: skip
 
@@ -140,7 +135,7 @@ def on_gpu() -> Place:
                  "--inplace where nvcc is")  # fmt: skip
     cache = torch.cuda.get_device_properties(device).L2_cache_size // 2
     return Place(
-        device=device, kernels=kernels, stopwatch=GpuStopwatch(device), cache=cache,
+        device=device, kernels=kernels, timer=GpuTimer(device), cache=cache,
         sample=1 << 30, most=50, plain_rounds=1 << 20,
     )  # fmt: skip
 
@@ -187,7 +182,7 @@ def contest(place: Place, work: Work, elements: int, rounds: int) -> dict:
         for name, run in runners[:: -1 if number % 2 else 1]:
             slow = name == "plain"
             if not slow or number < place.plain_rounds:
-                taken = place.stopwatch.seconds(run, 1 if slow else times, cold=cold)
+                taken = place.timer.mean_seconds(run, 1 if slow else times, cold=cold)
                 seconds[name].append(taken)
     return row(work, elements, seconds) | {
         "in_cache": not cold if place.cache else None, "failed": failed,

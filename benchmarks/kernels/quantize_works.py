@@ -1,4 +1,4 @@
-"""What benchmarks/kernels/quantize_kernels.py times: each quantization kernel on one size, its plain-torch twin."""
+"""What quantize_kernels.py times: each quantization kernel on one size, its plain-torch twin."""
 
 import math
 from collections.abc import Callable, Iterator
