@@ -1,6 +1,6 @@
 """What nvcc reports of the CUDA kernels: registers, shared memory, and what did not fit in registers.
 
-    python benchmarks/kernels/cuda_compile.py [--output FILE.md]
+    python -m benchmarks.kernels.cuda_compile [--output FILE.md]
 
 Compiles every .cu file of csrc/ with setup.py's flags for sm_80 and sm_90. No GPU is needed.
 """
@@ -16,13 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.shared.environment_report import environment_report
+from setup import CUDA_FLAGS, find_nvcc
+from zeropp.atomic import write_atomically
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:] = [str(ROOT), *(one for one in sys.path if one != str(ROOT))]
-
-from benchmarks.shared.surroundings import surroundings  # noqa: E402
-from setup import CUDA_FLAGS, find_nvcc  # noqa: E402
-from zeropp.atomic import write_atomically  # noqa: E402
-
 GPUS = ("sm_80", "sm_90")
 SOURCES = tuple(sorted((ROOT / "csrc").glob("*/*.cu")))
 THREADS = 256  # of a thread block, csrc/shared/cuda_tiles.h
@@ -93,7 +91,7 @@ def compiled(nvcc: str, source: Path, gpu: str) -> Iterator[Compiled]:
 def report(nvcc: str, kernels: list[Compiled], seconds: float) -> str:
     """The dated Markdown."""
     output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    around = surroundings()
+    around = environment_report()
     changed = " and what was not committed yet" if around["uncommitted"] else ""
     version = re.search(r"V([\d.]+)", output).group(1)
     rows = [
@@ -105,8 +103,9 @@ def report(nvcc: str, kernels: list[Compiled], seconds: float) -> str:
         [
             f"# What nvcc reports of the CUDA kernels, {time.strftime('%-d %B %Y')}",
             "",
-            f"`python benchmarks/kernels/cuda_compile.py`, commit {around['commit'][:12]}{changed}; nvcc "
-            f"{version}, flags "
+            "`python -m benchmarks.kernels.cuda_compile`, "
+            f"commit {around['commit'][:12]}{changed}; "
+            f"nvcc {version}, flags "
             f"`{' '.join(CUDA_FLAGS)}`; {len(GPUS)} architectures of {len(SOURCES)} files in "
             f"{seconds:.0f} s. Nothing ran: there was no GPU. Warps are those that the registers "
             f"let a multiprocessor hold, in blocks of {THREADS} threads.",

@@ -1,7 +1,7 @@
 """How fast the quantization kernels are, compared with a copy of as many bytes.
 
-    python benchmarks/kernels/quantize_kernels.py [--device cpu|cuda] [--elements N ...]
-                                                  [--rounds N] [--json FILE]
+    python -m benchmarks.kernels.quantize_kernels [--device cpu|cuda] [--elements N ...]
+        [--rounds N] [--json FILE]
 
 Every kernel is first compared byte by byte with the plain-torch reference: on the CPU, and at the
 sizes that are timed on the kernel's own device. Then kernel, copy, plain torch and, where they are
@@ -20,23 +20,20 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)
-
-from benchmarks.kernels import other_libraries  # noqa: E402
-from benchmarks.kernels.adam_kernel import adam_cases, torch_adamw  # noqa: E402
-from benchmarks.kernels.other_libraries import Peer  # noqa: E402
-from benchmarks.shared.result import add_json, begin, finish, heading  # noqa: E402
-from benchmarks.shared.stopwatch import GpuStopwatch, Stopwatch, ThreadStopwatch, quartiles  # noqa: E402
-from zeropp.native.kernels import ISAS, use_isa  # noqa: E402
-from zeropp.quant import cpu, cuda, reference  # noqa: E402
-from zeropp.quant.ops import Backend  # noqa: E402
-from zeropp.quant.timing import ROWS, Case, cases  # noqa: E402
+from benchmarks.kernels import other_libraries
+from benchmarks.kernels.adam_kernel import adam_cases, torch_adamw
+from benchmarks.kernels.other_libraries import Peer
+from benchmarks.shared.interleaved import quartiles
+from benchmarks.shared.result import begin, benchmark_parser, finish, heading
+from benchmarks.shared.timers import GpuTimer, Timer, thread_timer
+from zeropp.native.kernels import ISAS, use_isa
+from zeropp.quant import cpu, cuda, reference
+from zeropp.quant.ops import Backend
+from zeropp.quant.timing import ROWS, Case, cases
 
 CHECKED = 1 << 20  # elements that are compared with the reference on the CPU
 ENOUGH, LARGE = 0.85, 64 << 20  # share of a copy's speed that kernels should reach on so many bytes
@@ -50,7 +47,7 @@ class Place:
 
     device: torch.device
     kernels: Backend
-    stopwatch: Stopwatch
+    timer: Timer
     cache: int  # bytes; larger data is not in the cache when a run begins; 0: not controlled
     sample: int  # bytes to move in each measurement, in at most `most` runs
     most: int
@@ -71,7 +68,7 @@ def main() -> int:
     options = read_options()
     place = on_gpu() if options.device == "cuda" else on_cpu(options.isa)
     result = {
-        **begin("kernels"),
+        **begin(__spec__.name),
         "device": options.device,
         "kernels": options.isa or best_isa() if options.device == "cpu" else "CUDA",
         "libraries": other_libraries.versions(),
@@ -93,9 +90,7 @@ def main() -> int:
 
 def read_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument(
         "--elements", type=int, nargs="+", metavar="N",
@@ -104,7 +99,6 @@ def read_options() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=15, help="samples of each (default: 15)")
     parser.add_argument("--isa", choices=ISAS, help="of the CPU; default: the best it has")
-    add_json(parser)
     options = parser.parse_args()
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -125,7 +119,7 @@ def on_cpu(isa: str | None) -> Place:
         sys.exit(f"error: this processor has no {isa}; give one of {' '.join(ISAS)}")
     torch.set_num_threads(1)
     return Place(
-        device=torch.device("cpu"), kernels=kernels, stopwatch=ThreadStopwatch(), cache=0,
+        device=torch.device("cpu"), kernels=kernels, timer=thread_timer(), cache=0,
         sample=1 << 26, most=1 << 20, plain_rounds=1,
     )  # fmt: skip
 
@@ -141,7 +135,7 @@ def on_gpu() -> Place:
                  "--inplace where nvcc is")  # fmt: skip
     cache = torch.cuda.get_device_properties(device).L2_cache_size // 2
     return Place(
-        device=device, kernels=kernels, stopwatch=GpuStopwatch(device), cache=cache,
+        device=device, kernels=kernels, timer=GpuTimer(device), cache=cache,
         sample=1 << 30, most=50, plain_rounds=1 << 20,
     )  # fmt: skip
 
@@ -189,7 +183,7 @@ def time_case(place: Place, case: Case, elements: int, rounds: int) -> dict:
         for name, run in runners[:: -1 if number % 2 else 1]:
             slow = name == "plain"
             if not slow or number < place.plain_rounds:
-                mean = place.stopwatch.seconds(run, 1 if slow else times, cold=cold)
+                mean = place.timer.mean_seconds(run, 1 if slow else times, cold=cold)
                 seconds[name].append(mean)
     return row(case, elements, seconds) | {
         "in_cache": not cold if place.cache else None, "failed": failed,
