@@ -2,7 +2,7 @@
 // next to nothing. The mask is 0, which the compiler cannot know, so that all numbers stay.
 #include <stdint.h>
 
-#include "../csrc/threads.h"
+#include "../csrc/shared/threads.h"
 
 namespace {
 

@@ -22,12 +22,12 @@ from megatron_zpp.parallel.mesh import join_ranks  # noqa: E402
 from megatron_zpp.train.build import build_run  # noqa: E402
 from megatron_zpp.train.evaluate import evaluate  # noqa: E402
 from megatron_zpp.train.loop import TRAIN, VALIDATION, loader  # noqa: E402
-from megatron_zpp.train.pretrain import SPEAK_SECONDS  # noqa: E402
-from megatron_zpp.train.run import Run  # noqa: E402
-from megatron_zpp.train.step import begin_iteration, is_due  # noqa: E402
+from megatron_zpp.train.run import Run, is_due  # noqa: E402
+from megatron_zpp.train.step import train_step  # noqa: E402
 from megatron_zpp.train.stop import Stopping  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
+from zeropp.ranks.coordination import report_once  # noqa: E402
 from zeropp.ranks.process_group import leave  # noqa: E402
 from zeropp.ranks.topology import Environment  # noqa: E402
 
@@ -45,10 +45,8 @@ def main() -> int:
         run = build_run(config, ranks, console, Stopping(config.training))
         found = train_arm(run, recipe)
     except InputError as mistake:
-        if environment.rank == 0:
-            print(f"error: {mistake}", file=sys.stderr)
-        else:
-            time.sleep(SPEAK_SECONDS)
+        message = f"error: {mistake}"
+        report_once(environment, lambda: print(message, file=sys.stderr))
         return 2
     if ranks.rank == 0:
         write_atomically(answer, lambda file: file.write(json.dumps(found).encode()))
@@ -65,7 +63,7 @@ def train_arm(run: Run, recipe: Recipe) -> dict:
     held_out = [(0, held_out_loss(run, recipe))]
     for iteration in range(1, recipe.steps + 1):
         started = time.perf_counter()
-        done = begin_iteration(run, batches).measured()
+        done = train_step(run, batches).result()
         seconds.append(time.perf_counter() - started)
         training.append(done.loss)
         if is_due(iteration, recipe.eval_interval) or iteration == recipe.steps:

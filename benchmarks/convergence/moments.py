@@ -29,7 +29,7 @@ from megatron_zpp.train.build import build_run  # noqa: E402
 from megatron_zpp.train.evaluate import evaluate  # noqa: E402
 from megatron_zpp.train.loop import TRAIN, VALIDATION, loader  # noqa: E402
 from megatron_zpp.train.run import Run  # noqa: E402
-from megatron_zpp.train.step import begin_iteration  # noqa: E402
+from megatron_zpp.train.step import train_step  # noqa: E402
 from megatron_zpp.train.stop import Stopping  # noqa: E402
 from zeropp.optim import CPUAdam  # noqa: E402
 from zeropp.ranks.topology import Environment  # noqa: E402
@@ -81,7 +81,7 @@ def trained(config: Config, ranks: Ranks, kind: str) -> dict:
     run = dataclasses.replace(run, optimizer=optimizer)
     batches = loader(run, TRAIN, 0)
     steps = range(config.training.train_iters)
-    losses = [begin_iteration(run, batches).measured().loss for _ in steps]
+    losses = [train_step(run, batches).result().loss for _ in steps]
     batches.close()
     return {
         "parameters": run.sharding.model.num_parameters(), "losses": losses,

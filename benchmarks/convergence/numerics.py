@@ -33,12 +33,12 @@ from megatron_zpp.parallel.mesh import join_ranks  # noqa: E402
 from megatron_zpp.settings.arguments import parse  # noqa: E402
 from megatron_zpp.train.build import build_run  # noqa: E402
 from megatron_zpp.train.loop import TRAIN, loader  # noqa: E402
-from megatron_zpp.train.step import begin_iteration, forward_backward  # noqa: E402
+from megatron_zpp.train.step import forward_backward, train_step  # noqa: E402
 from megatron_zpp.train.stop import Stopping  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.optim.step import local_part  # noqa: E402
+from zeropp.quant.ops import quantize, reduce_dequantize, reduce_quantize  # noqa: E402
 from zeropp.quant.packing import BLOCK, Layout  # noqa: E402
-from zeropp.quant.quantize import quantize, reduce_dequantize, reduce_quantize  # noqa: E402
 from zeropp.ranks.topology import Environment  # noqa: E402
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -111,7 +111,7 @@ def trained(steps: int) -> tuple[float, Tensors, list[Tensors]]:
     run = build_run(config, ranks, console, Stopping(config.training))
     batches, loss = loader(run, TRAIN, 0), float("nan")
     for _ in range(steps):
-        loss = begin_iteration(run, batches).measured().loss
+        loss = train_step(run, batches).result().loss
     matrices = [weight for weight in run.sharding.model.parameters() if weight.dim() > 1]
     weights = [local_part(weight.detach()).flatten().clone() for weight in matrices]
     gradients = []

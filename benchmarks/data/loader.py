@@ -34,7 +34,7 @@ from megatron_zpp.settings.arguments import parse  # noqa: E402
 from megatron_zpp.train.build import build_run  # noqa: E402
 from megatron_zpp.train.loop import TRAIN, loader  # noqa: E402
 from megatron_zpp.train.run import Run  # noqa: E402
-from megatron_zpp.train.step import begin_iteration  # noqa: E402
+from megatron_zpp.train.step import train_step  # noqa: E402
 from megatron_zpp.train.stop import Stopping  # noqa: E402
 from zeropp.ranks.topology import Environment  # noqa: E402
 
@@ -118,7 +118,7 @@ def in_turn(run: Run, workers: Sequence[int], rounds: int) -> list[dict]:
         for number in range(-WARM_UP, rounds):
             for name in list(feeds)[:: -1 if number % 2 else 1]:
                 before = feeds[name].waited
-                seconds = begin_iteration(run, feeds[name]).measured().seconds
+                seconds = train_step(run, feeds[name]).result().seconds
                 if number >= 0:
                     rows[name]["seconds"].append(seconds)
                     rows[name]["waited"].append(feeds[name].waited - before)

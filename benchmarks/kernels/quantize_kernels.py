@@ -27,6 +27,8 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)
 
+from zeropp.quant.library import Kernels  # noqa: E402
+
 from benchmarks.kernels import quantizers  # noqa: E402
 from benchmarks.kernels.adam_kernel import adam_works  # noqa: E402
 from benchmarks.kernels.quantize_works import ROWS, Work, works  # noqa: E402
@@ -35,7 +37,6 @@ from benchmarks.shared.result import add_json, begin, finish, heading  # noqa: E
 from benchmarks.shared.stopwatch import GpuStopwatch, Stopwatch, ThreadStopwatch, quartiles  # noqa: E402
 from zeropp.quant.cpu import ISAS, native  # noqa: E402
 from zeropp.quant.cuda import cuda  # noqa: E402
-from zeropp.quant.library import Kernels  # noqa: E402
 
 CHECKED = 1 << 20  # elements that are compared with the reference on the CPU
 ENOUGH, LARGE = 0.85, 64 << 20  # of a copy's speed a kernel should have, from so many bytes on

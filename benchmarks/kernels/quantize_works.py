@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from zeropp.quant.library import Kernels
 
 from benchmarks.kernels import quantizers
 from zeropp.quant import reference
-from zeropp.quant.library import Kernels
 from zeropp.quant.packing import RAW, Layout
 
 ROWS = 8  # ranks that a gradient is cut for

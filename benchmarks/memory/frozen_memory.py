@@ -28,7 +28,7 @@ from zeropp import Sharding, ZeroConfig, shard  # noqa: E402
 from zeropp import fsdp_adapter as fsdp  # noqa: E402
 from zeropp.optim.step import local_part  # noqa: E402
 from zeropp.ranks.topology import Environment  # noqa: E402
-from zeropp.sharding.materialize import make_room  # noqa: E402
+from zeropp.sharding.materialize import allocate_meta_tensors  # noqa: E402
 from zeropp.sharding.shard import allocate_parameters, store_frozen  # noqa: E402
 from zeropp.wire.frozen_weights import stored_bytes  # noqa: E402
 
@@ -69,7 +69,7 @@ def quantize(options: argparse.Namespace, ranks: Ranks) -> dict[str, int]:
     """What bf16 shards take, and what they take once they are codes."""
     sharding = sharded(options, ranks)
     before = resident()
-    make_room(sharding.model, lambda _: ranks.device)
+    allocate_meta_tensors(sharding.model, lambda _: ranks.device)
     fsdp.refresh_parameters(sharding.units)
     for one in sharding.model.parameters():
         local_part(one).normal_(0, 0.02)

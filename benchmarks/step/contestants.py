@@ -20,7 +20,7 @@ from megatron_zpp.model.init import initialize
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.train.build import build_run
 from megatron_zpp.train.loop import TRAIN, loader
-from megatron_zpp.train.step import begin_iteration
+from megatron_zpp.train.step import train_step
 from megatron_zpp.train.stop import Stopping
 from zeropp import optimizer_step, shard
 from zeropp.fsdp_adapter import gather_ahead
@@ -51,7 +51,7 @@ def ours(setting: Setting, name: str = "ours") -> Contestant:
     batches = loader(run, TRAIN, 0)
 
     def step() -> tuple[float, float]:
-        done = begin_iteration(run, batches).measured()
+        done = train_step(run, batches).result()
         return done.loss, done.grad_norm
 
     model, optimizer = run.sharding.model, run.optimizer

@@ -38,7 +38,7 @@ from benchmarks.step.duel import Duels  # noqa: E402
 from benchmarks.step.fill import show_size, speeds  # noqa: E402
 from benchmarks.step.hugging_face_peer import is_installed  # noqa: E402
 from benchmarks.step.loops import BARE  # noqa: E402
-from megatron_zpp.monitor.matrix_rate import matrix_rate  # noqa: E402
+from megatron_zpp.monitor.matmul_rate import measure_matmul_rate  # noqa: E402
 from megatron_zpp.parallel.mesh import join_ranks  # noqa: E402
 from megatron_zpp.settings.config import ParallelConfig  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
@@ -136,7 +136,7 @@ def fill_in(
         "parameters": model.num_parameters(),
         "flops_per_token": model.flops_per_token(),
         "tokens_per_step": shape["micro-batch"] * shape["micro-batches"] * shape["seq"],
-        "product_rate": matrix_rate(ranks.device, torch.bfloat16),
+        "product_rate": measure_matmul_rate(ranks.device, torch.bfloat16),
     }
     try:
         meet_all(found, Duels(setting, options.rounds, options.steps), options.peers, until, save)

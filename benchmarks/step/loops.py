@@ -26,7 +26,8 @@ from megatron_zpp.model.recompute import compile_blocks
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.train.build import build_run
 from megatron_zpp.train.loop import TRAIN, loader
-from megatron_zpp.train.step import Underway, begin_iteration
+from megatron_zpp.train.pending_iteration import PendingIteration
+from megatron_zpp.train.step import train_step
 from megatron_zpp.train.stop import Stopping
 from zeropp.optim.step import local_part
 
@@ -79,19 +80,19 @@ def ours(setting: Setting) -> Loop:
     config = setting.config
     run = build_run(config, setting.ranks, console, Stopping(config.training))
     batches = loader(run, TRAIN, 0)
-    waiting: list[Underway] = []
+    waiting: list[PendingIteration] = []
 
     def step() -> Numbers:
         behind = waiting.pop() if waiting else None
-        begun = begin_iteration(run, batches, behind)
+        begun = train_step(run, batches, behind)
         if behind:
-            behind.measured()
+            behind.result()
         waiting.append(begun)
         return partial(known, begun)
 
-    def known(begun: Underway) -> tuple[float, float]:
+    def known(begun: PendingIteration) -> tuple[float, float]:
         waiting[:] = [one for one in waiting if one is not begun]
-        return LOSS_AND_NORM(begun.measured())
+        return LOSS_AND_NORM(begun.result())
 
     named = run.sharding.model.named_parameters()
     return Loop(

@@ -19,7 +19,6 @@ class PreprocessConfig(Section):
     json_keys: tuple[str, ...] | None = flag(
         None,
         "keys of a line, or columns, that hold text, a dataset for each (default text)",
-        count="+",
     )
     output_prefix: str | None = flag(None, "beginning of the names of the files to write")
     append_eod: bool = flag(False, "end every document with the end-of-document token")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from megatron_zpp.commands.generate_text import UNPRINTABLE, main
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.text.generate import Request, complete
 from megatron_zpp.text.sampling import Sampling
@@ -22,7 +23,6 @@ from tests.launched import ROOT, start, wait_for, zeropp
 from tests.megatron_zpp.models.foreign_models import WORDS, add_tokenizer, llama
 from tests.megatron_zpp.models.foreign_models import saved as saved_in
 from tests.megatron_zpp.text.text_models import save_text_model
-from tools.generate import UNPRINTABLE, main
 
 
 @pytest.fixture(scope="module")

@@ -2,19 +2,23 @@
 
     zeropp [--num_gpus N | --num_ranks N] [--ranks_per_node N] [--bind_cores_to_rank]
            script.py [arguments of the script]
+    zeropp [options] --module package.module [arguments of the module]
 
-A thin layer over torch's elastic agent: the ranks meet on a free port, a dead rank ends the others,
-SIGINT and SIGTERM go to the ranks, which get time to save. What the ranks print is all that is
-printed, with one line at the end when they fail. Several machines are started by torchrun or Slurm.
+A thin layer over torch's elastic agent. The ranks rendezvous on a free port. When a rank dies, the
+others are ended. SIGINT and SIGTERM are passed on to the ranks, which get time to save. Only the
+ranks' own output is printed, and one line at the end if they fail. To use several machines, start
+the script with torchrun or Slurm.
 """
 
 import argparse
 import dataclasses
+import importlib.util
 import logging
 import os
 import signal
 import sys
 import uuid
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import torch
@@ -32,7 +36,10 @@ RANK_SCRIPT = Path(__file__).with_name("rank_main.py")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a script on every rank; return 0, a failed rank's exit code, or 128 + a signal."""
+    """Run a script or module on every rank; return 0, a failed rank's exit code, or 128 + a signal.
+
+    Wrong options print one line `error: ...` and return 2.
+    """
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
         num_ranks = _num_ranks(options)
@@ -76,7 +83,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--bind_cores_to_rank",
         "--bind-cores-to-rank",
         action="store_true",
-        help="keep each rank on cores of its own; not for two jobs on one machine",
+        help="pin each rank to its own cores; not for two jobs on one machine",
+    )
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="run a module, as python -m does, not a script"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="script.py ...")
     options, unknown = parser.parse_known_args(arguments)
@@ -86,7 +96,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _num_ranks(options: argparse.Namespace) -> int:
-    """How many ranks to start here; says so where it was not asked for and there is no GPU."""
+    """The number of ranks to start; prints it if no number was given and there is no GPU."""
     num_gpus = torch.cuda.device_count()
     if options.num_ranks is not None:
         return options.num_ranks
@@ -94,7 +104,7 @@ def _num_ranks(options: argparse.Namespace) -> int:
         if options.num_gpus > num_gpus:
             raise InputError(
                 f"--num_gpus {options.num_gpus}: this machine has {num_gpus}; "
-                f"--num_ranks {options.num_gpus} starts that many ranks on what there is"
+                f"--num_ranks {options.num_gpus} starts that many ranks anyway"
             )
         return options.num_gpus
     if not num_gpus:
@@ -106,9 +116,9 @@ def _check(options: argparse.Namespace, num_ranks: int) -> None:
     if options.num_nodes != 1:
         raise InputError(
             f"--num_nodes {options.num_nodes}: zeropp starts the ranks of one machine. "
-            f"For several, run this on each of them (under Slurm: srun, one task per machine):\n"
+            f"For several machines, run this on each (under Slurm: srun, one task per machine):\n"
             f"  torchrun --nnodes {options.num_nodes} --nproc-per-node RANKS --rdzv-backend c10d "
-            f"--rdzv-endpoint FIRST_MACHINE:29500 {' '.join(options.command)}"
+            f"--rdzv-endpoint FIRST_MACHINE:29500 {' '.join(_program(options))}"
         )
     if num_ranks < 1:
         raise InputError(f"{num_ranks} ranks: expected at least 1")
@@ -117,28 +127,60 @@ def _check(options: argparse.Namespace, num_ranks: int) -> None:
         raise InputError(f"--ranks_per_node {per_node}: expected a divisor of {num_ranks} ranks")
     if options.bind_cores_to_rank and num_ranks > len(cores()):
         raise InputError(
-            f"--bind_cores_to_rank: {num_ranks} ranks on {len(cores())} cores that may be used "
-            "leave some without one; leave it out, or start fewer ranks"
+            f"--bind_cores_to_rank: {num_ranks} ranks need {num_ranks} cores, and this process may "
+            f"use {len(cores())}; leave the option out or start fewer ranks"
         )
     if not options.command:
         raise InputError("no script given: zeropp [options] script.py [arguments of the script]")
-    if not Path(options.command[0]).is_file():
-        raise InputError(f"no such script: {options.command[0]}")
+    name = options.command[0]
+    if options.module and not _can_run_module(name):
+        raise InputError(f"no module to run: {name}; expected a name as for python -m")
+    if not options.module and not Path(name).is_file():
+        raise InputError(f"no such script: {name}")
+
+
+def _can_run_module(name: str) -> bool:
+    """Whether `python -m name` would find a module, or a package with `__main__.py`.
+
+    Nothing is imported: neither the module nor the packages it is in.
+    """
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts):
+        return False
+    spec = PathFinder.find_spec(parts[0], [os.getcwd()]) or importlib.util.find_spec(parts[0])
+    for part in parts[1:]:
+        if spec is None or spec.submodule_search_locations is None:
+            return False
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
+    if spec is None or spec.submodule_search_locations is None:
+        return spec is not None
+    return PathFinder.find_spec("__main__", list(spec.submodule_search_locations)) is not None
+
+
+def _program(options: argparse.Namespace) -> list[str]:
+    """The script or module with its arguments, as the command line of a rank ends."""
+    return ["--module", *options.command] if options.module else options.command
 
 
 def _command(options: argparse.Namespace, num_ranks: int) -> list[str]:
-    """What each rank executes; `env` gives it nodes of another size than the agent does."""
-    share = len(cores()) // num_ranks if options.bind_cores_to_rank else 0
-    begin = [sys.executable, "-u", str(RANK_SCRIPT), str(os.getpid()), str(share), LOCAL_RANK]
-    rank = [*begin, *options.command]
-    per_node = options.ranks_per_node
-    return rank if per_node is None else ["/usr/bin/env", f"LOCAL_WORLD_SIZE={per_node}", *rank]
+    """The command line of each rank; `env` overrides the node size that the agent sets."""
+    num_cores = len(cores()) // num_ranks if options.bind_cores_to_rank else 0
+    command = [
+        *(sys.executable, "-u", str(RANK_SCRIPT)),
+        *(str(os.getpid()), str(num_cores), LOCAL_RANK),
+        *_program(options),
+    ]
+    if options.ranks_per_node is None:
+        return command
+    return ["/usr/bin/env", f"LOCAL_WORLD_SIZE={options.ranks_per_node}", *command]
 
 
 def _one_machine(num_ranks: int) -> LaunchConfig:
     """The agent's settings: one machine, a free port, no restarts."""
-    patience = {"shutdown_timeout": SAVE_SECONDS}  # not in torch 2.11: 30 s there
-    known = {one.name for one in dataclasses.fields(LaunchConfig)}
+    supported = {field.name for field in dataclasses.fields(LaunchConfig)}
+    settings = {}
+    if "shutdown_timeout" in supported:  # torch 2.11 always waits 30 s
+        settings["shutdown_timeout"] = SAVE_SECONDS
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -148,15 +190,15 @@ def _one_machine(num_ranks: int) -> LaunchConfig:
         rdzv_endpoint=f"{ONE_MACHINE}:0",
         local_addr=ONE_MACHINE,
         max_restarts=0,
-        **{name: value for name, value in patience.items() if name in known},
+        **settings,
     )
 
 
 def _report(failures: dict[int, ProcessFailure]) -> int:
-    """Name the rank that failed first, in one line; return the exit code to end with.
+    """Print which rank failed first, in one line; return the exit code of the launcher.
 
-    The others follow it within one look of the agent, and are then ended with SIGTERM: a rank
-    killed by another signal comes first, then one that exited by itself, in order of time.
+    When one rank fails, others may fail before the agent looks again, and the agent ends the rest
+    with SIGTERM. So the cause is a rank killed by another signal, else the one that exited first.
     """
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, float, int]:
@@ -175,9 +217,9 @@ def _report(failures: dict[int, ProcessFailure]) -> int:
     return 128 - code
 
 
-def _stopped(by: signal.Signals) -> int:
-    print(f"zeropp: stopped by {by.name}", file=sys.stderr)
-    return 128 + by
+def _stopped(number: signal.Signals) -> int:
+    print(f"zeropp: stopped by {number.name}", file=sys.stderr)
+    return 128 + number
 
 
 if __name__ == "__main__":

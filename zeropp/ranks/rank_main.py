@@ -1,6 +1,7 @@
-"""One rank of `zeropp`: runs a script as `python script` would, and ends when its launcher ends.
+"""One rank of `zeropp`: runs a script or module as Python would, and ends with its launcher.
 
-Started by path and with the standard library alone, so that a script pays only for what it imports.
+Started by path and written with the standard library alone, so that a rank imports nothing that its
+script does not need.
 """
 
 import ctypes
@@ -13,15 +14,20 @@ SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script; given are the launcher's process id, how many cores to keep to (0: all), this
-    rank's number on the machine, and the command."""
-    launcher, share, number = (int(text) for text in arguments[:3])
+    """Run `arguments`: launcher's process id, cores per rank (0: all), local rank, then either a
+    script and its arguments or `--module`, a module's name and its arguments."""
+    launcher, num_cores, local_rank = (int(text) for text in arguments[:3])
     _end_with(launcher)
-    if share:
-        _keep_to(share, number)
-    sys.argv, script = arguments[3:], arguments[3]
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
-    runpy.run_path(script, run_name="__main__")
+    if num_cores:
+        _pin_to_cores(num_cores, local_rank)
+    if arguments[3] == "--module":
+        sys.argv = arguments[4:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments[3:]
+        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _end_with(launcher: int) -> None:
@@ -33,11 +39,12 @@ def _end_with(launcher: int) -> None:
         sys.exit("error: the launcher ended before this rank started")
 
 
-def _keep_to(share: int, number: int) -> None:
-    """Stay on part `number` of the cores; threads and workers to come inherit that."""
+def _pin_to_cores(num_cores: int, local_rank: int) -> None:
+    """Use only this rank's cores; threads and child processes inherit that."""
     if hasattr(os, "sched_setaffinity"):
-        first = share * number
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[first : first + share])
+        first = num_cores * local_rank
+        usable = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, usable[first : first + num_cores])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.checkpoint import TrainingState
+from megatron_zpp.checkpoint.training_state import TrainingState
 from tests.launched import call
 from tests.megatron_zpp.small_net import names, state_at
 
@@ -47,8 +47,8 @@ def loaded(folder: Path) -> TrainingState:
     model, optimizer = model_of(-1)
     state = checkpoint.load(folder, model, optimizer)
     for parameter in model.parameters():
-        for found in (parameter, *optimizer.state[parameter].values()):
-            assert torch.equal(found, torch.full_like(found, state.seed))
+        for tensor in (parameter, *optimizer.state[parameter].values()):
+            assert torch.equal(tensor, torch.full_like(tensor, state.seed))
     return state
 
 

@@ -5,7 +5,8 @@ import logging
 
 import pytest
 
-from megatron_zpp.settings.arguments import SECTIONS, SPOKEN, parse
+from megatron_zpp.settings.arguments import FLAG_SECTIONS, parse
+from megatron_zpp.settings.config import SECTIONS
 from megatron_zpp.settings.flag import flags
 from tests.megatron_zpp.settings.asking import asked, refused, setting
 
@@ -266,11 +267,11 @@ def test_every_setting_is_covered():
     tried = {word.replace("_", "-") for word in tried}
     ours = {"--eval-at-start", "--sample-prompt", "--sample-length", "--deepspeed-config"}
     ours |= {"--cpu-optimizer", "--no-position-embedding", "--dry-run", "--dry-run-ranks"}
-    idle_extras = {f.shown().replace("_", "-") for s in SPOKEN for f in flags(s) if f.no_effect}
-    for section in SPOKEN:
+    idle_extras = {f.shown.replace("_", "-") for s in FLAG_SECTIONS for f in flags(s) if f.no_effect}
+    for section in FLAG_SECTIONS:
         for described in flags(section):
-            spelled = {f"--{n}".replace("_", "-") for n in described.names + described.off}
-            assert spelled & (tried | ours | idle_extras), described.dest
+            spelled = {f"--{n}".replace("_", "-") for n in [*described.names, *described.shorthands]}
+            assert spelled & (tried | ours | idle_extras), described.name
 
 
 @pytest.mark.parametrize("line", lines(IDLE))

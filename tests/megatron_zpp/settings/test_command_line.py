@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from megatron_zpp.settings.arguments import SPOKEN, parse
+from megatron_zpp.settings.arguments import FLAG_SECTIONS, parse
 from megatron_zpp.settings.flag import flags
 from tests.megatron_zpp.settings.asking import asked, refused
 
@@ -77,7 +77,7 @@ def test_help_lists_every_flag_and_ends_well(capsys):
         parse(["--num-layers", "x", "--help"], 1)
     assert caught.value.code == 0
     shown = capsys.readouterr().out
-    for section in SPOKEN:
+    for section in FLAG_SECTIONS:
         for described in flags(section):
-            assert described.shown() in shown
+            assert described.shown in shown
     assert max(map(len, shown.splitlines())) <= 100

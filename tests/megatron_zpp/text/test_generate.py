@@ -119,7 +119,7 @@ def test_with_and_without_cache_token_for_token(shape: ModelConfig, temperature:
         for prompt, count in [("1", 15), ("2 3 4 5 6 7 8", 9), ("9 10 11", 20), ("12", 3)]
     ]
     cached, uncached = (
-        [(piece.row, piece.text, piece.finish) for piece in stream(
+        [(piece.row, piece.text, piece.finish_reason) for piece in stream(
             model, NoEnd(), requests, use_cache=use_cache)]
         for use_cache in (True, False)
     )  # fmt: skip
@@ -162,7 +162,7 @@ def test_texts_end_by_tokens_texts_and_length_and_leave_the_batch() -> None:
     ]
     pieces = list(stream(model, TOKENIZER, requests))
     assert texts_of(pieces, 4) == ["", " ", " 7 7 7 7 7", ""]
-    last = {piece.row: (piece.num_tokens, piece.finish) for piece in pieces}
+    last = {piece.row: (piece.num_tokens, piece.finish_reason) for piece in pieces}
     assert last == {0: (1, "stop"), 1: (3, "stop"), 2: (5, "length"), 3: (0, "length")}
     assert shapes == [3, 2, 2, 1, 1]
 
@@ -175,14 +175,14 @@ def test_pieces_come_as_they_are_drawn_and_one_text_can_be_cancelled() -> None:
         model, TOKENIZER, [request("1", 0.0), request("2", 0.0)], is_cancelled=gone.__contains__
     )
     first = [next(pieces) for _ in range(2)]
-    assert [(piece.row, piece.text, piece.finish) for piece in first] == [
+    assert [(piece.row, piece.text, piece.finish_reason) for piece in first] == [
         (0, " 7", None), (1, " 7", None),
     ]  # fmt: skip
     assert len(forward_passes) == 1 and not model.training
     gone.add(0)
     rest = list(pieces)
-    assert (rest[0].row, rest[0].finish) == (0, "cancelled")
-    assert {piece.row for piece in rest[1:]} == {1} and rest[-1].finish == "length"
+    assert (rest[0].row, rest[0].finish_reason) == (0, "cancelled")
+    assert {piece.row for piece in rest[1:]} == {1} and rest[-1].finish_reason == "length"
     assert model.training
 
 
@@ -287,5 +287,5 @@ def test_only_the_first_rank_draws_and_is_asked() -> None:
     pieces = list(stream(model, NoEnd(), [request("5 6", 1.0)], is_cancelled=is_cancelled))
     text = "".join(piece.text for piece in pieces)
     assert expected.startswith(text) and len(ids(text)) == 3
-    assert pieces[-1].finish == "cancelled"
+    assert pieces[-1].finish_reason == "cancelled"
     assert len(asked) == (4 if dist.get_rank() == 0 else 0)

@@ -66,7 +66,7 @@ def test_in_16_bit_the_weights_take_half(dtype: str, tmp_path: Path) -> None:
     opened = alone(tmp_path, dtype=dtype)
     wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     assert {parameter.dtype for parameter in opened.model.parameters()} == {wanted}
-    assert [piece.finish for piece in opened.stream(REQUESTS)][-1] in ("length", "stop")
+    assert [piece.finish_reason for piece in opened.stream(REQUESTS)][-1] in ("length", "stop")
 
 
 def test_what_is_asked_is_checked_before_the_other_ranks_hear_of_it(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_on_ranks(settings: dict, dtype: str, tmp_path: Path) -> None:
         pieces = model.stream(REQUESTS)
         next(pieces)
         pieces.close()
-        ends = [piece.finish for piece in model.stream(REQUESTS, lambda row: row == 0)]
+        ends = [piece.finish_reason for piece in model.stream(REQUESTS, lambda row: row == 0)]
         assert ends[0] == "cancelled" and ends[-1] in ("length", "stop")
     model.close()
     assert texts[0] == texts[1]

@@ -126,7 +126,7 @@ def test_ratio_is_the_part_of_the_weights_on_the_host():
     device = torch.device("meta")
     sizes = [torch.nn.Parameter(torch.empty(size)) for size in (30, 10, 40, 20)]
     for ratio, count in ((0.0, 0), (0.3, 1), (0.39, 1), (0.4, 2), (0.8, 3), (1.0, 4)):
-        places = list(module.places(sizes, ratio, device))
+        places = list(module.master_devices(sizes, ratio, device))
         assert places == [HOST] * count + [device] * (4 - count)
 
 
@@ -134,7 +134,7 @@ def test_what_is_larger_than_the_ratio_leaves_room_for_others():
     """A GPT's embedding comes first, and may be a third of it."""
     sizes = [torch.nn.Parameter(torch.empty(size)) for size in (50, 10, 30, 10)]
     device = torch.device("meta")
-    assert list(module.places(sizes, 0.4, device)) == [device, HOST, HOST, device]
+    assert list(module.master_devices(sizes, 0.4, device)) == [device, HOST, HOST, device]
 
 
 @ranks(2)

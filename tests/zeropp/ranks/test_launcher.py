@@ -1,4 +1,4 @@
-"""The launcher: ranks start, and whatever ends them leaves one line, an exit code and no orphan."""
+"""The launcher starts the ranks; when they end, it leaves one line, an exit code and no orphans."""
 
 import os
 import re
@@ -20,11 +20,11 @@ START_SECONDS = 90  # importing torch in the launcher and its ranks, on a busy m
 END_SECONDS = 60  # what is promised after a rank has died
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="tests a machine without a GPU")
 
-# Each rank writes its process id, then does what it is told to.
+# Each rank writes its process id, then performs the action that the test chooses.
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-folder, deed = Path(sys.argv[1]), sys.argv[2]
+folder, action = Path(sys.argv[1]), sys.argv[2]
 rank = int(os.environ["RANK"])
 
 def save(number, frame):
@@ -33,17 +33,17 @@ def save(number, frame):
     sys.exit(0)
 
 for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, save if deed == "wait" else signal.SIG_DFL)
+    signal.signal(number, save if action == "wait" else signal.SIG_DFL)
 (folder / f"part{rank}").write_text(str(os.getpid()))
 (folder / f"part{rank}").rename(folder / f"pid{rank}")
-if deed == "show":
+if action == "show":
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
     place = " ".join(f"{name}={os.environ[name]}" for name in names)
     place += f" cores={sorted(os.sched_getaffinity(0))}"
     os.write(1, f"{place} {__name__} {sys.argv[3:]} {sys.path[0]}\\n".encode())
     sys.exit(0)
-if deed == "exit" and rank == 1:
-    while not (folder / "pid0").exists():  # or it would be ended before it has written it
+if action == "exit" and rank == 1:
+    while not (folder / "pid0").exists():  # rank 0 must not be ended before it has written it
         time.sleep(0.05)
     print("error: no such corpus", file=sys.stderr)
     sys.exit(3)
@@ -53,27 +53,36 @@ time.sleep(600)
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
-    """Start the launcher on the script with a deed; whatever still lives at the end is killed."""
+    """Start the launcher on the script with an action; kill what still runs at the end."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    started = []
+    processes = []
 
-    def run(deed: str, *options: str, after: tuple[str, ...] = ()) -> subprocess.Popen:
-        script = [str(tmp_path / "script.py"), str(tmp_path), deed, *after]
+    def run(
+        action: str,
+        *options: str,
+        script: str = str(tmp_path / "script.py"),
+        arguments: tuple[str, ...] = (),
+        folder: Path = ROOT,
+    ) -> subprocess.Popen:
+        command = [script, str(tmp_path), action, *arguments]
         # Ignored signals are inherited, and shells ignore SIGINT in background jobs.
         process = subprocess.Popen(
-            [sys.executable, "-m", "zeropp.ranks.launcher", *options, *script],
-            cwd=ROOT,
-            env={k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"},
+            [sys.executable, "-m", "zeropp.ranks.launcher", *options, *command],
+            cwd=folder,
+            env={
+                **{k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"},
+                "PYTHONPATH": str(ROOT),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
-        started.append(process)
+        processes.append(process)
         return process
 
     yield run
-    for process in started:
+    for process in processes:
         process.kill()
         process.communicate()
     for path in tmp_path.glob("pid*"):
@@ -112,7 +121,7 @@ def last_lines(process: subprocess.Popen) -> list[str]:
 
 def test_every_rank_runs_the_script_as_python_would(start: Callable, tmp_path: Path) -> None:
     options = ("--num_nodes", "1", "--num_ranks", "4", "--ranks_per_node", "2")
-    process = start("show", *options, after=("--num-layers", "2", "--num_ranks"))
+    process = start("show", *options, arguments=("--num-layers", "2", "--num_ranks"))
     output, errors = process.communicate(timeout=START_SECONDS)
     assert (process.returncode, errors) == (0, "")
     threads = max(1, len(os.sched_getaffinity(0)) // 4)
@@ -123,7 +132,26 @@ def test_every_rank_runs_the_script_as_python_would(start: Callable, tmp_path: P
     ]
 
 
-def test_ranks_stay_on_cores_of_their_own_if_told(start: Callable) -> None:
+def test_every_rank_runs_a_module_as_python_would(start: Callable, tmp_path: Path) -> None:
+    package = tmp_path / "work" / "folder" / "inner"
+    package.mkdir(parents=True)  # namespace packages, without __init__.py
+    (package / "module.py").write_text(SCRIPT)
+    process = start(
+        "show",
+        *("--num_ranks", "2", "--module"),
+        script="folder.inner.module",
+        arguments=("--module", "x"),
+        folder=tmp_path / "work",
+    )
+    output, errors = process.communicate(timeout=START_SECONDS)
+    assert (process.returncode, errors) == (0, "")
+    lines = sorted(output.splitlines())
+    assert [line.split()[0] for line in lines] == ["RANK=0", "RANK=1"]
+    for line in lines:
+        assert line.endswith(f" __main__ ['--module', 'x'] {tmp_path / 'work'}")
+
+
+def test_ranks_are_pinned_to_their_own_cores_on_request(start: Callable) -> None:
     count = min(2, len(cores()))
     process = start("show", "--num_ranks", str(count), "--bind_cores_to_rank")
     output, errors = process.communicate(timeout=START_SECONDS)
@@ -133,7 +161,7 @@ def test_ranks_stay_on_cores_of_their_own_if_told(start: Callable) -> None:
         assert f"cores={cores()[rank * share : (rank + 1) * share]} " in line
 
 
-def test_a_rank_that_gives_up_ends_the_others_and_is_named(start: Callable, tmp_path: Path) -> None:
+def test_a_rank_that_exits_ends_the_others_and_is_named(start: Callable, tmp_path: Path) -> None:
     process = start("exit", "--num_ranks", "2")
     running = pids(tmp_path, 2)
     assert last_lines(process) == ["error: no such corpus", "zeropp: rank 1 exited with code 3"]
@@ -164,7 +192,7 @@ def test_signals_reach_the_ranks_which_may_save(
     assert not any(is_alive(pid) for pid in running)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals when a parent ends")
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(start: Callable, tmp_path: Path) -> None:
     process = start("wait", "--num_ranks", "2")
     running = pids(tmp_path, 2)
@@ -178,11 +206,16 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(start: Callable, tmp_pat
     [
         (["--num_ranks", "1"], "no script given"),
         (["--num_ranks", "1", "none.py"], "no such script: none.py"),
+        (["--num_ranks", "1", "-m", "none.py"], "no module to run: none.py; expected a name as"),
+        (["--num_ranks", "1", "-m", "zeropp.none"], "no module to run: zeropp.none;"),
+        (["--num_ranks", "1", "-m", "zeropp"], "no module to run: zeropp;"),  # no __main__.py
+        (["--num_ranks", "1", "-m", "no_package.none"], "no module to run: no_package.none;"),
         (["--num_ranks", "0", "{script}"], "0 ranks: expected at least 1"),
         (["--num_ranks", "4", "--ranks_per_node", "3", "{script}"], "a divisor of 4 ranks"),
-        (["--num_ranks", "4096", "--bind_cores_to_rank", "{script}"], "leave some without one"),
+        (["--num_ranks", "4096", "--bind_cores_to_rank", "{script}"], "4096 ranks need 4096 cores"),
         (["--num_ranks", "1", "--hostfile", "h"], "unknown option --hostfile"),
         (["--num_nodes", "2", "--num_ranks", "1", "{script}", "-x"], "torchrun --nnodes 2 .* -x$"),
+        (["--num_nodes", "2", "-m", "a.b", "-x"], "torchrun --nnodes 2 .* --module a.b -x$"),
     ],
 )
 def test_mistakes_are_explained(
@@ -190,13 +223,13 @@ def test_mistakes_are_explained(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(0)")
-    assert main([one.format(script=script) for one in arguments]) == 2
+    assert main([argument.format(script=script) for argument in arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and re.search(words, error.strip()), error
 
 
 @ON_CPU
-def test_gpus_that_are_not_there_are_not_replaced_in_silence(
+def test_asking_for_more_gpus_than_there_are_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     script = tmp_path / "script.py"
@@ -206,9 +239,9 @@ def test_gpus_that_are_not_there_are_not_replaced_in_silence(
 
 
 @ON_CPU
-def test_without_a_count_one_rank_runs_and_it_is_said(start: Callable) -> None:
+def test_without_a_count_one_rank_runs_and_a_line_says_so(start: Callable) -> None:
     process = start("show")
     output, errors = process.communicate(timeout=START_SECONDS)
-    said, shown = output.splitlines()
-    assert said == "zeropp: no GPU here: 1 rank on the CPU (--num_ranks N starts more)"
+    notice, shown = output.splitlines()
+    assert notice == "zeropp: no GPU here: 1 rank on the CPU (--num_ranks N starts more)"
     assert "WORLD_SIZE=1" in shown and errors == ""
