@@ -2,11 +2,11 @@
 
 Importing torch and what comes with it costs about 2.5 CPU seconds, and a run of the tests starts
 hundreds of programs that need it. While the tests run (see conftest.py), `subprocess.Popen` forks
-a plain `python script ...`, `python -m module ...` or `python -c ...` from a fork server; everything
-else starts as usual. The program sees its own arguments, environment,
-folder, standard streams and `sys.path`, imports this project's code itself, and is a child of the
-process that started it, as with `subprocess`. It has a fork server of its own, forked before it
-begins, so that a launcher's ranks are forked too.
+a plain `python script ...`, `python -m module ...` or `python -c ...` from a fork server;
+everything else starts as usual. The program sees its own arguments, environment, folder, standard
+streams and `sys.path`, imports this project's code itself, and is a child of the process that
+started it, as with `subprocess`. It has a fork server of its own, forked before it begins, so that
+a launcher's ranks are forked too.
 
 Differences from a new interpreter: third-party modules are in `sys.modules`, `/proc/PID/cmdline`
 and `/proc/PID/environ` are those of the server, and the interpreter is not torn down at the end.

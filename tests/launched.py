@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LAUNCH = (sys.executable, "-c", "import sys; from zeropp.ranks.launcher import main; sys.exit(main())")
+LAUNCHER = "import sys; from zeropp.ranks.launcher import main; sys.exit(main())"
+LAUNCH = (sys.executable, "-c", LAUNCHER)
 CALL = """
 import pickle, sys
 function, arguments = pickle.loads(bytes.fromhex(sys.argv[1]))

@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,27 +31,7 @@ import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
 from torch.distributed.tensor import debug as dtensor_debug
 
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A test function (by file and name), its pickled arguments and the world it runs in."""
-
-    path: str
-    module: str
-    name: str
-    arguments: bytes
-    world_size: int
-    ranks_per_node: int
-    timeout: float  # seconds
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """`kind` is passed, failed, skipped or xfailed; `time` tells which rank was first."""
-
-    kind: str
-    text: str
-    time: float
+from tests.ranks import Job, Outcome
 
 
 def serve(descriptor: int) -> None:

@@ -23,8 +23,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.rank_worker import Job, Outcome
-
 START_SECONDS = 180  # for importing torch, where it is not forked
 GRACE_SECONDS = 4  # for the other ranks, after one has failed
 STACK_SECONDS = 0.5  # for a hung rank to write down where it is
@@ -59,6 +57,28 @@ def shared_pool() -> "Pool":
     pool = Pool()
     atexit.register(pool.close)
     return pool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A test function (by file and name), its pickled arguments and the world it runs in."""
+
+    path: str
+    module: str
+    name: str
+    arguments: bytes
+    world_size: int
+    ranks_per_node: int
+    timeout: float  # seconds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`kind` is passed, failed, skipped or xfailed; `time` tells which rank was first."""
+
+    kind: str
+    text: str
+    time: float
 
 
 @dataclass
