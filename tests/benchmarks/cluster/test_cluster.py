@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.cluster.products import multiply_in_fp32
+from benchmarks.cluster.trainees import NAMES, OURS, zero_config
+from benchmarks.cluster.turns import Disagreement, Turns, take_turns
 from rich.console import Console
 
 from benchmarks.cluster import cluster, deepspeed_peer
 from benchmarks.cluster.cluster_chart import draw
 from benchmarks.cluster.cluster_report import show, summary
 from benchmarks.cluster.emulation import Counters
-from benchmarks.cluster.products import multiply_in_fp32
-from benchmarks.cluster.trainees import NAMES, OURS, zero_config
-from benchmarks.cluster.turns import Disagreement, Turns, take_turns
 from tests.benchmarks.cluster.namespaces import namespaces_of, needs_namespaces, wait_until
 from zeropp.errors import InputError
 

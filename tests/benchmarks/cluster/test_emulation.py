@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from benchmarks.cluster.crew import Crew, Host, RankFailed, started_crew
 
 from benchmarks.cluster import emulation
-from benchmarks.cluster.crew import Crew, Host, RankFailed, started_crew
 from benchmarks.cluster.emulation import bits_per_second, counters, emulated_cluster
 from tests.benchmarks.cluster.namespaces import namespaces_of, needs_namespaces
 from zeropp.errors import InputError

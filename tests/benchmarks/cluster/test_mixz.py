@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-
 from benchmarks.cluster.crew import Refused
+
 from benchmarks.cluster.mixz import require_agreement
 from tests.benchmarks.cluster.namespaces import needs_namespaces
 from tests.launched import ROOT, zeropp

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.convergence.arms import ARMS, BASELINE, Recipe
+from benchmarks.convergence.curves import draw, require_drawing
 
 from benchmarks.convergence import convergence
-from benchmarks.convergence.arms import ARMS, BASELINE, Recipe
 from benchmarks.convergence.comparison import (
     WINDOW,
     compare,
@@ -19,7 +20,6 @@ from benchmarks.convergence.comparison import (
     verdict,
 )
 from benchmarks.convergence.convergence import RunFailed, keep, read_kept, train_missing
-from benchmarks.convergence.curves import draw, require_drawing
 from zeropp.errors import InputError
 
 RECIPE = Recipe(

@@ -4,12 +4,12 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-
 from benchmarks.convergence.codes import CODES, SCALES, Scheme, built
+from benchmarks.shared.surroundings import surroundings
+
 from benchmarks.convergence.numerics import BLOCKS, HOPS, moments, one_hop, two_hops
 from benchmarks.convergence.numerics_chart import SERIES, draw
 from benchmarks.convergence.numerics_report import DATA, page
-from benchmarks.shared.surroundings import surroundings
 from zeropp.quant.packing import BLOCK, Layout
 
 

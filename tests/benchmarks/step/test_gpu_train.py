@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from benchmarks.shared.setting import SHAPE, Setting
 from benchmarks.shared.stopwatch import quartiles
 from benchmarks.step.contest import Disagreement
 from benchmarks.step.contestants import unsharded
 from benchmarks.step.duel import agreement
 from benchmarks.step.fill import show_size, speeds
+
 from benchmarks.step.gpu_train import SIZES, meet_all, new
 from benchmarks.step.hugging_face_peer import ungrouped
 

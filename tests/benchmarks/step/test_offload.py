@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-
 from benchmarks.step.copies import overlapped, union
+
 from tests.launched import ROOT
 
 

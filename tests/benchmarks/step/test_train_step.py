@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.shared.setting import Setting
+from benchmarks.step.contest import Disagreement, Feeds, verify
+from benchmarks.step.contestants import fsdp2, zeropp_loop
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.memory.model_state import formula, live_storages, paper
-from benchmarks.shared.setting import Setting
-from benchmarks.step.contest import Disagreement, Feeds, verify
-from benchmarks.step.contestants import fsdp2, zeropp_loop
 from megatron_zpp.parallel.mesh import Ranks
 from tests.ranks import ranks
 from zeropp.ranks.topology import Environment
