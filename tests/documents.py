@@ -156,6 +156,8 @@ def problem(words: Sequence[str]) -> str | None:
     if program == "python" and arguments[:2] == ["-m", "pytest"]:
         missing = [word for word in arguments[2:] if "/" in word and not (ROOT / word).exists()]
         return f"no {missing[0]}" if missing else None
+    if program == "python" and arguments[:1] == ["-m"]:
+        arguments = arguments[1:]
     try:
         script, arguments, ranks = _launched(program, arguments)
         return _script(script, arguments, ranks)
@@ -215,6 +217,8 @@ def _script_of_command(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def _script(script: str, arguments: list[str], ranks: int) -> str | None:
+    if script.startswith("benchmarks."):  # a module
+        script = script.replace(".", "/") + ".py"
     if not (ROOT / script).is_file():
         return f"no script {script}"
     script = str((ROOT / script).relative_to(ROOT))
@@ -247,7 +251,8 @@ def _mentions(folder: Path, flag: str) -> bool:
     """Whether a flag, or the name it is made from, stands in quotes in a folder's programs."""
     name = flag.removeprefix("--")
     pattern = rf"[\"'](--)?{re.escape(name)}[\"']|\b{re.escape(name.replace('-', '_'))}\b *[:=]"
-    return any(re.search(pattern, path.read_text()) for path in folder.glob("*.py"))
+    paths = [*folder.glob("*.py"), *folder.parent.glob("shared/*.py")]
+    return any(re.search(pattern, path.read_text()) for path in paths)
 
 
 def _exists(name: str) -> bool:

@@ -68,7 +68,8 @@ def test_all_documents_and_their_commands_are_seen() -> None:
         (documents.commands, "`torchrun -m megatron_zpp.commands pretrain --fp8`", "unknown flag --fp8"),
         (documents.commands, "`python -m pytest tests/nothing.py`", "no tests/nothing.py"),
         (documents.commands, "`sbatch examples/nothing.sh`", "no script examples/nothing.sh"),
-        (documents.commands, "`python benchmarks/step/train_step.py --speed 3`", "has no --speed"),
+        (documents.commands, "`python -m benchmarks.nothing --json f`", "no script benchmarks/no"),
+        (documents.commands, "`python -m benchmarks.step.train_step --speed 3`", "has no --speed"),
     ],
 )
 def test_what_is_wrong_is_found(rule: Callable, text: str, said: str) -> None:

@@ -1,4 +1,4 @@
-"""What nvcc reports of the CUDA kernels: registers, shared memory, and what did not fit in registers.
+"""What nvcc reports of the CUDA kernels: registers, spills to memory, and shared memory.
 
     python -m benchmarks.kernels.cuda_compile [--output FILE.md]
 
