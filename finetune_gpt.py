@@ -1,4 +1,4 @@
-"""`megatron-zpp finetune`: fine-tunes the model of --pretrained-checkpoint; --help lists the flags."""
+"""`megatron-zpp finetune`: fine-tunes a pretrained model; --help lists the flags."""
 
 import sys
 

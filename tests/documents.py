@@ -16,12 +16,12 @@ from pathlib import Path
 from torch.distributed.run import get_args_parser
 
 from megatron_zpp.commands import generate_text
+from megatron_zpp.commands.__main__ import COMMANDS
 from megatron_zpp.commands.consolidate import ConsolidateConfig
 from megatron_zpp.commands.convert_hf import ConvertConfig
 from megatron_zpp.commands.dump_samples import DumpConfig
-from megatron_zpp.commands.evaluate import PERPLEXITY_SECTIONS
+from megatron_zpp.commands.evaluate import PERPLEXITY_SECTIONS, split_flags
 from megatron_zpp.commands.inspect_dataset import InspectConfig
-from megatron_zpp.commands.__main__ import COMMANDS
 from megatron_zpp.commands.merge_datasets import MergeConfig
 from megatron_zpp.preprocess import PreprocessConfig
 from megatron_zpp.settings.arguments import FLAG_SECTIONS, parse
@@ -48,7 +48,10 @@ SECTIONS = {
     "tools/merge_datasets.py": (MergeConfig,),
 }
 GPUS = 8  # of the machine that a launcher without a number of ranks is meant for
-OTHER_FLAGS = {"--help", "--array"}  # every program's, and Slurm's
+LM_EVAL_FLAGS = {
+    "--tasks", "--num-fewshot", "--apply-chat-template", "--output-path", "--log-samples",
+}  # fmt: skip
+OTHER_FLAGS = {"--help", "--array"} | LM_EVAL_FLAGS  # every program's, Slurm's, lm-eval's
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -167,7 +170,8 @@ def known_flags() -> frozenset[str]:
     for sections in SECTIONS.values():
         words |= set(vocabulary(sections))
     own = {f"--{word}" for word in words} | OTHER_FLAGS
-    sources = [ROOT / "zeropp/ranks/launcher.py", *ROOT.glob("benchmarks/*.py"), *ROOT.glob("tools/*.py")]
+    sources = [ROOT / "zeropp/ranks/launcher.py", *ROOT.glob("benchmarks/**/*.py")]
+    sources += ROOT.glob("tools/*.py")
     for path in sources:
         own |= set(re.findall(r'"(--[\w-]+)"', path.read_text()))
     own |= set(get_args_parser()._option_string_actions)
@@ -216,6 +220,8 @@ def _script(script: str, arguments: list[str], ranks: int) -> str | None:
     script = str((ROOT / script).relative_to(ROOT))
     if any(word in ("-h", "--help") for word in arguments):
         return None
+    if "--tasks" in arguments:
+        arguments = split_flags(arguments)[0]
     if script in PRETRAIN:
         parse(arguments, ranks)
     elif script in SECTIONS:

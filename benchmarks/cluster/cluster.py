@@ -1,59 +1,50 @@
-"""ZeRO++ on an emulated cluster: step time, bytes on the wire beside the ledger's, loss.
+"""ZeRO++ on an emulated cluster: step times, bytes on the wire beside the ledger's, and losses.
 
-    python benchmarks/cluster/cluster.py [fsdp2 zero3 qwz hpz qgz zeropp zeropp-4-4] \\
+    python -m benchmarks.cluster.cluster [fsdp2 zero3 qwz hpz qgz zeropp zeropp-4-4] \\
         [--rate 200mbit --rate 1gbit --rate none] [--deepspeed] [--json FILE] [--plot FILE.png]
 
-Every node is a network namespace of this machine, with a link of the given rate to the others
-(root, and the commands ip and tc). Every configuration is built in the same processes, and they
-take one step each in turn, round after round, so that a busy machine slows all of them. Bytes are
-those of the nodes' interfaces, headers included, read while every rank stands still; beside them
-stands what the ranks' ledgers say. M is the model in 16 bit: 2 bytes for each parameter. Nothing
-else travels during a step: gradients are not clipped, losses go another way.
+Every node is a network namespace of this machine, with a link of the given rate to the other nodes
+(needs root, and the commands ip and tc). All configurations are built in the same processes and
+take one step each in turn, so a busy machine slows all of them alike. Bytes are read from the
+nodes' interfaces while every rank is idle, headers included, and shown beside the ranks' traffic
+ledgers. M is the model in 16 bit, 2 bytes per parameter. Nothing else travels during a step:
+gradients are not clipped, and losses are sent through pipes.
 
---one-host runs the same ranks without a network of their own, as any user, and shows the ledger's
-bytes only. What a run made is removed when it ends, however it ends.
+--one-host runs the same ranks without an emulated network, as any user, and shows only the ledgers'
+bytes. The namespaces are removed when the benchmark ends, however it ends.
 """
 
 import argparse
-import contextlib
-import json
-import os
-import shlex
-import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)
+from benchmarks.cluster import emulation
+from benchmarks.cluster.bf16_matmul import bf16_is_slow
+from benchmarks.cluster.cluster_chart import draw
+from benchmarks.cluster.cluster_report import show, summary
+from benchmarks.cluster.configurations import DEEPSPEED, FSDP2, NAMES
+from benchmarks.cluster.deepspeed_peer import require_deepspeed
+from benchmarks.cluster.interleaved_steps import measure_link, run_interleaved
+from benchmarks.cluster.rank_processes import RankFailed, RankProcesses, Refused
+from benchmarks.cluster.started_cluster import exit_on_signals, started_cluster
+from benchmarks.shared.charts import require_matplotlib
+from benchmarks.shared.interleaved import Disagreement
+from benchmarks.shared.result import begin, benchmark_parser, finish
+from benchmarks.shared.training_setup import add_shape_flags, shape_of
+from zeropp.errors import InputError
 
-from benchmarks.cluster import emulation  # noqa: E402
-from benchmarks.cluster.cluster_chart import draw  # noqa: E402
-from benchmarks.cluster.cluster_report import show, summary  # noqa: E402
-from benchmarks.cluster.crew import Crew, Host, RankFailed, Refused, started_crew  # noqa: E402
-from benchmarks.cluster.deepspeed_peer import require_deepspeed  # noqa: E402
-from benchmarks.cluster.products import bf16_is_slow  # noqa: E402
-from benchmarks.cluster.trainees import DEEPSPEED, FSDP2, NAMES  # noqa: E402
-from benchmarks.cluster.turns import Disagreement, measure_link, take_turns  # noqa: E402
-from benchmarks.convergence.curves import require_drawing  # noqa: E402
-from benchmarks.shared.setting import add_flags, shape_of  # noqa: E402
-from benchmarks.shared.surroundings import surroundings  # noqa: E402
-from zeropp.atomic import write_atomically  # noqa: E402
-from zeropp.errors import InputError  # noqa: E402
-
-USUAL = (FSDP2, "zero3", "zeropp")
+DEFAULT_NAMES = (FSDP2, "zero3", "zeropp")
+OUR_NAMES = NAMES[:-1]  # all but DeepSpeed's
 SHAPE = {"layers": 8, "hidden": 512, "heads": 8, "seq": 256, "vocab": 512, "micro_batches": 1}
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PORT = 29500  # where a namespace has its ports for itself
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured: `rates` is (None,) on one host."""
+    """What is measured; `rates` is (None,) on one host."""
 
     names: tuple[str, ...]
     rates: tuple[str | None, ...]
@@ -62,14 +53,13 @@ class Plan:
     shape: tuple[tuple[str, int], ...]
     rounds: int
     warm_up: int
-    products: str  # what bf16 matrices are multiplied in
+    products: str  # the dtype in which bf16 matrices are multiplied
 
 
 def main() -> int:
-    """Measure at each rate, print a table for it, write the files asked for."""
+    """Measure at each rate, print its tables, write the files asked for."""
     options = read_options()
-    for one in ENDING:
-        signal.signal(one, _end)
+    exit_on_signals()
     try:
         plan = plan_of(options)
         result = measure(plan, Console(stderr=True))
@@ -79,13 +69,7 @@ def main() -> int:
     except (Disagreement, RankFailed) as failure:
         print(f"error: {failure}", file=sys.stderr)
         return 1
-    if options.json == "-":
-        print(json.dumps(result, indent=1))
-    else:
-        show(result, Console())
-    if options.json not in (None, "-"):
-        text = json.dumps(result, indent=1) + "\n"
-        write_atomically(Path(options.json), lambda file: file.write(text.encode()))
+    finish(result, lambda result: show(result, Console()), options.json)
     if options.plot is not None:
         draw(result, options.plot)
     return 0
@@ -93,58 +77,41 @@ def main() -> int:
 
 def read_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     add = parser.add_argument
     add("configurations", nargs="*", metavar="NAME",
-        help=f"of {', '.join(NAMES[:-1])} (default: {' '.join(USUAL)}); others compare with the "
-             "first")
+        help=f"of {', '.join(OUR_NAMES)} (default: {' '.join(DEFAULT_NAMES)}); the first is the "
+             "reference")
     add("--rate", action="append", metavar="RATE",
-        help="of each node's link, in each direction, as in 200mbit, or none; may be given several "
-             "times (default: none)")
-    add("--nodes", type=int, default=2, metavar="N", help="nodes (default: 2)")
-    add("--ranks-per-node", type=int, default=2, metavar="N", help="ranks of a node (default: 2)")
+        help="of each node's link, in each direction, as in 200mbit, or none; may be repeated "
+             "(default: none)")
+    add("--nodes", type=int, default=2, metavar="N", help="default: 2")
+    add("--ranks-per-node", type=int, default=2, metavar="N", help="default: 2")
     add("--rounds", type=int, default=10, metavar="N", help="timed steps of each (default: 10)")
     add("--warm-up", type=int, default=1, metavar="N", help="steps before them (default: 1)")
     add("--one-host", action="store_true", help="no namespaces: the ledger's bytes only")
     add("--deepspeed", action="store_true", help="add DeepSpeed's ZeRO-3, if it is installed")
     add("--products", choices=("auto", "bf16", "fp32"), default="auto",
-        help="multiply bf16 matrices in this format; auto: in fp32 where that is faster, as on "
+        help="multiply bf16 matrices in this dtype; auto: in fp32 where that is faster, as on "
              "processors without bf16 arithmetic")
-    add("--json", metavar="FILE", help="write the result here; - prints only it")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the result here (needs matplotlib)")
-    add_flags(parser, **SHAPE)
-    return parser.parse_args()
+    add("--plot", type=Path, metavar="FILE.png", help="draw a chart (needs matplotlib)")
+    add_shape_flags(parser, **SHAPE)
+    return parser.parse_args()  # fmt: skip
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """What the command line asks for; raises InputError for what cannot be."""
+    """What the command line asks for; raises InputError for what is impossible."""
     if options.plot is not None:
-        require_drawing(options.plot)
-    names = tuple(dict.fromkeys(options.configurations or USUAL))
-    for name in names:
-        if name not in NAMES[:-1]:
-            hint = "--deepspeed adds it" if name == DEEPSPEED else f"known: {', '.join(NAMES[:-1])}"
-            raise InputError(f"no configuration is called {name!r}; {hint}")
-    if options.deepspeed:
-        require_deepspeed()
-        names += (DEEPSPEED,)
-    fewest = {"nodes": 1 if options.one_host else 2, "ranks_per_node": 1, "rounds": 1, "warm_up": 1}
-    fewest |= dict.fromkeys(("layers", "micro_batch", "micro_batches"), 1)
-    for name, least in fewest.items():
-        if getattr(options, name) < least:
-            flag = name.replace("_", "-")
-            raise InputError(f"--{flag} {getattr(options, name)}: expected at least {least}")
-    if options.nodes * options.ranks_per_node < 2:
-        raise InputError("one rank sends nothing to anybody: give more --nodes or --ranks-per-node")
+        require_matplotlib(options.plot)
+    names = names_of(options)
+    check_numbers(options)
     if options.one_host and options.rate:
-        raise InputError("--rate is that of links between nodes, and --one-host has none")
+        raise InputError("--rate sets the links between nodes, and --one-host has none")
     rates = tuple(dict.fromkeys(options.rate or (emulation.UNLIMITED,)))
     if not options.one_host:
         for rate in rates:
             emulation.bits_per_second(rate)
-        emulation.require_means()
+        emulation.require_namespaces()
     products = options.products
     if products == "auto":
         products = "fp32" if bf16_is_slow() else "bf16"
@@ -160,12 +127,38 @@ def plan_of(options: argparse.Namespace) -> Plan:
     )
 
 
+def names_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """The configurations asked for, each once; raises InputError for an unknown name."""
+    names = tuple(dict.fromkeys(options.configurations or DEFAULT_NAMES))
+    for name in names:
+        if name not in OUR_NAMES:
+            hint = f"expected one of {', '.join(OUR_NAMES)}"
+            if name == DEEPSPEED:
+                hint = "--deepspeed adds it"
+            raise InputError(f"no configuration is called {name!r}; {hint}")
+    if options.deepspeed:
+        require_deepspeed()
+        names += (DEEPSPEED,)
+    return names
+
+
+def check_numbers(options: argparse.Namespace) -> None:
+    """Raise InputError for numbers that are too small."""
+    minimums = {"nodes": 1 if options.one_host else 2}
+    others = ("ranks_per_node", "rounds", "warm_up", "layers", "micro_batch", "micro_batches")
+    minimums |= dict.fromkeys(others, 1)
+    for name, minimum in minimums.items():
+        if getattr(options, name) < minimum:
+            flag = name.replace("_", "-")
+            raise InputError(f"--{flag} {getattr(options, name)}: expected at least {minimum}")
+    if options.nodes * options.ranks_per_node < 2:
+        raise InputError("one rank sends nothing: give more --nodes or --ranks-per-node")
+
+
 def measure(plan: Plan, console: Console) -> dict:
-    """The whole result, ready for JSON; says on the console how far it is."""
+    """The whole result as JSON; shows progress on the console."""
     result = {
-        "benchmark": "cluster",
-        "command": shlex.join(["python", "benchmarks/cluster/cluster.py", *sys.argv[1:]]),
-        **surroundings(),
+        **begin(__spec__.name),
         "nodes": plan.nodes,
         "ranks_per_node": plan.ranks_per_node,
         "shape": dict(plan.shape),
@@ -175,54 +168,49 @@ def measure(plan: Plan, console: Console) -> dict:
         "runs": [],
     }
     for rate in plan.rates:
-        title = "one host" if rate is None else f"rate {rate}"
-        with console.status(f"{title}: starting") as status, started(plan, rate) as (crew, cluster):
-            crew.ask("join", products=plan.products)
-            link = None
-            if cluster is not None:
-                status.update(f"{title}: measuring the link")
-                link = measure_link(crew, cluster, plan.ranks_per_node)
-            built = {}
-            for name in plan.names:
-                status.update(f"{title}: building {name}")
-                built[name] = crew.ask("build", name=name, shape=plan.shape)
-                result["parameters"] = built[name][0]["parameters"]
-            turns = take_turns(crew, plan, cluster is not None, lambda text, title=title:
-                               status.update(f"{title}: {text}"))
-            dropped = cluster.dropped() if cluster is not None else None
-        rows = summary(turns, built, plan.ranks_per_node)
-        result["runs"].append({"rate": rate, "link": link, "dropped": dropped, "rows": rows})
-    result["load"]["after"] = os.getloadavg()[0]
+        run, parameters = measure_rate(plan, rate, console)
+        result["runs"].append(run)
+        result["parameters"] = parameters
     return result
 
 
-@contextlib.contextmanager
-def started(plan: Plan, rate: str | None) -> Iterator[tuple[Crew, emulation.Cluster | None]]:
-    """The ranks, on nodes of their own unless `rate` is None; all of it is gone afterwards."""
-    with contextlib.ExitStack() as stack:
-        cluster = None
-        if rate is None:
-            port = emulation.free_port()
-            variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            variables["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-        else:
-            cluster = stack.enter_context(emulation.emulated_cluster(plan.nodes, rate))
-            variables = {"MASTER_ADDR": cluster.address(0), "MASTER_PORT": str(PORT)}
-            variables["GLOO_SOCKET_IFNAME"] = emulation.INTERFACE
+def measure_rate(plan: Plan, rate: str | None, console: Console) -> tuple[dict, int]:
+    """The result at one rate, and the number of parameters of the model."""
+    title = "one host" if rate is None else f"rate {rate}"
+    with (
+        console.status(f"{title}: starting") as status,
+        started_cluster(plan.nodes, plan.ranks_per_node, rate) as (ranks, cluster),
+    ):
+        ranks.ask("join", products=plan.products)
+        link, processes = None, []
+        if cluster is not None:
+            status.update(f"{title}: measuring the link")
+            link = measure_link(ranks, cluster, plan.ranks_per_node)
+            processes = ranks.pid_of_each_node(plan.ranks_per_node)
+        built = build_all(ranks, plan, lambda name: status.update(f"{title}: building {name}"))
+        timed = run_interleaved(
+            ranks,
+            plan.names,
+            processes,
+            rounds=plan.rounds,
+            warm_up=plan.warm_up,
+            say=lambda text: status.update(f"{title}: {text}"),
+        )
+        dropped = cluster.dropped() if cluster is not None else None
+    rows = summary(timed, built, plan.ranks_per_node)
+    parameters = built[plan.names[-1]][0]["parameters"]
+    return {"rate": rate, "link": link, "dropped": dropped, "rows": rows}, parameters
 
-        def host_of(node: int) -> Host:
-            inside = () if cluster is None else cluster.inside(node)
-            return Host(inside=inside, variables=variables)
 
-        yield stack.enter_context(started_crew(plan.nodes, plan.ranks_per_node, host_of)), cluster
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    """End as the signal wants, once: what follows must not be cut short by another."""
-    for one in ENDING:
-        signal.signal(one, signal.SIG_IGN)
-    print(f"\nstopped by {signal.Signals(number).name}", file=sys.stderr)
-    sys.exit(128 + number)
+def build_all(
+    ranks: RankProcesses, plan: Plan, say: Callable[[str], None]
+) -> Mapping[str, list[dict]]:
+    """Build every configuration on all ranks; returns their answers by name."""
+    built = {}
+    for name in plan.names:
+        say(name)
+        built[name] = ranks.ask("build", name=name, shape=plan.shape)
+    return built
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""The picture of a run on an emulated cluster: step times at each rate, bytes between the nodes."""
+"""The chart of a run on an emulated cluster: step times at each rate, bytes between nodes."""
 
-import io
 from pathlib import Path
 
-from benchmarks.cluster.cluster_report import ACROSS, bytes_of, most
-from zeropp.atomic import write_atomically
+from benchmarks.cluster.cluster_report import ACROSS, bytes_of, largest
+from benchmarks.shared.charts import hide_top_and_right, save_png
 
 COLOURS = ("#555555", "#0072b2", "#56b4e9", "#f0e442", "#e69f00", "#cc3311", "#aa4499", "#009e73")
-PANEL, LINE, MARGIN = 3.6, 0.42, 1.5  # inches: a panel's width; a bar's height; around the bars
-DOTS = 130  # per inch
+PANEL_WIDTH, BAR_HEIGHT, MARGIN = 3.6, 0.42, 1.5  # inches
 
 
 def draw(result: dict, path: Path) -> None:
@@ -16,8 +14,8 @@ def draw(result: dict, path: Path) -> None:
     from matplotlib.figure import Figure
 
     runs = result["runs"]
-    height = MARGIN + LINE * max(len(run["rows"]) for run in runs)
-    figure = Figure(figsize=(PANEL * (len(runs) + 1), height), layout="constrained")
+    height = MARGIN + BAR_HEIGHT * max(len(run["rows"]) for run in runs)
+    figure = Figure(figsize=(PANEL_WIDTH * (len(runs) + 1), height), layout="constrained")
     panels = figure.subplots(1, len(runs) + 1, sharey=True, squeeze=False)[0]
     for panel, run in zip(panels, runs, strict=False):
         _times(panel, run)
@@ -25,7 +23,7 @@ def draw(result: dict, path: Path) -> None:
     for panel in panels:
         panel.grid(axis="x", alpha=0.25)
         panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
+        hide_top_and_right(panel)
         panel.margins(x=0.28)
     panels[0].invert_yaxis()
     figure.suptitle(
@@ -33,9 +31,7 @@ def draw(result: dict, path: Path) -> None:
         f"{result['parameters'] / 1e6:.1f} M parameters",
         fontsize=11,
     )
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=DOTS)
-    write_atomically(path, lambda file: file.write(picture.getvalue()))
+    save_png(figure, path)
 
 
 def _times(panel, run: dict) -> None:
@@ -51,16 +47,21 @@ def _times(panel, run: dict) -> None:
     panel.set_xlabel("seconds, median and quartiles", fontsize=8)
 
 
-def _bytes(panel, run: dict, whole: int) -> None:
-    """`whole` is M in bytes."""
+def _bytes(panel, run: dict, model_bytes: int) -> None:
+    """What the node that sends most sends: on the wire, else by the ledger; in units of M."""
     rows = run["rows"]
-    wire = [most(node["sent"] for node in row["nodes"]) for row in rows]
-    ledger = [most(bytes_of(node["ledger"], ACROSS) for node in row["nodes"]) for row in rows]
-    shown = [a if a is not None else b for a, b in zip(wire, ledger, strict=True)]
-    values = [(one or 0) / whole for one in shown]
+    sent = []
+    for row in rows:
+        wire = largest(node["sent"] for node in row["nodes"])
+        ledger = largest(bytes_of(node["ledger"], ACROSS) for node in row["nodes"])
+        sent.append(ledger if wire is None else wire)
+    values = [(num_bytes or 0) / model_bytes for num_bytes in sent]
     bars = panel.barh([row["name"] for row in rows], values, color=COLOURS[: len(rows)])
-    labels = ["not counted" if one is None else f"{one / whole:.2f} M" for one in shown]
+    labels = [
+        "not counted" if num_bytes is None else f"{num_bytes / model_bytes:.2f} M"
+        for num_bytes in sent
+    ]
     panel.bar_label(bars, labels, padding=4, fontsize=8)
-    counted = "by the ledger" if run["link"] is None else "on the wire"
+    source = "by the ledger" if run["link"] is None else "on the wire"
     panel.set_title("a node sends to others", fontsize=10)
-    panel.set_xlabel(f"M per step, {counted}", fontsize=8)
+    panel.set_xlabel(f"M per step, {source}", fontsize=8)

@@ -1,4 +1,4 @@
-"""One rank of an emulated cluster: does what `benchmarks/cluster/crew.py` orders through a pipe."""
+"""One rank of an emulated cluster: does what `RankProcesses.ask` orders through a pipe."""
 
 import gc
 import socket
@@ -6,95 +6,104 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)
-
-from benchmarks.cluster.products import multiply_in_fp32  # noqa: E402
-from benchmarks.cluster.trainees import Trainee, trainee  # noqa: E402
-from benchmarks.shared.setting import Setting  # noqa: E402
-from megatron_zpp.parallel.mesh import Ranks, join_ranks  # noqa: E402
-from megatron_zpp.settings.config import ParallelConfig  # noqa: E402
-from zeropp.errors import InputError  # noqa: E402
-from zeropp.ranks.topology import Environment  # noqa: E402
+from benchmarks.cluster.bf16_matmul import multiply_in_fp32
+from benchmarks.cluster.configurations import Configuration, build_configuration
+from benchmarks.shared.training_setup import TrainingSetup
+from megatron_zpp.parallel.mesh import Ranks, join_ranks
+from megatron_zpp.settings.config import ParallelConfig
+from zeropp.errors import InputError
+from zeropp.ranks.topology import Environment
 
 PROBE_PORT = 29400
 CHUNK = 2**20  # bytes
 
 
-class Rank:
-    """What this rank holds between orders: its place and the configurations built so far."""
+class ClusterRank:
+    """The orders of a rank, and what it keeps between them."""
 
     def __init__(self) -> None:
         self.ranks: Ranks | None = None
-        self.trainees: dict[str, Trainee] = {}
-        self.products: torch.library.Library | None = None
+        self.configurations: dict[str, Configuration] = {}
+        self.bf16_kernels: torch.library.Library | None = None
 
     def join(self, products: str) -> dict:
-        """Meet the others; `products` is what bf16 matrices are multiplied in."""
+        """Join the process group; bf16 matrices are multiplied in `products`, bf16 or fp32."""
         if products == "fp32":
-            self.products = multiply_in_fp32()
+            self.bf16_kernels = multiply_in_fp32()
         self.ranks = join_ranks(Environment.read(), ParallelConfig())
         return {}
 
     def build(self, name: str, shape: tuple[tuple[str, int], ...]) -> dict:
-        """Build a configuration beside those there are."""
-        setting = Setting(shape=shape, ranks=self.ranks, dtype="bf16", stage=3)
-        one = trainee(name, setting, self.ranks.environment.local_world_size)
-        self.trainees[name] = one
+        """Build a configuration beside the others."""
+        setup = TrainingSetup(shape=shape, ranks=self.ranks, dtype="bf16", stage=3)
+        configuration = build_configuration(
+            name, setup, self.ranks.environment.local_world_size
+        )
+        self.configurations[name] = configuration
         gc.collect()
-        gc.freeze()  # the models are never garbage: no step pays for looking through them
-        return {"parameters": one.parameters, "expected": one.expected, "held": one.held}
+        gc.freeze()  # the models are never garbage, so no step should spend time on them
+        return {
+            "parameters": configuration.parameters,
+            "expected": configuration.expected,
+            "held": configuration.held,
+        }
 
     def step(self, name: str) -> dict:
-        """One step: its seconds and loss, and the bytes that the ledger says this rank sent.
+        """One training step; see `_timed`."""
+        configuration = self.configurations[name]
+        return _timed(configuration, configuration.step)
 
-        `work` is the seconds of processor time that all threads of this rank took.
-        """
-        one = self.trainees[name]
-        one.take()
-        started, idle = time.perf_counter(), time.process_time()
-        loss = one.step()
-        seconds, work = time.perf_counter() - started, time.process_time() - idle
-        return {"seconds": seconds, "work": work, "loss": loss, "sent": one.take()}
-
-    def look(self, name: str) -> dict:
-        """One pass without gradients: its seconds and loss."""
-        started = time.perf_counter()
-        loss = self.trainees[name].look()
-        return {"seconds": time.perf_counter() - started, "loss": loss}
+    def forward(self, name: str) -> dict:
+        """One forward pass without gradients; see `_timed`."""
+        configuration = self.configurations[name]
+        return _timed(configuration, configuration.forward)
 
     def probe(self, sender: int, receiver: int, address: str, num_bytes: int) -> dict:
-        """Bits per second of one plain connection between two ranks; {} on all but the receiver."""
-        rank = self.ranks.rank
-        if rank == sender:
+        """The receiver's answer is the rate of one connection between two ranks, in bit/s."""
+        if self.ranks.rank == sender:
             _send(address, num_bytes)
-        return {"rate": _receive(address, num_bytes)} if rank == receiver else {}
+        if self.ranks.rank == receiver:
+            return {"rate": _receive(address, num_bytes)}
+        return {}
 
 
 def main() -> None:
-    """Answer orders until the other end of the pipe is gone."""
+    """Answer orders until the other end of the pipe is closed."""
     connection = Connection(int(sys.argv[1]))
-    rank = Rank()
-    known = (rank.join, rank.build, rank.step, rank.look, rank.probe)
-    orders: Mapping[str, Callable[..., dict]] = {one.__name__: one for one in known}
+    rank = ClusterRank()
+    methods = (rank.join, rank.build, rank.step, rank.forward, rank.probe)
+    orders: Mapping[str, Callable[..., dict]] = {method.__name__: method for method in methods}
     while True:
         try:
-            what, details = connection.recv()
+            order, arguments = connection.recv()
         except EOFError:
             return
         try:
-            answer = orders[what](**details)
+            answer = orders[order](**arguments)
         except InputError as refusal:
             answer = {"refused": str(refusal)}
         connection.send(answer)
 
 
+def _timed(configuration: Configuration, run: Callable[[], float]) -> dict:
+    """Loss, seconds, processor seconds of all threads, and bytes sent by the traffic ledger."""
+    configuration.take_sent()
+    wall, processor = time.perf_counter(), time.process_time()
+    loss = run()
+    wall, processor = time.perf_counter() - wall, time.process_time() - processor
+    return {
+        "seconds": wall,
+        "processor_seconds": processor,
+        "loss": loss,
+        "sent": configuration.take_sent(),
+    }
+
+
 def _receive(address: str, num_bytes: int) -> float:
-    """The rate from the first byte to the last, in bits per second."""
+    """The rate from the first byte to the last, in bit/s."""
     buffer = bytearray(CHUNK)
     with socket.create_server((address, PROBE_PORT)) as server:
         peer, _ = server.accept()

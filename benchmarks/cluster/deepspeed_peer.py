@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-3 as a peer, where it is installed; its ZeRO++ does not run without a GPU.
+"""DeepSpeed's ZeRO-3 for comparison, where installed; its ZeRO++ does not run without a GPU.
 
     DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install --no-build-isolation deepspeed==0.19.8
 
@@ -6,11 +6,11 @@ It trains the same layers from the same weights with the same AdamW, unclipped, 
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 
-from benchmarks.shared.setting import Setting
-from megatron_zpp.data.loader import Batch
+from benchmarks.shared.training_setup import TrainingSetup
+from benchmarks.step.training_loops import Steps, model_loss_of
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.parallel.recipe import adam_settings, parameter_groups
@@ -24,23 +24,21 @@ def require_deepspeed() -> None:
     """Raise InputError unless DeepSpeed can be imported."""
     if find_spec("deepspeed") is None:
         raise InputError(
-            f"--deepspeed: it is not installed in this environment. {INSTALL} installs it "
-            "(setuptools and wheel must be there)"
+            f"--deepspeed: DeepSpeed is not installed in this environment. {INSTALL} installs it "
+            "(needs setuptools and wheel)"
         )
 
 
-def deepspeed_step(
-    setting: Setting, feed: Iterator[Sequence[Batch]]
-) -> tuple[Callable[[], float], int]:
-    """A step of DeepSpeed's engine at stage 3, and its model's number of parameters."""
+def deepspeed_step(setup: TrainingSetup, steps: Steps) -> tuple[Callable[[], float], int]:
+    """A step of DeepSpeed's engine at stage 3, and the number of parameters of its model."""
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=os.environ["LOCAL_WORLD_SIZE"])
     import deepspeed
 
-    config = setting.config
-    model = GPT(config.model, setting.vocab_size)
+    config = setup.config
+    model = GPT(config.model, setup.vocab_size)
     initialize(model, config.training.seed, config.model)
-    parameters = model.num_parameters()  # DeepSpeed leaves empty tensors in their place
-    shape = dict(setting.shape)
+    parameters = model.num_parameters()  # before DeepSpeed replaces them by empty tensors
+    shape = dict(setup.shape)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=fastest_adamw(parameter_groups(model), **adam_settings(config)),
@@ -55,10 +53,12 @@ def deepspeed_step(
         },
     )
 
+    loss_of = model_loss_of(engine)
+
     def step() -> float:
-        total, batches = 0.0, next(feed)
+        total, batches = 0.0, next(steps)
         for batch in batches:
-            loss = engine(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)
+            loss = loss_of(batch)
             engine.backward(loss)
             engine.step()
             total += loss.item() / len(batches)

@@ -1,7 +1,8 @@
-"""One rank of any number of them, without the others and without memory: for counting bytes.
+"""One rank of a process group of any size, without other ranks and without memory.
 
-PyTorch's fake process group sends nothing and returns at once; on fake tensors nothing is computed
-either. What runs is all the rest: FSDP2, the collectives' layouts and hops, the ledger.
+It counts the bytes that a step sends. PyTorch's fake process group sends nothing and returns at
+once, and on fake tensors nothing is computed. Everything else runs: FSDP2, the collectives' layouts
+and hops, the traffic ledger.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,8 +21,8 @@ Loss = Callable[[nn.Module], torch.Tensor]
 
 
 @contextmanager
-def one_rank(rank: int, num_ranks: int) -> Iterator[DeviceMesh]:
-    """Be `rank` of `num_ranks` that are not there; the data axis of all of them."""
+def fake_rank(rank: int, num_ranks: int) -> Iterator[DeviceMesh]:
+    """Act as `rank` of a fake process group of `num_ranks`; yields its one-dimensional mesh."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
         yield init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("data",))
@@ -36,7 +37,7 @@ def counted_step(
     config: ZeroConfig,
     num_micro_batches: int = 1,
 ) -> Sharding:
-    """Shard what `build` makes on the meta device, and run one step; its bytes are in `traffic`."""
+    """Shard the model that `build` returns and run one step; the bytes are in `traffic`."""
     with torch.device("meta"):
         model = build()
     sharding = shard(model, mesh, config)

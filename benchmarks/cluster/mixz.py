@@ -1,60 +1,53 @@
-"""LoRA on an emulated cluster: what crosses nodes while frozen weights are stored as INT8, or not.
+"""LoRA on an emulated cluster: what crosses nodes with and without frozen weights in INT8.
 
-    python benchmarks/cluster/mixz.py [--rate 1gbit] [--steps 4] [--tokens 6] [--json FILE]
+    python -m benchmarks.cluster.mixz [--rate 1gbit] [--steps 4] [--tokens 6] [--json FILE]
 
-| name         | frozen weights                                                       |
-|--------------|----------------------------------------------------------------------|
-| `lora-zero3` | bf16 shards of fp32 numbers, gathered for each use                   |
-| `mixz`       | stored as INT8, gathered as stored                                   |
-| `mixz-hpz`   | the same, with hpZ's copy in each node                               |
+| name         | frozen weights                                      |
+|--------------|-----------------------------------------------------|
+| `lora-zero3` | bf16 shards of fp32 numbers, gathered for each use  |
+| `mixz`       | stored as INT8, gathered as stored                  |
+| `mixz-hpz`   | the same, with hpZ's secondary copy in each node    |
 
-All are built in the same processes. First losses must agree within what INT8 may change. Then each
-takes steps in turn, and afterwards passes without gradients, one for each token of a text, as
-generation without a cache makes. Bytes are those of the nodes' interfaces, headers included, read
-while every rank stands still. M is the model in 16 bit. Needs root, and the commands ip and tc.
+All configurations are built in the same processes. Their first losses must agree within what INT8
+may change. Each takes steps in turn, and then passes without gradients, one for each token of a
+text, as generation without a cache does. Bytes are read from the nodes' interfaces while every rank
+is idle, headers included. M is the model in 16 bit. Needs root, and the commands ip and tc.
 """
 
 import argparse
-import signal
 import statistics
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
 from rich.console import Console
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)
-
-from benchmarks.cluster.cluster import (  # noqa: E402
-    ENDING,
-    Plan,
-    _end,
-    emulation,  # noqa: E402
-    started,
-)
-from benchmarks.cluster.crew import Crew, RankFailed, Refused  # noqa: E402
-from benchmarks.cluster.products import bf16_is_slow  # noqa: E402
-from benchmarks.cluster.trainees import LORA  # noqa: E402
-from benchmarks.shared.result import add_json, begin, finish, heading  # noqa: E402
-from benchmarks.shared.setting import add_flags, shape_of  # noqa: E402
-from zeropp.errors import InputError  # noqa: E402
+from benchmarks.cluster import emulation
+from benchmarks.cluster.bf16_matmul import bf16_is_slow
+from benchmarks.cluster.configurations import LORA
+from benchmarks.cluster.interleaved_steps import TimedStep, require_equal_losses, timed_order
+from benchmarks.cluster.rank_processes import RankFailed, Refused
+from benchmarks.cluster.started_cluster import exit_on_signals, started_cluster
+from benchmarks.shared.interleaved import Disagreement, interleaved
+from benchmarks.shared.result import begin, benchmark_parser, finish, heading
+from benchmarks.shared.training_setup import add_shape_flags, shape_of
+from zeropp.errors import InputError
 
 SHAPE = {"layers": 8, "hidden": 512, "heads": 8, "seq": 128, "vocab": 512, "micro_batches": 1}
-APART = 0.005  # of a loss: what INT8 may change it by
+NODES, RANKS_PER_NODE = 2, 2
+LOSS_TOLERANCE = 0.005  # relative: what INT8 may change in a loss
 
 
 def main() -> int:
     """Measure, and print the table."""
     options = read_options()
-    for one in ENDING:
-        signal.signal(one, _end)
-    result = {**begin("mixz"), "shape": dict(shape_of(options)), "rate": options.rate}
+    exit_on_signals()
+    result = {**begin(__spec__.name), "shape": dict(shape_of(options)), "rate": options.rate}
     try:
         require_two(options)
         emulation.bits_per_second(options.rate)
-        emulation.require_means()
+        emulation.require_namespaces()
         result["rows"] = measure(options)
-    except (InputError, Refused, RankFailed) as problem:
+    except (InputError, Refused, RankFailed, Disagreement) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1
     finish(result, show, options.json)
@@ -63,104 +56,92 @@ def main() -> int:
 
 def read_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     add = parser.add_argument
     add("--rate", default=emulation.UNLIMITED, help="of each node's link (default: none)")
-    add("--steps", type=int, default=4, metavar="N", help="of each, the first apart (default: 4)")
+    add("--steps", type=int, default=4, metavar="N", help="training steps of each (default: 4)")
     add("--tokens", type=int, default=6, metavar="N", help="passes of a text (default: 6)")
-    add_json(parser)
-    add_flags(parser, **SHAPE)
+    add_shape_flags(parser, **SHAPE)
     return parser.parse_args()
 
 
 def require_two(options: argparse.Namespace) -> None:
-    """Raise InputError for fewer steps or tokens than the first and one of those after it."""
+    """Raise InputError for fewer than two steps or tokens."""
     for name in ("steps", "tokens"):
-        if getattr(options, name) < 2:
-            raise InputError(f"--{name} {getattr(options, name)}: the first is shown apart: give 2")
+        count = getattr(options, name)
+        if count < 2:
+            raise InputError(
+                f"--{name} {count}: expected at least 2, as the first is reported separately"
+            )
 
 
 def measure(options: argparse.Namespace) -> list[dict]:
-    """A row for each: bytes that the first node sent, in multiples of M, and seconds."""
-    plan = Plan(
-        names=tuple(LORA), rates=(options.rate,), nodes=2, ranks_per_node=2,
-        shape=shape_of(options), rounds=options.steps, warm_up=0,
-        products="fp32" if bf16_is_slow() else "bf16",
-    )  # fmt: skip
-    say = Console(stderr=True)
-    with started(plan, options.rate) as (crew, _):
-        crew.ask("join", products=plan.products)
+    """A row for each configuration: bytes that the first node sent, and seconds."""
+    progress, names, shape = Console(stderr=True), tuple(LORA), shape_of(options)
+    with started_cluster(NODES, RANKS_PER_NODE, options.rate) as (ranks, _):
+        ranks.ask("join", products="fp32" if bf16_is_slow() else "bf16")
         built = {}
-        for name in plan.names:
-            say.print(f"building {name}")
-            built[name] = crew.ask("build", name=name, shape=plan.shape)[0]
-        steps = {name: [] for name in plan.names}
-        for number in range(options.steps):
-            for name in plan.names[:: -1 if number % 2 else 1]:
-                steps[name].append(watched(crew, "step", name))
-        tokens = {name: [watched(crew, "look", name) for _ in range(options.tokens)]
-                  for name in plan.names}
-    require_agreement(steps)
-    return [row(name, built[name], steps[name], tokens[name]) for name in plan.names]
+        for name in names:
+            progress.print(f"building {name}")
+            built[name] = ranks.ask("build", name=name, shape=shape)[0]
+        first_node = ranks.pid_of_each_node(RANKS_PER_NODE)[:1]
+        steps: dict[str, list[TimedStep]] = {name: [] for name in names}
+        for name in interleaved(names, options.steps):
+            steps[name].append(timed_order(ranks, "step", name, first_node))
+        tokens = {
+            name: [
+                timed_order(ranks, "forward", name, first_node) for _ in range(options.tokens)
+            ]
+            for name in names
+        }
+    require_equal_losses({name: steps[name][0].loss for name in names}, LOSS_TOLERANCE)
+    return [row(name, built[name], steps[name], tokens[name]) for name in names]
 
 
-def watched(crew: Crew, what: str, name: str) -> dict:
-    """One order: the slowest rank's seconds, the mean loss, the bytes that the first node sent."""
-    process = crew.processes(2)[0]
-    before = emulation.counters(process)[emulation.INTERFACE]
-    answers = crew.ask(what, name=name)
-    after = emulation.counters(process)[emulation.INTERFACE]
-    return {
-        "sent": (after - before).sent,
-        "seconds": max(one["seconds"] for one in answers),
-        "loss": statistics.fmean(one["loss"] for one in answers),
-    }
-
-
-def require_agreement(steps: dict[str, list[dict]]) -> None:
-    """Raise Refused unless all begin with the loss of the first."""
-    losses = {name: found[0]["loss"] for name, found in steps.items()}
-    first = next(iter(losses.values()))
-    if any(abs(loss - first) > APART * first for loss in losses.values()):
-        raise Refused(f"the first losses differ, so different models are trained: {losses}")
-
-
-def row(name: str, built: dict, steps: list[dict], tokens: list[dict]) -> dict:
-    """What was measured of one."""
-    later = steps[1:]
+def row(
+    name: str, built: dict, steps: Sequence[TimedStep], tokens: Sequence[TimedStep]
+) -> dict:
+    """The numbers of one configuration; `built` is the first rank's answer to `build`."""
     return {
         "name": name,
         "parameters": built["parameters"],
         "held_bytes": built["held"],
-        "first_step": steps[0]["sent"],
-        "later_step": statistics.fmean(one["sent"] for one in later),
-        "first_token": tokens[0]["sent"],
-        "later_token": statistics.fmean(one["sent"] for one in tokens[1:]),
-        "step_seconds": statistics.median(one["seconds"] for one in later),
-        "token_seconds": statistics.median(one["seconds"] for one in tokens[1:]),
-        "losses": [one["loss"] for one in steps],
+        "first_step": sent(steps[0]),
+        "later_step": statistics.fmean(sent(step) for step in steps[1:]),
+        "first_token": sent(tokens[0]),
+        "later_token": statistics.fmean(sent(token) for token in tokens[1:]),
+        "step_seconds": statistics.median(step.seconds for step in steps[1:]),
+        "token_seconds": statistics.median(token.seconds for token in tokens[1:]),
+        "losses": [step.loss for step in steps],
     }
+
+
+def sent(step: TimedStep) -> int:
+    """Bytes that the first node sent to other nodes."""
+    return step.wire[0][emulation.INTERFACE].sent
 
 
 def show(result: dict) -> None:
     """Print the table."""
-    rows, shape = result["rows"], result["shape"]
-    size = 2 * rows[0]["parameters"]
+    rows = result["rows"]
+    model_bytes = 2 * rows[0]["parameters"]
+    shape = ", ".join(f"{name} {value}" for name, value in result["shape"].items())
     print(heading(result, "torch"))
-    words = ", ".join(f"{name} {value}" for name, value in shape.items())
-    print(f"2 nodes x 2 ranks, rate {result['rate']}; {rows[0]['parameters'] / 1e6:.1f} M "
-          f"parameters, M = {size / 1e6:.1f} MB; {words}")
+    print(
+        f"{NODES} nodes x {RANKS_PER_NODE} ranks, rate {result['rate']}; "
+        f"{rows[0]['parameters'] / 1e6:.1f} M parameters, M = {model_bytes / 1e6:.1f} MB; {shape}"
+    )
     print("\n  sent by a node, in multiples of M      seconds            a rank's frozen matrices")
     print("               first step  later steps  first token  later tokens   step  token  MB")
-    for one in rows:
-        parts = [one[key] / size for key in
-                 ("first_step", "later_step", "first_token", "later_token")]
-        print(f"  {one['name']:12}" + "".join(f"{part:11.4f}  " for part in parts)
-              + f"{one['step_seconds']:7.3f} {one['token_seconds']:6.3f} "
-              f"{one['held_bytes'] / 1e6:6.2f}")
-    print("\n  first losses: " + ", ".join(f"{one['name']} {one['losses'][0]:.4f}" for one in rows))
+    for each in rows:
+        keys = ("first_step", "later_step", "first_token", "later_token")
+        cells = "".join(f"{each[key] / model_bytes:11.4f}  " for key in keys)
+        print(
+            f"  {each['name']:12}{cells}{each['step_seconds']:7.3f} {each['token_seconds']:6.3f} "
+            f"{each['held_bytes'] / 1e6:6.2f}"
+        )
+    losses = ", ".join(f"{each['name']} {each['losses'][0]:.4f}" for each in rows)
+    print(f"\n  first losses: {losses}")
 
 
 if __name__ == "__main__":

@@ -1,48 +1,48 @@
-"""What the losses of arms say, seed by seed: differences to the baseline, over time and at the end.
+"""Differences of the variants' losses from the baseline's, over time and at the end.
 
-Runs of one seed see the same samples in the same order and start from the same weights, so every
-difference is taken within a seed, in parts of the baseline's loss, and only then averaged.
+Runs of one seed see the same samples in the same order and start from the same weights. So every
+difference is taken within a seed, relative to the baseline's loss, and only then averaged.
 """
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from benchmarks.convergence.arms import ARMS, BASELINE
+from benchmarks.convergence.variants import BASELINE, VARIANTS
 
-WINDOW = 20  # iterations over which a training loss is averaged before arms are compared
-TARGET = 0.005  # of the baseline's held-out loss: how far all three components may be from it
+WINDOW = 20  # iterations over which training losses are averaged before they are compared
+TARGET = 0.005  # relative: how far the held-out loss of all three components may be off
 ACROSS = "/across_nodes"
 
 Point = tuple[int, float]  # iteration, value
-Runs = Mapping[str, Mapping[int, dict]]  # arm -> seed -> what the run found
+Runs = Mapping[str, Mapping[int, dict]]  # variant -> seed -> result of the run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """An arm beside the baseline; differences are parts of the baseline's loss of the same seed.
+    """A variant beside the baseline; differences are relative, within a seed.
 
     bump: the largest difference of the smoothed training loss, averaged over seeds, and where.
     """
 
-    arm: str
+    variant: str
     seeds: int
     first: float  # mean held-out loss before training, nats per token
-    final: float  # and at the end
+    final: float  # the same at the end
     difference: float
     worst: float  # the largest difference of one seed
     worst_seed: int
     bump: float
     bump_at: int  # iteration
-    node_bytes: float  # that a node sends to others per training step
+    node_bytes: float  # sent by a node to other nodes per training step
     step_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """An arm over the iterations, as means over the seeds; differences as in `Row`."""
+    """A variant over the iterations, as means over the seeds; differences as in `Row`."""
 
-    arm: str
+    variant: str
     training: list[Point]
     held_out: list[Point]
     training_difference: list[Point]
@@ -50,25 +50,20 @@ class Curves:
 
 
 def compare(runs: Runs) -> list[Row]:
-    """A row for each arm, in the order of `runs`; every arm has the baseline's seeds."""
-    return [_row(arm, of_seeds, runs[BASELINE]) for arm, of_seeds in runs.items()]
+    """A row for each variant, in the order of `runs`; all have the baseline's seeds."""
+    return [_row(variant, of_seeds, runs[BASELINE]) for variant, of_seeds in runs.items()]
 
 
 def curves(runs: Runs) -> list[Curves]:
-    """The curves of each arm, in the order of `runs`."""
-    return [_curves(arm, of_seeds, runs[BASELINE]) for arm, of_seeds in runs.items()]
+    """The curves of each variant, in the order of `runs`."""
+    return [_curves(variant, of_seeds, runs[BASELINE]) for variant, of_seeds in runs.items()]
 
 
 def smoothed(losses: Sequence[float]) -> list[Point]:
-    """Means over the last `WINDOW` iterations (over all, in a shorter run), from the first full."""
+    """Means over the last `WINDOW` iterations, or over all of a shorter run."""
     window = min(WINDOW, len(losses))
     ends = range(window, len(losses) + 1)
     return [(end, statistics.fmean(losses[end - window : end])) for end in ends]
-
-
-def to_json(rows: Sequence[Row]) -> list[dict]:
-    """The rows as plain values."""
-    return [asdict(row) for row in rows]
 
 
 def text_table(rows: Sequence[Row]) -> str:
@@ -89,15 +84,15 @@ def markdown_table(rows: Sequence[Row]) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> str | None:
-    """Whether all three together reach the target; None where they were not trained."""
-    found = [row for row in rows if row.arm == "zeropp"]
-    if not found:
-        return None
-    reached = "within" if abs(found[0].difference) <= TARGET else "NOT within"
-    return (
-        f"All three: held-out loss {100 * found[0].difference:+.2f}% from the baseline's, "
-        f"{reached} {100 * TARGET:g}%."
-    )
+    """Whether all three components together reach the target; None if they were not trained."""
+    for row in rows:
+        if row.variant == "zeropp":
+            reached = "within" if abs(row.difference) <= TARGET else "NOT within"
+            return (
+                f"All three: held-out loss {100 * row.difference:+.2f}% from the baseline's, "
+                f"{reached} {100 * TARGET:g}%."
+            )
+    return None
 
 
 _HEADINGS = (
@@ -107,32 +102,32 @@ _HEADINGS = (
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    common = (f"{row.final:.4f}",)
-    told = (f"{row.node_bytes / 1e6:.2f}", f"{1e3 * row.step_seconds:.0f}")
-    if row.arm == BASELINE:
-        return (row.arm, *common, "-", "-", "-", "-", *told)
-    differences = (_percent(row.difference), f"{_percent(row.worst)} ({row.worst_seed})")
-    return (row.arm, *common, *differences, _percent(row.bump), str(row.bump_at), *told)
+    differences = ("-", "-", "-", "-")
+    if row.variant != BASELINE:
+        worst = f"{_percent(row.worst)} ({row.worst_seed})"
+        differences = (_percent(row.difference), worst, _percent(row.bump), str(row.bump_at))
+    costs = (f"{row.node_bytes / 1e6:.2f}", f"{1e3 * row.step_seconds:.0f}")
+    return (row.variant, f"{row.final:.4f}", *differences, *costs)
 
 
 def _percent(part: float) -> str:
     return f"{100 * part:+.2f}%"
 
 
-def _row(arm: str, of_seeds: Mapping[int, dict], baseline: Mapping[int, dict]) -> Row:
+def _row(variant: str, of_seeds: Mapping[int, dict], baseline: Mapping[int, dict]) -> Row:
     finals = {
         seed: run["held_out"][-1][1] / baseline[seed]["held_out"][-1][1] - 1
         for seed, run in of_seeds.items()
     }
     worst_seed = max(finals, key=lambda seed: finals[seed])
-    over_time = _curves(arm, of_seeds, baseline).training_difference
+    over_time = _curves(variant, of_seeds, baseline).training_difference
     bump_at, bump = max(over_time, key=lambda point: point[1])
     across = [
         sum(sent for key, sent in run["node_bytes"].items() if key.endswith(ACROSS))
         for run in of_seeds.values()
     ]
     return Row(
-        arm=arm,
+        variant=variant,
         seeds=len(of_seeds),
         first=statistics.fmean(run["held_out"][0][1] for run in of_seeds.values()),
         final=statistics.fmean(run["held_out"][-1][1] for run in of_seeds.values()),
@@ -146,31 +141,34 @@ def _row(arm: str, of_seeds: Mapping[int, dict], baseline: Mapping[int, dict]) -
     )
 
 
-def _curves(arm: str, of_seeds: Mapping[int, dict], baseline: Mapping[int, dict]) -> Curves:
-    assert of_seeds.keys() == baseline.keys() and arm in ARMS, (arm, of_seeds.keys())
+def _curves(variant: str, of_seeds: Mapping[int, dict], baseline: Mapping[int, dict]) -> Curves:
+    assert of_seeds.keys() == baseline.keys() and variant in VARIANTS, (variant, of_seeds)
     training = [smoothed(run["training"]) for run in of_seeds.values()]
     held_out = [run["held_out"] for run in of_seeds.values()]
     peers = [baseline[seed] for seed in of_seeds]
     return Curves(
-        arm=arm,
+        variant=variant,
         training=_mean(training),
         held_out=_mean(held_out),
-        training_difference=_mean(
-            [_apart(one, smoothed(peer["training"]))
-             for one, peer in zip(training, peers, strict=True)]
+        training_difference=_mean_difference(
+            training, [smoothed(peer["training"]) for peer in peers]
         ),
-        held_out_difference=_mean(
-            [_apart(one, peer["held_out"]) for one, peer in zip(held_out, peers, strict=True)]
-        ),
-    )  # fmt: skip
+        held_out_difference=_mean_difference(held_out, [peer["held_out"] for peer in peers]),
+    )
 
 
-def _apart(mine: Sequence[Point], theirs: Sequence[Point]) -> list[Point]:
-    pairs = zip(mine, theirs, strict=True)
-    return [(at, value / peer - 1) for (at, value), (_, peer) in pairs]
+def _mean_difference(
+    series: Sequence[Sequence[Point]], baselines: Sequence[Sequence[Point]]
+) -> list[Point]:
+    """Mean over the seeds of the relative differences from the baseline."""
+    differences = []
+    for points, baseline in zip(series, baselines, strict=True):
+        pairs = zip(points, baseline, strict=True)
+        differences.append([(at, value / right - 1) for (at, value), (_, right) in pairs])
+    return _mean(differences)
 
 
 def _mean(series: Sequence[Sequence[Point]]) -> list[Point]:
-    """Point by point over several series."""
+    """The mean of several series, point by point."""
     columns = zip(*series, strict=True)
     return [(column[0][0], statistics.fmean(value for _, value in column)) for column in columns]

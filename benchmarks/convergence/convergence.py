@@ -1,48 +1,44 @@
-"""Whether quantizing changes what is learnt: arms of ZeRO++ trained on real text, seed by seed.
+"""Whether quantization changes what is learnt: variants of ZeRO++ trained on real text.
 
-    python benchmarks/convergence/convergence.py [--json FILE] [--plot FILE.png] [--results FILE.md]
+    python -m benchmarks.convergence.convergence [--json FILE] [--plot FILE.png]
+        [--results FILE.md]
 
-Every arm trains the same small GPT, by pretrain_gpt.py's own step, on the text of Python's standard
-library, from the same weights and over the same samples as the baseline of its seed. Runs that are
-finished are kept in FOLDER/runs.jsonl, so a table that was interrupted goes on where it stopped;
-only runs of the same settings count.
+Every variant trains the same small GPT with pretrain_gpt.py's own step, on the text of Python's
+standard library, from the same weights and over the same samples as the baseline of its seed.
+Finished runs are stored in FOLDER/runs.jsonl, so an interrupted comparison continues where it
+stopped; only runs with the same settings are used again.
 """
 
 import argparse
 import json
-import shlex
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)
-
-from benchmarks.convergence.arms import ARMS, BASELINE, FLAGS, Recipe  # noqa: E402
-from benchmarks.convergence.comparison import (  # noqa: E402
+from benchmarks.convergence.comparison import (
     Row,
     Runs,
     compare,
     curves,
     markdown_table,
     text_table,
-    to_json,
     verdict,
 )
-from benchmarks.convergence.curves import draw, require_drawing  # noqa: E402
-from benchmarks.shared.surroundings import surroundings  # noqa: E402
-from tools.faster_precision import MARGIN, seconds  # noqa: E402
-from zeropp.atomic import write_atomically  # noqa: E402
-from zeropp.errors import InputError  # noqa: E402
+from benchmarks.convergence.convergence_chart import draw
+from benchmarks.convergence.variants import BASELINE, FLAGS, VARIANTS, Recipe
+from benchmarks.shared.charts import require_matplotlib
+from benchmarks.shared.environment_report import environment_report
+from benchmarks.shared.rank_launch import RanksFailed, run_on_ranks
+from benchmarks.shared.result import begin, benchmark_parser, finish, write_text
+from tools.faster_precision import MARGIN, seconds
+from zeropp.errors import InputError
 
-KEPT = "runs.jsonl"
-RANK_SCRIPT = Path(__file__).with_name("convergence_rank.py")
+FINISHED_RUNS = "runs.jsonl"
+RANK_MODULE = "benchmarks.convergence.convergence_rank"
 USAGE_ERROR, FAILED = 2, 1
 
 
@@ -51,12 +47,13 @@ class RunFailed(RuntimeError):
 
 
 def main() -> int:
-    """Train what is not yet trained, then print and write the table."""
+    """Train the missing runs, then print and write the table."""
     options = read_options()
     try:
         recipe = recipe_of(options)
         check(options, recipe)
-        runs = train_missing(options.arms, options.seeds, recipe, Path(options.folder) / KEPT)
+        path = Path(options.folder) / FINISHED_RUNS
+        runs = train_missing(options.variants, options.seeds, recipe, path)
     except InputError as mistake:
         print(f"error: {mistake}", file=sys.stderr)
         return USAGE_ERROR
@@ -69,33 +66,31 @@ def main() -> int:
 
 def read_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    meanings = "; ".join(f"{name}: {arm.meaning}" for name, arm in ARMS.items())
-    parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=tuple(ARMS),
-                        metavar="ARM", help=meanings)
-    parser.add_argument("--seeds", nargs="+", type=int, default=(1, 2, 3), metavar="SEED",
-                        help="the same for every arm (default: 1 2 3)")
-    parser.add_argument("--steps", type=int, default=500, metavar="N",
-                        help="iterations of a run (default: 500)")
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="default: 4")
-    parser.add_argument("--ranks-per-node", type=int, default=2, metavar="N", help="default: 2")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="default: what multiplies faster")
-    parser.add_argument("--eval-interval", type=int, default=100, metavar="N",
-                        help="iterations between held-out losses (default: 100)")
-    parser.add_argument("--eval-samples", type=int, default=512, metavar="N",
-                        help="held-out samples of each, always the same (default: 512)")
-    parser.add_argument("--flags", default="", help="more flags of pretrain_gpt.py, for every arm")
-    parser.add_argument("--folder", default="runs/convergence", help="default: runs/convergence")
-    parser.add_argument("--json", metavar="FILE", help="write the result here; - prints only it")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the curves (needs matplotlib)")
-    parser.add_argument("--results", metavar="FILE.md", help="write a page with all of it")
+    parser = benchmark_parser(__doc__)
+    add = parser.add_argument
+    meanings = "; ".join(f"{name}: {variant.meaning}" for name, variant in VARIANTS.items())
+    names = tuple(VARIANTS)
+    add("--variants", "--arms", nargs="+", choices=names, default=names, metavar="NAME",
+        help=meanings)
+    add("--seeds", nargs="+", type=int, default=(1, 2, 3), metavar="SEED",
+        help="the same for every variant (default: 1 2 3)")
+    add("--steps", type=int, default=500, metavar="N", help="iterations of a run (default: 500)")
+    add("--ranks", type=int, default=4, metavar="N", help="default: 4")
+    add("--ranks-per-node", type=int, default=2, metavar="N", help="default: 2")
+    add("--dtype", choices=("fp32", "bf16"), help="default: the one that multiplies faster")
+    add("--eval-interval", type=int, default=100, metavar="N",
+        help="iterations between held-out losses (default: 100)")
+    add("--eval-samples", type=int, default=512, metavar="N",
+        help="samples of each held-out loss, always the same (default: 512)")
+    add("--flags", default="", help="further flags of pretrain_gpt.py, for every variant")
+    add("--folder", default="runs/convergence", help="default: runs/convergence")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the curves (needs matplotlib)")
+    add("--results", type=Path, metavar="FILE.md", help="write a page with all results")
     return parser.parse_args()  # fmt: skip
 
 
 def recipe_of(options: argparse.Namespace) -> Recipe:
-    """What all runs share, with the faster format where none was asked for."""
+    """What all runs share; the faster dtype unless one was given."""
     return Recipe(
         steps=options.steps,
         ranks=options.ranks,
@@ -115,110 +110,110 @@ def faster_dtype() -> str:
 
 
 def check(options: argparse.Namespace, recipe: Recipe) -> None:
-    """Raise InputError for what would fail, or say nothing, only after hours."""
-    for name, least in (("steps", 1), ("ranks", 2), ("ranks_per_node", 1), ("eval_interval", 1)):
-        if getattr(recipe, name) < least:
+    """Raise InputError for what would fail, or have no effect, only after hours."""
+    minimums = {"steps": 1, "ranks": 2, "ranks_per_node": 1, "eval_interval": 1}
+    for name, minimum in minimums.items():
+        if getattr(recipe, name) < minimum:
             flag = name.replace("_", "-")
-            raise InputError(f"--{flag} {getattr(recipe, name)}: expected at least {least}")
+            raise InputError(f"--{flag} {getattr(recipe, name)}: expected at least {minimum}")
     if recipe.ranks % recipe.ranks_per_node:
         raise InputError(
             f"--ranks-per-node {recipe.ranks_per_node} does not divide --ranks {recipe.ranks}"
         )
-    if BASELINE not in options.arms:
-        raise InputError(f"--arms {' '.join(options.arms)}: add {BASELINE}, to compare with")
-    for name in ("arms", "seeds"):
-        given = getattr(options, name)
-        if len(set(given)) < len(given):
-            raise InputError(f"--{name} {' '.join(map(str, given))}: each only once")
+    if BASELINE not in options.variants:
+        names = " ".join(options.variants)
+        raise InputError(f"--variants {names}: add {BASELINE}, to compare with")
+    for name in ("variants", "seeds"):
+        values = getattr(options, name)
+        if len(set(values)) < len(values):
+            raise InputError(f"--{name} {' '.join(map(str, values))}: give each only once")
     if options.plot:
-        require_drawing(Path(options.plot))
-    for arm in options.arms:
-        recipe.config(arm, options.seeds[0])
+        require_matplotlib(options.plot)
+    for variant in options.variants:
+        recipe.config(variant, options.seeds[0])
 
 
 def train_missing(
-    arms: Sequence[str], seeds: Sequence[int], recipe: Recipe, kept: Path
+    variants: Sequence[str], seeds: Sequence[int], recipe: Recipe, path: Path
 ) -> Runs:
-    """All runs of the table: those kept from before, and the others trained now, seed by seed."""
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    found = read_kept(kept, recipe)
-    missing = [(arm, seed) for seed in seeds for arm in arms if (arm, seed) not in found]
-    if found:
-        print(f"{len(arms) * len(seeds) - len(missing)} runs are kept in {kept}", file=sys.stderr)
-    for number, (arm, seed) in enumerate(missing, 1):
-        print(f"run {number} of {len(missing)}: {arm}, seed {seed}", file=sys.stderr, flush=True)
-        found[arm, seed] = run = train(arm, seed, recipe)
-        keep(kept, run)
-    return {arm: {seed: found[arm, seed] for seed in seeds} for arm in arms}
+    """All runs of the table: those stored in `path`, and the missing ones, trained seed by seed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    runs = read_runs(path, recipe)
+    pairs = [(variant, seed) for seed in seeds for variant in variants]
+    missing = [pair for pair in pairs if pair not in runs]
+    if runs:
+        print(f"{len(pairs) - len(missing)} finished runs are in {path}", file=sys.stderr)
+    for number, (variant, seed) in enumerate(missing, 1):
+        line = f"run {number} of {len(missing)}: {variant}, seed {seed}"
+        print(line, file=sys.stderr, flush=True)
+        run = train(variant, seed, recipe)
+        runs[variant, seed] = run
+        add_run(path, run)
+    return {variant: {seed: runs[variant, seed] for seed in seeds} for variant in variants}
 
 
-def read_kept(path: Path, recipe: Recipe) -> dict[tuple[str, int], dict]:
-    """The finished runs of this recipe, by arm and seed; the JSON of an arm must be today's."""
+def read_runs(path: Path, recipe: Recipe) -> dict[tuple[str, int], dict]:
+    """The finished runs of this recipe by variant and seed, if their JSON is still the same."""
     lines = path.read_text().splitlines() if path.exists() else []
-    runs = [run for run in map(json.loads, lines) if run["recipe"] == asdict(recipe)]
-    return {
-        (run["arm"], run["seed"]): run
-        for run in runs
-        if run["arm"] in ARMS and run["zero"] == recipe.zero(run["arm"])
+    runs = {}
+    for line in lines:
+        run = json.loads(line)
+        variant = run.setdefault("variant", run.get("arm"))  # "arm" in files of November 2026
+        if run["recipe"] != asdict(recipe) or variant not in VARIANTS:
+            continue
+        if run["zero"] == recipe.zero(variant):
+            runs[variant, run["seed"]] = run
+    return runs
+
+
+def add_run(path: Path, run: dict) -> None:
+    """Append a finished run to the file."""
+    before = path.read_text() if path.exists() else ""
+    write_text(path, f"{before}{json.dumps(run)}\n")
+
+
+def train(variant: str, seed: int, recipe: Recipe) -> dict:
+    """One run on several ranks; raises RunFailed if they end without an answer."""
+    order = {
+        "variant": variant,
+        "seed": seed,
+        "recipe": asdict(recipe),
+        "zero": recipe.zero(variant),
     }
-
-
-def keep(path: Path, run: dict) -> None:
-    """Add a finished run to the file."""
-    before = path.read_bytes() if path.exists() else b""
-    text = before + json.dumps(run).encode() + b"\n"
-    write_atomically(path, lambda file: file.write(text))
-
-
-def train(arm: str, seed: int, recipe: Recipe) -> dict:
-    """One run on ranks of its own; raises RunFailed if they end without an answer."""
-    about = {"arm": arm, "seed": seed, "recipe": asdict(recipe), "zero": recipe.zero(arm)}
-    here = surroundings()
-    with tempfile.TemporaryDirectory() as folder:
-        order, answer = Path(folder, "order.json"), Path(folder, "answer.json")
-        order.write_text(json.dumps(about))
-        command = [sys.executable, "-m", "zeropp.ranks.launcher", "--num_ranks", str(recipe.ranks)]
-        command += ["--ranks_per_node", str(recipe.ranks_per_node)]
-        command += [str(RANK_SCRIPT), str(order), str(answer)]
-        status = subprocess.run(command, cwd=ROOT, stdout=sys.stderr).returncode
-        if status != 0 or not answer.exists():
-            raise RunFailed(
-                f"{arm}, seed {seed}: its ranks ended with status {status}; finished runs are "
-                "kept, the same command goes on with this one"
-            )
-        found = json.loads(answer.read_text())
-    facts = {name: here[name] for name in ("date", "commit", "uncommitted", "load")}
-    return {**about, **facts, **found}
+    report = environment_report()
+    try:
+        answer = run_on_ranks(
+            RANK_MODULE, recipe.ranks, [json.dumps(order)], ranks_per_node=recipe.ranks_per_node
+        )
+    except RanksFailed as failure:
+        raise RunFailed(
+            f"{variant}, seed {seed}: {failure}; finished runs are stored, and the same command "
+            "continues with this one"
+        ) from failure
+    facts = {name: report[name] for name in ("date", "commit", "uncommitted", "load")}
+    return {**order, **facts, **answer}
 
 
 def write_everything(options: argparse.Namespace, recipe: Recipe, runs: Runs) -> None:
-    """The table on the screen, and the files asked for."""
+    """Print the table, and write the files asked for."""
     rows = compare(runs)
     result = {
-        "benchmark": "convergence",
-        "command": shlex.join(["python", "benchmarks/convergence/convergence.py", *sys.argv[1:]]),
-        **surroundings(),
+        **begin(__spec__.name),
         "recipe": asdict(recipe),
         "seeds": list(options.seeds),
-        "rows": to_json(rows),
+        "rows": [asdict(row) for row in rows],
         "runs": [run for of_seeds in runs.values() for run in of_seeds.values()],
     }
-    text = json.dumps(result, indent=1) + "\n"
-    if options.json == "-":
-        print(text, end="")
-    else:
-        print("\n".join([*heading(result), "", text_table(rows), *filter(None, [verdict(rows)])]))
-    if options.json not in (None, "-"):
-        write_atomically(Path(options.json), lambda file: file.write(text.encode()))
+    lines = [*heading(result), "", text_table(rows), *filter(None, [verdict(rows)])]
+    finish(result, lambda _: print("\n".join(lines)), options.json)
     if options.plot:
-        draw(curves(runs), Path(options.plot), subject(result))
+        draw(curves(runs), options.plot, subject(result))
     if options.results:
-        page = results_page(result, rows, options.plot)
-        write_atomically(Path(options.results), lambda file: file.write(page.encode()))
+        write_text(options.results, results_page(result, rows, options.plot))
 
 
 def heading(result: dict) -> list[str]:
-    """Lines that say what was run, where, and when."""
+    """Lines that say what ran, where, and when."""
     machine, runs = result["machine"], result["runs"]
     commits = sorted({_commit(run) for run in runs})
     loads = [run["load"]["before"] for run in runs]
@@ -232,7 +227,7 @@ def heading(result: dict) -> list[str]:
 
 
 def subject(result: dict) -> str:
-    """The comparison in a line."""
+    """The comparison in one line."""
     recipe, runs = result["recipe"], result["runs"]
     return (
         f"{runs[0]['parameters'] / 1e6:.2f} M parameters, {recipe['steps']} iterations, "
@@ -241,15 +236,15 @@ def subject(result: dict) -> str:
     )
 
 
-def results_page(result: dict, rows: Sequence[Row], plot: str | None) -> str:
-    """All of it as a page for benchmarks/results/."""
+def results_page(result: dict, rows: Sequence[Row], plot: Path | None) -> str:
+    """A Markdown page for benchmarks/results/."""
     recipe = result["recipe"]
-    baseline = next(row for row in rows if row.arm == BASELINE)
+    baseline = next(row for row in rows if row.variant == BASELINE)
     lines = [f"# Convergence, {result['date'][:10]}", "", f"`{result['command']}`", ""]
     lines += [f"- {line}" for line in heading(result)]
     lines += [
         f"- `pretrain_gpt.py` with `{recipe['flags']}`; the default text",
-        f"- held-out loss: {recipe['eval_samples']} samples, the same for every arm of a seed; "
+        f"- held-out loss: {recipe['eval_samples']} samples, the same for every variant of a seed; "
         f"{baseline.first:.3f} before training",
         "",
         markdown_table(rows),
@@ -258,21 +253,23 @@ def results_page(result: dict, rows: Sequence[Row], plot: str | None) -> str:
         "",
         "Differences are taken within a seed and averaged. The bump is the largest difference of "
         "the training loss, smoothed over 20 iterations and averaged over seeds. Bytes are those "
-        "a node sends in a training step, by the ledger. Times are medians on a shared machine.",
+        "a node sends in a training step, by its ranks' traffic ledgers. Times are medians on a "
+        "shared machine.",
     ]
     if plot:
-        lines += ["", f"![Training and held-out losses, and differences]({Path(plot).name})"]
+        lines += ["", f"![Training and held-out losses, and differences]({plot.name})"]
     lines += ["", "Seed by seed, held-out loss at the end:", ""]
     return "\n".join([*lines, seed_table(result), ""])
 
 
 def seed_table(result: dict) -> str:
-    """Final held-out losses by arm and seed, as a table in Markdown."""
+    """Final held-out losses by variant and seed, as a Markdown table."""
     seeds, finals = result["seeds"], {}
     for run in result["runs"]:
-        finals.setdefault(run["arm"], {})[run["seed"]] = run["held_out"][-1][1]
+        finals.setdefault(run["variant"], {})[run["seed"]] = run["held_out"][-1][1]
     lines = [["", *(f"seed {seed}" for seed in seeds)], ["---"] * (len(seeds) + 1)]
-    lines += [[arm, *(f"{found[seed]:.4f}" for seed in seeds)] for arm, found in finals.items()]
+    for variant, losses in finals.items():
+        lines.append([variant, *(f"{losses[seed]:.4f}" for seed in seeds)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

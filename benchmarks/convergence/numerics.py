@@ -1,17 +1,15 @@
-"""The error of quantization against its bytes: block sizes, types of scales, codes, two hops.
+"""The error of quantization against its bytes: block sizes, scale types, codes, two hops.
 
-    python benchmarks/convergence/numerics.py [--steps N] [--json FILE] [--plot FILE.svg] [--results FILE.md]
+    python -m benchmarks.convergence.numerics [--steps N] [--json FILE] [--plot FILE.svg]
+        [--results FILE.md]
 
 Measured on Gaussian numbers, and on the weights and gradients of a small GPT trained for some steps
-on the text of Python's standard library. The plain-torch model of the format that zeropp uses is
-first compared with its ops, number by number. Error: relative L2 over all tensors together. Gain:
-the factor of the least-squares fit of what came out to what went in. docs/numerics.md uses both.
+on the text of Python's standard library. First the PyTorch model of zeropp's format must give the
+same numbers as its ops. Error: relative L2 over all tensors together. Gain: the factor of the
+least-squares fit of the result to the input. docs/numerics.md discusses both.
 """
 
 import argparse
-import io
-import json
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,33 +18,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)
-
-from benchmarks.convergence.arms import FLAGS  # noqa: E402
-from benchmarks.convergence.codes import CODES, SCALES, Scheme, built  # noqa: E402
-from benchmarks.convergence.numerics_chart import draw  # noqa: E402
-from benchmarks.convergence.numerics_report import page, tables  # noqa: E402
-from benchmarks.shared.surroundings import surroundings  # noqa: E402
-from megatron_zpp.monitor.console import Console  # noqa: E402
-from megatron_zpp.parallel.mesh import join_ranks  # noqa: E402
-from megatron_zpp.settings.arguments import parse  # noqa: E402
-from megatron_zpp.train.build import build_run  # noqa: E402
-from megatron_zpp.train.loop import TRAIN, loader  # noqa: E402
-from megatron_zpp.train.step import forward_backward, train_step  # noqa: E402
-from megatron_zpp.train.stop import Stopping  # noqa: E402
-from zeropp.atomic import write_atomically  # noqa: E402
-from zeropp.optim.step import local_part  # noqa: E402
-from zeropp.quant.ops import quantize, reduce_dequantize, reduce_quantize  # noqa: E402
-from zeropp.quant.packing import BLOCK, Layout  # noqa: E402
-from zeropp.ranks.topology import Environment  # noqa: E402
+from benchmarks.convergence.numerics_chart import draw
+from benchmarks.convergence.numerics_report import page, tables
+from benchmarks.convergence.quantization_schemes import (
+    CODES,
+    SCALES,
+    Scheme,
+    zeropp_round_trip,
+)
+from benchmarks.convergence.variants import FLAGS
+from benchmarks.shared.pretrain_run import run_step, silent_run, training_batches
+from benchmarks.shared.result import begin, benchmark_parser, finish, write_text
+from megatron_zpp.parallel.mesh import join_ranks
+from megatron_zpp.settings.arguments import parse
+from megatron_zpp.train.step import forward_backward
+from zeropp.optim.step import local_part
+from zeropp.quant.ops import quantize, reduce_dequantize, reduce_quantize
+from zeropp.quant.packing import BLOCK, Layout
+from zeropp.ranks.topology import Environment
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 MODEL = f"{FLAGS} --hidden-size 256 --num-layers 4"
 NODES, RANKS_PER_NODE = 2, 2
 HOPS = ((8, 4), (4, 4), (8, 8), (16, 4), (16, 16))
 GAUSSIAN = 1 << 21  # elements
-DRAWN = ("signed, bf16", "signed, fp32", "symmetric, bf16", "clipped, bf16", "half-step, bf16")
+DRAWN_CURVES = (
+    "signed, bf16", "signed, fp32", "symmetric, bf16", "clipped, bf16", "half-step, bf16",
+)  # fmt: skip
 
 Tensors = Sequence[Tensor]  # each flat, fp32
 
@@ -55,17 +53,14 @@ def main() -> int:
     """Train, verify, measure, print the tables."""
     options = read_options()
     torch.set_num_threads(1)
-    here = surroundings()
-    loss, weights, gradients = trained(options.steps)
+    result = begin(__spec__.name)
+    loss, weights, gradients = train(options.steps)
     generator = torch.Generator().manual_seed(5)
     noise = [[torch.randn(GAUSSIAN, generator=generator)] for _ in gradients]
     data = {"Gaussian": noise[0], "weights": weights, "gradients": gradients[0]}
     for tensors in data.values():
         verify(tensors)
-    result = {
-        "benchmark": "numerics",
-        "command": shlex.join(["python", "benchmarks/convergence/numerics.py", *sys.argv[1:]]),
-        **here,
+    result |= {
         "model": MODEL,
         "steps": options.steps,
         "loss": loss,
@@ -77,67 +72,61 @@ def main() -> int:
             for bits in HOPS
         ],
     }
-    text = json.dumps(result, indent=1) + "\n"
-    print(text if options.json == "-" else tables(result), end="")
-    files = {options.json: text, options.plot: draw(result), options.results: page(result)}
-    for name, content in files.items():
-        if name not in (None, "-"):
-            write_atomically(Path(name), lambda file, text=content: file.write(text.encode()))
+    finish(result, lambda result: print(tables(result), end=""), options.json)
+    if options.plot:
+        write_text(options.plot, draw(result))
+    if options.results:
+        write_text(options.results, page(result))
     return 0
 
 
 def read_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=200, help="of training (default: 200)")
-    parser.add_argument("--json", metavar="FILE", help="write the result here; - prints only it")
-    parser.add_argument("--plot", metavar="FILE.svg", help="draw error against bytes")
-    parser.add_argument("--results", metavar="FILE.md", help="write a page with the tables")
+    parser = benchmark_parser(__doc__)
+    add = parser.add_argument
+    add("--steps", type=int, default=200, help="of training (default: 200)")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw error against bytes")
+    add("--results", type=Path, metavar="FILE.md", help="write a page with the tables")
     return parser.parse_args()
 
 
-def trained(steps: int) -> tuple[float, Tensors, list[Tensors]]:
-    """The last loss, the weights, and the next gradients of each rank's own samples.
+def train(steps: int) -> tuple[float, Tensors, list[Tensors]]:
+    """The last loss, the weights, and each rank's next gradients, of its own samples.
 
-    Only of parameters with two dims: others are not quantized.
+    Only of parameters with two dimensions; others are not quantized.
     """
     words = [*MODEL.split(), "--train-iters", str(max(1, steps)), "--eval-iters", "0"]
     words += ["--zero-stage", "0", "--seed", "1"]
     config = parse(words, 1)
-    ranks = join_ranks(Environment(), config.parallel)
-    console = Console(0, io.StringIO(), interactive=False)
-    run = build_run(config, ranks, console, Stopping(config.training))
-    batches, loss = loader(run, TRAIN, 0), float("nan")
-    for _ in range(steps):
-        loss = train_step(run, batches).result().loss
-    matrices = [weight for weight in run.sharding.model.parameters() if weight.dim() > 1]
-    weights = [local_part(weight.detach()).flatten().clone() for weight in matrices]
-    gradients = []
-    for _ in range(NODES * RANKS_PER_NODE):
-        run.sharding.model.zero_grad()
-        forward_backward(run, batches, config.batch.global_batch_size, 1.0)
-        gradients.append([local_part(weight.grad).flatten().clone() for weight in matrices])
-    batches.close()
+    run = silent_run(config, join_ranks(Environment(), config.parallel))
+    loss, gradients = float("nan"), []
+    with training_batches(run) as batches:
+        for _ in range(steps):
+            loss = run_step(run, batches).loss
+        matrices = [weight for weight in run.sharding.model.parameters() if weight.dim() > 1]
+        weights = [local_part(weight.detach()).flatten().clone() for weight in matrices]
+        for _ in range(NODES * RANKS_PER_NODE):
+            run.sharding.model.zero_grad()
+            forward_backward(run, batches, config.batch.global_batch_size, 1.0)
+            gradients.append([local_part(weight.grad).flatten().clone() for weight in matrices])
     dist.destroy_process_group()
     return loss, weights, gradients
 
 
 def verify(tensors: Tensors) -> None:
-    """End the program unless the model of zeropp's format does what the ops do."""
+    """Exit unless the model of zeropp's format gives the same numbers as the ops."""
     for bits, block in BLOCK.items():
         scheme = Scheme(bits=bits, block=block)
         for values in tensors:
-            if not torch.equal(scheme.there_and_back(values), built(values, bits)):
+            if not torch.equal(scheme.round_trip(values), zeropp_round_trip(values, bits)):
                 sys.exit(f"error: INT{bits}: the ops and the model differ; nothing was measured")
 
 
 def one_hop(bits: int, data: Mapping[str, Tensors]) -> list[dict]:
-    """A row for each scheme: every block size in what is drawn, the rest at zeropp's block."""
+    """A row per scheme: drawn curves at every block size, others at zeropp's block size."""
     schemes = [
         Scheme(bits=bits, block=block, code=code, scale=scale)
-        for code, scale in (name.split(", ") for name in DRAWN)
+        for code, scale in (name.split(", ") for name in DRAWN_CURVES)
         for block in BLOCKS
     ]
     schemes += [Scheme(bits=bits, block=BLOCK[bits], scale=scale) for scale in SCALES]
@@ -145,50 +134,57 @@ def one_hop(bits: int, data: Mapping[str, Tensors]) -> list[dict]:
     schemes += [Scheme(bits=bits, block=block, code="clipped", scale="2^n") for block in BLOCKS]
     return [
         {
-            "bits": bits, "block": one.block, "code": one.code, "scale": one.scale,
-            "bytes": one.bytes_per_element,
-            "found": {
-                name: moments(tensors, [one.there_and_back(values) for values in tensors])
+            "bits": bits,
+            "block": scheme.block,
+            "code": scheme.code,
+            "scale": scheme.scale,
+            "bytes": scheme.bytes_per_element,
+            "errors": {
+                name: error_statistics(tensors, [scheme.round_trip(values) for values in tensors])
                 for name, tensors in data.items()
             },
         }
-        for one in dict.fromkeys(schemes)
-        if one.scale != "2^n" or one.code == "clipped"
-    ]  # fmt: skip
+        for scheme in dict.fromkeys(schemes)
+        if scheme.scale != "2^n" or scheme.code == "clipped"
+    ]
 
 
 def two_hops(bits: tuple[int, int], ranks: Sequence[Tensors]) -> dict:
-    """The mean over the ranks through both hops, beside their mean in fp64.
+    """Errors of the mean over the ranks after both hops, compared with their mean in fp64.
 
-    `expected` is the error if those of all quantizations were independent: each hop's own, times
-    the norm of what it carried, over the norm of the sum.
+    `expected` is the error if the errors of all quantizations were independent: each hop's own
+    error, times the norm of what it carried, over the norm of the sum.
     """
-    means, found, noise = [], [], 0.0
+    exact, results, noise = [], [], 0.0
     wire = torch.bfloat16
     for values in zip(*ranks, strict=True):
         rows = torch.stack(values)
-        first, second = (Layout(sizes=(rows.shape[1],), bits=(one,), wire=wire) for one in bits)
+        first, second = (
+            Layout(sizes=(rows.shape[1],), bits=(width,), wire=wire) for width in bits
+        )
         packed = quantize(rows, first).split(RANKS_PER_NODE)
         sums = [reduce_quantize(node, first, second, terms=RANKS_PER_NODE) for node in packed]
         total = torch.empty(rows.shape[1])
         reduce_dequantize(torch.cat(sums), total, second)
-        found.append(total / len(ranks))
-        means.append(rows.double().mean(0))
-        nodes = rows.view(NODES, RANKS_PER_NODE, -1).sum(1)
-        for width, carried in zip(bits, (rows, nodes), strict=True):
-            for row in carried:
-                back = row.to(wire).float() if width == 16 else built(row, width)
-                noise += float((back - row).double().square().sum())
-    size = sum(float(mean.square().sum()) for mean in means) * len(ranks) ** 2
-    return {"bits": bits, "expected": (noise / size) ** 0.5, **moments(means, found)}
+        results.append(total / len(ranks))
+        exact.append(rows.double().mean(0))
+        node_sums = rows.view(NODES, RANKS_PER_NODE, -1).sum(1)
+        for width, carried in zip(bits, (rows, node_sums), strict=True):
+            noise += sum(_squared_error(row, width, wire) for row in carried)
+    size = sum(float(mean.square().sum()) for mean in exact) * len(ranks) ** 2
+    return {
+        "bits": bits,
+        "expected": (noise / size) ** 0.5,
+        **error_statistics(exact, results),
+    }
 
 
-def moments(exact: Tensors, found: Tensors) -> dict:
+def error_statistics(exact: Tensors, results: Tensors) -> dict:
     """Relative L2 error, fitted gain and cosine over all tensors, and the gain furthest from 1."""
     error = size = product = square = 0.0
     gains = [1.0]
-    for one, other in zip(exact, found, strict=True):
-        a, b = one.double(), other.double()
+    for right, result in zip(exact, results, strict=True):
+        a, b = right.double(), result.double()
         own, both = float(a.square().sum()), float((a * b).sum())
         error += float((a - b).square().sum())
         size, product, square = size + own, product + both, square + float(b.square().sum())
@@ -199,6 +195,12 @@ def moments(exact: Tensors, found: Tensors) -> dict:
         "cosine": product / (size * square) ** 0.5,
         "worst_gain": max(gains, key=lambda gain: abs(gain - 1)),
     }
+
+
+def _squared_error(row: Tensor, bits: int, wire: torch.dtype) -> float:
+    """Of one quantization of `row` (n,); 16 bits stand for the wire's dtype."""
+    result = row.to(wire).float() if bits == 16 else zeropp_round_trip(row, bits)
+    return float((result - row).double().square().sum())
 
 
 if __name__ == "__main__":

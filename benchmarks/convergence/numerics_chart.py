@@ -4,12 +4,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.convergence.numerics_report import is_built
+from benchmarks.convergence.numerics_report import is_zeropp
 
 WIDTH, HEIGHT = 960, 396  # pixels
 TOP, BOTTOM = 44, 96  # margins of both panels
-GRAY = "#808080"  # like the colours below readable on white and on black
-SERIES = (  # code, scale, how it is called, colour
+GRAY = "#808080"  # readable on white and on black, like the colours below
+SERIES = (  # code, scale, label, colour
     ("signed", "bf16", "signed extreme, bf16 scale (used)", "#e8710a"),
     ("signed", "fp32", "signed extreme, fp32 scale", "#d6568f"),
     ("clipped", "bf16", "2 max / 2^b, clipped", "#a06be0"),
@@ -20,7 +20,7 @@ SERIES = (  # code, scale, how it is called, colour
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A place for curves: pixels from `left` to `right`; the ends of the axes."""
+    """A panel from pixel `left` to `right`, and the ranges of its axes."""
 
     bits: int
     data: str
@@ -30,14 +30,14 @@ class Panel:
     errors: tuple[float, float]
 
     def place(self, num_bytes: float, error: float) -> tuple[float, float]:
-        """Pixels of a point; both axes are logarithmic, that of bytes above the codes' own."""
+        """The pixel of a point; both axes are logarithmic, the x-axis in bytes of the scales."""
         across, up = _share(num_bytes - self.bits / 8, self.bytes), _share(error, self.errors)
         x = self.left + across * (self.right - self.left)
         return x, HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
 
 def draw(result: dict) -> str:
-    """The SVG: INT8 on weights and INT4 on gradients, as each is used."""
+    """The SVG: INT8 on weights and INT4 on gradients, as zeropp uses them."""
     parts = []
     for bits, data, left, right in ((8, "weights", 62, 462), (4, "gradients", 542, 942)):
         rows = [row for row in result["one_hop"] if row["bits"] == bits]
@@ -58,7 +58,7 @@ def _panel(rows: Sequence[dict], bits: int, data: str, sides: tuple[int, int]) -
         for code, scale, _, _ in SERIES
     }
     shown = [row for curve in curves.values() for row in curve]
-    errors = [row["found"][data]["error"] for row in shown]
+    errors = [row["errors"][data]["error"] for row in shown]
     extra = [row["bytes"] - bits / 8 for row in shown]
     panel = Panel(
         bits=bits, data=data, left=sides[0], right=sides[1],
@@ -89,20 +89,20 @@ def _axes(panel: Panel, rows: Sequence[dict]) -> Iterator[str]:
 
 
 def _curve(panel: Panel, rows: Sequence[dict], colour: str) -> Iterator[str]:
-    places = [panel.place(row["bytes"], row["found"][panel.data]["error"]) for row in rows]
+    places = [panel.place(row["bytes"], row["errors"][panel.data]["error"]) for row in rows]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     yield f'<polyline points="{points}" stroke="{colour}" stroke-width="2"/>'
     for row, (x, y) in zip(rows, places, strict=True):
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{colour}"/>'
-        if is_built(row):
+        if is_zeropp(row):
             yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="7" stroke="{colour}" stroke-width="2"/>'
             yield _text(x - 9, y + 21, f"blocks of {row['block']}", "end", colour, weight=600)
 
 
 def _round_numbers(low: float, high: float) -> Iterator[float]:
-    """Numbers of one or two digits between the two, some four to eight."""
+    """Four to eight numbers of one or two digits between the two."""
     unit = 10.0 ** math.floor(math.log10(high - low))
-    unit *= next(one for one in (0.1, 0.2, 0.25, 0.5, 1) if (high - low) / (one * unit) <= 8)
+    unit *= next(part for part in (0.1, 0.2, 0.25, 0.5, 1) if (high - low) / (part * unit) <= 8)
     for count in range(math.ceil(low / unit), math.floor(high / unit) + 1):
         yield round(count * unit, 12)
 

@@ -1,11 +1,11 @@
-"""The tables of `benchmarks/convergence/numerics.py`, as Markdown: on the screen and as a page."""
+"""The tables of benchmarks.convergence.numerics as Markdown, for the screen and as a page."""
 
 from collections.abc import Callable, Iterable, Iterator
 
 from zeropp.quant.packing import BLOCK
 
 DATA = ("Gaussian", "weights", "gradients")
-PARTS: tuple[tuple[str, Callable[[dict], bool]], ...] = (
+SECTIONS: tuple[tuple[str, Callable[[dict], bool]], ...] = (
     ("Block sizes", lambda row: (row["code"], row["scale"]) == ("signed", "bf16")),
     (
         "Types of scales",
@@ -17,7 +17,7 @@ PARTS: tuple[tuple[str, Callable[[dict], bool]], ...] = (
 
 
 def page(result: dict) -> str:
-    """All of it, for a reader who was not there."""
+    """A page for benchmarks/results/."""
     machine, versions = result["machine"], result["versions"]
     changed = " with changes" if result["uncommitted"] else ""
     lines = [
@@ -27,8 +27,8 @@ def page(result: dict) -> str:
         f"{machine['processor']}, {machine['cores']} cores, one thread; Python "
         f"{versions['python']}, torch {versions['torch']}. The numbers do not depend on load.",
         "",
-        "Before anything was measured, the plain-torch model of zeropp's format gave exactly the "
-        "numbers of its ops, on all three data. The GPT was trained by pretrain_gpt.py's own step:",
+        "Before the measurement the PyTorch model of zeropp's format gave exactly the numbers of "
+        "its ops, on all three data sets. The GPT was trained by pretrain_gpt.py's own step:",
         "",
         "```",
         result["model"],
@@ -40,17 +40,17 @@ def page(result: dict) -> str:
 
 
 def tables(result: dict) -> str:
-    """What was measured on, and every table."""
+    """A description of the data, and every table."""
     sizes = ", ".join(f"{name} {count:,}" for name, count in result["elements"].items())
     lines = [
         f"Elements: {sizes}. Weights and gradients are those of a GPT after {result['steps']} "
-        f"steps (loss {result['loss']:.3f}), without parameters of one dim. Error: relative L2, in "
-        "percent. Gain: of the least-squares fit, over all; in brackets that of the tensor "
-        "furthest from 1. **Bold**: what zeropp does.",
+        f"steps (loss {result['loss']:.3f}), without one-dimensional parameters. Error: relative "
+        "L2. Gain: of the least-squares fit over all tensors; in brackets that of the tensor "
+        "furthest from 1. **Bold**: what zeropp uses.",
         "",
     ]
     for bits in (8, 4):
-        for title, belongs in PARTS:
+        for title, belongs in SECTIONS:
             rows = [row for row in result["one_hop"] if row["bits"] == bits and belongs(row)]
             lines += [f"## INT{bits}: {title[0].lower()}{title[1:]}", "", *one_hop(rows), ""]
     lines += ["## Two hops", "", *two_hops(result["two_hops"]), ""]
@@ -58,21 +58,21 @@ def tables(result: dict) -> str:
 
 
 def one_hop(rows: Iterable[dict]) -> Iterator[str]:
-    """A table of schemes."""
+    """The lines of a table of schemes."""
     yield from _head(
         "code", "scale", "block", "bytes",
         *(f"error, {name}" for name in DATA), *(f"gain, {name}" for name in DATA),
     )  # fmt: skip
     for row in sorted(rows, key=lambda row: row["block"]):
-        found = [row["found"][name] for name in DATA]
+        errors = [row["errors"][name] for name in DATA]
         cells = [row["code"], row["scale"], str(row["block"]), f"{row['bytes']:.4f}"]
-        cells += [f"{one['error']:.3%}" for one in found]
-        cells += [f"{one['gain']:.4f} ({one['worst_gain']:.4f})" for one in found]
-        yield _row(*(f"**{cell}**" if is_built(row) else cell for cell in cells))
+        cells += [f"{each['error']:.3%}" for each in errors]
+        cells += [f"{each['gain']:.4f} ({each['worst_gain']:.4f})" for each in errors]
+        yield _row(*(f"**{cell}**" if is_zeropp(row) else cell for cell in cells))
 
 
 def two_hops(rows: Iterable[dict]) -> Iterator[str]:
-    """A table of pairs of widths."""
+    """The lines of a table of pairs of widths."""
     yield from _head("bits", "data", "error", "expected", "cosine", "gain")
     for row in rows:
         cells = [
@@ -80,12 +80,12 @@ def two_hops(rows: Iterable[dict]) -> Iterator[str]:
             f"{row['expected']:.2%}", f"{row['cosine']:.5f}",
             f"{row['gain']:.4f} ({row['worst_gain']:.4f})",
         ]  # fmt: skip
-        built = tuple(row["bits"]) == (8, 4)
-        yield _row(*(f"**{cell}**" if built else cell for cell in cells))
+        is_used = tuple(row["bits"]) == (8, 4)
+        yield _row(*(f"**{cell}**" if is_used else cell for cell in cells))
 
 
-def is_built(row: dict) -> bool:
-    """Whether a row is what zeropp does."""
+def is_zeropp(row: dict) -> bool:
+    """Whether a row shows the scheme that zeropp uses."""
     chosen = ("signed", "bf16", BLOCK[row["bits"]])
     return (row["code"], row["scale"], row["block"]) == chosen
 

@@ -1,51 +1,52 @@
-"""Does a training step wait for its samples? The loader beside batches that are in memory already.
+"""Does a training step wait for its samples? The loader beside batches that are in memory.
 
-    python benchmarks/data/loader.py [--workers N ...] [--rounds N] [--json FILE] [-- FLAG ...]
+    python -m benchmarks.data.loader [--workers N ...] [--rounds N] [--json FILE] [-- FLAG ...]
 
-The step is that of pretrain_gpt.py on one rank without any flag, the default model on the default
-text, or with the FLAGs after `--`. One model is trained; in turn its batches come from memory and
-from a loader with each number of workers. All must bring equal batches, or nothing is timed. Beside
-it: how many tokens per second a loader brings when nothing else runs, and a plain DataLoader over
-the same tokens in one array.
+The step is that of pretrain_gpt.py on one rank: the default model on the default text, or with the
+FLAGs after `--`. One model is trained; in turn its batches come from memory and from a loader with
+each number of workers. All must yield equal batches, or nothing is timed. The table also shows how
+many tokens per second a loader yields when nothing else runs, and a plain DataLoader over the same
+tokens in one array.
 """
 
 import argparse
 import dataclasses
-import io
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)
-
-from benchmarks.shared.result import add_json, begin, finish, heading  # noqa: E402
-from megatron_zpp.data.loader import Batch, Loader  # noqa: E402
-from megatron_zpp.monitor.console import Console  # noqa: E402
-from megatron_zpp.parallel.mesh import join_ranks  # noqa: E402
-from megatron_zpp.settings.arguments import parse  # noqa: E402
-from megatron_zpp.train.build import build_run  # noqa: E402
-from megatron_zpp.train.loop import TRAIN, loader  # noqa: E402
-from megatron_zpp.train.run import Run  # noqa: E402
-from megatron_zpp.train.step import train_step  # noqa: E402
-from megatron_zpp.train.stop import Stopping  # noqa: E402
-from zeropp.ranks.topology import Environment  # noqa: E402
+from benchmarks.shared.interleaved import interleaved, ratio_summary
+from benchmarks.shared.pretrain_run import (
+    run_step,
+    silent_run,
+    split_at_dashes,
+    training_batches,
+)
+from benchmarks.shared.result import begin, benchmark_parser, finish, heading
+from megatron_zpp.data.loader import Batch, Loader
+from megatron_zpp.parallel.mesh import join_ranks
+from megatron_zpp.settings.arguments import parse
+from megatron_zpp.train.loop import TRAIN
+from megatron_zpp.train.run import Run
+from zeropp.ranks.topology import Environment
 
 MEMORY = "in memory"
-WARM_UP = 2  # steps of each
+WARM_UP = 2  # steps with each
 ALONE_SECONDS = 2.0  # of each loader without a training step
-QUIET = "--eval-iters 0 --log-interval 1000000 --train-iters 1000000 --lr-decay-style constant"
+COMPARED_BATCHES, STORED_BATCHES = 4, 16
+SILENT_FLAGS = (
+    "--eval-iters 0 --log-interval 1000000 --train-iters 1000000 --lr-decay-style constant"
+)
 
 
 class InMemory:
-    """Batches made before the clock starts, over and over, in the shape of a `Loader`."""
+    """Stored batches, repeated, with the interface of a `Loader`."""
 
     def __init__(self, batches: Sequence[Batch], step: int) -> None:
         self._batches, self._step = batches, step
@@ -60,7 +61,7 @@ class InMemory:
 
 
 class PlainSamples(Dataset):
-    """What a person would write over one array of tokens: sample i is tokens i S to i S + S."""
+    """A plain dataset over one array of tokens: sample i is tokens i S to i S + S."""
 
     def __init__(self, tokens: np.ndarray, seq_length: int) -> None:
         self._tokens, self._length = tokens, seq_length
@@ -75,18 +76,16 @@ class PlainSamples(Dataset):
 
 
 def main() -> int:
-    """Assemble the run, verify, take turns, print a table."""
+    """Build the run, verify, time, print a table."""
     options, flags = read_options()
-    result = begin("loader")
-    config = parse([*QUIET.split(), *flags], 1)
-    ranks = join_ranks(Environment.read(), config.parallel)
-    console = Console(0, io.StringIO(), interactive=False)
-    run = build_run(config, ranks, console, Stopping(config.training))
+    result = begin(__spec__.name)
+    config = parse([*SILENT_FLAGS.split(), *flags], 1)
+    run = silent_run(config, join_ranks(Environment.read(), config.parallel))
     result |= {
         "parameters": run.sharding.model.num_parameters(),
         "seq_length": config.model.seq_length,
         "micro_batch_size": config.batch.micro_batch_size,
-        "steps": in_turn(run, options.workers, options.rounds),
+        "steps": time_steps(run, options.workers, options.rounds),
         "alone": alone(run, options.workers),
     }
     torch.distributed.destroy_process_group()
@@ -96,51 +95,45 @@ def main() -> int:
 
 def read_options() -> tuple[argparse.Namespace, list[str]]:
     """The command line, and the flags of pretrain_gpt.py after `--`."""
-    own, _, flags = " ".join(sys.argv[1:]).partition(" -- ")
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    arguments, flags = split_at_dashes(sys.argv[1:])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], metavar="N")
     parser.add_argument("--rounds", type=int, default=40, help="timed steps of each (default: 40)")
-    add_json(parser)
-    return parser.parse_args(own.split()), flags.split()
+    return parser.parse_args(arguments), flags
 
 
-def in_turn(run: Run, workers: Sequence[int], rounds: int) -> list[dict]:
-    """Steps fed from memory and by each loader, one of each in turn, in an order that turns round.
-
-    Returns for each of them the seconds of its steps and those spent in the loader.
-    """
+def time_steps(run: Run, workers: Sequence[int], rounds: int) -> list[dict]:
+    """Seconds of steps and of waiting for the loader, with batches from memory and each loader."""
     with ExitStack() as stack:
-        feeds = {f"{n} workers": stack.enter_context(started(run, n)) for n in workers}
-        feeds = {MEMORY: in_memory(run), **feeds}
-        rows = {name: {"name": name, "seconds": [], "waited": []} for name in feeds}
-        for number in range(-WARM_UP, rounds):
-            for name in list(feeds)[:: -1 if number % 2 else 1]:
-                before = feeds[name].waited
-                seconds = train_step(run, feeds[name]).result().seconds
-                if number >= 0:
-                    rows[name]["seconds"].append(seconds)
-                    rows[name]["waited"].append(feeds[name].waited - before)
+        sources = {MEMORY: in_memory(run)}
+        for count in workers:
+            sources[f"{count} workers"] = stack.enter_context(verified_loader(run, count))
+        for name in interleaved(list(sources), WARM_UP):
+            run_step(run, sources[name])
+        rows = {name: {"name": name, "seconds": [], "waited": []} for name in sources}
+        for name in interleaved(list(sources), rounds):
+            before = sources[name].waited
+            rows[name]["seconds"].append(run_step(run, sources[name]).seconds)
+            rows[name]["waited"].append(sources[name].waited - before)
     return list(rows.values())
 
 
 def alone(run: Run, workers: Sequence[int]) -> list[dict]:
-    """Tokens per second that a loader brings when nothing else runs, and a plain DataLoader."""
+    """Tokens per second of the loader when nothing else runs, and of a plain DataLoader."""
     rows = []
     for count in workers:
-        with started(run, count) as batches:
-            rows.append({"name": f"{count} workers"} | drained(batches))
+        with verified_loader(run, count) as batches:
+            rows.append({"name": f"{count} workers"} | drain_rate(batches))
     source = run.datasets[TRAIN].source
     tokens = np.memmap(source.bin_path, dtype=source.dtype, mode="r")
     samples = PlainSamples(tokens, run.config.model.seq_length)
     for count in workers:
         plain = DataLoader(samples, run.config.batch.micro_batch_size, num_workers=count)
-        rows.append({"name": f"plain DataLoader, {count} workers"} | drained(iter(plain)))
+        rows.append({"name": f"plain DataLoader, {count} workers"} | drain_rate(iter(plain)))
     return rows
 
 
-def drained(batches) -> dict[str, float]:
+def drain_rate(batches) -> dict[str, float]:
     """Tokens per second of wall and of this process's CPU time, after the first few batches."""
     for _ in range(8):
         next(batches)
@@ -153,29 +146,28 @@ def drained(batches) -> dict[str, float]:
     return {"tokens_per_second": tokens / seconds, "own_cpu_share": cpu / seconds}
 
 
-def started(run: Run, workers: int) -> Loader:
-    """A loader of training samples from the first on; exits unless its batches are the right ones.
-
-    The first ones are compared with what the rank itself reads.
-    """
-    data = dataclasses.replace(run.config.data, num_workers=workers)
-    config = dataclasses.replace(run.config, data=data)
-    made = loader(dataclasses.replace(run, config=config), TRAIN, 0)
+def verified_loader(run: Run, workers: int) -> Loader:
+    """A loader from the first sample on; exits unless its first batches equal those in memory."""
+    loader = training_batches(with_workers(run, workers))
     expected = in_memory(run)
-    for number in range(4):
-        pairs = zip(next(made).inputs(), next(expected).inputs(), strict=True)
+    for number in range(COMPARED_BATCHES):
+        pairs = zip(next(loader).inputs(), next(expected).inputs(), strict=True)
         if not all(a is b is None or torch.equal(a, b) for a, b in pairs):
-            sys.exit(f"error: batch {number} by {workers} workers differs; nothing was timed")
-    return made
+            sys.exit(f"error: batch {number} with {workers} workers differs; nothing was timed")
+    return loader
 
 
 def in_memory(run: Run) -> InMemory:
-    """The first batches of training, straight from the dataset."""
+    """The first batches of training, read by this process."""
     step = run.config.batch.micro_batch_size * run.ranks.num_ranks
-    data = dataclasses.replace(run.config.data, num_workers=0)
-    config = dataclasses.replace(run.config, data=data)
-    with loader(dataclasses.replace(run, config=config), TRAIN, 0) as batches:
-        return InMemory([next(batches) for _ in range(16)], step)
+    with training_batches(with_workers(run, 0)) as batches:
+        return InMemory([next(batches) for _ in range(STORED_BATCHES)], step)
+
+
+def with_workers(run: Run, workers: int) -> Run:
+    """The run with another number of loader processes."""
+    data = dataclasses.replace(run.config.data, num_workers=workers)
+    return dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
 
 
 def show(result: dict) -> None:
@@ -190,17 +182,16 @@ def show(result: dict) -> None:
     memory = result["steps"][0]["seconds"]
     for row in result["steps"]:
         seconds, waited = statistics.median(row["seconds"]), statistics.median(row["waited"])
-        ratios = [a / b for a, b in zip(row["seconds"], memory, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        summary = ratio_summary(row["seconds"], memory)
+        low, high = summary["quartiles"]
         print(
-            f"  {row['name']:16} {1e3 * seconds:10.1f} {middle:7.3f}   {low:.3f} to {high:.3f}   "
-            f"{1e6 * waited:9.0f} {waited / seconds:8.2%}"
+            f"  {row['name']:16} {1e3 * seconds:10.1f} {summary['ratio']:7.3f}   "
+            f"{low:.3f} to {high:.3f}   {1e6 * waited:9.0f} {waited / seconds:8.2%}"
         )
     print(f"\n  {'alone':30} {'M tokens/s':>11} {'own CPU':>8}")
     for row in result["alone"]:
-        print(
-            f"  {row['name']:30} {row['tokens_per_second'] / 1e6:11.2f} {row['own_cpu_share']:8.0%}"
-        )
+        rate, share = row["tokens_per_second"] / 1e6, row["own_cpu_share"]
+        print(f"  {row['name']:30} {rate:11.2f} {share:8.0%}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Text to tokens: tokens per CPU-second, two workers against one, memory, and the bare libraries.
+"""Preprocessing text: tokens per CPU-second, one and two workers, memory, and the bare libraries.
 
-    python benchmarks/data/preprocess.py --vocab-file FILE --merge-file FILE [--input FOLDER]
+    python -m benchmarks.data.preprocess --vocab-file FILE --merge-file FILE [--input FOLDER]
         [--megabytes N] [--rounds N] [--libraries NAME ...] [--json FILE]
 
-The text is Python source: the standard library and the packages that are installed, each different
-file once (or the .txt, .md, .rst, .html and .py files of --input), as one .jsonl. Program and bare
-library run in turn. The bare library reads GPT-2's vocabulary from the same files, is given the
-same documents in memory and encodes them, with one thread. CPU time is that of all processes
-together, start included, and of the library its vocabulary included; the start, the time for an
-input of one line, is stated too. The datasets must be equal.
+The text is Python source: the standard library and the installed packages (or the .txt, .md, .rst,
+.html and .py files of --input), duplicates left out, as one .jsonl. The program and the bare
+library run in turn. The bare library reads GPT-2's vocabulary from the same files, and encodes the
+same documents from memory with one thread. CPU time is that of all processes together, including
+their start, and of the bare library including its vocabulary. The start alone, the time for an
+input of one line, is shown too. The datasets must be equal.
 """
 
 import argparse
@@ -26,38 +26,37 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.shared.result import begin, benchmark_parser, finish, heading
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)
-
-from benchmarks.shared.result import add_json, begin, finish, heading  # noqa: E402
-
 TOOL = ROOT / "tools" / "preprocess_data.py"
 ENDINGS = (".txt", ".md", ".rst", ".html", ".py")
 LIBRARIES = ("tiktoken", "fastokens")
-MEGATRON = 0.5e6  # tokens per CPU-second of Megatron-LM's program, as measured for this project
-LOOKS = 0.25  # seconds between two looks at the memory
-BARE = """
+MEGATRON_RATE = 0.5e6  # tokens per CPU-second of Megatron-LM's program, measured by this project
+MEMORY_INTERVAL = 0.25  # seconds between two readings of the memory
+BARE_PROGRAM = """
 import json, sys, time
 cpu = time.process_time()
 from megatron_zpp.tokenizer.fast_gpt2 import FastGPT2
 from megatron_zpp.tokenizer.gpt2_bpe import GPT2BPETokenizer
 source, library, vocab, merges = sys.argv[1:]
-made = GPT2BPETokenizer(vocab, merges) if library == "tiktoken" else FastGPT2(vocab, merges)
+tokenizer = GPT2BPETokenizer(vocab, merges) if library == "tiktoken" else FastGPT2(vocab, merges)
 loaded = time.process_time() - cpu
 with open(source) as file:
     texts = [json.loads(line)["text"] for line in file]
 cpu, tokens = time.process_time(), 0
 for start in range(0, len(texts), 100):
+    batch = texts[start : start + 100]
     if library == "tiktoken":
-        tokens += sum(len(made._encoding.encode_ordinary(t)) for t in texts[start : start + 100])
+        tokens += sum(len(tokenizer._encoding.encode_ordinary(text)) for text in batch)
     else:
-        tokens += len(made._tokenizer.encode_batch_flat(texts[start : start + 100])[0]) // 4
+        tokens += len(tokenizer._tokenizer.encode_batch_flat(batch)[0]) // 4
 print(json.dumps({"cpu": time.process_time() - cpu, "start": loaded, "tokens": tokens}))
 """
 
 
 def main() -> int:
-    """Collect the text, run in turn, print a table."""
+    """Collect the text, time everything in turn, print a table."""
     options = read_options()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         source = Path(folder) / "text.jsonl"
@@ -65,13 +64,13 @@ def main() -> int:
         one_line = Path(folder) / "line.jsonl"
         one_line.write_text('{"text": "a"}\n')
         result = {
-            **begin("preprocess"),
+            **begin(__spec__.name),
             "text_bytes": num_bytes,
             "documents": num_documents,
             "rounds": [],
         }
         for number in range(options.rounds):
-            result["rounds"].append(round_of(options, source, one_line))
+            result["rounds"].append(time_round(options, source, one_line))
             print(f"round {number + 1} of {options.rounds} done", file=sys.stderr, flush=True)
     finish(result, show, options.json)
     return 0
@@ -79,24 +78,21 @@ def main() -> int:
 
 def read_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--vocab-file", required=True, help="GPT-2's vocab.json (encoder.json)")
     parser.add_argument("--merge-file", required=True, help="GPT-2's merges.txt (vocab.bpe)")
-    parser.add_argument("--input", metavar="FOLDER", help="text to use instead")
+    parser.add_argument("--input", metavar="FOLDER", help="text to use instead of Python source")
     parser.add_argument("--megabytes", type=int, default=300, help="at most (default: 300)")
     parser.add_argument("--rounds", type=int, default=3, help="of everything (default: 3)")
     parser.add_argument(
         "--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES, help="default: both"
     )
-    parser.add_argument("--folder", help="where to write (default: the system's temporary folder)")
-    add_json(parser)
+    parser.add_argument("--folder", help="for temporary files (default: the system's)")
     return parser.parse_args()
 
 
 def collect(target: Path, folder: str | None, limit: int) -> tuple[int, int]:
-    """Write each different text once, a line for each; returns bytes of text and documents."""
+    """Write each distinct text as one line; returns the bytes of text and the documents."""
     paths = sysconfig.get_paths()
     folders = [Path(folder)] if folder else [Path(paths["stdlib"]), Path(paths["purelib"])]
     seen, num_bytes = set(), 0
@@ -114,30 +110,30 @@ def collect(target: Path, folder: str | None, limit: int) -> tuple[int, int]:
     return num_bytes, len(seen)
 
 
-def round_of(options: argparse.Namespace, source: Path, one_line: Path) -> dict:
-    """Everything once, in turn; ends the program unless all datasets are equal."""
-    found, digests = {}, set()
+def time_round(options: argparse.Namespace, source: Path, one_line: Path) -> dict:
+    """Time everything once; exits unless all datasets are equal."""
+    times, digests = {}, set()
     for library in options.libraries:
-        bare = [sys.executable, "-c", BARE, str(source), library]
+        bare = [sys.executable, "-c", BARE_PROGRAM, str(source), library]
         done = subprocess.run(
             [*bare, options.vocab_file, options.merge_file], env=_environment(), check=True,
             capture_output=True, text=True,
         )  # fmt: skip
-        found[library] = {"bare": json.loads(done.stdout)}
-        found[library]["start"] = timed(options, one_line, library, 1)
+        times[library] = {"bare": json.loads(done.stdout)}
+        times[library]["start"] = timed(options, one_line, library, 1)
         for workers in (1, 2):
-            found[library][f"workers {workers}"] = timed(options, source, library, workers)
-            made = source.with_name("out_text_document")
+            times[library][f"workers {workers}"] = timed(options, source, library, workers)
+            dataset = source.with_name("out_text_document")
             for end in ("bin", "idx"):
-                path = made.with_suffix(f".{end}")
+                path = dataset.with_suffix(f".{end}")
                 digests.add((end, hashlib.sha256(path.read_bytes()).hexdigest()))
     if len(digests) != 2:
         sys.exit("error: the datasets differ")
-    return found
+    return times
 
 
 def timed(options: argparse.Namespace, source: Path, library: str, workers: int) -> dict:
-    """Seconds, CPU-seconds and most bytes of memory of one run of the program."""
+    """Seconds, CPU-seconds and peak bytes of memory of one run of the program."""
     command = [
         sys.executable, str(TOOL), "--input", str(source), "--append-eod",
         "--output-prefix", str(source.with_name("out")), "--workers", str(workers),
@@ -150,17 +146,17 @@ def timed(options: argparse.Namespace, source: Path, library: str, workers: int)
     process = subprocess.Popen(
         command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    most = [0]
-    watcher = threading.Thread(target=_watch, args=(process, most))
+    readings: list[int] = [0]
+    watcher = threading.Thread(target=_read_memory, args=(process, readings))
     watcher.start()
-    said = process.communicate()[0]
+    output = process.communicate()[0]
     wall = time.monotonic() - start
     watcher.join()
     if process.returncode:
-        sys.exit(f"error: {said}")
+        sys.exit(f"error: {output}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"wall": wall, "cpu": cpu, "memory": most[0]}
+    return {"wall": wall, "cpu": cpu, "memory": max(readings)}
 
 
 def _texts(folders: Sequence[Path], endings: Sequence[str]) -> Iterator[str]:
@@ -178,22 +174,24 @@ def _environment() -> dict[str, str]:
     }  # fmt: skip
 
 
-def _watch(process: subprocess.Popen, most: list[int]) -> None:
-    """Keep the most that a process and its children held at once, each shared page counted once."""
+def _read_memory(process: subprocess.Popen, readings: list[int]) -> None:
+    """Append the bytes of a process and its children until it ends; shared pages count once."""
     while process.poll() is None:
-        most[0] = max(most[0], sum(_held(pid) for pid in [process.pid, *_children(process.pid)]))
-        time.sleep(LOOKS)
+        pids = [process.pid, *_children(process.pid)]
+        readings.append(sum(_held(pid) for pid in pids))
+        time.sleep(MEMORY_INTERVAL)
 
 
 def _children(pid: int) -> list[int]:
     try:
-        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     except OSError:  # it has ended
         return []
+    return [int(child) for child in children.split()]
 
 
 def _held(pid: int) -> int:
-    """Bytes: of a page that several processes share, the part of this one."""
+    """Bytes of a process; of shared pages this process's proportional part."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:  # it has ended
@@ -202,7 +200,7 @@ def _held(pid: int) -> int:
 
 
 def show(result: dict) -> None:
-    """Print the tables: medians over the rounds."""
+    """Print the table: medians over the rounds."""
     libraries = list(result["rounds"][0])
     print(heading(result, "python"))
     tokens = result["rounds"][0][libraries[0]]["bare"]["tokens"]
@@ -239,7 +237,7 @@ def _show_library(library: str, rounds: Sequence[dict], tokens: int) -> None:
                 (each[name]["cpu"] - each["start"]["cpu"]) / each["bare"]["cpu"] for each in rounds
             )
             line += (
-                f" {tokens / cpu / 1e6:9.2f} {tokens / cpu / MEGATRON:8.1f} {ratio:7.2f} "
+                f" {tokens / cpu / 1e6:9.2f} {tokens / cpu / MEGATRON_RATE:8.1f} {ratio:7.2f} "
                 f"{steady:9.2f} {max(run['memory'] for run in runs) / 1e6:7.0f}"
             )
         print(line)

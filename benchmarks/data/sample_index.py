@@ -1,13 +1,14 @@
 """How long the index of a dataset takes to build: ours, ours in NumPy, and megatron-core's.
 
-    python benchmarks/data/sample_index.py [--documents N] [--epochs N] [--megatron FILE] [--json FILE]
+    python -m benchmarks.data.sample_index [--documents N] [--epochs N] [--megatron FILE]
+        [--json FILE]
 
-Documents of 1 to 1319 tokens (660 in the mean), no files: the shuffled documents of all epochs, the
-places of the samples, their shuffle, and a blend of as many samples as there are document entries
-from five datasets. The contestants take turns, and what they make must be equal. FILE is the
-compiled helpers_cpp of an installed megatron-core, which shuffles with NumPy. CPU-seconds are those
-of this process, medians; memory is the most that a process of its own holds which builds the three
-arrays of the index with the compiled loops, beside what it holds before. Linux only.
+For documents of 1 to 1319 tokens (mean 660), without files: the shuffled documents of all epochs,
+the samples' positions, their shuffle, and a blend of five datasets with as many samples as there
+are document entries. The implementations take turns, and their arrays must be equal. FILE is the
+compiled helpers_cpp of an installed megatron-core, which shuffles with NumPy. Times are median
+CPU-seconds of this process. Memory is the peak of a separate process that builds the three arrays
+of the index with the compiled loops, beside what it holds before. Linux only.
 """
 
 import argparse
@@ -25,26 +26,26 @@ from types import ModuleType
 
 import numpy as np
 
+from benchmarks.shared.interleaved import time_interleaved
+from benchmarks.shared.result import begin, benchmark_parser, finish, heading
+from benchmarks.shared.timers import CpuTimer
+from megatron_zpp.data.blend import blend_in_stretches
+from megatron_zpp.data.compiled_index import native
+from megatron_zpp.data.sample_index import fill_starts
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
-
-from benchmarks.shared.result import add_json, begin, finish, heading  # noqa: E402
-from megatron_zpp.data.blend import blend_in_stretches  # noqa: E402
-from megatron_zpp.data.compiled_index import native  # noqa: E402
-from megatron_zpp.data.sample_index import fill_starts  # noqa: E402
-
-MEAN = 660  # tokens of a document
+MEAN_TOKENS = 660  # of a document
 SHARES = np.array([0.1, 0.15, 0.2, 0.25, 0.3])
 PARTS = ("document", "sample", "shuffle", "blend")
 OURS, NUMPY, CORE = "ours", "ours, NumPy", "megatron-core"
 
 Arrays = tuple[np.ndarray, ...]
-Contestants = Mapping[str, Callable[[], Arrays]]
+Builders = Mapping[str, Callable[[], Arrays]]  # by the name of the implementation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is indexed: `lengths` int32 [documents], so many epochs, samples of `seq_length`."""
+    """What is indexed: documents of `lengths` int32 [documents], in samples of `seq_length`."""
 
     lengths: np.ndarray
     epochs: int
@@ -57,7 +58,7 @@ class Task:
 
     @property
     def samples(self) -> int:
-        """Samples in them."""
+        """Samples of all epochs."""
         return (self.tokens - 1) // self.seq_length
 
     def entries(self) -> np.ndarray:
@@ -70,23 +71,23 @@ class Task:
 
 
 def main() -> int:
-    """Verify, take turns, print a table."""
+    """Verify, time, print a table."""
     options = read_options()
     task = make_task(options)
     if options.only_build:
         print(json.dumps(memory_of(task)))
         return 0
     if native() is None:
-        sys.exit("error: csrc/ is not built here: make setup builds it where there is a compiler")
+        sys.exit("error: csrc/ is not built; make setup builds it where there is a compiler")
     result = {
-        **begin("sample_index"),
+        **begin(__spec__.name),
         "documents": options.documents,
         "epochs": options.epochs,
         "seq_length": options.seq_length,
         "tokens": task.tokens,
         "samples": task.samples,
         "parts": measure(task, options),
-        "memory": json.loads(in_a_process_of_its_own()),
+        "memory": json.loads(run_only_build()),
     }
     finish(result, show, options.json)
     return 0
@@ -94,98 +95,95 @@ def main() -> int:
 
 def read_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--documents", type=int, default=1_000_000, metavar="N")
     parser.add_argument("--epochs", type=int, default=10, metavar="N")
     parser.add_argument("--seq-length", type=int, default=2048, metavar="N")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--megatron", metavar="FILE", help="helpers_cpp*.so of megatron-core")
-    add_json(parser)
     parser.add_argument("--only-build", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def make_task(options: argparse.Namespace) -> Task:
     """The documents' lengths, drawn with a fixed seed."""
-    lengths = np.random.RandomState(0).randint(1, 2 * MEAN, options.documents).astype(np.int32)
+    lengths = np.random.RandomState(0).randint(1, 2 * MEAN_TOKENS, options.documents)
+    lengths = lengths.astype(np.int32)
     return Task(lengths=lengths, epochs=options.epochs, seq_length=options.seq_length)
 
 
-def contestants(
-    task: Task, part: str, document: np.ndarray, core: ModuleType | None
-) -> Contestants:
-    """Whoever builds a part, by name; each call makes new arrays."""
+def builders(task: Task, part: str, document: np.ndarray, core: ModuleType | None) -> Builders:
+    """The implementations of a part; each call makes new arrays."""
     if part in ("document", "shuffle"):
-        fresh = task.entries if part == "document" else task.numbers
+        ordered = task.entries if part == "document" else task.numbers
         return {
-            OURS: partial(_shuffled, fresh, native().shuffle),
-            CORE if core else NUMPY: partial(_shuffled, fresh, _numpy_shuffle),
+            OURS: partial(_shuffled, ordered, native().shuffle),
+            CORE if core else NUMPY: partial(_shuffled, ordered, _numpy_shuffle),
         }
     if part == "sample":
-        found = {OURS: native().starts, NUMPY: fill_starts}
-        made = {name: partial(_starts, task, document, fill) for name, fill in found.items()}
-        return made if core is None else made | {CORE: partial(_core_starts, task, document, core)}
-    size = len(document)
-    made = {
-        OURS: partial(native().blend, SHARES, size),
-        NUMPY: partial(blend_in_stretches, SHARES, size),
-    }
-    return made if core is None else made | {CORE: partial(_core_blend, size, core)}
+        implementations = {
+            OURS: partial(_starts, task, document, native().starts),
+            NUMPY: partial(_starts, task, document, fill_starts),
+        }
+        core_build = partial(_core_starts, task, document, core)
+    else:
+        size = len(document)
+        implementations = {
+            OURS: partial(native().blend, SHARES, size),
+            NUMPY: partial(blend_in_stretches, SHARES, size),
+        }
+        core_build = partial(_core_blend, size, core)
+    return implementations if core is None else implementations | {CORE: core_build}
 
 
 def measure(task: Task, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """CPU-seconds of each contestant for each part, round by round."""
+    """CPU-seconds of each implementation of each part, round by round."""
     core = load_helpers(options.megatron) if options.megatron else None
     (document,) = _shuffled(task.entries, native().shuffle)
+    timer = CpuTimer(time.process_time)
     seconds = {}
     for part in PARTS:
-        made = contestants(task, part, document, core)
-        verify(part, made)
-        seconds[part] = {name: [] for name in made}
-        for number in range(options.rounds):
-            for name in list(made)[:: -1 if number % 2 else 1]:
-                start = time.process_time()
-                made[name]()
-                seconds[part][name].append(time.process_time() - start)
+        implementations = builders(task, part, document, core)
+        verify(part, implementations)
+        seconds[part] = time_interleaved(implementations, options.rounds, timer.seconds)
     return seconds
 
 
-def verify(part: str, made: Contestants) -> None:
+def verify(part: str, implementations: Builders) -> None:
     """Exit unless all make the same arrays."""
-    expected = made[OURS]()
-    for name, make in made.items():
-        if not all(map(np.array_equal, make(), expected)):
+    expected = implementations[OURS]()
+    for name, build in implementations.items():
+        if not all(map(np.array_equal, build(), expected)):
             sys.exit(f"error: {name} and {OURS} make different arrays of {part}; nothing was timed")
 
 
 def load_helpers(path: str) -> ModuleType:
-    """megatron-core's compiled module, without megatron-core around it."""
+    """Import megatron-core's compiled module from its file alone."""
     spec = importlib.util.spec_from_file_location("helpers_cpp", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def in_a_process_of_its_own() -> str:
-    """What this program prints with --only-build."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--only-build"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def run_only_build() -> str:
+    """What another process of this benchmark prints with --only-build."""
+    command = [sys.executable, "-m", __spec__.name, *sys.argv[1:], "--only-build"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return done.stdout
 
 
 def memory_of(task: Task) -> dict[str, int]:
-    """Bytes held before, and at most while all is built."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew with what is held now
+    """Bytes held before the index is built, and the peak while it is built."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak: proc(5)
     before = _peak()
     (document,) = _shuffled(task.entries, native().shuffle)
-    kept = [document, *_starts(task, document, native().starts)]
-    kept += _shuffled(task.numbers, native().shuffle)
-    return {"before": before, "peak": _peak(), "arrays": sum(array.nbytes for array in kept)}
+    arrays = [document, *_starts(task, document, native().starts)]
+    arrays += _shuffled(task.numbers, native().shuffle)
+    return {"before": before, "peak": _peak(), "arrays": sum(array.nbytes for array in arrays)}
 
 
-def _shuffled(fresh: Callable[[], np.ndarray], shuffle: Callable) -> Arrays:
-    data = fresh()
+def _shuffled(ordered: Callable[[], np.ndarray], shuffle: Callable) -> Arrays:
+    data = ordered()
     shuffle(data, np.random.RandomState(1))
     return (data,)
 
@@ -202,10 +200,10 @@ def _starts(task: Task, document: np.ndarray, fill: Callable[..., None]) -> Arra
 
 def _core_starts(task: Task, document: np.ndarray, core: ModuleType) -> Arrays:
     tokens = task.tokens // task.epochs
-    made = core.build_sample_idx_int32(
+    starts = core.build_sample_idx_int32(
         task.lengths, document, task.seq_length, task.epochs, tokens, True, 1
     )
-    return (made,)
+    return (starts,)
 
 
 def _core_blend(size: int, core: ModuleType) -> Arrays:
@@ -215,13 +213,13 @@ def _core_blend(size: int, core: ModuleType) -> Arrays:
 
 
 def _peak() -> int:
-    # Not ru_maxrss: that begins with what the process held that started this one.
+    # Not ru_maxrss, which starts at the peak of the parent process.
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) * 1024
 
 
 def show(result: dict) -> None:
-    """Print the table: medians, and how often each takes the time that ours takes."""
+    """Print the table: medians, and ratios to ours."""
     memory = result["memory"]
     print(
         f"{heading(result, 'python')}\n"
@@ -233,12 +231,12 @@ def show(result: dict) -> None:
     for name in (OURS, NUMPY, CORE):
         line = f"  {name:14}"
         for part in PARTS:
-            found = result["parts"][part]
-            if name not in found:
+            seconds = result["parts"][part]
+            if name not in seconds:
                 line += f"{'':18}"
                 continue
-            ours, its = statistics.median(found[OURS]), statistics.median(found[name])
-            line += f"{its:9.3f} ({its / ours:5.2f}x)"
+            ours, median = statistics.median(seconds[OURS]), statistics.median(seconds[name])
+            line += f"{median:9.3f} ({median / ours:5.2f}x)"
         print(line)
     print(
         f"\n  memory: {memory['before'] / 1e6:.0f} MB before, at most {memory['peak'] / 1e6:.0f}; "

@@ -1,7 +1,7 @@
 """How fast Adam on the CPU is: beside PyTorch's, and beside the machine's memory.
 
-    python benchmarks/kernels/cpu_adam.py [--parameters N] [--threads N ...] [--rounds N] [--deepspeed]
-                                  [--tensors flat|model] [--isa NAME] [--json FILE]
+    python -m benchmarks.kernels.cpu_adam [--parameters N] [--threads N ...] [--rounds N]
+        [--deepspeed] [--tensors flat|model] [--isa NAME] [--json FILE]
 
 First our step is held against the plain-torch reference, bit by bit, and against
 `torch.optim.AdamW`. Then all run in turn on the same memory: weights, moments and gradients are
@@ -10,7 +10,7 @@ views of the same arrays for everyone, and every ratio is of two runs of one rou
 "The sequence" is what a step of mixed precision takes without a fused one: gradients are divided
 by the loss scale, multiplied by the clipping factor, `torch.optim.AdamW(fused=True)` updates, the
 new weights are copied to bf16. All its gradients are fp32, also where ours are bf16. "One factor"
-is the same with both multiplications made one. The yardstick (benchmarks/streams.cpp, compiled here
+is the same with both multiplications made one. The yardstick (memory_streams.cpp, compiled here
 with g++) moves the bytes of ours and computes nothing. Parameters are one flat tensor, as ZeRO's
 shards in DeepSpeed are, or with `--tensors model` matrices and vectors of a GPT.
 
@@ -32,14 +32,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.shared.result import begin, benchmark_parser, finish, heading
+from zeropp.native.kernels import ISAS, use_isa
+from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernel_for, reference
+from zeropp.optim.cpu_adam import CPUAdam
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)
-
-from benchmarks.shared.result import add_json, begin, finish, heading  # noqa: E402
-from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernels_on, reference  # noqa: E402
-from zeropp.optim.cpu_adam import CPUAdam  # noqa: E402
-from zeropp.quant.cpu import ISAS, native  # noqa: E402
-
 CHECKED = 1_000_000  # parameters
 CLOSE = 1e-6  # of the largest weight, to torch's after CHECKED_STEPS
 CHECKED_STEPS = 3
@@ -70,17 +68,17 @@ class Contestant:
 def main() -> int:
     """Verify, time, print tables."""
     options = read_options()
-    kernels = native()
-    if kernels is None or kernels_on(torch.device("cpu")) is None:
+    if kernel_for(torch.device("cpu")) is None:
         sys.exit("error: there are no kernels to time; build them with make setup")
-    if options.isa is not None and not kernels.use(options.isa):
+    if options.isa is not None and not use_isa(options.isa):
         sys.exit(f"error: this processor has no {options.isa}; give one of {' '.join(ISAS)}")
     for gradient in (torch.float32, torch.bfloat16, torch.float16):
         for moment in (torch.float32, torch.bfloat16):
             verify_bits(gradient, moment)
     apart = verify_against_torch()
-    isa = options.isa or next(name for name in reversed(ISAS) if kernels.use(name))
-    result = {**begin("cpu_adam"), "isa": isa, "rounds": options.rounds, "apart": apart, "runs": []}
+    isa = options.isa or next(name for name in reversed(ISAS) if use_isa(name))
+    result = begin(__spec__.name)
+    result |= {"isa": isa, "rounds": options.rounds, "apart": apart, "runs": []}
     memory = Memory(options.parameters, options.tensors == "flat")
     result |= {"parameters": memory.size, "tensors": len(memory.shapes)}
     yardstick = compile_yardstick()
@@ -96,9 +94,7 @@ def main() -> int:
 
 def read_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--parameters", type=int, default=50_000_000, help="default: 50 million")
     parser.add_argument("--threads", type=int, nargs="+", default=(1, 2), help="default: 1 2")
     parser.add_argument("--rounds", type=int, default=15, help="steps of each (default: 15)")
@@ -107,7 +103,6 @@ def read_options() -> argparse.Namespace:
         "--tensors", choices=("flat", "model"), default="flat", help="default: flat"
     )
     parser.add_argument("--isa", choices=ISAS, help="default: the best this processor has")
-    add_json(parser)
     return parser.parse_args()
 
 
@@ -289,10 +284,10 @@ def yardsticks(memory: Memory, run: Callable[..., None], threads: int) -> list[C
 
 
 def compile_yardstick() -> Callable[..., None]:
-    """benchmarks/streams.cpp for this processor."""
+    """memory_streams.cpp for this processor."""
     with tempfile.TemporaryDirectory() as folder:
-        built = Path(folder) / "streams.so"
-        source = ROOT / "benchmarks" / "streams.cpp"
+        built = Path(folder) / "memory_streams.so"
+        source = ROOT / "benchmarks" / "kernels" / "memory_streams.cpp"
         flags = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread"]
         subprocess.run(["g++", *flags, str(source), "-o", str(built)], check=True)
         function = ctypes.CDLL(str(built)).streams

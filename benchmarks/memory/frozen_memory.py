@@ -1,10 +1,10 @@
-"""What frozen weights take of a rank's memory, by this program's account and by the system's.
+"""The memory that frozen weights take on a rank, as zeropp counts it and as the system does.
 
-    zeropp --num_ranks 2 benchmarks/memory/frozen_memory.py [--layers 16] [--hidden 4096]
+    zeropp --num_ranks 2 --module benchmarks.memory.frozen_memory [--layers 16] [--hidden 4096]
 
-Each rank holds its shards of as many square matrices: as INT8 into which they were loaded one by
-one, then in bf16, then these as INT8. Resident memory and its peak are the system's counts for the
-process; all are shown of the first rank, each less what there was before.
+Each rank holds its shards of some square matrices: first loaded one by one into INT8, then in bf16,
+then these converted to INT8. Resident memory and its peak are what the system counts for the
+process. All numbers are those of rank 0, without what the process held before.
 """
 
 import argparse
@@ -12,25 +12,21 @@ import ctypes
 import gc
 import json
 import os
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)
-
-from megatron_zpp.parallel.mesh import Ranks, join_ranks  # noqa: E402
-from megatron_zpp.settings.config import ParallelConfig  # noqa: E402
-from zeropp import Sharding, ZeroConfig, shard  # noqa: E402
-from zeropp import fsdp_adapter as fsdp  # noqa: E402
-from zeropp.optim.step import local_part  # noqa: E402
-from zeropp.ranks.topology import Environment  # noqa: E402
-from zeropp.sharding.materialize import allocate_meta_tensors  # noqa: E402
-from zeropp.sharding.shard import allocate_parameters, store_frozen  # noqa: E402
-from zeropp.wire.frozen_weights import stored_bytes  # noqa: E402
+from megatron_zpp.parallel.mesh import Ranks, join_ranks
+from megatron_zpp.settings.config import ParallelConfig
+from zeropp import Sharding, ZeroConfig, shard
+from zeropp import fsdp_adapter as fsdp
+from zeropp.optim.step import local_part
+from zeropp.ranks.topology import Environment
+from zeropp.sharding.materialize import allocate_meta_tensors
+from zeropp.sharding.shard import allocate_parameters, store_frozen
+from zeropp.wire.frozen_weights import stored_bytes
 
 CONFIG = ZeroConfig.from_json(
     {
@@ -38,52 +34,57 @@ CONFIG = ZeroConfig.from_json(
         "zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True},
     }
 )
-FORGET_PEAK = "5"  # proc(5): the peak of resident memory begins anew
+RESET_PEAK = "5"  # resets the peak of resident memory: proc(5), clear_refs
 
 
 def main() -> None:
-    """Load into codes, and quantize what is there, counting; rank 0 prints the numbers as JSON."""
+    """Measure both ways to INT8 weights; rank 0 prints the numbers as JSON."""
     options = read_options()
     ranks = join_ranks(Environment.read(), ParallelConfig())
-    found = {"ranks": ranks.num_ranks, **load(options, ranks), **quantize(options, ranks)}
-    found["share"] = found["bytes_int8"] / found["bytes_bf16"]
-    found["resident_share"] = found["resident_int8"] / found["resident_bf16"]
-    found["loading_share"] = found["loading_peak"] / found["resident_bf16"]
+    result = {"ranks": ranks.num_ranks, **load(options, ranks), **quantize(options, ranks)}
+    result["share"] = result["bytes_int8"] / result["bytes_bf16"]
+    result["resident_share"] = result["resident_int8"] / result["resident_bf16"]
+    result["loading_share"] = result["loading_peak"] / result["resident_bf16"]
     if ranks.rank == 0:
-        print(json.dumps(found))
+        print(json.dumps(result))
     dist.destroy_process_group()
 
 
 def load(options: argparse.Namespace, ranks: Ranks) -> dict[str, int]:
-    """The most that is in memory while values come into codes, matrix by matrix."""
+    """The peak of memory while matrices are loaded one by one into INT8."""
     sharding = sharded(options, ranks)
     before = resident()
-    Path("/proc/self/clear_refs").write_text(FORGET_PEAK)
+    Path("/proc/self/clear_refs").write_text(RESET_PEAK)
     sharding = allocate_parameters(sharding, CONFIG, ranks.device)
-    for one in sharding.model.parameters():
-        local_part(one).copy_(torch.empty(local_part(one).shape).normal_(0, 0.02))
+    for parameter in sharding.model.parameters():
+        matrix = local_part(parameter)
+        matrix.copy_(torch.empty(matrix.shape).normal_(0, 0.02))
     return {"loading_peak": peak() - before}
 
 
 def quantize(options: argparse.Namespace, ranks: Ranks) -> dict[str, int]:
-    """What bf16 shards take, and what they take once they are codes."""
+    """What bf16 shards take, and what they take once they are stored as INT8."""
     sharding = sharded(options, ranks)
     before = resident()
     allocate_meta_tensors(sharding.model, lambda _: ranks.device)
     fsdp.refresh_parameters(sharding.units)
-    for one in sharding.model.parameters():
-        local_part(one).normal_(0, 0.02)
-    wide = sum(local_part(one).nbytes for one in sharding.model.parameters())
-    as_numbers = resident() - before
+    shards = [local_part(parameter) for parameter in sharding.model.parameters()]
+    for matrix in shards:
+        matrix.normal_(0, 0.02)
+    bytes_bf16 = sum(matrix.nbytes for matrix in shards)
+    del matrix, shards
+    resident_bf16 = resident() - before
     store_frozen(sharding, CONFIG)
     return {
-        "bytes_bf16": wide, "resident_bf16": as_numbers,
-        "bytes_int8": stored_bytes(sharding.model)[0], "resident_int8": resident() - before,
-    }  # fmt: skip
+        "bytes_bf16": bytes_bf16,
+        "resident_bf16": resident_bf16,
+        "bytes_int8": stored_bytes(sharding.model)[0],
+        "resident_int8": resident() - before,
+    }
 
 
 def sharded(options: argparse.Namespace, ranks: Ranks) -> Sharding:
-    """Frozen matrices in bf16 without memory."""
+    """Frozen bf16 matrices on the meta device, sharded."""
     with torch.device("meta"):
         shape = options.hidden, options.hidden
         model = nn.Sequential(*(nn.Linear(*shape, bias=False) for _ in range(options.layers)))
@@ -102,7 +103,7 @@ def read_options() -> argparse.Namespace:
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory, once what is free has been given back."""
+    """Resident bytes of this process, after free memory was returned to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -110,7 +111,7 @@ def resident() -> int:
 
 
 def peak() -> int:
-    """The most bytes of this process that were in memory since the peak was forgotten."""
+    """The peak of resident bytes since it was reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 

@@ -1,9 +1,9 @@
 """Bytes of model state that a rank holds at each ZeRO stage, counted, beside the formula.
 
-Counted is every storage that a tensor made since before the model was built uses, once each:
-nothing the engine keeps can hide. The moment is the fullest of a step outside a forward or backward
-pass: after the last but one micro-batch, with Adam's moments in place. What each number stands for,
-and the derivation of the formula, is in docs/memory.md.
+Every storage used by a tensor that was made after the model's construction began counts once, so
+nothing that the engine keeps is overlooked. They are counted when a step holds most outside a
+forward or backward pass: after the last but one micro-batch, with Adam's moments allocated.
+docs/memory.md explains each number and derives the formula.
 """
 
 import gc
@@ -15,29 +15,29 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from benchmarks.shared.setting import CLIP, DTYPES, Setting
+from benchmarks.shared.training_setup import CLIP, DTYPES, TrainingSetup
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.parallel.recipe import build_model, build_optimizer
 from zeropp import Sharding, optimizer_step
 
 STAGES = (0, 1, 2, 3)
-FULL, MOMENTS = 4, 8  # bytes of a weight or gradient in fp32; of Adam's two moments
-PAUSE_SECONDS, SAME_COUNTS = 0.05, 4  # between two counts; how many must be equal
+FP32, MOMENTS = 4, 8  # bytes of a weight or gradient in fp32; of Adam's two moments
+PAUSE_SECONDS, EQUAL_COUNTS = 0.05, 4  # between two counts; how many must be equal
 
 
 def formula(stage: int, num_ranks: int, dtype: str) -> float:
     """Bytes per parameter that our engine holds (docs/memory.md)."""
     compute = DTYPES[dtype].itemsize
-    shards = (FULL + MOMENTS) / num_ranks
+    shards = (FP32 + MOMENTS) / num_ranks
     if num_ranks == 1 and dtype == "fp32":  # nothing is wrapped
-        return FULL + FULL + MOMENTS
+        return FP32 + FP32 + MOMENTS
     if stage == 0:
-        return FULL + MOMENTS + compute + FULL
+        return FP32 + MOMENTS + compute + FP32
     if stage == 1:
-        return shards + compute + FULL
+        return shards + compute + FP32
     if stage == 2:
-        return shards + FULL / num_ranks + compute
-    return shards + FULL / num_ranks
+        return shards + FP32 / num_ranks + compute
+    return shards + FP32 / num_ranks
 
 
 def paper(stage: int, num_ranks: int, dtype: str) -> float:
@@ -45,29 +45,29 @@ def paper(stage: int, num_ranks: int, dtype: str) -> float:
     width = DTYPES[dtype].itemsize
     weights = width / num_ranks if stage == 3 else width
     gradients = width / num_ranks if stage >= 2 else width
-    state = MOMENTS if dtype == "fp32" else FULL + MOMENTS  # K = 12 with weights in 16 bit
+    state = MOMENTS if dtype == "fp32" else FP32 + MOMENTS  # K = 12 with weights in 16 bit
     return weights + gradients + (state / num_ranks if stage >= 1 else state)
 
 
-def count_stages(setting: Setting, dtype: str) -> list[dict]:
-    """One row per stage for the ranks of this process group; the largest rank counts."""
-    return [_row(setting.of(dtype=dtype, stage=stage)) for stage in STAGES]
+def count_stages(setup: TrainingSetup, dtype: str) -> list[dict]:
+    """One row per stage for the ranks of this process group, of the rank with most bytes."""
+    return [_row(setup.replace(dtype=dtype, stage=stage)) for stage in STAGES]
 
 
 def live_storages() -> dict[int, int]:
     """Bytes of every storage that a live tensor of this process uses, by address."""
     gc.collect()
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    tensors = [one for one in tensors if not isinstance(one, FakeTensor)]  # have no memory
-    return _storages(tensors + [one.grad for one in tensors if one.is_leaf])
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    tensors = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]  # no memory
+    return _storages(tensors + [tensor.grad for tensor in tensors if tensor.is_leaf])
 
 
-def _row(setting: Setting) -> dict:
-    batches = setting.batches(2)
+def _row(setup: TrainingSetup) -> dict:
+    batches = setup.batches(2)
     gc.collect()
-    gc.freeze()  # what lives now is left out of every list of objects from here on
-    sharding = build_model(setting.config, setting.vocab_size, setting.ranks, apex=None)
-    optimizer = build_optimizer(sharding, setting.config, setting.ranks.device, apex=None)
+    gc.freeze()  # gc.get_objects() leaves out from here on what is alive now
+    sharding = build_model(setup.config, setup.vocab_size, setup.ranks, apex=None)
+    optimizer = build_optimizer(sharding, setup.config, setup.ranks.device, apex=None)
     steps = [batches[: len(batches) // 2], batches[len(batches) // 2 :]]
     _backward(sharding, steps[0], until=len(steps[0]))
     optimizer_step(optimizer, sharding, clip_grad=CLIP)
@@ -76,18 +76,18 @@ def _row(setting: Setting) -> dict:
     held = _by_purpose(sharding.model, optimizer)
     gc.unfreeze()
     parameters = sharding.model.num_parameters()
-    measured = setting.largest(sum(held.values())) / parameters
-    predicted = formula(sharding.stage, sharding.num_ranks, setting.dtype)
+    measured = setup.largest(sum(held.values())) / parameters
+    predicted = formula(sharding.stage, sharding.num_ranks, setup.dtype)
     return {
         "ranks": sharding.num_ranks,
         "stage": sharding.stage,
-        "dtype": setting.dtype,
+        "dtype": setup.dtype,
         "parameters": parameters,
         "bytes_per_parameter": {name: held[name] / parameters for name in held},
         "measured": measured,
         "formula": predicted,
         "difference": measured / predicted - 1,
-        "paper": paper(sharding.stage, sharding.num_ranks, setting.dtype),
+        "paper": paper(sharding.stage, sharding.num_ranks, setup.dtype),
     }
 
 
@@ -100,19 +100,19 @@ def _backward(sharding: Sharding, batches: list[Batch], until: int) -> None:
 
 
 def _settle() -> None:
-    """Wait for the threads of gloo, which let go of a collective's buffers just after its end."""
+    """Wait for gloo's threads, which free a collective's buffers shortly after it ends."""
     counts: list[int] = []
-    while len(counts) < SAME_COUNTS or len(set(counts[-SAME_COUNTS:])) > 1:
+    while len(counts) < EQUAL_COUNTS or len(set(counts[-EQUAL_COUNTS:])) > 1:
         time.sleep(PAUSE_SECONDS)
         counts.append(sum(live_storages().values()))
 
 
 def _by_purpose(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of this rank's live storages by what they are for; what is not found is the rest.
+    """Bytes of this rank's live storages by purpose.
 
-    The rest is what the engine keeps to itself: with 16-bit weights, whole gradients in fp32.
+    "other" is what only the engine refers to: with 16-bit weights, unsharded gradients in fp32.
     """
-    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [value for state in optimizer.state.values() for value in state.values()]
     used = list(model.parameters())  # the gathered weights, while they are gathered
     purposes = {
@@ -121,13 +121,13 @@ def _by_purpose(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         "gathered weights": used,
         "gradients": [tensor.grad for tensor in owned + used],
     }
-    seen: dict[int, int] = {}
+    counted: dict[int, int] = {}
     held = {}
     for name, tensors in purposes.items():
-        found = {a: size for a, size in _storages(tensors).items() if a not in seen}
-        held[name] = sum(found.values())
-        seen |= found
-    held["other"] = sum(live_storages().values()) - sum(seen.values())
+        sizes = _storages(tensors)
+        held[name] = sum(size for address, size in sizes.items() if address not in counted)
+        counted |= sizes
+    held["other"] = sum(live_storages().values()) - sum(counted.values())
     return held
 
 

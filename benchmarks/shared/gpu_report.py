@@ -1,4 +1,4 @@
-"""The Markdown that benchmarks/gpu.py leaves: the machine, each step, what did not run and why."""
+"""The Markdown file that gpu_run writes: the machine, each step, and what did not run and why."""
 
 import importlib.metadata
 import json
@@ -12,18 +12,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.shared.limited import Done
+from benchmarks.shared.time_limited_command import CommandResult
 from setup import find_nvcc
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "triton", "transformers", "bitsandbytes", "torchao", "numpy", "pytest")
-TAIL, NAMED = 40, 20  # lines of an output that failed; tests that are named
-Told = Callable[[Done], tuple[str, str | None]]  # a step's text, and its status if not "ok"
+OUTPUT_LINES, NAMED_TESTS = 40, 20  # how much of failed steps and tests is shown
+# Asked of another process, so that this one holds no GPU memory.
+ENVIRONMENT_PROGRAM = """
+import json
+import torch
+from benchmarks.shared.environment_report import environment_report
+print(json.dumps([environment_report(), torch.version.cuda]))
+"""
+
+# Makes Markdown of a step's result; with its status if that is not the command's own.
+Describe = Callable[[CommandResult], tuple[str, str | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a step; `status` is "ok", "not run", or what went wrong."""
+    """The outcome of a step; `status` is "ok", "not run", or what went wrong."""
 
     title: str
     command: str
@@ -43,120 +52,142 @@ class State:
     waiting: Sequence[str] = ()
 
 
-def facts(device: str | None, commit: str | None) -> tuple[str, dict[str, str]]:
-    """The device that is used, "cuda" or "cpu", and what machine and software there are.
-
-    Asked of other processes, so that no GPU's memory is held here.
-    """
-    asked = subprocess.run(
-        [sys.executable, "-c", "import json\nfrom benchmarks.shared.surroundings import surroundings\n"
-         "import torch\nprint(json.dumps([surroundings(), torch.version.cuda]))"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    around, cuda = json.loads(asked.stdout.splitlines()[-1])
-    changed = ", with changes" if around["uncommitted"] else ""
-    known = commit or (around["commit"] + changed if around["commit"] else "unknown: no git clone")
-    machine = around["machine"]
+def machine_facts(device: str | None, commit: str | None) -> tuple[str, dict[str, str]]:
+    """The device to use, "cuda" or "cpu", and a description of the machine and its software."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENVIRONMENT_PROGRAM],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    report, cuda = json.loads(done.stdout.splitlines()[-1])
+    machine, versions = report["machine"], report["versions"]
     device = device or ("cuda" if machine["gpus"] else "cpu")
+    if not commit and report["commit"]:
+        commit = report["commit"] + (", with changes" if report["uncommitted"] else "")
+    gpu = "not used"
+    if device == "cuda":
+        gpu = _nvidia_smi("name,memory.total,power.limit,clocks.max.sm") or "none"
     return device, {
-        "date": around["date"],
-        "commit": known,
-        "GPU": (_told("nvidia-smi", "--query-gpu=name,memory.total,power.limit,clocks.max.sm",
-                      "--format=csv,noheader") or "none") if device == "cuda" else "not used",
-        "driver": _told("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        or "no nvidia-smi",
-        "CUDA": f"{cuda or 'none'} of torch; {_nvcc()}",
+        "date": report["date"],
+        "commit": commit or "unknown: not a git clone",
+        "GPU": gpu,
+        "driver": _nvidia_smi("driver_version") or "no nvidia-smi",
+        "CUDA": f"{cuda or 'none'} of torch; {_nvcc_version()}",
         "processor": f"{machine['processor']}, {machine['cores']} cores, "
         f"{machine['memory_gib']} GiB",
-        "Python": f"{around['versions']['python']}, {around['versions']['system']}",
+        "Python": f"{versions['python']}, {versions['system']}",
         "packages": ", ".join(f"{name} {_version(name)}" for name in PACKAGES),
-        "load": f"{around['load']['before']:.1f} at the start",
-    }  # fmt: skip
+        "load": f"{report['load']['before']:.1f} at the start",
+    }
 
 
-def report(state: State) -> str:
+def markdown(state: State) -> str:
     """The whole file."""
     facts = state.facts
     lines = [f"# GPU tests and benchmarks, {facts['date'][:10]}", "", f"`{state.command}`", ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]
     lines += ["", "| step | result | seconds | limit |", "|---|---|---|---|"]
-    for one in state.outcomes:
-        times = ("", "") if one.seconds is None else (f"{one.seconds:.0f}", f"{one.limit:.0f}")
-        lines.append(f"| {one.title} | {one.status} | {times[0]} | {times[1]} |")
+    for outcome in state.outcomes:
+        times = " | "
+        if outcome.seconds is not None:
+            times = f"{outcome.seconds:.0f} | {outcome.limit:.0f}"
+        lines.append(f"| {outcome.title} | {outcome.status} | {times} |")
     lines += [f"| {title} | not reached yet | | |" for title in state.waiting]
-    for one in state.outcomes:
-        lines += ["", f"## {one.title}", "", f"`{one.command}`", "", one.body]
+    for outcome in state.outcomes:
+        lines += ["", f"## {outcome.title}", "", f"`{outcome.command}`", "", outcome.body]
     return "\n".join(lines) + "\n"
 
 
-def output(done: Done) -> tuple[str, str | None]:
-    """What a step printed, and the end of its errors unless it ended well."""
-    parts = [_fenced(done.out)] if done.out.strip() else []
-    if done.status != 0:
-        parts.append(f"{_ending(done)} The end of its standard error:")
-        parts.append(_fenced(_tail(done.err)))
+def describe_output(result: CommandResult) -> tuple[str, str | None]:
+    """A step's output, and the end of its errors if it failed."""
+    parts = [_fenced(result.out)] if result.out.strip() else []
+    if result.status != 0:
+        parts.append(f"{_ending(result)} The end of its standard error:")
+        parts.append(_fenced(_last_lines(result.err)))
     return "\n\n".join(parts) or "It printed nothing.", None
 
 
-def compiled(done: Done) -> tuple[str, str | None]:
-    """The end of what a build says if something is wrong; setuptools only warns of some of it."""
-    said = done.out + done.err
-    if done.status == 0 and "failed" not in said:
+def describe_build(result: CommandResult) -> tuple[str, str | None]:
+    """The end of a build's output if something failed, which setuptools may report as a warning."""
+    output = result.out + result.err
+    if result.status == 0 and "failed" not in output:
         return "It was built.", None
-    return f"{_ending(done)}\n\n{_fenced(_tail(said))}", None
+    return f"{_ending(result)}\n\n{_fenced(_last_lines(output))}", None
 
 
-def counted(xml: Path, some_must_run: bool, done: Done) -> tuple[str, str | None]:
-    """How many tests passed, failed and were skipped, and why."""
+def describe_tests(
+    xml: Path, some_must_run: bool, result: CommandResult
+) -> tuple[str, str | None]:
+    """How many tests passed, failed and were skipped, and why, by pytest's JUnit file."""
     if not xml.exists():
-        return f"{_ending(done)}\n\n{_fenced(_tail(done.out + done.err))}", "no result"
-    counts, skipped, bad = Counter(), Counter(), []
+        output = _last_lines(result.out + result.err)
+        return f"{_ending(result)}\n\n{_fenced(output)}", "no result"
+    counts, skip_reasons, failures = Counter(), Counter(), []
     for case in ElementTree.parse(xml).getroot().iter("testcase"):
-        kinds = [kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None]
-        kind = kinds[0] if kinds else "passed"
-        counts[kind] += 1
-        if kind == "skipped":
-            skipped[case.find(kind).get("message", "no reason given")] += 1
-        elif kind != "passed":
-            first = (case.find(kind).get("message") or "").splitlines() or [""]
-            bad.append(f"- {kind}: `{case.get('classname')}::{case.get('name')}`: {first[0][:200]}")
-    told = [f"{counts['passed']} passed, {counts['failure']} failed, {counts['error']} errors, "
-            f"{counts['skipped']} skipped."]  # fmt: skip
-    told += [f"- skipped, {count} x: {reason}" for reason, count in skipped.most_common()]
-    told += bad[:NAMED] + [f"- and {len(bad) - NAMED} more"] * (len(bad) > NAMED)
-    if bad:
-        told += ["", _fenced(_tail(done.out))]
-    return "\n".join(told), None if counts["passed"] or not some_must_run else "all skipped"
+        elements = [case.find(kind) for kind in ("failure", "error", "skipped")]
+        element = next((element for element in elements if element is not None), None)
+        if element is None:
+            counts["passed"] += 1
+            continue
+        counts[element.tag] += 1
+        message = element.get("message") or ""
+        if element.tag == "skipped":
+            skip_reasons[message or "no reason given"] += 1
+        else:
+            first_line = "".join(message.splitlines()[:1])[:200]
+            name = f"{case.get('classname')}::{case.get('name')}"
+            failures.append(f"- {element.tag}: `{name}`: {first_line}")
+    lines = [
+        f"{counts['passed']} passed, {counts['failure']} failed, {counts['error']} errors, "
+        f"{counts['skipped']} skipped."
+    ]
+    lines += [f"- skipped, {count} x: {reason}" for reason, count in skip_reasons.most_common()]
+    lines += failures[:NAMED_TESTS]
+    if len(failures) > NAMED_TESTS:
+        lines.append(f"- and {len(failures) - NAMED_TESTS} more")
+    if failures:
+        lines += ["", _fenced(_last_lines(result.out))]
+    status = "all skipped" if some_must_run and not counts["passed"] else None
+    return "\n".join(lines), status
 
 
-def _ending(done: Done) -> str:
-    return "Its time was up." if done.status is None else f"It ended with status {done.status}."
+def _ending(result: CommandResult) -> str:
+    if result.status is None:
+        return "Its time was up."
+    return f"It ended with status {result.status}."
 
 
 def _fenced(text: str) -> str:
     return "```\n" + text.strip("\n").replace("```", "'''") + "\n```"
 
 
-def _tail(text: str) -> str:
-    return "\n".join(text.splitlines()[-TAIL:])
+def _last_lines(text: str) -> str:
+    return "\n".join(text.splitlines()[-OUTPUT_LINES:])
 
 
-def _told(*command: str) -> str | None:
+def _nvidia_smi(query: str) -> str | None:
+    return _output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+
+
+def _output_of(*command: str) -> str | None:
+    """The lines that a command prints, joined by "; "; None without the command or any output."""
     if shutil.which(command[0]) is None:
         return None
     done = subprocess.run(command, capture_output=True, text=True)
     return "; ".join(done.stdout.split("\n")).strip("; ") or None
 
 
-def _nvcc() -> str:
+def _nvcc_version() -> str:
     """The version of the compiler that setup.py finds."""
     nvcc = find_nvcc()
-    found = re.search(r"V([\d.]+)", _told(nvcc, "--version") or "") if nvcc else None
-    return f"nvcc {found[1]}" if found else "no nvcc"
+    match = re.search(r"V([\d.]+)", _output_of(nvcc, "--version") or "") if nvcc else None
+    return f"nvcc {match[1]}" if match else "no nvcc"
 
 
-def _version(name: str) -> str:
+def _version(package: str) -> str:
     try:
-        return importlib.metadata.version(name)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"

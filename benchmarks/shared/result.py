@@ -1,4 +1,4 @@
-"""A benchmark's result: begun with its surroundings, ended as a table and as JSON."""
+"""The command line, the JSON and the heading that all benchmarks have in common."""
 
 import argparse
 import json
@@ -8,41 +8,74 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.shared.surroundings import surroundings
+import torch
+
+from benchmarks.shared.environment_report import environment_report
 from zeropp.atomic import write_atomically
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """The flag that `finish` takes the value of."""
+def benchmark_parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the flag --json whose help shows `description`, a module's docstring."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", metavar="FILE", help="write the result here; - prints only it")
+    return parser
 
 
-def begin(name: str) -> dict:
-    """The result of benchmarks/`name`.py so far: its command line, the commit and the machine."""
-    command = shlex.join(["python", f"benchmarks/{name}.py", *sys.argv[1:]])
-    return {"benchmark": name, "command": command, **surroundings()}
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """The flag that `choose_device` completes."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+
+
+def choose_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Set `options.device`; hide the GPUs where it is the CPU, exit where a GPU is missing."""
+    if options.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("PyTorch sees no GPU; give --device cpu")
+
+
+def begin(module: str) -> dict:
+    """Start a benchmark's result with its command line and the environment it runs in.
+
+    `module` is the benchmark's `__spec__.name`, the name that `python -m` takes.
+    """
+    command = shlex.join(["python", "-m", module, *sys.argv[1:]])
+    name = module.rpartition(".")[2]
+    return {"benchmark": name, "command": command, **environment_report()}
 
 
 def finish(result: dict, show: Callable[[dict], None], target: str | None) -> None:
-    """Let `show` print the table, and write the JSON to `target`; for "-", print the JSON only."""
+    """Print the table with `show` and write the JSON to `target`; for "-", print only the JSON."""
     result["load"]["after"] = os.getloadavg()[0]
-    text = json.dumps(result, indent=1) + "\n"
     if target == "-":
-        print(text, end="")
+        print(json.dumps(result, indent=1))
         return
     show(result)
-    if target is not None:
-        write_atomically(Path(target), lambda file: file.write(text.encode()))
+    save(result, target)
+
+
+def save(result: dict, target: str | None) -> None:
+    """Write the JSON to a file; do nothing where `target` is None or "-"."""
+    if target not in (None, "-"):
+        write_text(target, json.dumps(result, indent=1) + "\n")
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """Write a text file atomically, as UTF-8."""
+    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def heading(result: dict, *libraries: str) -> str:
-    """Two lines: date and commit; the machine, versions of the `libraries`, load."""
+    """Two lines: date and commit; machine, versions of the `libraries`, and load."""
     machine, load = result["machine"], result["load"]
-    changed = " + changes" if result["uncommitted"] else ""
+    changes = " + changes" if result["uncommitted"] else ""
     versions = [f"{name} {result['versions'][name]}" for name in libraries]
-    facts = [f"{machine['processor']}, {machine['cores']} cores, "
-             f"{' '.join(machine['gpus']) or 'no GPU'}", *versions]
+    gpus = " ".join(machine["gpus"]) or "no GPU"
+    parts = [f"{machine['processor']}, {machine['cores']} cores, {gpus}", *versions]
     return (
-        f"{result['date']}  commit {result['commit'] or 'unknown'}{changed}\n"
-        f"{'; '.join(facts)}; load {load['before']:.1f} to {load['after']:.1f}"
+        f"{result['date']}  commit {result['commit'] or 'unknown'}{changes}\n"
+        f"{'; '.join(parts)}; load {load['before']:.1f} to {load['after']:.1f}"
     )

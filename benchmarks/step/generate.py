@@ -1,55 +1,54 @@
 """Tokens per second of generation: with the key-value cache, without, and by transformers.
 
-    python benchmarks/step/generate.py [--load FOLDER] [--prompt N] [--tokens N] [--rows N ...]
+    python -m benchmarks.step.generate [--load FOLDER] [--prompt N] [--tokens N] [--rows N ...]
         [--rounds N] [--json FILE]
 
-The model is a Llama of random weights, or that of a Hugging Face folder; transformers and we read
-the same files. All draw the likeliest token in fp32, from the same prompts of random tokens, and do
-not stop early. They take turns, in an order that turns round. The tokens of all must be equal, or
-nothing is timed. The time is that of the whole text, its prompt included.
+The model is a Llama with random weights, or one from a Hugging Face folder; both programs read the
+same files. All decode greedily in fp32 from the same prompts of random tokens, without stopping
+early, in turn. All must generate the same tokens, or nothing is timed. The time is that of the
+whole text, including its prompt.
 """
 
 import argparse
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)
+from benchmarks.shared.interleaved import time_interleaved
+from benchmarks.shared.result import begin, benchmark_parser, finish, heading
+from benchmarks.shared.timers import wall_timer
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.models.open_model import load_model
+from megatron_zpp.text.generate import Request, stream
+from megatron_zpp.text.sampling import Sampling
+from megatron_zpp.tokenizer.null import NullTokenizer
 
-from benchmarks.shared.result import add_json, begin, finish, heading  # noqa: E402
-from megatron_zpp.model.gpt import GPT  # noqa: E402
-from megatron_zpp.models.open_model import load_model  # noqa: E402
-from megatron_zpp.text.generate import Request, stream  # noqa: E402
-from megatron_zpp.text.sampling import Sampling  # noqa: E402
-from megatron_zpp.tokenizer.null import NullTokenizer  # noqa: E402
-
-CACHED, UNCACHED, PEER = "with the cache", "without it", "transformers"
-Contestant = Callable[[torch.Tensor], list[list[int]]]
+CACHED, UNCACHED, TRANSFORMERS = "with the cache", "without it", "transformers"
+Generator = Callable[[torch.Tensor], list[list[int]]]  # of prompts [rows, tokens]: new tokens
 
 
 def main() -> int:
-    """Make or open the model, verify, take turns, print a table."""
+    """Make or open the model, verify, time, print a table."""
     options = read_options()
     if find_spec("transformers") is None:
         print("error: transformers is needed: pip install transformers", file=sys.stderr)
         return 1
-    result = begin("generate")
+    result = begin(__spec__.name)
     result["versions"]["transformers"] = version("transformers")
-    with tempfile.TemporaryDirectory() as made:
-        folder = options.load or make(Path(made), options)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.load or save_random_llama(Path(temporary), options)
         model, _ = load_model(folder)
-        contestants = {
-            CACHED: ours(model, options.tokens, use_cache=True),
-            UNCACHED: ours(model, options.tokens, use_cache=False),
-            PEER: theirs(folder, options.tokens),
+        generators = {
+            CACHED: our_generator(model, options.tokens, use_cache=True),
+            UNCACHED: our_generator(model, options.tokens, use_cache=False),
+            TRANSFORMERS: transformers_generator(folder, options.tokens),
         }
     result |= {
         "parameters": model.num_parameters(), "prompt": options.prompt, "tokens": options.tokens,
@@ -59,29 +58,27 @@ def main() -> int:
         generator = torch.Generator().manual_seed(rows)
         size = (rows, options.prompt)
         prompts = torch.randint(1, model.padded_vocab_size, size, generator=generator)
-        result["sizes"].append({"rows": rows, **in_turn(contestants, prompts, options.rounds)})
+        result["sizes"].append({"rows": rows, **compare(generators, prompts, options.rounds)})
     finish(result, show, options.json)
     return 0
 
 
 def read_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--load", metavar="FOLDER", help="a Hugging Face folder")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (default: 128)")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens to draw (default: 48)")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4], help="texts at once")
-    parser.add_argument("--rounds", type=int, default=3, help="timed turns of each (default: 3)")
-    parser.add_argument("--layers", type=int, default=8, help="of a model of random weights")
-    parser.add_argument("--hidden", type=int, default=576, help="of such a model; heads have 64")
-    add_json(parser)
+    parser = benchmark_parser(__doc__)
+    add = parser.add_argument
+    add("--load", metavar="FOLDER", help="a Hugging Face folder")
+    add("--prompt", type=int, default=128, help="tokens of a prompt (default: 128)")
+    add("--tokens", type=int, default=48, help="tokens to generate (default: 48)")
+    add("--rows", type=int, nargs="+", default=[1, 4], help="texts at once (default: 1 4)")
+    add("--rounds", type=int, default=3, help="timed runs of each (default: 3)")
+    add("--layers", type=int, default=8, help="of a model with random weights (default: 8)")
+    add("--hidden", type=int, default=576, help="of such a model; heads have 64 (default: 576)")
     return parser.parse_args()
 
 
-def make(folder: Path, options: argparse.Namespace) -> Path:
-    """The files of a Llama with three query heads for each key."""
+def save_random_llama(folder: Path, options: argparse.Namespace) -> Path:
+    """Save a Llama with random weights and three query heads for each key head."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads = options.hidden // 64
@@ -96,7 +93,7 @@ def make(folder: Path, options: argparse.Namespace) -> Path:
     return folder
 
 
-def ours(model: GPT, tokens: int, *, use_cache: bool) -> Contestant:
+def our_generator(model: GPT, tokens: int, *, use_cache: bool) -> Generator:
     """Our generation; the null tokenizer's text is the tokens themselves."""
     tokenizer = NullTokenizer(model.padded_vocab_size)
     tokenizer.eod = -1  # nothing ends a text early
@@ -116,7 +113,7 @@ def ours(model: GPT, tokens: int, *, use_cache: bool) -> Contestant:
     return run
 
 
-def theirs(folder: Path | str, tokens: int) -> Contestant:
+def transformers_generator(folder: Path | str, tokens: int) -> Generator:
     """`generate` of transformers on the same files."""
     from transformers import AutoModelForCausalLM
 
@@ -125,39 +122,35 @@ def theirs(folder: Path | str, tokens: int) -> Contestant:
 
     def run(prompts: torch.Tensor) -> list[list[int]]:
         mask = torch.ones_like(prompts)
-        whole = model.generate(prompts, attention_mask=mask, eos_token_id=None, **settings)
-        return whole[:, prompts.shape[1] :].tolist()
+        texts = model.generate(prompts, attention_mask=mask, eos_token_id=None, **settings)
+        return texts[:, prompts.shape[1] :].tolist()
 
     return run
 
 
-def in_turn(contestants: dict[str, Contestant], prompts: torch.Tensor, rounds: int) -> dict:
-    """Seconds of each contestant for all texts; raises SystemExit if their tokens differ."""
-    texts = {name: contestant(prompts) for name, contestant in contestants.items()}
-    for name, found in texts.items():
-        if found != texts[CACHED]:
+def compare(generators: Mapping[str, Generator], prompts: torch.Tensor, rounds: int) -> dict:
+    """Seconds of each generator for all texts; raises SystemExit if their tokens differ."""
+    expected = generators[CACHED](prompts)
+    for name, generate in generators.items():
+        if generate(prompts) != expected:
             raise SystemExit(f"error: {name}: other tokens than {CACHED}; nothing is timed")
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for number in range(rounds):
-        for name in list(contestants)[:: -1 if number % 2 else 1]:
-            begun = time.perf_counter()
-            contestants[name](prompts)
-            seconds[name].append(time.perf_counter() - begun)
-    return {"seconds": seconds}
+    runs = {name: partial(generate, prompts) for name, generate in generators.items()}
+    return {"seconds": time_interleaved(runs, rounds, wall_timer().seconds)}
 
 
 def show(result: dict) -> None:
-    """A table of tokens per second."""
+    """Print tokens per second."""
     print(heading(result, "torch", "transformers"))
     print(
         f"{result['parameters'] / 1e6:.1f} M parameters, prompts of {result['prompt']} tokens, "
-        f"{result['tokens']} drawn, {result['threads']} threads; tokens equal"
+        f"{result['tokens']} generated, {result['threads']} threads; tokens equal"
     )
-    print(f"{'texts at once':>14}" + "".join(f"{name:>18}" for name in (CACHED, UNCACHED, PEER)))
+    names = (CACHED, UNCACHED, TRANSFORMERS)
+    print(f"{'texts at once':>14}" + "".join(f"{name:>18}" for name in names))
     for size in result["sizes"]:
         medians = {name: statistics.median(times) for name, times in size["seconds"].items()}
-        drawn = result["tokens"] * size["rows"]
-        rates = "".join(f"{drawn / medians[name]:>16.1f}/s" for name in medians)
+        generated = result["tokens"] * size["rows"]
+        rates = "".join(f"{generated / medians[name]:>16.1f}/s" for name in medians)
         print(f"{size['rows']:>14}{rates}")
 
 

@@ -6,10 +6,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
-from benchmarks.shared.setting import Setting
+from benchmarks.shared.training_setup import TrainingSetup
 from zeropp.errors import InputError
 
-# Ours: theirs; of a block. Theirs are stored as [in, out] where ours are [out, in].
+# Names in a block: ours, Hugging Face's. Their matrices are [in, out] where ours are [out, in].
 VECTORS = (
     ("norm1.weight", "ln_1.weight"), ("norm1.bias", "ln_1.bias"),
     ("norm2.weight", "ln_2.weight"), ("norm2.bias", "ln_2.bias"),
@@ -28,10 +28,10 @@ def is_installed() -> bool:
 
 
 def hugging_face(
-    setting: Setting, weights: Mapping[str, Tensor]
+    setup: TrainingSetup, weights: Mapping[str, Tensor]
 ) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
-    """`GPT2LMHeadModel` in fp32 on the setting's device, and what makes logits [B, S, V] of
-    tokens and positions [B, S].
+    """`GPT2LMHeadModel` in fp32 on the setup's device, and a function that computes logits
+    [B, S, V] from tokens and positions [B, S].
 
     Raises InputError where transformers is not installed, or for a model that is not GPT-2.
     """
@@ -39,9 +39,9 @@ def hugging_face(
         raise InputError("transformers is not installed: pip install transformers, or leave hf out")
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    ours = setting.config.model
+    ours = setup.config.model
     config = GPT2Config(
-        vocab_size=ours.padded_vocab_size(setting.vocab_size),
+        vocab_size=ours.padded_vocab_size(setup.vocab_size),
         n_positions=ours.num_positions,
         n_embd=ours.hidden_size,
         n_layer=ours.num_layers,
@@ -52,36 +52,36 @@ def hugging_face(
         attn_implementation="sdpa",
         use_cache=False, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    with torch.device(setting.ranks.device):
+    with torch.device(setup.ranks.device):
         model = GPT2LMHeadModel(config)
-    fill(model, weights, ours.num_layers, ours.num_attention_heads)
+    copy_weights(model, weights, ours.num_layers, ours.num_attention_heads)
     return model, lambda tokens, positions: model(input_ids=tokens, position_ids=positions).logits
 
 
 @torch.no_grad()
-def fill(model: nn.Module, weights: Mapping[str, Tensor], layers: int, heads: int) -> None:
-    """Give `GPT2LMHeadModel` the weights of our GPT; raises KeyError if one has no place."""
+def copy_weights(model: nn.Module, weights: Mapping[str, Tensor], layers: int, heads: int) -> None:
+    """Copy our GPT's weights into `GPT2LMHeadModel`; raises KeyError for names that differ."""
     theirs = dict(model.named_parameters())
-    found = {
+    values = {
         "transformer.wte.weight": weights["tokens.weight"],
         "transformer.wpe.weight": weights["positions.weight"],
         "transformer.ln_f.weight": weights["norm.weight"],
         "transformer.ln_f.bias": weights["norm.bias"],
     }
     for index in range(layers):
-        ours, here = f"blocks.{index}.", f"transformer.h.{index}."
-        found |= {here + name: weights[ours + mine] for mine, name in VECTORS}
-        found |= {here + name: weights[ours + mine].t() for mine, name in MATRICES}
-        qkv = weights[ours + "attention.qkv.weight"]
-        found[here + "attn.c_attn.weight"] = ungrouped(qkv, heads).t()
-        found[here + "attn.c_attn.bias"] = ungrouped(weights[ours + "attention.qkv.bias"], heads)
-    if missing := set(theirs) ^ set(found):
+        block, their_block = f"blocks.{index}.", f"transformer.h.{index}."
+        values |= {their_block + name: weights[block + mine] for mine, name in VECTORS}
+        values |= {their_block + name: weights[block + mine].t() for mine, name in MATRICES}
+        qkv, bias = (weights[block + f"attention.qkv.{kind}"] for kind in ("weight", "bias"))
+        values[their_block + "attn.c_attn.weight"] = ungrouped(qkv, heads).t()
+        values[their_block + "attn.c_attn.bias"] = ungrouped(bias, heads)
+    if missing := set(theirs) ^ set(values):
         raise KeyError(f"not the same weights: {', '.join(sorted(missing))}")
-    for name, value in found.items():
+    for name, value in values.items():
         theirs[name].copy_(value)
 
 
 def ungrouped(qkv: Tensor, heads: int) -> Tensor:
-    """Rows [N, 3, D] of queries, keys and values of each head to rows [3, N, D]."""
+    """Rows of queries, keys and values [heads, 3, channels] as [3, heads, channels]."""
     grouped = qkv.unflatten(0, (heads, 3, -1))
     return grouped.transpose(0, 1).flatten(0, 2)

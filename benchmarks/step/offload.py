@@ -1,50 +1,59 @@
-"""The optimizer on the host: a training step with it and without, and its update on several ranks.
+"""The optimizer on the host: a training step with and without it, and its update on several ranks.
 
-    python benchmarks/step/offload.py [--parts train ranks] [--device cuda] [--json FILE]
+    python -m benchmarks.step.offload [--parts train ranks] [--device cuda] [--json FILE]
 
 train: the step of pretrain_gpt.py with fp32 weights and Adam on the device, on the host, and on the
-host beside the next step. Losses and norms of the first must be those of the second to the last
-digit; then all take a step in turn, round by round. On a GPU with the device's peak memory, and the
-part of the copies' time in which a kernel ran.
+host concurrently with the next step. The first losses and gradient norms of all three must be
+equal to the last digit; then they take one step each in turn. On a GPU the table also shows the
+device's peak memory, and the share of the copies' time during which a kernel ran.
 
 ranks: the offloaded update (norm, clipping, Adam, bf16 weights) of one set of weights, sharded over
-1, 2, ... ranks of this machine, which divide its cores. The bytes are the same in all; the time of
-the slowest rank should be, too. The numbers of ranks take turns, started anew each time.
+1, 2, ... ranks of this machine, which divide its cores. All update the same number of bytes, so the
+slowest rank's time should be the same, too. The numbers of ranks take turns, started anew each
+time.
 """
 
 import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)
-
-from benchmarks.shared.result import add_json, begin, finish, heading  # noqa: E402
-from benchmarks.shared.setting import Setting, add_flags, shape_of  # noqa: E402
-from benchmarks.shared.stopwatch import quartiles  # noqa: E402
-from benchmarks.step.copies import hidden_share  # noqa: E402
-from benchmarks.step.duel import allocated, stopwatch  # noqa: E402
-from benchmarks.step.loops import Loop, ours  # noqa: E402
-from megatron_zpp.parallel.mesh import join_ranks  # noqa: E402
-from megatron_zpp.settings.config import ParallelConfig  # noqa: E402
-from zeropp import ZeroConfig, optimizer_step, shard  # noqa: E402
-from zeropp.optim.offloaded import OffloadedAdam, offloaded_adamw  # noqa: E402
-from zeropp.optim.step import local_part  # noqa: E402
-from zeropp.ranks.topology import Environment  # noqa: E402
+from benchmarks.shared.interleaved import interleaved, quartiles, ratio_summary
+from benchmarks.shared.rank_launch import RanksFailed, run_on_ranks, write_answer
+from benchmarks.shared.result import (
+    add_device,
+    begin,
+    benchmark_parser,
+    choose_device,
+    finish,
+    heading,
+)
+from benchmarks.shared.timers import timer_for
+from benchmarks.shared.training_setup import TrainingSetup, add_shape_flags, shape_of
+from benchmarks.step.copy_overlap import hidden_share
+from benchmarks.step.device_comparison import Measurements, allocated_bytes, time_with_peak
+from benchmarks.step.training_loops import TrainingLoop, ours
+from megatron_zpp.parallel.mesh import join_ranks
+from megatron_zpp.settings.config import ParallelConfig
+from zeropp import ZeroConfig, optimizer_step, shard
+from zeropp.optim.offloaded import OffloadedAdam, offloaded_adamw
+from zeropp.optim.step import local_part
+from zeropp.ranks.topology import Environment
 
 PARTS = ("train", "ranks")
 MATRIX = 1024  # rows and columns of the weights of the part `ranks`
-BYTES = 34  # of the update, for one parameter: gradients twice, 3 read and written, bf16 written
+# Bytes of the update of one parameter: the gradient is read twice, three fp32 numbers are read and
+# written, the bf16 weight is written.
+UPDATE_BYTES = 34
 VERIFIED_STEPS = 3
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 
@@ -53,166 +62,182 @@ def main() -> int:
     """Run the parts asked for and print their tables."""
     options = read_options()
     if options.on_ranks is not None:
-        found, is_first = updates(options)
-        if is_first:
-            Path(options.on_ranks).write_text(json.dumps(found))
+        seconds, rank = time_updates(options)
+        if rank == 0:
+            write_answer(options.on_ranks, seconds)
         return 0
-    result = {
-        **begin("offload"),
-        "device": options.device,
-        "shape": dict(shape_of(options)),
-        "rounds": options.rounds,
-        "train": train(options) if "train" in options.parts else [],
-        "ranks": ranks_in_turn(options) if "ranks" in options.parts else [],
-    }
+    try:
+        result = {
+            **begin(__spec__.name),
+            "device": options.device,
+            "shape": dict(shape_of(options)),
+            "rounds": options.rounds,
+            "train": compare_steps(options) if "train" in options.parts else [],
+            "ranks": compare_rank_counts(options) if "ranks" in options.parts else [],
+        }
+    except RanksFailed as failure:
+        return failure.status
     finish(result, show, options.json)
     return 0
 
 
 def read_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=PARTS)
-    add("--device", choices=("cpu", "cuda"), help="of `train`; default: a GPU if there is one")
+    add_device(parser)
     add("--dtype", choices=("fp32", "bf16"), help="of `train`; default: bf16, on a CPU fp32")
     add("--rounds", type=int, default=10, help="timed steps of each (default: 10)")
-    add("--turns", type=int, default=3, help="of each number of ranks (default: 3)")
+    add("--turns", type=int, default=3, help="runs of each number of ranks (default: 3)")
     add("--ranks", type=int, nargs="+", default=(1, 2, 4), metavar="N",
-        help="of the part ranks (default: 1 2 4)")  # fmt: skip
-    add("--parameters", type=float, default=50.0, metavar="M", help="of it, millions (default: 50)")
-    add_json(parser)
-    add("--on-ranks", help=argparse.SUPPRESS)  # this process is a rank
-    add_flags(parser, layers=4, hidden=512, heads=8)
+        help="for the part ranks (default: 1 2 4)")  # fmt: skip
+    add("--parameters", type=float, default=50.0, metavar="M",
+        help="for the part ranks, in millions (default: 50)")  # fmt: skip
+    add("--on-ranks", help=argparse.SUPPRESS)  # set where this process is a rank
+    add_shape_flags(parser, layers=4, hidden=512, heads=8)
     options = parser.parse_args()
-    if options.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("PyTorch sees no GPU; give --device cpu")
+    choose_device(parser, options)
     options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
     return options
 
 
-def train(options: argparse.Namespace) -> list[dict]:
-    """Where the optimizer is, and what a step takes."""
+def compare_steps(options: argparse.Namespace) -> list[dict]:
+    """A row for each place of the optimizer."""
     ranks = join_ranks(Environment.read(), ParallelConfig())
     with tempfile.TemporaryDirectory() as folder:
-        late = Path(folder) / "late.json"
-        zero = {"stage": 2, **OFFLOAD}
-        beside = {"delayed_param_update": True, "delayed_param_update_warmup": VERIFIED_STEPS}
-        late.write_text(json.dumps({"zero_optimization": zero, "zeropp": beside}))
-        arms = {
+        delayed = Path(folder) / "delayed.json"
+        json_settings = {
+            "zero_optimization": {"stage": 2, **OFFLOAD},
+            "zeropp": {
+                "delayed_param_update": True,
+                "delayed_param_update_warmup": VERIFIED_STEPS,
+            },
+        }
+        delayed.write_text(json.dumps(json_settings))
+        flags = {
             "on the device": "",
             "on the host": "--cpu-optimizer --use-pin-memory",
-            "on the host, beside the next step": f"--deepspeed_config {late}",
+            "on the host, beside the next step": f"--deepspeed_config {delayed}",
         }
-        settings = {
-            name: Setting(shape=shape_of(options), ranks=ranks, dtype=options.dtype, stage=2,
-                          more=more)
-            for name, more in arms.items()
-        }  # fmt: skip
-        rows = in_turn(settings, options.rounds)
+        setups = {
+            name: TrainingSetup(
+                shape=shape_of(options),
+                ranks=ranks,
+                dtype=options.dtype,
+                stage=2,
+                extra_flags=extra_flags,
+            )
+            for name, extra_flags in flags.items()
+        }
+        rows = time_steps(setups, options.rounds)
     dist.destroy_process_group()
     return rows
 
 
-def in_turn(settings: dict[str, Setting], rounds: int) -> list[dict]:
-    """A row for each: verified against the first, then one step each, again and again."""
-    device = next(iter(settings.values())).ranks.device
-    loops, held, before = {}, {}, allocated(device)
-    for name, setting in settings.items():
-        loops[name] = ours(setting)
-        held[name] = allocated(device) - before
-        before += held[name]
-    histories = {n: [one.step()() for _ in range(VERIFIED_STEPS)] for n, one in loops.items()}
-    for name, history in histories.items():
-        if history != next(iter(histories.values())):
-            sys.exit(f"error: losses and norms differ {name}: {histories}")
+def time_steps(setups: Mapping[str, TrainingSetup], rounds: int) -> list[dict]:
+    """Verify each loop against the first, then time one step of each in turn."""
+    first_setup = next(iter(setups.values()))
+    device, timer = first_setup.ranks.device, timer_for(first_setup.ranks.device)
+    loops, measured, before = {}, {}, allocated_bytes(device)
+    for name, setup in setups.items():
+        loops[name] = ours(setup, name)
+        after = allocated_bytes(device)
+        measured[name] = Measurements(name=name, held_bytes=after - before)
+        before = after
+    verify(loops)
+    all_held = sum(measurements.held_bytes for measurements in measured.values())
     for loop in loops.values():
         loop.step()()
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
-    peaks, clock = dict.fromkeys(loops, 0), stopwatch(device)
-    for number in range(rounds):
-        for name, loop in list(loops.items())[:: -1 if number % 2 else 1]:
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
-            seconds[name].append(clock.lap(lambda loop=loop: loop.step()()))
-            if device.type == "cuda":
-                others = sum(held.values()) - held[name]
-                peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated(device) - others)
-    rows = [row(name, seconds, settings[name], peaks[name], loops[name]) for name in loops]
+    for name in interleaved(list(loops), rounds):
+        seconds, peak = time_with_peak(timer, device, lambda name=name: loops[name].step()())
+        own_peak = peak - (all_held - measured[name].held_bytes)
+        measured[name].seconds.append(seconds)
+        measured[name].peak_bytes = max(measured[name].peak_bytes, own_peak)
+    reference = measured[next(iter(loops))].seconds
+    rows = [
+        row(loop, measured[name], reference, setups[name], on_gpu=device.type == "cuda")
+        for name, loop in loops.items()
+    ]
     for loop in loops.values():
         loop.close()
     return rows
 
 
+def verify(loops: Mapping[str, TrainingLoop]) -> None:
+    """Exit unless the first losses and norms of all loops are equal to the last digit."""
+    histories = {
+        name: [loop.step()() for _ in range(VERIFIED_STEPS)] for name, loop in loops.items()
+    }
+    expected = next(iter(histories.values()))
+    for name, history in histories.items():
+        if history != expected:
+            sys.exit(f"error: losses and norms differ {name}: {histories}")
+
+
 def row(
-    name: str, seconds: dict[str, list[float]], setting: Setting, peak: int, loop: Loop
+    loop: TrainingLoop,
+    measured: Measurements,
+    reference: list[float],
+    setup: TrainingSetup,
+    *,
+    on_gpu: bool,
 ) -> dict:
-    """What was measured of one."""
-    shape, own = dict(setting.shape), seconds[name]
+    """The numbers of one loop; `reference` are the first loop's seconds."""
+    shape = dict(setup.shape)
     tokens = shape["seq"] * shape["micro-batch"] * shape["micro-batches"]
-    first = next(iter(seconds.values()))
-    ratios = [a / b for a, b in zip(own, first, strict=True)]
     return {
-        "name": name, "seconds": own, "tokens_per_s": tokens / statistics.median(own),
-        "ratio": statistics.median(ratios), "quartiles": quartiles(ratios),
-        "peak_bytes": peak or None,
-        "hidden_share": hidden_share(lambda: loop.step()()) if peak else None,
-    }  # fmt: skip
+        "name": loop.name,
+        "seconds": measured.seconds,
+        "tokens_per_s": tokens / statistics.median(measured.seconds),
+        **ratio_summary(measured.seconds, reference),
+        "peak_bytes": measured.peak_bytes if on_gpu else None,
+        "hidden_share": hidden_share(lambda: loop.step()()) if on_gpu else None,
+    }
 
 
-def ranks_in_turn(options: argparse.Namespace) -> list[dict]:
+def compare_rank_counts(options: argparse.Namespace) -> list[dict]:
     """A row for each number of ranks."""
     seconds: dict[int, list[float]] = {count: [] for count in options.ranks}
-    for turn in range(options.turns):
-        for count in list(options.ranks)[:: -1 if turn % 2 else 1]:
-            seconds[count] += launch(count)
-    num_bytes = BYTES * size_of(options) * MATRIX**2
-    one = statistics.median(next(iter(seconds.values())))
+    for count in interleaved(list(options.ranks), options.turns):
+        hidden_gpus = {"CUDA_VISIBLE_DEVICES": ""}
+        seconds[count] += run_on_ranks(
+            __spec__.name, count, sys.argv[1:], variables=hidden_gpus
+        )
+    num_bytes = UPDATE_BYTES * matrices(options) * MATRIX**2
+    reference = statistics.median(next(iter(seconds.values())))
     return [
-        {"ranks": count, "threads": threads_of(count), "seconds": own,
-         "gb_per_s": num_bytes / statistics.median(own) / 1e9,
-         "ratio": statistics.median(own) / one, "quartiles": [q / one for q in quartiles(own)]}
-        for count, own in seconds.items()
-    ]  # fmt: skip
+        {
+            "ranks": count,
+            "threads": threads_per_rank(count),
+            "seconds": times,
+            "gb_per_s": num_bytes / statistics.median(times) / 1e9,
+            "ratio": statistics.median(times) / reference,
+            "quartiles": [quartile / reference for quartile in quartiles(times)],
+        }
+        for count, times in seconds.items()
+    ]
 
 
-def launch(num_ranks: int) -> list[float]:
-    """Run this script again on ranks of its own, and return what rank 0 found."""
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        starter = [sys.executable, "-m", "zeropp.ranks.launcher", "--num_ranks", str(num_ranks)]
-        command = [*starter, __file__, *sys.argv[1:], "--on-ranks", str(answer)]
-        hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        status = subprocess.run(command, cwd=ROOT, stdout=sys.stderr, env=hidden).returncode
-        if status != 0:
-            sys.exit(status)
-        return json.loads(answer.read_text())
+def threads_per_rank(num_ranks: int) -> int:
+    """The threads of each rank, which divide the cores."""
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
-def threads_of(count: int) -> int:
-    """Of each of `count` ranks, which divide the cores."""
-    return max(1, len(os.sched_getaffinity(0)) // count)
-
-
-def size_of(options: argparse.Namespace) -> int:
-    """How many matrices make the parameters asked for."""
+def matrices(options: argparse.Namespace) -> int:
+    """The number of matrices that have as many parameters as asked for."""
     return max(1, round(options.parameters * 1e6 / MATRIX**2))
 
 
-def updates(options: argparse.Namespace) -> tuple[list[float], bool]:
-    """On each rank: the slowest one's seconds, round by round; and whether this is the first."""
+def time_updates(options: argparse.Namespace) -> tuple[list[float], int]:
+    """On each rank: the slowest rank's seconds, round by round, and the number of this rank."""
     ranks = join_ranks(Environment.read(), ParallelConfig())
-    torch.set_num_threads(threads_of(ranks.num_ranks))
+    torch.set_num_threads(threads_per_rank(ranks.num_ranks))
     config = ZeroConfig.from_json(
         {"zero_optimization": {"stage": 2, **OFFLOAD}, "bf16": {"enabled": True}}
     )
-    matrices = (nn.Linear(MATRIX, MATRIX, bias=False) for _ in range(size_of(options)))
-    sharding = shard(nn.Sequential(*matrices), ranks.mesh, config)
+    layers = (nn.Linear(MATRIX, MATRIX, bias=False) for _ in range(matrices(options)))
+    sharding = shard(nn.Sequential(*layers), ranks.mesh, config)
     groups = [{"params": list(sharding.model.parameters())}]
     optimizer = offloaded_adamw(sharding, groups, ranks.device, config)
     seconds = []
@@ -225,11 +250,11 @@ def updates(options: argparse.Namespace) -> tuple[list[float], bool]:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         seconds.append(slowest.item())
     dist.destroy_process_group()
-    return seconds[1:], ranks.rank == 0  # the first makes the state
+    return seconds[1:], ranks.rank  # the first step allocates the optimizer's state
 
 
 def fill_gradients(optimizer: OffloadedAdam) -> None:
-    """As the end of a backward pass leaves them."""
+    """Set the gradients as the end of a backward pass does."""
     for parameter, master in optimizer.masters.items():
         optimizer.offload._take(parameter, torch.ones_like(local_part(master)))
 
@@ -238,23 +263,29 @@ def show(result: dict) -> None:
     """Print the tables."""
     print(heading(result, "torch"))
     if result["train"]:
-        print("\none rank, " + ", ".join(f"{n} {value}" for n, value in result["shape"].items()))
+        shape = ", ".join(f"{name} {value}" for name, value in result["shape"].items())
+        print(f"\none rank, {shape}")
         print(f"  {'fp32 weights and Adam':36} {'ms/step':>9} {'tokens/s':>9} {'time':>6}")
-    for one in result["train"]:
-        low, high = one["quartiles"]
-        more = ""
-        if one["peak_bytes"]:
-            more = f"  peak {one['peak_bytes'] / 1e9:.2f} GB"
-            more += f", {one['hidden_share']:.0%} of the copies hidden"
-        print(f"  {one['name']:36} {1e3 * statistics.median(one['seconds']):9.1f} "
-              f"{one['tokens_per_s']:9.0f} {one['ratio']:6.3f}, {low:.3f} to {high:.3f}{more}")
+    for loop in result["train"]:
+        low, high = loop["quartiles"]
+        memory = ""
+        if loop["peak_bytes"]:
+            memory = f"  peak {loop['peak_bytes'] / 1e9:.2f} GB"
+            memory += f", {loop['hidden_share']:.0%} of the copies hidden"
+        print(
+            f"  {loop['name']:36} {1e3 * statistics.median(loop['seconds']):9.1f} "
+            f"{loop['tokens_per_s']:9.0f} {loop['ratio']:6.3f}, {low:.3f} to {high:.3f}{memory}"
+        )
     if result["ranks"]:
         print("\nthe update, sharded over ranks of this machine, the slowest")
-    for one in result["ranks"]:
-        low, high = one["quartiles"]
-        print(f"  {one['ranks']} ranks x {one['threads']} threads "
-              f"{1e3 * statistics.median(one['seconds']):9.1f} ms {one['gb_per_s']:6.1f} GB/s, "
-              f"time {one['ratio']:.3f}, {low:.3f} to {high:.3f}")
+    for update in result["ranks"]:
+        low, high = update["quartiles"]
+        print(
+            f"  {update['ranks']} ranks x {update['threads']} threads "
+            f"{1e3 * statistics.median(update['seconds']):9.1f} ms "
+            f"{update['gb_per_s']:6.1f} GB/s, "
+            f"time {update['ratio']:.3f}, {low:.3f} to {high:.3f}"
+        )
 
 
 if __name__ == "__main__":

@@ -287,7 +287,7 @@ class Conversation:
         if name == "help":
             print("a line is a prompt (\\n in it is a new line); Ctrl-C ends a text; commands:")
             for flag_name, description in descriptions.items():
-                value = getattr(self._sampling, description.dest)
+                value = getattr(self._sampling, description.name)
                 print(f"  /{flag_name} VALUE".ljust(26), value)
             print("  /quit")
             return

@@ -7,16 +7,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
+from megatron_zpp.commands.run_command import FAILED, INTERRUPTED, build_section
 from megatron_zpp.settings.command_line import HELP, help_text, read, vocabulary
 from megatron_zpp.settings.flag import Section
 from zeropp.errors import InputError
 from zeropp.ranks.topology import Environment
-
-INTERRUPTED = 130  # exit status of shells: 128 + SIGINT
 
 
 def run_on_ranks(
@@ -38,11 +35,11 @@ def run_on_ranks(
         environment = Environment.read()
         logging.getLogger().setLevel(logging.WARNING if environment.rank else logging.INFO)
         assignments = read(argv, vocabulary(sections))
-        run(environment, *(_build(section, assignments) for section in sections))
+        run(environment, *(build_section(section, assignments) for section in sections))
     except (InputError, OSError) as error:
         if environment.rank == 0:
             print(f"error: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
@@ -57,10 +54,3 @@ def require_writable(path: str, flag: str) -> None:
         raise InputError(f"{flag} {path}: there is no folder {file.parent}")
     if not os.access(file.parent, os.W_OK):
         raise InputError(f"{flag} {path}: nothing can be written in {file.parent}")
-
-
-def _build(section_type: type[Section], assignments: dict[str, Any]) -> Section:
-    names = [field.name for field in fields(section_type) if field.name in assignments]
-    section = section_type(**{name: assignments[name].value for name in names})
-    section.check()
-    return section

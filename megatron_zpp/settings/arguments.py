@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_zpp.settings import defaults
 from megatron_zpp.settings.command_line import HELP, Assignment, help_text, read, vocabulary
-from megatron_zpp.settings.config import SECTIONS, Config
+from megatron_zpp.settings.config import SECTIONS, BatchConfig, Config
 from megatron_zpp.settings.flag import Section, flags
 from megatron_zpp.settings.ignored_flags import IgnoredFlags
 from megatron_zpp.settings.json_flags import ZeroFlags
@@ -55,7 +55,7 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
     config = Config(**{name: _section(kind, completed) for name, kind in SECTIONS.items()})
     check(config, world_size)
     _check_accumulation(config, file, world_size)
-    config = replace(config, zero=_zero(config, completed, file, world_size))
+    config = replace(config, zero=_zero(file, completed, config.batch, world_size))
     if config.zero.stores_frozen and not config.lora.lora_rank:
         raise InputError(
             "zero_quantized_nontrainable_weights stores frozen weights quantized, and without "
@@ -79,7 +79,7 @@ def check(config: Config, world_size: int) -> None:
 
 
 def _section(kind: type[Section], values: Mapping[str, Any]) -> Section:
-    return kind(**{flag.name: values[flag.name] for flag in flags(kind) if flag.name in values})
+    return kind(**{flag.name: values[flag.name] for flag in flags(kind)})
 
 
 def _check_accumulation(config: Config, file: JsonValues, world_size: int) -> None:
@@ -97,14 +97,10 @@ def _check_accumulation(config: Config, file: JsonValues, world_size: int) -> No
 
 
 def _zero(
-    config: Config, completed: Mapping[str, Any], file: JsonValues, world_size: int
+    file: JsonValues, completed: Mapping[str, Any], batch: BatchConfig, world_size: int
 ) -> ZeroConfig:
     """The JSON's settings; what the file leaves open is filled in from the flags."""
-    values = dict(completed)
-    for name in SECTIONS:
-        values |= vars(getattr(config, name))
-    from_flags = json_values(values, FLAGS)
-    batch = config.batch
+    from_flags = json_values(completed, FLAGS)
     if batch.rampup_batch_size is None:
         per_micro_batch = batch.micro_batch_size * world_size
         from_flags["gradient_accumulation_steps"] = batch.global_batch_size // per_micro_batch

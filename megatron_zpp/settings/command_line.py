@@ -136,7 +136,8 @@ def _assignment(meaning: Meaning, spelling: str, values: list[str]) -> Assignmen
             raise InputError(f"{spelling} takes no value, but {values[0]!r} follows it")
         return Assignment(flag=flag, value=meaning.constant, spelling=spelling, is_constant=True)
     if not values or "" in values:
-        raise InputError(f"{spelling} needs a value: {TYPE_NAMES[flag.type]} ({flag.help})")
+        about = flag.help or f"it has no effect here: {flag.why_ignored}"
+        raise InputError(f"{spelling} needs a value: {TYPE_NAMES[flag.type]} ({about})")
     count = flag.count or 1
     if count not in ("+", len(values)):
         raise InputError(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_zpp.settings.flag import NoEffect, Section, flag
+from megatron_zpp.settings.flag import NoEffect, Section, flag, ignored
 from zeropp.errors import InputError
 
 _OWN_SOURCES = NoEffect(
@@ -20,7 +20,7 @@ BLEND = "an indexed dataset's prefix, or weight and prefix pairs; or .jsonl file
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(Section):
-    """Which tokenizer, and where its files are; None leaves the choice to the data."""
+    """Which tokenizer, and where its files are (default: that of the data)."""
 
     tokenizer_type: str | None = flag(None, "GPT2BPETokenizer, HuggingFaceTokenizer, ...")
     vocab_file: str | None = flag(None, "vocab.json of a byte-pair tokenizer")
@@ -45,9 +45,7 @@ class DataConfig(Section):
         None, "folder of the cached sample indices", no_effect=_NO_INDEX
     )
     num_workers: int = flag(2, "background workers that read samples ahead", minimum=0)
-    num_dataset_builder_threads: int = flag(
-        1, "threads that build indices", minimum=1, no_effect="one process builds them in one go"
-    )
+    num_dataset_builder_threads: int = ignored(1, "one process builds all indices", minimum=1)
     dataloader_type: str = flag(
         "single",
         "order of the samples: as indexed, or permuted by epoch",
@@ -73,7 +71,7 @@ class DataConfig(Section):
             )
         if self.mock_data and (separate or self.data_path is not None):
             raise InputError(
-                f"--mock-data and {separate[0] if separate else '--data-path'} contradict: leave one out"
+                f"--mock-data and {(separate or ['--data-path'])[0]} contradict: leave one out"
             )
 
 
@@ -131,7 +129,7 @@ def names_examples(data: DataConfig) -> bool:
         return False
     if others:
         raise InputError(
-            f"{others[0]!r} stands beside {EXAMPLES_SUFFIX} files: examples are not blended by weights nor "
-            f"with indexed datasets; name {EXAMPLES_SUFFIX} files only, for every split"
+            f"{others[0]!r} stands beside {EXAMPLES_SUFFIX} files: examples are not blended by "
+            f"weights nor with indexed datasets; name {EXAMPLES_SUFFIX} files only, for every split"
         )
     return True

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megatron_zpp.settings.config import BatchConfig, ModelConfig, OptimizerConfig
+from megatron_zpp.settings.config import SECTIONS, BatchConfig, ModelConfig
+from megatron_zpp.settings.flag import flags
 from zeropp.errors import InputError
 
 ITERATIONS = 100
@@ -17,29 +18,24 @@ ITERATIONS = 100
 SHORT_RUN = MappingProxyType({"train_iters": ITERATIONS, "log_interval": 10, "eval_iters": 10})
 LENGTHS = ("train_iters", "train_samples", "train_tokens")
 SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
-SHAPE = MappingProxyType(
-    {
-        "num_layers": ModelConfig().num_layers,
-        "hidden_size": ModelConfig().hidden_size,
-        "num_attention_heads": ModelConfig().num_attention_heads,
-        "seq_length": ModelConfig().seq_length,
-        "lr": OptimizerConfig().lr,
-    }
+SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr")
+DEFAULTS = MappingProxyType(
+    {flag.name: flag.default for section in SECTIONS.values() for flag in flags(section)}
 )
 
 
 def complete(
     values: Mapping[str, Any], accumulation: int | None, world_size: int
 ) -> dict[str, Any]:
-    """All `values` and the defaults for what they leave open.
+    """A value for every field of `Config`, and `values` of flags beside them.
 
     `accumulation` is the number of micro-batches in the JSON. Raises InputError for values that
     cannot be completed.
     """
-    result = {**SHAPE, **values}
-    if not any(name in values for name in LENGTHS):
-        result = {**SHORT_RUN, **result}
-    result.setdefault("max_position_embeddings", result["seq_length"])
+    run_length = {} if any(name in values for name in LENGTHS) else SHORT_RUN
+    result = {**DEFAULTS, **run_length, **values}
+    if result["max_position_embeddings"] is None:
+        result["max_position_embeddings"] = result["seq_length"]
     result["zero_stage"] = _stage(values)
     result |= _attention(values) | _recomputation(values)
     return result | _batch(values, accumulation, world_size)
@@ -48,7 +44,8 @@ def complete(
 def describe(values: Mapping[str, Any], completed: Mapping[str, Any]) -> str:
     """One line of the main defaults in `completed` that are not in `values`; may be empty."""
     shape = ("seq_length", "lr") if "pretrained_checkpoint" in values else SHAPE
-    names = [*shape, "micro_batch_size", "global_batch_size", *SHORT_RUN]
+    run_length = () if any(name in values for name in LENGTHS) else SHORT_RUN
+    names = [*shape, "micro_batch_size", "global_batch_size", *run_length]
     defaults = [
         f"--{name.replace('_', '-')} {completed[name]}"
         for name in names

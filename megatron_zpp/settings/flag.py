@@ -8,14 +8,14 @@ from zeropp.settings.json_file import all_keys
 from zeropp.settings.schema import NoEffect, Section, Setting, setting, settings_of
 from zeropp.settings.zero_config import ZeroConfig
 
-__all__ = ["Flag", "NoEffect", "SameAs", "Section", "flag", "flags", "needs", "shared"]
+__all__ = ["Flag", "NoEffect", "SameAs", "Section", "flag", "flags", "ignored", "needs", "shared"]
 
 
 def _unchanged(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SameAs:
     """The JSON key that means the same as a flag.
 
@@ -69,7 +69,7 @@ class Flag(Setting):
 
 def flag(
     default: Any,
-    help: str,
+    help: str = "",
     *,
     same_as: str | SameAs | None = None,
     no_effect: str | NoEffect | tuple[NoEffect, ...] = (),
@@ -78,13 +78,18 @@ def flag(
     """Declare a setting with a flag; `facts` are further fields of `Flag`.
 
     A flag that is the `same_as` a JSON key has no effect for the same reasons, unless it names
-    others.
+    others. `help` is not shown for a flag that never has an effect.
     """
     if isinstance(same_as, str):
-        same_as = SameAs(key=same_as)
+        same_as = SameAs(same_as)
     if same_as is not None:
         no_effect = no_effect or _reasons_of_key(same_as.key)
     return setting(Flag, default, help, same_as=same_as, no_effect=no_effect, **facts)
+
+
+def ignored(default: Any, why: str, **facts: Any) -> Any:
+    """Declare a flag that is accepted and never has an effect."""
+    return flag(default, no_effect=why, **facts)
 
 
 def needs(flags: str, condition: Callable[[Any], Any]) -> NoEffect:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_zpp.settings.flag import Section, flag
+from megatron_zpp.settings.flag import Section, ignored
 
 _SAME_RESULT = "the kernels are PyTorch's own, and the result is the same"
 _OVERLAP = "communication overlaps with computation wherever the device allows it"
@@ -16,53 +16,34 @@ _MAPPED = "datasets are always memory-mapped, page by page as they are read"
 class IgnoredFlags(Section):
     """Flags that scripts for Megatron carry and that have no effect here."""
 
-    local_rank: int = flag(0, "rank in the node", no_effect="it is taken from torchrun's environment")
-    no_pipeline_parallel: bool = flag(
-        False, "no pipeline", no_effect="there is no pipeline parallelism yet"
+    local_rank: int = ignored(0, "it is taken from torchrun's environment")
+    no_pipeline_parallel: bool = ignored(False, "there is no pipeline parallelism yet")
+    overlap_grad_reduce: bool = ignored(False, _OVERLAP)
+    overlap_param_gather: bool = ignored(False, _OVERLAP)
+    DDP_impl: str = ignored("local", "the ZeRO stage decides how gradients are averaged")
+    use_cpu_initialization: bool = ignored(
+        False, "a seed gives the same weights on every device and number of ranks"
     )
-    overlap_grad_reduce: bool = flag(False, "overlap gradients", no_effect=_OVERLAP)
-    overlap_param_gather: bool = flag(False, "overlap gathers", no_effect=_OVERLAP)
-    DDP_impl: str = flag(
-        "local", "data parallelism", no_effect="the ZeRO stage decides how gradients are averaged"
+    no_async_tensor_model_parallel_allreduce: bool = ignored(False, _NO_TENSOR_PARALLEL)
+    distribute_saved_activations: bool = ignored(False, _NO_TENSOR_PARALLEL)
+    accumulate_allreduce_grads_in_fp32: bool = ignored(False, "gradients always accumulate in fp32")
+    data_impl: str = ignored("infer", _MAPPED, choices=("infer", "mmap", "lazy", "cached"))
+    mmap_warmup: bool = ignored(False, _MAPPED)
+    no_mmap_bin_files: bool = ignored(False, _MAPPED)
+    no_create_attention_mask_in_dataloader: bool = ignored(
+        False, "attention is causal without a mask"
     )
-    use_cpu_initialization: bool = flag(
-        False,
-        "draw weights on the CPU",
-        no_effect="a seed gives the same weights on every device and number of ranks",
+    ckpt_format: str = ignored("torch_dist", _FORMAT)
+    auto_detect_ckpt_format: bool = ignored(False, _FORMAT)
+    use_flash_attn: bool = ignored(
+        False, _SDPA, aliases=("use-flash-attn-v1", "use-flash-attn-v2", "use-flash-attn-triton")
     )
-    no_async_tensor_model_parallel_allreduce: bool = flag(
-        False, "no overlap in tensor-parallel layers", no_effect=_NO_TENSOR_PARALLEL
-    )
-    distribute_saved_activations: bool = flag(
-        False, "split kept activations", no_effect=_NO_TENSOR_PARALLEL
-    )
-    accumulate_allreduce_grads_in_fp32: bool = flag(
-        False, "accumulate gradients in fp32", no_effect="gradients always accumulate in fp32"
-    )
-    data_impl: str = flag(
-        "infer", "kind of dataset", choices=("infer", "mmap", "lazy", "cached"), no_effect=_MAPPED
-    )
-    mmap_warmup: bool = flag(False, "read the dataset once before", no_effect=_MAPPED)
-    no_mmap_bin_files: bool = flag(False, "read, do not map", no_effect=_MAPPED)
-    no_create_attention_mask_in_dataloader: bool = flag(
-        False, "no mask in the batch", no_effect="attention is causal without a mask"
-    )
-    ckpt_format: str = flag("torch_dist", "kind of checkpoint", no_effect=_FORMAT)
-    auto_detect_ckpt_format: bool = flag(False, "detect it", no_effect=_FORMAT)
-    use_flash_attn: bool = flag(
-        False,
-        "flash attention",
-        no_effect=_SDPA,
-        aliases=("use-flash-attn-v1", "use-flash-attn-v2", "use-flash-attn-triton"),
-    )
-    attention_backend: str = flag("auto", "attention kernels", no_effect=_SDPA)
-    no_masked_softmax_fusion: bool = flag(False, "unfused softmax", no_effect=_SDPA)
-    no_bias_dropout_fusion: bool = flag(False, "unfused dropout", no_effect=_SAME_RESULT)
-    no_bias_swiglu_fusion: bool = flag(False, "unfused SwiGLU", no_effect=_SAME_RESULT)
-    no_rope_fusion: bool = flag(False, "unfused rotary positions", no_effect=_SAME_RESULT)
-    no_gradient_accumulation_fusion: bool = flag(
-        False, "unfused accumulation", no_effect=_SAME_RESULT
-    )
-    cross_entropy_loss_fusion: bool = flag(False, "fused loss", no_effect=_SAME_RESULT)
-    use_mcore_models: bool = flag(False, "megatron-core's model", no_effect=_SAME_RESULT)
-    transformer_impl: str = flag("local", "whose layers", no_effect=_SAME_RESULT)
+    attention_backend: str = ignored("auto", _SDPA)
+    no_masked_softmax_fusion: bool = ignored(False, _SDPA)
+    no_bias_dropout_fusion: bool = ignored(False, _SAME_RESULT)
+    no_bias_swiglu_fusion: bool = ignored(False, _SAME_RESULT)
+    no_rope_fusion: bool = ignored(False, _SAME_RESULT)
+    no_gradient_accumulation_fusion: bool = ignored(False, _SAME_RESULT)
+    cross_entropy_loss_fusion: bool = ignored(False, _SAME_RESULT)
+    use_mcore_models: bool = ignored(False, _SAME_RESULT)
+    transformer_impl: str = ignored("local", _SAME_RESULT)

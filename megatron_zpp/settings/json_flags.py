@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_zpp.settings.flag import SameAs, Section, flag, needs
+from megatron_zpp.settings.flag import SameAs, Section, flag, ignored, needs
 
 _ZERO = "zero_optimization"
 _RECOMPUTE = "activation_checkpointing"
@@ -29,7 +29,7 @@ class ZeroFlags(Section):
         "optimizer state and step on the CPU",
         aliases=("optimizer-cpu-offload",),
         same_as=SameAs(
-            key=f"{_ZERO}.offload_optimizer.device",
+            f"{_ZERO}.offload_optimizer.device",
             to_flag=lambda device: device == "cpu",
             to_json=lambda is_on: "cpu" if is_on else None,
         ),
@@ -46,41 +46,21 @@ class ZeroFlags(Section):
         no_effect=needs("--cpu-optimizer", lambda config: config.zero.offloads_optimizer),
         same_as=f"{_ZERO}.offload_optimizer.pin_memory",
     )
-    deepspeed: bool = flag(
-        False, "use DeepSpeed", no_effect="ZeRO is built in; --zero-stage or the JSON sets it up"
-    )
-    zero_reduce_scatter: bool = flag(
-        False, "reduce-scatter gradients", same_as=f"{_ZERO}.reduce_scatter"
-    )
+    deepspeed: bool = ignored(False, "ZeRO is built in; --zero-stage or the JSON sets it up")
+    zero_reduce_scatter: bool = flag(False, same_as=f"{_ZERO}.reduce_scatter")
     zero_contigious_gradients: bool = flag(
-        False,
-        "copy gradients into one buffer",
-        aliases=("zero-contiguous-gradients",),
-        same_as=f"{_ZERO}.contiguous_gradients",
+        False, aliases=("zero-contiguous-gradients",), same_as=f"{_ZERO}.contiguous_gradients"
     )
-    zero_reduce_bucket_size: int = flag(
-        0, "bucket size", minimum=0, same_as=f"{_ZERO}.reduce_bucket_size"
-    )
-    zero_allgather_bucket_size: int = flag(
-        0, "bucket size", minimum=0, same_as=f"{_ZERO}.allgather_bucket_size"
-    )
-    partition_activations: bool = flag(
-        False,
-        "split kept activations over tensor ranks",
-        same_as=f"{_RECOMPUTE}.partition_activations",
-    )
+    zero_reduce_bucket_size: int = flag(0, minimum=0, same_as=f"{_ZERO}.reduce_bucket_size")
+    zero_allgather_bucket_size: int = flag(0, minimum=0, same_as=f"{_ZERO}.allgather_bucket_size")
+    partition_activations: bool = flag(False, same_as=f"{_RECOMPUTE}.partition_activations")
     contigious_checkpointing: bool = flag(
         False,
-        "kept activations in one buffer",
         aliases=("contiguous-checkpointing",),
         same_as=f"{_RECOMPUTE}.contiguous_memory_optimization",
     )
-    checkpoint_in_cpu: bool = flag(
-        False, "kept activations on the CPU", same_as=f"{_RECOMPUTE}.cpu_checkpointing"
-    )
+    checkpoint_in_cpu: bool = flag(False, same_as=f"{_RECOMPUTE}.cpu_checkpointing")
     synchronize_each_layer: bool = flag(
-        False, "synchronize each layer", same_as=f"{_RECOMPUTE}.synchronize_checkpoint_boundary"
+        False, same_as=f"{_RECOMPUTE}.synchronize_checkpoint_boundary"
     )
-    profile_backward: bool = flag(
-        False, "time the backward pass", same_as=f"{_RECOMPUTE}.profile"
-    )
+    profile_backward: bool = flag(False, same_as=f"{_RECOMPUTE}.profile")

@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
+from megatron_zpp.settings.flag import NoEffect, Section, flag, ignored, needs
 from zeropp.errors import InputError
 
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 SWIGLU_MULTIPLE = 64
-_NEEDS_ROPE = needs("--position-embedding-type rope", lambda c: c.model.position_embedding_type == "rope")
+_NEEDS_ROPE = needs(
+    "--position-embedding-type rope", lambda c: c.model.position_embedding_type == "rope"
+)
 _NEEDS_ROPE_SCALING = needs("--use-rope-scaling", lambda c: c.model.use_rope_scaling)
 _ALL_FP32 = NoEffect("everything is fp32", when=lambda c: c.precision.format == "float32")
 _PRETRAINED = NoEffect(
@@ -30,9 +32,7 @@ class ModelConfig(Section):
     num_layers: int = _flag(4, "transformer blocks", minimum=1)
     hidden_size: int = _flag(256, "width of the residual stream", minimum=1)
     ffn_hidden_size: int | None = _flag(
-        None,
-        "width inside the MLP (default 4h; with --swiglu int(8h/3/64)*64)",
-        minimum=1,
+        None, "width inside the MLP (default 4h; with --swiglu int(8h/3/64)*64)", minimum=1
     )
     num_attention_heads: int = _flag(4, "query heads", minimum=1)
     kv_channels: int | None = _flag(
@@ -106,16 +106,13 @@ class ModelConfig(Section):
     apply_residual_connection_post_layernorm: bool = _flag(
         False, "the residual branches off after the normalization instead of before it"
     )
-    apply_query_key_layer_scaling: bool = _flag(
+    apply_query_key_layer_scaling: bool = ignored(
         False,
-        "divide attention scores by the layer's number and multiply them back in the softmax",
+        "the factor cancels, and scores are accumulated in fp32 here",
         shorthands={"no-query-key-layer-scaling": False},
-        no_effect=(NoEffect("the factor cancels, and scores are accumulated in fp32 here"),),
     )
-    attention_softmax_in_fp32: bool = _flag(
-        False,
-        "softmax of the attention in fp32",
-        no_effect=(NoEffect("the attention kernels always accumulate the softmax in fp32"),),
+    attention_softmax_in_fp32: bool = ignored(
+        False, "the attention kernels always accumulate the softmax in fp32"
     )
     fp32_residual_connection: bool = _flag(
         False, "keep the residual stream in fp32", no_effect=(_ALL_FP32,)

@@ -10,11 +10,16 @@ from zeropp.errors import InputError
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 UNITS = ("iters", "samples", "tokens")
-_NEEDS_FULL = needs("--recompute-granularity full", lambda c: c.recompute.recompute_granularity == "full")
+_NEEDS_FULL = needs(
+    "--recompute-granularity full", lambda c: c.recompute.recompute_granularity == "full"
+)
 _NEEDS_FP16 = needs("--fp16", lambda c: c.precision.fp16)
-_DYNAMIC = NoEffect(
-    "the scale that --loss-scale gives is constant",
-    when=lambda c: c.precision.loss_scale is not None,
+_DYNAMIC_SCALE = (
+    _NEEDS_FP16,
+    NoEffect(
+        "the scale that --loss-scale gives is constant",
+        when=lambda c: c.precision.loss_scale is not None,
+    ),
 )
 _NEEDS_WSD = needs("--lr-decay-style WSD", lambda c: c.schedule.lr_decay_style == "WSD")
 _NO_DECAY = NoEffect(
@@ -81,7 +86,7 @@ class PrecisionConfig(Section):
         above=0,
         no_effect=_NEEDS_FP16,
         same_as=SameAs(
-            key="fp16.loss_scale",
+            "fp16.loss_scale",
             to_flag=lambda scale: scale or None,
             to_json=lambda scale: scale or 0.0,
         ),
@@ -90,30 +95,30 @@ class PrecisionConfig(Section):
         2.0**32,
         "first dynamic loss scale",
         above=0,
-        no_effect=(_NEEDS_FP16, _DYNAMIC),
+        no_effect=_DYNAMIC_SCALE,
         same_as=SameAs(
-            key="fp16.initial_scale_power", to_flag=lambda power: 2.0**power, to_json=_power_of_two
+            "fp16.initial_scale_power", to_flag=lambda power: 2.0**power, to_json=_power_of_two
         ),
     )
     min_loss_scale: float = flag(
         1.0,
         "smallest dynamic loss scale",
         above=0,
-        no_effect=(_NEEDS_FP16, _DYNAMIC),
+        no_effect=_DYNAMIC_SCALE,
         same_as="fp16.min_loss_scale",
     )
     loss_scale_window: int = flag(
         1000,
         "clean steps before the scale doubles",
         minimum=1,
-        no_effect=(_NEEDS_FP16, _DYNAMIC),
+        no_effect=_DYNAMIC_SCALE,
         same_as="fp16.loss_scale_window",
     )
     hysteresis: int = flag(
         2,
         "overflows before the scale halves",
         minimum=1,
-        no_effect=(_NEEDS_FP16, _DYNAMIC),
+        no_effect=_DYNAMIC_SCALE,
         same_as="fp16.hysteresis",
     )
 
@@ -144,7 +149,7 @@ class OptimizerConfig(Section):
         "adam",
         "the optimizer (Adam with decoupled weight decay)",
         choices=("adam",),
-        same_as=SameAs(key="optimizer.type", to_flag=lambda _: "adam", to_json=lambda _: "Adam"),
+        same_as=SameAs("optimizer.type", to_flag=lambda _: "adam", to_json=lambda _: "Adam"),
     )
     lr: float = flag(3e-4, "largest learning rate", minimum=0, same_as="optimizer.params.lr")
     min_lr: float = flag(
@@ -173,14 +178,14 @@ class OptimizerConfig(Section):
         "decay of the first moment",
         minimum=0,
         maximum=1,
-        same_as=SameAs(key="optimizer.params.betas", index=0),
+        same_as=SameAs("optimizer.params.betas", index=0),
     )
     adam_beta2: float = flag(
         0.999,
         "decay of the second moment",
         minimum=0,
         maximum=1,
-        same_as=SameAs(key="optimizer.params.betas", index=1),
+        same_as=SameAs("optimizer.params.betas", index=1),
     )
     adam_eps: float = flag(
         1e-8, "added to the denominator of the update", above=0, same_as="optimizer.params.eps"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
+from megatron_zpp.settings.flag import NoEffect, Section, flag, ignored, needs
 from zeropp.errors import InputError
 
 _NO_RNG = "dropout follows from the seed and the samples consumed, so no generator's state is kept"
@@ -122,13 +122,18 @@ class CheckpointConfig(Section):
         no_effect=_NEEDS_SAVE,
     )
     keep_checkpoints: int | None = flag(
-        None, "how many of the newest checkpoints stay (default: all)", minimum=1, no_effect=_NEEDS_SAVE
+        None,
+        "how many of the newest checkpoints stay (default: all)",
+        minimum=1,
+        no_effect=_NEEDS_SAVE,
     )
     no_save_optim: bool = flag(False, "save without the optimizer's state", no_effect=_NEEDS_SAVE)
-    no_save_rng: bool = flag(False, "save without the random generators' state", no_effect=_NO_RNG)
+    no_save_rng: bool = ignored(False, _NO_RNG)
     no_load_optim: bool = flag(False, "start with a fresh optimizer", no_effect=NEEDS_LOAD)
-    no_load_rng: bool = flag(False, "start with fresh random generators", no_effect=_NO_RNG)
-    finetune: bool = flag(False, "take the weights only and start at iteration 0", no_effect=NEEDS_LOAD)
+    no_load_rng: bool = ignored(False, _NO_RNG)
+    finetune: bool = flag(
+        False, "take the weights only and start at iteration 0", no_effect=NEEDS_LOAD
+    )
     use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
     reset_iteration: bool = flag(False, "start counting at iteration 0", no_effect=NEEDS_LOAD)
     exit_on_missing_checkpoint: bool = flag(False, "fail if --load holds no checkpoint")
@@ -155,13 +160,11 @@ class LogConfig(Section):
     log_interval: int = flag(100, "iterations between log lines", minimum=1)
     log_params_norm: bool = flag(False, "log the norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, "log how many gradient elements are zero")
-    log_throughput: bool = flag(False, "log model TFLOP/s per rank, its share of the measured matmul rate, and MFU")
-    timing_log_level: int = flag(
-        0,
-        "how finely times are logged",
-        minimum=0,
-        maximum=2,
-        no_effect="--log-timers-to-tensorboard shows every time that is measured",
+    log_throughput: bool = flag(
+        False, "log model TFLOP/s per rank, its share of the measured matmul rate, and MFU"
+    )
+    timing_log_level: int = ignored(
+        0, "--log-timers-to-tensorboard shows every time that is measured", minimum=0, maximum=2
     )
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard")
     tensorboard_queue_size: int = flag(
@@ -180,12 +183,16 @@ class LogConfig(Section):
     log_optimizer_states_to_tensorboard: bool = flag(
         False, "norms of Adam's moments as scalars", no_effect=_NEEDS_WRITER
     )
-    log_memory_to_tensorboard: bool = flag(False, "memory in use as scalars", no_effect=_NEEDS_WRITER)
+    log_memory_to_tensorboard: bool = flag(
+        False, "memory in use as scalars", no_effect=_NEEDS_WRITER
+    )
     log_world_size_to_tensorboard: bool = flag(
         False, "the number of ranks as a scalar", no_effect=_NEEDS_WRITER
     )
     wandb_project: str | None = flag(None, "Weights & Biases project; switches it on")
-    wandb_exp_name: str | None = flag(None, "name of the run at Weights & Biases", no_effect=_NEEDS_WANDB)
+    wandb_exp_name: str | None = flag(
+        None, "name of the run at Weights & Biases", no_effect=_NEEDS_WANDB
+    )
     wandb_save_dir: str | None = flag(
         None, "folder of the Weights & Biases files", no_effect=_NEEDS_WANDB
     )

@@ -204,8 +204,8 @@ def test_an_unknown_task_ends_all_ranks(checkpoints: str, tmp_path: Path) -> Non
 
 def run_offline(command: list[str], folder: Path) -> subprocess.CompletedProcess:
     environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hf"),
-        "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
+        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+        "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
     }  # fmt: skip
     return subprocess.run(
         command, capture_output=True, text=True, timeout=150, env=environment, cwd=folder

@@ -7,7 +7,7 @@ not JSON; the dotted key for a key that is unknown, given twice or of the wrong 
 import difflib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -63,7 +63,7 @@ def read_json(source: Path | str | Mapping, root: type[JsonSection]) -> JsonValu
     """
     content, name = _load(source)
     try:
-        return replace(_translate(_read_section(content, root, root), root), source=name)
+        return _Reader(root).read(content, name)
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
 
@@ -129,39 +129,73 @@ def _load(source: Path | str | Mapping) -> tuple[Any, str]:
     return _parse(text, str(source)), str(source)
 
 
-def _read_section(
-    content: Any, section: type[JsonSection], root: type[JsonSection]
-) -> JsonValues:
-    path = f"{section.path}." if section.path else ""
-    if not isinstance(content, Mapping):
-        where = section.path or "the top level"
-        raise InputError(f"{where} is {json_text(content)}: expected an object, {{...}}")
-    for name in getattr(content, "repeated", ()):
-        raise InputError(f'"{path}{name}" is given twice; keep one')
-    by_name = {entry.name: entry for entry in settings_of(section)}
-    result = JsonValues()
-    for name, value in content.items():
-        dotted = path + str(name)
-        if name in by_name:
-            result = _join(result, _read_value(by_name[name], value, root))
-        elif dotted in OLD_NAMES and value is not None:
-            result = _join(result, JsonValues(values={dotted: value}, old_names=(dotted,)))
-        elif dotted not in OLD_NAMES:
-            raise unknown_key(dotted, root)
-    return result
+class _Reader:
+    """Collects the values of a JSON whose top level is the section `root`."""
 
+    def __init__(self, root: type[JsonSection]) -> None:
+        self._root = root
+        self._values: dict[str, Any] = {}
+        self._auto_keys: set[str] = set()
+        self._old_values: dict[str, Any] = {}
 
-def _read_value(entry: Key, value: Any, root: type[JsonSection]) -> JsonValues:
-    if entry.subsection:
-        # DeepSpeed's JSON may spell "no such section" as null.
-        return JsonValues() if value is None else _read_section(value, entry.subsection, root)
-    if value == AUTO and entry.auto:
-        return JsonValues(auto_keys=frozenset({entry.dotted}))
-    if entry.keys and isinstance(value, Mapping):
-        _check_ignored_object(entry, value)
-    value = _to_setting_type(value, entry)
-    entry.check(value)
-    return JsonValues(values={entry.dotted: value})
+    def read(self, content: Any, source: str) -> JsonValues:
+        """Everything in the top-level object; old names are replaced by today's."""
+        self._read_section(content, self._root)
+        for name, value in self._old_values.items():
+            self._translate(name, value)
+        return JsonValues(
+            values=self._values,
+            auto_keys=frozenset(self._auto_keys),
+            old_names=tuple(self._old_values),
+            source=source,
+        )
+
+    def _read_section(self, content: Any, section: type[JsonSection]) -> None:
+        path = f"{section.path}." if section.path else ""
+        if not isinstance(content, Mapping):
+            where = section.path or "the top level"
+            raise InputError(f"{where} is {json_text(content)}: expected an object, {{...}}")
+        for name in getattr(content, "repeated", ()):
+            raise InputError(f'"{path}{name}" is given twice; keep one')
+        by_name = {entry.name: entry for entry in settings_of(section)}
+        for name, value in content.items():
+            dotted = path + str(name)
+            if name in by_name:
+                self._read_value(by_name[name], value)
+            elif dotted not in OLD_NAMES:
+                raise unknown_key(dotted, self._root)
+            elif value is not None:
+                self._old_values[dotted] = value
+
+    def _read_value(self, entry: Key, value: Any) -> None:
+        if entry.subsection:
+            if value is not None:  # DeepSpeed's JSON may spell "no such section" as null
+                self._read_section(value, entry.subsection)
+        elif value == AUTO and entry.auto:
+            self._auto_keys.add(entry.dotted)
+        else:
+            if entry.keys and isinstance(value, Mapping):
+                _check_ignored_object(entry, value)
+            value = _to_setting_type(value, entry)
+            entry.check(value)
+            self._values[entry.dotted] = value
+
+    def _translate(self, old: str, value: Any) -> None:
+        """Take the value of an old name; raises `InputError` if today's name has one, too."""
+        names, meaning = OLD_NAMES[old]
+        if meaning is None:
+            translated = _Reader(self._root).read(_nest(names[0], value), old)
+        elif isinstance(value, bool):
+            translated = JsonValues(values=dict.fromkeys(names, meaning[value]))
+        else:
+            raise InputError(f"{old} = {json_text(value)}: expected true or false")
+        for name in translated.values.keys() & self._values.keys():
+            raise InputError(
+                f"{old} = {json_text(value)} is the old name of {name}, "
+                f"and {name} = {json_text(self._values[name])} is given too; keep the second"
+            )
+        self._values.update(translated.values)
+        self._auto_keys |= translated.auto_keys
 
 
 def _check_ignored_object(entry: Key, content: Mapping) -> None:
@@ -192,37 +226,6 @@ def _to_number(value: Any, kind: type) -> Any:
     if kind is int and type(value) is float and value.is_integer():
         return int(value)
     return float(value) if kind is float and type(value) is int else value
-
-
-def _join(first: JsonValues, second: JsonValues) -> JsonValues:
-    return JsonValues(
-        values={**first.values, **second.values},
-        auto_keys=first.auto_keys | second.auto_keys,
-        old_names=first.old_names + second.old_names,
-    )
-
-
-def _translate(given: JsonValues, root: type[JsonSection]) -> JsonValues:
-    """Old names replaced by today's; raises `InputError` where both are given."""
-    values = dict(given.values)
-    auto_keys = given.auto_keys
-    for old in given.old_names:
-        names, meaning = OLD_NAMES[old]
-        value = values.pop(old)
-        if meaning is None:
-            translated = _read_section(_nest(names[0], value), root, root)
-        elif isinstance(value, bool):
-            translated = JsonValues(values=dict.fromkeys(names, meaning[value]))
-        else:
-            raise InputError(f"{old} = {json_text(value)}: expected true or false")
-        for name in translated.values.keys() & values.keys():
-            raise InputError(
-                f"{old} = {json_text(value)} is the old name of {name}, "
-                f"and {name} = {json_text(values[name])} is given too; keep the second"
-            )
-        values.update(translated.values)
-        auto_keys |= translated.auto_keys
-    return replace(given, values=values, auto_keys=auto_keys)
 
 
 def _nest(dotted: str, value: Any) -> dict:

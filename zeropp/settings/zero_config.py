@@ -62,9 +62,7 @@ class ZeroConfig(JsonSection):
     train_micro_batch_size_per_gpu: int | None = key(None, minimum=1, auto=True)  # samples
     gradient_accumulation_steps: int | None = key(None, minimum=1, auto=True)
     gradient_clipping: float = key(0.0, minimum=0, auto=True)  # 0 means none
-    communication_data_type: str | None = key(
-        None, choices=tuple(_FORMATS), no_effect=_FP32_MEAN
-    )
+    communication_data_type: str | None = key(None, choices=tuple(_FORMATS), no_effect=_FP32_MEAN)
     zero_optimization: ZeroOptimization = key(ZeroOptimization())
     zeropp: Zeropp = key(Zeropp())
     fp16: Fp16 = key(Fp16())
@@ -319,6 +317,4 @@ def _batch_error(config: ZeroConfig, world_size: int) -> str:
         product *= number
     words = " x ".join([*(words for _, words in factors), f"{world_size} ranks"])
     relation = "exactly" if len(factors) == 2 else "a multiple of"
-    return (
-        f"train_batch_size = {config.train_batch_size}: expected {relation} {product} ({words})"
-    )
+    return f"train_batch_size = {config.train_batch_size}: expected {relation} {product} ({words})"

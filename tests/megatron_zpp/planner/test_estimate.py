@@ -5,7 +5,7 @@ import json
 import pytest
 import torch.distributed as dist
 
-from benchmarks.memory.estimate import VOCABULARY, both
+from benchmarks.memory.dry_run import VOCABULARY, predict_and_measure
 from megatron_zpp.planner.estimate import GATHERED, GRADIENTS, KEPT, MOMENTS, WEIGHTS, estimate
 from megatron_zpp.settings.arguments import parse
 from tests.ranks import ranks
@@ -29,7 +29,7 @@ PLUS = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 )
 @ranks(4)
 def test_the_fullest_moment_is_foretold(flags):
-    foretold, measured = both(MODEL + flags)
+    foretold, measured = predict_and_measure(MODEL + flags)
     assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
 
 
@@ -42,14 +42,14 @@ def test_the_fullest_moment_is_foretold(flags):
 )
 @ranks(2)
 def test_on_two_ranks_in_fp32_with_other_models(flags):
-    foretold, measured = both(MODEL + flags)
+    foretold, measured = predict_and_measure(MODEL + flags)
     assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
 
 
 @ranks(1)
 def test_one_rank_in_fp32_has_no_engine_and_offloads_too():
     for flags in ("--global-batch-size 6", "--zero-stage 2 --cpu-optimizer --global-batch-size 4"):
-        foretold, measured = both(MODEL + flags)
+        foretold, measured = predict_and_measure(MODEL + flags)
         assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY), flags
 
 
@@ -58,7 +58,7 @@ def test_zeropp_too_with_the_copies_of_a_node(tmp_path):
     path = tmp_path / f"{dist.get_rank()}.json"
     zero = {"stage": 3, **PLUS, "zero_hpz_partition_size": 2}
     path.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}}))
-    foretold, measured = both(f"{MODEL}--global-batch-size 8 --deepspeed-config {path}")
+    foretold, measured = predict_and_measure(f"{MODEL}--global-batch-size 8 --deepspeed-config {path}")
     assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
 
 
@@ -70,14 +70,14 @@ def test_an_update_beside_the_next_step_has_its_own_gradients_and_copies(tmp_pat
     for settings, ratio in (({}, 1.0), (bf16, 1.0), ({}, 0.4), (bf16, 0.0)):
         zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
         path.write_text(json.dumps({"zero_optimization": zero, "zeropp": late} | settings))
-        foretold, measured = both(f"{MODEL}--global-batch-size 8 --deepspeed-config {path}")
+        foretold, measured = predict_and_measure(f"{MODEL}--global-batch-size 8 --deepspeed-config {path}")
         assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
 
 
 @ranks(1)
 def test_one_rank_in_fp32_with_its_weights_on_the_host():
     flags = "--zero-stage 3 --cpu-optimizer --remote-device cpu --global-batch-size 6"
-    foretold, measured = both(MODEL + flags)
+    foretold, measured = predict_and_measure(MODEL + flags)
     assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
 
 
@@ -101,7 +101,7 @@ def test_adapters_beside_frozen_weights(zero, more, tmp_path):
     more than foretold may then be under way: another block's weights."""
     path = tmp_path / f"{dist.get_rank()}.json"
     path.write_text(json.dumps({"zero_optimization": zero} | more))
-    foretold, measured = both(f"{MODEL}{LORA} 24 --deepspeed-config {path}")
+    foretold, measured = predict_and_measure(f"{MODEL}{LORA} 24 --deepspeed-config {path}")
     block, width = foretold.sharding.model.blocks[0], foretold.sharding.compute_dtype.itemsize
     gather = width * sum(one.numel() for one in block.parameters())
     low, high = foretold.host_bytes * (1 - LEEWAY), foretold.host_bytes * (1 + LEEWAY)
@@ -113,7 +113,7 @@ def test_frozen_weights_become_codes_one_after_the_other(tmp_path):
     """All of them as numbers would be more than a step takes, where little is computed."""
     path = tmp_path / "zeropp.json"
     path.write_text(json.dumps({"zero_optimization": STORED, "bf16": {"enabled": True}}))
-    foretold, measured = both(f"{MODEL}{LORA} 2 --deepspeed-config {path}")
+    foretold, measured = predict_and_measure(f"{MODEL}{LORA} 2 --deepspeed-config {path}")
     assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
     assert foretold.host[WEIGHTS] < 2 * foretold.parameters
 

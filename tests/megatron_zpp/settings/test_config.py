@@ -73,7 +73,7 @@ def test_flags_describe_fields():
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"size": 0}, "--size 0: expected at least 1"),
         ({"size": 9}, "--size 9: expected at most 8"),
@@ -86,8 +86,8 @@ def test_flags_describe_fields():
         ({"triple": (1, -2, 3)}, "--triple -2: expected at least 0"),
     ],
 )
-def test_values_out_of_range_are_named(values, said):
-    with pytest.raises(InputError, match=f"^{said}$"):
+def test_values_out_of_range_are_named(values, message):
+    with pytest.raises(InputError, match=f"^{message}$"):
         Sample(**values).check()
     Sample().check()
 

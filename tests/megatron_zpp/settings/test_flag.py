@@ -6,7 +6,7 @@ import pytest
 
 from megatron_zpp.settings.arguments import FLAGS
 from megatron_zpp.settings.config import Config
-from tests.megatron_zpp.settings.asking import asked
+from tests.megatron_zpp.settings.command_lines import config_of
 from zeropp.settings.zero_config import ZeroConfig
 
 # A setting without effect beside the settings behind it, and beside others that give it one.
@@ -46,7 +46,7 @@ PAIRS = """
 def notices(line: str, caplog: pytest.LogCaptureFixture) -> list[str]:
     caplog.set_level(logging.INFO, "megatron_zpp")
     caplog.clear()
-    asked(line)
+    config_of(line)
     messages = [record.getMessage() for record in caplog.records]
     return [message for message in messages if "has no effect here" in message]
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from tests.megatron_zpp.settings.asking import asked, refused, setting
+from tests.megatron_zpp.settings.command_lines import config_of, error_of, value_at
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ from tests.megatron_zpp.settings.asking import asked, refused, setting
     ],
 )
 def test_flags_and_json_that_contradict_are_both_named(line, file, named, tmp_path):
-    message = refused(line, 1, file, tmp_path)
+    message = error_of(line, 1, file, tmp_path)
     for words in [*named, "ds.json", "contradict"]:
         assert words in message
 
@@ -130,7 +130,7 @@ def test_flags_and_json_that_contradict_are_both_named(line, file, named, tmp_pa
     ],
 )
 def test_what_only_the_json_gives_holds(file, path, value, tmp_path):
-    assert setting(asked("", 1, file, tmp_path), path) == value
+    assert value_at(config_of("", 1, file, tmp_path), path) == value
 
 
 @pytest.mark.parametrize(
@@ -159,13 +159,13 @@ def test_the_zero_section_is_settled_from_the_flags(line, path, value, tmp_path)
         "bf16": {"enabled": "auto"},
     }
     ranks = 4
-    assert setting(asked(line, ranks), path) == value
-    filled = asked(line, ranks, auto, tmp_path)
-    assert setting(filled, path) == value
+    assert value_at(config_of(line, ranks), path) == value
+    filled = config_of(line, ranks, auto, tmp_path)
+    assert value_at(filled, path) == value
     assert not filled.zero.auto_keys
 
 
 def test_json_notices_are_passed_on(tmp_path, caplog):
     caplog.set_level(logging.INFO, "megatron_zpp")
-    asked("", 1, {"steps_per_print": 10}, tmp_path)
+    config_of("", 1, {"steps_per_print": 10}, tmp_path)
     assert "ds.json: steps_per_print has no effect here" in caplog.text

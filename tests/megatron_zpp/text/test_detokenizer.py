@@ -19,23 +19,23 @@ TEXT = "Grüße, 世界! 🙂🏽 naïve — ok; " * 3
 def pieces(tokenizer: Tokenizer, prompt: str, tokens: list[int], *stops: str) -> list[str]:
     """What each token brings, then what is left at the end."""
     detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.encode(prompt), stops)
-    found = []
+    decoded = []
     for token in tokens:
-        found.append(detokenizer.feed(token))
+        decoded.append(detokenizer.feed(token))
         if detokenizer.stopped:
             break
-    return [*found, detokenizer.finish()]
+    return [*decoded, detokenizer.finish()]
 
 
 @pytest.mark.parametrize("prompt", ["", "before", "é"])
 def test_bytes_become_whole_characters_at_once(prompt: str) -> None:
     """Each byte but the last of a character brings nothing; windows are left behind on the way."""
-    found = pieces(BYTES, prompt, BYTES.encode(TEXT))
+    decoded = pieces(BYTES, prompt, BYTES.encode(TEXT))
     assert len(TEXT.encode()) > 3 * WINDOW
     expected = []
     for character in TEXT:
         expected += [*[""] * (len(character.encode()) - 1), character]
-    assert found == [*expected, ""]
+    assert decoded == [*expected, ""]
 
 
 def test_a_broken_end_shows_at_the_end_only() -> None:
@@ -71,11 +71,12 @@ def test_a_broken_byte_after_a_whole_character_loses_no_text(tmp_path: Path) -> 
     tokenizer, smile = HFTokenizer(str(tmp_path)), [3 + byte for byte in "🙂".encode()]
     broken = [*smile, *smile[:2], 1, 2, 1]
     detokenizer = IncrementalDetokenizer(tokenizer, [1])
-    found = "".join([*map(detokenizer.feed, broken), detokenizer.finish()])
-    assert found.startswith("🙂\ufffd") and found.endswith("\ufffdxyx")
+    decoded = "".join([*map(detokenizer.feed, broken), detokenizer.finish()])
+    assert decoded.startswith("🙂\ufffd") and decoded.endswith("\ufffdxyx")
     assert "".join(pieces(tokenizer, "x", smile * 12 + [1])) == "🙂" * 12 + "x"
     detokenizer = IncrementalDetokenizer(tokenizer, [1])
-    assert "".join([*map(detokenizer.feed, broken[:6]), detokenizer.finish()]).startswith("🙂\ufffd")
+    decoded = "".join([*map(detokenizer.feed, broken[:6]), detokenizer.finish()])
+    assert decoded.startswith("🙂\ufffd")
 
 
 def test_long_broken_text_is_kept_whole() -> None:
@@ -124,10 +125,10 @@ def spaced(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     ],
 )
 def test_stops(text: str, stops: list[str], expected: str) -> None:
-    found = pieces(BYTES, "p", BYTES.encode(text), *stops)
-    assert "".join(found) == expected
+    decoded = pieces(BYTES, "p", BYTES.encode(text), *stops)
+    assert "".join(decoded) == expected
     shown = ""
-    for piece in found:  # nothing is shown and taken back
+    for piece in decoded:  # nothing is shown and taken back
         shown += piece
         assert expected.startswith(shown)
 

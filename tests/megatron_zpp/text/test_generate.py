@@ -137,7 +137,7 @@ def test_a_text_does_not_depend_on_its_neighbours() -> None:
         request("8", 1.5, seed=3, top_k=5, max_new_tokens=14),
         request("9 9 9", 0.7, seed=4, top_p=0.8, max_new_tokens=7),
     ]
-    alone = [complete(model, NoEnd(), [one])[0] for one in requests]
+    alone = [complete(model, NoEnd(), [single])[0] for single in requests]
     assert complete(model, NoEnd(), requests) == alone
     assert complete(model, NoEnd(), requests[::-1]) == alone[::-1]
     assert len(set(alone)) == 5 and [len(ids(text)) for text in alone] == [6, 6, 3, 14, 7]
@@ -195,7 +195,7 @@ def test_leaving_early_gives_the_model_its_mode_back() -> None:
 
 
 def request(prompt: str, temperature: float, **settings: object) -> Request:
-    """A request for 6 tokens or as many as said; what `Sampling` has is taken from `settings`."""
+    """A request for 6 tokens; `settings` are fields of Request and of Sampling."""
     sampling = {name: settings.pop(name) for name in ("seed", "top_k", "top_p") if name in settings}
     return Request(
         prompt=tuple(ids(prompt)),
@@ -209,7 +209,7 @@ def texts_of(pieces: list[Piece], count: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"prompt": (1,) * 17}, "the prompt has 17 tokens, but the model has 16 positions"),
         ({"prompt": (1, 50)}, "token id 50 is outside the 50 ids"),
@@ -224,8 +224,8 @@ def texts_of(pieces: list[Piece], count: int) -> list[str]:
         ({"stop_texts": ("a", "")}, "a stop text is empty"),
     ],
 )
-def test_bad_requests_are_refused_before_anything_runs(change: dict, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_bad_requests_are_refused_before_anything_runs(change: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         stream(build(GPT2), TOKENIZER, [Request(**{"prompt": (1,), **change})])
 
 

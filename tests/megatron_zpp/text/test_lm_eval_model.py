@@ -15,7 +15,12 @@ from megatron_zpp.text.lm_eval_model import MegatronZppLM  # noqa: E402
 from megatron_zpp.text.sampling import Sampling  # noqa: E402
 from megatron_zpp.text.text_model import TextModelConfig, shard_text_model  # noqa: E402
 from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer  # noqa: E402
-from tests.megatron_zpp.models.foreign_models import WORDS, add_tokenizer, llama, saved  # noqa: E402
+from tests.megatron_zpp.models.foreign_models import (  # noqa: E402
+    WORDS,
+    add_tokenizer,
+    llama,
+    saved,
+)
 from tests.megatron_zpp.text.chat_files import write_chat_files  # noqa: E402
 from tests.megatron_zpp.text.peaked_model import (  # noqa: E402
     POSITIONS,

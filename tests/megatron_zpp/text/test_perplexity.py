@@ -74,12 +74,12 @@ def test_an_indexed_dataset(tmp_path: Path) -> None:
 
 def test_bad_input(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
-    for path, stride, said in (
+    for path, stride, message in (
         (str(tmp_path / "a.txt"), None, "no document has a token to predict"),
         (str(tmp_path / "a.txt"), 33, "--stride 33: expected 1 to 32, the tokens that the model"),
         (str(tmp_path / "none.txt"), None, "none.txt: No such file"),
         (str(tmp_path / "none"), None, "none"),
         (str(tmp_path / "none.jsonl"), None, "none.jsonl: No such file"),
     ):
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             measure_perplexity(MODEL, path, stride=stride)

@@ -11,7 +11,7 @@ static float gradient_at(const AdamTensor& tensor, int64_t type, int64_t i) {
 
 static void update(const AdamCall& call, const AdamTensor& tensor, float factor) {
     for (int64_t i = 0; i < tensor.size; ++i) {
-        const float gradient = gradient_at(one, call.gradient_type, i);
+        const float gradient = gradient_at(tensor, call.gradient_type, i);
         adam_update(call.scalars, gradient * factor, &tensor.parameter[i], &tensor.mean[i],
                     &tensor.square[i]);
         if (!tensor.copy) continue;

@@ -359,7 +359,7 @@ def test_a_state_that_asks_for_what_is_not_there():
     ],
 )
 def test_the_fastest(dtype, built, said, device, monkeypatch, caplog):
-    monkeypatch.setattr(adam_module, "kernels_on", lambda device: built or None)
+    monkeypatch.setattr(adam_module, "kernel_for", lambda device: built or None)
     with FakeTensorMode(), caplog.at_level(logging.INFO, "zeropp"):
         groups = [{"params": [nn.Parameter(torch.empty(3, dtype=dtype, device=device))]}]
         made = fastest_adamw(groups, lr=LR, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)

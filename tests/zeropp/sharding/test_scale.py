@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.cluster.fake_ranks import counted_step, one_rank
+from benchmarks.cluster.fake_ranks import counted_step, fake_rank
 from tests.zeropp.given import ALL_THREE, configured
 
 NODES, PER_NODE = 6, 4
@@ -40,7 +40,7 @@ def sent_by_a_node(zero: dict, num_micro_batches: int = 1) -> Counter:
     total: Counter[tuple[str, str]] = Counter()
     config = configured(zero, PER_NODE, bf16={"enabled": True})
     for rank in range(PER_NODE, 2 * PER_NODE):
-        with one_rank(rank, RANKS) as mesh:
+        with fake_rank(rank, RANKS) as mesh:
             sharding = counted_step(Wide, loss, mesh, config, num_micro_batches)
             assert sharding.traffic.sent == sharding.expected_traffic(num_micro_batches)
             total.update(sharding.traffic.take())

@@ -1,6 +1,6 @@
-"""What is trained in a comparison: the model's shape, the format, the ranks, and the same batches.
+"""What is trained in a comparison: the model's shape, the dtype, the ranks, and the same batches.
 
-Everything is told to Megatron-Z++ by its own flags, so a comparison runs what a person runs.
+Everything is passed to Megatron-Z++ as its own flags, so a comparison runs what a user runs.
 """
 
 import argparse
@@ -30,41 +30,46 @@ SHAPE = MappingProxyType(
     }
 )
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-3, 0.01, 1.0
-UNENDING = 100_000  # iterations a run is told to make; a comparison makes fewer
+MANY_ITERATIONS = 100_000  # more than any comparison runs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One shape in one format at one ZeRO stage on the ranks of this process group."""
+class TrainingSetup:
+    """One shape in one dtype at one ZeRO stage on the ranks of this process group."""
 
     shape: tuple[tuple[str, int], ...]
     ranks: Ranks
     dtype: str = "fp32"
     stage: int = 3
-    more: str = ""  # further flags
+    extra_flags: str = ""
 
     @property
     def config(self) -> Config:
-        """What Megatron-Z++'s flags make of it."""
+        """The configuration that the flags give."""
         text = flags(dict(self.shape), self.ranks.num_ranks)
-        text += f" --zero-stage {self.stage}" + ("" if self.dtype == "fp32" else f" --{self.dtype}")
-        text += " " + self.more
+        text += f" --zero-stage {self.stage} {self.extra_flags}"
+        if self.dtype != "fp32":
+            text += f" --{self.dtype}"
         return parse(text.split(), self.ranks.num_ranks)
 
     @property
     def vocab_size(self) -> int:
         return dict(self.shape)["vocab"]
 
-    def of(self, *, dtype: str, stage: int) -> "Setting":
-        """The same in another format and at another stage."""
+    @property
+    def micro_batches(self) -> int:
+        return dict(self.shape)["micro-batches"]
+
+    def replace(self, *, dtype: str, stage: int) -> "TrainingSetup":
+        """The same setup in another dtype and at another stage."""
         return dataclasses.replace(self, dtype=dtype, stage=stage)
 
     def batches(self, steps: int) -> list[Batch]:
         """This rank's micro-batches of the first `steps` steps, on its device."""
         config, ranks = self.config, self.ranks
-        micro_batches, seed = dict(self.shape)["micro-batches"], config.training.seed
+        seed = (config.training.seed, 0)
         with Loader(
-            MockDataset(UNENDING, config.model.seq_length, self.vocab_size, (seed, 0)),
+            MockDataset(MANY_ITERATIONS, config.model.seq_length, self.vocab_size, seed),
             config.data,
             consumed_samples=0,
             micro_batch_size=config.batch.micro_batch_size,
@@ -73,19 +78,24 @@ class Setting:
             eod=self.vocab_size - 1,
             device=ranks.device,
         ) as loader:
-            return [next(loader) for _ in range(steps * micro_batches)]
+            return [next(loader) for _ in range(steps * self.micro_batches)]
+
+    def steps(self, count: int) -> list[list[Batch]]:
+        """This rank's micro-batches of the first `count` steps, step by step."""
+        batches, size = self.batches(count), self.micro_batches
+        return [batches[first : first + size] for first in range(0, len(batches), size)]
 
     def largest(self, value: float) -> float:
         """The largest of all ranks' values."""
-        found = torch.tensor(value, dtype=torch.float64, device=self.ranks.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return found.item()
+        result = torch.tensor(value, dtype=torch.float64, device=self.ranks.device)
+        dist.all_reduce(result, op=dist.ReduceOp.MAX)
+        return result.item()
 
 
-def add_flags(parser: argparse.ArgumentParser, **defaults: int) -> None:
-    """The shape's flags, each with its default: `SHAPE`'s, or one of `defaults`."""
-    for name, (usual, meaning) in SHAPE.items():
-        default = defaults.get(name.replace("-", "_"), usual)
+def add_shape_flags(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """Add a flag for each part of the shape; `defaults` override those of `SHAPE`."""
+    for name, (default, meaning) in SHAPE.items():
+        default = defaults.get(name.replace("-", "_"), default)
         help_text = f"{meaning} (default: {default})"
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=help_text)
 
@@ -96,7 +106,7 @@ def shape_of(options: argparse.Namespace) -> tuple[tuple[str, int], ...]:
 
 
 def flags(shape: dict[str, int], num_ranks: int) -> str:
-    """The shape as flags of pretrain_gpt.py; without dropout, so that losses compare."""
+    """The shape as flags of pretrain_gpt.py, without dropout, so that losses can be compared."""
     samples = shape["micro-batch"] * shape["micro-batches"] * num_ranks
     return (
         f"--num-layers {shape['layers']} --hidden-size {shape['hidden']} "
@@ -104,6 +114,6 @@ def flags(shape: dict[str, int], num_ranks: int) -> str:
         f"--micro-batch-size {shape['micro-batch']} --global-batch-size {samples} "
         "--hidden-dropout 0 --attention-dropout 0 --mock-data --num-workers 0 "
         f"--tokenizer-type NullTokenizer --vocab-size {shape['vocab']} --eval-iters 0 "
-        f"--train-iters {UNENDING} --lr {LEARNING_RATE} --lr-decay-style constant "
+        f"--train-iters {MANY_ITERATIONS} --lr {LEARNING_RATE} --lr-decay-style constant "
         f"--clip-grad {CLIP} --weight-decay {WEIGHT_DECAY}"
     )

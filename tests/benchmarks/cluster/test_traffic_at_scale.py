@@ -3,7 +3,6 @@
 import json
 
 import pytest
-
 from benchmarks.cluster.scale import PARTS, main
 
 SMALL = "--nodes 3 --ranks-per-node 4 --layers 2 --hidden 256 --heads 4 --seq 8 --vocab 300 "

@@ -1,4 +1,4 @@
-"""Ask for a configuration by a command line, with or without a JSON beside it."""
+"""The configuration, or the error, of a command line with or without a JSON."""
 
 import json
 import shlex
@@ -12,7 +12,7 @@ from megatron_zpp.settings.config import Config
 from zeropp.errors import InputError
 
 
-def asked(line: str, ranks: int = 1, file: Any = None, folder: Path | None = None) -> Config:
+def config_of(line: str, ranks: int = 1, file: Any = None, folder: Path | None = None) -> Config:
     """The configuration for a command line, with a JSON beside it if `file` is given."""
     words = shlex.split(line)
     if file is not None:
@@ -22,13 +22,13 @@ def asked(line: str, ranks: int = 1, file: Any = None, folder: Path | None = Non
     return parse(words, ranks)
 
 
-def refused(line: str, ranks: int = 1, file: Any = None, folder: Path | None = None) -> str:
+def error_of(line: str, ranks: int = 1, file: Any = None, folder: Path | None = None) -> str:
     with pytest.raises(InputError) as caught:
-        asked(line, ranks, file, folder)
+        config_of(line, ranks, file, folder)
     return str(caught.value)
 
 
-def setting(config: Any, path: str) -> Any:
+def value_at(config: Any, path: str) -> Any:
     """The value at a path such as `model.num_layers`, tuples as lists."""
     for name in path.split("."):
         config = getattr(config, name)

@@ -1,8 +1,8 @@
-// The yardstick of benchmarks/kernels/cpu_adam.py: a loop that reads and writes what Adam does and computes
-// next to nothing. The mask is 0, which the compiler cannot know, so that all numbers stay.
+// The yardstick of cpu_adam.py: a loop that reads and writes what Adam does and computes next to
+// nothing. The mask is 0, which the compiler cannot know, so no number changes.
 #include <stdint.h>
 
-#include "../csrc/shared/threads.h"
+#include "../../csrc/shared/threads.h"
 
 namespace {
 

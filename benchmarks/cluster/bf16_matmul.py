@@ -1,8 +1,8 @@
-"""16-bit matrix products in fp32, where the processor has no 16-bit arithmetic.
+"""bf16 matrix products computed in fp32, for processors without bf16 arithmetic.
 
 Without AVX-512 or AMX instructions for bfloat16, PyTorch multiplies bf16 matrices many times slower
-than fp32 ones, and a step would measure nothing else. Operands and results stay bf16, sums are
-taken in fp32 as bf16 hardware does; only who multiplies changes, for every configuration alike.
+than fp32 ones, and a step would measure nothing else. Operands and results stay bf16, and sums are
+taken in fp32 as bf16 hardware does; only the kernel changes, for every configuration alike.
 """
 
 import statistics
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-PRODUCTS = (
+PRODUCT_OPS = (
     "mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 )
@@ -30,9 +30,9 @@ def bf16_is_slow() -> bool:
 
 
 def multiply_in_fp32() -> torch.library.Library:
-    """From here on this process multiplies bf16 in fp32, until the library returned is deleted."""
+    """Multiply bf16 matrices in fp32 in this process, until the returned library is deleted."""
     library = torch.library.Library("aten", "IMPL")
-    for name in PRODUCTS:
+    for name in PRODUCT_OPS:
         library.impl(name, _in_fp32(name), "CPU", with_keyset=True, allow_override=True)
     return library
 
@@ -41,17 +41,18 @@ def _in_fp32(name: str) -> Callable:
     original = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def product(keyset, *args, **kwargs):
-        dtype = next(one.dtype for one in args if isinstance(one, torch.Tensor))
+        dtype = next(value.dtype for value in args if isinstance(value, torch.Tensor))
         if dtype != torch.bfloat16:
             return original.call_boxed(keyset, *args, **kwargs)
-        wide = [_cast(one, torch.bfloat16, torch.float32) for one in args]
+        wide = [_cast(value, torch.bfloat16, torch.float32) for value in args]
         result = original.call_boxed(keyset, *wide, **kwargs)
         if isinstance(result, tuple):
-            # of attention only the first is a product; its backward's are all gradients
-            backward = name.endswith("_backward")
+            # Attention's first result is its output, the others are statistics in fp32. All results
+            # of its backward are gradients.
+            is_backward = name.endswith("_backward")
             return tuple(
-                _cast(one, torch.float32, dtype) if backward or index == 0 else one
-                for index, one in enumerate(result)
+                _cast(value, torch.float32, dtype) if is_backward or index == 0 else value
+                for index, value in enumerate(result)
             )
         return result.to(dtype)
 

@@ -1,7 +1,7 @@
-"""The arms of a comparison of convergence, and what all of its runs share.
+"""The variants of a convergence comparison, and what all of its runs share.
 
-An arm is a configuration of ZeRO++ and nothing else: model, text, order of the samples and learning
-rate follow from the recipe and the seed, so that arms are compared seed by seed.
+Variants differ only in their ZeRO++ settings. Model, text, order of the samples and learning rate
+follow from the recipe and the seed, so variants are compared seed by seed.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from megatron_zpp.settings.config import Config
 from zeropp.errors import InputError
 
 EVAL_MICRO_BATCH = 8  # held-out samples of one forward pass on one rank
-# 4 ranks on 2 idle cores take about 0.2 s for a step in fp32.
+# A step in fp32 takes 4 ranks on 2 idle cores about 0.2 s.
 FLAGS = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 "
     "--position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 "
@@ -26,7 +26,7 @@ FLAGS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arm:
+class Variant:
     """Which parts of ZeRO++ are on; `gradient_bits` is (within a node, across nodes)."""
 
     meaning: str
@@ -36,14 +36,14 @@ class Arm:
 
 
 BASELINE = "baseline"
-ARMS: Mapping[str, Arm] = MappingProxyType(
+VARIANTS: Mapping[str, Variant] = MappingProxyType(
     {
-        BASELINE: Arm(meaning="ZeRO stage 3, nothing quantized"),
-        "qwz": Arm(meaning="weights in INT8", qwz=True),
-        "hpz": Arm(meaning="a secondary copy of the weights in each node", hpz=True),
-        "qgz": Arm(meaning="gradients in INT8 then INT4", gradient_bits=(8, 4)),
-        "zeropp": Arm(meaning="all three", qwz=True, hpz=True, gradient_bits=(8, 4)),
-        "zeropp-4-4": Arm(
+        BASELINE: Variant(meaning="ZeRO stage 3, nothing quantized"),
+        "qwz": Variant(meaning="weights in INT8", qwz=True),
+        "hpz": Variant(meaning="a secondary copy of the weights in each node", hpz=True),
+        "qgz": Variant(meaning="gradients in INT8 then INT4", gradient_bits=(8, 4)),
+        "zeropp": Variant(meaning="all three", qwz=True, hpz=True, gradient_bits=(8, 4)),
+        "zeropp-4-4": Variant(
             meaning="all three, gradients in INT4 in both hops",
             qwz=True, hpz=True, gradient_bits=(4, 4),
         ),
@@ -53,7 +53,7 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What all runs share; `flags` are those of pretrain_gpt.py, of equal ones the last holds.
+    """What all runs share; `flags` are those of pretrain_gpt.py, the last of a kind counts.
 
     eval_interval: iterations. eval_samples: held-out samples, the same at every evaluation.
     """
@@ -66,8 +66,8 @@ class Recipe:
     eval_samples: int
     flags: str = FLAGS
 
-    def config(self, arm: str, seed: int) -> Config:
-        """What Megatron-Z++ makes of one run; raises InputError for what a person has to mend."""
+    def config(self, variant: str, seed: int) -> Config:
+        """The configuration of one run; raises InputError for wrong flags."""
         round_samples = EVAL_MICRO_BATCH * self.ranks
         if self.eval_samples < 1 or self.eval_samples % round_samples:
             raise InputError(
@@ -77,22 +77,22 @@ class Recipe:
         words = [*self.flags.split(), "--train-iters", str(self.steps), "--seed", str(seed)]
         words += [] if self.dtype == "fp32" else [f"--{self.dtype}"]
         words += ["--eval-interval", str(self.steps + 1)]  # the benchmark evaluates by itself
-        words += ["--log-interval", str(self.steps)]  # bytes are summed up to the last step
-        config = parse([*words, "--deepspeed_config", json.dumps(self.zero(arm))], self.ranks)
+        words += ["--log-interval", str(self.steps)]  # one interval: bytes of all steps
+        config = parse([*words, "--deepspeed_config", json.dumps(self.zero(variant))], self.ranks)
         rounds = -(-self.eval_samples // config.batch.global_batch_size)
         evaluation = dataclasses.replace(config.evaluation, eval_iters=rounds)
         return dataclasses.replace(config, evaluation=evaluation)
 
     def zero(self, name: str) -> dict:
-        """The JSON of an arm."""
-        arm = ARMS[name]
+        """DeepSpeed's JSON of a variant."""
+        variant = VARIANTS[name]
         zero: dict = {"stage": 3}
         zeropp: dict = {"ranks_per_node": self.ranks_per_node}
-        if arm.qwz:
+        if variant.qwz:
             zero["zero_quantized_weights"] = True
-        if arm.hpz:
+        if variant.hpz:
             zero["zero_hpz_partition_size"] = self.ranks_per_node
-        if arm.gradient_bits:
+        if variant.gradient_bits:
             zero["zero_quantized_gradients"] = True
-            zeropp["gradient_bits"] = list(arm.gradient_bits)
+            zeropp["gradient_bits"] = list(variant.gradient_bits)
         return {"zero_optimization": zero, "zeropp": zeropp}

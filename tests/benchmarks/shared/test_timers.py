@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from benchmarks.shared.stopwatch import GpuStopwatch, ThreadStopwatch, WallStopwatch
 
 

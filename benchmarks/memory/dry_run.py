@@ -1,18 +1,14 @@
-"""What `--dry-run` foretells beside the fullest moment of real steps, as a table.
+"""The memory that `--dry-run` predicts beside the peak of real steps on the CPU, as a table.
 
-    torchrun --nproc-per-node 4 benchmarks/memory/estimate.py
+    torchrun --nproc-per-node 4 -m benchmarks.memory.dry_run
 
-Measured are the bytes of all tensors that are alive, after every op, on the fullest rank; a CPU's.
+The bytes of all live tensors are measured after every op, on the rank that has most.
 """
 
 import json
-import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
-
-if __package__ is None or __package__ == "":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
@@ -42,7 +38,7 @@ PLUS = HPZ | {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 MIXZ = HPZ | {"zero_quantized_nontrainable_weights": True}
 ALL_THREE, STORED = "(ZeRO++)", "(MixZ++)"
 JSONS = {ALL_THREE: PLUS, STORED: MIXZ}
-LORA = "--lora-rank 8 --pretrained-checkpoint none"  # the shape is that of MODEL
+LORA = "--lora-rank 8 --pretrained-checkpoint none"
 CASES = (
     "--zero-stage 0 --global-batch-size 8",
     "--zero-stage 0 --global-batch-size 24 --bf16",
@@ -66,20 +62,20 @@ CASES = (
     f"{STORED} --global-batch-size 24 --bf16 {LORA}",
     f"{STORED} --global-batch-size 24 --bf16 --cpu-optimizer {LORA}",
 )
-STEPS = 2  # from the second on Adam's moments are there
+STEPS = 2  # the first allocates Adam's moments
 
 
-def both(flags: str) -> tuple[Estimate, int]:
-    """What was foretold for `flags` on these ranks, and the bytes of the fullest rank."""
+def predict_and_measure(flags: str) -> tuple[Estimate, int]:
+    """The prediction for `flags` on these ranks, and the largest peak of any rank in bytes."""
     ranks = _ranks()
-    config = parse(("--mock-data --lr 1e-3 --eval-iters 0 --train-iters 9 " + flags).split(),
-                   ranks.num_ranks)  # fmt: skip
-    foretold = estimate(config, VOCABULARY, find_nodes(ranks.mesh, config.zero), is_cpu=True)
+    words = f"--mock-data --lr 1e-3 --eval-iters 0 --train-iters 9 {flags}".split()
+    config = parse(words, ranks.num_ranks)
+    prediction = estimate(config, VOCABULARY, find_nodes(ranks.mesh, config.zero), is_cpu=True)
     with LiveBytes() as live:
-        _train(config, ranks, foretold.micro_batches)
-    most = torch.tensor(live.peak)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return foretold, most.item()
+        _train(config, ranks, prediction.micro_batches)
+    peak = torch.tensor(live.peak)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return prediction, peak.item()
 
 
 def _train(config: Config, ranks: Ranks, micro_batches: int) -> None:
@@ -107,15 +103,15 @@ def main() -> None:
         paths = {name: Path(folder) / f"{name}.json" for name in JSONS}
         for name, zero in JSONS.items():
             paths[name].write_text(json.dumps(NODES | {"zero_optimization": zero}))
-        lines = ["| flags | foretold, MiB | measured, MiB | difference |", "|---|---|---|---|"]
+        lines = ["| flags | predicted, MiB | measured, MiB | difference |", "|---|---|---|---|"]
         environment = Environment.read()
         start_process_group(environment, CPU, timedelta(minutes=5), "gloo")
         for case in CASES:
             flags = case
             for name, path in paths.items():
                 flags = flags.replace(name, f"--deepspeed-config {path}")
-            foretold, measured = both(MODEL + flags)
-            total = foretold.host_bytes
+            prediction, measured = predict_and_measure(MODEL + flags)
+            total = prediction.host_bytes
             sizes = f"{total / MIB:.1f} | {measured / MIB:.1f} | {total / measured - 1:+.1%}"
             lines.append(f"| `{case}` | {sizes} |".replace("-0.0%", "0.0%"))
         if environment.rank == 0:

@@ -18,8 +18,7 @@ No gradient is clipped and no norm is taken, so that nothing but weights and gra
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -27,9 +26,8 @@ import torch
 from torch import nn
 
 from benchmarks.cluster.deepspeed_peer import deepspeed_step
-from benchmarks.shared.setting import Setting
-from benchmarks.step.contestants import fsdp2, steps_of
-from megatron_zpp.data.loader import Batch
+from benchmarks.shared.training_setup import TrainingSetup
+from benchmarks.step.training_loops import Steps, accumulate, fsdp2, model_loss_of
 from megatron_zpp.parallel.recipe import build_model, build_optimizer
 from megatron_zpp.settings.config import LoraConfig
 from zeropp import Sharding, ZeroConfig
@@ -56,99 +54,99 @@ LORA: Mapping[str, tuple[Mapping, Mapping]] = MappingProxyType(
 ADAPTERS = LoraConfig(lora_rank=8, pretrained_checkpoint="none: the weights are drawn")
 FSDP2, DEEPSPEED = "fsdp2", "deepspeed"
 NAMES = (FSDP2, *OURS, DEEPSPEED)
-DIFFERENT_STEPS = 4  # steps with batches of their own, again and again: the loss falls
+REPEATED_STEPS = 4  # the batches of these steps are repeated, so the loss falls
 
 Sent = Mapping[tuple[str, str], float]  # (purpose, hop) -> bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trainee:
-    """A model in training: one step returns this rank's loss; what the ledger counted, if any."""
+class Configuration:
+    """A model in training on this rank."""
 
-    step: Callable[[], float]
-    take: Callable[[], Sent | None] = lambda: None  # bytes sent since it was last called
-    expected: Sent | None = None  # bytes of a step, by the formula
-    look: Callable[[], float] | None = None  # a pass without gradients, as step else
+    step: Callable[[], float]  # one training step; returns this rank's loss
+    forward: Callable[[], float] | None = None  # one pass without gradients, likewise
     parameters: int
+    take_sent: Callable[[], Sent | None] = lambda: None  # bytes sent since the last call
+    expected: Sent | None = None  # bytes of a step by the formula
     held: int = 0  # bytes of this rank's frozen matrices
 
 
-def trainee(name: str, setting: Setting, ranks_per_node: int) -> Trainee:
-    """Build a configuration by its name; raises InputError for what ours refuses."""
-    micro_batches = dict(setting.shape)["micro-batches"]
-    batches = setting.batches(DIFFERENT_STEPS)
-    feed = itertools.cycle(list(steps_of(batches, micro_batches)))
+def build_configuration(name: str, setup: TrainingSetup, ranks_per_node: int) -> Configuration:
+    """Build a configuration by its name; raises InputError for what zeropp refuses."""
+    steps = itertools.cycle(setup.steps(REPEATED_STEPS))
     if name == DEEPSPEED:
-        step, parameters = deepspeed_step(setting, feed)
-        return Trainee(step=step, parameters=parameters)
+        step, parameters = deepspeed_step(setup, steps)
+        return Configuration(step=step, parameters=parameters)
     if name == FSDP2:
-        peer = fsdp2(setting, name, iter(()))
-        step = _plain_step(peer.model, peer.optimizer, feed)
-        return Trainee(step=step, parameters=peer.model.num_parameters())
-    config = replace(setting.config, zero=zero_config(name, ranks_per_node))
+        loop = fsdp2(setup, name, iter(()))
+        step = _unclipped_step(loop.model, loop.optimizer, steps)
+        return Configuration(step=step, parameters=loop.model.num_parameters())
+    config = replace(setup.config, zero=zero_config(name, ranks_per_node))
     if name in LORA:
         config = replace(config, lora=ADAPTERS)
-    sharding = build_model(config, setting.vocab_size, setting.ranks, apex=None)
-    optimizer = build_optimizer(sharding, config, setting.ranks.device, apex=None)
-    return Trainee(
-        step=_plain_step(sharding.model, optimizer, feed, sharding),
-        look=_forward_only(sharding, feed),
-        held=_frozen_bytes(sharding),
-        take=sharding.traffic.take,
-        expected=sharding.expected_traffic(micro_batches),
+    sharding = build_model(config, setup.vocab_size, setup.ranks, apex=None)
+    optimizer = build_optimizer(sharding, config, setup.ranks.device, apex=None)
+    return Configuration(
+        step=_unclipped_step(sharding.model, optimizer, steps, sharding),
+        forward=_forward_only(sharding, steps),
         parameters=sharding.model.num_parameters(),
+        take_sent=sharding.traffic.take,
+        expected=sharding.expected_traffic(setup.micro_batches),
+        held=_frozen_bytes(sharding),
     )
 
 
 def zero_config(name: str, ranks_per_node: int) -> ZeroConfig:
-    """The JSON of one of our configurations, read."""
-    keys, zeropp = {**OURS, **LORA}[name]
-    values = {key: ranks_per_node if value == "ranks per node" else value
-              for key, value in keys.items()}
-    json = {
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, **values},
-        "zeropp": {"ranks_per_node": ranks_per_node, **zeropp},
+    """The settings of one of our configurations."""
+    zero_keys, zeropp_keys = {**OURS, **LORA}[name]
+    values = {
+        key: ranks_per_node if value == "ranks per node" else value
+        for key, value in zero_keys.items()
     }
-    return ZeroConfig.from_json(json)
+    return ZeroConfig.from_json(
+        {
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3, **values},
+            "zeropp": {"ranks_per_node": ranks_per_node, **zeropp_keys},
+        }
+    )
 
 
-def _forward_only(sharding: Sharding, feed: Iterator[Sequence[Batch]]) -> Callable[[], float]:
+def _unclipped_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: Steps,
+    sharding: Sharding | None = None,
+) -> Callable[[], float]:
+    loss_of = model_loss_of(model)
+    contexts = () if sharding is None else (sharding.micro_step,)
+
+    def step() -> float:
+        loss = accumulate(next(steps), loss_of, *contexts)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step
+
+
+def _forward_only(sharding: Sharding, steps: Steps) -> Callable[[], float]:
+    loss_of = model_loss_of(sharding.model)
+
     @torch.no_grad()
-    def look() -> float:
-        batch = next(feed)[0]
-        loss = sharding.model(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)
+    def forward() -> float:
+        loss = loss_of(next(steps)[0])
         sharding.release()
         return float(loss)
 
-    return look
+    return forward
 
 
 def _frozen_bytes(sharding: Sharding) -> int:
-    """Of this rank: codes where they are stored so, else what bf16 would take."""
-    frozen = [p for p in sharding.model.parameters() if not p.requires_grad and p.ndim >= 2]
+    """Bytes of this rank's frozen matrices: as stored in INT8, else what bf16 would take."""
     stored, _ = stored_bytes(sharding.model)
-    return stored or sum(2 * local_part(one).numel() for one in frozen)
-
-
-def _plain_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    feed: Iterator[Sequence[Batch]],
-    sharding: Sharding | None = None,
-) -> Callable[[], float]:
-    def around(last: bool) -> AbstractContextManager:
-        return sharding.micro_step(last=last) if sharding else nullcontext()
-
-    def step() -> float:
-        total, batches = 0.0, next(feed)
-        for index, batch in enumerate(batches):
-            with around(index == len(batches) - 1):
-                loss = model(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)
-                (loss / len(batches)).backward()
-            total += loss.detach() / len(batches)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(total)
-
-    return step
+    if stored:
+        return stored
+    parameters = sharding.model.parameters()
+    frozen = [weight for weight in parameters if not weight.requires_grad and weight.ndim >= 2]
+    return sum(2 * local_part(weight).numel() for weight in frozen)

@@ -1,7 +1,7 @@
-"""Other libraries' block quantization of the same numbers, where they are installed.
+"""Other libraries' block quantization of the same numbers, if they are installed.
 
-None of them computes what ours computes: `differs` says how. Their own way of calling is used, and
-torchao's, which is plain PyTorch, is compiled on GPUs.
+None of them computes the same as ours; `differs` says how. They are called in their own way;
+torchao's functions, which are plain PyTorch, are compiled on GPUs.
 """
 
 import importlib
@@ -28,7 +28,7 @@ class Peer:
     differs: str
 
 
-def quantizing(values: Tensor, bits: int) -> Iterator[Peer]:
+def quantizers(values: Tensor, bits: int) -> Iterator[Peer]:
     """Quantize `values` (K, C) in the same blocks as ours, row after row."""
     block = BLOCK[bits]
     if library := _functional():
@@ -53,8 +53,8 @@ def quantizing(values: Tensor, bits: int) -> Iterator[Peer]:
         )
 
 
-def dequantizing(values: Tensor, bits: int) -> Iterator[Peer]:
-    """Get `values` (K, C) back, in their dtype, from what the library's `quantizing` made."""
+def dequantizers(values: Tensor, bits: int) -> Iterator[Peer]:
+    """Get `values` (K, C) back, in their dtype, from what the library's `quantizers` made."""
     block = BLOCK[bits]
     if library := _functional():
         if bits == 8:
@@ -68,20 +68,20 @@ def dequantizing(values: Tensor, bits: int) -> Iterator[Peer]:
             differs="codes stand for numbers of a table; fp32 scales",
         )  # fmt: skip
     if bits == 8 and (affine := _affine()):
-        found, scale, zero = _affine_quantize(affine, values, block)
+        codes, scale, zero = _affine_quantize(affine, values, block)
         dequantize = _compiled(_affine_dequantize, values)
         yield Peer(
             name="torchao: dequantize_affine",
-            run=lambda: dequantize(affine, found, scale, zero, block, values.dtype),
+            run=lambda: dequantize(affine, codes, scale, zero, block, values.dtype),
             differs="zero points are subtracted",
         )
 
 
 def versions() -> dict[str, str]:
-    """Of each library its version, or that it is not installed."""
-    here = {name for name in NAMES if importlib.util.find_spec(name)}
+    """The version of each library, or that it is not installed."""
+    installed = {name for name in NAMES if importlib.util.find_spec(name)}
     return {
-        name: importlib.metadata.version(name) if name in here else "not installed"
+        name: importlib.metadata.version(name) if name in installed else "not installed"
         for name in NAMES
     }
 

@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+from benchmarks.shared.limited import Done, run_limited
+
 from benchmarks import gpu
 from benchmarks.gpu import Step, carry_out, missing_libraries, steps
 from benchmarks.shared.gpu_report import Outcome, State, compiled, counted, facts, output, report
-from benchmarks.shared.limited import Done, run_limited
 
 ROOT = Path(__file__).resolve().parents[2]
 JUNIT = """<testsuites><testsuite>
@@ -115,7 +116,7 @@ def test_an_output_cannot_end_its_own_block() -> None:
 
 
 def test_a_build_that_only_warns_is_shown() -> None:
-    warned = 'building extension "zeropp.quant._cuda" failed: no such GPU'
+    warned = 'building extension "zeropp.native._cuda" failed: no such GPU'
     assert compiled(Done(status=0, seconds=1.0, out="g++ -c a.cpp", err=""))[0] == "It was built."
     assert warned in compiled(Done(status=0, seconds=1.0, out="g++ -c a.cpp", err=warned))[0]
 
@@ -146,18 +147,18 @@ def test_the_steps_of_a_machine_without_a_gpu_know_it(tmp_path: Path) -> None:
 
 def test_libraries_older_than_their_sources_are_built_again(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "csrc").mkdir()
-    (tmp_path / "zeropp").mkdir()
+    (tmp_path / "zeropp/native").mkdir(parents=True)
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     source = tmp_path / "csrc" / "a.cu"
     source.touch()
-    assert missing_libraries("cuda") == ["zeropp/quant/_kernels", "zeropp/quant/_cuda"]
+    assert missing_libraries("cuda") == ["zeropp/native/_cpu", "zeropp/native/_cuda"]
     suffix = gpu.sysconfig.get_config_var("EXT_SUFFIX")
-    for stem in ("_kernels", "_cuda"):
-        (tmp_path / "zeropp" / (stem + suffix)).touch()
+    for stem in ("_cpu", "_cuda"):
+        (tmp_path / "zeropp/native" / (stem + suffix)).touch()
     assert missing_libraries("cuda") == []
     future = time.time() + 60
     gpu.os.utime(source, (future, future))
-    assert missing_libraries("cpu") == ["zeropp/_kernels"]
+    assert missing_libraries("cpu") == ["zeropp/native/_cpu"]
 
 
 def test_the_facts_name_the_commit_or_that_it_is_unknown() -> None:

@@ -1,0 +1,55 @@
+"""Ranks on an emulated cluster or on one host, gone when the benchmark ends however it ends."""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+from benchmarks.cluster import emulation
+from benchmarks.cluster.rank_processes import NodeCommand, RankProcesses, started_ranks
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PORT = 29500  # free in every namespace
+
+
+def exit_on_signals() -> None:
+    """Turn signals that end this process into SystemExit, so that clean-up runs."""
+    for number in ENDING_SIGNALS:
+        signal.signal(number, _exit)
+
+
+@contextlib.contextmanager
+def started_cluster(
+    nodes: int, ranks_per_node: int, rate: str | None
+) -> Iterator[tuple[RankProcesses, emulation.Cluster | None]]:
+    """Start the ranks on nodes with links of `rate`, or without a network if `rate` is None."""
+    with contextlib.ExitStack() as stack:
+        cluster = None
+        if rate is None:
+            variables = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(emulation.free_port()),
+                "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+            }
+        else:
+            cluster = stack.enter_context(emulation.emulated_cluster(nodes, rate))
+            variables = {
+                "MASTER_ADDR": cluster.address(0),
+                "MASTER_PORT": str(PORT),
+                "GLOO_SOCKET_IFNAME": emulation.INTERFACE,
+            }
+
+        def command_of(node: int) -> NodeCommand:
+            prefix = () if cluster is None else cluster.prefix(node)
+            return NodeCommand(prefix=prefix, variables=variables)
+
+        yield stack.enter_context(started_ranks(nodes, ranks_per_node, command_of)), cluster
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    """Exit as after the signal; ignore further signals, so that clean-up is not interrupted."""
+    for ignored in ENDING_SIGNALS:
+        signal.signal(ignored, signal.SIG_IGN)
+    print(f"\nstopped by {signal.Signals(number).name}", file=sys.stderr)
+    sys.exit(128 + number)

@@ -1,0 +1,153 @@
+"""Bytes that a node sends per step on clusters larger than any at hand.
+
+    python -m benchmarks.cluster.traffic_at_scale [--only NAME ...] [--json FILE]
+
+By default the 18-billion-parameter GPT of the ZeRO++ tutorial on 24 nodes of 16 ranks. A rank runs
+its step in PyTorch's fake process group, on tensors without memory, and its ledger counts what it
+would have sent. Two ranks of a node are counted: the last one, whose neighbour in a ring is on the
+next node, and another one, which stands for the rest. The table also shows the formula's bytes and
+those of plain FSDP2. All numbers are in M, the bytes of the model in 16 bit, per step and direction
+of a node.
+"""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from benchmarks.cluster.fake_ranks import counted_step, fake_rank
+from benchmarks.shared.result import begin, benchmark_parser, finish
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.settings.arguments import parse
+from zeropp import ZeroConfig
+
+SHAPE = {
+    "nodes": 24, "ranks_per_node": 16, "micro_batches": 1, "layers": 40, "hidden": 6144,
+    "heads": 32, "seq": 512, "vocab": 50257,
+}  # fmt: skip
+COMPONENTS = {
+    "ZeRO-3": (),
+    "qwZ": ("qwz",),
+    "hpZ": ("hpz",),
+    "qgZ": ("qgz",),
+    "all three": ("qwz", "hpz", "qgz"),
+}
+PURPOSES = ("weights_forward", "weights_backward", "gradients")
+
+
+def main() -> int:
+    """Count every configuration and print the table."""
+    options = read_options()
+    result = {**begin(__spec__.name), "shape": {name: getattr(options, name) for name in SHAPE}}
+    started = time.monotonic()
+    result["rows"] = [count(name, options) for name in options.only or COMPONENTS]
+    result["parameters"] = result["rows"][0]["parameters"]
+    result["seconds"] = round(time.monotonic() - started, 1)
+    finish(result, lambda result: print(table(result)), options.json)
+    return 0
+
+
+def read_options() -> argparse.Namespace:
+    """The command line."""
+    parser = benchmark_parser(__doc__)
+    for name, value in SHAPE.items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=int, default=value, help=f"default: {value}")
+    parser.add_argument("--only", nargs="+", choices=tuple(COMPONENTS), help="some of the rows")
+    return parser.parse_args()
+
+
+def config_of(components: Sequence[str], ranks_per_node: int) -> ZeroConfig:
+    """Stage 3 in bf16 with some components of ZeRO++."""
+    keys = {
+        "qwz": {"zero_quantized_weights": True},
+        "hpz": {"zero_hpz_partition_size": ranks_per_node},
+        "qgz": {"zero_quantized_gradients": True},
+    }
+    zero = {"stage": 3}
+    for component in components:
+        zero |= keys[component]
+    return ZeroConfig.from_json(
+        {
+            "bf16": {"enabled": True},
+            "zero_optimization": zero,
+            "zeropp": {"ranks_per_node": ranks_per_node},
+        }
+    )
+
+
+def count(name: str, options: argparse.Namespace) -> dict:
+    """The row of one configuration: bytes a node sends by (purpose, hop), in units of M."""
+    flags = (
+        f"--num-layers {options.layers} --hidden-size {options.hidden} "
+        f"--num-attention-heads {options.heads} --seq-length {options.seq} "
+        f"--max-position-embeddings {options.seq} --hidden-dropout 0 --attention-dropout 0 "
+        "--micro-batch-size 1 --train-iters 1 --mock-data"
+    )
+    model = parse(flags.split(), world_size=1).model
+    config = config_of(COMPONENTS[name], options.ranks_per_node)
+    tokens = torch.zeros(1, options.seq, dtype=torch.int64)
+    last = options.ranks_per_node - 1
+    counted: Counter[tuple[str, str]] = Counter()
+    for rank, similar_ranks in {0: last, last: 1}.items():
+        with fake_rank(rank, options.nodes * options.ranks_per_node) as mesh:
+            sharding = counted_step(
+                lambda: GPT(model, options.vocab),
+                lambda gpt: gpt(tokens, tokens),
+                mesh,
+                config,
+                options.micro_batches,
+            )
+        for key, num_bytes in sharding.traffic.take().items():
+            counted[key] += similar_ranks * num_bytes
+    parameters = sharding.model.num_parameters()
+    forecast = sharding.forecast
+    return {
+        "name": name,
+        "parameters": parameters,
+        "ledger": in_m(counted, parameters),
+        "forecast": in_m(forecast.node(options.micro_batches), parameters),
+        "plain": in_m(forecast.plain().node(options.micro_batches), parameters),
+    }
+
+
+def in_m(sent: Mapping[tuple[str, str], float], parameters: int) -> dict[str, float]:
+    """Units of M by "purpose hop", and the sums over purposes by hop."""
+    cells = {
+        f"{purpose} {hop}": num_bytes / (2 * parameters)
+        for (purpose, hop), num_bytes in sent.items()
+    }
+    for hop in ("across_nodes", "in_node"):
+        cells[hop] = sum(cells[f"{purpose} {hop}"] for purpose in PURPOSES)
+    return cells
+
+
+def table(result: Mapping) -> str:
+    """Markdown: across nodes by purpose, the sum, the formula's, and within the node."""
+    shape, parameters = result["shape"], result["parameters"]
+    lines = [
+        f"{parameters / 1e9:.2f} billion parameters, M = {2 * parameters / 1e9:.1f} GB; "
+        f"{shape['nodes']} nodes of {shape['ranks_per_node']} ranks; "
+        f"{shape['micro_batches']} micro-batch(es) per step.",
+        "",
+        "| | weights, forward | weights, backward | gradients | across nodes | by formula "
+        "| within the node |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    plain = result["rows"][0]["plain"]
+    lines.append(_line("plain FSDP2 (formula)", plain, plain))
+    lines += [_line(row["name"], row["ledger"], row["forecast"]) for row in result["rows"]]
+    return "\n".join(lines)
+
+
+def _line(name: str, cells: Mapping[str, float], formula: Mapping[str, float]) -> str:
+    across = [cells[f"{purpose} across_nodes"] for purpose in PURPOSES]
+    numbers = [*across, cells["across_nodes"], formula["across_nodes"], cells["in_node"]]
+    return f"| {name} | " + " | ".join(f"{number:.4f}" for number in numbers) + " |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

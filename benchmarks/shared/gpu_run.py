@@ -1,0 +1,248 @@
+"""Run the tests and benchmarks that need a GPU, and write one Markdown file with the results.
+
+    python benchmarks/gpu.py [--minutes 10] [--output FILE.md] [--only STEP ...] [--keep FOLDER]
+
+Works in a fresh clone without installation and without a network: the libraries of csrc/ are built
+in place. Each step has a time limit. If one fails or runs out of time, the others still run, and
+the file is written again after each. The exit status is 1 if a step failed. --tiny tries the
+program itself where there is no GPU.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+from benchmarks.shared.gpu_report import (
+    Describe,
+    Outcome,
+    State,
+    describe_build,
+    describe_output,
+    describe_tests,
+    machine_facts,
+    markdown,
+)
+from benchmarks.shared.result import write_text
+from benchmarks.shared.time_limited_command import run_with_limit
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARIES = MappingProxyType(
+    {
+        "cpu": ("zeropp/native/_cpu",),
+        "cuda": ("zeropp/native/_cpu", "zeropp/native/_cuda"),
+    }
+)
+STEPS = ("build", "tests", "memcheck", "racecheck", "kernels", "train")
+GPU_TEST = re.compile(r"pytest\.mark\.gpu|from tests\.gpu import")  # in files with tests for GPUs
+SANITIZED_TESTS = (  # all kernels, ragged and misaligned; a minute under compute-sanitizer
+    "tests/zeropp/quant/test_cuda.py::test_rows_of_ragged_segments[dtype2-wire0-1]",
+    "tests/zeropp/quant/test_cuda.py::test_sums_of_ragged_segments[3]",
+    "tests/zeropp/quant/test_cuda.py::test_more_segments_than_a_launch_takes[57]",
+    "tests/zeropp/optim/test_cuda_adam.py::test_ragged_and_wide_tensors[dtype0-copy_type1-shifts1]",
+)
+OUR_KERNELS = ("--kernel-name", "kns=zpp", "--error-exitcode", "9")  # checks our namespace only
+EXACT_ALLOCATIONS = MappingProxyType({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+TINY_KERNELS = ("--elements", "16384", "--rounds", "2")
+TINY_TRAIN = (
+    *("--sizes", "tiny", "--peers", "eager", "--no-compile", "--num-workers", "0"),
+    *("--rounds", "2", "--steps", "1"),
+)
+SECONDS_TO_END = 40.0  # that gpu_train may need after its own limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A command to run."""
+
+    name: str
+    title: str
+    command: Sequence[str]
+    share: float  # of the total time that it may take at most
+    describe: Describe = describe_output
+    why_not: str | None = None  # the reason if it does not run
+    environment: dict[str, str] = field(default_factory=dict)
+    builds: Sequence[str] = ()  # stems of libraries that must exist afterwards
+
+
+def main() -> int:
+    """Run the steps, write the report after each; 1 if one failed."""
+    options = read_options()
+    until = time.monotonic() + 60 * options.minutes
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (options.keep or Path(temporary)).resolve()  # steps run in the clone's root
+        folder.mkdir(parents=True, exist_ok=True)
+        device, facts = machine_facts(options.device, options.commit)
+        plan = [step for step in steps(device, options, folder) if step.name in options.only]
+        command = shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
+        state = State(command=command, facts=facts)
+        for step in plan:
+            print(f"{step.name}: {shown(step.command, folder)}", file=sys.stderr, flush=True)
+            state.outcomes.append(run_step(step, folder, until, 60 * options.minutes))
+            state.waiting = [later.title for later in plan[len(state.outcomes) :]]
+            write_text(options.output, markdown(state))
+    results = ", ".join(f"{outcome.title}: {outcome.status}" for outcome in state.outcomes)
+    print(f"{options.output}: {results}")
+    failed = any(outcome.status not in ("ok", "not run") for outcome in state.outcomes)
+    return 1 if failed else 0
+
+
+def read_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="gpu.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    add("--minutes", type=float, default=10.0, help="for all steps together (default: 10)")
+    add("--only", nargs="+", choices=STEPS, default=STEPS, help="default: all, in this order")
+    add("--output", type=Path, help="default: benchmarks/results/DATE-gpu.md")
+    add("--keep", type=Path, metavar="FOLDER", help="for complete outputs and the JSON")
+    add("--commit", help="the commit to report if this is not a git clone")
+    add("--tiny", action="store_true", help="small sizes, to try the program")
+    add("--kernels-flags", default="", metavar="FLAGS", help="further flags of quantize_kernels")
+    add("--train-flags", default="", metavar="FLAGS",
+        help='further flags of gpu_train, as in "--micro-batch 8"')
+    options = parser.parse_args()  # fmt: skip
+    if options.output is None:
+        options.output = ROOT / f"benchmarks/results/{time.strftime('%Y-%m-%d')}-gpu.md"
+    return options
+
+
+def steps(device: str, options: argparse.Namespace, folder: Path) -> Iterator[Step]:
+    """The steps; the last one may take all the time that is left."""
+    python = sys.executable
+    missing = missing_libraries(device)
+    yield Step(
+        name="build",
+        title="Build",
+        command=(python, "setup.py", "build_ext", "--inplace"),
+        share=0.25,
+        describe=describe_build,
+        why_not=None if missing else "the libraries exist and are newer than csrc/",
+        builds=LIBRARIES[device],
+    )
+    pytest = (python, "-m", "pytest", "-p", "no:cacheprovider", "-q")
+    yield tests_step(device, pytest, folder)
+    for tool, flags in (("memcheck", ("--report-api-errors", "no")), ("racecheck", ())):
+        sanitizer = ("compute-sanitizer", "--tool", tool, *OUR_KERNELS, *flags)
+        yield Step(
+            name=tool,
+            title=f"compute-sanitizer, {tool}",
+            command=(*sanitizer, *pytest, *SANITIZED_TESTS),
+            share=0.1,
+            environment=dict(EXACT_ALLOCATIONS),
+            why_not=why_no_sanitizer(device),
+        )
+    kernels = (python, "-m", "benchmarks.kernels.quantize_kernels", "--device", device)
+    kernels += ("--json", str(folder / "kernels.json"), *(TINY_KERNELS if options.tiny else ()))
+    yield Step(
+        name="kernels",
+        title="Kernels",
+        command=(*kernels, *shlex.split(options.kernels_flags)),
+        share=0.15,
+    )
+    train = (python, "-m", "benchmarks.step.gpu_train", "--device", device)
+    train += ("--json", str(folder / "train.json"), *(TINY_TRAIN if options.tiny else ()))
+    yield Step(
+        name="train",
+        title="Training",
+        command=(*train, *shlex.split(options.train_flags)),
+        share=1.0,
+    )
+
+
+def tests_step(device: str, pytest: Sequence[str], folder: Path) -> Step:
+    """The tests that need a GPU, which are skipped on a CPU."""
+    xml = folder / "tests.xml"
+    xml.unlink(missing_ok=True)
+    files = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if GPU_TEST.search(path.read_text())
+    ]
+    flags = ("-m", "gpu", "-rs", "--continue-on-collection-errors", f"--junitxml={xml}")
+    return Step(
+        name="tests",
+        title="Tests",
+        command=(*pytest, *flags, *files),
+        share=0.25,
+        describe=partial(describe_tests, xml, device == "cuda"),
+        environment={} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
+def run_step(step: Step, folder: Path, until: float, total: float) -> Outcome:
+    """Run a step within its limit and the time left; `total` is that of all steps, in seconds."""
+    command = list(step.command)
+    if step.why_not:
+        return Outcome(
+            title=step.title, command=shown(command, folder), status="not run", body=step.why_not
+        )
+    limit = max(0.0, min(step.share * total, until - time.monotonic()))
+    if step.name == "train":
+        command += ["--minutes", f"{max(limit - SECONDS_TO_END, limit / 2) / 60:.2f}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    result = run_with_limit(
+        command, ROOT, environment | step.environment, folder / step.name, limit
+    )
+    body, described_status = step.describe(result)
+    status = "ok" if result.status == 0 else "failed"
+    if result.status is None:
+        status = "out of time"
+    elif missing := [stem for stem in step.builds if built_library(stem) is None]:
+        status = f"failed: {', '.join(missing)} not built"
+    if status == "ok" and described_status:
+        status = described_status
+    return Outcome(
+        title=step.title,
+        command=shown(command, folder),
+        status=status,
+        body=body.replace(str(folder), "FOLDER").replace(f"{ROOT}/", ""),
+        seconds=result.seconds,
+        limit=limit,
+    )
+
+
+def shown(command: Sequence[str], folder: Path) -> str:
+    """A command as a person would type it."""
+    text = shlex.join("python" if word == sys.executable else word for word in command)
+    return text.replace(str(folder), "FOLDER")
+
+
+def missing_libraries(device: str) -> list[str]:
+    """Stems of libraries that are missing for this interpreter, or older than their sources."""
+    newest = max(path.stat().st_mtime for path in (ROOT / "csrc").rglob("*"))
+    libraries = {stem: built_library(stem) for stem in LIBRARIES[device]}
+    return [
+        stem
+        for stem, path in libraries.items()
+        if path is None or path.stat().st_mtime < newest
+    ]
+
+
+def built_library(stem: str) -> Path | None:
+    """The library that setup.py builds in place, if it exists."""
+    path = ROOT / (stem + sysconfig.get_config_var("EXT_SUFFIX"))
+    return path if path.exists() else None
+
+
+def why_no_sanitizer(device: str) -> str | None:
+    """Why compute-sanitizer cannot run; None if it can."""
+    if device == "cpu":
+        return "there is no GPU"
+    return None if shutil.which("compute-sanitizer") else "compute-sanitizer is not on the PATH"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""What benchmarks share that train with pretrain_gpt.py's own step."""
+
+import io
+from collections.abc import Sequence
+
+from megatron_zpp.data.loader import Loader
+from megatron_zpp.monitor.console import Console
+from megatron_zpp.monitor.metrics import Iteration
+from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.settings.config import Config
+from megatron_zpp.train.build import build_run
+from megatron_zpp.train.evaluate import evaluate
+from megatron_zpp.train.loop import TRAIN, VALIDATION, loader
+from megatron_zpp.train.run import Run
+from megatron_zpp.train.step import train_step
+from megatron_zpp.train.stop import Stopping
+
+
+def silent_run(config: Config, ranks: Ranks) -> Run:
+    """Build what pretrain_gpt.py trains with, without output on the console."""
+    console = Console(ranks.rank, io.StringIO(), interactive=False)
+    return build_run(config, ranks, console, Stopping(config.training))
+
+
+def training_batches(run: Run) -> Loader:
+    """The training data, from the first sample on."""
+    return loader(run, TRAIN, 0)
+
+
+def run_step(run: Run, batches: Loader) -> Iteration:
+    """Run one training iteration and wait for its numbers."""
+    return train_step(run, batches).result()
+
+
+def held_out_loss(run: Run, micro_batch_size: int, rounds: int) -> float:
+    """Mean loss in nats per token over the first `rounds` batches of the validation split."""
+    with Loader(
+        run.datasets[VALIDATION],
+        run.config.data,
+        consumed_samples=0,
+        micro_batch_size=micro_batch_size,
+        rank=run.ranks.rank,
+        world=run.ranks.num_ranks,
+        eod=run.tokenizer.eod,
+    ) as batches:
+        return evaluate(run.sharding, run.ranks, batches, rounds)
+
+
+def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A benchmark's own arguments, and the flags of pretrain_gpt.py after `--`."""
+    if "--" not in arguments:
+        return list(arguments), []
+    position = arguments.index("--")
+    return list(arguments[:position]), list(arguments[position + 1 :])

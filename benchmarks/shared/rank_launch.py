@@ -1,0 +1,51 @@
+"""Running a benchmark's module on several ranks of this machine, for what its rank 0 measured."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.shared.result import write_text
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class RanksFailed(RuntimeError):
+    """Ranks ended without an answer; their own messages are on standard error."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"the ranks exited with status {status}")
+        self.status = status
+
+
+def run_on_ranks(
+    module: str,
+    num_ranks: int,
+    arguments: Sequence[str],
+    *,
+    ranks_per_node: int | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> dict | list:
+    """Run `python -m module ARGUMENTS --on-ranks FILE` on each rank; return rank 0's JSON.
+
+    `variables` are added to the environment. Raises RanksFailed if there is no answer.
+    """
+    launcher = [sys.executable, "-m", "zeropp.ranks.launcher", "--num_ranks", str(num_ranks)]
+    if ranks_per_node is not None:
+        launcher += ["--ranks_per_node", str(ranks_per_node)]
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        command = [*launcher, "--module", module, *arguments, "--on-ranks", str(answer)]
+        environment = {**os.environ, **(variables or {})}
+        done = subprocess.run(command, cwd=ROOT, stdout=sys.stderr, env=environment)
+        if done.returncode != 0 or not answer.exists():
+            raise RanksFailed(done.returncode)
+        return json.loads(answer.read_text())
+
+
+def write_answer(path: str, answer: dict | list) -> None:
+    """What rank 0 calls with the value of --on-ranks, for `run_on_ranks` to return."""
+    write_text(path, json.dumps(answer))
