@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests" / "data"
 SOURCES = ("csrc", "megatron_zpp", "zeropp")
 FILES = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")
-LIBRARIES = ("zeropp/quant/_kernels", "megatron_zpp/data/_index")
+LIBRARIES = ("zeropp/native/_cpu", "megatron_zpp/data/_index")
 NO_COMPILER = {"CC": "false", "CXX": "false", "ZPP_BUILD_CUDA": "0"}
 ONE_STEP = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
@@ -42,7 +42,7 @@ weight.grad = torch.ones(8)
 zeropp.optim.CPUAdam([weight], lr=0.5, weight_decay=0.0).step()
 assert abs(weight[0].item() - 0.5) < 1e-3
 paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-print("loaded:", *sorted(path for path in paths if "/_kernels." in path or "/_index." in path))
+print("loaded:", *sorted(path for path in paths if "/_cpu." in path or "/_index." in path))
 print("installed in:", Path(zeropp.__file__).parents[1])
 """
 
