@@ -142,7 +142,7 @@ def test_it_works_in_an_empty_folder(wheel: Path, programs: Path, tmp_path: Path
     ]
     command = [programs / "megatron-zpp", "pretrain"]
     if not is_compiled(wheel):  # two ranks, which quantize what they exchange in plain PyTorch
-        launcher = (programs / "zeropp", "--num_ranks", "2", "--module", "megatron_zpp")
+        launcher = (programs / "zeropp", "--num_ranks", "2", "--module", "megatron_zpp.commands")
         command = [*launcher, "pretrain", "--deepspeed_config", "ds.json"]
     text = run([*command, *ONE_STEP], tmp_path)
     assert re.search(r"iteration +1/ +1 .*lm loss: 1\.\d+E\+01 ", text), text
