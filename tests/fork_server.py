@@ -39,7 +39,7 @@ PRELOADED = (
     "torch", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint",
     "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.launcher.api",
     "torch.distributed.run", "torch.utils.tensorboard", "numpy", "safetensors", "rich.console",
-    "rich.progress", "rich.table", "pytest",
+    "rich.progress", "rich.table", "tokenizers", "pytest",
 )  # fmt: skip
 MESSAGE_BYTES = 1 << 20
 MOST_DESCRIPTORS = 16
