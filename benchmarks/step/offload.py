@@ -201,9 +201,7 @@ def compare_rank_counts(options: argparse.Namespace) -> list[dict]:
     seconds: dict[int, list[float]] = {count: [] for count in options.ranks}
     for count in interleaved(list(options.ranks), options.turns):
         hidden_gpus = {"CUDA_VISIBLE_DEVICES": ""}
-        seconds[count] += run_on_ranks(
-            __spec__.name, count, sys.argv[1:], variables=hidden_gpus
-        )
+        seconds[count] += run_on_ranks(__spec__.name, count, sys.argv[1:], variables=hidden_gpus)
     num_bytes = UPDATE_BYTES * matrices(options) * MATRIX**2
     reference = statistics.median(next(iter(seconds.values())))
     return [
