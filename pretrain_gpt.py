@@ -1,4 +1,4 @@
-"""Pretrain a GPT: `python pretrain_gpt.py --help` lists the flags."""
+"""`megatron-zpp pretrain`, under Megatron's name: pretrains a GPT; --help lists the flags."""
 
 import sys
 
@@ -6,4 +6,4 @@ from megatron_zpp.train.pretrain import main
 from zeropp.ranks.process_group import leave
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    leave(main(sys.argv[1:], "pretrain_gpt.py"))

@@ -1,4 +1,4 @@
-"""The script the ZeRO++ tutorial names: the same program as pretrain_gpt.py."""
+"""The script that DeepSpeed's ZeRO++ tutorial names: the same program as pretrain_gpt.py."""
 
 import sys
 
@@ -6,4 +6,4 @@ from megatron_zpp.train.pretrain import main
 from zeropp.ranks.process_group import leave
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    leave(main(sys.argv[1:], "pretrain_zeropp_gpt.py"))

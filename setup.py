@@ -1,60 +1,61 @@
-"""The part of the build that pyproject.toml cannot say: the optional C++ and CUDA of csrc/.
+"""The part of the build that pyproject.toml cannot express: the optional C++ and CUDA of csrc/.
 
-They have a plain C interface and know neither Python nor torch, so that any C++17 compiler builds
-them in seconds. Without one the package works too: plain PyTorch and NumPy stand in.
+The sources have a plain C interface and use neither Python nor torch, so that any C++17 compiler
+builds them in seconds. The package works without them as well, in plain PyTorch and NumPy.
 
-The kernels for GPUs are built where there are nvcc (in CUDA_HOME, on the PATH, in /usr/local/cuda)
-and a torch that has CUDA. Whether it has, its version.py says, which is read and not imported: a
-build that pip isolates sees no packages, but knows where those of the Python that runs it are. With
-no torch there yet, they are not built.
-ZPP_BUILD_CUDA=1 builds them for any torch, ZPP_BUILD_CUDA=0 for none. No GPU is needed.
+The kernels for GPUs are built if there are nvcc (in CUDA_HOME, on the PATH, in /usr/local/cuda) and
+a torch with CUDA. torch's version.py says whether it has CUDA; it is read and not imported, because
+a build that pip isolates sees no packages, but knows where those of the Python that runs it are. If
+torch is not installed yet, they are not built. ZPP_BUILD_CUDA=1 builds them for any torch,
+ZPP_BUILD_CUDA=0 for none. No GPU is needed.
+
+Each library contains the hash of csrc/. A build that does not happen in place also writes that hash
+into the package, which is then installed without csrc/.
 """
 
 import os
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
-from glob import glob
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-# Contraction would fuse roundings that docs/numerics.md counts one by one.
-EVERYWHERE = ["-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno"]
-AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-AVX512 = [
-    *AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl",
-    "-Wno-maybe-uninitialized",  # GCC 12 warns of its own header, bug 105593
-]  # fmt: skip
-PER_SOURCE = {"csrc/cpu_avx2.cpp": AVX2, "csrc/cpu_avx512.cpp": AVX512}
-CUDA = "zeropp.quant._cuda"
-# Division is correctly rounded, and subnormals are kept, unless nvcc is told otherwise.
-CUDA_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "-Xcompiler=-fPIC,-ffp-contract=off"]
-# GPUs whose own code is built: of the first two the older, where nvcc still knows it. Code runs on
-# all of the same first digit; for later GPUs there is the last one's PTX.
-OLDEST, NEWER = (70, 75), (80, 90)
+ROOT = Path(__file__).resolve().parent
+FLAGS = runpy.run_path(str(ROOT / "csrc/flags.py"))
+CUDA_FLAGS = FLAGS["CUDA_FLAGS"]
+HASHING = runpy.run_path(str(ROOT / "zeropp/native/source_hash.py"))
+SOURCE_HASH = HASHING["source_hash"](ROOT / "csrc")
+CPU, CUDA, INDEX = "zeropp.native._cpu", "zeropp.native._cuda", "megatron_zpp.data._index"
 
 
-class BuildKernels(build_ext):
-    """Compiles each source with the flags of its instruction set; which one runs is seen later."""
+class BuildLibraries(build_ext):
+    """Compiles each source with the flags of its instruction set, which is chosen at run time."""
+
+    def run(self) -> None:
+        """Build all libraries; record the hash of their sources in a package to be installed."""
+        super().run()
+        if not self.inplace:
+            record = Path(self.build_lib, "zeropp", HASHING["RECORD"])
+            record.parent.mkdir(parents=True, exist_ok=True)
+            record.write_text(f"{SOURCE_HASH}\n")
 
     def build_extension(self, extension: Extension) -> None:
-        """Compile and link; what goes wrong is a warning only, as the extension is optional."""
+        """Compile and link; as the extension is optional, an error is only a warning."""
         if extension.name == CUDA:
             return self.build_cuda(extension)
-        is_x86 = platform.machine().lower() in ("x86_64", "amd64")
         objects = []
         for source in extension.sources:
-            own = PER_SOURCE.get(source, []) if is_x86 else []
             objects += self.compiler.compile(
                 [source],
                 output_dir=self.build_temp,
-                extra_postargs=[*extension.extra_compile_args, *own],
+                extra_postargs=[*extension.extra_compile_args, *isa_flags(source)],
                 depends=extension.depends,
             )
         self.compiler.link_shared_object(
@@ -65,7 +66,7 @@ class BuildKernels(build_ext):
         )
 
     def build_cuda(self, extension: Extension) -> None:
-        """Compile and link with nvcc, the runtime inside: nothing of CUDA is looked for later."""
+        """Compile and link with nvcc, CUDA's runtime included: it is not searched for later."""
         target = Path(self.get_ext_fullpath(extension.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         flags = [*extension.extra_compile_args, *gpus(find_nvcc())]
@@ -75,75 +76,83 @@ class BuildKernels(build_ext):
         )
 
 
+def isa_flags(source: str) -> list[str]:
+    """The flags of a source for one instruction set; on other processors it is empty."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return []
+    by_stem = {"cpu_avx2": FLAGS["AVX2_FLAGS"], "cpu_avx512": FLAGS["AVX512_FLAGS"]}
+    return by_stem.get(Path(source).stem, [])
+
+
 def find_nvcc() -> str | None:
-    """The compiler of CUDA's toolkit, if there is one."""
+    """The path of CUDA's compiler, if there is one."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     folders = [os.path.join(home, "bin") for home in homes if home]
-    for place in (*folders, None, "/usr/local/cuda/bin"):  # None: the PATH
-        if found := shutil.which("nvcc", path=place):
-            return found
+    for folder in (*folders, None, "/usr/local/cuda/bin"):  # None: the PATH
+        if nvcc := shutil.which("nvcc", path=folder):
+            return nvcc
     return None
 
 
 def gpus(nvcc: str) -> list[str]:
     """The flags that say for which GPUs to compile."""
-    told = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
-    known = [int(number) for number in re.findall(r"compute_(\d+)\b", told.stdout)]
-    if NEWER[-1] not in known:
-        raise CompileError(f"{nvcc} does not know compute_{NEWER[-1]}: CUDA 12 or newer is needed")
-    real = [one for one in OLDEST if one in known][:1] + [one for one in NEWER if one in known]
-    flags = [f"-gencode=arch=compute_{one},code=sm_{one}" for one in real]
-    return [*flags, f"-gencode=arch=compute_{real[-1]},code=compute_{real[-1]}"]
+    listing = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout
+    supported = [int(number) for number in re.findall(r"compute_(\d+)\b", listing)]
+    oldest, newer = FLAGS["OLDEST_GPUS"], FLAGS["NEWER_GPUS"]
+    if newer[-1] not in supported:
+        raise CompileError(f"{nvcc} does not know compute_{newer[-1]}: CUDA 12 or newer is needed")
+    chosen = [gpu for gpu in oldest if gpu in supported][:1]
+    chosen += [gpu for gpu in newer if gpu in supported]
+    flags = [f"-gencode=arch=compute_{gpu},code=sm_{gpu}" for gpu in chosen]
+    return [*flags, f"-gencode=arch=compute_{chosen[-1]},code=compute_{chosen[-1]}"]
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version of the torch at hand; `None` without a torch, or of one without CUDA."""
+    """The CUDA version of the installed torch; `None` if there is no torch, or one without CUDA."""
     base = {"base": sys.base_prefix, "platbase": sys.base_prefix}
-    known = [sysconfig.get_path("platlib"), sysconfig.get_path("platlib", vars=base)]
-    for folder in (*sys.path, *known):
+    installed = [sysconfig.get_path("platlib"), sysconfig.get_path("platlib", vars=base)]
+    for folder in (*sys.path, *installed):
         version = Path(folder, "torch", "version.py")
         if version.is_file():
-            found = re.search(r"^cuda\b.*=\s*['\"]([\d.]+)", version.read_text(), re.MULTILINE)
-            return found.group(1) if found else None
+            match = re.search(r"^cuda\b.*=\s*['\"]([\d.]+)", version.read_text(), re.MULTILINE)
+            return match.group(1) if match else None
     return None
 
 
 def builds_cuda() -> bool:
     """Whether the kernels for GPUs are built."""
-    wanted = os.environ.get("ZPP_BUILD_CUDA")
-    if wanted not in (None, "", "0", "1"):
-        sys.exit(f"error: ZPP_BUILD_CUDA is {wanted}; give 1 (build), 0 (do not), or nothing")
-    if wanted == "1" and find_nvcc() is None:
+    setting = os.environ.get("ZPP_BUILD_CUDA")
+    if setting not in (None, "", "0", "1"):
+        sys.exit(f"error: ZPP_BUILD_CUDA is {setting}; give 1 (build), 0 (do not), or nothing")
+    if setting == "1" and find_nvcc() is None:
         sys.exit("error: ZPP_BUILD_CUDA is 1 and there is no nvcc; set CUDA_HOME to a toolkit")
-    return wanted == "1" or (wanted != "0" and bool(find_nvcc()) and torch_cuda() is not None)
+    return setting == "1" or (setting != "0" and bool(find_nvcc()) and torch_cuda() is not None)
 
 
-KERNELS = Extension(
-    "zeropp.quant._kernels",
-    sources=sorted(glob("csrc/cpu*.cpp")),
-    depends=sorted(glob("csrc/*.h")),
-    extra_compile_args=EVERYWHERE,
-    extra_link_args=["-pthread"],
-    optional=True,
-)
+def library(name: str, patterns: list[str], flags: list[str]) -> Extension:
+    """A library of the sources in csrc/ that match the patterns."""
+    csrc = Path("csrc")
+    sources = [path for pattern in patterns for path in sorted(csrc.glob(pattern))]
+    return Extension(
+        name,
+        sources=[path.as_posix() for path in (*sources, csrc / "shared/source_hash.cpp")],
+        depends=[path.as_posix() for path in sorted(csrc.glob("*/*.h"))],
+        extra_compile_args=[*flags, f"-DZPP_SOURCE_HASH={SOURCE_HASH}"],
+        extra_link_args=["-pthread"],
+        optional=True,
+    )
 
-INDEX = Extension(
-    "megatron_zpp.data._index",
-    sources=["csrc/index.cpp"],
-    extra_compile_args=EVERYWHERE,
-    optional=True,
-)
 
-GPU_KERNELS = Extension(
-    CUDA,
-    sources=sorted(glob("csrc/cuda_*.cu")),
-    depends=sorted(glob("csrc/*.h")),
-    extra_compile_args=CUDA_FLAGS,
-    optional=True,
-)
+def libraries() -> list[Extension]:
+    """All that is built here."""
+    built = [
+        library(CPU, ["*/cpu*.cpp", "shared/isa.cpp"], FLAGS["CPU_FLAGS"]),
+        library(INDEX, ["index/*.cpp"], FLAGS["CPU_FLAGS"]),
+    ]
+    if builds_cuda():
+        built.append(library(CUDA, ["*/*.cu"], CUDA_FLAGS))
+    return built
+
 
 if __name__ == "__main__":
-    setup(
-        ext_modules=[KERNELS, INDEX, *([GPU_KERNELS] if builds_cuda() else [])],
-        cmdclass={"build_ext": BuildKernels},
-    )
+    setup(ext_modules=libraries(), cmdclass={"build_ext": BuildLibraries})

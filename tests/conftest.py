@@ -1,5 +1,6 @@
 """What every test shares: the clone on the path, one thread per process, and ranks that end."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -7,13 +8,19 @@ from pathlib import Path
 
 import pytest
 
+gc.disable()  # until all test files are imported: what they allocate stays
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, which reads it
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compiling processes
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from tests.closed_folder import ClosedFolder  # noqa: E402  (needs the path above)
+from tests import fork_server  # noqa: E402  (needs the path above)
+from tests.closed_folder import ClosedFolder  # noqa: E402
 from tests.ranks import shared_pool  # noqa: E402
+
+if fork_server.AVAILABLE:
+    fork_server.starter.install(fork_server.Client())
 
 
 @pytest.fixture
@@ -22,6 +29,21 @@ def closed(tmp_path: Path) -> Iterator[ClosedFolder]:
     folder = ClosedFolder(tmp_path / "closed")
     yield folder
     folder.open()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Run a test and its fixtures; a marked one forks no programs."""
+    if item.get_closest_marker("new_interpreter") is None:
+        return (yield)
+    with fork_server.starter.new_interpreters():
+        return (yield)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

@@ -15,43 +15,43 @@ from pathlib import Path
 
 from torch.distributed.run import get_args_parser
 
-from megatron_zpp.serve.config import ServeConfig
-from megatron_zpp.settings.arguments import SPOKEN, parse
+from megatron_zpp.commands import generate_text
+from megatron_zpp.commands.__main__ import COMMANDS
+from megatron_zpp.commands.consolidate import ConsolidateConfig
+from megatron_zpp.commands.convert_hf import ConvertConfig
+from megatron_zpp.commands.dump_samples import DumpConfig
+from megatron_zpp.commands.evaluate import PERPLEXITY_SECTIONS, split_flags
+from megatron_zpp.commands.inspect_dataset import InspectConfig
+from megatron_zpp.commands.merge_datasets import MergeConfig
+from megatron_zpp.preprocess import PreprocessConfig
+from megatron_zpp.settings.arguments import FLAG_SECTIONS, parse
 from megatron_zpp.settings.command_line import read, vocabulary
 from megatron_zpp.settings.config import DataConfig, TokenizerConfig
-from megatron_zpp.settings.json_flags import SHORTHANDS
-from megatron_zpp.text.text_model import TextModelConfig
-from tools import generate
-from tools.consolidate import ConsolidateConfig
-from tools.convert_hf import ConvertConfig
-from tools.dump_samples import DumpConfig
-from tools.evaluate import EvaluateConfig
 from tools.fetch_smollm2 import FetchConfig
-from tools.inspect_dataset import InspectConfig
-from tools.merge_datasets import MergeConfig
-from tools.preprocess_data import PreprocessConfig
 from zeropp.errors import InputError
 from zeropp.ranks import launcher as launch
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"zeropp", "megatron_zpp", "tests", "tools", "docs", "examples", "benchmarks", ".ci"}
 MADE_BY_RUNNING = (".", "runs", "build", "dist")  # beginnings of folders without documents of ours
-PROGRAMS = ("make", "python", "torchrun", "zeropp", "sbatch")
+PROGRAMS = ("make", "python", "torchrun", "zeropp", "megatron-zpp", "sbatch")
 PRETRAIN = ("pretrain_gpt.py", "pretrain_zeropp_gpt.py", "finetune_gpt.py")
 SECTIONS = {
     "tools/preprocess_data.py": (PreprocessConfig, TokenizerConfig),
     "tools/consolidate.py": (ConsolidateConfig,),
     "tools/convert_hf.py": (ConvertConfig, TokenizerConfig),
-    "tools/evaluate.py": (EvaluateConfig, TokenizerConfig),
+    "tools/evaluate.py": PERPLEXITY_SECTIONS,
     "tools/fetch_smollm2.py": (FetchConfig,),
     "tools/dump_samples.py": (DumpConfig, DataConfig, TokenizerConfig),
-    "tools/generate.py": generate.SECTIONS,
-    "tools/serve.py": (TextModelConfig, ServeConfig, TokenizerConfig),
+    "tools/generate.py": generate_text.SECTIONS,
     "tools/inspect_dataset.py": (InspectConfig, TokenizerConfig),
     "tools/merge_datasets.py": (MergeConfig,),
 }
 GPUS = 8  # of the machine that a launcher without a number of ranks is meant for
-OTHER_FLAGS = {"--help", "--array"}  # every program's, and Slurm's
+LM_EVAL_FLAGS = {
+    "--tasks", "--num-fewshot", "--apply-chat-template", "--output-path", "--log-samples",
+}  # fmt: skip
+OTHER_FLAGS = {"--help", "--array"} | LM_EVAL_FLAGS  # every program's, Slurm's, lm-eval's
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -168,11 +168,12 @@ def problem(words: Sequence[str]) -> str | None:
 @functools.cache
 def known_flags() -> frozenset[str]:
     """Every flag of every program here, with dashes only."""
-    words = set(vocabulary(SPOKEN, SHORTHANDS))
+    words = set(vocabulary(FLAG_SECTIONS))
     for sections in SECTIONS.values():
-        words |= set(vocabulary(sections, ()))
+        words |= set(vocabulary(sections))
     own = {f"--{word}" for word in words} | OTHER_FLAGS
-    sources = [ROOT / "zeropp/ranks/launcher.py", *ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("tools/*.py")]
+    sources = [ROOT / "zeropp/ranks/launcher.py", *ROOT.glob("benchmarks/**/*.py")]
+    sources += ROOT.glob("tools/*.py")
     for path in sources:
         own |= set(re.findall(r'"(--[\w-]+)"', path.read_text()))
     own |= set(get_args_parser()._option_string_actions)
@@ -181,6 +182,8 @@ def known_flags() -> frozenset[str]:
 
 def _launched(program: str, arguments: list[str]) -> tuple[str, list[str], int]:
     """The script that a launcher starts, its arguments, and the number of ranks."""
+    if program == "megatron-zpp":
+        return *_script_of_command(arguments), 1
     if program == "python":
         return arguments[0], arguments[1:], 1
     if program == "zeropp":
@@ -188,6 +191,8 @@ def _launched(program: str, arguments: list[str]) -> tuple[str, list[str], int]:
         if not options.command:
             raise InputError("no script given")
         ranks = options.num_ranks or options.num_gpus or GPUS
+        if options.module and options.command[0] == "megatron_zpp.commands":
+            return *_script_of_command(options.command[1:]), ranks
         return options.command[0], options.command[1:], ranks
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
@@ -195,7 +200,20 @@ def _launched(program: str, arguments: list[str]) -> tuple[str, list[str], int]:
         except SystemExit:
             raise InputError(said.getvalue().strip().splitlines()[-1]) from None
     ranks = int(options.nnodes.split(":")[-1]) * int(options.nproc_per_node)
+    if options.module and options.training_script == "megatron_zpp.commands":
+        return *_script_of_command(options.training_script_args), ranks
     return options.training_script, options.training_script_args, ranks
+
+
+def _script_of_command(arguments: list[str]) -> tuple[str, list[str]]:
+    """The script that is the same as a command of `megatron-zpp`, and its arguments."""
+    name = arguments[0] if arguments else ""
+    if name in ("pretrain", "finetune"):
+        return f"{name}_gpt.py", arguments[1:]
+    if name not in COMMANDS:
+        raise InputError(f"megatron-zpp has no command {name}")
+    module = COMMANDS[name].module.rpartition(".")[2]
+    return f"tools/{module.removesuffix('_text')}.py", arguments[1:]
 
 
 def _script(script: str, arguments: list[str], ranks: int) -> str | None:
@@ -206,10 +224,12 @@ def _script(script: str, arguments: list[str], ranks: int) -> str | None:
     script = str((ROOT / script).relative_to(ROOT))
     if any(word in ("-h", "--help") for word in arguments):
         return None
+    if "--tasks" in arguments:
+        arguments = split_flags(arguments)[0]
     if script in PRETRAIN:
         parse(arguments, ranks)
     elif script in SECTIONS:
-        read(arguments, vocabulary(SECTIONS[script], ()))
+        read(arguments, vocabulary(SECTIONS[script]))
     else:
         for flag in FLAG.findall(" ".join(arguments)):
             if not _mentions((ROOT / script).parent, flag):

@@ -1,14 +1,23 @@
 """Starts the real scripts under the real launchers, and finds and kills their ranks."""
 
+import contextlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LAUNCH = (sys.executable, "-c", "import sys; from zeropp.ranks.launcher import main; sys.exit(main())")
+LAUNCHER = "import sys; from zeropp.ranks.launcher import main; sys.exit(main())"
+LAUNCH = (sys.executable, "-c", LAUNCHER)
+CALL = """
+import pickle, sys
+function, arguments = pickle.loads(bytes.fromhex(sys.argv[1]))
+function(*arguments)
+"""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
@@ -31,6 +40,13 @@ def zeropp(num_ranks: int, script: str, flags: str) -> list[str]:
     return [*LAUNCH, "--num_ranks", str(num_ranks), str(ROOT / script), *flags.split()]
 
 
+def call(function: Callable, *arguments: object) -> subprocess.Popen:
+    """Call a function at the top of a test file in a process of its own."""
+    pickled = pickle.dumps((function, arguments)).hex()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", CALL, pickled], env=environment)
+
+
 def wait_for(text: str, log: Path, process: subprocess.Popen, seconds: float = 90) -> None:
     """Wait until `text` stands in the log; fail with the log if the process ends before."""
     deadline = time.monotonic() + seconds
@@ -41,10 +57,11 @@ def wait_for(text: str, log: Path, process: subprocess.Popen, seconds: float = 9
 
 
 def rank_pid(rank: int, launcher: subprocess.Popen) -> int:
-    """The process of a rank below a launcher, found by its environment."""
+    """The process of a rank below a launcher, by its environment or its name (fork_server.py)."""
     for pid in descendants(launcher.pid):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if b"RANK=%d" % rank in variables:
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        if b"RANK=%d" % rank in variables or name == f"rank {rank}":
             return pid
     raise AssertionError(f"no process has RANK={rank}")
 
@@ -52,7 +69,8 @@ def rank_pid(rank: int, launcher: subprocess.Popen) -> int:
 def kill_all(launcher: subprocess.Popen) -> None:
     """SIGKILL the launcher and all its ranks at once, as a power cut would."""
     for pid in [launcher.pid, *descendants(launcher.pid)]:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # a fork server ends with its program
+            os.kill(pid, signal.SIGKILL)
     launcher.wait()
 
 

@@ -10,7 +10,6 @@ import faulthandler
 import gc
 import importlib.machinery
 import importlib.util
-import multiprocessing
 import os
 import pickle
 import random
@@ -21,7 +20,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,33 +31,13 @@ import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
 from torch.distributed.tensor import debug as dtensor_debug
 
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A test function (by file and name), its pickled arguments and the world it runs in."""
-
-    path: str
-    module: str
-    name: str
-    arguments: bytes
-    world_size: int
-    ranks_per_node: int
-    timeout: float  # seconds
+from tests.ranks import Job, Outcome
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """`kind` is passed, failed, skipped or xfailed; `time` tells which rank was first."""
-
-    kind: str
-    text: str
-    time: float
-
-
-def serve(connection: Connection) -> None:
-    """Run jobs until the parent closes the pipe or dies."""
-    os.setsid()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def serve(descriptor: int) -> None:
+    """Run the jobs that come through a pipe until the parent closes it or dies."""
+    connection = Connection(descriptor)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
     gc.freeze()  # torch itself is never garbage: a collection between two tests is then cheap
@@ -190,6 +168,7 @@ def _restored() -> Iterator[None]:
         os.chdir(folder)
 
 
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
     os._exit(1)

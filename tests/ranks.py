@@ -8,30 +8,27 @@ a test costs a new process group, not new processes. The function sees its own r
 
 import atexit
 import functools
-import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
-from tests.rank_worker import Job, Outcome, serve
-
-START_SECONDS = 180  # for importing torch, once per session
+START_SECONDS = 180  # for importing torch, where it is not forked
 GRACE_SECONDS = 4  # for the other ranks, after one has failed
 STACK_SECONDS = 0.5  # for a hung rank to write down where it is
 OUTPUT_CHARACTERS = 6000
-PRELOADED = [  # once, in the process that all ranks are forked from
-    "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
-    "torch.distributed.tensor", "pytest",
-]
+ROOT = Path(__file__).resolve().parent.parent
+SERVE = "import sys; from tests.rank_worker import serve; serve(int(sys.argv[1]))"
 
 
 def ranks(count: int, *, timeout: float = 60, ranks_per_node: int | None = None) -> Callable:
@@ -60,6 +57,28 @@ def shared_pool() -> "Pool":
     pool = Pool()
     atexit.register(pool.close)
     return pool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A test function (by file and name), its pickled arguments and the world it runs in."""
+
+    path: str
+    module: str
+    name: str
+    arguments: bytes
+    world_size: int
+    ranks_per_node: int
+    timeout: float  # seconds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`kind` is passed, failed, skipped or xfailed; `time` tells which rank was first."""
+
+    kind: str
+    text: str
+    time: float
 
 
 @dataclass
@@ -109,7 +128,7 @@ class Run:
 class Worker:
     """One rank process and the parent's end of the pipe to it."""
 
-    process: BaseProcess
+    process: subprocess.Popen
     connection: Connection
 
     def kill(self) -> None:
@@ -118,7 +137,7 @@ class Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             self.process.kill()
-        self.process.join()
+        self.process.wait()
         self.connection.close()
 
 
@@ -127,8 +146,6 @@ class Pool:
 
     def __init__(self) -> None:
         self.workers: dict[int, Worker] = {}
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOADED)
 
     def run(self, job: Job, count: int, timeout: float) -> Run:
         """Run the job on the first `count` ranks and wait for them all."""
@@ -155,18 +172,14 @@ class Pool:
     def _start_missing(self, count: int) -> None:
         fresh = []
         for rank in range(count):
-            if rank in self.workers and self.workers[rank].process.is_alive():
+            if rank in self.workers and self.workers[rank].process.poll() is None:
                 continue
-            ours, theirs = self.context.Pipe()
-            process = self.context.Process(target=serve, args=(theirs,), name=f"rank {rank}")
-            process.start()
-            theirs.close()
-            self.workers[rank] = Worker(process, ours)
-            fresh.append(self.workers[rank])
-        for worker in fresh:
-            if not worker.connection.poll(START_SECONDS):
-                raise TimeoutError(f"{worker.process.name} did not start in {START_SECONDS} s")
-            worker.connection.recv()
+            self.workers[rank] = _start_worker()
+            fresh.append(rank)
+        for rank in fresh:
+            if not self.workers[rank].connection.poll(START_SECONDS):
+                raise TimeoutError(f"rank {rank} did not start in {START_SECONDS} s")
+            self.workers[rank].connection.recv()
 
     def _collect(self, run: Run) -> None:
         """Wait until every rank is idle again, or dead, or its time is over."""
@@ -187,8 +200,7 @@ class Pool:
         try:
             message = worker.connection.recv()
         except (EOFError, ConnectionResetError):
-            worker.process.join()
-            run.died[rank] = _how(worker.process.exitcode)
+            run.died[rank] = _how(worker.process.wait())
             run.hung.remove(rank)
             self.workers.pop(rank).kill()
             return
@@ -203,6 +215,20 @@ class Pool:
         time.sleep(STACK_SECONDS if run.hung else 0)
         for rank in run.hung:
             self.workers.pop(rank).kill()
+
+
+def _start_worker() -> Worker:
+    ours, theirs = Pipe()
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(theirs.fileno())],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+    )
+    theirs.close()
+    return Worker(process, ours)
 
 
 def _job(function: Callable, kwargs: dict, count: int, timeout: float, per_node: int) -> Job:
@@ -224,8 +250,8 @@ def _job(function: Callable, kwargs: dict, count: int, timeout: float, per_node:
     )
 
 
-def _how(exitcode: int | None) -> str:
-    if exitcode is not None and exitcode < 0:
+def _how(exitcode: int) -> str:
+    if exitcode < 0:
         return f"killed by {signal.Signals(-exitcode).name}"
     return f"exit status {exitcode}"
 

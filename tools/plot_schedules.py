@@ -1,23 +1,19 @@
 """Draws the learning-rate schedules as an SVG: `python tools/plot_schedules.py docs/schedules.svg`.
 
-The curves are those of `megatron_zpp/settings/schedule.py`, so the picture cannot differ from what runs.
+The curves are computed by `megatron_zpp/settings/schedule.py`, which training uses as well.
 """
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothing is installed
-
-from megatron_zpp.settings.schedule import LearningRate  # noqa: E402
-from zeropp.atomic import write_atomically  # noqa: E402
+from megatron_zpp.settings.schedule import LearningRate
+from zeropp.atomic import write_atomically
 
 WIDTH, HEIGHT = 760, 280  # pixels
-LEFT, RIGHT, TOP, BOTTOM = 56, 210, 16, 36  # margins; the names stand on the right
-GRAY = "#808080"  # like the colours below readable on white and on black
-SAMPLES, WARMUP, LAST_PART = 1000, 100, 200  # of the run, its warm-up, and WSD's decay
-MINIMUM = 0.1  # of the largest rate
+LEFT, RIGHT, TOP, BOTTOM = 56, 210, 16, 36  # margins; the legend is on the right
+GRAY = "#808080"  # like the colours below, readable on white and on black
+SAMPLES, WARMUP, WSD_DECAY = 1000, 100, 200  # of the run, its warm-up and the decay of WSD
+MIN_LR = 0.1  # as a fraction of the largest rate
 STEP = 5  # samples between two points
 
 CURVES = (
@@ -36,18 +32,18 @@ def main() -> None:
 
 
 def draw() -> str:
-    """An SVG of every --lr-decay-style over one run, as shares of the largest rate."""
+    """An SVG of every --lr-decay-style over one run, as fractions of the largest rate."""
     parts = []
     for level in (0.0, 0.25, 0.5, 0.75, 1.0):
         x, y = _place(0, level)
         parts.append(f'<path d="M{x:.1f} {y:.1f}H{WIDTH - RIGHT}" stroke="{GRAY}" opacity=".3"/>')
         parts.append(_text(x - 8, y + 4, f"{level:g}", "end"))
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        x, y = _place(share * SAMPLES, 0)
-        parts.append(_text(x, y + 20, f"{share:.0%}", "middle"))
-    for number, (style, last_part, colour) in enumerate(CURVES):
-        parts.append(_line(_schedule(style, last_part), colour))
-        name = f"{style}, {last_part}" if style == "WSD" else style
+    for fraction in (0.0, 0.25, 0.5, 0.75, 1.0):
+        x, y = _place(fraction * SAMPLES, 0)
+        parts.append(_text(x, y + 20, f"{fraction:.0%}", "middle"))
+    for number, (style, wsd_style, colour) in enumerate(CURVES):
+        parts.append(_line(_schedule(style, wsd_style), colour))
+        name = f"{style}, {wsd_style}" if style == "WSD" else style
         parts.append(_text(WIDTH - RIGHT + 14, TOP + 5 + 20 * number, name, "start", colour))
     below = TOP + 5 + 20 * len(CURVES)
     parts.append(_text(WIDTH - RIGHT + 14, below + 8, "share of --lr over the run;", "start"))
@@ -57,16 +53,16 @@ def draw() -> str:
     return "\n".join([f"{head} {style}", *parts, "</svg>"]) + "\n"
 
 
-def _schedule(style: str, last_part: str) -> LearningRate:
+def _schedule(style: str, wsd_style: str) -> LearningRate:
     return LearningRate(
         max_lr=1.0,
-        min_lr=MINIMUM,
+        min_lr=MIN_LR,
         init_lr=0.0,
         style=style,
         warmup=float(WARMUP),
         decay=float(SAMPLES),
-        wsd_style=last_part,
-        wsd_decay=float(LAST_PART),
+        wsd_style=wsd_style,
+        wsd_decay=float(WSD_DECAY),
     )
 
 

@@ -1,7 +1,7 @@
 """ZeRO and ZeRO++ for any PyTorch model, on top of FSDP2.
 
-What is named here is imported when it is first used: tools that need only the names of files and
-errors start without torch.
+The names below are imported when they are first used, so that programs that need only errors or
+file handling start without importing torch.
 """
 
 from importlib import import_module
@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeropp.deepspeed import zero
+    from zeropp import optim, zero
     from zeropp.deepspeed.engine import Engine
     from zeropp.deepspeed.initialize import initialize
     from zeropp.errors import InputError
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Engine", "FusedAdam", "InputError", "LossScaler", "Sharding", "StepResult", "ZeroConfig",
-    "initialize", "optimizer_step", "shard", "zero",
+    "initialize", "optim", "optimizer_step", "shard", "zero",
 ]
 __version__ = "0.1.0"
 
+_SUBPACKAGES = ("optim", "zero")
 _MODULES = MappingProxyType(
     {
         "Engine": "zeropp.deepspeed.engine",
@@ -43,8 +44,8 @@ _MODULES = MappingProxyType(
 
 
 def __getattr__(name: str) -> Any:
-    if name == "zero":
-        return import_module("zeropp.deepspeed.zero")
+    if name in _SUBPACKAGES:
+        return import_module(f"zeropp.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module 'zeropp' has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -1,7 +1,7 @@
 """The only file that knows FSDP2's private names, for torch 2.11 to 2.13.
 
-FSDP2 is the engine (docs/adr/0001): it gathers a unit's parameters before its forward and
-backward and reduces their gradients after. Everything of ours enters by its extension points.
+FSDP2 is the engine (docs/adr/0001): it gathers a unit's parameters before its forward and backward
+and reduces their gradients afterwards. Everything of ours enters through its extension points.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,27 +22,50 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "ON_DEVICE", "AllGather", "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy",
-    "OffloadPolicy", "Piece", "ReduceScatter", "Shard", "after_backward", "backward_id",
-    "forget_gathered", "gather_ahead", "has_run", "in_backward", "refresh_parameters", "may_be_stepped",
-    "may_reduce_later", "own_pieces", "own_shards", "shard_like", "shard_unit", "store",
-    "take_gradients", "use_all_gather", "use_reduce_scatter", "watch_gradients",
+    "ON_DEVICE",
+    "AllGather",
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "Piece",
+    "ReduceScatter",
+    "Shard",
+    "after_backward",
+    "backward_id",
+    "free_gathered",
+    "gather_ahead",
+    "has_run",
+    "in_backward",
+    "may_be_stepped",
+    "may_reduce_later",
+    "own_pieces",
+    "own_shards",
+    "refresh_parameters",
+    "shard_like",
+    "shard_unit",
+    "store",
+    "take_gradients",
+    "use_all_gather",
+    "use_reduce_scatter",
+    "watch_gradients",
 ]
 
-ON_DEVICE = OffloadPolicy()  # where shards lie, if not on the host
-# Gathers under way before a unit's forward. With one, links between nodes would stand idle while
-# that one takes its second hop; each costs one more gathered unit of memory.
+ON_DEVICE = OffloadPolicy()  # shards stay on the device
+# How many gathers are issued ahead of a unit's forward. With one, the links between nodes would be
+# idle during its second hop. Each costs the memory of one more gathered unit.
 AHEAD = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One parameter's part in its unit's buffers: `elements` of one rank's padded shard.
+    """One parameter's part of its unit's buffers: `elements` of one rank's padded shard.
 
-    packed_bytes: what travels of it where that is stored as codes; 0 where it is numbers.
+    packed_bytes: its size on the wire if it is stored quantized; 0 if it is stored as numbers.
     """
 
     elements: int
@@ -53,11 +76,11 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One parameter of a unit, and what this rank holds of it."""
+    """One parameter of a unit, and this rank's part of it."""
 
     piece: Piece
     local: torch.Tensor
-    parameter: object  # FSDP2's own
+    parameter: FSDPParam
 
 
 def shard_unit(
@@ -71,8 +94,8 @@ def shard_unit(
 ) -> None:
     """Make `unit` an FSDP unit in place: one gather before its forward, one reduction after.
 
-    Several modules make one unit together; its collectives are then those of the first. `ignored`
-    are sharded by others.
+    A list of modules becomes one unit, whose collectives are set on the first module. Parameters in
+    `ignored` are left out.
     """
     fully_shard(
         unit,
@@ -85,21 +108,21 @@ def shard_unit(
 
 
 def use_all_gather(unit: FSDPModule, comm: AllGather) -> None:
-    """Let `comm` gather the unit's weights."""
+    """Use `comm` to gather the unit's weights."""
     unit.set_custom_all_gather(comm)
 
 
 def use_reduce_scatter(unit: FSDPModule, comm: ReduceScatter) -> None:
-    """Let `comm` average the unit's gradients: called with the op SUM, and to divide by itself."""
+    """Use `comm` to average the unit's gradients: it is called with the op SUM and divides."""
     unit.set_custom_reduce_scatter(comm)
     unit.set_force_sum_reduction_for_comms(True)
     unit.set_gradient_divide_factor(1.0)
 
 
 def gather_ahead(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:
-    """Start each unit's gather while the units before it compute, `AHEAD` of them.
+    """Issue each unit's gather while the `AHEAD` units before it compute.
 
-    Without streams (CPU) nothing overlaps unless the gathers are asynchronous and prefetched.
+    Without streams (on CPUs) gathers overlap only if they are asynchronous and prefetched.
     """
     root._set_unshard_async_op(True)
     units = (root, *blocks)
@@ -108,87 +131,96 @@ def gather_ahead(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:
 
 
 def own_pieces(unit: FSDPModule) -> tuple[Piece, ...]:
-    """The unit's own parameters (not those of units inside it), in the order of its buffers."""
+    """Return the unit's own parameters, not those of units inside it, in buffer order."""
     return tuple(map(_piece, _parameters(unit)))
 
 
 def own_shards(unit: FSDPModule) -> tuple[Shard, ...]:
-    """The unit's own parameters, in the order of its buffers; not within a pass."""
+    """Return the unit's own parameters in buffer order. Must not be called during a pass."""
     for group in _groups(unit):
         group.reshard()
     return tuple(
-        Shard(piece=_piece(one), local=one.sharded_param._local_tensor, parameter=one)
-        for one in _parameters(unit)
+        Shard(
+            piece=_piece(parameter),
+            local=parameter.sharded_param._local_tensor,
+            parameter=parameter,
+        )
+        for parameter in _parameters(unit)
     )
 
 
 def refresh_parameters(units: Iterable[FSDPModule]) -> None:
-    """Take the parameters that were put into modules in the places of those known so far."""
+    """Make FSDP2 use the parameters that the modules hold now."""
     for unit in units:
-        for one in _parameters(unit):
-            one.reset_sharded_param()
+        for parameter in _parameters(unit):
+            parameter.reset_sharded_param()
 
 
 def store(shard: Shard, stored: torch.Tensor) -> None:
-    """Let `stored`, a tensor with FSDP2's hooks around gathers, be this rank's part.
+    """Replace this rank's part by `stored`, a tensor that has FSDP2's all-gather hooks.
 
-    What was gathered of the parameter before is forgotten. FSDP2 looks for hooks when it shards;
-    here they come later. `stored` tells the storage that FSDP2 compares with its own.
+    Previously gathered values are dropped. FSDP2 looks for the hooks only when it shards, so its
+    extensions are initialized again. `stored.packed` is the storage that FSDP2 compares with its
+    own.
     """
-    one, old = shard.parameter, shard.parameter.sharded_param
-    if old.is_meta:  # a tensor's device does not change
-        one.sharded_param = nn.Parameter(shard_like(old, stored), requires_grad=old.requires_grad)
-        one._setattr_on_modules(one.sharded_param)
+    parameter, old = shard.parameter, shard.parameter.sharded_param
+    if old.is_meta:  # a tensor's device cannot be changed in place
+        sharded = shard_like(old, stored)
+        parameter.sharded_param = nn.Parameter(sharded, requires_grad=old.requires_grad)
+        parameter._setattr_on_modules(parameter.sharded_param)
     else:
         old._local_tensor = stored
-    one._sharded_param_data = stored.packed
-    one._init_extensions()
-    one.all_gather_outputs = []
-    if hasattr(one, "_unsharded_param"):
-        del one._unsharded_param
+    parameter._sharded_param_data = stored.packed
+    parameter._init_extensions()
+    parameter.all_gather_outputs = []
+    if hasattr(parameter, "_unsharded_param"):
+        del parameter._unsharded_param
 
 
 def in_backward(unit: FSDPModule) -> bool:
-    """Whether what FSDP2 is doing to this unit belongs to a backward pass."""
+    """Whether FSDP2 is gathering this unit for a backward pass."""
     groups = _groups(unit)
     return bool(groups) and groups[0]._training_state == TrainingState.PRE_BACKWARD
 
 
-def forget_gathered(unit: FSDPModule) -> None:
-    """Free the unit's whole weights, and a gather of them that was begun and never waited for."""
+def free_gathered(unit: FSDPModule) -> None:
+    """Free the unit's full weights, and finish a prefetched gather that nobody waited for."""
     for group in _groups(unit):
         if group._training_state != TrainingState.IDLE:
             continue  # in use
-        if (begun := group._all_gather_result) is not None:
-            if begun.all_gather_event is not None:
-                group.device_handle.current_stream().wait_event(begun.all_gather_event)
-            if isinstance(begun.all_gather_work, dist.Work):
-                begun.all_gather_work.wait()
+        if (prefetched := group._all_gather_result) is not None:
+            if prefetched.all_gather_event is not None:
+                group.device_handle.current_stream().wait_event(prefetched.all_gather_event)
+            if isinstance(prefetched.all_gather_work, dist.Work):
+                prefetched.all_gather_work.wait()
             group._all_gather_result = None
         group.reshard()
 
 
 def may_be_stepped(unit: FSDPModule) -> bool:
-    """Whether an optimizer may change the unit: it is trained, or has gradients from before."""
-    parameters = (one.sharded_param for one in _parameters(unit))
-    return any(one.requires_grad or one.grad is not None for one in parameters)
+    """Whether an optimizer may change the unit: it is trained, or still has gradients."""
+    shards = (parameter.sharded_param for parameter in _parameters(unit))
+    return any(shard.requires_grad or shard.grad is not None for shard in shards)
 
 
 def may_reduce_later(unit: FSDPModule) -> bool:
-    """Whether nobody reads the unit's reduced gradients before the backward pass has ended.
+    """Whether nothing reads the unit's reduced gradients before the backward pass ends.
 
-    FSDP2 reads them at once where it adds them to gradients that are there already, where it casts
-    them to another dtype, and for hooks that run when a gradient has been accumulated.
+    FSDP2 reads them immediately if it adds them to existing gradients, casts them to another dtype,
+    or runs hooks on accumulated gradients.
     """
-    parameters = [one.sharded_param for one in _parameters(unit) if one.sharded_param.requires_grad]
+    shards = (parameter.sharded_param for parameter in _parameters(unit))
     return all(
-        one.grad is None and one.dtype == torch.float32 and not one._post_accumulate_grad_hooks
-        for one in parameters
+        shard.grad is None
+        and shard.dtype == torch.float32
+        and not shard._post_accumulate_grad_hooks
+        for shard in shards
+        if shard.requires_grad
     )
 
 
 def backward_id() -> int:
-    """A number for the backward pass that is running on this thread; -1 for none."""
+    """Return an id of the backward pass running on this thread; -1 if there is none."""
     return torch._C._current_graph_task_id()
 
 
@@ -198,80 +230,78 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 def has_run(unit: FSDPModule) -> bool:
-    """Whether the unit has been used, and its parameters' dtypes are settled."""
+    """Whether the unit has been used, so that its parameters' dtypes are fixed."""
     return any(group._reset_sharded_params for group in _groups(unit))
 
 
 def shard_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
-    """A tensor sharded as `parameter`, of this rank's part `local`, on whatever device that is."""
+    """Return a tensor sharded as `parameter` with this rank's part `local`, on any device."""
     return DTensor(local, parameter._spec, requires_grad=False)
 
 
-def take_gradients(
-    unit: FSDPModule, take: Callable[[nn.Parameter, torch.Tensor], None]
-) -> None:
-    """Give `take` this rank's part of each averaged gradient, in fp32, and leave no `.grad`.
+def take_gradients(unit: FSDPModule, take: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
+    """Pass this rank's part of each averaged gradient, in fp32, to `take`; leave no `.grad`.
 
-    It is called for each reduction as that is queued, on its stream. FSDP2 rounds means to their
-    parameters' dtype; what it rounds is asked for here.
+    `take` is called as each reduction is queued, on its stream. FSDP2 rounds the means to the
+    parameters' dtype; the means from before rounding are passed on.
     """
-    rest: list[torch.Tensor] = []  # what is left of the buffer of means, in the order of parameters
+    remaining: list[torch.Tensor] = []  # the part of the buffer of means not yet passed on
 
-    def keep(means: torch.Tensor) -> None:
-        rest[:] = [means]
+    def keep_means(means: torch.Tensor) -> None:
+        remaining[:] = [means]
 
-    def taken(parameter: nn.Parameter, padded: int) -> None:
+    def pass_on(parameter: nn.Parameter, padded: int) -> None:
         local, parameter.grad = parameter.grad._local_tensor, None
-        means = rest.pop()
-        if padded < means.numel():  # an empty rest would keep the buffer
-            rest.append(means[padded:])
+        means = remaining.pop()
+        if padded < means.numel():  # an empty view would keep the buffer alive
+            remaining.append(means[padded:])
         take(parameter, means[: local.numel()].view(local.shape))
 
-    unit.set_all_reduce_hook(keep)
-    for one in _parameters(unit):
-        if one.sharded_param.requires_grad:
-            hook = partial(taken, padded=one.padded_sharded_param_size.numel())
-            one.sharded_param.register_post_accumulate_grad_hook(hook)
+    unit.set_all_reduce_hook(keep_means)
+    for parameter in _parameters(unit):
+        if parameter.sharded_param.requires_grad:
+            hook = partial(pass_on, padded=parameter.padded_sharded_param_size.numel())
+            parameter.sharded_param.register_post_accumulate_grad_hook(hook)
 
 
 def watch_gradients(unit: FSDPModule) -> Callable[[], tuple[int, ...]]:
-    """A function that says which of `own_pieces` got gradients since it was last called.
+    """Return a function that lists which of `own_pieces` got gradients since its last call.
 
     FSDP2 leaves parameters without a gradient out of the buffer it reduces and does not say which.
     """
-    seen: set[int] = set()
+    with_gradient: set[int] = set()
     watched: set[int] = set()
 
     def watch(*_: object) -> None:
-        for index, one in enumerate(_parameters(unit)):
-            if index not in watched and one._unsharded_param.requires_grad:
-                one._unsharded_param.register_post_accumulate_grad_hook(
-                    lambda _, index=index: seen.add(index)
+        for index, parameter in enumerate(_parameters(unit)):
+            if index not in watched and parameter._unsharded_param.requires_grad:
+                parameter._unsharded_param.register_post_accumulate_grad_hook(
+                    lambda _, index=index: with_gradient.add(index)
                 )
                 watched.add(index)
 
-    def take() -> tuple[int, ...]:
-        taken = tuple(sorted(seen))
-        seen.clear()
-        return taken
+    def indices_with_gradient() -> tuple[int, ...]:
+        indices = tuple(sorted(with_gradient))
+        with_gradient.clear()
+        return indices
 
-    for module in unit._get_fsdp_state()._modules:  # a pass may run some of them only
-        module.register_forward_pre_hook(watch)  # after FSDP2's own, which gathers the parameters
-    return take
+    for module in unit._get_fsdp_state()._modules:  # a pass may run only some of them
+        module.register_forward_pre_hook(watch)  # after FSDP2's own hook, which gathers
+    return indices_with_gradient
 
 
-def _piece(one: object) -> Piece:
-    is_packed = hasattr(one.sharded_param._local_tensor, "fsdp_pre_all_gather")
+def _piece(parameter: FSDPParam) -> Piece:
+    is_packed = hasattr(parameter.sharded_param._local_tensor, "fsdp_pre_all_gather")
     return Piece(
-        elements=one.padded_sharded_param_size.numel(),
-        ndim=len(one._orig_size),
-        trainable=one.sharded_param.requires_grad,
-        packed_bytes=one._sharded_param_data.nbytes if is_packed else 0,
+        elements=parameter.padded_sharded_param_size.numel(),
+        ndim=len(parameter._orig_size),
+        trainable=parameter.sharded_param.requires_grad,
+        packed_bytes=parameter._sharded_param_data.nbytes if is_packed else 0,
     )
 
 
-def _parameters(unit: FSDPModule) -> list:
-    return [one for group in _groups(unit) for one in group.fsdp_params]
+def _parameters(unit: FSDPModule) -> list[FSDPParam]:
+    return [parameter for group in _groups(unit) for parameter in group.fsdp_params]
 
 
 def _groups(unit: FSDPModule) -> list:

@@ -22,13 +22,11 @@ from benchmarks.shared.pretrain_run import (
 )
 from benchmarks.shared.rank_launch import write_answer
 from megatron_zpp.parallel.mesh import join_ranks
-from megatron_zpp.train.run import Run
-from megatron_zpp.train.step import is_due
+from megatron_zpp.train.run import Run, is_due
 from zeropp.errors import InputError
+from zeropp.ranks.coordination import report_once
 from zeropp.ranks.process_group import leave
 from zeropp.ranks.topology import Environment
-
-SECONDS_FOR_RANK_0 = 5.0  # to print an error before the launcher ends all ranks
 
 
 def main() -> int:
@@ -45,10 +43,8 @@ def main() -> int:
         ranks = join_ranks(environment, config.parallel)
         result = train(silent_run(config, ranks), recipe)
     except InputError as mistake:
-        if environment.rank == 0:
-            print(f"error: {mistake}", file=sys.stderr)
-        else:
-            time.sleep(SECONDS_FOR_RANK_0)
+        message = f"error: {mistake}"
+        report_once(environment, lambda: print(message, file=sys.stderr))
         return 2
     if ranks.rank == 0:
         write_answer(options.on_ranks, result)

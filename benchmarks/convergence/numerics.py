@@ -33,8 +33,8 @@ from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.train.step import forward_backward
 from zeropp.optim.step import local_part
+from zeropp.quant.ops import quantize, reduce_dequantize, reduce_quantize
 from zeropp.quant.packing import BLOCK, Layout
-from zeropp.quant.quantize import quantize, reduce_dequantize, reduce_quantize
 from zeropp.ranks.topology import Environment
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from zeropp.quant.ops import dequantize, quantize
 from zeropp.quant.packing import Layout
-from zeropp.quant.quantize import dequantize, quantize
 
 SHRINK = 0.95
 CODES = ("symmetric", "clipped", "signed", "shrunk", "half-step")

@@ -33,9 +33,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading
-from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernels_on, reference
+from zeropp.native.kernels import ISAS, use_isa
+from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernel_for, reference
 from zeropp.optim.cpu_adam import CPUAdam
-from zeropp.quant.cpu import ISAS, native
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKED = 1_000_000  # parameters
@@ -68,16 +68,15 @@ class Contestant:
 def main() -> int:
     """Verify, time, print tables."""
     options = read_options()
-    kernels = native()
-    if kernels is None or kernels_on(torch.device("cpu")) is None:
+    if kernel_for(torch.device("cpu")) is None:
         sys.exit("error: there are no kernels to time; build them with make setup")
-    if options.isa is not None and not kernels.use(options.isa):
+    if options.isa is not None and not use_isa(options.isa):
         sys.exit(f"error: this processor has no {options.isa}; give one of {' '.join(ISAS)}")
     for gradient in (torch.float32, torch.bfloat16, torch.float16):
         for moment in (torch.float32, torch.bfloat16):
             verify_bits(gradient, moment)
     apart = verify_against_torch()
-    isa = options.isa or next(name for name in reversed(ISAS) if kernels.use(name))
+    isa = options.isa or next(name for name in reversed(ISAS) if use_isa(name))
     result = begin(__spec__.name)
     result |= {"isa": isa, "rounds": options.rounds, "apart": apart, "runs": []}
     memory = Memory(options.parameters, options.tensors == "flat")

@@ -1,8 +1,8 @@
-"""What nvcc says of the CUDA kernels: registers, shared memory, and what did not fit in registers.
+"""What nvcc reports of the CUDA kernels: registers, shared memory, and register spills.
 
     python -m benchmarks.kernels.cuda_compile [--output FILE.md]
 
-Compiles every csrc/cuda_*.cu with setup.py's flags for sm_80 and sm_90. No GPU is needed.
+Compiles every .cu file of csrc/ with setup.py's flags for sm_80 and sm_90. No GPU is needed.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from zeropp.atomic import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = ("sm_80", "sm_90")
-SOURCES = tuple(sorted((ROOT / "csrc").glob("cuda_*.cu")))
-THREADS = 256  # of a thread block, csrc/cuda_table.h
+SOURCES = tuple(sorted((ROOT / "csrc").glob("*/*.cu")))
+THREADS = 256  # of a thread block, csrc/shared/cuda_tiles.h
 REGISTERS, WARPS = 65536, 64  # of a multiprocessor of sm_80 and sm_90
 _KERNEL = re.compile(
     r"Function properties for (?P<name>\S+)\s+(?P<stack>\d+) bytes stack frame, "
@@ -34,7 +34,7 @@ _KERNEL = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """A kernel as ptxas made it; sizes in bytes."""
+    """A kernel as ptxas compiled it; sizes in bytes."""
 
     name: str
     gpu: str
@@ -45,8 +45,8 @@ class Compiled:
 
     @property
     def warps(self) -> int:
-        """How many its registers let a multiprocessor hold at once."""
-        each = -(-self.registers // 8) * 8  # registers are given out in eights
+        """Warps that a multiprocessor has registers for."""
+        each = -(-self.registers // 8) * 8  # registers are allocated in multiples of 8
         return min(WARPS, REGISTERS // (each * THREADS) * (THREADS // 32))
 
 
@@ -59,7 +59,10 @@ def main() -> int:
     if nvcc is None:
         sys.exit("error: there is no nvcc to ask; install CUDA's toolkit, or set CUDA_HOME")
     started = time.perf_counter()
-    kernels = [one for source in SOURCES for gpu in GPUS for one in compiled(nvcc, source, gpu)]
+    kernels = []
+    for source in SOURCES:
+        for gpu in GPUS:
+            kernels += compiled(nvcc, source, gpu)
     text = report(nvcc, kernels, time.perf_counter() - started)
     print(text)
     if options.output:
@@ -72,33 +75,33 @@ def compiled(nvcc: str, source: Path, gpu: str) -> Iterator[Compiled]:
     with tempfile.TemporaryDirectory() as folder:
         command = [nvcc, *CUDA_FLAGS, f"-arch={gpu}", "-Xptxas=-v", "-cubin", str(source)]
         command += ["-o", str(Path(folder, "out.cubin"))]
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.stderr.write(done.stderr)
-        done.check_returncode()
-    for found in _KERNEL.finditer(done.stderr):
-        shared = re.search(r"(\d+) bytes smem", found["rest"])
+        process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        sys.stderr.write(process.stderr)
+        process.check_returncode()
+    for match in _KERNEL.finditer(process.stderr):
+        shared = re.search(r"(\d+) bytes smem", match["rest"])
         yield Compiled(
-            name=_readable(found["name"]), gpu=gpu, registers=int(found["registers"]),
-            shared=int(shared.group(1)) if shared else 0, stack=int(found["stack"]),
-            spilled=int(found["stores"]) + int(found["loads"]),
+            name=_readable(match["name"]), gpu=gpu, registers=int(match["registers"]),
+            shared=int(shared.group(1)) if shared else 0, stack=int(match["stack"]),
+            spilled=int(match["stores"]) + int(match["loads"]),
         )  # fmt: skip
 
 
 def report(nvcc: str, kernels: list[Compiled], seconds: float) -> str:
     """The dated Markdown."""
-    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     around = environment_report()
     changed = " and what was not committed yet" if around["uncommitted"] else ""
-    version = re.search(r"V([\d.]+)", told).group(1)
+    version = re.search(r"V([\d.]+)", output).group(1)
     rows = [
-        f"| `{one.name}` | {one.gpu} | {one.registers} | {one.warps} of {WARPS} | {one.shared} "
-        f"| {one.stack} | {one.spilled} |"
-        for one in sorted(kernels, key=lambda one: (one.gpu, one.name))
+        f"| `{kernel.name}` | {kernel.gpu} | {kernel.registers} | {kernel.warps} of {WARPS} "
+        f"| {kernel.shared} | {kernel.stack} | {kernel.spilled} |"
+        for kernel in sorted(kernels, key=lambda kernel: (kernel.gpu, kernel.name))
     ]
     return "\n".join(
         [
-            f"# What nvcc says of the CUDA kernels, {time.strftime('%-d %B %Y')}",
+            f"# What nvcc reports of the CUDA kernels, {time.strftime('%-d %B %Y')}",
             "",
             "`python -m benchmarks.kernels.cuda_compile`, "
             f"commit {around['commit'][:12]}{changed}; "
@@ -116,13 +119,14 @@ def report(nvcc: str, kernels: list[Compiled], seconds: float) -> str:
 
 
 def _readable(mangled: str) -> str:
-    """`quantize_rows<BF16>` for the linker's name of it, where there is a c++filt."""
+    """`quantize_rows<BF16>` for its mangled name, if there is a c++filt."""
     if (demangler := shutil.which("c++filt")) is None:
         return mangled
-    told = subprocess.run([demangler, mangled], capture_output=True, text=True, check=True).stdout
-    name = re.search(r"(\w+)(?:<\(zpp::Type\)(\d)>)?\([^<>]*Job\)$", told.strip())
+    process = subprocess.run([demangler, mangled], capture_output=True, text=True, check=True)
+    demangled = process.stdout.strip()
+    name = re.search(r"(\w+)(?:<\(zpp::Type\)(\d)>)?\([^<>]*Job\)$", demangled)
     if name is None:
-        return told.strip()
+        return demangled
     return name[1] + (f"<{('BF16', 'FP16', 'FP32')[int(name[2])]}>" if name[2] else "")
 
 

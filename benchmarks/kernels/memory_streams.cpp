@@ -2,7 +2,7 @@
 // nothing. The mask is 0, which the compiler cannot know, so no number changes.
 #include <stdint.h>
 
-#include "../../csrc/threads.h"
+#include "../../csrc/shared/threads.h"
 
 namespace {
 

@@ -1,16 +1,16 @@
-"""How fast the quantization kernels are beside a copy of as many bytes, on a GPU or one thread.
+"""How fast the quantization kernels are, compared with a copy of as many bytes.
 
     python -m benchmarks.kernels.quantize_kernels [--device cpu|cuda] [--elements N ...]
         [--rounds N] [--json FILE]
 
-Every kernel is first compared with the plain-torch reference on the CPU, and at the sizes that are
-timed with the reference on its own device, byte by byte. Then kernel, copy, plain torch and, where
-they are installed, bitsandbytes' and torchao's ops run in turn. The copy moves half of what the
-kernel reads and writes together, so that both move as many bytes, into memory that is there.
+Every kernel is first compared byte by byte with the plain-torch reference: on the CPU, and at the
+sizes that are timed on the kernel's own device. Then kernel, copy, plain torch and, where they are
+installed, bitsandbytes' and torchao's ops run in turn. The copy moves half of the bytes that the
+kernel reads and writes in all, so that both move as many bytes, into allocated memory.
 
-On a GPU times lie between events and data larger than half the level-2 cache is out of it before
-each run; smaller data stays in it. On the CPU the copy is memcpy, and times are the processor time
-of one thread.
+On a GPU, times are measured between events, and data larger than half the level-2 cache is evicted
+before each run; smaller data stays cached. On the CPU the copy is memcpy, and times are the
+processor time of one thread.
 """
 
 import argparse
@@ -24,19 +24,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import quantizers
-from benchmarks.kernels.adam_kernel import adam_works
-from benchmarks.kernels.quantize_works import ROWS, Work, works
-from benchmarks.kernels.quantizers import Peer
+from benchmarks.kernels import other_libraries
+from benchmarks.kernels.adam_kernel import adam_cases, torch_adamw
+from benchmarks.kernels.other_libraries import Peer
 from benchmarks.shared.interleaved import quartiles
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading
 from benchmarks.shared.timers import GpuTimer, Timer, thread_timer
-from zeropp.quant.cpu import ISAS, native
-from zeropp.quant.cuda import cuda
-from zeropp.quant.library import Kernels
+from zeropp.native.kernels import ISAS, use_isa
+from zeropp.quant import cpu, cuda, reference
+from zeropp.quant.ops import Backend
+from zeropp.quant.timing import ROWS, Case, cases
 
 CHECKED = 1 << 20  # elements that are compared with the reference on the CPU
-ENOUGH, LARGE = 0.85, 64 << 20  # of a copy's speed a kernel should have, from so many bytes on
+ENOUGH, LARGE = 0.85, 64 << 20  # share of a copy's speed that kernels should reach on so many bytes
 CPU_ELEMENTS = (1 << 26, 1 << 17)  # beyond every cache; inside level 2
 CUDA_ELEMENTS = (1 << 28, 1 << 26, 1 << 21)  # a GiB of fp32; 64 MiB of INT8; inside level 2
 
@@ -46,15 +46,15 @@ class Place:
     """Where the kernels run, and how they are timed there."""
 
     device: torch.device
-    kernels: Kernels
+    kernels: Backend
     timer: Timer
-    cache: int  # bytes; data of more is not in it when a run begins; 0: as it comes
-    sample: int  # bytes to be moved between two looks at the clock, if `most` runs are enough
+    cache: int  # bytes; larger data is not in the cache when a run begins; 0: not controlled
+    sample: int  # bytes to move in each measurement, in at most `most` runs
     most: int
     plain_rounds: int  # of plain torch, which is slow on a CPU
 
     def copier(self, most: int) -> Callable[[int], Callable[[], object]]:
-        """What makes, of a number of bytes up to `most`, a run that copies so many."""
+        """A function of a number of bytes, up to `most`, that returns a run that copies them."""
         source, target = (torch.ones(most, dtype=torch.uint8, device=self.device) for _ in (0, 1))
         if self.device.type == "cuda":
             return lambda size: lambda: target[:size].copy_(source[:size])
@@ -70,20 +70,20 @@ def main() -> int:
     result = {
         **begin(__spec__.name),
         "device": options.device,
-        "kernels": options.isa or best(place.kernels) if options.device == "cpu" else "CUDA",
-        "libraries": quantizers.versions(),
+        "kernels": options.isa or best_isa() if options.device == "cpu" else "CUDA",
+        "libraries": other_libraries.versions(),
         "rounds": options.rounds,
-        "wrong": [work.name for work in all_works(place, CHECKED) if not is_right(work, "cpu")],
+        "wrong": [case.name for case in all_cases(place, CHECKED) if not is_right(case, "cpu")],
         "rows": [],
     }
     for elements in options.elements or sizes(options.device):
-        for work in all_works(place, elements):
-            if work.name in result["wrong"]:
+        for case in all_cases(place, elements):
+            if case.name in result["wrong"]:
                 continue
-            if is_right(work, place.device):
-                result["rows"].append(contest(place, work, elements, options.rounds))
+            if is_right(case, place.device):
+                result["rows"].append(time_case(place, case, elements, options.rounds))
             else:
-                result["wrong"].append(f"{work.name}, {elements} elements")
+                result["wrong"].append(f"{case.name}, {elements} elements")
     finish(result, show, options.json)
     return 1 if result["wrong"] else 0
 
@@ -112,10 +112,10 @@ def read_options() -> argparse.Namespace:
 
 def on_cpu(isa: str | None) -> Place:
     """One thread, and the kernels of an instruction set."""
-    kernels = native()
-    if kernels is None:
+    kernels = cpu.backend()
+    if kernels is reference:
         sys.exit("error: there are no kernels to time; build them with make setup")
-    if isa is not None and not kernels.use(isa):
+    if isa is not None and not use_isa(isa):
         sys.exit(f"error: this processor has no {isa}; give one of {' '.join(ISAS)}")
     torch.set_num_threads(1)
     return Place(
@@ -129,8 +129,8 @@ def on_gpu() -> Place:
     if not torch.cuda.is_available():
         sys.exit("error: PyTorch sees no GPU; give --device cpu")
     device = torch.device("cuda", 0)
-    kernels = cuda()
-    if kernels is None:
+    kernels = cuda.backend()
+    if kernels is reference:
         sys.exit("error: there are no CUDA kernels to time; run python setup.py build_ext "
                  "--inplace where nvcc is")  # fmt: skip
     cache = torch.cuda.get_device_properties(device).L2_cache_size // 2
@@ -145,23 +145,23 @@ def sizes(device: str) -> tuple[int, ...]:
     return CUDA_ELEMENTS if device == "cuda" else CPU_ELEMENTS
 
 
-def best(kernels: Kernels) -> str:
-    """The instruction set that a processor's kernels choose."""
-    return next(name for name in reversed(ISAS) if kernels.use(name))
+def best_isa() -> str:
+    """The best instruction set of this processor."""
+    return next(name for name in reversed(ISAS) if use_isa(name))
 
 
-def all_works(place: Place, elements: int) -> Iterator[Work]:
-    """Every kernel there is at a size."""
-    yield from works(place.kernels, elements, place.device)
-    yield from adam_works(elements, place.device)
+def all_cases(place: Place, elements: int) -> Iterator[Case]:
+    """All kernels at one size."""
+    yield from cases(place.kernels, elements, place.device)
+    yield from adam_cases(elements, place.device)
 
 
-def is_right(work: Work, device: torch.device | str) -> bool:
+def is_right(case: Case, device: torch.device | str) -> bool:
     """Whether the kernel's first run writes what the reference writes on `device`."""
-    work.run()
-    expected = work.plain(*(one.to(device) for one in work.inputs))
-    pairs = zip(work.wrote, expected, strict=True)
-    return all(torch.equal(as_bytes(got.to(device)), as_bytes(right)) for got, right in pairs)
+    case.run()
+    expected = case.expected(*(tensor.to(device) for tensor in case.inputs))
+    pairs = zip(case.outputs, expected, strict=True)
+    return all(torch.equal(as_bytes(actual.to(device)), as_bytes(right)) for actual, right in pairs)
 
 
 def as_bytes(values: Tensor) -> Tensor:
@@ -169,22 +169,23 @@ def as_bytes(values: Tensor) -> Tensor:
     return values.view(torch.uint8)
 
 
-def contest(place: Place, work: Work, elements: int, rounds: int) -> dict:
+def time_case(place: Place, case: Case, elements: int, rounds: int) -> dict:
     """Time kernel, copy, plain torch and peers in turn; a row of the table."""
-    peers, failed = ready(work)
-    copy = place.copier(work.num_bytes // 2)(work.num_bytes // 2)
-    runners = [("kernel", work.run), ("copy", copy), ("plain", lambda: work.plain(*work.inputs))]
+    peers, failed = working_peers(case)
+    copy = place.copier(case.num_bytes // 2)(case.num_bytes // 2)
+    runners = [("kernel", case.run), ("copy", copy)]
+    runners += [("plain", lambda: case.expected(*case.inputs))]
     runners += [(peer.name, peer.run) for peer in peers]
-    times = max(1, min(place.most, place.sample // work.num_bytes))
+    times = max(1, min(place.most, place.sample // case.num_bytes))
     seconds = {name: [] for name, _ in runners}
-    cold = work.num_bytes > place.cache
+    cold = case.num_bytes > place.cache
     for number in range(rounds):
         for name, run in runners[:: -1 if number % 2 else 1]:
             slow = name == "plain"
             if not slow or number < place.plain_rounds:
-                taken = place.timer.mean_seconds(run, 1 if slow else times, cold=cold)
-                seconds[name].append(taken)
-    return row(work, elements, seconds) | {
+                mean = place.timer.mean_seconds(run, 1 if slow else times, cold=cold)
+                seconds[name].append(mean)
+    return row(case, elements, seconds) | {
         "in_cache": not cold if place.cache else None, "failed": failed,
         "peers": [
             {"name": peer.name, "differs": peer.differs, "seconds": seconds[peer.name],
@@ -194,26 +195,35 @@ def contest(place: Place, work: Work, elements: int, rounds: int) -> dict:
     }  # fmt: skip
 
 
-def ready(work: Work) -> tuple[list[Peer], list[str]]:
-    """The peers whose op runs here, and what those said that do not."""
-    found, failed = [], []
+def peers_of(case: Case) -> Iterator[Peer]:
+    """What other libraries have for the same purpose."""
+    if case.op == "adam":
+        yield from torch_adamw(*case.inputs)
+    elif case.values is not None:
+        find = {"quantize": other_libraries.quantizers, "dequantize": other_libraries.dequantizers}
+        yield from find[case.op](case.values, case.bits)
+
+
+def working_peers(case: Case) -> tuple[list[Peer], list[str]]:
+    """The peers that run here, and the errors of those that do not."""
+    working, errors = [], []
     try:
-        for peer in work.peers():
+        for peer in peers_of(case):
             peer.run()
-            found.append(peer)
+            working.append(peer)
     except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-        failed.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
-    return found, failed
+        errors.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    return working, errors
 
 
-def row(work: Work, elements: int, seconds: dict[str, list[float]]) -> dict:
-    """The numbers of a kernel beside the copy and plain torch."""
+def row(case: Case, elements: int, seconds: dict[str, list[float]]) -> dict:
+    """The numbers of a kernel, the copy and plain torch."""
     own, copies = seconds["kernel"], seconds["copy"]
     ratios = [other / each for each, other in zip(own, copies, strict=True)]
     return {
-        "kernel": work.name, "elements": elements, "bytes": work.num_bytes,
-        "gb_per_s": work.num_bytes / statistics.median(own) / 1e9,
-        "copy_gb_per_s": work.num_bytes / statistics.median(copies) / 1e9,
+        "kernel": case.name, "elements": elements, "bytes": case.num_bytes,
+        "gb_per_s": case.num_bytes / statistics.median(own) / 1e9,
+        "copy_gb_per_s": case.num_bytes / statistics.median(copies) / 1e9,
         "ratio": statistics.median(ratios), "quartiles": quartiles(ratios),
         "plain_times_slower": slower(seconds, "plain"),
         "seconds": own, "copy": copies, "plain": seconds["plain"],

@@ -24,7 +24,7 @@ from zeropp import Sharding, ZeroConfig, shard
 from zeropp import fsdp_adapter as fsdp
 from zeropp.optim.step import local_part
 from zeropp.ranks.topology import Environment
-from zeropp.sharding.materialize import make_room
+from zeropp.sharding.materialize import allocate_meta_tensors
 from zeropp.sharding.shard import allocate_parameters, store_frozen
 from zeropp.wire.frozen_weights import stored_bytes
 
@@ -66,7 +66,7 @@ def quantize(options: argparse.Namespace, ranks: Ranks) -> dict[str, int]:
     """What bf16 shards take, and what they take once they are stored as INT8."""
     sharding = sharded(options, ranks)
     before = resident()
-    make_room(sharding.model, lambda _: ranks.device)
+    allocate_meta_tensors(sharding.model, lambda _: ranks.device)
     fsdp.refresh_parameters(sharding.units)
     shards = [local_part(parameter) for parameter in sharding.model.parameters()]
     for matrix in shards:

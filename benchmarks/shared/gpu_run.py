@@ -39,8 +39,8 @@ from benchmarks.shared.time_limited_command import run_with_limit
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = MappingProxyType(
     {
-        "cpu": ("zeropp/quant/_kernels",),
-        "cuda": ("zeropp/quant/_kernels", "zeropp/quant/_cuda"),
+        "cpu": ("zeropp/native/_cpu",),
+        "cuda": ("zeropp/native/_cpu", "zeropp/native/_cuda"),
     }
 )
 STEPS = ("build", "tests", "memcheck", "racecheck", "kernels", "train")

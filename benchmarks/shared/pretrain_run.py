@@ -12,7 +12,7 @@ from megatron_zpp.train.build import build_run
 from megatron_zpp.train.evaluate import evaluate
 from megatron_zpp.train.loop import TRAIN, VALIDATION, loader
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.step import begin_iteration
+from megatron_zpp.train.step import train_step
 from megatron_zpp.train.stop import Stopping
 
 
@@ -29,7 +29,7 @@ def training_batches(run: Run) -> Loader:
 
 def run_step(run: Run, batches: Loader) -> Iteration:
     """Run one training iteration and wait for its numbers."""
-    return begin_iteration(run, batches).measured()
+    return train_step(run, batches).result()
 
 
 def held_out_loss(run: Run, micro_batch_size: int, rounds: int) -> float:

@@ -43,7 +43,7 @@ from benchmarks.step.device_loops import DEVICE_LOOPS
 from benchmarks.step.gpu_utilization import show_size, speeds
 from benchmarks.step.hugging_face_peer import is_installed
 from benchmarks.step.training_loops import unsharded
-from megatron_zpp.monitor.matrix_rate import matrix_rate
+from megatron_zpp.monitor.matmul_rate import measure_matmul_rate
 from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.config import ParallelConfig
 from zeropp.ranks.topology import Environment
@@ -144,7 +144,7 @@ def measure_size(
         "parameters": model.num_parameters(),
         "flops_per_token": model.flops_per_token(),
         "tokens_per_step": shape["micro-batch"] * shape["micro-batches"] * shape["seq"],
-        "product_rate": matrix_rate(ranks.device, torch.bfloat16),
+        "product_rate": measure_matmul_rate(ranks.device, torch.bfloat16),
     }
     try:
         comparison = DeviceComparison(setup, options.rounds, options.steps)

@@ -19,7 +19,8 @@ from benchmarks.shared.training_setup import CLIP, LEARNING_RATE, WEIGHT_DECAY, 
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
-from megatron_zpp.train.step import Underway, begin_iteration
+from megatron_zpp.train.pending_iteration import PendingIteration
+from megatron_zpp.train.step import train_step
 from zeropp import optimizer_step, shard
 from zeropp.fsdp_adapter import gather_ahead
 from zeropp.optim.step import local_part
@@ -57,19 +58,19 @@ def ours(setup: TrainingSetup, name: str = "ours") -> TrainingLoop:
     """The loop of pretrain_gpt.py: data loader, schedules, step, and the last step's log."""
     run = silent_run(setup.config, setup.ranks)
     batches = training_batches(run)
-    unfinished: list[Underway] = []
+    unfinished: list[PendingIteration] = []
 
     def step() -> StepNumbers:
         previous = unfinished.pop() if unfinished else None
-        current = begin_iteration(run, batches, previous)
+        current = train_step(run, batches, previous)
         if previous:
-            previous.measured()
+            previous.result()
         unfinished.append(current)
         return partial(numbers_of, current)
 
-    def numbers_of(iteration: Underway) -> tuple[float, float]:
+    def numbers_of(iteration: PendingIteration) -> tuple[float, float]:
         unfinished[:] = [other for other in unfinished if other is not iteration]
-        measured = iteration.measured()
+        measured = iteration.result()
         return measured.loss, measured.grad_norm
 
     return TrainingLoop(

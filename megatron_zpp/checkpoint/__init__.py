@@ -1,1 +1,1 @@
-"""How a run is written to disk, and how its weights are read back."""
+"""How a run is saved and loaded, and how the weights of a checkpoint are read."""

@@ -1,1 +1,1 @@
-"""The commands of `megatron-zpp`, one file each; the scripts of tools/ call the same functions."""
+"""The commands of `megatron-zpp`, one file each; the scripts in `tools/` call them."""

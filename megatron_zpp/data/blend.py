@@ -3,7 +3,7 @@
 Before each sample k the dataset that is furthest behind its share, argmax of w * max(k, 1) - taken,
 gives the next of its own samples; the first one wins a tie.
 
-csrc/index.cpp does this one after another. Where it was not built NumPy does: the recurrence soon
+csrc/index/index.cpp does this sample by sample. If it was not built, NumPy does: the recurrence soon
 forgets where it started, so many stretches of it run side by side from guessed counts, and every
 stretch that did not start where the one before it ended is run again from there, until all fit.
 The result is exactly the sequential one.

@@ -1,17 +1,25 @@
-"""The compiled loops of csrc/index.cpp, where they were built; NumPy does their work elsewhere."""
+"""The compiled loops of csrc/index/, where they were built; elsewhere NumPy does their work."""
 
 import ctypes
 import logging
 from dataclasses import dataclass
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
+from zeropp.native.library import ADDRESS, INT, LibraryError, load
+
 FOLDER = Path(__file__).parent
-STEM = "_index"
-VERSION = 1  # csrc/index.cpp has the same: raised with every change of what passes between the two
+FUNCTIONS = MappingProxyType({
+    # data, its size, key and position of the random state
+    "zpp_index_shuffle": (ADDRESS, INT, ADDRESS, ADDRESS),
+    # lengths, documents, number of documents, sequence length, rows, out, whether out is int64
+    "zpp_index_starts": (ADDRESS, ADDRESS, INT, INT, INT, ADDRESS, INT),
+    # shares, limits, number of datasets, size, dataset, sample
+    "zpp_index_blend": (ADDRESS, ADDRESS, INT, INT, ADDRESS, ADDRESS),
+})  # fmt: skip
 MAX_SHUFFLED = 1 << 31  # above it partners of a shuffle would need more than 32 bits
 
 log = logging.getLogger("megatron_zpp")
@@ -66,32 +74,9 @@ class NativeIndex:
 
 @cache
 def native() -> NativeIndex | None:
-    """The compiled loops, or None where there are none that fit; says so once, at INFO."""
-    built = [FOLDER / (STEM + suffix) for suffix in EXTENSION_SUFFIXES]
-    found = next((path for path in built if path.exists()), None)
-    if found is None:
-        why = "csrc/ was not built here (no compiler, or not installed with pip or make setup)"
-    elif (loops := _load(found)) is None:
-        why = f"{found} was built from other sources; install again (make setup)"
-    else:
-        return loops
-    log.info("sample indices are built by NumPy, which takes longer: %s", why)
-    return None
-
-
-def _load(path: Path) -> NativeIndex | None:
-    library = ctypes.CDLL(str(path))
-    number, address = ctypes.c_int64, ctypes.c_void_p
-    arguments = {
-        "zpp_index_version": (),
-        "zpp_index_shuffle": (address, number, address, address),
-        "zpp_index_starts": (address, address, number, number, number, address, number),
-        "zpp_index_blend": (address, address, number, number, address, address),
-    }
-    if not all(hasattr(library, name) for name in arguments):
+    """The compiled loops, or `None` if there are none to use; says so once, at INFO."""
+    try:
+        return NativeIndex(library=load(FOLDER, "_index", FUNCTIONS))
+    except LibraryError as error:
+        log.info("sample indices are built by NumPy, which takes longer: %s", error)
         return None
-    for name, types in arguments.items():
-        function = getattr(library, name)
-        function.argtypes = types
-        function.restype = number if name == "zpp_index_version" else None
-    return NativeIndex(library=library) if library.zpp_index_version() == VERSION else None

@@ -83,9 +83,7 @@ def _documents(sequences: np.ndarray, epochs: Epochs, random: np.random.RandomSt
     return document
 
 
-def _samples(
-    lengths: np.ndarray, document: np.ndarray, seq_length: int, tokens: int
-) -> np.ndarray:
+def _samples(lengths: np.ndarray, document: np.ndarray, seq_length: int, tokens: int) -> np.ndarray:
     """Where each sample starts [n + 1, 2]: the sequences `document`, `tokens` in all, end to end.
 
     The first row is 0, 0 as in megatron-core, even if the first documents are empty.

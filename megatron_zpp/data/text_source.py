@@ -14,9 +14,7 @@ DEFAULT_CACHE = ".cache"  # in the current folder
 log = logging.getLogger("megatron_zpp")
 
 
-def open_source(
-    data: DataConfig, tokenizer: TokenizerConfig
-) -> tuple[DataConfig, Tokenizer]:
+def open_source(data: DataConfig, tokenizer: TokenizerConfig) -> tuple[DataConfig, Tokenizer]:
     """The data section with paths filled in where none were given, and the tokenizer.
 
     Without any path and any tokenizer the corpus is the Python standard library with a tokenizer

@@ -14,9 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 NARROW = (torch.bfloat16, torch.float16)
 
 
-def attend_documents(
-    q: Tensor, k: Tensor, v: Tensor, edges: Tensor, dropout: float
-) -> Tensor:
+def attend_documents(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, dropout: float) -> Tensor:
     """Core attention: q [B, S, N, D], k and v [B, S, K, D], edges int32 [n + 1] → [B, S, N, D]."""
     longest = q.shape[1]  # no document is longer than a row
     line = [part.flatten(0, 1) for part in (q, k, v)]  # [B * S, heads, D]

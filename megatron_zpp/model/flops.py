@@ -3,8 +3,8 @@
 Only matrix products count, two operations per multiply-add, a backward pass twice its forward
 (Narayanan et al. 2021, arXiv 2104.04473, section 5.1, equation 3). Attention counts all S keys per
 query, as Megatron does, though a causal kernel may skip half. What is recomputed counts again among
-the operations performed, and not among those of the model, which MFU is made of (Chowdhery
-et al. 2022, arXiv 2204.02311, appendix B).
+the operations performed, and not among those of the model, which MFU counts (Chowdhery et al. 2022,
+arXiv 2204.02311, appendix B).
 """
 
 from dataclasses import dataclass
@@ -16,23 +16,18 @@ BACKWARD = 2  # forward passes' worth of operations in a backward pass
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFlops:
-    """Operations for one token: those of the model, and those performed, recomputation included.
-
-    `rate` is what the device could do of them per second: see `megatron_zpp/monitor/matrix_rate.py`.
-    """
+    """Operations for one token: those of the model, and those performed, recomputation included."""
 
     model: float
     performed: float
-    rate: float | None = None
 
     @classmethod
     def of(
-        cls, model: ModelConfig, recompute: RecomputeConfig, vocab_size: int, rate: float | None
+        cls, model: ModelConfig, recompute: RecomputeConfig, vocab_size: int
     ) -> "TokenFlops":
         return cls(
             model=flops_per_token(model, RecomputeConfig(), vocab_size),
             performed=flops_per_token(model, recompute, vocab_size),
-            rate=rate,
         )
 
 

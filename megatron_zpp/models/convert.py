@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from megatron_zpp.checkpoint import checkpoint, manifest
-from megatron_zpp.checkpoint.checkpoint import TrainingState
-from megatron_zpp.checkpoint.run_settings import architecture, settings
+from megatron_zpp.checkpoint import checkpoint
+from megatron_zpp.checkpoint.iteration_folders import candidates
 from megatron_zpp.checkpoint.safetensors_files import DTYPES, SUFFIX, write_safetensors
+from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
 from megatron_zpp.models import gguf
 from megatron_zpp.models.hf_config import family_of, read_settings, write_settings
 from megatron_zpp.models.hf_folder import CONFIG, ONE_FILE, is_hugging_face, read_config
@@ -51,7 +51,7 @@ def import_model(
     Beside it, in `save`/hugging_face, lie the settings and the tokenizer. Raises InputError for
     what `open_model` refuses, and for a folder that holds checkpoints or another model already.
     """
-    if manifest.candidates(save)[0]:
+    if candidates(save)[0]:
         raise InputError(f"--save {save} holds checkpoints already: name another folder")
     if is_hugging_face(save):  # which of the two would be opened?
         raise InputError(f"--save {save} holds a Hugging Face model: name another folder")
@@ -73,7 +73,7 @@ def import_model(
         stage=0,
         tokenizer=opened.tokenizer.fingerprint,
         architecture=architecture(opened.config, opened.tokenizer.vocab_size),
-        configuration=settings(config),
+        configuration=run_settings(config),
     )
     path = checkpoint.save_weights(save, opened.weights, state)
     return replace(opened, path=path, tokenizer_config=chosen)
@@ -90,7 +90,7 @@ def export_model(
     """
     if is_hugging_face(output) or any(output.glob(f"*{SUFFIX}")):
         raise InputError(f"--to-hf {output} holds a model already: name another folder")
-    if manifest.candidates(output)[0]:
+    if candidates(output)[0]:
         raise InputError(f"--to-hf {output} holds checkpoints: name another folder")
     origin = _origin(opened)
     rows = opened.tokenizer.vocab_size
@@ -139,9 +139,7 @@ def export_adapters(
                 "--base-name, or give it as the model to PeftModel.from_pretrained", base_name
             )  # fmt: skip
     wanted = DTYPES[dtype] if dtype else None
-    return write_adapters(
-        output, opened.adapters, TABLES[family.name], sizes, base_name, wanted
-    )
+    return write_adapters(output, opened.adapters, TABLES[family.name], sizes, base_name, wanted)
 
 
 def flags(opened: OpenedModel, save: Path) -> list[str]:

@@ -129,14 +129,20 @@ LLAMA = Family(
     is_tied=False,
     rotary=rope.LLAMA,
 )
+MISTRAL_DEFAULTS = MappingProxyType(
+    {
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+    }
+)
 MISTRAL = replace(
     LLAMA,
     name="mistral",
     class_name="MistralForCausalLM",
     settings=tuple(
-        replace(one, default={"num_key_value_heads": 8, "intermediate_size": 14336,
-                              "max_position_embeddings": 131072}.get(one.theirs, one.default))
-        for one in LLAMA.settings
+        replace(setting, default=MISTRAL_DEFAULTS.get(setting.theirs, setting.default))
+        for setting in LLAMA.settings
     ),
     theirs=MappingProxyType({"sliding_window": (None, 4096)}),
     ours=MappingProxyType({**LLAMA.ours, "disable_bias_linear": True}),
@@ -187,7 +193,7 @@ def read_settings(content: Mapping[str, Any], place: str) -> Described:
             given = content.get(key, default)
             raise InputError(f"{place}: {key} is {given!r}; only {only!r} is known here")
     values: dict[str, Any] = {
-        one.ours: _number(content, one, place) for one in family.settings
+        setting.ours: _number(content, setting, place) for setting in family.settings
     }
     values |= {key: value for key, value in family.ours.items() if value is not None}
     values |= _activation(family, content, place)
@@ -239,8 +245,8 @@ def write_settings(model: ModelConfig, vocab_rows: int, end: int) -> dict[str, A
         "kv_channels": model.head_dim,
         "max_position_embeddings": model.num_positions,
     }
-    for one in family.settings:
-        content[one.theirs] = known.get(one.ours, getattr(model, one.ours))
+    for setting in family.settings:
+        content[setting.theirs] = known.get(setting.ours, getattr(model, setting.ours))
     key, default = family.activation
     content[key] = "silu" if default is None else _activation_name(model)
     for key in family.biases:
@@ -265,7 +271,7 @@ def _family(content: Mapping[str, Any], place: str) -> Family:
         is_one = not classes or family.class_name in classes or bare in classes
         if named == family.name and is_one:
             return family
-    known = ", ".join(f"{one.name} ({one.class_name})" for one in FAMILIES)
+    known = ", ".join(f"{family.name} ({family.class_name})" for family in FAMILIES)
     what = f"{named!r}" + (f" ({', '.join(map(str, classes))})" if classes else "")
     raise InputError(f"{place}: a model of type {what} is not known here; known are {known}")
 

@@ -11,15 +11,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_zpp.checkpoint.safetensors_files import INDEX, NAMES, SUFFIX
+from megatron_zpp.checkpoint.safetensors_files import DTYPE_NAMES, INDEX, SUFFIX
 from megatron_zpp.models.weight_names import TABLES
 from megatron_zpp.tokenizer.base import read_json
-from zeropp.checkpoint.state_tensors import few
-from zeropp.errors import InputError
+from zeropp.errors import InputError, first_few
 
 CONFIG = "config.json"
 ONE_FILE = f"model{SUFFIX}"
-OF_NAME = {name: dtype for dtype, name in NAMES.items()}
+OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def is_hugging_face(folder: Path) -> bool:
@@ -55,7 +54,7 @@ class FolderTensors:
         wrong += [name for name in self._files if listed and name not in listed]
         if wrong:
             raise InputError(
-                f"{folder / (one_file + INDEX)}: {few(wrong)}: not where the index says"
+                f"{folder / (one_file + INDEX)}: {first_few(wrong)}: not where the index says"
             )
 
     def facts(self) -> dict[str, Tensor]:
@@ -81,8 +80,8 @@ def _listed(folder: Path, one_file: str) -> dict[str, Path]:
     if (folder / one_file).exists():
         return {}
     if not path.exists():
-        others = [one.name for one in folder.glob("*.bin")] + [p.name for p in folder.glob("*.pt")]
-        hint = f" ({few(others)}: save it as safetensors first)" if others else ""
+        others = [path.name for suffix in ("*.bin", "*.pt") for path in folder.glob(suffix)]
+        hint = f" ({first_few(others)}: save it as safetensors first)" if others else ""
         raise InputError(f"{folder}: neither {one_file} nor {path.name} is in it{hint}")
     content = read_json(path, "the index")
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
@@ -93,7 +92,7 @@ def _listed(folder: Path, one_file: str) -> dict[str, Path]:
         raise InputError(f"{path}: {names[0]!r} is not the name of a file beside it")
     absent = sorted({name for name in weight_map.values() if not (folder / name).is_file()})
     if absent:
-        raise InputError(f"{path}: names files that are not there: {few(absent)}")
+        raise InputError(f"{path}: names files that are not there: {first_few(absent)}")
     return {name: folder / file for name, file in weight_map.items()}
 
 
@@ -110,12 +109,12 @@ def _header(path: Path) -> dict[str, Tensor]:
     narrow = [
         f"{name} ({dtype})"
         for name, (_, dtype) in found.items()
-        if dtype not in OF_NAME
-        or not (OF_NAME[dtype].is_floating_point or _is_constant(name))
+        if dtype not in OF_NAME or not (OF_NAME[dtype].is_floating_point or _is_constant(name))
     ]
     if narrow:
         raise InputError(
-            f"{path}: {few(narrow)}: expected floating-point numbers; dequantize the model first"
+            f"{path}: {first_few(narrow)}: expected floating-point numbers; dequantize the model "
+            "first"
         )
     return {
         name: torch.empty(shape, dtype=OF_NAME[dtype], device="meta")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.safetensors_files import Item
-from megatron_zpp.checkpoint.shard_weights import Weights
+from megatron_zpp.checkpoint.weight_source import WeightSource
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.models.tensor_forms import Sizes
 from megatron_zpp.models.weight_names import Row, Table
@@ -108,7 +108,7 @@ class ForeignWeights:
 
 
 def foreign_items(
-    weights: Weights, table: Table, sizes: Sizes, dtype: torch.dtype | None
+    weights: WeightSource, table: Table, sizes: Sizes, dtype: torch.dtype | None
 ) -> list[Item]:
     """Our weights as Hugging Face's tensors, ready to be written; dtype None keeps each one's."""
     items, last = [], _Last(weights)
@@ -139,7 +139,7 @@ def shapes(model: ModelConfig, padded_rows: int) -> dict[str, Tensor]:
 class _Last:
     """Keeps the tensor read last: the parts of one are written one after another."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: WeightSource) -> None:
         self._weights = weights
         self._name, self._tensor = "", torch.empty(0)
 

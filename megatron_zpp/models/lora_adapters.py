@@ -1,6 +1,6 @@
 """LoRA's adapters as files hold them, and a model's weights with adapters merged into them.
 
-    W' = W + (alpha / rank) · B A        in fp32, one tensor at a time
+W' = W + (alpha / rank) · B A        in fp32, one tensor at a time
 """
 
 from collections.abc import Collection
@@ -9,11 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.shard_weights import Weights
+from megatron_zpp.checkpoint.weight_source import WeightSource
 from megatron_zpp.model.lora import A, B
 from megatron_zpp.settings.config import LoraConfig
-from zeropp.checkpoint.state_tensors import few
-from zeropp.errors import InputError
+from zeropp.errors import InputError, first_few
 
 WEIGHT = ".weight"
 MOST_LINES = 40
@@ -38,14 +37,14 @@ class Adapters:
     Raises InputError where there are none, or A without B.
     """
 
-    def __init__(self, weights: Weights, config: LoraConfig, place: str) -> None:
+    def __init__(self, weights: WeightSource, config: LoraConfig, place: str) -> None:
         self.config, self.place, self._weights = config, place, weights
         self.facts = weights.facts()
         ending = f".{A}{WEIGHT}"
-        self.layers = [one.removesuffix(ending) for one in self.facts if one.endswith(ending)]
+        self.layers = [fact.removesuffix(ending) for fact in self.facts if fact.endswith(ending)]
         alone = [layer for layer in self.layers if f"{layer}.{B}{WEIGHT}" not in self.facts]
         if not self.layers or alone:
-            what = f"no {B} for {few(alone)}" if alone else "no adapters"
+            what = f"no {B} for {first_few(alone)}" if alone else "no adapters"
             raise InputError(f"{place}: {what}; expected a checkpoint of a run with --lora-rank")
 
     def shape(self, layer: str) -> torch.Size:
@@ -73,7 +72,7 @@ class MergedWeights:
     Raises InputError, which names them, for layers that the model lacks or has in another shape.
     """
 
-    def __init__(self, base: Weights, changes: Changes) -> None:
+    def __init__(self, base: WeightSource, changes: Changes) -> None:
         self._base, self._changes = base, changes
         facts = base.facts()
         lines = []

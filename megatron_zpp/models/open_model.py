@@ -15,10 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.checkpoint import checkpoint, manifest
-from megatron_zpp.checkpoint.run_settings import architecture
-from megatron_zpp.checkpoint.shard_weights import Weights, fill
-from megatron_zpp.checkpoint.whole_weights import CheckpointWeights, find_checkpoint
+from megatron_zpp.checkpoint.checkpoint_weights import CheckpointWeights, find_checkpoint
+from megatron_zpp.checkpoint.iteration_folders import candidates
+from megatron_zpp.checkpoint.training_state import (
+    STATE,
+    TrainingState,
+    architecture,
+    read_state,
+)
+from megatron_zpp.checkpoint.weight_source import WeightSource, fill_parameters
 from megatron_zpp.data.text_source import tokenizer_of
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.lora import is_adapter
@@ -56,7 +61,7 @@ class OpenedModel:
     config: ModelConfig
     tokenizer: Tokenizer
     tokenizer_config: TokenizerConfig
-    weights: Weights
+    weights: WeightSource
     described: Described | None = None
     adapters: Adapters | None = None
     base: Path | None = None
@@ -68,8 +73,8 @@ class OpenedModel:
             yield name, self.weights.read(name)
 
     def fill(self, model: nn.Module) -> None:
-        """Copy the weights into a GPT whose storage exists (`megatron_zpp.checkpoint.shard_weights.fill`)."""
-        fill(model, self.weights)
+        """Copy the weights into a GPT; see `weight_source.fill_parameters`."""
+        fill_parameters(model, self.weights)
 
 
 def open_model(
@@ -96,8 +101,8 @@ def open_model(
     if is_hugging_face(path):
         content, tensors = read_config(path), FolderTensors(path)
         return _foreign(path, content, tensors, tokenizer or tokenizer_in(path), multiple)
-    is_one = path.name.startswith("iter_") and (path / checkpoint.STATE).is_file()
-    if is_one or manifest.candidates(path)[0]:
+    is_one = path.name.startswith("iter_") and (path / STATE).is_file()
+    if is_one or candidates(path)[0]:
         return _open_checkpoint(find_checkpoint(path, "the model"), tokenizer, base)
     raise InputError(
         f"{path}: expected a folder of checkpoints (iter_0000100 in it), a Hugging Face folder "
@@ -124,7 +129,7 @@ def load_model(
 def _open_checkpoint(
     path: Path, tokenizer: TokenizerConfig | None, given: Path | str | None
 ) -> OpenedModel:
-    state = checkpoint.read_state(path)
+    state = read_state(path)
     settings = state.configuration
     if not {"model", "tokenizer", "data"} <= settings.keys():
         raise InputError(f"{path}: says too little of its model: it was saved by another program")
@@ -169,8 +174,8 @@ def _open_checkpoint(
 
 def _base_of(
     path: Path,
-    state: checkpoint.TrainingState,
-    weights: Weights,
+    state: TrainingState,
+    weights: WeightSource,
     said: str,
     given: Path | str | None,
     tokenizer: TokenizerConfig | None,
@@ -234,9 +239,7 @@ def _open_peft(
     return replace(base, path=path, weights=MergedWeights(base.weights, changes), base=base.path)
 
 
-def _open_gguf(
-    path: Path, tokenizer: TokenizerConfig | None, multiple: int | None
-) -> OpenedModel:
+def _open_gguf(path: Path, tokenizer: TokenizerConfig | None, multiple: int | None) -> OpenedModel:
     model, files = gguf.GgufModel(path), None
     if tokenizer is None:
         files = tempfile.TemporaryDirectory()
@@ -255,9 +258,7 @@ def _foreign(
     described = read_settings(content, str(path / CONFIG) if path.is_dir() else str(path))
     if chosen is None:
         log.info("%s brings no tokenizer: token ids are numbers (NullTokenizer)", path)
-        chosen = TokenizerConfig(
-            tokenizer_type="NullTokenizer", vocab_size=described.vocab_rows
-        )
+        chosen = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=described.vocab_rows)
     tokenizer = build_tokenizer(chosen)
     model = _fit_vocabulary(described, tokenizer.vocab_size, multiple, path)
     table = TABLES[described.family.name]

@@ -24,8 +24,7 @@ from megatron_zpp.models.tensor_forms import Sizes
 from megatron_zpp.models.weight_names import Table
 from megatron_zpp.tokenizer.base import read_json
 from zeropp.atomic import write_atomically
-from zeropp.checkpoint.state_tensors import few
-from zeropp.errors import InputError
+from zeropp.errors import InputError, first_few
 
 CONFIG = "adapter_config.json"
 TENSORS = f"adapter_model{SUFFIX}"
@@ -102,7 +101,9 @@ def targets(adapted: Sequence[str], modules: Sequence[str]) -> list[str]:
     """The shortest endings of names that match all of `adapted`, and of `modules` nothing else."""
     mine, others = set(adapted), set(modules) - set(adapted)
     taken = {ending for name in others for ending in _endings(name)}
-    return sorted({next(one for one in _endings(name) if one not in taken) for name in mine})
+    return sorted(
+        {next(ending for ending in _endings(name) if ending not in taken) for name in mine}
+    )
 
 
 class PeftChanges:
@@ -189,7 +190,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
            if content.get(key, only) != only]  # fmt: skip
     odd += [f"{key} is {content[key]!r}" for key in WITHOUT if content.get(key)]
     if odd:
-        raise InputError(f"{path}: only plain LoRA is read here: {few(odd)}")
+        raise InputError(f"{path}: only plain LoRA is read here: {first_few(odd)}")
     for key, kinds, expected in NUMBERS:
         value = content.get(key, PEFT_DEFAULT)
         is_number = isinstance(value, kinds) and not isinstance(value, bool)

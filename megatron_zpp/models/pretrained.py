@@ -4,12 +4,23 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_model
 from megatron_zpp.models.gguf import SUFFIX
 from megatron_zpp.models.open_model import OpenedModel, open_model
 from megatron_zpp.settings.config import Config, DataConfig, TokenizerConfig
 from zeropp import InputError, Sharding
 
 log = logging.getLogger("megatron_zpp")
+
+
+def with_named_model(config: Config) -> tuple[Config, OpenedModel | None]:
+    """`config` with the shape of the model that its flags name, and the model to start from.
+
+    `--use-checkpoint-args` names the model in `--load`, `--pretrained-checkpoint` any other.
+    """
+    if config.checkpoint.use_checkpoint_args:
+        config = with_checkpoint_model(config)
+    return with_pretrained_model(config)
 
 
 def with_pretrained_model(config: Config) -> tuple[Config, OpenedModel | None]:
@@ -56,7 +67,9 @@ def adapters(config: Config, sharding: Sharding) -> list[tuple[str, str]]:
     lora = config.lora
     if not lora.lora_rank:
         return []
-    trained = sum(one.numel() for one in sharding.model.parameters() if one.requires_grad)
+    trained = sum(
+        parameter.numel() for parameter in sharding.model.parameters() if parameter.requires_grad
+    )
     stored = ""
     if sharding.stores_frozen:
         bits = config.zero.zeropp.nontrainable_weight_bits

@@ -32,9 +32,7 @@ def copy_files(source: Path, target: Path, names: tuple[str, ...] = FILES) -> li
 def tokenizer_in(folder: Path) -> TokenizerConfig | None:
     """The flags for the tokenizer in a Hugging Face folder, or None if there is none."""
     if (folder / FAST).is_file():
-        return TokenizerConfig(
-            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder)
-        )
+        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
     if (folder / VOCABULARY).is_file() and (folder / MERGES).is_file():
         return TokenizerConfig(
             tokenizer_type="GPT2BPETokenizer",

@@ -1,4 +1,4 @@
-"""What the nodes sent for their steps: the ledgers of all ranks, beside two formulas.
+"""What the nodes sent for training steps: the byte counts of all ranks, beside two formulas.
 
 Weights and gradients of training steps only. What evaluation and generation gather is left out: it
 comes at other times than steps do, and would hide what a step costs.
@@ -12,13 +12,13 @@ from zeropp import Sharding
 from zeropp.wire.traffic import HOPS, PURPOSES
 
 KEYS = tuple((purpose, hop) for purpose in PURPOSES for hop in HOPS)
-FAR, NEAR = "across_nodes", "in_node"
+ACROSS_NODES, IN_NODE = "across_nodes", "in_node"
 MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """Bytes sent in `steps` steps, by (purpose, hop): of a rank, or of a node, the mean of all.
+    """Bytes sent in `steps` steps, by (purpose, hop): by a rank, or by a node, the mean of all.
 
     `expected` is what the formula says for these steps, `plain` what the same ZeRO stage would have
     sent without ZeRO++, on rings over all ranks.
@@ -37,80 +37,81 @@ class Communication:
             plain=self.plain + other.plain,
         )
 
-    def scalars(self) -> dict[str, float]:
-        """Bytes per step, under TensorBoard's names."""
-        named = {f"comm/{purpose}_{hop}": self.sent[purpose, hop] for purpose, hop in KEYS}
-        named |= {f"comm/{hop}": over(self.sent, hop) for hop in HOPS}
-        named[f"comm/expected_{FAR}"] = over(self.expected, FAR)
-        return {name: num_bytes / self.steps for name, num_bytes in named.items()}
-
     def line(self) -> str:
-        """What went across nodes, in all and by purpose, and what did not; in Megatron's style."""
-        pairs = {"across nodes": (over(self.sent, FAR), over(self.expected, FAR))}
+        """A log line in Megatron's style: bytes across nodes, in all and by purpose, and within."""
+        sent, expected = self.sent, self.expected
+        values = {"across nodes": (sum_over(sent, ACROSS_NODES), sum_over(expected, ACROSS_NODES))}
         for purpose in PURPOSES:
-            pairs[purpose.replace("_", " ")] = self.sent[purpose, FAR], self.expected[purpose, FAR]
-        pairs["in node"] = over(self.sent, NEAR), over(self.expected, NEAR)
-        fields = [f" {name}: {self._beside(*pair)} |" for name, pair in pairs.items()]
+            key = purpose, ACROSS_NODES
+            values[purpose.replace("_", " ")] = sent[key], expected[key]
+        values["in node"] = sum_over(sent, IN_NODE), sum_over(expected, IN_NODE)
+        fields = [f" {name}: {self._with_formula(*pair)} |" for name, pair in values.items()]
         return " comm per node and step (MiB) |" + "".join(fields)
 
-    def _beside(self, sent: float, expected: float) -> str:
-        """MiB per step, and the formula's where they differ by more than rounding."""
-        measured, formula = (f"{each / self.steps / MIB:.2f}" for each in (sent, expected))
+    def _with_formula(self, sent: float, expected: float) -> str:
+        """MiB per step, and the formula's where the two differ by more than rounding."""
+        measured = f"{sent / self.steps / MIB:.2f}"
+        formula = f"{expected / self.steps / MIB:.2f}"
         return measured if measured == formula else f"{measured} (formula: {formula})"
 
 
-class Account:
-    """Adds up the training steps of this rank; `take` and `rows` are called by all ranks."""
+class CommunicationMeter:
+    """Adds up what this rank sends in training steps.
+
+    `take` and `summary_rows` are collectives: all ranks call them.
+    """
 
     def __init__(self, sharding: Sharding, ranks: Ranks) -> None:
         self._sharding, self._ranks = sharding, ranks
         self._formulas: dict[int, tuple[Counter, Counter]] = {}
-        self._mine, self._total = Communication(), Communication()
+        self._rank_interval, self._node_total = Communication(), Communication()
 
     def begin_step(self) -> None:
-        """Leave out what was sent since the last step."""
+        """Discard what was sent since the last step."""
         self._sharding.traffic.take()
 
     def end_step(self, num_micro_batches: int) -> None:
-        """Enter what this rank sent since `begin_step`; nothing at stage 0 and on one rank.
+        """Count what this rank sent since `begin_step`; nothing at stage 0 and on one rank.
 
-        Stage 0 all-reduces by PyTorch's own collective, which no ledger sees.
+        Stage 0 all-reduces by PyTorch's own collective, whose bytes are not counted.
         """
         if self._sharding.stage == 0 or self._sharding.num_ranks == 1:
             return
         expected, plain = self._formula(num_micro_batches)
         sent = Counter(self._sharding.traffic.take())
-        self._mine += Communication(steps=1, sent=sent, expected=expected, plain=plain)
+        self._rank_interval += Communication(steps=1, sent=sent, expected=expected, plain=plain)
 
     def take(self) -> Communication | None:
-        """What a node sent since the last call; None if there were no steps to enter."""
-        mine, self._mine = self._mine, Communication()
-        if not mine.steps:
+        """Return what a node sent since the last call; None if no step was counted."""
+        interval, self._rank_interval = self._rank_interval, Communication()
+        if not interval.steps:
             return None
-        columns = mine.sent, mine.expected, mine.plain
-        everywhere = self._ranks.sum(*(column[key] for column in columns for key in KEYS))
+        columns = interval.sent, interval.expected, interval.plain
+        totals = self._ranks.sum(*(column[key] for column in columns for key in KEYS))
         num_nodes = self._sharding.forecast.weights.nodes.count
-        means = iter(num_bytes / num_nodes for num_bytes in everywhere)
+        means = iter(total / num_nodes for total in totals)
         sent, expected, plain = (Counter({key: next(means) for key in KEYS}) for _ in columns)
-        taken = Communication(steps=mine.steps, sent=sent, expected=expected, plain=plain)
-        self._total += taken
-        return taken
+        node_interval = Communication(
+            steps=interval.steps, sent=sent, expected=expected, plain=plain
+        )
+        self._node_total += node_interval
+        return node_interval
 
-    def rows(self) -> list[tuple[str, str]]:
-        """Rows of the run's ending: what went between nodes, beside plain ZeRO; for all ranks."""
+    def summary_rows(self) -> list[tuple[str, str]]:
+        """Rows for the end of the run: what went between nodes, beside plain ZeRO."""
         self.take()
-        total, sharding = self._total, self._sharding
-        sent, plain = over(total.sent, FAR), over(total.plain, FAR)
+        total, sharding = self._node_total, self._sharding
+        sent, plain = sum_over(total.sent, ACROSS_NODES), sum_over(total.plain, ACROSS_NODES)
         if not sent:
             return []
-        formats = dict.fromkeys((sharding.compute_dtype, sharding.forecast.wire_dtype))
-        width = " and ".join(str(one).removeprefix("torch.") for one in formats)
+        dtypes = dict.fromkeys((sharding.compute_dtype, sharding.forecast.wire_dtype))
+        formats = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         return [
             ("between nodes", _amount(sent, total.steps)),
             (
                 f"plain ZeRO-{sharding.stage}",
                 f"{_amount(plain, total.steps)}: {plain / sent:.1f} times as much\n"
-                f"(by formula: {width}, one ring over all ranks for each collective)",
+                f"(by formula: {formats}, one ring over all ranks for each collective)",
             ),
         ]
 
@@ -123,9 +124,9 @@ class Account:
         return self._formulas[num_micro_batches]
 
 
-def over(sent: Counter, hop: str) -> float:
-    """Bytes of all purposes by one hop."""
-    return sum(sent[purpose, hop] for purpose in PURPOSES)
+def sum_over(num_bytes: Counter, hop: str) -> float:
+    """Bytes of all purposes over one hop."""
+    return sum(num_bytes[purpose, hop] for purpose in PURPOSES)
 
 
 def _amount(num_bytes: float, steps: int) -> str:

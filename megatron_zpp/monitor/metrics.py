@@ -1,8 +1,8 @@
-"""What an iteration measured, and the log line that every `--log-interval` of them become.
+"""What an iteration measured, and the log line for every `--log-interval` iterations.
 
-The training step returns numbers; only this file turns them into text. The lines are
-Megatron-DeepSpeed's to the letter, so that the scripts people parse them with keep working, with
-two deliberate differences: a loss is printed on skipped iterations too, and a NaN is printed.
+The training step returns numbers; only this file turns them into lines. The lines are
+Megatron-DeepSpeed's to the letter, so that scripts that parse them keep working, with two
+deliberate differences: a loss is printed on skipped iterations too, and a NaN is printed.
 """
 
 import math
@@ -13,6 +13,7 @@ from typing import Protocol
 
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.monitor.communication import Communication
+from megatron_zpp.monitor.matmul_rate import MatmulRate
 from megatron_zpp.monitor.memory import Memory, memory_line
 from megatron_zpp.settings.config import LogConfig
 
@@ -27,8 +28,8 @@ class Iteration:
 
     `loss` is the mean over micro-batches and ranks, `seconds` the wall time, `consumed_*` the
     counts after this iteration, `skipped` true if the update was left out (fp16 overflow),
-    `communication` what the nodes sent since the last log line, known where a line is due, `extra`
-    more scalars for the writers by their full name, " vs tokens" included.
+    `communication` what the nodes sent since the last log line, measured where a line is due,
+    `optimizer_norms` the norms of weights and moments by (tensor, norm).
     """
 
     iteration: int
@@ -47,7 +48,9 @@ class Iteration:
     skipped: bool = False
     memory: Memory | None = None
     communication: Communication | None = None
-    extra: Mapping[str, float] = field(default_factory=dict)
+    forward_backward_seconds: float | None = None
+    batch_generator_seconds: float | None = None  # spent waiting for samples
+    optimizer_norms: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -57,7 +60,7 @@ class Iteration:
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """`--log-interval` iterations: the last one, and what all of them amount to."""
+    """Averages and sums over `--log-interval` iterations, and the last of these iterations."""
 
     last: Iteration
     loss: float
@@ -68,13 +71,17 @@ class Interval:
     tokens_per_gpu_per_second: float
     tflops: float  # per rank, what is recomputed included
     model_tflops: float  # the same without it
-    mfu: float | None = None  # of what the rank's device can do; None where that is not known
+    share_of_measured_rate: float | None = None  # None where the rate was not measured
+    mfu: float | None = None  # None where the data sheet's peak of the device is not known
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """A held-out loss after `iteration`; `split` is "validation" or "test", `moment` the words
-    of the log line ("iteration 100", "the end of training for test data")."""
+    """A held-out loss after `iteration`.
+
+    `split` is "validation" or "test", `moment` says when in the log line: "iteration 100", "the end
+    of training for test data".
+    """
 
     iteration: int
     consumed_samples: int
@@ -91,7 +98,7 @@ class Validation:
 
 @dataclass(kw_only=True)
 class History:
-    """Where the losses began and where they are; a checkpoint keeps them across a resume."""
+    """The first and the latest losses; checkpoints keep them across a resume."""
 
     first_loss: float | None = None
     last_loss: float | None = None  # mean of the last `RECENT` iterations
@@ -126,7 +133,7 @@ class Writer(Protocol):
 
 
 class Screen(Protocol):
-    """Where lines and progress go: see `megatron_zpp/monitor/console.py`."""
+    """Where lines and the progress bar go: see `megatron_zpp/monitor/console.py`."""
 
     rank: int
 
@@ -136,7 +143,7 @@ class Screen(Protocol):
 
 
 class Metrics:
-    """Collects iterations, prints the log line every `log_interval`, feeds screen and writers."""
+    """Collects iterations, prints a line every `log_interval`, feeds the screen and the writers."""
 
     def __init__(
         self,
@@ -145,29 +152,31 @@ class Metrics:
         *,
         world_size: int,
         flops: TokenFlops,
+        rate: MatmulRate | None = None,
         writers: Sequence[Writer] = (),
     ) -> None:
         self.history = History()
         self._config = config
         self._screen = screen
         self._world_size = world_size
-        self.flops = flops
+        self._flops = flops
+        self.matmul_rate = rate
         self._writers = tuple(writers)
         self._pending: list[Iteration] = []
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._memory_reported = False
 
     def iteration(self, iteration: Iteration) -> Interval | None:
-        """Take one iteration; returns the interval it completes, after printing its line."""
+        """Add one iteration; returns the interval it completes, after printing its line."""
         self._pending.append(iteration)
-        self._remember(iteration)
+        self._update_history(iteration)
         self._screen.progress(iteration)
         if iteration.iteration % self._config.tensorboard_log_interval == 0:
             for writer in self._writers:
                 writer.iteration(iteration)
         if iteration.iteration % self._config.log_interval != 0:
             return None
-        interval = summarize(self._pending, self._world_size, self.flops)
+        interval = summarize(self._pending, self._world_size, self._flops, self.matmul_rate)
         self._pending = []
         self._screen.line(log_line(interval, throughput=self._config.log_throughput))
         if iteration.communication:
@@ -199,7 +208,7 @@ class Metrics:
         for writer in self._writers:
             writer.close()
 
-    def _remember(self, iteration: Iteration) -> None:
+    def _update_history(self, iteration: Iteration) -> None:
         history = self.history
         history.tokens += iteration.tokens
         history.seconds += iteration.seconds
@@ -217,12 +226,18 @@ class Metrics:
         self._memory_reported = True
 
 
-def summarize(iterations: Sequence[Iteration], world_size: int, flops: TokenFlops) -> Interval:
+def summarize(
+    iterations: Sequence[Iteration],
+    world_size: int,
+    flops: TokenFlops,
+    rate: MatmulRate | None = None,
+) -> Interval:
     """Average the losses, add up the time and count what was skipped or not finite."""
     last = iterations[-1]
     seconds = sum(each.seconds for each in iterations)
     tokens_per_second = sum(each.tokens for each in iterations) / seconds
     tokens_per_gpu_per_second = tokens_per_second / world_size
+    model_flops = tokens_per_gpu_per_second * flops.model
     return Interval(
         last=last,
         loss=sum(each.loss for each in iterations) / len(iterations),
@@ -232,13 +247,14 @@ def summarize(iterations: Sequence[Iteration], world_size: int, flops: TokenFlop
         samples_per_second=sum(each.global_batch_size for each in iterations) / seconds,
         tokens_per_gpu_per_second=tokens_per_gpu_per_second,
         tflops=tokens_per_gpu_per_second * flops.performed / 1e12,
-        model_tflops=tokens_per_gpu_per_second * flops.model / 1e12,
-        mfu=tokens_per_gpu_per_second * flops.model / flops.rate if flops.rate else None,
+        model_tflops=model_flops / 1e12,
+        share_of_measured_rate=model_flops / rate.measured if rate else None,
+        mfu=model_flops / rate.peak if rate and rate.peak else None,
     )
 
 
 def log_line(interval: Interval, *, throughput: bool = False) -> str:
-    """Megatron-DeepSpeed's line; with `throughput`, Megatron-LM's field and MFU behind the time."""
+    """Megatron-DeepSpeed's line; `throughput` adds Megatron-LM's field and its shares of rates."""
     last = interval.last
     milliseconds = interval.seconds_per_iteration * 1000
     fields = [
@@ -246,12 +262,11 @@ def log_line(interval: Interval, *, throughput: bool = False) -> str:
         f"consumed samples: {last.consumed_samples:12d}",
         f"consumed tokens: {last.consumed_tokens:12d}",
         f"elapsed time per iteration (ms): {milliseconds:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {interval.model_tflops:.1f}" if throughput else None,
-        f"MFU: {interval.mfu:.1%}" if throughput and interval.mfu is not None else None,
+        *(_throughput_fields(interval) if throughput else []),
         f"learning rate: {last.learning_rate:.3E}",
         f"global batch size: {last.global_batch_size:5d}",
         f"lm loss: {interval.loss:.6E}",
-        *_measured(last),
+        *_optional_fields(last),
         f"actual seqlen: {last.seq_length:5d}",
         f"number of skipped iterations: {interval.skipped:3d}",
         f"number of nan iterations: {interval.nan:3d}",
@@ -259,7 +274,7 @@ def log_line(interval: Interval, *, throughput: bool = False) -> str:
         f"tokens per gpu per second (tgs): {interval.tokens_per_gpu_per_second:.3f}",
         f"TFLOPs: {interval.tflops:.2f}",
     ]
-    return "".join(f" {text} |" for text in fields if text is not None)
+    return "".join(f" {text} |" for text in fields)
 
 
 def validation_lines(validation: Validation) -> tuple[str, str, str]:
@@ -272,11 +287,20 @@ def validation_lines(validation: Validation) -> tuple[str, str, str]:
     return rule, line, rule
 
 
-def _measured(last: Iteration) -> list[str]:
-    measured = [
+def _throughput_fields(interval: Interval) -> list[str]:
+    fields = [f"throughput per GPU (TFLOP/s/GPU): {interval.model_tflops:.1f}"]
+    if interval.share_of_measured_rate is not None:
+        fields.append(f"share of measured matmul rate: {interval.share_of_measured_rate:.1%}")
+    if interval.mfu is not None:
+        fields.append(f"MFU: {interval.mfu:.1%}")
+    return fields
+
+
+def _optional_fields(last: Iteration) -> list[str]:
+    values = [
         ("loss scale: {:.1f}", last.loss_scale),
         ("grad norm: {:.3f}", last.grad_norm),
         ("num zeros: {:.1f}", last.num_zeros),
         ("params norm: {:.3f}", last.params_norm),
     ]
-    return [form.format(value) for form, value in measured if value is not None]
+    return [template.format(value) for template, value in values if value is not None]

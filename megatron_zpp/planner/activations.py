@@ -67,7 +67,7 @@ class LiveBytes(TorchDispatchMode):
         self, func: Callable, types: Sequence, args: tuple = (), kwargs: Mapping | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = self._add(one for one in tree_leaves(result) if isinstance(one, Tensor))
+        made = self._add(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         if made or func._schema.is_mutable:  # into a storage that may have been given memory
             self.peak = max(self.peak, self.now)
         return result
@@ -75,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
     @property
     def now(self) -> int:
         """Bytes that are alive."""
-        return sum(one.nbytes() for one in self._storages)
+        return sum(storage.nbytes() for storage in self._storages)
 
     def lap(self) -> int:
         """The peak since the last call."""
@@ -85,9 +85,9 @@ class LiveBytes(TorchDispatchMode):
     def _add(self, tensors: Iterable[Tensor]) -> bool:
         """Whether one of these has a storage that was not known."""
         before = len(self._storages)
-        for one in tensors:
-            storage = local_part(one).untyped_storage()
-            if one.device.type != "meta" and storage not in self._apart:
+        for tensor in tensors:
+            storage = local_part(tensor).untyped_storage()
+            if tensor.device.type != "meta" and storage not in self._apart:
                 self._storages.add(storage)
         return len(self._storages) != before
 
@@ -180,7 +180,7 @@ def _losses(logits: Tensor, labels: Tensor, mask: Tensor, chunk: int) -> Tensor:
 
 
 def _num_trained(module: nn.Module) -> int:
-    return sum(one.numel() for one in module.parameters() if one.requires_grad)
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
 def _weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -6,9 +6,8 @@ from types import MappingProxyType
 
 import torch
 
-from megatron_zpp.checkpoint.run_settings import with_checkpoint_model
 from megatron_zpp.data.text_source import vocab_size
-from megatron_zpp.models.pretrained import adapters, with_pretrained_model
+from megatron_zpp.models.pretrained import adapters, with_named_model
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.planner import estimate as kinds
 from megatron_zpp.planner.estimate import Estimate, estimate
@@ -54,14 +53,12 @@ class Place:
         return f"{self.name}: {self.needed * self.ranks / GIB:.2f} GiB{ranks}, of {size}"
 
 
-def dry_run(config: Config, environment: Environment, console: Console) -> int:
-    """Print what `config` will take; the exit status, 1 where it does not fit.
+def dry_run(requested: Config, environment: Environment, console: Console) -> int:
+    """Print what the run of `requested` will take; the exit status is 1 if it does not fit.
 
-    Raises InputError for what a person has to mend.
+    Raises InputError for mistakes of the user.
     """
-    if config.checkpoint.use_checkpoint_args:
-        config = with_checkpoint_model(config)
-    config, _ = with_pretrained_model(config)
+    config, _ = with_named_model(requested)
     gpu = find_gpu(environment)
     nodes, ranks_here = _ranks(config, environment)
     entries = vocab_size(config.data, config.tokenizer)

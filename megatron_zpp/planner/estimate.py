@@ -172,7 +172,7 @@ class Step:
 
     def _buffers(self, indices: object) -> int:
         """Gathers under way."""
-        missing = [self.plan.units[one] for one in indices if one not in self._whole]
+        missing = [self.plan.units[index] for index in indices if index not in self._whole]
         if self.plan.shards == 1:
             return 0
         return sum(one.buffer + one.arriving for one in missing)
@@ -242,7 +242,7 @@ def _before(plan: Plan) -> Counter:
 
 def _weights(plan: Plan) -> tuple[int, int]:
     """Of this rank's padded shards, elements that are trained and bytes that are frozen."""
-    return sum(one.trained for one in plan.units), sum(one.frozen for one in plan.units)
+    return sum(unit.trained for unit in plan.units), sum(unit.frozen for unit in plan.units)
 
 
 def _on_host(plan: Plan) -> Counter:
@@ -267,10 +267,10 @@ def _masters(
     """
     is_narrow = plan.compute.itemsize < WIDE
     own, rounded = WIDE * (is_narrow or apart), plan.compute.itemsize * (is_narrow and apart)
-    gradients = sum(taken(WIDE * one) for one in sizes)
+    gradients = sum(taken(WIDE * size) for size in sizes)
     return Counter(
         {
-            WEIGHTS: sum(taken(own * one) + taken(rounded * one) for one in sizes),
+            WEIGHTS: sum(taken(own * size) + taken(rounded * size) for size in sizes),
             MOMENTS: TWO_MOMENTS * sum(sizes),
             GRADIENTS: gradients * (2 if plan.is_delayed else 1),
         }

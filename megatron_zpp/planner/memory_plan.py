@@ -15,7 +15,7 @@ from megatron_zpp.model.lora import add_lora
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.schedule import Schedules
 from zeropp.fsdp_adapter import Piece
-from zeropp.optim.offload import HOST, places
+from zeropp.optim.offload import HOST, master_devices
 from zeropp.sharding.forecast import Forecast
 from zeropp.sharding.shard import outermost_blocks
 from zeropp.sharding.subunits import trained_subunits
@@ -104,9 +104,9 @@ class Plan:
         """Elements of this rank's padded shards whose masters are on the host."""
         if not self.offloads:
             return ()
-        parameters = [one for one in self.model.parameters() if one.requires_grad]
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         ratio = self.config.zero.zero_optimization.offload_optimizer.ratio
-        where = places(parameters, ratio, DEVICE)
+        where = master_devices(parameters, ratio, DEVICE)
         pairs = zip(parameters, where, strict=True)
         return tuple(
             _piece(one, self.shards, None).elements for one, place in pairs if place == HOST
@@ -138,12 +138,12 @@ class Plan:
         if self.config.zero.offloads_weights and not self.is_cpu:
             return 0
         pieces = [one for unit in self.forecast.units for one in unit]
-        passing = max((one.elements for one in pieces if one.packed_bytes), default=0)
+        passing = max((piece.elements for piece in pieces if piece.packed_bytes), default=0)
         if self.is_cpu:
-            passing += max(one.numel() for one in self.model.parameters())
+            passing += max(parameter.numel() for parameter in self.model.parameters())
         elif self.offloads:
-            pieces = [one for one in pieces if not one.trainable]
-        return sum(one.packed_bytes or WIDE * one.elements for one in pieces) + WIDE * passing
+            pieces = [piece for piece in pieces if not piece.trainable]
+        return sum(piece.packed_bytes or WIDE * piece.elements for piece in pieces) + WIDE * passing
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
@@ -156,12 +156,14 @@ class Plan:
 
     def _unit(self, pieces: Sequence[Piece]) -> Unit:
         width, shards = self.compute.itemsize, self.shards
-        trainable = [one for one in pieces if one.trainable]
+        trainable = [piece for piece in pieces if piece.trainable]
         trained = sum(one.elements for one in trainable)
-        codes = sum(one.packed_bytes for one in pieces)
-        frozen = sum(one.packed_bytes or WIDE * one.elements for one in pieces) - WIDE * trained
+        codes = sum(piece.packed_bytes for piece in pieces)
+        frozen = (
+            sum(piece.packed_bytes or WIDE * piece.elements for piece in pieces) - WIDE * trained
+        )
         weights, means = self.forecast.weights, self.forecast.gradients
-        row = sum(one.packed_bytes or width * one.elements for one in pieces)
+        row = sum(piece.packed_bytes or width * piece.elements for piece in pieces)
         packed = row if codes else weight_layout(pieces, weights, self.compute).packed_bytes
         inner, outer = gradient_layouts(trainable, means, self.forecast.wire_dtype)
         sending = []
@@ -171,7 +173,7 @@ class Plan:
         return Unit(
             trained=trained,
             frozen=frozen,
-            whole=shards * (width * sum(one.elements for one in pieces) + codes),
+            whole=shards * (width * sum(piece.elements for piece in pieces) + codes),
             buffer=shards * row,
             gradient=shards * trained * width,
             wide=shards * trained * WIDE,
@@ -211,17 +213,21 @@ def plan_of(config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool) -> P
 def _units(model: GPT, stores_frozen: bool) -> list[list[list[nn.Parameter]]]:
     """The parameters of each FSDP unit, by block, then the root's: as `zeropp.shard` makes them."""
     blocks = outermost_blocks(model)
-    inside = {one for block in blocks for one in block.parameters()}
-    within = {one for block in blocks for one in block.modules()}
+    inside = {parameter for block in blocks for parameter in block.parameters()}
+    within = {module for block in blocks for module in block.modules()}
     found = []
     for module, others in (*((block, ()) for block in blocks), (model, within)):
         apart = trained_subunits(module, others) if stores_frozen else {}
         left = set().union(*apart.values())
-        here = [one for one in module.parameters() if module is not model or one not in inside]
+        here = [
+            parameter
+            for parameter in module.parameters()
+            if module is not model or parameter not in inside
+        ]
         adapters = [one for one in here if one in left]
         own = [one for one in here if one not in left]
         units = [own, adapters] if module is not model else [adapters, own]
-        found.append([one for one in units if one])
+        found.append([unit for unit in units if unit])
     return found
 
 

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from megatron_zpp.settings.flag import Section, flag
+from megatron_zpp.settings.flag import Section, flag, ignored
 from zeropp.errors import InputError
 
 IN_ORDER = "text is streamed, and the result is in the order of the input"
@@ -17,9 +17,7 @@ class PreprocessConfig(Section):
         None, "a .jsonl, .json, .txt (these also .gz or .zst) or .parquet file, or a folder of them"
     )
     json_keys: tuple[str, ...] | None = flag(
-        None,
-        "keys of a line, or columns, that hold text, a dataset for each (default text)",
-        count="+",
+        None, "keys of a line, or columns, that hold text, a dataset for each (default text)"
     )
     output_prefix: str | None = flag(None, "beginning of the names of the files to write")
     append_eod: bool = flag(False, "end every document with the end-of-document token")
@@ -33,8 +31,8 @@ class PreprocessConfig(Section):
         choices=("tiktoken", "fastokens"),
     )
     workers: int = flag(os.cpu_count() or 1, "processes that tokenize", minimum=1)
-    partitions: int = flag(1, "parts of the input", minimum=1, no_effect=IN_ORDER)
-    keep_sequential_samples: bool = flag(False, "keep the order", no_effect=IN_ORDER)
+    partitions: int = ignored(1, IN_ORDER, minimum=1)
+    keep_sequential_samples: bool = ignored(False, IN_ORDER)
     log_interval: int = flag(1000, "documents between two lines of progress", minimum=1)
     dataset_impl: str = flag("mmap", "the format; there is one", choices=("mmap",))
 

@@ -1,72 +1,70 @@
-"""argv to Config: read the flags, let them agree with the JSON, fill in defaults, check, say.
+"""Flags and JSON to `Config`: read, merge, complete, check, and log what has no effect.
 
-The result is consistent, frozen and complete: nothing is filled in later. Whatever is wrong ends
-with an InputError that names the flag, the value and what to do.
+Whatever is wrong raises an InputError that names the flag or key, its value, and what to do.
 """
 
-import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import replace
 from typing import Any
 
 from megatron_zpp.settings import defaults
-from megatron_zpp.settings.agreement import JsonFile, agree, json_values
 from megatron_zpp.settings.command_line import HELP, Assignment, help_text, read, vocabulary
-from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.config import SECTIONS, BatchConfig, Config
 from megatron_zpp.settings.flag import Section, flags
-from megatron_zpp.settings.json_flags import SHORTHANDS, IdleFlags, ModelFlags, ZeroFlags
-from megatron_zpp.settings.no_effect import why_idle
+from megatron_zpp.settings.ignored_flags import IgnoredFlags
+from megatron_zpp.settings.json_flags import ZeroFlags
+from megatron_zpp.settings.merge import json_values, merge
+from megatron_zpp.settings.model import ModelFlags
 from megatron_zpp.settings.schedule import Schedules
 from zeropp.errors import InputError
+from zeropp.settings.json_file import JsonValues, read_json
 from zeropp.settings.zero_config import ZeroConfig
 
 USAGE = """\
-usage: torchrun --nproc-per-node N pretrain_gpt.py [FLAGS]
+usage: {program} [FLAGS]
 
-GPT pretraining with ZeRO stages 0 to 3. Flags are Megatron's; the file of --deepspeed-config is
-DeepSpeed's JSON. What both leave out has a default, the data too. A flag may be spelled with - or
-_ between its words."""
-SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
-    {
-        item.name: item.default_factory
-        for item in dataclasses.fields(Config)
-        if isinstance(item.default_factory, type) and issubclass(item.default_factory, Section)
-    }
-)
-SPOKEN = (*SECTIONS.values(), ZeroFlags, ModelFlags, IdleFlags)
+Trains a GPT with ZeRO stages 0 to 3; torchrun or zeropp starts it on several ranks. The flags are
+Megatron's, and --deepspeed-config names a JSON file with DeepSpeed's keys. Everything has a
+default, the data too. The words of a flag may be separated by - or _."""
+FLAG_SECTIONS = (*SECTIONS.values(), ZeroFlags, ModelFlags, IgnoredFlags)
+FLAGS = tuple(flag for section in FLAG_SECTIONS for flag in flags(section))
 
 log = logging.getLogger("megatron_zpp")
 
 
-def parse(argv: Sequence[str], world_size: int) -> Config:
+def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py") -> Config:
     """The configuration that `argv` (without the program's name) asks for on `world_size` ranks,
     or on as many as --dry-run-ranks says.
 
-    Logs once what has a default or no effect. Raises InputError for what a person has to mend, and
-    SystemExit(0) after printing the help.
+    Logs which settings have a default or no effect. Raises InputError for mistakes of the user,
+    and SystemExit(0) after printing the help of `program`.
     """
     if any(word in HELP for word in argv):
-        print(help_text(USAGE, SPOKEN, SHORTHANDS))
+        print(help_text(USAGE.format(program=program), FLAG_SECTIONS))
         raise SystemExit(0)
-    typed = read(argv, vocabulary(SPOKEN, SHORTHANDS))
+    typed = read(argv, vocabulary(FLAG_SECTIONS))
     if "dry_run_ranks" in typed:
         world_size = typed["dry_run_ranks"].value
-    path = typed["deepspeed_config"].value if "deepspeed_config" in typed else None
-    file = JsonFile.read(path)
-    given = agree(typed, file)
-    accumulation = file.given.get("gradient_accumulation_steps")
-    values = defaults.settled(given, accumulation, world_size)
-    config = Config(**{name: _section(kind, values) for name, kind in SECTIONS.items()})
+    file = JsonValues()
+    if "deepspeed_config" in typed:
+        file = read_json(typed["deepspeed_config"].value, ZeroConfig)
+    values = merge(typed, file, FLAGS)
+    accumulation = file.values.get("gradient_accumulation_steps")
+    completed = defaults.complete(values, accumulation, world_size)
+    config = Config(**{name: _section(kind, completed) for name, kind in SECTIONS.items()})
     check(config, world_size)
     _check_accumulation(config, file, world_size)
-    config = dataclasses.replace(config, zero=_zero(config, values, file, world_size))
+    config = replace(config, zero=_zero(file, completed, config.batch, world_size))
     if config.zero.stores_frozen and not config.lora.lora_rank:
         raise InputError(
             "zero_quantized_nontrainable_weights stores frozen weights quantized, and without "
             "--lora-rank all weights are trained: give a rank (finetune_gpt.py), or leave it out"
         )
-    _say(typed, config, defaults.said(given, values))
+    _log_notices(typed, config)
+    default_line = defaults.describe(values, completed)
+    if default_line:
+        log.info("%s", default_line)
     return config
 
 
@@ -81,39 +79,37 @@ def check(config: Config, world_size: int) -> None:
 
 
 def _section(kind: type[Section], values: Mapping[str, Any]) -> Section:
-    return kind(**{flag.dest: values[flag.dest] for flag in flags(kind) if flag.dest in values})
+    return kind(**{flag.name: values[flag.name] for flag in flags(kind)})
 
 
-def _check_accumulation(config: Config, file: JsonFile, world_size: int) -> None:
+def _check_accumulation(config: Config, file: JsonValues, world_size: int) -> None:
     key = "gradient_accumulation_steps"
-    if file.given.get(key) is None:
+    if file.values.get(key) is None:
         return
     batch = config.batch
     steps = batch.global_batch_size // (batch.micro_batch_size * world_size)
-    if steps != file.given[key]:
+    if steps != file.values[key]:
         raise InputError(
-            f"{file.says(key)} contradicts global batch size {batch.global_batch_size} / "
+            f"{file.assignment(key)} contradicts global batch size {batch.global_batch_size} / "
             f"(micro-batch size {batch.micro_batch_size} x {world_size} data-parallel ranks) = "
             f"{steps}: change one of them"
         )
 
 
-def _zero(config: Config, values: Mapping[str, Any], file: JsonFile, world_size: int) -> ZeroConfig:
-    """The JSON's section with every key that the flags and the defaults settle."""
-    parts = (getattr(config, name) for name in SECTIONS)
-    all_values = {**values, **{k: v for part in parts for k, v in vars(part).items()}}
-    settled = json_values(all_values)
-    batch = config.batch
+def _zero(
+    file: JsonValues, completed: Mapping[str, Any], batch: BatchConfig, world_size: int
+) -> ZeroConfig:
+    """The JSON's settings; what the file leaves open is filled in from the flags."""
+    from_flags = json_values(completed, FLAGS)
     if batch.rampup_batch_size is None:
-        per_step = batch.micro_batch_size * world_size
-        settled["gradient_accumulation_steps"] = batch.global_batch_size // per_step
-    zero = ZeroConfig.from_json(file.content, settled)
-    return dataclasses.replace(zero, source=file.name or zero.source)
+        per_micro_batch = batch.micro_batch_size * world_size
+        from_flags["gradient_accumulation_steps"] = batch.global_batch_size // per_micro_batch
+    return ZeroConfig.from_values(file, from_flags)
 
 
-def _say(typed: Mapping[str, Assignment], config: Config, default_line: str) -> None:
+def _log_notices(typed: Mapping[str, Assignment], config: Config) -> None:
     for assignment in typed.values():
-        reason = assignment.flag.no_effect or why_idle(assignment.flag.dest, config)
+        reason = assignment.flag.why_no_effect(config)
         if reason:
             log.info("%s has no effect here: %s", assignment, reason)
     if not config.model.bias_gelu_fusion:
@@ -127,5 +123,3 @@ def _say(typed: Mapping[str, Assignment], config: Config, default_line: str) -> 
         )
     for line in config.zero.notices:
         log.info("%s: %s", config.zero.source, line)
-    if default_line:
-        log.info("%s", default_line)

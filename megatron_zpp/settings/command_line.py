@@ -1,7 +1,7 @@
-"""Command line to assignments: which flag was typed, with which value, in which spelling.
+"""Reads a command line: which flags were typed, with which values, in which spelling.
 
 The grammar is `--flag`, `--flag value ...` or `--flag=value`; `-` and `_` mean the same inside a
-name. Everything that is typed must be known: nothing is abbreviated and nothing is skipped.
+name. Names cannot be abbreviated, and an unknown one is an error.
 """
 
 import difflib
@@ -9,18 +9,17 @@ import logging
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
-from megatron_zpp.settings.flag import Flag, Section, check_value, flags
-from megatron_zpp.settings.json_flags import Shorthand
+from megatron_zpp.settings.flag import Flag, Section, flags
 from zeropp.errors import InputError
+from zeropp.settings.schema import TYPE_NAMES
 
 HELP = ("-h", "--help")
 WIDTH = 100
 FLAG_COLUMN = 42
-# Megatron's flags for what this project does not do, by the beginning of their names.
-ABSENT = (
+# Megatron's flags for what is not available here, by the beginning of their names.
+UNAVAILABLE = (
     (("num-experts", "moe-", "expert-", "create-moe", "disable-moe"), "mixture of experts"),
     (("fp8-", "fp4-"), "computing in 8 or 4 bits"),
     (("kd", "load-teacher", "mos"), "knowledge distillation"),
@@ -30,14 +29,13 @@ ABSENT = (
     (("retro-", "retriever-"), "retrieval"),
     (("data-efficiency-", "random-ltd", "curriculum-"), "curricula and token dropping"),
 )
-KINDS = MappingProxyType({int: "a whole number", float: "a number", str: "a text"})
 
 log = logging.getLogger("megatron_zpp")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meaning:
-    """What a spelling stands for: a flag taking values or, with `constant`, one fixed value."""
+    """What a name stands for: a flag that takes values or, with `constant`, one fixed value."""
 
     flag: Flag
     constant: Any = None
@@ -60,65 +58,55 @@ class Assignment:
     def __str__(self) -> str:
         if self.is_constant:
             return self.spelling
-        values = self.value if isinstance(self.value, tuple) else (self.value,)
-        return " ".join([self.spelling, *(_number(value) for value in values)])
+        return self.flag.assignment(self.value, self.spelling)
 
 
-def vocabulary(
-    sections: Iterable[type[Section]], shorthands: Iterable[Shorthand]
-) -> Mapping[str, Meaning]:
+def vocabulary(sections: Iterable[type[Section]]) -> Mapping[str, Meaning]:
     """Every known name, with dashes inside and none in front, and its meaning."""
-    words: dict[str, Meaning] = {}
-    by_dest: dict[str, Flag] = {}
+    meanings: dict[str, Meaning] = {}
+    by_name: dict[str, Flag] = {}
     for section in sections:
         for flag in flags(section):
-            shared = by_dest.setdefault(flag.dest, flag)
-            assert (shared.kind, shared.default) == (flag.kind, flag.default), flag.dest
-            words.update(
-                (_plain(name), Meaning(flag=flag, constant=True if flag.kind is bool else None))
-                for name in flag.names
-            )
-            words.update((_plain(name), Meaning(flag=flag, constant=False)) for name in flag.off)
-    for short in shorthands:
-        words[short.name] = Meaning(flag=by_dest[short.dest], constant=short.value)
-    return words
+            first = by_name.setdefault(flag.name, flag)
+            assert (first.type, first.default) == (flag.type, flag.default), flag.name
+            for name in flag.names:
+                constant = True if flag.type is bool else None
+                meanings[_plain(name)] = Meaning(flag=flag, constant=constant)
+            for name, value in flag.shorthands.items():
+                meanings[_plain(name)] = Meaning(flag=flag, constant=value)
+    return meanings
 
 
-def read(argv: Sequence[str], words: Mapping[str, Meaning]) -> dict[str, Assignment]:
-    """The assignments by destination.
+def read(argv: Sequence[str], meanings: Mapping[str, Meaning]) -> dict[str, Assignment]:
+    """The flags that were typed, by the name of their setting.
 
-    Raises InputError for an unknown flag, a missing or wrong value, and spellings that disagree.
+    Raises InputError for an unknown flag, a missing or wrong value, and for several names of one
+    setting with different values.
     """
     typed: dict[str, Assignment] = {}
     for spelling, values in _groups(argv):
-        meaning = words.get(_plain(spelling[2:]))
+        meaning = meanings.get(_plain(spelling[2:]))
         if meaning is None:
-            raise InputError(_unknown(spelling, words))
+            raise InputError(_unknown(spelling, meanings))
         new = _assignment(meaning, spelling, values)
-        old = typed.get(new.flag.dest)
+        old = typed.get(new.flag.name)
         if old is not None and old.value != new.value:
             if old.spelling != new.spelling:
                 raise InputError(f"{old} and {new} contradict: they set the same; keep one")
             log.info("%s is given twice: the last, %s, is used", old.spelling, new)
-        typed[new.flag.dest] = new
+        typed[new.flag.name] = new
     return typed
 
 
-def help_text(
-    usage: str, sections: Iterable[type[Section]], shorthands: Iterable[Shorthand]
-) -> str:
+def help_text(usage: str, sections: Iterable[type[Section]]) -> str:
     """The help, a paragraph for each section and a line for each flag."""
     parts = [usage]
-    seen: set[str] = set()
+    described: set[str] = set()
     for section in sections:
-        new = [flag for flag in flags(section) if flag.dest not in seen]
-        seen.update(flag.dest for flag in new)
-        lines = [_described(flag) for flag in new]
-        lines += [
-            _line(f"--{short.name}", short.help)
-            for short in shorthands
-            if short.dest in {flag.dest for flag in new}
-        ]
+        new = [flag for flag in flags(section) if flag.name not in described]
+        described.update(flag.name for flag in new)
+        lines = [_flag_help(flag) for flag in new]
+        lines += [line for flag in new for line in _shorthand_help(flag)]
         title = (section.__doc__ or "").strip().split("\n")[0]
         parts.append("\n".join([title, *lines]))
     return "\n\n".join(parts)
@@ -148,49 +136,40 @@ def _assignment(meaning: Meaning, spelling: str, values: list[str]) -> Assignmen
             raise InputError(f"{spelling} takes no value, but {values[0]!r} follows it")
         return Assignment(flag=flag, value=meaning.constant, spelling=spelling, is_constant=True)
     if not values or "" in values:
-        raise InputError(f"{spelling} needs a value: {KINDS[flag.kind]} ({flag.help})")
-    wanted = flag.count or 1
-    if isinstance(wanted, int) and len(values) != wanted:
+        about = flag.help or f"it has no effect here: {flag.why_ignored}"
+        raise InputError(f"{spelling} needs a value: {TYPE_NAMES[flag.type]} ({about})")
+    count = flag.count or 1
+    if count not in ("+", len(values)):
         raise InputError(
-            f"{spelling} takes {wanted} value{'s' * (wanted > 1)}, but "
+            f"{spelling} takes {count} value{'s' * (count > 1)}, but "
             f"{len(values)} follow it: {' '.join(values)}"
         )
-    read_values = tuple(_converted(flag, spelling, value) for value in values)
-    value = read_values if flag.count else read_values[0]
-    check_value(flag, value, spelling)
+    items = tuple(_convert(flag, spelling, value) for value in values)
+    value = items if flag.count else items[0]
+    flag.check(value, spelling)
     return Assignment(flag=flag, value=value, spelling=spelling, is_constant=False)
 
 
-def _converted(flag: Flag, spelling: str, text: str) -> Any:
-    if flag.choices is not None:
-        return _chosen(flag.choices, spelling, text)
-    if flag.kind is str:
-        return text
+def _convert(flag: Flag, spelling: str, text: str) -> Any:
+    """A word as the flag's type; "1e5" is a whole number, too."""
+    if flag.type is str:
+        return flag.canonical(text)
     try:
         number = float(text)
-        if flag.kind is float:
+        if flag.type is float:
             return number
         return int(number) if "e" in text.lower() and number.is_integer() else int(text)
     except (ValueError, OverflowError):
-        raise InputError(f"{spelling} {text}: expected {KINDS[flag.kind]}") from None
+        raise InputError(f"{spelling} {text}: expected {flag.expected()}") from None
 
 
-def _chosen(choices: tuple[str, ...], spelling: str, text: str) -> str:
-    same = [choice for choice in choices if _plain(choice).lower() == _plain(text).lower()]
-    if same:
-        return same[0]
-    close = difflib.get_close_matches(text, choices, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise InputError(f"{spelling} {text}: expected one of {', '.join(choices)}{hint}")
-
-
-def _unknown(spelling: str, words: Mapping[str, Meaning]) -> str:
+def _unknown(spelling: str, meanings: Mapping[str, Meaning]) -> str:
     name = _plain(spelling[2:])
-    for beginnings, what in ABSENT:
+    for beginnings, feature in UNAVAILABLE:
         if name.startswith(beginnings):
-            return f"{spelling} is not available: there is no {what} here; leave it out"
-    close = difflib.get_close_matches(name, words, n=3, cutoff=0.6)
-    nearest = ", ".join(f"--{word}" for word in close)
+            return f"{spelling} is not available: there is no {feature} here; leave it out"
+    close = difflib.get_close_matches(name, meanings, n=3, cutoff=0.6)
+    nearest = ", ".join(f"--{close_name}" for close_name in close)
     hint = f"the nearest known are {nearest}" if len(close) > 1 else f"did you mean {nearest}?"
     return f"unknown flag {spelling}; {hint if close else 'see --help for the known ones'}"
 
@@ -199,29 +178,36 @@ def _plain(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _number(value: Any) -> str:
-    return f"{value:.15g}" if isinstance(value, float) else str(value)
-
-
-def _described(flag: Flag) -> str:
-    spelled = ", ".join(f"--{name}" for name in flag.names + flag.off)
-    if flag.kind is not bool:
-        metavar = {int: "N", float: "X", str: "NAME"}[flag.kind]
+def _flag_help(flag: Flag) -> str:
+    switches = flag.shorthands if flag.type is bool else ()
+    names = ", ".join(f"--{name}" for name in [*flag.names, *switches])
+    if flag.type is not bool:
+        metavar = {int: "N", float: "X", str: "NAME"}[flag.type]
         metavar = "|".join(flag.choices) if flag.choices else metavar
         repeat = flag.count if isinstance(flag.count, int) else 1
-        spelled += f" {' '.join([metavar] * repeat)}" + (" ..." if flag.count == "+" else "")
+        names += f" {' '.join([metavar] * repeat)}" + (" ..." if flag.count == "+" else "")
     text = flag.help
-    if flag.no_effect:
-        text = f"no effect here: {flag.no_effect}"
-    elif flag.kind is not bool and flag.default is not None:
-        text += f" (default {_number(flag.default)})"
-    return _line(spelled, text)
+    if flag.why_ignored:
+        text = f"no effect here: {flag.why_ignored}"
+    elif flag.type is not bool and flag.default is not None:
+        text += f" (default {flag.text(flag.default)})"
+    return _line(names, text)
 
 
-def _line(spelled: str, text: str) -> str:
+def _shorthand_help(flag: Flag) -> list[str]:
+    """A line for each shorthand of a flag that takes values."""
+    if flag.type is bool:
+        return []
+    return [
+        _line(f"--{name}", f"the same as {flag.assignment(value)}")
+        for name, value in flag.shorthands.items()
+    ]
+
+
+def _line(names: str, text: str) -> str:
     indent = " " * FLAG_COLUMN
     lines = textwrap.wrap(text, WIDTH - FLAG_COLUMN)
-    first = f"  {spelled}"
+    first = f"  {names}"
     if len(first) + 2 <= FLAG_COLUMN:
         first = first.ljust(FLAG_COLUMN) + lines.pop(0)
     return "\n".join([first, *(indent + line for line in lines)])

@@ -1,13 +1,16 @@
-"""The configuration of a run: frozen sections, each part of the program is given only its own.
+"""The configuration of a run: frozen sections, of which each part of the program gets its own.
 
-A field is named as Megatron's flag with underscores and carries the description of that flag, so
-the parser is generated from the sections. Values that follow from others are properties.
+A field has the name of Megatron's flag with underscores and declares that flag, so the parser is
+generated from the sections. Values that follow from others are properties.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 
 from megatron_zpp.settings.data import BatchConfig, DataConfig, TokenizerConfig
 from megatron_zpp.settings.finetuning import LoraConfig
+from megatron_zpp.settings.flag import Section
 from megatron_zpp.settings.model import ModelConfig
 from megatron_zpp.settings.optimization import (
     OptimizerConfig,
@@ -28,6 +31,7 @@ __all__ = [
     "BatchConfig",
     "CheckpointConfig",
     "Config",
+    "SECTIONS",
     "DataConfig",
     "EvaluationConfig",
     "LogConfig",
@@ -46,7 +50,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that was asked for; `arguments.parse` builds a consistent one."""
+    """All settings of a run; `arguments.parse` builds a consistent one."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -63,3 +67,9 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+
+# The sections whose fields are flags, by field of `Config`.
+SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
+    {entry.name: entry.default_factory for entry in fields(Config) if entry.name != "zero"}
+)

@@ -2,8 +2,17 @@
 
 from dataclasses import dataclass
 
-from megatron_zpp.settings.flag import Section, flag
+from megatron_zpp.settings.flag import NoEffect, Section, flag, ignored
 from zeropp.errors import InputError
+
+_OWN_SOURCES = NoEffect(
+    "each split has its own source",
+    when=lambda c: c.data.mock_data or bool(c.data.train_data_path or c.data.valid_data_path),
+)
+_NO_INDEX = (
+    NoEffect("made-up samples need no index", when=lambda c: c.data.mock_data),
+    NoEffect("examples need no index", when=lambda c: names_examples(c.data)),
+)
 
 EXAMPLES_SUFFIX = ".jsonl"
 BLEND = "an indexed dataset's prefix, or weight and prefix pairs; or .jsonl files of examples"
@@ -11,15 +20,13 @@ BLEND = "an indexed dataset's prefix, or weight and prefix pairs; or .jsonl file
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(Section):
-    """Which tokenizer, and where its files are; None leaves the choice to the data."""
+    """Which tokenizer, and where its files are (default: that of the data)."""
 
     tokenizer_type: str | None = flag(None, "GPT2BPETokenizer, HuggingFaceTokenizer, ...")
     vocab_file: str | None = flag(None, "vocab.json of a byte-pair tokenizer")
     merge_file: str | None = flag(None, "merges.txt of a byte-pair tokenizer")
     tokenizer_model: str | None = flag(None, "SentencePiece model or tokenizer.json")
-    vocab_size: int | None = flag(
-        None, "size of the NullTokenizer's vocabulary", kind=int, minimum=1
-    )
+    vocab_size: int | None = flag(None, "size of the NullTokenizer's vocabulary", minimum=1)
     vocab_extra_ids: int = flag(0, "sentinel tokens added to the vocabulary", minimum=0)
 
 
@@ -27,16 +34,18 @@ class TokenizerConfig(Section):
 class DataConfig(Section):
     """Where samples come from; with no path at all, the Python standard library's own text."""
 
-    data_path: tuple[str, ...] | None = flag(None, BLEND, count="+")
-    train_data_path: tuple[str, ...] | None = flag(None, f"training: {BLEND}", count="+")
-    valid_data_path: tuple[str, ...] | None = flag(None, f"validation: {BLEND}", count="+")
-    test_data_path: tuple[str, ...] | None = flag(None, f"test: {BLEND}", count="+")
-    split: str = flag("969, 30, 1", "shares of training, validation and test documents")
-    data_cache_path: str | None = flag(None, "folder of the cached sample indices")
-    num_workers: int = flag(2, "background workers that read samples ahead", minimum=0)
-    num_dataset_builder_threads: int = flag(
-        1, "threads that build indices", minimum=1, no_effect="one process builds them in one go"
+    data_path: tuple[str, ...] | None = flag(None, BLEND)
+    train_data_path: tuple[str, ...] | None = flag(None, f"training: {BLEND}")
+    valid_data_path: tuple[str, ...] | None = flag(None, f"validation: {BLEND}")
+    test_data_path: tuple[str, ...] | None = flag(None, f"test: {BLEND}")
+    split: str = flag(
+        "969, 30, 1", "shares of training, validation and test documents", no_effect=_OWN_SOURCES
     )
+    data_cache_path: str | None = flag(
+        None, "folder of the cached sample indices", no_effect=_NO_INDEX
+    )
+    num_workers: int = flag(2, "background workers that read samples ahead", minimum=0)
+    num_dataset_builder_threads: int = ignored(1, "one process builds all indices", minimum=1)
     dataloader_type: str = flag(
         "single",
         "order of the samples: as indexed, or permuted by epoch",
@@ -50,19 +59,19 @@ class DataConfig(Section):
     def check(self) -> None:
         """Raise InputError for sources that exclude each other and for what is not built yet."""
         super().check()
-        apart = [
+        separate = [
             f"--{name.replace('_', '-')}"
             for name in ("train_data_path", "valid_data_path", "test_data_path")
             if getattr(self, name) is not None
         ]
-        if apart and self.data_path is not None:
+        if separate and self.data_path is not None:
             raise InputError(
-                f"--data-path and {apart[0]} contradict: give one blend that --split divides, "
+                f"--data-path and {separate[0]} contradict: give one blend that --split divides, "
                 "or one blend for each split"
             )
-        if self.mock_data and (apart or self.data_path is not None):
+        if self.mock_data and (separate or self.data_path is not None):
             raise InputError(
-                f"--mock-data and {apart[0] if apart else '--data-path'} contradict: leave one out"
+                f"--mock-data and {(separate or ['--data-path'])[0]} contradict: leave one out"
             )
 
 
@@ -71,19 +80,21 @@ class BatchConfig(Section):
     """How many samples a rank takes at once and all ranks take in one step."""
 
     micro_batch_size: int = flag(
-        4, "samples of one forward pass on one rank", minimum=1, names=("batch-size",)
+        4,
+        "samples of one forward pass on one rank",
+        minimum=1,
+        aliases=("batch-size",),
+        same_as="train_micro_batch_size_per_gpu",
     )
     global_batch_size: int | None = flag(
         None,
         "samples of one step over all ranks (default: micro-batch x ranks)",
-        kind=int,
         minimum=1,
+        same_as="train_batch_size",
     )
     rampup_batch_size: tuple[int, int, int] | None = flag(
         None,
         "start, increment, samples: the batch grows to --global-batch-size over so many samples",
-        kind=int,
-        count=3,
         minimum=0,
     )
 
@@ -118,7 +129,7 @@ def names_examples(data: DataConfig) -> bool:
         return False
     if others:
         raise InputError(
-            f"{others[0]!r} stands beside {EXAMPLES_SUFFIX} files: examples are not blended by weights nor "
-            f"with indexed datasets; name {EXAMPLES_SUFFIX} files only, for every split"
+            f"{others[0]!r} stands beside {EXAMPLES_SUFFIX} files: examples are not blended by "
+            f"weights nor with indexed datasets; name {EXAMPLES_SUFFIX} files only, for every split"
         )
     return True

@@ -1,6 +1,6 @@
-"""What a run takes that nobody gave: a small GPT, a length, a batch, and what follows from others.
+"""Defaults that depend on other settings, and those of a run without any flags: a small GPT.
 
-Each function looks at the values given by destination and returns the ones to add, so that the
+Each function takes the values of the flags that were set and returns those to add, so that a
 configuration built from all of them is complete.
 """
 
@@ -9,51 +9,51 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megatron_zpp.settings.config import BatchConfig, ModelConfig, OptimizerConfig
+from megatron_zpp.settings.config import SECTIONS, BatchConfig, ModelConfig
+from megatron_zpp.settings.flag import flags
 from zeropp.errors import InputError
 
 ITERATIONS = 100
-# With the default length, so that something is seen of it.
+# With the default length, so that a short run prints something.
 SHORT_RUN = MappingProxyType({"train_iters": ITERATIONS, "log_interval": 10, "eval_iters": 10})
 LENGTHS = ("train_iters", "train_samples", "train_tokens")
 SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
-SHAPE = MappingProxyType(
-    {
-        "num_layers": ModelConfig().num_layers,
-        "hidden_size": ModelConfig().hidden_size,
-        "num_attention_heads": ModelConfig().num_attention_heads,
-        "seq_length": ModelConfig().seq_length,
-        "lr": OptimizerConfig().lr,
-    }
+SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr")
+DEFAULTS = MappingProxyType(
+    {flag.name: flag.default for section in SECTIONS.values() for flag in flags(section)}
 )
 
 
-def settled(values: Mapping[str, Any], accumulation: int | None, world_size: int) -> dict[str, Any]:
-    """All `values` and what they leave open; `accumulation` is the JSON's, in micro-batches.
+def complete(
+    values: Mapping[str, Any], accumulation: int | None, world_size: int
+) -> dict[str, Any]:
+    """A value for every field of `Config`, and `values` of flags beside them.
 
-    Raises InputError where what is given cannot be completed.
+    `accumulation` is the number of micro-batches in the JSON. Raises InputError for values that
+    cannot be completed.
     """
-    result = {**SHAPE, **values}
-    if not any(name in values for name in LENGTHS):
-        result = {**SHORT_RUN, **result}
-    result.setdefault("max_position_embeddings", result["seq_length"])
+    run_length = {} if any(name in values for name in LENGTHS) else SHORT_RUN
+    result = {**DEFAULTS, **run_length, **values}
+    if result["max_position_embeddings"] is None:
+        result["max_position_embeddings"] = result["seq_length"]
     result["zero_stage"] = _stage(values)
     result |= _attention(values) | _recomputation(values)
     return result | _batch(values, accumulation, world_size)
 
 
-def said(values: Mapping[str, Any], result: Mapping[str, Any]) -> str:
-    """One line of the main defaults in `result` that were not in `values`; may be empty."""
+def describe(values: Mapping[str, Any], completed: Mapping[str, Any]) -> str:
+    """One line of the main defaults in `completed` that are not in `values`; may be empty."""
     shape = ("seq_length", "lr") if "pretrained_checkpoint" in values else SHAPE
-    names = [*shape, "micro_batch_size", "global_batch_size", *SHORT_RUN]
-    taken = [
-        f"--{name.replace('_', '-')} {result[name]}"
+    run_length = () if any(name in values for name in LENGTHS) else SHORT_RUN
+    names = [*shape, "micro_batch_size", "global_batch_size", *run_length]
+    defaults = [
+        f"--{name.replace('_', '-')} {completed[name]}"
         for name in names
-        if name not in values and result.get(name) is not None
+        if name not in values and completed.get(name) is not None
     ]
     if not any(name in values for name in SOURCES):
-        taken.append("the Python standard library's text as data")
-    return f"not given, so by default: {', '.join(taken)}" if taken else ""
+        defaults.append("the Python standard library's text as data")
+    return f"not given, so by default: {', '.join(defaults)}" if defaults else ""
 
 
 def _stage(values: Mapping[str, Any]) -> int:
@@ -67,7 +67,7 @@ def _attention(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("no_position_embedding") and positions == "learned_absolute":
         raise InputError(
             "--no-position-embedding needs --position-embedding-type rope or none: "
-            "say which positions there are instead"
+            "choose what replaces the learned positions"
         )
     if values.get("group_query_attention") and "num_query_groups" not in values:
         return {"num_query_groups": 1}
@@ -97,9 +97,9 @@ def _batch(
 
 
 def _micro_batch(total: int, ranks: int, accumulation: int | None) -> int:
-    """What a rank's share allows: all of it with a given accumulation, else at most the default."""
-    share, rest = divmod(total, ranks)
-    if rest:
-        return BatchConfig().micro_batch_size  # the check of the batch sizes says what is wrong
+    """All of a rank's share if the accumulation is given, else a divisor up to the default."""
+    share, remainder = divmod(total, ranks)
+    if remainder:
+        return BatchConfig().micro_batch_size  # the check of the batch sizes reports it
     limit = share if accumulation else BatchConfig().micro_batch_size
     return max(size for size in range(1, limit + 1) if share % size == 0)

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
-from megatron_zpp.settings.flag import Section, flag
+from megatron_zpp.settings.flag import Section, flag, needs
 from zeropp.errors import InputError
+
+_NEEDS_LORA = needs("--lora-rank", lambda c: c.lora.lora_rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,10 +16,14 @@ class LoraConfig(Section):
         None, "model to start from: a folder of checkpoints, or a Hugging Face folder"
     )
     lora_rank: int = flag(0, "rank of LoRA's adapters; 0: all weights are trained", minimum=0)
-    lora_alpha: float = flag(16.0, "adapters count alpha / rank times", above=0)
-    lora_dropout: float = flag(0.0, "dropout before the adapters", minimum=0, maximum=1)
+    lora_alpha: float = flag(
+        16.0, "adapters count alpha / rank times", above=0, no_effect=_NEEDS_LORA
+    )
+    lora_dropout: float = flag(
+        0.0, "dropout before the adapters", minimum=0, maximum=1, no_effect=_NEEDS_LORA
+    )
     lora_target_modules: tuple[str, ...] | None = flag(
-        None, "layers that get adapters (default: all of attention and MLP)", count="+"
+        None, "layers that get adapters (default: all of attention and MLP)"
     )
 
     @property

@@ -1,63 +1,103 @@
-"""A field of a configuration section and its command-line flag are declared in one place.
+"""Settings that are flags of a command line, declared by `flag` as fields of a section."""
 
-`flag(default, help, ...)` makes a dataclass field whose metadata describes the flag; the parser,
-the help text and the checks of ranges are generated from it: nothing is written down twice.
-"""
-
-import dataclasses
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zeropp.errors import InputError
+from zeropp.settings.json_file import all_keys
+from zeropp.settings.schema import NoEffect, Section, Setting, setting, settings_of
+from zeropp.settings.zero_config import ZeroConfig
 
-METADATA_KEY = "flag"
+__all__ = ["Flag", "NoEffect", "SameAs", "Section", "flag", "flags", "ignored", "needs", "shared"]
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class SameAs:
+    """The JSON key that means the same as a flag.
+
+    `to_flag` and `to_json` translate values, `to_json` to None where the JSON cannot express one;
+    `index` is the position in a key that holds two values.
+    """
+
+    key: str
+    to_flag: Callable[[Any], Any] = _unchanged
+    to_json: Callable[[Any], Any] = _unchanged
+    index: int | None = None
+
+    def flag_value(self, json_value: Any) -> Any:
+        """The flag's value that the key's value stands for."""
+        return self.to_flag(json_value if self.index is None else json_value[self.index])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flag:
-    """What the command line needs to know of one setting; names are without dashes in front.
+class Flag(Setting):
+    """A flag; names are without the dashes in front.
 
-    `names` are all spellings, the first one is shown; `off` are the spellings that switch a boolean
-    off; `count` is None for one value, an integer for exactly so many, "+" for one or more.
+    `aliases` are further names; `shorthands` are names that take no value and the value that each
+    of them stands for.
     """
 
-    dest: str
-    kind: type
-    default: Any
-    help: str
-    names: tuple[str, ...]
-    off: tuple[str, ...] = ()
-    choices: tuple[str, ...] | None = None
-    count: int | str | None = None
-    minimum: float | None = None
-    above: float | None = None
-    maximum: float | None = None
-    no_effect: str | None = None
+    aliases: tuple[str, ...] = ()
+    shorthands: Mapping[str, Any] = field(default_factory=dict)
+    same_as: SameAs | None = None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, the one shown first, without shorthands; a boolean's names switch it on."""
+        if self.type is bool and self.default is True:
+            return self.aliases
+        return (self.name.replace("_", "-"), *self.aliases)
+
+    @property
     def shown(self) -> str:
         """The spelling used in messages, for example `--hidden-size`."""
-        return "--" + (self.names + self.off)[0]
+        return f"--{[*self.names, *self.shorthands][0]}"
+
+    def text(self, value: Any) -> str:
+        """A value as it is typed."""
+        return f"{value:.15g}" if isinstance(value, float) else str(value)
+
+    def assignment(self, value: Any, name: str = "") -> str:
+        """For example `--lr 0.0001`."""
+        values = value if isinstance(value, tuple) else (value,)
+        return " ".join([name or self.shown, *(self.text(item) for item in values)])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """Base of the sections of the configuration: frozen, built by keyword, checked by `check()`."""
+def flag(
+    default: Any,
+    help: str = "",
+    *,
+    same_as: str | SameAs | None = None,
+    no_effect: str | NoEffect | tuple[NoEffect, ...] = (),
+    **facts: Any,
+) -> Any:
+    """Declare a setting with a flag; `facts` are further fields of `Flag`.
 
-    def check(self) -> None:
-        """Raise InputError for a value outside the range or the choices its flag declares."""
-        for description in flags(type(self)):
-            check_value(description, getattr(self, description.dest))
-
-
-def flag(default: Any, help: str, *, kind: type | None = None, **metadata: Any) -> Any:
-    """A dataclass field with a flag: `kind` is the type of one value (else that of the default).
-
-    Further keywords are fields of Flag; `names` adds spellings to the one made of the field's name.
+    A flag that is the `same_as` a JSON key has no effect for the same reasons, unless it names
+    others. `help` is not shown for a flag that never has an effect.
     """
-    kind = kind or (type(default) if default is not None else str)
-    return field(default=default, metadata={METADATA_KEY: dict(metadata, kind=kind, help=help)})
+    if isinstance(same_as, str):
+        same_as = SameAs(same_as)
+    if same_as is not None:
+        no_effect = no_effect or _reasons_of_key(same_as.key)
+    return setting(Flag, default, help, same_as=same_as, no_effect=no_effect, **facts)
+
+
+def ignored(default: Any, why: str, **facts: Any) -> Any:
+    """Declare a flag that is accepted and never has an effect."""
+    return flag(default, no_effect=why, **facts)
+
+
+def needs(flags: str, condition: Callable[[Any], Any]) -> NoEffect:
+    """The reason of a flag that has an effect only if other `flags` make `condition` true.
+
+    The condition takes the complete `Config`.
+    """
+    return NoEffect(f"it needs {flags}", when=lambda config: not condition(config))
 
 
 def shared(section: type[Section], name: str) -> Any:
@@ -66,37 +106,16 @@ def shared(section: type[Section], name: str) -> Any:
     return field(default=original.default, metadata=original.metadata)
 
 
-def flags(section: type[Section]) -> Iterator[Flag]:
+def flags(section: type[Section]) -> tuple[Flag, ...]:
     """The flags of a section in the order of its fields."""
-    for item in dataclasses.fields(section):
-        if METADATA_KEY not in item.metadata:
-            continue
-        given = dict(item.metadata[METADATA_KEY])
-        name = item.name.replace("_", "-")
-        names = tuple(given.pop("names", ()))
-        own = () if item.default is True and given["kind"] is bool else (name,)
-        yield Flag(dest=item.name, default=item.default, names=own + names, **given)
+    return settings_of(section)
 
 
-def check_value(description: Flag, value: Any, shown: str | None = None) -> None:
-    """Raise InputError, naming `shown` (else the flag), if a value is outside range or choices."""
-    shown = shown or description.shown()
-    if value is None:
-        return
-    values = value if isinstance(value, tuple) else (value,)
-    for item in values:
-        if description.choices is not None and item not in description.choices:
-            raise InputError(f"{shown} {item}: expected one of {', '.join(description.choices)}")
-        if description.kind in (int, float) and not isinstance(item, bool):
-            _check_range(description, item, shown)
+def _reasons_of_key(dotted: str) -> tuple[NoEffect, ...]:
+    entry = next(entry for entry in all_keys(ZeroConfig) if entry.dotted == dotted)
+    return tuple(NoEffect(reason.why, when=_of_json(reason.when)) for reason in entry.no_effect)
 
 
-def _check_range(description: Flag, value: float, shown: str) -> None:
-    if not math.isfinite(value):
-        raise InputError(f"{shown} {value}: expected a finite number")
-    if description.minimum is not None and value < description.minimum:
-        raise InputError(f"{shown} {value}: expected at least {description.minimum:g}")
-    if description.above is not None and value <= description.above:
-        raise InputError(f"{shown} {value}: expected more than {description.above:g}")
-    if description.maximum is not None and value > description.maximum:
-        raise InputError(f"{shown} {value}: expected at most {description.maximum:g}")
+def _of_json(when: Callable[[ZeroConfig], bool] | None) -> Callable[[Any], bool] | None:
+    """A condition on the JSON as a condition on a `Config`."""
+    return None if when is None else lambda config: when(config.zero)

@@ -1,97 +1,122 @@
 """The shape and the numerics of the GPT model, and how its weights are first drawn."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from megatron_zpp.settings.flag import Section, flag
+from megatron_zpp.settings.flag import NoEffect, Section, flag, ignored, needs
 from zeropp.errors import InputError
 
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 SWIGLU_MULTIPLE = 64
+_NEEDS_ROPE = needs(
+    "--position-embedding-type rope", lambda c: c.model.position_embedding_type == "rope"
+)
+_NEEDS_ROPE_SCALING = needs("--use-rope-scaling", lambda c: c.model.use_rope_scaling)
+_ALL_FP32 = NoEffect("everything is fp32", when=lambda c: c.precision.format == "float32")
+_PRETRAINED = NoEffect(
+    "the model in --pretrained-checkpoint says what it is",
+    when=lambda c: c.lora.pretrained_checkpoint is not None,
+)
+
+
+def _flag(default: Any, help: str, *, no_effect: tuple[NoEffect, ...] = (), **facts: Any) -> Any:
+    """A flag that has no effect on a model from --pretrained-checkpoint."""
+    return flag(default, help, no_effect=(*no_effect, _PRETRAINED), **facts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """The GPT model; sizes are in elements, and what follows from the fields are properties."""
+    """The GPT model; sizes are in elements, derived values are properties."""
 
-    num_layers: int = flag(4, "transformer blocks", minimum=1)
-    hidden_size: int = flag(256, "width of the residual stream", minimum=1)
-    ffn_hidden_size: int | None = flag(
-        None,
-        "width inside the MLP (default 4h; with --swiglu int(8h/3/64)*64)",
-        kind=int,
-        minimum=1,
+    num_layers: int = _flag(4, "transformer blocks", minimum=1)
+    hidden_size: int = _flag(256, "width of the residual stream", minimum=1)
+    ffn_hidden_size: int | None = _flag(
+        None, "width inside the MLP (default 4h; with --swiglu int(8h/3/64)*64)", minimum=1
     )
-    num_attention_heads: int = flag(4, "query heads", minimum=1)
-    kv_channels: int | None = flag(
-        None, "width of one head (default hidden-size / heads)", kind=int, minimum=1
+    num_attention_heads: int = _flag(4, "query heads", minimum=1)
+    kv_channels: int | None = _flag(
+        None, "width of one head (default hidden-size / heads)", minimum=1
     )
-    num_query_groups: int | None = flag(
+    num_query_groups: int | None = _flag(
         None,
         "key-value heads of grouped-query attention (default: one per query head)",
-        kind=int,
         minimum=1,
-        names=("num-key-value-heads",),
+        aliases=("num-key-value-heads",),
     )
     seq_length: int = flag(
-        256, "tokens of a training sample", minimum=1, names=("encoder-seq-length",)
+        256, "tokens of a training sample", minimum=1, aliases=("encoder-seq-length",)
     )
-    max_position_embeddings: int | None = flag(
-        None, "longest sequence the positions reach (default: seq-length)", kind=int, minimum=1
+    max_position_embeddings: int | None = _flag(
+        None, "longest sequence the positions reach (default: seq-length)", minimum=1
     )
-    make_vocab_size_divisible_by: int = flag(
+    make_vocab_size_divisible_by: int = _flag(
         128, "the vocabulary is padded to a multiple of this", minimum=1
     )
-    init_method_std: float = flag(0.02, "standard deviation of the initial weights", minimum=0)
-    hidden_dropout: float = flag(
+    init_method_std: float = _flag(0.02, "standard deviation of the initial weights", minimum=0)
+    hidden_dropout: float = _flag(
         0.1, "dropout after embedding, attention and MLP", minimum=0, maximum=1
     )
-    attention_dropout: float = flag(0.1, "dropout of attention weights", minimum=0, maximum=1)
-    layernorm_epsilon: float = flag(
-        1e-5, "added to the variance in normalization", above=0, names=("norm-epsilon",)
+    attention_dropout: float = _flag(0.1, "dropout of attention weights", minimum=0, maximum=1)
+    layernorm_epsilon: float = _flag(
+        1e-5, "added to the variance in normalization", above=0, aliases=("norm-epsilon",)
     )
-    normalization: str = flag("LayerNorm", "kind of normalization", choices=NORMALIZATIONS)
-    position_embedding_type: str = flag(
-        "learned_absolute", "how positions enter", choices=POSITION_EMBEDDINGS
+    normalization: str = _flag("LayerNorm", "kind of normalization", choices=NORMALIZATIONS)
+    position_embedding_type: str = _flag(
+        "learned_absolute",
+        "how positions enter",
+        choices=POSITION_EMBEDDINGS,
+        shorthands={"use-rotary-position-embeddings": "rope"},
     )
-    rotary_percent: float = flag(
-        1.0, "share of a head's channels that rotary positions turn", above=0, maximum=1
+    rotary_percent: float = _flag(
+        1.0,
+        "share of a head's channels that rotary positions turn",
+        above=0,
+        maximum=1,
+        no_effect=(_NEEDS_ROPE,),
     )
-    rotary_base: int = flag(
+    rotary_base: int = _flag(
         10000,
         "base of the rotary frequencies",
         minimum=1,
-        names=("rotary-position-embeddings-theta",),
+        aliases=("rotary-position-embeddings-theta",),
+        no_effect=(_NEEDS_ROPE,),
     )
-    use_rope_scaling: bool = flag(
-        False, "rotary frequencies of Llama 3.1: slow ones slower, for contexts beyond 8192 tokens"
+    use_rope_scaling: bool = _flag(
+        False,
+        "rotary frequencies of Llama 3.1: slow ones slower, for contexts beyond 8192 tokens",
+        no_effect=(_NEEDS_ROPE,),
     )
-    rope_scaling_factor: float = flag(
-        8.0, "by how much --use-rope-scaling slows the slow frequencies", minimum=1
+    rope_scaling_factor: float = _flag(
+        8.0,
+        "by how much --use-rope-scaling slows the slow frequencies",
+        minimum=1,
+        no_effect=(_NEEDS_ROPE_SCALING,),
     )
-    swiglu: bool = flag(False, "gated SiLU in the MLP")
-    openai_gelu: bool = flag(False, "GELU as OpenAI wrote it (the tanh form, written out)")
-    squared_relu: bool = flag(False, "squared ReLU in the MLP")
-    bias_gelu_fusion: bool = flag(
-        True, "the exact (erf) GELU instead of its tanh form", off=("no-bias-gelu-fusion",)
+    swiglu: bool = _flag(False, "gated SiLU in the MLP")
+    openai_gelu: bool = _flag(False, "GELU as OpenAI wrote it (the tanh form, written out)")
+    squared_relu: bool = _flag(False, "squared ReLU in the MLP")
+    bias_gelu_fusion: bool = _flag(
+        True,
+        "the exact (erf) GELU instead of its tanh form",
+        shorthands={"no-bias-gelu-fusion": False},
     )
-    untie_embeddings_and_output_weights: bool = flag(False, "an output layer of its own")
-    disable_bias_linear: bool = flag(False, "linear layers without bias")
-    apply_residual_connection_post_layernorm: bool = flag(
+    untie_embeddings_and_output_weights: bool = _flag(False, "an output layer of its own")
+    disable_bias_linear: bool = _flag(False, "linear layers without bias")
+    apply_residual_connection_post_layernorm: bool = _flag(
         False, "the residual branches off after the normalization instead of before it"
     )
-    apply_query_key_layer_scaling: bool = flag(
+    apply_query_key_layer_scaling: bool = ignored(
         False,
-        "divide attention scores by the layer's number and multiply them back in the softmax",
-        off=("no-query-key-layer-scaling",),
-        no_effect="the factor cancels, and scores are accumulated in fp32 here",
+        "the factor cancels, and scores are accumulated in fp32 here",
+        shorthands={"no-query-key-layer-scaling": False},
     )
-    attention_softmax_in_fp32: bool = flag(
-        False,
-        "softmax of the attention in fp32",
-        no_effect="the attention kernels always accumulate the softmax in fp32",
+    attention_softmax_in_fp32: bool = ignored(
+        False, "the attention kernels always accumulate the softmax in fp32"
     )
-    fp32_residual_connection: bool = flag(False, "keep the residual stream in fp32")
+    fp32_residual_connection: bool = _flag(
+        False, "keep the residual stream in fp32", no_effect=(_ALL_FP32,)
+    )
 
     @property
     def ffn_size(self) -> int:
@@ -143,15 +168,27 @@ class ModelConfig(Section):
         self._check_activation()
 
     def _check_activation(self) -> None:
-        chosen = [
+        activations = [
             "--" + name.replace("_", "-")
             for name in ("swiglu", "openai_gelu", "squared_relu")
             if getattr(self, name)
         ]
-        if len(chosen) > 1:
-            raise InputError(f"{' and '.join(chosen)} contradict: the MLP has one activation")
+        if len(activations) > 1:
+            raise InputError(f"{' and '.join(activations)} contradict: the MLP has one activation")
         if self.position_embedding_type == "rope" and int(self.head_dim * self.rotary_percent) % 2:
             raise InputError(
                 f"rotary positions turn pairs of channels, but {self.head_dim} channels x "
                 f"--rotary-percent {self.rotary_percent:g} is odd: change the head size or percent"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags(Section):
+    """Megatron's switches that go with the value of another flag."""
+
+    group_query_attention: bool = flag(
+        False, "key-value heads are shared: one for all unless --num-query-groups says more"
+    )
+    no_position_embedding: bool = flag(
+        False, "no learned positions; needs --position-embedding-type rope or none"
+    )

@@ -1,13 +1,38 @@
 """How weights are updated: number formats, optimizer, schedules, and what is computed twice."""
 
+import math
 from dataclasses import dataclass
 
-from megatron_zpp.settings.flag import Section, flag, shared
+from megatron_zpp.settings.flag import NoEffect, SameAs, Section, flag, needs, shared
+from megatron_zpp.settings.run import NEEDS_LOAD
 from zeropp.errors import InputError
 
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 UNITS = ("iters", "samples", "tokens")
+_NEEDS_FULL = needs(
+    "--recompute-granularity full", lambda c: c.recompute.recompute_granularity == "full"
+)
+_NEEDS_FP16 = needs("--fp16", lambda c: c.precision.fp16)
+_DYNAMIC_SCALE = (
+    _NEEDS_FP16,
+    NoEffect(
+        "the scale that --loss-scale gives is constant",
+        when=lambda c: c.precision.loss_scale is not None,
+    ),
+)
+_NEEDS_WSD = needs("--lr-decay-style WSD", lambda c: c.schedule.lr_decay_style == "WSD")
+_NO_DECAY = NoEffect(
+    "--lr-decay-style constant does not decay",
+    when=lambda c: c.schedule.lr_decay_style == "constant",
+)
+_NO_WARMUP = NoEffect("there is no warm-up", when=lambda c: not c.schedule.has_warmup)
+
+
+def _power_of_two(scale: float) -> int | None:
+    """The exponent of a loss scale that is a power of two; None for any other."""
+    power = math.log2(scale)
+    return int(power) if power.is_integer() and power >= 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +40,14 @@ class RecomputeConfig(Section):
     """Which activations the backward pass computes again instead of keeping them."""
 
     recompute_granularity: str | None = flag(
-        None, "full: whole blocks; selective: the attention only", choices=("full", "selective")
+        None,
+        "full: whole blocks; selective: the attention only",
+        choices=("full", "selective"),
+        shorthands={
+            "checkpoint-activations": "full",
+            "deepspeed-activation-checkpointing": "full",
+            "recompute-activations": "selective",
+        },
     )
     recompute_method: str | None = flag(
         None,
@@ -23,7 +55,11 @@ class RecomputeConfig(Section):
         choices=("uniform", "block"),
     )
     recompute_num_layers: int = flag(
-        1, "blocks that the method counts in", minimum=1, names=("checkpoint-num-layers",)
+        1,
+        "blocks that the method counts in",
+        minimum=1,
+        aliases=("checkpoint-num-layers",),
+        no_effect=_NEEDS_FULL,
     )
 
     def check(self) -> None:
@@ -40,15 +76,51 @@ class RecomputeConfig(Section):
 class PrecisionConfig(Section):
     """The number format of forward and backward, and fp16's dynamic loss scale."""
 
-    fp16: bool = flag(False, "compute in IEEE half precision with loss scaling")
-    bf16: bool = flag(False, "compute in bfloat16")
-    loss_scale: float | None = flag(
-        None, "constant loss scale (default: dynamic)", kind=float, above=0
+    fp16: bool = flag(
+        False, "compute in IEEE half precision with loss scaling", same_as="fp16.enabled"
     )
-    initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale", above=0)
-    min_loss_scale: float = flag(1.0, "smallest dynamic loss scale", above=0)
-    loss_scale_window: int = flag(1000, "clean steps before the scale doubles", minimum=1)
-    hysteresis: int = flag(2, "overflows before the scale halves", minimum=1)
+    bf16: bool = flag(False, "compute in bfloat16", same_as="bf16.enabled")
+    loss_scale: float | None = flag(
+        None,
+        "constant loss scale (default: dynamic)",
+        above=0,
+        no_effect=_NEEDS_FP16,
+        same_as=SameAs(
+            "fp16.loss_scale",
+            to_flag=lambda scale: scale or None,
+            to_json=lambda scale: scale or 0.0,
+        ),
+    )
+    initial_loss_scale: float = flag(
+        2.0**32,
+        "first dynamic loss scale",
+        above=0,
+        no_effect=_DYNAMIC_SCALE,
+        same_as=SameAs(
+            "fp16.initial_scale_power", to_flag=lambda power: 2.0**power, to_json=_power_of_two
+        ),
+    )
+    min_loss_scale: float = flag(
+        1.0,
+        "smallest dynamic loss scale",
+        above=0,
+        no_effect=_DYNAMIC_SCALE,
+        same_as="fp16.min_loss_scale",
+    )
+    loss_scale_window: int = flag(
+        1000,
+        "clean steps before the scale doubles",
+        minimum=1,
+        no_effect=_DYNAMIC_SCALE,
+        same_as="fp16.loss_scale_window",
+    )
+    hysteresis: int = flag(
+        2,
+        "overflows before the scale halves",
+        minimum=1,
+        no_effect=_DYNAMIC_SCALE,
+        same_as="fp16.hysteresis",
+    )
 
     @property
     def format(self) -> str:
@@ -74,25 +146,53 @@ class OptimizerConfig(Section):
     """AdamW and gradient clipping."""
 
     optimizer: str = flag(
-        "adam", "the optimizer (Adam with decoupled weight decay)", choices=("adam",)
+        "adam",
+        "the optimizer (Adam with decoupled weight decay)",
+        choices=("adam",),
+        same_as=SameAs("optimizer.type", to_flag=lambda _: "adam", to_json=lambda _: "Adam"),
     )
-    lr: float = flag(3e-4, "largest learning rate", minimum=0)
-    min_lr: float = flag(0.0, "smallest learning rate after the decay", minimum=0)
-    weight_decay: float = flag(0.01, "decoupled weight decay of matrices", minimum=0)
+    lr: float = flag(3e-4, "largest learning rate", minimum=0, same_as="optimizer.params.lr")
+    min_lr: float = flag(
+        0.0, "smallest learning rate after the decay", minimum=0, no_effect=_NO_DECAY
+    )
+    weight_decay: float = flag(
+        0.01,
+        "decoupled weight decay of matrices",
+        minimum=0,
+        same_as="optimizer.params.weight_decay",
+    )
     start_weight_decay: float | None = flag(
-        None, "weight decay at the start of its schedule", kind=float, minimum=0
+        None, "weight decay at the start of its schedule", minimum=0
     )
     end_weight_decay: float | None = flag(
-        None, "weight decay at the end of its schedule", kind=float, minimum=0
+        None, "weight decay at the end of its schedule", minimum=0
     )
     weight_decay_incr_style: str = flag(
         "constant", "how the weight decay grows", choices=("constant", "linear", "cosine")
     )
-    clip_grad: float = flag(1.0, "largest global gradient norm; 0: no clipping", minimum=0)
-    adam_beta1: float = flag(0.9, "decay of the first moment", minimum=0, maximum=1)
-    adam_beta2: float = flag(0.999, "decay of the second moment", minimum=0, maximum=1)
-    adam_eps: float = flag(1e-8, "added to the denominator of the update", above=0)
-    cpu_torch_adam: bool = flag(False, "on CPUs PyTorch's AdamW instead of ours")
+    clip_grad: float = flag(
+        1.0, "largest global gradient norm; 0: no clipping", minimum=0, same_as="gradient_clipping"
+    )
+    adam_beta1: float = flag(
+        0.9,
+        "decay of the first moment",
+        minimum=0,
+        maximum=1,
+        same_as=SameAs("optimizer.params.betas", index=0),
+    )
+    adam_beta2: float = flag(
+        0.999,
+        "decay of the second moment",
+        minimum=0,
+        maximum=1,
+        same_as=SameAs("optimizer.params.betas", index=1),
+    )
+    adam_eps: float = flag(
+        1e-8, "added to the denominator of the update", above=0, same_as="optimizer.params.eps"
+    )
+    cpu_torch_adam: bool = flag(
+        False, "on CPUs PyTorch's AdamW instead of ours", same_as="optimizer.params.torch_adam"
+    )
 
     def check(self) -> None:
         """Raise InputError for bounds in the wrong order or half a weight-decay schedule."""
@@ -128,38 +228,47 @@ class ScheduleConfig(Section):
     min_lr: float = shared(OptimizerConfig, "min_lr")
     lr_decay_style: str = flag("linear", "shape of the decay", choices=LR_STYLES)
     lr_decay_iters: int | None = flag(
-        None, "iterations until the minimum (default: the whole run)", kind=int, minimum=1
+        None, "iterations until the minimum (default: the whole run)", minimum=1
     )
-    lr_decay_samples: int | None = flag(None, "samples until the minimum", kind=int, minimum=1)
-    lr_decay_tokens: int | None = flag(None, "tokens until the minimum", kind=int, minimum=1)
+    lr_decay_samples: int | None = flag(None, "samples until the minimum", minimum=1)
+    lr_decay_tokens: int | None = flag(None, "tokens until the minimum", minimum=1)
     lr_warmup_fraction: float | None = flag(
-        None, "warm-up as a share of the decay", kind=float, minimum=0, maximum=1, names=("warmup",)
+        None, "warm-up as a share of the decay", minimum=0, maximum=1, aliases=("warmup",)
     )
     lr_warmup_iters: int = flag(0, "iterations of warm-up", minimum=0)
     lr_warmup_samples: int = flag(0, "samples of warm-up", minimum=0)
     lr_warmup_tokens: int = flag(0, "tokens of warm-up", minimum=0)
-    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up", minimum=0)
-    lr_wsd_decay_style: str = flag("exponential", "shape of WSD's last part", choices=WSD_STYLES)
-    lr_wsd_decay_iters: int | None = flag(
-        None, "iterations of WSD's last part", kind=int, minimum=1
+    lr_warmup_init: float = flag(
+        0.0, "learning rate at the start of the warm-up", minimum=0, no_effect=_NO_WARMUP
     )
-    lr_wsd_decay_samples: int | None = flag(None, "samples of WSD's last part", kind=int, minimum=1)
+    lr_wsd_decay_style: str = flag(
+        "exponential", "shape of WSD's last part", choices=WSD_STYLES, no_effect=_NEEDS_WSD
+    )
+    lr_wsd_decay_iters: int | None = flag(
+        None, "iterations of WSD's last part", minimum=1, no_effect=_NEEDS_WSD
+    )
+    lr_wsd_decay_samples: int | None = flag(
+        None, "samples of WSD's last part", minimum=1, no_effect=_NEEDS_WSD
+    )
     override_opt_param_scheduler: bool = flag(
-        False,
-        "on resuming, these settings replace the checkpoint's",
-        names=("override-opt-param-scheduler",),
+        False, "on resuming, these settings replace the checkpoint's", no_effect=NEEDS_LOAD
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
-        False, "on resuming, the checkpoint's settings replace these"
+        False, "on resuming, the checkpoint's settings replace these", no_effect=NEEDS_LOAD
     )
+
+    @property
+    def has_warmup(self) -> bool:
+        """Whether a warm-up was asked for, in any unit."""
+        return any(getattr(self, f"lr_warmup_{unit}") for unit in ("fraction", *UNITS))
 
     def check(self) -> None:
         """Raise InputError for a length given twice and for bounds in the wrong order."""
         super().check()
-        self._check_one("--lr-decay-", [(u, getattr(self, f"lr_decay_{u}")) for u in UNITS])
+        self._check_one_unit("--lr-decay-", [(u, getattr(self, f"lr_decay_{u}")) for u in UNITS])
         warmups = [(unit, getattr(self, f"lr_warmup_{unit}")) for unit in UNITS]
-        self._check_one("--lr-warmup-", [("fraction", self.lr_warmup_fraction), *warmups])
-        self._check_one(
+        self._check_one_unit("--lr-warmup-", [("fraction", self.lr_warmup_fraction), *warmups])
+        self._check_one_unit(
             "--lr-wsd-decay-",
             [("iters", self.lr_wsd_decay_iters), ("samples", self.lr_wsd_decay_samples)],
         )
@@ -179,7 +288,7 @@ class ScheduleConfig(Section):
             )
 
     @staticmethod
-    def _check_one(prefix: str, lengths: list[tuple[str, float | None]]) -> None:
-        given = [f"{prefix}{unit} {length}" for unit, length in lengths if length]
-        if len(given) > 1:
-            raise InputError(f"{given[0]} and {given[1]}: give the length in one unit only")
+    def _check_one_unit(prefix: str, lengths: list[tuple[str, float | None]]) -> None:
+        typed = [f"{prefix}{unit} {length}" for unit, length in lengths if length]
+        if len(typed) > 1:
+            raise InputError(f"{typed[0]} and {typed[1]}: give the length in one unit only")

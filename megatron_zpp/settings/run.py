@@ -2,10 +2,22 @@
 
 from dataclasses import dataclass
 
-from megatron_zpp.settings.flag import Section, flag
+from megatron_zpp.settings.flag import NoEffect, Section, flag, ignored, needs
 from zeropp.errors import InputError
 
 _NO_RNG = "dropout follows from the seed and the samples consumed, so no generator's state is kept"
+_NO_EVALUATION = NoEffect(
+    "--eval-iters 0 switches evaluation off", when=lambda c: c.evaluation.eval_iters == 0
+)
+_NEEDS_PROMPT = needs("--sample-prompt", lambda c: c.evaluation.sample_prompt is not None)
+_NEEDS_SAVE = needs("--save", lambda c: c.checkpoint.save is not None)
+NEEDS_LOAD = needs("--load", lambda c: c.checkpoint.load is not None)
+_NEEDS_TENSORBOARD = needs("--tensorboard-dir", lambda c: c.log.tensorboard_dir is not None)
+_NEEDS_WANDB = needs("--wandb-project", lambda c: c.log.wandb_project is not None)
+_NEEDS_WRITER = needs(
+    "--tensorboard-dir or --wandb-project",
+    lambda c: c.log.tensorboard_dir is not None or c.log.wandb_project is not None,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,14 +25,14 @@ class ParallelConfig(Section):
     """How the ranks share the work: for now all of them are data-parallel."""
 
     tensor_model_parallel_size: int = flag(
-        1, "ranks that split each layer", minimum=1, names=("model-parallel-size",)
+        1, "ranks that split each layer", minimum=1, aliases=("model-parallel-size",)
     )
     pipeline_model_parallel_size: int = flag(1, "ranks that split the stack of layers", minimum=1)
     context_parallel_size: int = flag(
-        1, "ranks that split each sequence", minimum=1, names=("ds-sequence-parallel-size",)
+        1, "ranks that split each sequence", minimum=1, aliases=("ds-sequence-parallel-size",)
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "layers of a stage of the interleaved pipeline", kind=int, minimum=1
+        None, "layers of a stage of the interleaved pipeline", minimum=1
     )
     sequence_parallel: bool = flag(False, "split activations along the sequence")
     distributed_backend: str | None = flag(
@@ -49,24 +61,22 @@ class ParallelConfig(Section):
 class TrainingConfig(Section):
     """How long to train, and when to stop earlier; --train-tokens may cap one of the others."""
 
-    train_iters: int | None = flag(None, "steps of the whole run", kind=int, minimum=1)
-    train_samples: int | None = flag(None, "samples of the whole run", kind=int, minimum=1)
-    train_tokens: int | None = flag(None, "tokens of the whole run", kind=int, minimum=1)
+    train_iters: int | None = flag(None, "steps of the whole run", minimum=1)
+    train_samples: int | None = flag(None, "samples of the whole run", minimum=1)
+    train_tokens: int | None = flag(None, "tokens of the whole run", minimum=1)
     seed: int = flag(
         1234, "seed of weights, dropout and sample order", minimum=0, maximum=2**32 - 1
     )
     exit_interval: int | None = flag(
-        None, "save and stop at an iteration divisible by this", kind=int, minimum=1
+        None, "save and stop at an iteration divisible by this", minimum=1
     )
-    exit_duration_in_mins: int | None = flag(
-        None, "save and stop after so many minutes", kind=int, minimum=0
-    )
+    exit_duration_in_mins: int | None = flag(None, "save and stop after so many minutes", minimum=0)
     exit_signal_handler: bool = flag(False, "save and stop on SIGTERM")
     skip_train: bool = flag(False, "only evaluate")
     compile: bool = flag(False, "compile transformer blocks and the loss with torch.compile")
     dry_run: bool = flag(False, "only print what the run will take, and whether it fits")
     dry_run_ranks: int | None = flag(
-        None, "ranks of the run to estimate (default: those launched)", kind=int, minimum=1
+        None, "ranks of the run to estimate (default: those launched)", minimum=1
     )
 
     def check(self) -> None:
@@ -89,10 +99,14 @@ class EvaluationConfig(Section):
     """How often and on how much the held-out loss is measured, and what is generated at the end."""
 
     eval_iters: int = flag(100, "batches of an evaluation; 0: none", minimum=0)
-    eval_interval: int = flag(1000, "iterations between evaluations", minimum=1)
-    eval_at_start: bool = flag(False, "also evaluate before the first iteration")
+    eval_interval: int = flag(
+        1000, "iterations between evaluations", minimum=1, no_effect=_NO_EVALUATION
+    )
+    eval_at_start: bool = flag(
+        False, "also evaluate before the first iteration", no_effect=_NO_EVALUATION
+    )
     sample_prompt: str | None = flag(None, "after training, generate text that goes on from this")
-    sample_length: int = flag(128, "tokens to generate", minimum=1)
+    sample_length: int = flag(128, "tokens to generate", minimum=1, no_effect=_NEEDS_PROMPT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,18 +116,26 @@ class CheckpointConfig(Section):
     save: str | None = flag(None, "folder to save checkpoints in")
     load: str | None = flag(None, "folder to resume from, if it holds a checkpoint")
     save_interval: int | None = flag(
-        None, "iterations between checkpoints (default: only at the end)", kind=int, minimum=1
+        None,
+        "iterations between checkpoints (default: only at the end)",
+        minimum=1,
+        no_effect=_NEEDS_SAVE,
     )
     keep_checkpoints: int | None = flag(
-        None, "how many of the newest checkpoints stay (default: all)", kind=int, minimum=1
+        None,
+        "how many of the newest checkpoints stay (default: all)",
+        minimum=1,
+        no_effect=_NEEDS_SAVE,
     )
-    no_save_optim: bool = flag(False, "save without the optimizer's state")
-    no_save_rng: bool = flag(False, "save without the random generators' state", no_effect=_NO_RNG)
-    no_load_optim: bool = flag(False, "start with a fresh optimizer")
-    no_load_rng: bool = flag(False, "start with fresh random generators", no_effect=_NO_RNG)
-    finetune: bool = flag(False, "take the weights only and start at iteration 0")
+    no_save_optim: bool = flag(False, "save without the optimizer's state", no_effect=_NEEDS_SAVE)
+    no_save_rng: bool = ignored(False, _NO_RNG)
+    no_load_optim: bool = flag(False, "start with a fresh optimizer", no_effect=NEEDS_LOAD)
+    no_load_rng: bool = ignored(False, _NO_RNG)
+    finetune: bool = flag(
+        False, "take the weights only and start at iteration 0", no_effect=NEEDS_LOAD
+    )
     use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
-    reset_iteration: bool = flag(False, "start counting at iteration 0")
+    reset_iteration: bool = flag(False, "start counting at iteration 0", no_effect=NEEDS_LOAD)
     exit_on_missing_checkpoint: bool = flag(False, "fail if --load holds no checkpoint")
     universal_checkpoint: bool = flag(False, "load DeepSpeed's universal format")
 
@@ -138,23 +160,39 @@ class LogConfig(Section):
     log_interval: int = flag(100, "iterations between log lines", minimum=1)
     log_params_norm: bool = flag(False, "log the norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, "log how many gradient elements are zero")
-    log_throughput: bool = flag(False, "log model TFLOP/s per rank, and MFU")
-    timing_log_level: int = flag(
-        0,
-        "how finely times are logged",
-        minimum=0,
-        maximum=2,
-        no_effect="--log-timers-to-tensorboard shows every time that is measured",
+    log_throughput: bool = flag(
+        False, "log model TFLOP/s per rank, its share of the measured matmul rate, and MFU"
+    )
+    timing_log_level: int = ignored(
+        0, "--log-timers-to-tensorboard shows every time that is measured", minimum=0, maximum=2
     )
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard")
-    tensorboard_queue_size: int = flag(1000, "scalars held before they are written", minimum=1)
-    tensorboard_log_interval: int = flag(1, "iterations between scalars", minimum=1)
-    log_timers_to_tensorboard: bool = flag(False, "times as scalars")
-    log_batch_size_to_tensorboard: bool = flag(False, "the batch size as a scalar")
-    log_validation_ppl_to_tensorboard: bool = flag(False, "held-out perplexity as a scalar")
-    log_optimizer_states_to_tensorboard: bool = flag(False, "norms of Adam's moments as scalars")
-    log_memory_to_tensorboard: bool = flag(False, "memory in use as scalars")
-    log_world_size_to_tensorboard: bool = flag(False, "the number of ranks as a scalar")
+    tensorboard_queue_size: int = flag(
+        1000, "scalars held before they are written", minimum=1, no_effect=_NEEDS_TENSORBOARD
+    )
+    tensorboard_log_interval: int = flag(
+        1, "iterations between scalars", minimum=1, no_effect=_NEEDS_WRITER
+    )
+    log_timers_to_tensorboard: bool = flag(False, "times as scalars", no_effect=_NEEDS_WRITER)
+    log_batch_size_to_tensorboard: bool = flag(
+        False, "the batch size as a scalar", no_effect=_NEEDS_WRITER
+    )
+    log_validation_ppl_to_tensorboard: bool = flag(
+        False, "held-out perplexity as a scalar", no_effect=_NEEDS_WRITER
+    )
+    log_optimizer_states_to_tensorboard: bool = flag(
+        False, "norms of Adam's moments as scalars", no_effect=_NEEDS_WRITER
+    )
+    log_memory_to_tensorboard: bool = flag(
+        False, "memory in use as scalars", no_effect=_NEEDS_WRITER
+    )
+    log_world_size_to_tensorboard: bool = flag(
+        False, "the number of ranks as a scalar", no_effect=_NEEDS_WRITER
+    )
     wandb_project: str | None = flag(None, "Weights & Biases project; switches it on")
-    wandb_exp_name: str | None = flag(None, "name of the run at Weights & Biases")
-    wandb_save_dir: str | None = flag(None, "folder of the Weights & Biases files")
+    wandb_exp_name: str | None = flag(
+        None, "name of the run at Weights & Biases", no_effect=_NEEDS_WANDB
+    )
+    wandb_save_dir: str | None = flag(
+        None, "folder of the Weights & Biases files", no_effect=_NEEDS_WANDB
+    )

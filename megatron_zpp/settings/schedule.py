@@ -1,8 +1,8 @@
 """Learning rate, weight decay and batch size as pure functions of the samples consumed so far.
 
-Lengths given in iterations or tokens are turned into samples first, through the batch ramp-up, so a
-run resumed with another number of ranks is at the same place. What has no state needs no saving:
-`Schedules.state()` only holds the settings, to compare them when a run is resumed.
+Lengths in iterations or tokens are converted to samples first, through the batch ramp-up, so a run
+resumed on another number of ranks continues at the same point. The schedules have no state:
+`Schedules.state()` holds their settings, which are compared when a run is resumed.
 """
 
 import logging
@@ -46,7 +46,7 @@ class GlobalBatchSize:
     @property
     def final(self) -> int:
         """Samples of a step after the ramp-up."""
-        assert self.config.global_batch_size is not None, "arguments.parse settles the batch size"
+        assert self.config.global_batch_size is not None, "arguments.parse sets the batch size"
         return self.config.global_batch_size
 
     def samples_after(self, iterations: int) -> int:
@@ -109,14 +109,14 @@ class GlobalBatchSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Length:
-    """The whole run; `samples` is what was asked for, `iterations` never consume more."""
+    """The length of a run: the requested `samples`, and `iterations` that consume no more."""
 
     iterations: int
     samples: int
 
     @classmethod
     def of(cls, training: TrainingConfig, batch: GlobalBatchSize, seq_length: int) -> "Length":
-        """The shortest of the lengths given; raises InputError if not one step fits."""
+        """The shortest of the lengths that are set; raises InputError if no step fits."""
         lengths = []
         if training.train_iters is not None:
             lengths.append((batch.samples_after(training.train_iters), "--train-iters"))
@@ -124,7 +124,7 @@ class Length:
             lengths.append((training.train_samples, "--train-samples"))
         if training.train_tokens is not None:
             lengths.append((training.train_tokens // seq_length, "--train-tokens"))
-        assert lengths, "arguments.parse settles the length"
+        assert lengths, "arguments.parse sets a length"
         samples, flag = min(lengths)
         if samples < batch(0):
             raise InputError(
@@ -161,10 +161,10 @@ class LearningRate:
         return self.min_lr + self._share(n) * (self.max_lr - self.min_lr)
 
     def _share(self, n: float) -> float:
-        """What is left of the way from the minimum to the maximum, 1 to 0."""
+        """The share of the way from the minimum to the maximum, from 1 to 0."""
         if self.style == "WSD":
-            done = (n - (self.decay - self.wsd_decay)) / self.wsd_decay
-            return _shape(self.wsd_style, max(done, 0.0))
+            progress = (n - (self.decay - self.wsd_decay)) / self.wsd_decay
+            return _shape(self.wsd_style, max(progress, 0.0))
         return _shape(self.style, (n - self.warmup) / (self.decay - self.warmup))
 
 
@@ -181,13 +181,13 @@ class WeightDecay:
         """The weight decay of the step that follows `consumed_samples`."""
         if self.style == "constant" or consumed_samples >= self.length:
             return self.end
-        left = _shape(self.style, consumed_samples / self.length)
-        return self.start + (1 - left) * (self.end - self.start)
+        remaining = _shape(self.style, consumed_samples / self.length)
+        return self.start + (1 - remaining) * (self.end - self.start)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedules:
-    """Everything about a run that depends on the samples consumed, made once from the Config."""
+    """Everything about a run that depends on the samples consumed."""
 
     length: Length
     batch_size: GlobalBatchSize
@@ -209,7 +209,7 @@ class Schedules:
         )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: plain numbers and words."""
+        """The settings of the schedules as plain values, for a checkpoint."""
         return {
             "learning_rate": asdict(self.learning_rate),
             "weight_decay": asdict(self.weight_decay),
@@ -219,7 +219,7 @@ class Schedules:
         """These schedules, or the saved ones with --use-checkpoint-opt_param-scheduler.
 
         Raises InputError if they differ and neither that flag nor --override-opt_param-scheduler
-        says which ones hold.
+        chooses between them.
         """
         differing = [
             f"{part} {name}: {now[name]} now, {saved[part][name]} in the checkpoint"
@@ -229,7 +229,7 @@ class Schedules:
         ]
         if not differing or config.override_opt_param_scheduler:
             for line in differing:
-                log.info("%s (--override-opt_param-scheduler: the first holds)", line)
+                log.info("%s (--override-opt_param-scheduler: the first is used)", line)
             return self
         if not config.use_checkpoint_opt_param_scheduler:
             raise InputError(
@@ -244,27 +244,27 @@ class Schedules:
         )
 
 
-def _shape(style: str, done: float) -> float:
-    """Share left, from 1 at `done` = 0 to 0 at `done` = 1."""
+def _shape(style: str, progress: float) -> float:
+    """The remaining share of a decay, from 1 at `progress` 0 to 0 at `progress` 1."""
     if style == "linear":
-        return 1 - done
+        return 1 - progress
     if style == "cosine":
-        return 0.5 * (math.cos(math.pi * done) + 1)
+        return 0.5 * (math.cos(math.pi * progress) + 1)
     if style == "exponential":
-        return 2 * 0.5**done - 1
+        return 2 * 0.5**progress - 1
     assert style == "minus_sqrt", style
-    return 1 - math.sqrt(done)
+    return 1 - math.sqrt(progress)
 
 
 def _learning_rate(
     config: ScheduleConfig, batch: GlobalBatchSize, length: Length, seq_length: int
 ) -> LearningRate:
     def samples(kind: str) -> float | None:
-        """The length of a kind ("decay", "warmup", "wsd_decay") in samples, if it was given."""
+        """The length of a kind ("decay", "warmup", "wsd_decay") in samples, if one is set."""
         for unit, size in (("samples", 1), ("tokens", seq_length)):
-            given = getattr(config, f"lr_{kind}_{unit}", None)
-            if given:
-                return given / size
+            length = getattr(config, f"lr_{kind}_{unit}", None)
+            if length:
+                return length / size
         iterations = getattr(config, f"lr_{kind}_iters")
         return batch.samples_after(iterations) if iterations else None
 
@@ -287,7 +287,7 @@ def _learning_rate(
         init_lr=config.lr_warmup_init,
         style=config.lr_decay_style,
         warmup=float(warmup),
-        decay=float(0 if config.lr_decay_style == "constant" else decay),  # nothing to compare
+        decay=float(0 if config.lr_decay_style == "constant" else decay),  # unused
         wsd_style=config.lr_wsd_decay_style,
         wsd_decay=float(wsd_decay),
     )

@@ -1,9 +1,10 @@
-"""How well a model predicts a text: nats per token, and the perplexity, their exponential.
+"""How well a model predicts text: loss in nats per token, and its exponential, the perplexity.
 
-Documents do not see each other. The first token of a document has no prediction; of a prompt with
-its answer, the answer counts and the end of document.
+Documents do not attend to each other. The first token of a document is not predicted. In an example
+with a prompt, the answer and the end of document are predicted.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -13,17 +14,19 @@ import numpy as np
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.instructions.examples import read_examples
 from megatron_zpp.settings.data import EXAMPLES_SUFFIX
-from megatron_zpp.text.scoring import Scorer, exponential, windows
+from megatron_zpp.text.scoring import windows
+from megatron_zpp.text.text_model import TextModel
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.base import read_text
 from zeropp.errors import InputError
 
-TEXT = ".txt"
+TEXT_SUFFIX = ".txt"
+LARGEST_LOSS = 700  # nats; the exponential of more does not fit a double
 
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
-    """`loss` is the mean of the `tokens` that were predicted, in nats."""
+    """`loss` is the mean over the predicted `tokens`, in nats."""
 
     documents: int
     tokens: int
@@ -33,44 +36,62 @@ class Perplexity:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """Token ids; those before `first` are read only."""
+    """Token ids; those before index `first` are context only."""
 
     ids: np.ndarray
     first: int = 1
 
 
 def measure_perplexity(
-    scorer: Scorer, path: str, stride: int | None = None, limit: int | None = None
+    model: TextModel,
+    path: str,
+    *,
+    seq_length: int | None = None,
+    stride: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 4,
 ) -> Perplexity:
     """Perplexity of the first `limit` documents of a dataset's prefix, a .txt or a .jsonl.
 
-    Documents longer than the model are read through windows that begin every `stride` tokens
-    (windows(); default: one after another). Raises InputError for data that is not what it should.
+    The model sees at most `seq_length` tokens at once (default: its positions). Longer documents
+    are read in windows that begin every `stride` tokens (default: `seq_length`). Called on rank 0
+    only. Raises InputError for unsuitable lengths and data.
     """
-    stride = scorer.longest if stride is None else stride
-    if not 0 < stride <= scorer.longest:
+    seq_length = seq_length or model.num_positions
+    if seq_length > model.num_positions:
         raise InputError(
-            f"--stride {stride}: expected 1 to {scorer.longest}, the tokens that the model takes"
+            f"--seq-length {seq_length}: the model has {model.num_positions} positions"
         )
-    documents, tokens, total = _Counted(path, scorer.tokenizer, limit), 0, 0.0
+    stride = seq_length if stride is None else stride
+    if not 0 < stride <= seq_length:
+        raise InputError(
+            f"--stride {stride}: expected 1 to {seq_length}, the tokens that the model sees at once"
+        )
+    documents = _CountedDocuments(path, model.tokenizer, limit)
     passages = chain.from_iterable(
-        windows(document.ids, scorer.longest, stride, document.first) for document in documents
+        windows(document.ids, seq_length, stride, document.first) for document in documents
     )
-    for score in scorer.score(passages):
-        tokens, total = tokens + score.num_tokens, total - score.log_probability
+    tokens, total = 0, 0.0
+    for score in model.score(passages, batch_size):
+        tokens += score.num_tokens
+        total -= score.log_probability
     if not tokens:
         raise InputError(f"{path}: no document has a token to predict")
     loss = total / tokens
     return Perplexity(
-        documents=documents.count, tokens=tokens, loss=loss, perplexity=exponential(loss)
+        documents=documents.count,
+        tokens=tokens,
+        loss=loss,
+        perplexity=math.exp(loss) if loss < LARGEST_LOSS else math.inf,
     )
 
 
-class _Counted:
-    """The first documents of a path; `count` is how many there have been."""
+class _CountedDocuments:
+    """Iterates over the first `limit` documents; `count` is the number of them so far."""
 
     def __init__(self, path: str, tokenizer: Tokenizer, limit: int | None) -> None:
-        self._documents, self.count = islice(_documents(path, tokenizer), limit), 0
+        self._documents = islice(_documents(path, tokenizer), limit)
+        self.count = 0
 
     def __iter__(self) -> Iterator[Document]:
         for document in self._documents:
@@ -84,17 +105,17 @@ def _documents(path: str, tokenizer: Tokenizer) -> Iterator[Document]:
             prompt = tokenizer.prompt(example.prompt or "")
             ids = [*prompt, *tokenizer.encode(example.answer), tokenizer.eod]
             yield Document(ids=np.array(ids), first=max(1, len(prompt)))
-    elif path.endswith(TEXT):
+    elif path.endswith(TEXT_SUFFIX):
         yield Document(ids=np.array(tokenizer.prompt(read_text(path, "the text"))))
     else:
-        yield from _indexed(IndexedDataset(path), tokenizer)
+        yield from _indexed_documents(IndexedDataset(path), tokenizer)
 
 
-def _indexed(dataset: IndexedDataset, tokenizer: Tokenizer) -> Iterator[Document]:
+def _indexed_documents(dataset: IndexedDataset, tokenizer: Tokenizer) -> Iterator[Document]:
     bounds = dataset.document_index.tolist()
     for first, last in zip(bounds[:-1], bounds[1:], strict=True):
-        parts = [dataset.get(sequence) for sequence in range(first, last)]
-        ids = np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
+        sequences = [dataset.get(sequence) for sequence in range(first, last)]
+        ids = np.concatenate(sequences, dtype=np.int64) if sequences else np.empty(0, np.int64)
         if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
             raise InputError(
                 f"{dataset.bin_path} holds token ids {ids.min()} to {ids.max()}, but the model's "

@@ -1,4 +1,4 @@
-"""From logits to the next token: temperature, top-k, top-p, and a generator of its own per text."""
+"""From logits to the next token: temperature, top-k, top-p, and a random generator per text."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,12 @@ from zeropp.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How one text is drawn; temperature 0 takes the likeliest token always, and the rest is idle.
+    """How the tokens of one text are drawn.
 
-    top_k > 0 draws from the k likeliest only. top_p < 1 draws from the fewest likeliest tokens
-    whose odds, after temperature and top_k, add up to top_p or more (Holtzman et al. 2020).
+    Temperature 0 always takes the likeliest token and ignores the other settings. top_k > 0 draws
+    from the k likeliest tokens. top_p < 1 draws from the smallest set of likeliest tokens whose
+    probabilities, after temperature and top_k, sum to at least top_p (Holtzman et al. 2020, "The
+    Curious Case of Neural Text Degeneration").
     """
 
     temperature: float = 1.0
@@ -22,41 +24,41 @@ class Sampling:
     seed: int = 0
 
     def check(self) -> None:
-        """Raise InputError for a number out of its range."""
+        """Raise InputError for a number outside its range."""
         for name in ("temperature", "top_k", "seed"):
-            at_least_zero(name, getattr(self, name))
+            require_non_negative(name, getattr(self, name))
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p {self.top_p}: expected more than 0, at most 1")
         if self.seed >= 2**63:
             raise InputError(f"seed {self.seed}: expected less than 2^63")
 
     def generator(self) -> torch.Generator:
-        """The random numbers of one text, on the CPU."""
+        """A new random generator for one text, on the CPU."""
         return torch.Generator().manual_seed(self.seed)
 
 
 def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw one token from logits fp32 [V] on the CPU; ties at the k-th place all stay in."""
+    """Draw one token from logits fp32 [V] on the CPU; all tokens tied for the k-th place stay."""
     if sampling.temperature == 0:
         return int(logits.argmax())
     if 0 < sampling.top_k < len(logits):
-        least = logits.topk(sampling.top_k).values[-1]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    # The largest is taken off first: a tiny temperature would make infinities of all of them.
-    odds = torch.softmax((logits - logits.max()) / sampling.temperature, dim=0)
+        threshold = logits.topk(sampling.top_k).values[-1]
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    # The maximum is subtracted before dividing: a tiny temperature would make all of them infinite.
+    probabilities = torch.softmax((logits - logits.max()) / sampling.temperature, dim=0)
     if sampling.top_p < 1:
-        odds = _nucleus(odds, sampling.top_p)
-    return int(torch.multinomial(odds, 1, generator=generator))
+        probabilities = _nucleus(probabilities, sampling.top_p)
+    return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def at_least_zero(name: str, number: float) -> None:
-    """Raise InputError, naming it, for a negative number, an infinity or NaN."""
+def require_non_negative(name: str, number: float) -> None:
+    """Raise InputError naming `name` for a negative number, an infinity or NaN."""
     if not 0 <= number < float("inf"):
         raise InputError(f"{name} {number}: expected 0 or more")
 
 
-def _nucleus(odds: Tensor, top_p: float) -> Tensor:
-    """`odds` [V] without what lies beyond the first tokens that add up to `top_p`."""
-    ordered, tokens = odds.sort(descending=True, stable=True)
-    before = ordered.cumsum(0) - ordered  # what the likelier ones add up to
-    return odds.index_fill(0, tokens[before >= top_p], 0.0)
+def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """`probabilities` [V] with zeros outside the likeliest tokens that sum to `top_p`."""
+    ordered, tokens = probabilities.sort(descending=True, stable=True)
+    sum_of_likelier = ordered.cumsum(0) - ordered
+    return probabilities.index_fill(0, tokens[sum_of_likelier >= top_p], 0.0)

@@ -1,14 +1,18 @@
-"""A model from a folder, ready to write: whole on one rank, or sharded over all that were launched.
+"""A model that writes and scores text: whole on one rank, or sharded over all launched ranks.
 
-The first rank hears what is wanted, from a person or over HTTP. The others wait in `follow`, and
-take part in what it begins: each of them holds a shard of the weights.
+Rank 0 decides what to do next. The other ranks wait in `TextModel.follow` and take part in each
+operation that rank 0 starts, since each of them holds a shard of the weights.
 """
 
 import logging
+import math
 import signal
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,109 +25,142 @@ from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.settings.config import ParallelConfig, TokenizerConfig
 from megatron_zpp.settings.flag import Section, flag
 from megatron_zpp.text.generate import Piece, Request, check, stream
+from megatron_zpp.text.scoring import Passage, Score, score_passages
 from megatron_zpp.tokenizer import Tokenizer
 from zeropp import InputError, Sharding, ZeroConfig, shard
-from zeropp.ranks.coordination import broadcast_object, fail_together
+from zeropp.ranks.coordination import broadcast_object, fail_together, world_size
 from zeropp.ranks.process_group import pick_device
 from zeropp.ranks.topology import Environment
 from zeropp.sharding.shard import allocate_parameters
 
-PATIENCE = 60 * 24 * 20  # minutes that ranks wait for the first: a person may think; in ms 31 bits
+# How long the other ranks wait for rank 0, which may be waiting for a person; the longest timeout
+# whose milliseconds fit into 31 bits is 24 days.
+WAIT_MINUTES = 60 * 24 * 20
+BATCHES_PER_GROUP = 16  # of each rank; passages are sorted by length within a group
+PROGRESS_SECONDS = 10
 
 log = logging.getLogger("megatron_zpp")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextModelConfig(Section):
-    """Which model writes, and how it is held"""
+    """Which model to load, and how to hold it in memory"""
 
     load: str | None = flag(
         None, "folder of checkpoints, Hugging Face folder (config.json in it), or .gguf file"
     )
     dtype: str = flag("fp32", "type of the weights and of the arithmetic", choices=tuple(DTYPES))
     deepspeed_config: str | None = flag(
-        None, "JSON that says how several ranks shard the model (default: ZeRO stage 3)"
+        None, "JSON that sets how several ranks shard the model (default: ZeRO stage 3)"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextModel:
-    """A model and its tokenizer; `chat_folder` is where the files of its tokenizer lie, if known.
+    """A model in eval mode with its tokenizer.
 
-    `sharding` is None on one rank. `files` is the folder, if it goes with the model.
+    `sharding` is None on one rank. `tokenizer_path` is the folder or file that the tokenizer was
+    read from, if known; `files` is a temporary folder that is removed with the model.
     """
 
     name: str
     model: GPT
     tokenizer: Tokenizer
     sharding: Sharding | None = None
-    chat_folder: Path | None = None
+    tokenizer_path: Path | None = None
     files: TemporaryDirectory | None = None
 
+    @property
+    def num_positions(self) -> int:
+        """The most tokens that the model takes at once."""
+        return self.model.config.num_positions
+
     def check(self, request: Request) -> None:
-        """Raise InputError if the request cannot be met."""
-        check(request, self.model.config.num_positions, self.tokenizer.vocab_size)
+        """Raise InputError for a request that does not fit the model."""
+        check(request, self.num_positions, self.tokenizer.vocab_size)
 
     def stream(
         self, requests: Sequence[Request], is_cancelled: Callable[[int], bool] = lambda row: False
     ) -> Iterator[Piece]:
-        """`megatron_zpp.text.generate.stream`, called on the first rank only; the others follow.
+        """`megatron_zpp.text.generate.stream`, called on rank 0 only; the other ranks follow.
 
-        Whoever stops listening cancels what is left.
+        Closing the iterator early cancels the remaining texts.
         """
         for request in requests:
             self.check(request)
         return self._pieces(tuple(requests), is_cancelled)
 
-    def follow(self) -> None:
-        """On every rank but the first: take part in all that it does, until it closes.
+    def complete(self, requests: Sequence[Request]) -> list[str]:
+        """The whole text of each request; called on rank 0 only."""
+        texts = [""] * len(requests)
+        for piece in self.stream(requests):
+            texts[piece.row] += piece.text
+        return texts
 
-        Signals to end are the first rank's to answer. To be called in the main thread.
+    def score(self, passages: Iterable[Passage], batch_size: int) -> Iterator[Score]:
+        """The score of each passage, in order; called on rank 0 only. Logs its progress.
+
+        Raises InputError if the logits are not finite.
         """
-        with _deaf():
-            while (requests := broadcast_object(None)) is not None:
-                for _ in stream(self.model, self.tokenizer, requests):
-                    pass
-                self._release()
+        remaining, num_scored, last_log = iter(passages), 0, time.monotonic()
+        group_size = BATCHES_PER_GROUP * batch_size * world_size()
+        while group := tuple(islice(remaining, group_size)):
+            operation = partial(_score_group, passages=group, batch_size=batch_size)
+            broadcast_object(operation)
+            scores = operation(self)
+            if not all(math.isfinite(score.log_probability) for score in scores):
+                raise InputError("the model's logits are not finite: its weights are damaged")
+            yield from scores
+            num_scored += len(scores)
+            if time.monotonic() - last_log > PROGRESS_SECONDS:
+                last_log = time.monotonic()
+                log.info("%d passages are scored", num_scored)
+
+    def follow(self) -> None:
+        """Called on every rank but 0: take part in each operation of rank 0 until it closes."""
+        while (operation := broadcast_object(None)) is not None:
+            operation(self)
         self._remove_files()
 
     def close(self) -> None:
-        """On the first rank: let the others end."""
+        """Called on rank 0: end `follow` on the other ranks."""
         broadcast_object(None)
         self._remove_files()
+
+    def release(self) -> None:
+        """Free the gathered weights of a sharded model."""
+        if self.sharding is not None:
+            self.sharding.release()
 
     def _pieces(
         self, requests: tuple[Request, ...], is_cancelled: Callable[[int], bool]
     ) -> Iterator[Piece]:
-        left = False
-        broadcast_object(requests)
+        is_closed = False
+        broadcast_object(partial(_generate_along, requests=requests))
         pieces = stream(
             self.model, self.tokenizer, requests,
-            is_cancelled=lambda row: left or is_cancelled(row),
+            is_cancelled=lambda row: is_closed or is_cancelled(row),
         )  # fmt: skip
         try:
-            yield from _lent(pieces)
+            for piece in pieces:  # noqa: UP028, `yield from` would close `pieces`
+                yield piece
         finally:
-            left = True
-            for _ in pieces:  # the other ranks must hear of it
+            is_closed = True
+            for _ in pieces:  # the cancellation has to reach the other ranks
                 pass
-            self._release()
+            self.release()
 
     def _remove_files(self) -> None:
         if self.files is not None:
             self.files.cleanup()
 
-    def _release(self) -> None:
-        if self.sharding is not None:
-            self.sharding.release()
-
 
 def open_text_model(
     config: TextModelConfig, tokenizer: TokenizerConfig, environment: Environment
 ) -> TextModel:
-    """Build and fill the model on the ranks that were launched; all of them call it.
+    """Build and load the model on the launched ranks; all of them call this.
 
-    A tokenizer that no flag names is the one that the model comes with. Raises InputError.
+    Without tokenizer flags the model's own tokenizer is used. Raises InputError.
     """
     if config.load is None:
         raise InputError("--load is missing: name the folder of the model")
@@ -132,73 +169,87 @@ def open_text_model(
         if config.deepspeed_config is not None:
             log.info("--deepspeed-config has no effect on one rank: nothing is sharded")
         opened = open_model(config.load, chosen)
-        return _text_model(config, opened, _built(config, opened, pick_device(environment)))
-    ranks = join_ranks(environment, ParallelConfig(distributed_timeout_minutes=PATIENCE))
+        model = _build_on_meta(config, opened).to_empty(device=pick_device(environment))
+        opened.fill(model)
+        return _text_model(config, opened, model)
+    ranks = join_ranks(environment, ParallelConfig(distributed_timeout_minutes=WAIT_MINUTES))
     return shard_text_model(config, chosen, ranks)
 
 
 def shard_text_model(
-    config: TextModelConfig, chosen: TokenizerConfig | None, ranks: Ranks
+    config: TextModelConfig, tokenizer: TokenizerConfig | None, ranks: Ranks
 ) -> TextModel:
-    """The model sharded over ranks that have met; all of them call it. Raises InputError."""
+    """The model sharded over ranks that share a process group; all of them call this.
+
+    Raises InputError.
+    """
     with fail_together():
-        zero = ZeroConfig.from_json(config.deepspeed_config or {}, _defaults(config))
-    opened = open_model(config.load, chosen)
-    model = _on_meta(config, opened)
+        zero = ZeroConfig.from_json(config.deepspeed_config or {}, _json_defaults(config))
+    opened = open_model(config.load, tokenizer)
+    model = _build_on_meta(config, opened)
     sharding = shard(model, ranks.mesh, zero, cast_forward_inputs=False)
     sharding = allocate_parameters(sharding, zero, ranks.device)
     with fail_together():
         opened.fill(model)
     sharding.weights_changed()
-    return _text_model(config, opened, model.eval(), sharding)
-
-
-def _lent(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """The pieces; `pieces` itself is not closed by whoever stops listening."""
-    for piece in pieces:  # noqa: UP028, `yield from` would close it
-        yield piece
+    return _text_model(config, opened, model, sharding)
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
-    """Launchers tell all ranks to end at once, which would leave the first one waiting for us."""
-    before = {one: signal.signal(one, signal.SIG_IGN) for one in (signal.SIGINT, signal.SIGTERM)}
+def termination_signals_ignored() -> Iterator[None]:
+    """Ignore SIGINT and SIGTERM, in the main thread.
+
+    Launchers send them to all ranks at once. A rank that follows must not end before rank 0, which
+    still needs it to finish its operation.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _defaults(config: TextModelConfig) -> dict[str, object]:
-    """What the flags say of the JSON, by dotted key."""
-    settled: dict[str, object] = {"zero_optimization.stage": 3}
+def _generate_along(text_model: TextModel, requests: tuple[Request, ...]) -> None:
+    """`TextModel.stream` on the ranks that follow."""
+    for _ in stream(text_model.model, text_model.tokenizer, requests):
+        pass
+    text_model.release()
+
+
+def _score_group(
+    text_model: TextModel, passages: tuple[Passage, ...], batch_size: int
+) -> list[Score]:
+    """The scores of one group of passages; all ranks call this."""
+    scores = score_passages(text_model.model, passages, batch_size)
+    text_model.release()
+    return scores
+
+
+def _json_defaults(config: TextModelConfig) -> dict[str, object]:
+    """Values of JSON keys, by dotted key, where the JSON does not set them."""
+    defaults: dict[str, object] = {"zero_optimization.stage": 3}
     if config.dtype != "fp32":
-        settled[f"{config.dtype}.enabled"] = True
-    return settled
+        defaults[f"{config.dtype}.enabled"] = True
+    return defaults
 
 
-def _on_meta(config: TextModelConfig, opened: OpenedModel) -> GPT:
+def _build_on_meta(config: TextModelConfig, opened: OpenedModel) -> GPT:
     with torch.device("meta"):
         model = GPT(opened.config, opened.tokenizer.vocab_size)
     return model.to(DTYPES[config.dtype]).requires_grad_(False)
 
 
-def _built(config: TextModelConfig, opened: OpenedModel, device: torch.device) -> GPT:
-    model = _on_meta(config, opened).to_empty(device=device)
-    opened.fill(model)
-    return model.eval()
-
-
 def _text_model(
     config: TextModelConfig, opened: OpenedModel, model: GPT, sharding: Sharding | None = None
 ) -> TextModel:
-    folder = opened.tokenizer_config.tokenizer_model
+    path = opened.tokenizer_config.tokenizer_model
     return TextModel(
         name=Path(config.load).resolve().name,
-        model=model,
+        model=model.eval(),
         tokenizer=opened.tokenizer,
         sharding=sharding,
-        chat_folder=None if folder is None else Path(folder),
+        tokenizer_path=None if path is None else Path(path),
         files=opened.files,
     )

@@ -159,7 +159,7 @@ def _merge_problem(line: str, pieces: Mapping[str, bytes], lines: Sequence[str])
     token = "".join(parts)
     if token not in pieces:
         return ""
-    made = [one.replace(" ", "", 1) for one in lines]
+    made = [line.replace(" ", "", 1) for line in lines]
     return f"makes {token!r} again, after line {made.index(token) + 1}"
 
 

@@ -1,57 +1,40 @@
 """From a configuration and the ranks to a run: data, model, optimizer, checkpoint, log."""
 
-import dataclasses
-import logging
-
 import torch
 
-from megatron_zpp.checkpoint.run_settings import settings, with_checkpoint_model
-from megatron_zpp.data.gpt_dataset import build_datasets
-from megatron_zpp.data.instructions.dataset import build_instructions
-from megatron_zpp.data.text_source import open_source
+from megatron_zpp.checkpoint.training_state import run_settings
 from megatron_zpp.model.apex import find_apex
 from megatron_zpp.model.flops import TokenFlops
-from megatron_zpp.models.pretrained import adapters, with_pretrained_model
-from megatron_zpp.monitor.communication import Account
+from megatron_zpp.models.pretrained import adapters
+from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.console import Console
-from megatron_zpp.monitor.event_files import Position
-from megatron_zpp.monitor.matrix_rate import matrix_rate
+from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.recipe import build_model, build_optimizer
 from megatron_zpp.settings.config import Config, PrecisionConfig
-from megatron_zpp.settings.data import names_examples
-from megatron_zpp.settings.schedule import Schedules
-from megatron_zpp.text.generate import Request, check
 from megatron_zpp.tokenizer import Tokenizer
-from megatron_zpp.train.resume import Resumed, load
+from megatron_zpp.train.inputs import open_inputs
+from megatron_zpp.train.resume import StartingPoint, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
-from zeropp import InputError, LossScaler, Sharding
+from zeropp import LossScaler, Sharding
 from zeropp.ranks.coordination import fail_together
 from zeropp.sharding.shard import find_nodes
 from zeropp.wire.route import require_fit
 
-log = logging.getLogger("megatron_zpp")
 
+def build_run(requested: Config, ranks: Ranks, console: Console, stopping: Stopping) -> Run:
+    """Everything up to the first iteration, from the configuration that `parse` returned.
 
-def build_run(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> Run:
-    """Everything up to the first iteration; raises InputError for what a person has to mend."""
-    require_fit(config.zero, find_nodes(ranks.mesh, config.zero))
-    if config.checkpoint.use_checkpoint_args:
-        config = with_checkpoint_model(config)
-    config, pretrained = with_pretrained_model(config)
-    data, tokenizer = ranks.rank_zero_first(lambda: open_source(config.data, config.tokenizer))
-    config = dataclasses.replace(config, data=data)
-    if config.evaluation.sample_prompt is not None:
-        prompt = tuple(tokenizer.encode(config.evaluation.sample_prompt))
-        # Fails now rather than after training.
-        check(Request(prompt=prompt), config.model.num_positions, tokenizer.vocab_size)
-    datasets = ranks.rank_zero_first(lambda: open_datasets(config, tokenizer))
-    require_data(config, datasets)
+    Raises InputError for mistakes of the user.
+    """
+    require_fit(requested.zero, find_nodes(ranks.mesh, requested.zero))
+    inputs = open_inputs(requested, ranks)
+    config, tokenizer = inputs.config, inputs.tokenizer
     apex = find_apex(ranks.device)
-    fill = pretrained.fill if pretrained else None
+    fill = inputs.pretrained.fill if inputs.pretrained else None
     sharding = build_model(config, tokenizer.vocab_size, ranks, apex, fill)
     optimizer = build_optimizer(sharding, config, ranks.device, apex)
     scaler = build_scaler(config.precision)
@@ -63,7 +46,7 @@ def build_run(config: Config, ranks: Ranks, console: Console, stopping: Stopping
         ranks=ranks,
         console=console,
         tokenizer=tokenizer,
-        datasets=datasets,
+        datasets=inputs.datasets,
         sharding=sharding,
         optimizer=optimizer,
         scaler=scaler,
@@ -71,42 +54,10 @@ def build_run(config: Config, ranks: Ranks, console: Console, stopping: Stopping
         metrics=metrics,
         stopping=stopping,
         counters=start.counters,
-        account=Account(sharding, ranks),
+        communication=CommunicationMeter(sharding, ranks),
     )
     console.table("Megatron-Z++", summary(run))
     return run
-
-
-def open_datasets(config: Config, tokenizer: Tokenizer) -> tuple:
-    """Training, validation and test datasets, as long as the run needs by Megatron's rule."""
-    length, evaluation = Schedules.of(config).length, config.evaluation
-    batch = config.batch.global_batch_size
-    rounds = length.iterations // evaluation.eval_interval + 1 + evaluation.eval_at_start
-    sizes = (
-        length.samples,
-        rounds * evaluation.eval_iters * batch,
-        evaluation.eval_iters * batch,
-    )
-    if names_examples(config.data):
-        return build_instructions(
-            config.data, config.model.seq_length, sizes, config.training.seed, tokenizer
-        )
-    return build_datasets(
-        config.data, config.model.seq_length, sizes, config.training.seed, tokenizer.vocab_size
-    )
-
-
-def require_data(config: Config, datasets: tuple) -> None:
-    """Raise InputError without training data; say so where nothing is held out."""
-    data = config.data
-    if datasets[0] is None and not config.training.skip_train:
-        raise InputError(
-            f"there is no training data: --split {data.split!r} gives it no weight"
-            if data.data_path
-            else "there is no training data: give --train-data-path too"
-        )
-    if datasets[1] is None and config.evaluation.eval_iters:
-        log.info("no text is held out (see --split): there will be no validation loss")
 
 
 def build_scaler(precision: PrecisionConfig) -> LossScaler | None:
@@ -124,28 +75,28 @@ def build_scaler(precision: PrecisionConfig) -> LossScaler | None:
 
 
 def open_metrics(
-    config: Config, ranks: Ranks, console: Console, tokenizer: Tokenizer, start: Resumed
+    config: Config, ranks: Ranks, console: Console, tokenizer: Tokenizer, start: StartingPoint
 ) -> Metrics:
-    """The log and its writers, going on where the checkpoint stands."""
+    """The log and its writers, continuing where the checkpoint ends."""
     counters = start.counters
-    position = Position(counters.iteration, counters.consumed_samples, counters.consumed_tokens)
     writers = open_writers(
         config.log,
         rank=ranks.rank,
         world_size=ranks.num_ranks,
-        resumed_at=position if counters.iteration else None,
+        resumed_at=counters if counters.iteration else None,
         settings={
-            name: value for part in settings(config).values() for name, value in part.items()
+            name: value for part in run_settings(config).values() for name, value in part.items()
         },
     )
     rate = None
     if config.log.log_throughput:
-        rate = matrix_rate(ranks.device, getattr(torch, config.precision.format))
+        rate = matmul_rate(ranks.device, getattr(torch, config.precision.format))
     metrics = Metrics(
         config.log,
         console,
         world_size=ranks.num_ranks,
-        flops=TokenFlops.of(config.model, config.recompute, tokenizer.vocab_size, rate),
+        flops=TokenFlops.of(config.model, config.recompute, tokenizer.vocab_size),
+        rate=rate,
         writers=writers,
     )
     if start.history:
@@ -172,7 +123,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
         ("length", f"{run.schedules.length.iterations:,} iterations"),
         ("precision", precision(sharding)),
         ("device", f"{run.ranks.device}, {torch.get_num_threads()} threads"),
-        *products(run.metrics.flops.rate),
+        *matmul_rate_rows(run.metrics.matmul_rate),
         ("ZeRO stage", sharding.stage),
         *offloaded(config),
         *sharding.describe(micro_batches),
@@ -193,11 +144,14 @@ def offloaded(config: Config) -> list[tuple[str, str]]:
     return [("optimizer", f"on the host{part}: {what}{late}{shards}")]
 
 
-def products(rate: float | None) -> list[tuple[str, str]]:
+def matmul_rate_rows(rate: MatmulRate | None) -> list[tuple[str, str]]:
     """How fast the device multiplies matrices, where it was measured."""
     if rate is None:
         return []
-    return [("matrix products", f"{rate / 1e12:.3g} TFLOP/s, measured: MFU is a share of it")]
+    text = f"{rate.measured / 1e12:.3g} TFLOP/s, measured"
+    if rate.peak is not None:
+        text += f"; {rate.peak / 1e12:.4g} by the data sheet: MFU is a share of it"
+    return [("matrix products", text)]
 
 
 def precision(sharding: Sharding) -> str:

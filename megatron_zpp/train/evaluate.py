@@ -1,4 +1,4 @@
-"""The held-out loss: the mean over fixed batches, with dropout off."""
+"""The loss on held-out batches, with dropout off."""
 
 import torch
 
@@ -9,7 +9,10 @@ from zeropp import Sharding
 
 @torch.no_grad()
 def evaluate(sharding: Sharding, ranks: Ranks, batches: Loader, num_micro_batches: int) -> float:
-    """Mean loss in nats per token of the next `num_micro_batches` micro-batches of every rank."""
+    """Return the mean loss over the next `num_micro_batches` micro-batches of every rank.
+
+    In nats per token, the same on all ranks.
+    """
     model = sharding.model
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
@@ -18,5 +21,5 @@ def evaluate(sharding: Sharding, ranks: Ranks, batches: Loader, num_micro_batche
         total += model(*batch.inputs())
     model.train()
     sharding.release()
-    (everywhere,) = ranks.sum(total.item())
-    return everywhere / (num_micro_batches * ranks.num_ranks)
+    (sum_of_ranks,) = ranks.sum(total.item())
+    return sum_of_ranks / (num_micro_batches * ranks.num_ranks)

@@ -1,69 +1,75 @@
-"""The training loop, top to bottom: step, log, evaluate, save, stop."""
+"""The training loop: step, log, evaluate, save, stop."""
 
 from megatron_zpp.data.loader import Loader
 from megatron_zpp.monitor.metrics import Validation
 from megatron_zpp.train.evaluate import evaluate
+from megatron_zpp.train.pending_iteration import PendingIteration
 from megatron_zpp.train.resume import save
-from megatron_zpp.train.run import Run
-from megatron_zpp.train.step import Underway, begin_iteration, is_due
+from megatron_zpp.train.run import Run, is_due
+from megatron_zpp.train.step import train_step
 
 TRAIN, VALIDATION, TEST = range(3)
 
 
 def train(run: Run) -> bool:
-    """Train from where `run.counters` stands; returns whether the last iteration was reached."""
+    """Train from `run.counters` on; returns whether the last iteration was reached.
+
+    A GPU computes an iteration while the host logs the one before: `pending` is the iteration whose
+    numbers have not been read yet.
+    """
     config, counters = run.config, run.counters
     if config.evaluation.eval_at_start and counters.iteration == 0:
-        held_out(run, VALIDATION, "the start of training")
+        evaluate_split(run, VALIDATION, "the start of training")
     with loader(run, TRAIN, counters.consumed_samples) as batches, run.console.live():
-        behind = None
+        pending: PendingIteration | None = None
         while counters.iteration < run.schedules.length.iterations:
-            behind = report(run, behind, begin_iteration(run, batches, behind))
+            previous, pending = pending, train_step(run, batches, pending)
+            log_iteration(run, previous)
+            if not run.ranks.asynchronous:
+                log_iteration(run, pending)
+                pending = None
             evaluates = is_due(counters.iteration, config.evaluation.eval_interval)
-            reason = run.stopping.reason(counters.iteration, run.ranks)
-            saves = bool(reason) or is_due(counters.iteration, config.checkpoint.save_interval)
+            stop_reason = run.stopping.reason(counters.iteration, run.ranks)
+            saves = stop_reason or is_due(counters.iteration, config.checkpoint.save_interval)
             if evaluates or saves:
-                behind = report(run, behind)
+                log_iteration(run, pending)
+                pending = None
             if evaluates:
-                held_out(run, VALIDATION, f"iteration {counters.iteration}")
+                evaluate_split(run, VALIDATION, f"iteration {counters.iteration}")
             if saves:
                 save(run)
-            if reason:
-                run.console.line(f"stopping after iteration {counters.iteration}: {reason}")
+            if stop_reason:
+                run.console.line(f"stopping after iteration {counters.iteration}: {stop_reason}")
                 return False
-        report(run, behind)
+        log_iteration(run, pending)
     if counters.iteration != counters.saved_iteration:
         save(run)
     return True
 
 
-def report(run: Run, behind: Underway | None, begun: Underway | None = None) -> Underway | None:
-    """Give the metrics the iteration before; returns `begun` if its own turn is yet to come.
+def log_iteration(run: Run, pending: PendingIteration | None) -> None:
+    """Wait for the numbers of a pending iteration, if there is one, and log them."""
+    if pending is not None:
+        run.metrics.iteration(pending.result())
 
-    A GPU so computes an iteration while the host reads the numbers of the one before.
+
+def evaluate_split(run: Run, split: int, moment: str) -> None:
+    """Log the loss on the next `--eval-iters` global batches of `VALIDATION` or `TEST`, if any.
+
+    `moment` says when, in the words of the log line.
     """
-    if behind:
-        run.metrics.iteration(behind.measured())
-    if begun and not run.ranks.asynchronous:
-        run.metrics.iteration(begun.measured())
-        return None
-    return begun
-
-
-def held_out(run: Run, split: int, moment: str) -> None:
-    """Measure and report the loss on the next `--eval-iters` global batches of a split."""
     config, counters = run.config, run.counters
     if run.datasets[split] is None or config.evaluation.eval_iters == 0:
         return
-    samples = config.evaluation.eval_iters * run.schedules.batch_size(counters.consumed_samples)
+    num_samples = config.evaluation.eval_iters * run.schedules.batch_size(counters.consumed_samples)
     consumed = counters.consumed_valid_samples if split == VALIDATION else 0
-    if consumed + samples > len(run.datasets[split]):
+    if consumed + num_samples > len(run.datasets[split]):
         consumed = 0  # a checkpoint's evaluations were more or larger than this run's
-    per_step = config.batch.micro_batch_size * run.ranks.num_ranks
+    samples_per_pass = config.batch.micro_batch_size * run.ranks.num_ranks
     with loader(run, split, consumed) as batches:
-        loss = evaluate(run.sharding, run.ranks, batches, samples // per_step)
+        loss = evaluate(run.sharding, run.ranks, batches, num_samples // samples_per_pass)
     if split == VALIDATION:
-        counters.consumed_valid_samples = consumed + samples
+        counters.consumed_valid_samples = consumed + num_samples
     run.metrics.validation(
         Validation(
             iteration=counters.iteration,
@@ -77,7 +83,7 @@ def held_out(run: Run, split: int, moment: str) -> None:
 
 
 def loader(run: Run, split: int, consumed_samples: int) -> Loader:
-    """Micro-batches of this rank from a split, after `consumed_samples` of all ranks."""
+    """This rank's micro-batches of a split, after the first `consumed_samples` of all ranks."""
     return Loader(
         run.datasets[split],
         run.config.data,

@@ -1,47 +1,58 @@
-"""What the scripts call: argv to exit status; whatever goes wrong is said once and plainly."""
+"""What `pretrain_gpt.py` and `megatron-zpp pretrain` run: argv to exit status, each error once."""
 
 import logging
 import signal
-import time
 from collections.abc import Sequence
 from contextlib import closing
 
 import torch.distributed as dist
 
 from megatron_zpp.monitor.console import Console
+from megatron_zpp.parallel.heartbeat import Heartbeat
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
-from megatron_zpp.parallel.watch import Watch
 from megatron_zpp.planner.dry_run import dry_run
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import CheckpointConfig, Config
 from megatron_zpp.text.generate import generate
 from megatron_zpp.train.build import build_run
-from megatron_zpp.train.loop import TEST, VALIDATION, held_out, train
+from megatron_zpp.train.loop import TEST, VALIDATION, evaluate_split, train
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Interrupted, Stopping
 from zeropp import InputError
+from zeropp.ranks.coordination import report_once
 from zeropp.ranks.topology import Environment
 
 USAGE_ERROR, FAILED = 2, 1
-SPEAK_SECONDS = 5.0  # for rank 0 to say what is wrong
 
 
-def main(argv: Sequence[str]) -> int:
-    """Train as `argv` says; returns the process's exit status."""
+def main(
+    argv: Sequence[str], program: str = "pretrain_gpt.py", *, needs_pretrained: bool = False
+) -> int:
+    """Train as the flags in `argv` say; return the exit status.
+
+    `--help` and messages name `program`. With `needs_pretrained` it is an error to leave out
+    `--pretrained-checkpoint`.
+    """
     with Console() as console:
+        environment = Environment()
         try:
             environment = Environment.read()
             console.rank = environment.rank
-            config = parse(argv, environment.world_size)
+            config = parse(argv, environment.world_size, program)
+            if needs_pretrained and config.lora.pretrained_checkpoint is None:
+                raise InputError(
+                    f"{program} needs --pretrained-checkpoint FOLDER, the model to fine-tune: a "
+                    "folder of checkpoints (tools/convert_hf.py makes one of a Hugging Face "
+                    "model); pretrain_gpt.py trains from scratch"
+                )
             if config.training.dry_run:
                 return dry_run(config, environment, console)
             with Stopping(config.training) as stopping:
                 ranks = join_ranks(environment, config.parallel)
-                return _watched(config, ranks, console, stopping)
+                return _with_heartbeat(config, ranks, console, stopping)
         except InputError as error:
-            console.line(f"error: {error}")
-            if console.rank:
-                time.sleep(SPEAK_SECONDS)  # a launcher ends all ranks when one has ended
+            message = str(error)
+            report_once(environment, lambda: console.notice(logging.ERROR, message))
             return USAGE_ERROR
         except Interrupted as interruption:
             console.notice(logging.ERROR, str(interruption))
@@ -49,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def pretrain(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> None:
-    """The whole job: build, train, evaluate, show a sample, say where everything lies."""
+    """The whole job: build, train, evaluate, generate a sample, print a summary."""
     run = build_run(config, ranks, console, stopping)
     resumed_complete = run.counters.iteration >= run.schedules.length.iterations
     if resumed_complete:
@@ -58,17 +69,17 @@ def pretrain(config: Config, ranks: Ranks, console: Console, stopping: Stopping)
     with closing(run.metrics):
         finished = config.training.skip_train or resumed_complete or train(run)
         if finished:
-            held_out(run, VALIDATION, "the end of training for val data")
-            held_out(run, TEST, "the end of training for test data")
+            evaluate_split(run, VALIDATION, "the end of training for val data")
+            evaluate_split(run, TEST, "the end of training for test data")
             if config.evaluation.sample_prompt is not None:
                 sample = sample_text(run)
-    title = "Finished" if finished else f"Stopped; {how_to_go_on(config.checkpoint)}"
-    rows = [*run.account.rows(), *places(config)]
+    title = "Finished" if finished else f"Stopped; {how_to_resume(config.checkpoint)}"
+    rows = [*run.communication.summary_rows(), *output_folders(config)]
     console.ending(run.metrics.history, rows, sample, title)
 
 
 def sample_text(run: Run) -> str:
-    """The prompt and what the model makes of it; every rank takes part."""
+    """Return the sample prompt with the model's continuation; every rank must call this."""
     evaluation = run.config.evaluation
     text = generate(
         run.sharding.model,
@@ -83,8 +94,8 @@ def sample_text(run: Run) -> str:
     return evaluation.sample_prompt + text
 
 
-def how_to_go_on(checkpoint: CheckpointConfig) -> str:
-    """What to type after a stop in the middle."""
+def how_to_resume(checkpoint: CheckpointConfig) -> str:
+    """What to type after an early stop."""
     if checkpoint.save is None:
         return "nothing was saved (--save FOLDER would)"
     if checkpoint.load == checkpoint.save:
@@ -92,47 +103,47 @@ def how_to_go_on(checkpoint: CheckpointConfig) -> str:
     return f"--load {checkpoint.save} goes on"
 
 
-def places(config: Config) -> list[tuple[str, str]]:
-    """Where TensorBoard's files and the checkpoints lie."""
+def output_folders(config: Config) -> list[tuple[str, str]]:
+    """Where the TensorBoard logs and the checkpoints are."""
     rows = [("TensorBoard", config.log.tensorboard_dir), ("checkpoints", config.checkpoint.save)]
-    return [(name, place) for name, place in rows if place]
+    return [(name, folder) for name, folder in rows if folder]
 
 
-def _watched(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> int:
-    """Run `pretrain` with an eye on the other ranks, and leave them in peace."""
-    watch = Watch(ranks.store, ranks.rank, ranks.num_ranks) if ranks.num_ranks > 1 else None
-    status = _guarded(config, ranks, console, stopping, watch)
-    if watch:
-        watch.close()
-    if status == 0 or watch is None:  # with a dead peer this could wait for it
+def _with_heartbeat(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> int:
+    """Run `pretrain` while this rank and the others watch each other; returns the exit status."""
+    heartbeat = Heartbeat(ranks.store, ranks.rank, ranks.num_ranks) if ranks.num_ranks > 1 else None
+    status = _report_failure(config, ranks, console, stopping, heartbeat)
+    if heartbeat:
+        heartbeat.close()
+    if status == 0 or heartbeat is None:  # this could wait for a rank that is dead
         dist.destroy_process_group()
     return status
 
 
-def _guarded(
-    config: Config, ranks: Ranks, console: Console, stopping: Stopping, watch: Watch | None
+def _report_failure(
+    config: Config, ranks: Ranks, console: Console, stopping: Stopping, heartbeat: Heartbeat | None
 ) -> int:
-    """Run `pretrain`; of several ranks that fail together, the first one says why."""
+    """Run `pretrain`; of several ranks that fail together, only the first one says why."""
     try:
         pretrain(config, ranks, console, stopping)
         return 0
     except InputError as error:
-        stopping.hold()
-        if watch is None or watch.blame_self(str(error)):
+        stopping.ignore_signals()
+        if heartbeat is None or heartbeat.publish_own_failure(str(error)):
             console.notice(logging.ERROR, str(error))
         return FAILED
     except Interrupted as interruption:
-        # A launcher sends SIGTERM when another rank has died, too.
-        asks = watch is not None and interruption.number == signal.SIGTERM
-        culprit = watch.find_culprit() if asks else None
-        console.notice(logging.ERROR, culprit or str(interruption))
+        # A launcher also sends SIGTERM when another rank has died.
+        other_may_have_failed = heartbeat is not None and interruption.number == signal.SIGTERM
+        failure = heartbeat.find_failure() if other_may_have_failed else None
+        console.notice(logging.ERROR, failure or str(interruption))
         return interruption.code
     except Exception as error:
-        stopping.hold()
-        culprit = watch.find_culprit() if watch else None
-        if culprit is None:
-            if watch:
-                watch.blame_self(f"{type(error).__name__}: {error}")
+        stopping.ignore_signals()
+        failure = heartbeat.find_failure() if heartbeat else None
+        if failure is None:
+            if heartbeat:
+                heartbeat.publish_own_failure(f"{type(error).__name__}: {error}")
             raise
-        console.notice(logging.ERROR, f"{culprit}; this rank ends too")
+        console.notice(logging.ERROR, f"{failure}; this rank ends too")
         return FAILED

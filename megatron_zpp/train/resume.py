@@ -1,4 +1,4 @@
-"""Between a run and its checkpoints: what goes in beside the tensors, and what comes out."""
+"""Save a run as a checkpoint, and start a run from a checkpoint."""
 
 import dataclasses
 import json
@@ -10,17 +10,21 @@ from typing import Any
 import torch
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.checkpoint import TrainingState
-from megatron_zpp.checkpoint.run_settings import architecture, nothing_to_load, settings
+from megatron_zpp.checkpoint.checkpoint_args import no_checkpoint_error
+from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.schedule import Schedules
 from megatron_zpp.train.run import Counters, Run
 from zeropp import InputError, LossScaler, Sharding
 
-COUNTED = tuple(field.name for field in dataclasses.fields(Counters))
-IN_STATE = tuple(name for name in COUNTED if name not in ("scheduled_samples", "saved_iteration"))
-# What the order of the samples follows from, by section.
-ORDERING = (
+# Counters that are fields of TrainingState.
+STATE_COUNTERS = tuple(
+    field.name
+    for field in dataclasses.fields(Counters)
+    if field.name not in ("scheduled_samples", "saved_iteration")
+)
+# The settings that determine the order of the samples, by section.
+SAMPLE_ORDER = (
     ("training", ("seed",)),
     ("model", ("seq_length",)),
     ("data", ("data_path", "train_data_path", "split", "dataloader_type")),
@@ -30,8 +34,8 @@ log = logging.getLogger("megatron_zpp")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resumed:
-    """Where a run starts: at zero, or where the loaded checkpoint stands."""
+class StartingPoint:
+    """Where a run starts: at iteration 0, or at that of the loaded checkpoint."""
 
     counters: Counters
     schedules: Schedules
@@ -39,14 +43,14 @@ class Resumed:
 
 
 def save(run: Run) -> None:
-    """Save the whole run, if `--save` names a folder."""
+    """Save a checkpoint of the run if `--save` names a folder; all ranks call it."""
     config, counters = run.config, run.counters
     if config.checkpoint.save is None:
         return
     run.metrics.flush()
     counters.saved_iteration = counters.iteration
     state = TrainingState(
-        **{name: getattr(counters, name) for name in IN_STATE},
+        **{name: getattr(counters, name) for name in STATE_COUNTERS},
         seed=config.training.seed,
         world_size=run.ranks.num_ranks,
         stage=run.sharding.stage,
@@ -55,7 +59,7 @@ def save(run: Run) -> None:
         schedule={"scheduled_samples": counters.scheduled_samples, **run.schedules.state()},
         history=run.metrics.history.state_dict(),
         architecture=architecture(config.model, run.tokenizer.vocab_size),
-        configuration=settings(config),
+        configuration=run_settings(config),
     )
     path = checkpoint.save(
         config.checkpoint.save,
@@ -74,38 +78,43 @@ def load(
     optimizer: torch.optim.Optimizer,
     scaler: LossScaler | None,
     tokenizer_fingerprint: str,
-) -> Resumed:
-    """Fill weights, optimizer and scaler from the newest checkpoint in `--load`, if any."""
-    chosen, schedules = config.checkpoint, Schedules.of(config)
-    state, model = None, sharding.model
-    if chosen.load is not None:
-        state = checkpoint.load(
-            chosen.load,
-            model,
-            optimizer,
-            load_optimizer=not (chosen.no_load_optim or chosen.finetune),
-            architecture=architecture(config.model, model.vocab_size),
-            tokenizer=tokenizer_fingerprint,
-        )
-        sharding.weights_changed()
+) -> StartingPoint:
+    """Load weights, optimizer and loss scaler from the newest checkpoint in `--load`, if any.
+
+    All ranks call it. Raises InputError for a checkpoint that does not fit the run.
+    """
+    options, schedules, model = config.checkpoint, Schedules.of(config), sharding.model
+    beginning = StartingPoint(counters=Counters(), schedules=schedules, history={})
+    if options.load is None:
+        return beginning
+    load_optimizer = not (options.no_load_optim or options.finetune)
+    state = checkpoint.load(
+        options.load,
+        model,
+        optimizer,
+        load_optimizer=load_optimizer,
+        architecture=architecture(config.model, model.vocab_size),
+        tokenizer=tokenizer_fingerprint,
+    )
+    sharding.weights_changed()
     if state is None:
-        for name in ("exit_on_missing_checkpoint", "finetune"):
-            if chosen.load is not None and getattr(chosen, name):
-                raise nothing_to_load(chosen.load, f"--{name.replace('_', '-')}")
-        if chosen.load is not None:
-            log.info("--load %s holds no checkpoint: the run starts at its beginning", chosen.load)
-        return Resumed(counters=Counters(), schedules=schedules, history={})
-    log.info("loaded checkpoint of iteration %d from %s", state.iteration, chosen.load)
+        if options.exit_on_missing_checkpoint:
+            raise no_checkpoint_error(options.load, "--exit-on-missing-checkpoint")
+        if options.finetune:
+            raise no_checkpoint_error(options.load, "--finetune")
+        log.info("--load %s holds no checkpoint: the run starts at its beginning", options.load)
+        return beginning
+    log.info("loaded checkpoint of iteration %d from %s", state.iteration, options.load)
     _require_same_adapters(config, state)
-    if scaler and state.loss_scaler and not (chosen.no_load_optim or chosen.finetune):
+    if scaler and state.loss_scaler and load_optimizer:
         scaler.load_state_dict(state.loss_scaler)
-    if chosen.finetune or chosen.reset_iteration or not state.iteration:
-        return Resumed(counters=Counters(), schedules=schedules, history={})
-    for line in other_order(settings(config), state.configuration):
+    if options.finetune or options.reset_iteration or not state.iteration:
+        return beginning
+    for line in sample_order_changes(run_settings(config), state.configuration):
         log.info("%s: other samples come next than without that change", line)
-    return Resumed(
+    return StartingPoint(
         counters=Counters(
-            **{name: getattr(state, name) for name in IN_STATE},
+            **{name: getattr(state, name) for name in STATE_COUNTERS},
             scheduled_samples=state.schedule["scheduled_samples"],
             saved_iteration=state.iteration,
         ),
@@ -114,30 +123,33 @@ def load(
     )
 
 
-def other_order(here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """The settings by which the samples of a resumed run follow another order than before."""
-    now = json.loads(json.dumps(here))  # tuples become lists, as in the checkpoint
+def sample_order_changes(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Describe the changes of settings that give a resumed run another order of samples."""
+    current = json.loads(json.dumps(settings))  # tuples become lists, as in the checkpoint
     return [
-        f"{name} is {now[section][name]} now, {saved[section][name]} in the checkpoint"
-        for section, names in ORDERING
+        f"{name} is {current[section][name]} now, {saved[section][name]} in the checkpoint"
+        for section, names in SAMPLE_ORDER
         for name in names
-        if now[section][name] != saved[section][name]
+        if current[section][name] != saved[section][name]
     ]
 
 
 def _require_same_adapters(config: Config, state: TrainingState) -> None:
-    """Raise InputError where loaded adapters would count otherwise than they did; say it where they
-    stand beside another model."""
-    here, saved = config.lora, state.configuration.get("lora", {})
-    if not here.lora_rank or not saved.get("lora_rank"):
+    """Raise InputError if loaded LoRA adapters would be scaled otherwise than in their training.
+
+    Logs a line if they were trained with another base model.
+    """
+    lora, saved = config.lora, state.configuration.get("lora", {})
+    if not lora.lora_rank or not saved.get("lora_rank"):
         return
-    if here.scaling != saved["lora_alpha"] / saved["lora_rank"]:
+    if lora.scaling != saved["lora_alpha"] / saved["lora_rank"]:
         raise InputError(
-            f"--lora-alpha {here.lora_alpha:g}: the adapters in {config.checkpoint.load} were "
-            f"trained with {saved['lora_alpha']:g}, and would be others with any other: give that"
+            f"--lora-alpha {lora.lora_alpha:g}: the adapters in {config.checkpoint.load} were "
+            f"trained with {saved['lora_alpha']:g}: give that value, as another one would change "
+            "what they add to the weights"
         )
-    if here.pretrained_checkpoint != saved["pretrained_checkpoint"]:
+    if lora.pretrained_checkpoint != saved["pretrained_checkpoint"]:
         log.info(
-            "the adapters in %s were trained beside %s, not %s: they fit no other weights",
-            config.checkpoint.load, saved["pretrained_checkpoint"], here.pretrained_checkpoint,
+            "the adapters in %s were trained on the model %s, not %s: they fit no other weights",
+            config.checkpoint.load, saved["pretrained_checkpoint"], lora.pretrained_checkpoint,
         )  # fmt: skip

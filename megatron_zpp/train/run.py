@@ -1,10 +1,10 @@
-"""A training run: everything it is made of, and how far it is."""
+"""A training run: everything it consists of, and how far it is."""
 
 from dataclasses import dataclass
 
 import torch
 
-from megatron_zpp.monitor.communication import Account
+from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.parallel.mesh import Ranks
@@ -17,9 +17,10 @@ from zeropp import LossScaler, Sharding
 
 @dataclass(kw_only=True)
 class Counters:
-    """How far a run is; a checkpoint holds them, so that it goes on to the last digit.
+    """How far a run is; checkpoints contain it, so that a resumed run computes the same digits.
 
-    `scheduled_samples` leaves out those of skipped updates, as Megatron's schedule does.
+    `scheduled_samples`, which the schedules follow, leaves out the samples of skipped updates, as
+    Megatron does.
     """
 
     iteration: int = 0
@@ -30,10 +31,20 @@ class Counters:
     skipped_iterations: int = 0
     saved_iteration: int = 0
 
+    def advance(self, num_samples: int, seq_length: int, skipped: bool) -> None:
+        """Count one iteration on `num_samples` samples of `seq_length` tokens."""
+        self.iteration += 1
+        self.consumed_samples += num_samples
+        self.consumed_tokens += num_samples * seq_length
+        if skipped:
+            self.skipped_iterations += 1
+        else:
+            self.scheduled_samples += num_samples
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What does not change while training; `assemble` makes it, `counters` and `account` move."""
+    """Made by `build_run`; while training only the state inside of its members changes."""
 
     config: Config
     ranks: Ranks
@@ -47,4 +58,9 @@ class Run:
     metrics: Metrics
     stopping: Stopping
     counters: Counters
-    account: Account
+    communication: CommunicationMeter
+
+
+def is_due(iteration: int, interval: int | None) -> bool:
+    """Whether something done every `interval` iterations (None: never) is done after this one."""
+    return interval is not None and iteration % interval == 0

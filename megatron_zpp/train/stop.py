@@ -1,7 +1,8 @@
 """Why a run ends before its last iteration: a signal, an iteration, or the clock.
 
-With `--exit-signal-handler` SIGTERM and SIGINT only leave a note, which the loop reads after each
-iteration and all ranks agree on before saving. Without it they end the process.
+With `--exit-signal-handler`, SIGTERM and SIGINT are only recorded; after each iteration the loop
+asks whether any rank has received one, and all ranks save and stop together. Without it they end
+the process at once.
 """
 
 import signal
@@ -16,7 +17,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupted(BaseException):
-    """A signal asked this process to end now; `code` is the shell's exit status for that."""
+    """A signal asked this process to end now; `code` is the exit status a shell gives for it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -25,9 +26,9 @@ class Interrupted(BaseException):
 
 
 class Stopping(AbstractContextManager):
-    """This process's reasons to stop early; `reason` is the same on every rank.
+    """Knows when to stop early; `reason` is the same on every rank.
 
-    As a context it listens to the signals.
+    As a context it handles the signals.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
@@ -46,23 +47,26 @@ class Stopping(AbstractContextManager):
             signal.signal(number, handler)
 
     def reason(self, iteration: int, ranks: Ranks) -> str | None:
-        """Why to save and stop after `iteration`, or None; a collective only where it must be."""
+        """Why to save and stop after `iteration`, or None.
+
+        A collective if the answer depends on signals or clocks, which differ between ranks.
+        """
         config = self._config
         if config.exit_interval and iteration % config.exit_interval == 0:
             return f"--exit-interval {config.exit_interval}"
         if not config.exit_signal_handler and config.exit_duration_in_mins is None:
             return None
-        late = (
+        time_is_up = (
             config.exit_duration_in_mins is not None
             and time.monotonic() - self._started > 60 * config.exit_duration_in_mins
         )
-        signals, clocks = ranks.sum(float(self._received is not None), float(late))
-        if signals:
+        num_signals, num_clocks = ranks.sum(float(self._received is not None), float(time_is_up))
+        if num_signals:
             return "a signal (--exit-signal-handler)"
-        return f"--exit-duration-in-mins {config.exit_duration_in_mins}" if clocks else None
+        return f"--exit-duration-in-mins {config.exit_duration_in_mins}" if num_clocks else None
 
-    def hold(self) -> None:
-        """From now on signals only leave a note: this process is ending already."""
+    def ignore_signals(self) -> None:
+        """Only record signals from now on: this process is ending already."""
         self._immediate = False
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

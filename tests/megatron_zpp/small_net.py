@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.checkpoint import TrainingState
+from megatron_zpp.checkpoint.training_state import TrainingState
 from tests.ranks import ranks
 
 ARCHITECTURE = {"hidden_size": 7, "num_layers": 2}

@@ -1,54 +1,51 @@
-"""The tool on checkpoints of ours and on Hugging Face folders: table, JSON, errors."""
+"""The evaluation command: perplexity of our checkpoints and of Hugging Face folders, and tasks."""
 
 import json
 import math
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_zpp.commands.evaluate import main, split_flags
+from megatron_zpp.models.open_model import load_model
 from megatron_zpp.settings.config import TokenizerConfig
-from tests.megatron_zpp.data.instructions.test_examples import write
+from tests.launched import ROOT, zeropp
 from tests.megatron_zpp.models.foreign_models import add_tokenizer, llama, save_own, saved
-from tests.megatron_zpp.text.scorers import config
-from tools.evaluate import main
+from tests.megatron_zpp.text.peaked_model import log_probabilities, peaked_config
 
 BYTES = TokenizerConfig(tokenizer_type="ByteLevelTokenizer")
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> str:
-    save, _ = save_own(config(), tmp_path_factory.mktemp("save"), BYTES)
+    save, _ = save_own(peaked_config(), tmp_path_factory.mktemp("save"), BYTES)
     return str(save)
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> list[str]:
-    """Flags for one of each kind."""
+def text(tmp_path: Path) -> str:
     (tmp_path / "a.txt").write_text("the cat sat on the mat")
-    question = {"question": "a", "choices": ["b", "c"], "answer": 1}
-    asked = write(tmp_path / "b.jsonl", question)
-    text = str(tmp_path / "a.txt")
-    return ["--data-path", text, "--last-word", text, "--choices", asked]
+    return str(tmp_path / "a.txt")
 
 
-def test_table_and_json(checkpoints: str, files: list[str], tmp_path: Path, capsys) -> None:
-    output = tmp_path / "found.json"
-    assert main(["--load", checkpoints, *files, "--json", str(output)]) == 0
+def test_table_and_json(checkpoints: str, text: str, tmp_path: Path, capsys) -> None:
+    output = tmp_path / "results.json"
+    flags = ["--load", checkpoints, "--data-path", text, "--json"]
+    assert main([*flags, str(output)]) == 0
     table = capsys.readouterr().out
-    assert main(["--load", checkpoints, *files, "--json", "-"]) == 0
-    printed = capsys.readouterr()
-    found = json.loads(printed.out)
-    assert found == json.loads(output.read_text())
-    (text,), (word,), (choice,) = (
-        found[name] for name in ("perplexity", "last_word", "multiple_choice")
-    )
-    assert text["perplexity"] == math.exp(text["loss"]) and text["tokens"] == 21
-    assert (word["passages"], choice["questions"], choice["chance"]) == (1, 1, 0.5)
-    assert found["seq_length"] == 32
-    for shown in (f"{text['perplexity']:.4f} on {files[1]}", "last-word", "by chance 50.00%"):
-        assert shown in table
+    assert main([*flags, "-"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert results == json.loads(output.read_text())
+    (row,) = results["perplexity"]
+    assert row["perplexity"] == math.exp(row["loss"]) and row["tokens"] == 21
+    assert results["seq_length"] == 32
+    assert f"{row['perplexity']:.4f} on {text}" in table
 
 
 @pytest.mark.parametrize("opens", [False, True])
@@ -60,57 +57,163 @@ def test_a_hugging_face_folder(opens: bool, tmp_path: Path, capsys) -> None:
     (tmp_path / "a.txt").write_text("the cat sat on mat and a dog ran to it")
     flags = ["--data-path", str(tmp_path / "a.txt"), "--json", "-"]
     assert main(["--load", str(folder), *flags]) == 0
-    found = json.loads(capsys.readouterr().out)["perplexity"][0]
+    row = json.loads(capsys.readouterr().out)["perplexity"][0]
     ids = torch.arange(0 if opens else 1, 12)[None]  # the words of the tokenizer, in order
     with torch.no_grad():
         logits = theirs(ids[:, :-1]).logits[0]
-    assert found["loss"] == pytest.approx(F.cross_entropy(logits, ids[0, 1:]).item(), abs=2e-5)
+    assert row["loss"] == pytest.approx(F.cross_entropy(logits, ids[0, 1:]).item(), abs=2e-5)
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ("", "give --load, and what to measure"),
         ("--load {load}", "give --load, and what to measure"),
         ("--data-path a.txt", "give --load, and what to measure"),
+        ("--tasks hellaswag", "give --load, and what to measure"),
         ("--load {none} --data-path a.txt", "expected a folder of checkpoints"),
         ("--load {load} --data-path {none}.txt", "none.txt: no such file, and no dataset"),
-        ("--load {load} --choices a.txt {none}.jsonl", "none.jsonl: no such file, and no dataset"),
         ("--load {load} --data-path a.txt --seq-length 33", "33: the model has 32 positions"),
         ("--load {none} --data-path a.txt --json {none}/x", "--json {none}/x: there is no folder"),
         ("--load {load} --data-path a.txt --batch-size 0", "--batch-size 0"),
         ("--load {load} --data-path a.txt --speed 3", "unknown flag --speed"),
+        ("--load {load} --tasks a --model hf", "--model: leave it out; the model is set by --load"),
+        ("--load {load} --tasks a --device=cpu", "--device=cpu: leave it out"),
+        ("--load {load} --dtype fp64 --tasks a", "--dtype fp64: expected one of"),
     ],
 )
 def test_errors(
-    flags: str, said: str, checkpoints: str, tmp_path: Path, monkeypatch, capsys
+    flags: str, message: str, checkpoints: str, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("a text")
     words = flags.format(load=checkpoints, none=tmp_path / "none").split()
     assert main(words) == 1
-    assert said.format(none=tmp_path / "none") in capsys.readouterr().err
+    assert message.format(none=tmp_path / "none") in capsys.readouterr().err
 
 
-def test_what_was_measured_before_a_bad_file_is_shown(
-    checkpoints: str, files: list[str], tmp_path: Path, capsys
+def test_files_before_an_unreadable_one_are_reported(
+    checkpoints: str, text: str, tmp_path: Path, capsys
 ) -> None:
     (tmp_path / "bad.jsonl").write_text("{")
-    more = ["--choices", str(tmp_path / "bad.jsonl"), "--json", str(tmp_path / "found.json")]
-    assert main(["--load", checkpoints, *files[:4], *more]) == 1
-    found = capsys.readouterr()
-    assert "perplexity" in found.out and "last-word accuracy" in found.out
-    assert "bad.jsonl, line 1: not JSON" in found.err
-    assert json.loads((tmp_path / "found.json").read_text()).keys() >= {"perplexity", "last_word"}
+    flags = ["--data-path", text, str(tmp_path / "bad.jsonl")]
+    output = tmp_path / "results.json"
+    assert main(["--load", checkpoints, *flags, "--json", str(output)]) == 1
+    captured = capsys.readouterr()
+    assert f"on {text}" in captured.out and "bad.jsonl, line 1: not JSON" in captured.err
+    assert len(json.loads(output.read_text())["perplexity"]) == 1
 
 
-def test_one_rank_only(checkpoints: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(name, value)
-    assert main(["--load", checkpoints, "--data-path", __file__]) == 1
-    assert "evaluation takes one rank, not 2" in capsys.readouterr().err
+def test_lm_eval_is_named_where_it_is_missing(checkpoints: str, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main(["--load", checkpoints, "--tasks", "a"]) == 1
+    assert "--tasks needs the package lm_eval: pip install lm_eval" in capsys.readouterr().err
+
+
+def test_flags_are_ours_or_those_of_lm_eval() -> None:
+    words = "--load x -t a b --dtype=bf16 --num_fewshot 2 --seq_length 9 --batch_size 8 --limit 3"
+    assert split_flags(words.split()) == (
+        ["--load", "x", "--dtype=bf16", "--seq_length", "9"],
+        ["-t", "a", "b", "--num_fewshot", "2", "--batch_size", "8", "--limit", "3"],
+    )
 
 
 def test_help(capsys) -> None:
-    assert main(["--help"]) == 0
-    assert "--last-word" in capsys.readouterr().out
+    assert main(["--help"], "python tools/evaluate.py") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: python tools/evaluate.py --load") and "--stride" in text
+
+
+QUESTIONS = (
+    {"question": "ab", "choices": ["c", "de"], "answer": 0},
+    {"question": "the cat", "choices": ["sat", "ran", "it"], "answer": 2},
+    {"question": "x", "choices": ["y", "z"], "answer": 1},
+)
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{{{{question}}}}"
+{more}
+"""
+KINDS = {
+    "multiple_choice": """
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+""",
+    "generate_until": """
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["never"], max_gen_toks: 5}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+""",
+}
+
+
+def write_tasks(folder: Path) -> str:
+    """Files of two tasks for lm-eval, which needs no network for them; returns their names."""
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    for kind, more in KINDS.items():
+        content = TASK.format(name=f"own_{kind}", data=folder / "data.jsonl", kind=kind, more=more)
+        (folder / f"{kind}.yaml").write_text(content)
+    return ",".join(f"own_{kind}" for kind in KINDS)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_tasks(num_ranks: int, tmp_path: Path) -> None:
+    """The harness's own command line, on one rank and on ranks that share the weights.
+
+    The logged log-probabilities are those of plain arithmetic, and the table is printed once.
+    """
+    pytest.importorskip("lm_eval", reason='pip install "megatron-zpp[eval]"')
+    save, _ = save_own(peaked_config(), tmp_path / "save", BYTES)
+    model, _ = load_model(save)
+    flags = (
+        f"--load {save} --tasks {write_tasks(tmp_path)} --include_path {tmp_path} "
+        f"--batch_size 2 --log_samples --output_path {tmp_path}/results"
+    )
+    script = str(ROOT / "tools/evaluate.py")
+    alone = [sys.executable, script, *flags.split()]
+    done = run_offline(alone if num_ranks == 1 else zeropp(2, script, flags), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("|own_multiple_choice|") == 1
+    samples = read_samples(tmp_path / "results", "own_multiple_choice")
+    assert len(samples) == 3
+    for sample, row in zip(samples, QUESTIONS, strict=True):
+        sums = []
+        for choice in row["choices"]:
+            ids = [*f"{row['question']} {choice}".encode()]
+            values, _ = log_probabilities(model, ids, len(row["question"]))
+            sums.append(sum(values))
+        logged = [float(answer[0][0]) for answer in sample["resps"]]
+        assert logged == pytest.approx(sums, rel=1e-5)
+        assert sample["acc"] == (sums.index(max(sums)) == row["answer"])
+    texts = [sample["resps"][0][0] for sample in read_samples(tmp_path / "results", "own_generate")]
+    assert len(texts) == 3 and all(texts)
+
+
+def test_an_unknown_task_ends_all_ranks(checkpoints: str, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason='pip install "megatron-zpp[eval]"')
+    flags = f"--load {checkpoints} --tasks no_such_task"
+    done = run_offline(zeropp(2, "tools/evaluate.py", flags), tmp_path)
+    assert done.returncode != 0
+    assert re.search("no_such_task", done.stdout + done.stderr)
+
+
+def run_offline(command: list[str], folder: Path) -> subprocess.CompletedProcess:
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+        "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
+    }  # fmt: skip
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=150, env=environment, cwd=folder
+    )
+
+
+def read_samples(folder: Path, task: str) -> list[dict]:
+    """What lm-eval logged of a task, in the order of the data."""
+    (file,) = folder.rglob(f"samples_{task}*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return sorted(rows, key=lambda row: row["doc_id"])

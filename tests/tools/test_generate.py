@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from megatron_zpp.commands.generate_text import UNPRINTABLE, main
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.text.generate import Request, complete
 from megatron_zpp.text.sampling import Sampling
@@ -22,7 +23,6 @@ from tests.launched import ROOT, start, wait_for, zeropp
 from tests.megatron_zpp.models.foreign_models import WORDS, add_tokenizer, llama
 from tests.megatron_zpp.models.foreign_models import saved as saved_in
 from tests.megatron_zpp.text.text_models import save_text_model
-from tools.generate import UNPRINTABLE, main
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +52,14 @@ def test_prompts_of_the_command_line(
     flags = ["--prompt", "ab", "hello", "--samples", "2", "--max-new-tokens", "9", "--seed", "5"]
     more = ["--top-k", "50", "--top-p", "0.9", "--temperature", "0.7", "--batch-size", "3"]
     assert main(["--load", str(folder), *flags, *more]) == 0
-    found = capsys.readouterr()
+    captured = capsys.readouterr()
     settings = {"top_k": 50, "top_p": 0.9, "temperature": 0.7}
     expected = [
         prompt + text_of(model, prompt, 9, seed=5 + number, **settings)
         for number, prompt in enumerate(["ab", "ab", "hello", "hello"])
     ]
-    assert found.out == "".join(text + "\n" for text in expected)
-    assert found.err.count(" tokens, ") == 2
+    assert captured.out == "".join(text + "\n" for text in expected)
+    assert captured.err.count(" tokens, ") == 2
 
 
 def test_a_file_of_prompts_and_a_file_of_texts(
@@ -86,7 +86,7 @@ def test_standard_input_is_one_prompt(saved: tuple[Path, GPT]) -> None:
     done = tool(str(folder), "--max-new-tokens", "5", input="two\nlines")
     assert done.stdout == "two\nlines" + text_of(model, "two\nlines", 5) + "\n"
     done = tool(str(folder), "--max-new-tokens", "5", "--input", "-", input="ab\ncd\n")
-    expected = [one + text_of(model, one, 5, seed=n) for n, one in enumerate(["ab", "cd"])]
+    expected = [prompt + text_of(model, prompt, 5, seed=n) for n, prompt in enumerate(["ab", "cd"])]
     assert done.stdout == "".join(text + "\n" for text in expected)
 
 
@@ -111,7 +111,7 @@ def test_stop_texts_and_tokens(saved: tuple[Path, GPT], capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--load", "nowhere", "--prompt", "a"], "nowhere"),
         (["--prompt", "a"], "--load is missing"),
@@ -119,7 +119,7 @@ def test_stop_texts_and_tokens(saved: tuple[Path, GPT], capsys: pytest.CaptureFi
         (["--input", "no/such/file"], "no/such/file"),
         (["--prompt", "a" * 65], "'aaaa"),
         (["--prompt", "a" * 65], "the prompt has 65 tokens, but the model has 64 positions"),
-        (["--prompt", "a", "--temperature", "-1"], "--temperature -1.0: expected at least 0"),
+        (["--prompt", "a", "--temperature", "-1"], "--temperature -1: expected at least 0"),
         (["--prompt", "a", "--top-p", "1.5"], "--top-p 1.5: expected at most 1"),
         (["--prompt", "a", "--top-q", "1"], "--top-p"),
         (["--prompt", "a", "--dtype", "fp64"], "--dtype fp64"),
@@ -129,21 +129,22 @@ def test_stop_texts_and_tokens(saved: tuple[Path, GPT], capsys: pytest.CaptureFi
     ],
 )
 def test_mistakes(
-    flags: list[str], said: str, folder: str, capsys: pytest.CaptureFixture
+    flags: list[str], message: str, folder: str, capsys: pytest.CaptureFixture
 ) -> None:
-    named = [] if "--load" in flags or said.startswith("--load") else ["--load", folder]
-    assert main([*named, *flags]) == 1
-    found = capsys.readouterr()
-    assert said in found.err.splitlines()[-1] and found.err.splitlines()[-1].startswith("error: ")
-    assert not found.out
+    load = [] if "--load" in flags or message.startswith("--load") else ["--load", folder]
+    assert main([*load, *flags]) == 1
+    captured = capsys.readouterr()
+    last_line = captured.err.splitlines()[-1]
+    assert last_line.startswith("error: ") and message in last_line
+    assert not captured.out
 
 
 def test_bad_lines_are_named(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    for line, said in [("{", "not JSON"), ('{"text": "a"}', "expected"), ("[1]", "expected")]:
+    for line, message in [("{", "not JSON"), ('{"text": "a"}', "expected"), ("[1]", "expected")]:
         (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n\n' + line)
         assert main(["--load", folder, "--input", str(tmp_path / "p.jsonl")]) == 1
         error = capsys.readouterr().err
-        assert "p.jsonl, line 3" in error and said in error
+        assert "p.jsonl, line 3" in error and message in error
 
 
 @pytest.mark.parametrize("opens", [False, True])
@@ -177,12 +178,15 @@ def test_lines_end_where_new_lines_are(
     for name, expected in [("p.jsonl", [odd]), ("p.txt", ["a\x0cb", "", "c"])]:
         flags = ["--input", str(tmp_path / name), "--max-new-tokens", "3"]
         assert main(["--load", str(folder), *flags]) == 0
-        texts = [one + text_of(model, one, 3, seed=n) + "\n" for n, one in enumerate(expected)]
+        texts = [
+            prompt + text_of(model, prompt, 3, seed=seed) + "\n"
+            for seed, prompt in enumerate(expected)
+        ]
         assert capsys.readouterr().out == "".join(texts)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("p.txt", b"", "there is no prompt in it"),
         ("p.jsonl", b"\n\n", "there is no prompt in it"),
@@ -193,25 +197,25 @@ def test_lines_end_where_new_lines_are(
     ],
 )
 def test_files_that_hold_no_prompts(
-    name: str, content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    name: str, content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Each is named before the model is read: there is none here."""
     (tmp_path / name).write_bytes(content)
     assert main(["--load", "nowhere", "--input", str(tmp_path / name)]) == 1
-    found = capsys.readouterr().err
-    assert found.startswith("error: ") and name in found and said in found
+    captured = capsys.readouterr().err
+    assert captured.startswith("error: ") and name in captured and message in captured
 
 
 @pytest.mark.parametrize(
-    ("output", "said"),
+    ("output", "message"),
     [("no/folder/x.jsonl", "there is no folder"), (".", "is a folder; name a file")],
 )
 def test_a_place_that_takes_no_file_is_named_first(
-    output: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    output: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     flags = ["--prompt", "a", "--output", str(tmp_path / output)]
     assert main(["--load", "nowhere", *flags]) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -1,4 +1,4 @@
-"""`import zeropp` promises a handful of names; torch comes with the first that needs it."""
+"""The names that `import zeropp` provides; torch is imported with the first that needs it."""
 
 import ast
 import inspect
@@ -11,9 +11,11 @@ import pytest
 
 import zeropp
 
+MODULES = ("optim", "zero")
 
-def fresh(code: str) -> str:
-    """What a new interpreter prints."""
+
+def output_of(code: str) -> str:
+    """What a new interpreter prints when it runs `code`."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -23,35 +25,49 @@ def fresh(code: str) -> str:
 def test_the_order_in_which_names_are_used_does_not_matter(seed: int) -> None:
     names = random.Random(seed).sample(zeropp.__all__, len(zeropp.__all__))
     code = "import zeropp\n"
-    for place, name in enumerate(names):
-        code += f"zeropp.{name}\n" if place % 2 else f"from zeropp import {name}\n"
+    for index, name in enumerate(names):
+        code += f"zeropp.{name}\n" if index % 2 else f"from zeropp import {name}\n"
     code += "print(*(type(getattr(zeropp, name)).__name__ for name in zeropp.__all__))"
-    kinds = fresh(code).split()
+    kinds = output_of(code).split()
     assert kinds == [type(getattr(zeropp, name)).__name__ for name in zeropp.__all__]
 
 
 def test_shard_is_the_function_after_every_module_is_imported() -> None:
     code = "import pkgutil, importlib, zeropp\n"
-    code += "for one in pkgutil.walk_packages(zeropp.__path__, 'zeropp.'):\n"
-    code += "    importlib.import_module(one.name) if 'kernels' not in one.name else None\n"
+    code += "for module in pkgutil.walk_packages(zeropp.__path__, 'zeropp.'):\n"
+    code += "    importlib.import_module(module.name) if 'kernels' not in module.name else None\n"
     code += "print(*(callable(getattr(zeropp, name)) for name in zeropp.__all__))"
-    assert fresh(code).split() == [str(name != "zero") for name in zeropp.__all__]
+    assert output_of(code).split() == [str(name not in MODULES) for name in zeropp.__all__]
 
 
-def test_names_are_where_editors_look_for_them() -> None:
+def test_editors_are_told_where_the_names_are() -> None:
     tree = ast.parse(inspect.getsource(zeropp))
-    shown = {
+    module_of = {
         alias.name: f"{node.module}.{alias.name}" if node.module == "zeropp" else node.module
         for branch in tree.body if isinstance(branch, ast.If)
         for node in branch.body
         for alias in node.names
     }  # fmt: skip
-    assert sorted(shown) == sorted(zeropp.__all__)
-    for name, module in shown.items():
-        found = getattr(zeropp, name)
-        expected = found.__name__ if isinstance(found, ModuleType) else found.__module__
+    assert sorted(module_of) == sorted(zeropp.__all__)
+    for name, module in module_of.items():
+        value = getattr(zeropp, name)
+        expected = value.__name__ if isinstance(value, ModuleType) else value.__module__
         assert module == expected, name
     assert set(zeropp.__all__) < set(dir(zeropp))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import zeropp\nprint(zeropp.optim.CPUAdam.__name__, zeropp.zero.Init.__name__)",
+        "import zeropp.optim, zeropp.zero\n"
+        "print(zeropp.optim.CPUAdam.__name__, zeropp.zero.Init.__name__)",
+        "from zeropp.optim import CPUAdam\nfrom zeropp.zero import Init, GatheredParameters\n"
+        "print(CPUAdam.__name__, Init.__name__)",
+    ],
+)
+def test_public_subpackages_resolve(code: str) -> None:
+    assert output_of(code).split() == ["CPUAdam", "Init"]
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
@@ -59,7 +75,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         zeropp.sharp  # noqa: B018
 
 
+@pytest.mark.new_interpreter
 def test_torch_comes_with_the_first_name_that_needs_it() -> None:
     code = "import sys, zeropp\nzeropp.ZeroConfig, zeropp.InputError, dir(zeropp)\n"
     code += "print('torch' in sys.modules)\nzeropp.Engine\nprint('torch' in sys.modules)"
-    assert fresh(code).split() == ["False", "True"]
+    assert output_of(code).split() == ["False", "True"]

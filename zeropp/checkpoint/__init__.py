@@ -1,1 +1,1 @@
-"""What is saved, under which names, and what makes a checkpoint complete."""
+"""Checkpoints of sharded models: what is saved, and what decides that a checkpoint is complete."""

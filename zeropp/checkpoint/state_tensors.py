@@ -1,82 +1,128 @@
-"""A model and its optimizer as one flat dict of tensors with lasting names, and back.
+"""A model and its optimizer as one flat dict of named tensors, and back.
 
     model.<parameter>                      DTensor or tensor, as the model holds it
     optimizer.<parameter>.<exp_avg ...>    the same, or a scalar such as `step`
-    behind.<parameter>                     what is computed with, one update behind `model`
+    behind.<parameter>                     the weights of one update before (delayed updates)
 
-Names are those of the bare model: wrappers for compilation and recomputation leave no trace. The
-optimizer's settings (learning rate, betas) are not state: they come from the configuration.
+Names are those of the plain model, without the wrappers for compilation and recomputation. The
+optimizer's settings (learning rate, betas) are not saved here: they come from the configuration.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from zeropp.checkpoint.shard_files import read_shards, saved_tensors
+from zeropp.errors import first_few
+from zeropp.ranks.coordination import fail_together
 from zeropp.wire.frozen_weights import is_quantized
 
 MODEL, OPTIMIZER, BEHIND = "model.", "optimizer.", "behind."
-Masters = Mapping[nn.Parameter, nn.Parameter]  # a model's parameter -> the optimizer's, of fp32
-NONE: Masters = MappingProxyType({})
+Masters = Mapping[nn.Parameter, nn.Parameter]  # a model's parameter -> the optimizer's fp32 one
+NO_MASTERS: Masters = MappingProxyType({})
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
-def model_tensors(model: nn.Module, masters: Masters = NONE) -> dict[str, torch.Tensor]:
+def state_to_save(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, with_optimizer_state: bool = True
+) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint by name; they share the model's and optimizer's memory.
+
+    Without `with_optimizer_state`, only the fp32 weights that the optimizer may hold come from it.
+    """
+    tensors = model_tensors(model, masters_of(optimizer))
+    if optimizer is not None and with_optimizer_state:
+        tensors |= _optimizer_tensors(model, optimizer)
+        tensors |= _delayed_weights(model, optimizer)
+    return tensors
+
+
+def load_state(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    check: Callable[[list[str]], None],
+    with_optimizer_state: bool,
+) -> None:
+    """Read the checkpoint in `folder` into model and optimizer, in place; all ranks call it.
+
+    `check` is called with the differences between the model's tensors and the checkpoint's in name
+    and shape, before anything is changed. If it does not raise, the tensors that fit are loaded.
+    """
+    with fail_together():
+        saved = saved_tensors(folder)
+        weights = model_tensors(model, masters_of(optimizer))
+        check(_shape_differences(weights, saved))
+        weights = {
+            name: weight
+            for name, weight in weights.items()
+            if name in saved and saved[name].shape == weight.shape
+        }
+        optimizer_state, delayed = {}, {}
+        if with_optimizer_state:
+            optimizer_state = _empty_optimizer_tensors(model, optimizer, saved)
+            delayed = _delayed_weights(model, optimizer)
+            delayed = {name: weight for name, weight in delayed.items() if name in saved}
+    read_shards(folder, {**weights, **optimizer_state, **delayed})
+    if with_optimizer_state:
+        _restore_optimizer(model, optimizer, optimizer_state)
+    if masters_of(optimizer):
+        optimizer.loaded(behind=bool(delayed))
+
+
+def model_tensors(model: nn.Module, masters: Masters = NO_MASTERS) -> dict[str, torch.Tensor]:
     """Return the model's parameters and persistent buffers; they share its memory.
 
-    Gathered parameters of a sharded model are freed first, so shards are what is returned; of those
-    with fp32 `masters` elsewhere, these. Frozen weights that are stored quantized are left out:
-    they are where they came from.
+    Parameters of a sharded model that are gathered are freed first, so that shards are returned.
+    A parameter that has an fp32 master in `masters` is represented by that. Frozen weights that are
+    stored quantized are left out: they are loaded from where they came from.
     """
-    state = {_bare(name): v for name, v in model.state_dict().items() if not is_quantized(v)}
+    state = {
+        _plain_name(name): value
+        for name, value in model.state_dict().items()
+        if not is_quantized(value)
+    }
     for name, parameter in model.named_parameters():
         if parameter in masters:
-            state[_bare(name)] = masters[parameter].detach()
-    owned = [_bare(name) for name, _ in model.named_parameters()]  # tied ones once
-    owned += [_bare(name) for name, _ in model.named_buffers()]
-    return {MODEL + name: state[name] for name in owned if name in state}
+            state[_plain_name(name)] = masters[parameter].detach()
+    names = [_plain_name(name) for name, _ in model.named_parameters()]  # tied ones once
+    names += [_plain_name(name) for name, _ in model.named_buffers()]
+    return {MODEL + name: state[name] for name in names if name in state}
 
 
 def settle(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer's parameters and state be what its last step makes of them."""
+    """Wait for an update that is still running, so that weights and state are up to date."""
     if hasattr(optimizer, "settle"):
         optimizer.settle()
 
 
 def masters_of(optimizer: torch.optim.Optimizer | None) -> Masters:
-    """What the optimizer holds in the places of the model's parameters, if it does."""
-    return getattr(optimizer, "masters", NONE)
+    """The fp32 weights that an offloaded optimizer updates in place of the model's parameters."""
+    return getattr(optimizer, "masters", NO_MASTERS)
 
 
-def tensors_behind(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, saved: Metadata | None = None
+def _delayed_weights(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, torch.Tensor]:
-    """Return the weights of a model that computes with those of one update before (they share
-    its memory); with `saved`, those that this checkpoint has.
+    """Return the weights of a model that computes with those of one update before.
+
+    They share the model's memory. Empty unless the optimizer delays its updates.
     """
     if not getattr(optimizer, "is_delayed", False):
         return {}
     masters = masters_of(optimizer)
-    owned = {
-        BEHIND + _bare(name): parameter.detach()
+    return {
+        BEHIND + _plain_name(name): parameter.detach()
         for name, parameter in model.named_parameters()
         if parameter in masters
     }
-    return {n: own for n, own in owned.items() if saved is None or n in saved.state_dict_metadata}
 
 
-def masters_loaded(optimizer: torch.optim.Optimizer | None, *, behind: bool) -> None:
-    """Tell an optimizer that what it holds in the parameters' places has been read from a file.
-
-    behind: so was what the model computes with until the next step, else it follows now.
-    """
-    if masters_of(optimizer):
-        optimizer.loaded(behind=behind)
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     """Return the optimizer's state tensors by name; they share its memory, plain numbers do not.
 
     `model_tensors` must have been called since the last forward pass. The dict is empty before
@@ -93,67 +139,61 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return tensors
 
 
-def empty_optimizer_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Metadata
+def _empty_optimizer_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return zeros for each state tensor that a checkpoint holds of this optimizer's parameters.
 
-    What has its parameter's shape is sharded like it; scalars are CPU tensors.
+    A tensor of its parameter's shape is sharded like it; scalars are CPU tensors.
     """
-    keys = {}
-    for name, facts in saved.state_dict_metadata.items():
-        if name.startswith(OPTIMIZER):
-            parameter_name, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
-            keys.setdefault(parameter_name, {})[key] = facts
+    by_parameter = _by_parameter(saved)
     names = _parameter_names(model, optimizer)
     tensors = {}
     for parameter in _parameters(optimizer):
-        for key, facts in keys.get(names[parameter], {}).items():
-            dtype = facts.properties.dtype
-            if facts.size == parameter.shape:
-                value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        for key, entry in by_parameter.get(names[parameter], {}).items():
+            if entry.shape == parameter.shape:
+                value = torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
             else:
-                value = torch.zeros(facts.size, dtype=dtype)
+                value = torch.zeros(entry.shape, dtype=entry.dtype)
             tensors[f"{OPTIMIZER}{names[parameter]}.{key}"] = value
     return tensors
 
 
-def restore_optimizer(
+def _restore_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Make these tensors the optimizer's state; its settings stay as they are."""
     names = _parameter_names(model, optimizer)
-    by_parameter = {}
-    for name, value in tensors.items():
-        parameter_name, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
-        by_parameter.setdefault(parameter_name, {})[key] = value
-    state = {}
-    for index, parameter in enumerate(_parameters(optimizer)):
-        if entries := by_parameter.get(names[parameter]):
-            state[index] = entries
+    by_parameter = _by_parameter(tensors)
+    state = {
+        index: by_parameter[names[parameter]]
+        for index, parameter in enumerate(_parameters(optimizer))
+        if names[parameter] in by_parameter
+    }
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def shape_differences(model: Mapping[str, torch.Tensor], saved: Metadata) -> list[str]:
-    """Say how the model's tensors differ from a checkpoint's in name and shape; [] if not."""
-    there = {
-        name.removeprefix(MODEL): tuple(facts.size)
-        for name, facts in saved.state_dict_metadata.items()
-        if name.startswith(MODEL) and isinstance(facts, TensorStorageMetadata)
-    }
-    here = {name.removeprefix(MODEL): tuple(value.shape) for name, value in model.items()}
+def _shape_differences(
+    weights: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Describe how the model's tensors differ from a checkpoint's in name and shape; [] if not."""
     lines = [
-        f"{name} has shape {list(there[name])} in the checkpoint, {list(here[name])} in the model"
-        for name in here
-        if name in there and here[name] != there[name]
+        f"{name.removeprefix(MODEL)} has shape {list(saved[name].shape)} in the checkpoint, "
+        f"{list(weight.shape)} in the model"
+        for name, weight in weights.items()
+        if name in saved and weight.shape != saved[name].shape
     ]
-    missing = [name for name in here if name not in there]
-    extra = [name for name in there if name not in here]
+    missing = [name.removeprefix(MODEL) for name in weights if name not in saved]
+    extra = [
+        name.removeprefix(MODEL)
+        for name in saved
+        if name.startswith(MODEL) and name not in weights
+    ]
     if missing:
-        lines.append(f"only in the model: {few(missing)}")
+        lines.append(f"only in the model: {first_few(missing)}")
     if extra:
-        lines.append(f"only in the checkpoint: {few(extra)}")
+        lines.append(f"only in the checkpoint: {first_few(extra)}")
     return lines
 
 
@@ -162,10 +202,16 @@ def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def few(names: list[str], most: int = 6) -> str:
-    """Return the first names and how many more there are."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+def _by_parameter(
+    tensors: Mapping[str, torch.Tensor],
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Of all tensors the optimizer's, by the parameter's name, then by the name of the state."""
+    grouped: dict[str, dict[str, torch.Tensor]] = {}
+    for name, value in tensors.items():
+        if name.startswith(OPTIMIZER):
+            parameter_name, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
+            grouped.setdefault(parameter_name, {})[key] = value
+    return grouped
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -175,9 +221,13 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def _parameter_names(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[nn.Parameter, str]:
+    """Names of the parameters that the optimizer holds, which may be fp32 masters."""
     masters = masters_of(optimizer)
-    return {masters.get(own, own): _bare(name) for name, own in model.named_parameters()}
+    return {
+        masters.get(parameter, parameter): _plain_name(name)
+        for name, parameter in model.named_parameters()
+    }
 
 
-def _bare(name: str) -> str:
+def _plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

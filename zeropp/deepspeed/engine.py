@@ -1,7 +1,7 @@
-"""The engine that `zeropp.initialize` returns: a model that knows how to take a step.
+"""The engine that `zeropp.initialize` returns: a model with its optimizer step.
 
     for batch in batches:
-        loss = engine(batch)        # forward; remembers whether this micro-batch is the last
+        loss = engine(batch)        # forward
         engine.backward(loss)       # of loss / gradient_accumulation_steps, times fp16's scale
         engine.step()               # updates the weights after the last micro-batch only
 
@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from zeropp.checkpoint import engine_checkpoint as checkpoint
-from zeropp.checkpoint.full_weights import save_weights
+from zeropp.checkpoint import engine_checkpoint
+from zeropp.checkpoint.gathered_weights import save_gathered_weights
 from zeropp.checkpoint.state_tensors import masters_of
 from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
 from zeropp.errors import InputError
@@ -45,8 +45,8 @@ class Batch:
 class Engine(nn.Module):
     """A sharded model with its optimizer, schedule, loss scale and counters.
 
-    `global_steps` counts optimizer steps, skipped ones too; `micro_steps` calls of `step()`.
-    What it does not know, `engine.generate` say, is looked up in the model.
+    `global_steps` counts optimizer steps, including skipped ones; `micro_steps` counts calls of
+    `step()`. Other attributes, such as `engine.generate`, are looked up in the model.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Engine(nn.Module):
         sharding: Sharding,
         config: ZeroConfig,
         batch: Batch,
-        place: Environment,
+        environment: Environment,
         device: torch.device,
         optimizer: torch.optim.Optimizer | None,
         lr_scheduler: LRScheduler | None,
@@ -63,8 +63,8 @@ class Engine(nn.Module):
         self.module = sharding.model
         self.sharding, self.config, self.batch, self.device = sharding, config, batch, device
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        self.global_rank, self.local_rank = place.rank, place.local_rank
-        self.world_size = place.world_size
+        self.global_rank, self.local_rank = environment.rank, environment.local_rank
+        self.world_size = environment.world_size
         self.global_steps = self.micro_steps = self.skipped_steps = 0
         self.scaler = _loss_scaler(config)
         self._grad_norm: float | None = None
@@ -80,7 +80,7 @@ class Engine(nn.Module):
             return getattr(self.module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output. With gradients enabled in train(), it begins a micro-batch."""
+        """Return the model's output. In train() mode with gradients, this begins a micro-batch."""
         if torch.is_grad_enabled() and self.training:
             if self._forwards == 0:
                 self.sharding.begin_micro_step(last=self.is_gradient_accumulation_boundary())
@@ -91,7 +91,7 @@ class Engine(nn.Module):
         return output
 
     def train(self, mode: bool = True) -> "Engine":
-        """Training mode, as of every module; weights that evaluation left gathered are freed."""
+        """Set the training mode; weights that an evaluation left gathered are freed."""
         if mode and self.sharding.stage < 3 and not self._forwards and not self._mid_step():
             self.sharding.release()
         return super().train(mode)
@@ -99,7 +99,7 @@ class Engine(nn.Module):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Add the gradients of `loss` / accumulation steps; returns `loss` as it was.
+        """Accumulate the gradients of `loss` / accumulation steps; return `loss` unchanged.
 
         Raises InputError without a forward pass before it, or for a loss of several elements.
         """
@@ -119,10 +119,10 @@ class Engine(nn.Module):
         return loss
 
     def step(self) -> None:
-        """End a micro-batch; after a step's last one clip, update and move the schedule.
+        """End a micro-batch; after the last one of a step, clip, update and step the schedule.
 
         Raises InputError without a backward pass before it, without an optimizer, and for
-        gradients that are not finite where no loss scale can be lowered.
+        non-finite gradients if there is no loss scale to lower.
         """
         if self.optimizer is None:
             raise InputError(
@@ -138,7 +138,7 @@ class Engine(nn.Module):
             self._optimizer_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of every module; what is offloaded of the gradients too."""
+        """Clear all gradients, offloaded ones included."""
         super().zero_grad(set_to_none)
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
@@ -164,26 +164,28 @@ class Engine(nn.Module):
         return self.sharding.stage
 
     def quantize_nontrainable_params(self) -> None:
-        """Store quantized what is frozen by now, and train what was added (MixZ++, LoRA).
+        """Quantize the parameters that are frozen now, and train those that were added (MixZ++).
 
-        For a model that was changed after `zeropp.initialize`; also `optimizer.`, as in DeepSpeed.
-        Raises InputError as `zeropp.deepspeed.quantize_nontrainable.quantize_nontrainable_params` does.
+        For models that were changed after `zeropp.initialize`; the optimizer has the same method,
+        as in DeepSpeed. Raises InputError as
+        `zeropp.deepspeed.quantize_nontrainable.quantize_nontrainable_params` does.
         """
         self.sharding = quantize_nontrainable_params(
             self.sharding, self.config, self.optimizer, self.device
         )
 
     def get_global_grad_norm(self) -> float | None:
-        """L2 norm of the last step's mean gradients, before clipping; None before a step."""
+        """Return the L2 norm of the last step's gradients before clipping; None before a step."""
         return self._grad_norm
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group, for the next step."""
-        return [] if self.optimizer is None else [one["lr"] for one in self.optimizer.param_groups]
+        """Return the learning rate of each parameter group for the next step."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [group["lr"] for group in groups]
 
     @property
     def loss_scale(self) -> float:
-        """What fp16 losses are multiplied by; 1 in other formats."""
+        """The factor that fp16 losses are multiplied by; 1 in other formats."""
         return self.scaler.scale if self.scaler else 1.0
 
     def save_checkpoint(
@@ -214,7 +216,7 @@ class Engine(nn.Module):
             "client_state": dict(client_state),
         }
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        return checkpoint.save(
+        return engine_checkpoint.save(
             Path(save_dir), tag, self.module, self.optimizer, state, save_latest=save_latest
         )
 
@@ -227,19 +229,19 @@ class Engine(nn.Module):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[Path, dict[str, Any]]:
-        """Go on from a checkpoint, on all ranks; return its path and its client_state.
+        """Load a checkpoint on all ranks; return its path and its client_state.
 
         Raises InputError as `zeropp.checkpoint.engine_checkpoint.load` does.
         """
         with_optimizer = load_optimizer_states and not load_module_only
         optimizer = self.optimizer if with_optimizer else None
-        path, state = checkpoint.load(
+        path, state = engine_checkpoint.load(
             Path(load_dir),
             tag,
             self.module,
             self.optimizer,
             strict=load_module_strict,
-            with_moments=with_optimizer,
+            with_optimizer_state=with_optimizer,
         )
         self.sharding.weights_changed()
         self._forwards = self._backwards = 0
@@ -258,17 +260,17 @@ class Engine(nn.Module):
     def save_16bit_model(
         self, save_dir: Path | str, save_filename: str = "pytorch_model.bin"
     ) -> Path:
-        """Write whole 16-bit weights to one file from rank 0, on a call by all ranks.
+        """Write the full 16-bit weights to one file from rank 0; all ranks must call it.
 
-        A name that ends in .safetensors gives that format. fp32 runs write bf16. Raises InputError
-        where the file cannot be written.
+        A name ending in .safetensors selects that format. fp32 runs write bf16. Raises InputError
+        if the file cannot be written.
         """
         path = Path(save_dir) / save_filename
         dtype = self.sharding.compute_dtype
         if dtype == torch.float32:
             dtype = torch.bfloat16
         try:
-            save_weights(self.module, path, dtype, masters_of(self.optimizer))
+            save_gathered_weights(self.module, path, dtype, masters_of(self.optimizer))
         except OSError as error:
             raise InputError(f"cannot write {path}: {error}") from error
         return path
@@ -277,7 +279,7 @@ class Engine(nn.Module):
         return self.micro_steps % self.batch.micro_batches != 0
 
     def _optimizer_step(self) -> None:
-        self.sharding.release()  # an evaluation since the backward pass may have left old weights
+        self.sharding.release()  # an evaluation after backward may have left weights gathered
         result = optimizer_step(
             self.optimizer,
             self.sharding,
@@ -314,7 +316,7 @@ class Engine(nn.Module):
 
 
 def _loss_scaler(config: ZeroConfig) -> LossScaler | None:
-    """The scaler that the JSON's fp16 section describes; None in other formats."""
+    """Return the scaler of the JSON's fp16 section; None in other formats."""
     fp16 = config.fp16
     if not fp16.enabled:
         return None
@@ -329,22 +331,24 @@ def _loss_scaler(config: ZeroConfig) -> LossScaler | None:
 
 
 def _options(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-    """Each parameter group's options, its parameters as their number."""
+    """Return each parameter group's options, with the number of parameters as `params`."""
     groups = [] if optimizer is None else optimizer.param_groups
-    return [
-        {**{k: v for k, v in group.items() if k != "param_names"}, "params": len(group["params"])}
-        for group in groups
-    ]
+    options = [{**group, "params": len(group["params"])} for group in groups]
+    for group in options:
+        group.pop("param_names", None)
+    return options
 
 
 def _restore_options(
     optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]], path: Path
 ) -> None:
-    here, there = [one["params"] for one in _options(optimizer)], [one["params"] for one in saved]
-    if here != there:
+    sizes = [group["params"] for group in _options(optimizer)]
+    saved_sizes = [group["params"] for group in saved]
+    if sizes != saved_sizes:
         raise InputError(
-            f"the optimizer has parameter groups of {here} parameters, the one in {path} of "
-            f"{there}: build it alike, or load with load_optimizer_states=False"
+            f"the optimizer has parameter groups of {sizes} parameters, the one in {path} of "
+            f"{saved_sizes}: build it with the same groups, or load with "
+            "load_optimizer_states=False"
         )
     for group, options in zip(optimizer.param_groups, saved, strict=True):
         group.update({name: value for name, value in options.items() if name != "params"})

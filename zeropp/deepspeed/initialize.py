@@ -1,7 +1,7 @@
-"""`zeropp.initialize`: from a model and DeepSpeed's JSON to an engine, in DeepSpeed's shape.
+"""`zeropp.initialize`: from a model and DeepSpeed's JSON to an engine, with DeepSpeed's interface.
 
-Joins the ranks where nobody has, gives all of them the first rank's weights, shards the model by
-the JSON, and makes optimizer and schedule hold the shards.
+It initializes torch.distributed if necessary, copies the first rank's weights to all ranks, shards
+the model as the JSON says, and makes the optimizer and the schedule hold the shards.
 """
 
 import logging
@@ -32,11 +32,11 @@ from zeropp.sharding.materialize import copy_from_first_rank
 from zeropp.sharding.shard import shard
 from zeropp.sharding.sharding import Sharding
 
-AXIS = "fsdp"  # a name by which PEFT knows that a sharded layer computes with whole weights
-DEEPSPEED_PORT = 29500  # its default; here the launcher chooses the port
-TIMEOUT = timedelta(minutes=30)  # for a collective, as torch's default
-OFFLOADABLE = (torch.optim.AdamW, torch.optim.Adam, FusedAdam, CPUAdam)  # to what these do
-JSON_LR = 1e-3  # DeepSpeed's, where the JSON names an optimizer and no rate
+AXIS = "fsdp"  # by this name PEFT knows that a sharded layer computes with full weights
+DEEPSPEED_PORT = 29500  # DeepSpeed's default; here the launcher chooses the port
+TIMEOUT = timedelta(minutes=30)  # of a collective, as torch's default
+OFFLOADABLE = (torch.optim.AdamW, torch.optim.Adam, FusedAdam, CPUAdam)
+JSON_LR = 1e-3  # DeepSpeed's default if the JSON names an optimizer without a rate
 
 log = logging.getLogger("zeropp")
 
@@ -57,53 +57,53 @@ def initialize(
     mesh_param: DeviceMesh | None = None,
     config_params: Mapping | Path | str | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer | None, DataLoader | None, LRScheduler | None]:
-    """Shard `model` in place by the JSON; returns (engine, optimizer, data loader, schedule).
+    """Shard `model` in place as the JSON says; return (engine, optimizer, data loader, schedule).
 
     `config` is a path, a JSON text or a dict; `args.deepspeed_config` and `config_params` mean the
-    same. `optimizer` was built on the model's whole parameters, or is a function from parameters
-    to an optimizer, or is named in the JSON; it steps `model_parameters`, by default all that
-    require gradients. `lr_scheduler` is an object, a function from the optimizer, or named in the
-    JSON. `training_data` gives a loader of this rank's micro-batches. Raises InputError for what
-    is missing, contradictory or not available here.
+    same. `optimizer` was built on the unsharded model's parameters, or is a function from
+    parameters to an optimizer, or is named in the JSON; it steps `model_parameters`, by default all
+    that require gradients. `lr_scheduler` is an object, a function from the optimizer, or named in
+    the JSON. `training_data` is made into a loader of this rank's micro-batches. Raises InputError
+    for arguments that are missing, contradictory or not supported.
     """
-    _refuse(distributed_port, mpu, mesh_param)
+    _refuse_unsupported(distributed_port, mpu, mesh_param)
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise InputError(f"zeropp.initialize needs model=, an nn.Module, not {kind}")
-    if any(isinstance(one, DTensor) for one in model.parameters()):
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise InputError("the model given to zeropp.initialize is sharded already: give a new one")
-    zero = ZeroConfig.from_json(_one_config(args, config, config_params))
-    _require_said(zero)
-    _require_one(zero, optimizer, lr_scheduler)
-    place, device = _join(dist_init_required)
-    samples, micro_samples, micro_batches = zero.resolve_batch(place.world_size)
+    zero = ZeroConfig.from_json(_config_source(args, config, config_params))
+    _require_filled(zero)
+    _require_unambiguous(zero, optimizer, lr_scheduler)
+    environment, device = _join(dist_init_required)
+    world_size = environment.world_size
+    samples, micro_samples, micro_batches = zero.resolve_batch(world_size)
     batch = Batch(samples=samples, micro_samples=micro_samples, micro_batches=micro_batches)
-    axis = (place.world_size,)
-    mesh = mesh_param or init_device_mesh(device.type, axis, mesh_dim_names=(AXIS,))
+    mesh = mesh_param or init_device_mesh(device.type, (world_size,), mesh_dim_names=(AXIS,))
     names = names_of(model)
-    chosen = None if model_parameters is None else listed(model_parameters)
+    parameters = None if model_parameters is None else listed(model_parameters)
     copy_from_first_rank(model, mesh.get_group(), device)
     sharding = shard(model, mesh, zero)
     _require_memory(model)
     if not sharding.units:
         model.to(device)
-    stepping = _optimizer(zero, optimizer, chosen, names, model)
-    stepping = _offloaded(zero, stepping, sharding, device)
-    schedule = _schedule(zero, lr_scheduler, stepping)
-    engine = Engine(sharding, zero, batch, place, device, stepping, schedule)
-    if stepping is not None:  # DeepSpeed has this call on the optimizer
-        stepping.quantize_nontrainable_params = engine.quantize_nontrainable_params
-    loader = _loader(training_data, collate_fn, batch, place)
-    if place.rank == 0:
+    optimizer = _build_optimizer(zero, optimizer, parameters, names, model)
+    optimizer = _offload_optimizer(zero, optimizer, sharding, device)
+    schedule = _build_schedule(zero, lr_scheduler, optimizer)
+    engine = Engine(sharding, zero, batch, environment, device, optimizer, schedule)
+    if optimizer is not None:  # DeepSpeed has this call on the optimizer
+        optimizer.quantize_nontrainable_params = engine.quantize_nontrainable_params
+    loader = _build_loader(training_data, collate_fn, batch, environment)
+    if environment.rank == 0:
         for line in zero.notices_for_initialize:
             log.info(line)
-        log.info("ZeRO stage %d, %d ranks, %s", zero.stage, place.world_size, batch)
-        for what, how in sharding.describe(batch.micro_batches):
-            log.info("%s: %s", what, how)
-    return engine, stepping, loader, schedule
+        log.info("ZeRO stage %d, %d ranks, %s", zero.stage, world_size, batch)
+        for name, text in sharding.describe(batch.micro_batches):
+            log.info("%s: %s", name, text)
+    return engine, optimizer, loader, schedule
 
 
-def _refuse(distributed_port: int, mpu: Any, mesh_param: Any) -> None:
+def _refuse_unsupported(distributed_port: int, mpu: Any, mesh_param: Any) -> None:
     if distributed_port != DEEPSPEED_PORT:
         raise InputError(
             f"distributed_port = {distributed_port}: the launcher chooses the port; give it to "
@@ -121,87 +121,93 @@ def _refuse(distributed_port: int, mpu: Any, mesh_param: Any) -> None:
         )
 
 
-def _one_config(args: Any, config: Any, config_params: Any) -> Any:
-    given = {
+def _config_source(args: Any, config: Any, config_params: Any) -> Any:
+    arguments = {
         "config": config,
         "config_params": config_params,
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    if not given:
+    sources = {name: value for name, value in arguments.items() if value is not None}
+    if not sources:
         raise InputError(
             "zeropp.initialize needs config=, a path or a dict of DeepSpeed's JSON "
             "(or args.deepspeed_config)"
         )
-    if len(given) > 1:
-        raise InputError(f"{' and '.join(given)} are both given; keep one")
-    return next(iter(given.values()))
+    if len(sources) > 1:
+        raise InputError(f"{' and '.join(sources)} are both given; keep one")
+    return next(iter(sources.values()))
 
 
-def _require_said(zero: ZeroConfig) -> None:
-    """Raise InputError where "auto" stands for a value that nobody fills here."""
-    left = sorted(zero.unfilled)
-    if left:
+def _require_filled(zero: ZeroConfig) -> None:
+    """Raise InputError for keys that are "auto" and cannot be filled in."""
+    unfilled = sorted(zero.unresolved_auto_keys)
+    if unfilled:
         raise InputError(
-            f'{zero.source}: {", ".join(left)} = "auto": zeropp.initialize has no other setting to '
-            "take it from; write the value"
+            f'{zero.source}: {", ".join(unfilled)} = "auto": zeropp.initialize has no other '
+            "setting to take it from; write the value"
         )
 
 
-def _require_one(zero: ZeroConfig, optimizer: Any, lr_scheduler: Any) -> None:
-    for name, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
-        named = zero.value(f"{name}.type")
-        if given is not None and named is not None:
+def _require_unambiguous(zero: ZeroConfig, optimizer: Any, lr_scheduler: Any) -> None:
+    """Raise InputError if optimizer or schedule come from both sides, or only the schedule does."""
+    for name, argument in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
+        json_type = zero.value(f"{name}.type")
+        if argument is not None and json_type is not None:
             raise InputError(
-                f'{name}.type = "{named}" in the JSON, and zeropp.initialize got one too: keep one'
+                f'{name}.type = "{json_type}" in the JSON, and zeropp.initialize got one too: '
+                "keep one"
             )
-    named = zero.scheduler.type
-    if (named or lr_scheduler is not None) and optimizer is None and zero.optimizer.type is None:
+    has_schedule = zero.scheduler.type is not None or lr_scheduler is not None
+    if has_schedule and optimizer is None and zero.optimizer.type is None:
         raise InputError("a learning-rate schedule without an optimizer: give or name one too")
 
 
 def _join(dist_init_required: bool | None) -> tuple[Environment, torch.device]:
-    """This process's place and device, in a process group."""
-    place = Environment.read()
-    device = pick_device(place)
+    """Join the default process group; return this process's environment and device."""
+    environment = Environment.read()
+    device = pick_device(environment)
     if not dist.is_initialized():
         if dist_init_required is False:
             raise InputError(
                 "dist_init_required=False, and torch.distributed is not initialized: call "
                 "torch.distributed.init_process_group first, or leave it to zeropp.initialize"
             )
-        start_process_group(place, device, TIMEOUT)
-    if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.world_size):
-        place = Environment(
-            rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=place.local_rank
-        )
-    return place, device
+        start_process_group(environment, device, TIMEOUT)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (rank, world_size) != (environment.rank, environment.world_size):
+        local_rank = environment.local_rank
+        environment = Environment(rank=rank, world_size=world_size, local_rank=local_rank)
+    return environment, device
 
 
 def _require_memory(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise InputError(
-                f"{name} is on the meta device, and nothing says what its values are: build the "
-                "model inside zeropp.zero.Init(), which remembers that"
+                f"{name} is on the meta device, and its values are unknown: build the model inside "
+                "zeropp.zero.Init(), which records its initialization"
             )
 
 
-def _optimizer(
-    zero: ZeroConfig, given: Any, chosen: list | None, names: Names, model: nn.Module
+def _build_optimizer(
+    zero: ZeroConfig, optimizer: Any, chosen: list | None, names: Names, model: nn.Module
 ) -> torch.optim.Optimizer | None:
-    """The optimizer, on the sharded model's parameters."""
-    if isinstance(given, torch.optim.Optimizer):
-        if chosen is not None and _flat(chosen) != _flat(given.param_groups):
+    """Return the optimizer of the sharded model's parameters.
+
+    optimizer: an optimizer of the unsharded ones, a function that makes one, or None. chosen:
+    parameters or groups to optimize, None for all trainable ones.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if chosen is not None and _parameter_ids(chosen) != _parameter_ids(optimizer.param_groups):
             raise InputError(
                 "model_parameters are not those of the optimizer that is given too: leave them out"
             )
-        remap(given, names, model)
-        return given
-    if given is None and zero.optimizer.type is None:
+        remap(optimizer, names, model)
+        return optimizer
+    if optimizer is None and zero.optimizer.type is None:
         return None
     if chosen is None:
-        parameters = [one for one in model.parameters() if one.requires_grad]
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not parameters:
             raise InputError(
                 "all parameters are frozen, and an optimizer is named or given: leave it out, or "
@@ -209,14 +215,14 @@ def _optimizer(
             )
     else:
         parameters = remapped(chosen, names, model)
-    if given is not None:
-        made = given(parameters)
-        if not isinstance(made, torch.optim.Optimizer):
+    if optimizer is not None:
+        result = optimizer(parameters)
+        if not isinstance(result, torch.optim.Optimizer):
             raise InputError(
                 f"optimizer= is neither a torch.optim.Optimizer nor a function that makes one: it "
-                f"made a {type(made).__name__}"
+                f"made a {type(result).__name__}"
             )
-        return made
+        return result
     params = zero.optimizer.params
     settings = {
         "lr": JSON_LR if params.lr is None else params.lr,
@@ -228,30 +234,31 @@ def _optimizer(
     return fastest_adamw(parameters, **settings)
 
 
-def _offloaded(
+def _offload_optimizer(
     zero: ZeroConfig,
     optimizer: torch.optim.Optimizer | None,
     sharding: Sharding,
     device: torch.device,
 ) -> torch.optim.Optimizer | None:
-    """The optimizer on the host, where the JSON has it there.
+    """Replace the optimizer by one on the host if the JSON asks for it.
 
-    A given one's groups are then those of the new one: a schedule made for it goes on.
+    The old optimizer then shares the new one's groups, so that a schedule made for it still works.
     """
     if optimizer is None or not zero.offloads_optimizer:
         return optimizer
     kind = type(optimizer)
     if kind not in OFFLOADABLE:
-        known = ", ".join(f"{one.__module__.rpartition('.')[0]}.{one.__name__}"
-                          for one in OFFLOADABLE)  # fmt: skip
+        supported = ", ".join(
+            f"{cls.__module__.rpartition('.')[0]}.{cls.__name__}" for cls in OFFLOADABLE
+        )
         raise InputError(
             f"{kind.__name__} cannot be offloaded: of optimizers given to zeropp.initialize "
-            f"{known} can; or name Adam or AdamW in the JSON"
+            f"{supported} can; or name Adam or AdamW in the JSON"
         )
     if len(optimizer.state):
         raise InputError(
             f"the {kind.__name__} given to zeropp.initialize has state already, and offloading "
-            "cannot keep it: give a fresh one"
+            "cannot keep it: give one without state"
         )
     settings = {name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
     settings["adam_w_mode"] = kind is torch.optim.AdamW
@@ -259,37 +266,39 @@ def _offloaded(
         settings["adam_w_mode"] = optimizer.defaults["decoupled_weight_decay"]
         settings["bias_correction"] = optimizer.bias_correction
         settings["moments"] = (optimizer.moment_dtype, optimizer.seed)
-    moved = offloaded_adamw(sharding, optimizer.param_groups, device, zero, **settings)
-    optimizer.param_groups = moved.param_groups
-    optimizer._opt_called = True  # by which a schedule knows that steps come before its own
-    return moved
+    offloaded = offloaded_adamw(sharding, optimizer.param_groups, device, zero, **settings)
+    optimizer.param_groups = offloaded.param_groups
+    optimizer._opt_called = True  # schedules check this to warn about a missing optimizer step
+    return offloaded
 
 
-def _flat(groups: Iterable[Any]) -> set[int]:
-    found: set[int] = set()
-    for one in groups:
-        inside = one["params"] if isinstance(one, Mapping) else one
-        found |= {id(inside)} if isinstance(inside, torch.Tensor) else {id(two) for two in inside}
-    return found
+def _parameter_ids(parameters_or_groups: Iterable[Any]) -> set[int]:
+    ids: set[int] = set()
+    for item in parameters_or_groups:
+        parameters = item["params"] if isinstance(item, Mapping) else item
+        if isinstance(parameters, torch.Tensor):
+            parameters = [parameters]
+        ids |= {id(parameter) for parameter in parameters}
+    return ids
 
 
-def _schedule(
-    zero: ZeroConfig, given: Any, optimizer: torch.optim.Optimizer | None
+def _build_schedule(
+    zero: ZeroConfig, lr_scheduler: Any, optimizer: torch.optim.Optimizer | None
 ) -> LRScheduler | None:
-    if given is not None:
-        return given if hasattr(given, "step") else given(optimizer)
+    if lr_scheduler is not None:
+        return lr_scheduler if hasattr(lr_scheduler, "step") else lr_scheduler(optimizer)
     return build_scheduler(optimizer, zero.scheduler) if zero.scheduler.type else None
 
 
-def _loader(
-    data: Dataset | None, collate_fn: Callable | None, batch: Batch, place: Environment
+def _build_loader(
+    data: Dataset | None, collate_fn: Callable | None, batch: Batch, environment: Environment
 ) -> DataLoader | None:
-    """This rank's micro-batches, full ones only, shuffled alike on all ranks."""
+    """Return a loader of this rank's full micro-batches, shuffled the same way on all ranks."""
     if data is None:
         return None
     sampler = None
     if not isinstance(data, IterableDataset):
-        sampler = DistributedSampler(data, place.world_size, place.rank, drop_last=True)
+        sampler = DistributedSampler(data, environment.world_size, environment.rank, drop_last=True)
     return DataLoader(
         data, batch.micro_samples, sampler=sampler, collate_fn=collate_fn, drop_last=True
     )

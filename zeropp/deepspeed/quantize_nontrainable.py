@@ -23,8 +23,8 @@ from zeropp.sharding.shard import (
     use_weight_gather,
 )
 from zeropp.sharding.sharding import Sharding
-from zeropp.sharding.subunits import Subunits, users
-from zeropp.sharding.weight_changes import forget_when_weights_change
+from zeropp.sharding.subunits import Subunits, modules_using, own_parameters
+from zeropp.sharding.weight_changes import drop_when_weights_change
 
 
 def quantize_nontrainable_params(
@@ -55,10 +55,11 @@ def quantize_nontrainable_params(
 
 
 def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Sharding:
-    """Shard parameters that were put into a sharded model, those of each unit as one more unit."""
+    """Shard parameters that were added to a sharded model, those of each unit as one more unit."""
     units = sharding.units
-    known = {id(one.local) for unit in units for one in fsdp.own_shards(unit)}
-    added = {unit: apart for unit in units if (apart := _added(unit, units, known))}
+    sharded_ids = {id(shard.local) for unit in units for shard in fsdp.own_shards(unit)}
+    added = {unit: _added_parameters(unit, units, sharded_ids) for unit in units}
+    added = {unit: subunits for unit, subunits in added.items() if subunits}
     if not added:
         return sharding
     if any(fsdp.has_run(unit) for unit in units):
@@ -67,23 +68,24 @@ def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Shard
             "no more then: add adapters before the first forward pass"
         )
     _require_called(sharding.model, added)
-    mesh = next(one for one in sharding.model.parameters() if isinstance(one, DTensor)).device_mesh
+    parameters = sharding.model.parameters()
+    mesh = next(each.device_mesh for each in parameters if isinstance(each, DTensor))
     policy = precision(config, cast_forward_inputs=True)
-    beside: dict[nn.Module, fsdp.FSDPModule] = {}
-    for unit, apart in added.items():
-        added_here = set().union(*apart.values())
-        for part in apart:
-            _make_whole(part, added_here, device)
-            copy_from_first_rank(part, mesh.get_group(), device)
+    subunit_of: dict[nn.Module, fsdp.FSDPModule] = {}
+    for unit, subunits in added.items():
+        added_here = set().union(*subunits.values())
+        for module in subunits:
+            _unshard_added(module, added_here, device)
+            copy_from_first_rank(module, mesh.get_group(), device)
         regather = sharding.stage == 3 and unit is not sharding.model
-        (beside[unit],) = shard_subunits(
-            apart, mesh=mesh, precision=policy, reshard_after_forward=regather
+        (subunit_of[unit],) = shard_subunits(
+            subunits, mesh=mesh, precision=policy, reshard_after_forward=regather
         )
-    new, units = tuple(beside.values()), []
+    new, units = tuple(subunit_of.values()), []
     for unit in sharding.units:
-        extra = [beside[unit]] if unit in beside else []
+        extra = [subunit_of[unit]] if unit in subunit_of else []
         units += [*extra, unit] if unit is sharding.model else [unit, *extra]
-    forget_when_weights_change(sharding.model, new, sharding.copies)
+    drop_when_weights_change(sharding.model, new, sharding.copies)
     if sharding.num_ranks > 1:
         if mesh.device_type == "cpu" and len(units) > 1:
             fsdp.gather_ahead(sharding.model, units[:-1])
@@ -94,63 +96,75 @@ def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Shard
 
 
 def hold_trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Let the optimizer's groups hold the trained parameters: frozen ones leave with their state,
-    new ones join the first group."""
-    names = {one: name for name, one in model.named_parameters() if one.requires_grad}
-    waiting = dict.fromkeys(names)
+    """Update the optimizer's groups: drop frozen parameters, add new ones to the first."""
+    names = {
+        parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    without_group = dict.fromkeys(names)
     for group in optimizer.param_groups:
-        for one in group["params"]:
-            if one not in names:
-                optimizer.state.pop(one, None)
-        group["params"] = [one for one in group["params"] if one in names]
-        for one in group["params"]:
-            del waiting[one]
-    optimizer.param_groups[0]["params"] += list(waiting)
+        for parameter in group["params"]:
+            if parameter not in names:
+                optimizer.state.pop(parameter, None)
+        group["params"] = [parameter for parameter in group["params"] if parameter in names]
+        for parameter in group["params"]:
+            del without_group[parameter]
+    optimizer.param_groups[0]["params"] += list(without_group)
     for group in optimizer.param_groups:
         if "param_names" in group:
-            group["param_names"] = [names[one] for one in group["params"]]
+            group["param_names"] = [names[parameter] for parameter in group["params"]]
 
 
-def _added(unit: nn.Module, units: Sequence[nn.Module], known: set[int]) -> Subunits:
-    """The parameters of a unit, not of those inside it, that nobody has sharded, and their users.
+def _added_parameters(
+    unit: nn.Module, units: Sequence[nn.Module], sharded_ids: set[int]
+) -> Subunits:
+    """Return the parameters of a unit, not of units inside it, that are not sharded yet, by user.
 
-    `known` are the ids of shards; copies of these, as PEFT's modules_to_save, were added too.
+    `sharded_ids` are the ids of shards. Copies of shards, as in PEFT's modules_to_save, were added
+    too, and have other ids.
     """
-    others = {m for one in units if one is not unit and _within(one, unit) for m in one.modules()}
-    owners = [module for module in unit.modules() if module not in others]
-    own = {one for module in owners for one in module.parameters(recurse=False)}
-    return users(unit, others, {one for one in own if id(_local(one)) not in known})
+    inner_units = [other for other in units if other is not unit and _within(other, unit)]
+    others = {module for inner in inner_units for module in inner.modules()}
+    added = {
+        parameter
+        for parameter in own_parameters(unit, others)
+        if id(_local(parameter)) not in sharded_ids
+    }
+    return modules_using(added, unit, others)
 
 
 def _require_called(model: nn.Module, added: Mapping[nn.Module, Subunits]) -> None:
     """Raise InputError naming a parameter that no module inside its unit uses when called."""
-    names = {one: name for name, one in model.named_parameters()}
-    for unit, apart in added.items():
-        for one in apart.get(unit, ()):
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for unit, subunits in added.items():
+        for parameter in subunits.get(unit, ()):
             raise InputError(
-                f"{names[one]} was added to a model that is sharded already, and not in a module "
-                "that is called, so nothing would gather it: put it into a module of its own "
-                "within its block, or add it before zeropp.initialize"
+                f"{names[parameter]} was added to a model that is sharded already, outside of any "
+                "module that is called, so nothing would gather it: put it into a module of its "
+                "own within its block, or add it before zeropp.initialize"
             )
 
 
-def _make_whole(part: nn.Module, added: set[nn.Parameter], device: torch.device) -> None:
-    """Let parameters that were added be plain tensors on the device, copies of shards too."""
-    wholes: dict[nn.Parameter, nn.Parameter] = {}
-    for module in part.modules():
-        for name, one in tuple(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if one in added and isinstance(one, DTensor):
-                if one not in wholes:
-                    whole = one.detach().full_tensor()
-                    wholes[one] = nn.Parameter(whole, requires_grad=one.requires_grad)
-                setattr(module, name, wholes[one])
-            elif one in added:
-                one.data = one.data.to(device)
+def _unshard_added(root: nn.Module, added: set[nn.Parameter], device: torch.device) -> None:
+    """Make the added parameters plain tensors on the device, copies of shards included."""
+    unsharded: dict[nn.Parameter, nn.Parameter] = {}
+    for module in root.modules():
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, parameter in tuple(parameters):
+            if parameter not in added:
+                continue
+            if not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.to(device)
+                continue
+            if parameter not in unsharded:
+                full = parameter.detach().full_tensor()
+                full_parameter = nn.Parameter(full, requires_grad=parameter.requires_grad)
+                unsharded[parameter] = full_parameter
+            setattr(module, name, unsharded[parameter])
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
-def _within(one: nn.Module, other: nn.Module) -> bool:
-    return any(one is inside for inside in other.modules())
+def _within(inner: nn.Module, outer: nn.Module) -> bool:
+    return any(inner is module for module in outer.modules())

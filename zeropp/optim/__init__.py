@@ -1,4 +1,4 @@
-"""Optimizers and what goes with a step; names are imported when they are first used."""
+"""Optimizers and the optimizer step; public names are imported when they are first used."""
 
 from importlib import import_module
 from types import MappingProxyType
@@ -10,9 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CPUAdam", "FusedAdam"]
 
-_MODULES = MappingProxyType(
-    {"CPUAdam": "zeropp.optim.cpu_adam", "FusedAdam": "zeropp.optim.adam"}
-)
+_MODULES = MappingProxyType({"CPUAdam": "zeropp.optim.cpu_adam", "FusedAdam": "zeropp.optim.adam"})
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
-"""Adam in one pass over memory: unscaling and clipping, the update, the 16-bit copies.
+"""Adam in one pass over memory: unscaling, clipping, the update and the 16-bit copies.
 
-The state is that of `torch.optim.AdamW`, so that state dicts and checkpoints serve both.
+The state is that of `torch.optim.AdamW`, so that each loads the other's checkpoints.
 """
 
 import logging
@@ -12,29 +12,29 @@ import torch
 from torch import Tensor
 
 from zeropp.errors import InputError
-from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernels_on
+from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernel_for
 from zeropp.optim.host_values import HostValues
 from zeropp.optim.step import local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-UNAVAILABLE = ("amsgrad", "maximize")  # options that a state of torch's may ask for
+UNAVAILABLE = ("amsgrad", "maximize")  # options that a state dict of torch's may contain
 log = logging.getLogger("zeropp")
 
 
 class Update(NamedTuple):
-    """One call of the op: what it changes, of one device, step count and type each."""
+    """The arguments of one call of the op: tensors of one device, step count and dtype."""
 
     parameters: list[Tensor]  # as the optimizer holds them
-    arrays: Arrays  # this rank's parts
+    arrays: Arrays  # this rank's shards
     settings: AdamSettings
 
 
 class FusedAdam(torch.optim.Optimizer):
     """Adam, or by default AdamW, on fp32 parameters or this rank's shards of them.
 
-    copies: for any of the parameters a bf16 or fp16 tensor of its local shape, to which each step
-    writes the new weights. Raises InputError for parameters that are not fp32 and for numbers out
-    of range. D. Kingma, J. Ba, arXiv:1412.6980; I. Loshchilov, F. Hutter, arXiv:1711.05101.
+    `copies` maps parameters to bf16 or fp16 tensors of their local shape, to which each step also
+    writes the new weights. Raises InputError for parameters that are not fp32 and for values out of
+    range. Sources: Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, arXiv:1711.05101.
     """
 
     takes_factor = True  # of `step`
@@ -55,9 +55,9 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         self.bias_correction = bias_correction
         self.copies = dict(copies or {})
-        self._counted: list[Tensor] = []  # what the last step raised by one
+        self._counted: list[Tensor] = []  # step counts that the last step incremented
         self._factor: HostValues | None = None  # of the last step
-        # All the options of torch's AdamW, so that each loads what the other saved.
+        # All options of torch's AdamW, so that each loads what the other saved.
         options = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=False, maximize=False,
             foreach=None, capturable=False, differentiable=False, fused=True,
@@ -66,7 +66,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As every optimizer's; raises InputError as the constructor does."""
+        """Add a group, as every optimizer does; raises InputError as the constructor does."""
         super().add_param_group(param_group)
         try:
             _check(self.param_groups[-1])
@@ -78,12 +78,12 @@ class FusedAdam(torch.optim.Optimizer):
     def step(
         self, closure: Callable[[], Any] | None = None, *, factor: Tensor | None = None
     ) -> Any:
-        """Update every parameter that has a gradient; returns what `closure` did.
+        """Update every parameter that has a gradient; return the result of `closure`.
 
-        factor: one fp32 number on the parameters' device, by which gradients are multiplied as
-        they are read. If it is not finite, no tensor changes, and nobody waits to know: the step is
-        taken back from the counts when they are next used. Raises InputError within the capture of
-        a CUDA graph.
+        factor: a 0-d fp32 tensor on the parameters' device, by which gradients are multiplied as
+        they are read. If it is not finite, no tensor changes. The host does not wait to find out:
+        step counts are corrected when they are next used. Raises InputError during the capture of a
+        CUDA graph.
         """
         loss = None
         if closure is not None:
@@ -107,7 +107,7 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """As every optimizer's, once the last step is done."""
+        """Return the state, as every optimizer does, after the last step has finished."""
         self.settle()
         return super().state_dict()
 
@@ -117,8 +117,11 @@ class FusedAdam(torch.optim.Optimizer):
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a state that may be torch's: its fused kernels keep counts on the device, and every
-        optimizer loads moments in the parameters' type. Raises InputError for one of no Adam."""
+        """Load a state, which may come from torch's AdamW.
+
+        torch's fused kernels keep step counts on the device, and torch loads moments in the
+        parameters' dtype; both are converted. Raises InputError for another optimizer's state.
+        """
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("decoupled_weight_decay", True)
@@ -126,50 +129,50 @@ class FusedAdam(torch.optim.Optimizer):
         for entries in self.state.values():
             if not entries:
                 continue
-            _require_adams(entries)
+            _require_adam_state(entries)
             count = float(entries["step"])
             entries["step"] = torch.tensor(count, dtype=torch.float32, device="cpu")
             entries |= {name: entries[name].to(self.moment_dtype) for name in MOMENTS}
 
     def await_gradients(self) -> None:
-        """Wait until the gradients are where `step` reads them: here they always are."""
+        """Wait until the gradients are where `step` reads them; here they always are."""
 
     def settle(self) -> None:
-        """Let parameters and state be what the last step made of them; wait for it if need be.
+        """Wait until parameters and state are those after the last step.
 
-        The counts of a step that, as is known by now, changed nothing are lowered.
+        If that step was skipped, its step counts are decremented.
         """
         if self._factor is not None and not math.isfinite(self._factor.values[0]):
             torch._foreach_sub_(self._counted, 1.0)
         self._counted, self._factor = [], None
 
     def _updates(self, group: dict[str, Any], seed: int) -> Iterable[Update]:
-        """One for all parameters with a gradient that share device, step count and types."""
+        """Group parameters with a gradient by device, step count and dtypes, one call for each."""
         calls: dict[tuple, Update] = {}
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
             state = self._state_of(parameter)
             self._counted.append(state["step"])
-            whole = (parameter, parameter.grad, *(state[name] for name in MOMENTS))
-            own = [local_part(tensor) for tensor in whole]
-            if not own[0].numel():
-                continue
+            tensors = [parameter, parameter.grad, *(state[name] for name in MOMENTS)]
             if parameter in self.copies:
-                own.append(local_part(self.copies[parameter]))
+                tensors.append(self.copies[parameter])
+            shards = [local_part(tensor) for tensor in tensors]
+            if not shards[0].numel():
+                continue
             step = int(state["step"]) + 1
-            kind = step, own[0].device, *(tensor.dtype for tensor in own)
-            if kind not in calls:
+            key = step, shards[0].device, *(shard.dtype for shard in shards)
+            if key not in calls:
                 settings = self._settings(group, step, seed)
-                calls[kind] = Update([], Arrays([], [], [], [], []), settings)
-            calls[kind].parameters.append(parameter)
-            for tensors, tensor in zip(calls[kind].arrays, _in_memory_order(own), strict=False):
-                tensors.append(tensor)
+                calls[key] = Update([], Arrays([], [], [], [], []), settings)
+            calls[key].parameters.append(parameter)
+            for array, shard in zip(calls[key].arrays, _in_memory_order(shards), strict=False):
+                array.append(shard)
         return calls.values()
 
     def _apply(self, updates: Sequence[Update], factor: Tensor | None) -> None:
-        for one in updates:
-            adam(one.arrays, factor, one.settings)
+        for update in updates:
+            adam(update.arrays, factor, update.settings)
 
     def _settings(self, group: dict[str, Any], step: int, seed: int) -> AdamSettings:
         beta1, beta2 = group["betas"]
@@ -199,48 +202,50 @@ def fastest_adamw(
     weight_decay: float,
     torch_on_cpu: bool = False,
 ) -> torch.optim.Optimizer:
-    """AdamW on parameters or groups: `FusedAdam` where its kernel is built, elsewhere torch's.
+    """Return AdamW for parameters or groups: `FusedAdam` if its kernel is built, else torch's.
 
-    torch_on_cpu: on CPUs always torch's. Says at INFO which it is.
+    With `torch_on_cpu`, torch's is used on CPUs. The choice is logged at INFO.
     """
     groups = list(parameters)
     settings = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     reason = _why_not_fused(groups, torch_on_cpu)
     if reason is None:
-        log.info("AdamW: unscaling, clipping and the update are one kernel of ours")
+        log.info("AdamW: unscaling, clipping and the update run in one kernel of ours")
         return FusedAdam(groups, **settings)
     log.info("AdamW: PyTorch's fused one (%s)", reason)
     return torch.optim.AdamW(groups, **settings, fused=True)
 
 
 def _why_not_fused(groups: list[Any], torch_on_cpu: bool) -> str | None:
-    owned = [p for one in groups for p in (one["params"] if isinstance(one, Mapping) else [one])]
-    places = {parameter.device.type for parameter in owned}
-    if len(places) != 1 or not places <= {"cpu", "cuda"}:
-        return f"weights on {' and '.join(sorted(places))}; ours takes one of CPU and GPU"
-    if torch_on_cpu and places == {"cpu"}:
-        return "as asked for"
-    if any(parameter.dtype != torch.float32 for parameter in owned):
+    parameters: list[Tensor] = []
+    for group in groups:
+        parameters += group["params"] if isinstance(group, Mapping) else [group]
+    devices = {parameter.device.type for parameter in parameters}
+    if len(devices) != 1 or not devices <= {"cpu", "cuda"}:
+        return f"weights on {' and '.join(sorted(devices))}; ours takes one of CPU and GPU"
+    if torch_on_cpu and devices == {"cpu"}:
+        return "as requested"
+    if any(parameter.dtype != torch.float32 for parameter in parameters):
         return "not all weights are fp32"
-    if kernels_on(owned[0].device) is None:
-        return f"ours is not built for this {'CPU' if places == {'cpu'} else 'GPU'}"
+    if kernel_for(parameters[0].device) is None:
+        return f"ours is not built for this {'CPU' if devices == {'cpu'} else 'GPU'}"
     return None
 
 
 def _in_memory_order(tensors: list[Tensor]) -> list[Tensor]:
-    """A parameter, its gradient, moments and copy, axes ordered as the parameter has them."""
+    """Permute a parameter, its gradient, moments and copy to the parameter's order of strides."""
     parameter, gradient, *others = tensors
     if not parameter.is_contiguous():
-        axes = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
-        parameter, gradient, *others = (tensor.permute(axes) for tensor in tensors)
+        dims = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
+        parameter, gradient, *others = (tensor.permute(dims) for tensor in tensors)
     return [parameter, gradient.contiguous(), *others]
 
 
-def _require_adams(state: Mapping[str, Any]) -> None:
-    wanted = ("step", *MOMENTS)
-    if not state.keys() >= set(wanted):
+def _require_adam_state(state: Mapping[str, Any]) -> None:
+    expected = ("step", *MOMENTS)
+    if not state.keys() >= set(expected):
         raise InputError(
-            f"the optimizer's state holds {', '.join(state)}, and Adam's is {', '.join(wanted)}: "
+            f"the optimizer's state holds {', '.join(state)}, and Adam's is {', '.join(expected)}: "
             "it is another optimizer's; load the weights without it"
         )
 
@@ -251,7 +256,7 @@ def _check(group: Mapping[str, Any]) -> None:
             raise InputError(f"FusedAdam has no {name}; leave it out, or use torch.optim.AdamW")
     ranges = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
     wrong = [f"{name} = {value}" for name, value in ranges.items() if not 0.0 <= value < 1e38]
-    wrong += [f"betas = {group['betas']}"] * (not all(0.0 <= one < 1.0 for one in group["betas"]))
+    wrong += [f"betas = {group['betas']}"] * (not all(0.0 <= beta < 1.0 for beta in group["betas"]))
     if wrong:
         raise InputError(
             f"FusedAdam cannot run with {', '.join(wrong)}: lr, eps and weight_decay are 0 or more "

@@ -1,7 +1,7 @@
-"""Adam on many tensors at once, as an op of PyTorch: schema, checks, arithmetic, what runs where.
+"""Adam on many tensors at once, as an op of PyTorch: schema, checks, reference, kernels.
 
-`torch.ops.zeropp.adam` changes parameters, moments and 16-bit copies in one pass over memory. The
-kernels of csrc/ do it where they were built; `reference` is the same in PyTorch, operation by
+`torch.ops.zeropp.adam` updates parameters, moments and 16-bit copies in one pass over memory, with
+the kernels of csrc/adam/ where they were built. `reference` is the same in PyTorch, operation by
 operation, and gives the same bits on CPUs.
 """
 
@@ -10,16 +10,14 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from types import MappingProxyType
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zeropp.quant import cpu as native
-from zeropp.quant import cuda
-from zeropp.quant.library import ADDRESS, NUMBER, Kernels
+from zeropp.native.kernels import cpu_library, cuda_library
+from zeropp.native.library import ADDRESS, INT, LibraryError
 from zeropp.quant.ops import LIBRARY, NAMESPACE
 from zeropp.quant.packing import FLOATS
 
@@ -32,12 +30,11 @@ SCHEMA = (
 HALVES = (torch.bfloat16, torch.float16)
 MOMENTS = (torch.float32, torch.bfloat16)
 WORD = 2**32 - 1
-_TYPES = MappingProxyType({dtype: number for number, dtype in enumerate(FLOATS)})  # csrc/format.h
 _log = logging.getLogger("zeropp")
 
 
 class Scalars(ctypes.Structure):
-    """What all elements share, in fp32, as csrc/adam_math.h names it."""
+    """What all elements share, in fp32; AdamScalars in csrc/adam/math.h."""
 
     _fields_ = (
         *(
@@ -52,19 +49,21 @@ class Scalars(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
+    """AdamCall in csrc/adam/call.h."""
+
     _fields_ = (
-        ("tensors", ADDRESS), ("count", NUMBER), ("gradient_type", NUMBER), ("copy_type", NUMBER),
-        ("moment_type", NUMBER), ("factor", ADDRESS), ("scalars", Scalars),
+        ("tensors", ADDRESS), ("count", INT), ("gradient_type", INT), ("copy_type", INT),
+        ("moment_type", INT), ("factor", ADDRESS), ("scalars", Scalars),
     )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamSettings:
-    """Adam's numbers for one step.
+    """Adam's hyperparameters for one step.
 
-    step: t, this one included. decoupled: the decay shrinks the weights (AdamW) instead of being
-    added to the gradient. corrected: the moments are divided by 1 - beta^t. seed: of the random
-    bits that round moments in bf16, with `step` and the element's place among the call's.
+    step: t, including this step. decoupled: the decay shrinks the weights (AdamW) instead of being
+    added to the gradient. corrected: the moments are divided by 1 - beta^t. seed: with `step` and
+    the position of an element in the call, it determines the random bits that round bf16 moments.
     """
 
     lr: float
@@ -78,7 +77,7 @@ class AdamSettings:
     seed: int = 0
 
     def scalars(self) -> Scalars:
-        """Computed in fp64, rounded once."""
+        """The numbers that kernels take: computed in fp64, rounded once."""
         mean, square = 1.0, 1.0
         if self.corrected:
             mean, square = 1.0 - self.beta1**self.step, 1.0 - self.beta2**self.step
@@ -96,53 +95,73 @@ class AdamSettings:
 
 
 class Arrays(NamedTuple):
-    """What Adam reads and writes: as many tensors of each, the copies' list may be empty."""
+    """What Adam reads and writes: as many tensors of each; the list of copies may be empty."""
 
     parameters: Sequence[Tensor]  # fp32
-    gradients: Sequence[Tensor]  # bf16, fp16 or fp32, all alike
-    means: Sequence[Tensor]  # fp32, on CPUs also bf16: rounded up or down by chance
-    squares: Sequence[Tensor]  # as the means
-    copies: Sequence[Tensor]  # bf16 or fp16, all alike
+    gradients: Sequence[Tensor]  # bf16, fp16 or fp32, all the same
+    means: Sequence[Tensor]  # fp32; on CPUs also bf16, with stochastic rounding
+    squares: Sequence[Tensor]  # like the means
+    copies: Sequence[Tensor]  # bf16 or fp16, all the same
 
 
 Backend = Callable[[Arrays, Tensor | None, Scalars], None]
+Launch = Callable[[int, torch.device], None]  # of a kernel, with the address of a `_Call`
 
 
 def adam(arrays: Arrays, factor: Tensor | None, settings: AdamSettings) -> None:
     """Update all parameters and moments, and write the parameters' 16-bit copies, in place.
 
-    Tensors are contiguous, those of one parameter of one shape, all on one device. Gradients are
-    multiplied by `factor`, one fp32 number on that device; where it is not finite, nothing is
-    written, and nobody waits to know. Raises TypeError or ValueError for other tensors.
+    Tensors are contiguous, those of one parameter have the same shape, and all are on one device.
+    Gradients are multiplied by `factor`, one fp32 number on that device. If it is not finite,
+    nothing is written; the host does not wait to know. Raises TypeError or ValueError for other
+    tensors.
     """
     torch.ops.zeropp.adam(*arrays, factor, **vars(settings))
 
 
 def reference(arrays: Arrays, factor: Tensor | None, scalars: Scalars) -> None:
-    """`adam` in plain PyTorch; each operation rounds as that of csrc/adam_math.h."""
-    written = None if factor is None else factor.reshape(()).isfinite()
+    """`adam` in plain PyTorch; each operation rounds as in csrc/adam/math.h."""
+    is_finite = None if factor is None else factor.reshape(()).isfinite()
     copies = arrays.copies or [None] * len(arrays.parameters)
-    place = 0
-    for *one, copy in zip(*arrays[:4], copies, strict=True):
-        parameter, _, mean, square = one
-        fresh = _updated(*one, factor, scalars)
+    position = 0
+    for parameter, gradient, mean, square, copy in zip(*arrays[:4], copies, strict=True):
+        updated = _updated(parameter, gradient, mean, square, factor, scalars)
         if mean.dtype == torch.bfloat16:
-            fresh = fresh[0], *_drawn(*fresh[1:], random_words(scalars.keys, place, parameter))
-        for tensor, renewed in zip((parameter, mean, square), fresh, strict=True):
-            _write(renewed, tensor, written)
-        place += parameter.numel()
+            random = random_words(scalars.keys, position, parameter)
+            updated = updated[0], *_rounded_moments(*updated[1:], random)
+        for tensor, new in zip((parameter, mean, square), updated, strict=True):
+            _write(new, tensor, is_finite)
+        position += parameter.numel()
         if copy is not None:
-            _write(parameter.to(copy.dtype), copy, written)
+            _write(parameter.to(copy.dtype), copy, is_finite)
 
 
-def kernels_on(device: torch.device) -> Kernels | None:
-    """The compiled kernels that have Adam for a device's kind; `None`: PyTorch stands in."""
-    found = {"cpu": native.native, "cuda": cuda.cuda}.get(device.type, lambda: None)()
-    return found if found and found.has(NAME) else None
+def kernel_for(device: torch.device) -> Launch | None:
+    """The compiled kernel for a device; `None` if only the reference runs there."""
+    try:
+        if device.type == "cpu":
+            cpu_library()
+            return _launch_on_cpu
+        if device.type == "cuda":
+            cuda_library()
+            return _launch_on_cuda
+    except LibraryError:
+        return None
+    return None
 
 
-def run_kernels(kernels: Kernels, arrays: Arrays, factor: Tensor | None, scalars: Scalars) -> None:
-    """`adam` by a library, on tensors that have been checked."""
+def _launch_on_cpu(call: int, device: torch.device) -> None:
+    cpu_library().zpp_adam(call, torch.get_num_threads())
+
+
+def _launch_on_cuda(call: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream().cuda_stream
+        cuda_library().zpp_adam(call, device.index, stream)
+
+
+def run_kernel(launch: Launch, arrays: Arrays, factor: Tensor | None, scalars: Scalars) -> None:
+    """`adam` by a compiled kernel, on tensors that have been checked."""
     numbers = []
     copies = arrays.copies or [None] * len(arrays.parameters)
     for parameter, gradient, mean, square, copy in zip(*arrays[:4], copies, strict=True):
@@ -153,15 +172,15 @@ def run_kernels(kernels: Kernels, arrays: Arrays, factor: Tensor | None, scalars
             ]  # fmt: skip
     if not numbers:
         return
-    table = (NUMBER * len(numbers))(*numbers)
+    table = (INT * len(numbers))(*numbers)
     call = _Call(
         tensors=ctypes.addressof(table), count=len(numbers) // 6,
-        gradient_type=_TYPES[arrays.gradients[0].dtype],
-        copy_type=_TYPES[arrays.copies[0].dtype] if arrays.copies else 0,
-        moment_type=_TYPES[arrays.means[0].dtype],
+        gradient_type=FLOATS.index(arrays.gradients[0].dtype),
+        copy_type=FLOATS.index(arrays.copies[0].dtype) if arrays.copies else 0,
+        moment_type=FLOATS.index(arrays.means[0].dtype),
         factor=None if factor is None else factor.data_ptr(), scalars=scalars,
     )  # fmt: skip
-    kernels.run(NAME, arrays.parameters[0].device, ctypes.addressof(call))
+    launch(ctypes.addressof(call), arrays.parameters[0].device)
 
 
 def check(arrays: Arrays, factor: Tensor | None) -> None:
@@ -179,7 +198,7 @@ def check(arrays: Arrays, factor: Tensor | None) -> None:
     _check_types("moments", [*arrays.means, *arrays.squares], MOMENTS[: 1 + (device.type == "cpu")])
     for name, tensors in arrays._asdict().items():
         for tensor, parameter in zip(tensors, arrays.parameters, strict=bool(tensors)):
-            _check_one(name, tensor, parameter.shape, device)
+            _check_tensor(name, tensor, parameter.shape, device)
     if factor is not None:
         if factor.dtype != torch.float32 or factor.numel() != 1 or factor.device != device:
             raise ValueError(
@@ -191,12 +210,12 @@ def check(arrays: Arrays, factor: Tensor | None) -> None:
 def _check_types(name: str, tensors: Sequence[Tensor], allowed: Sequence[torch.dtype]) -> None:
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1 or not dtypes.issubset(allowed):
-        given = " and ".join(sorted(str(one) for one in dtypes))
-        wanted = " or ".join(str(one) for one in allowed)
-        raise TypeError(f"{name} are {given}; give {wanted}, all alike")
+        actual = " and ".join(sorted(str(dtype) for dtype in dtypes))
+        expected = " or ".join(str(dtype) for dtype in allowed)
+        raise TypeError(f"{name} are {actual}; give {expected}, all alike")
 
 
-def _check_one(name: str, tensor: Tensor, shape: torch.Size, device: torch.device) -> None:
+def _check_tensor(name: str, tensor: Tensor, shape: torch.Size, device: torch.device) -> None:
     if tensor.shape != shape:
         raise ValueError(
             f"one of {name} has shape {tuple(tensor.shape)}, its parameter {tuple(shape)}"
@@ -209,27 +228,27 @@ def _check_one(name: str, tensor: Tensor, shape: torch.Size, device: torch.devic
 
 def _updated(
     parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, factor: Tensor | None,
-    by: Scalars,
+    scalars: Scalars,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The new (parameter, mean, square); torch's lerp, addcmul and addcdiv may round otherwise."""
-    pull = gradient.float()
+    """The new (parameter, mean, square); torch's lerp, addcmul and addcdiv round differently."""
+    gradient = gradient.float()
     if factor is not None:
-        pull = pull * factor.reshape(())
-    before = parameter * by.keep
-    if by.decay:
-        pull = pull + by.decay * before
+        gradient = gradient * factor.reshape(())
+    before = parameter * scalars.keep
+    if scalars.decay:
+        gradient = gradient + scalars.decay * before
     mean, square = mean.float(), square.float()
-    mean = mean + by.mean_rate * (pull - mean)
-    square = by.square_keep * square + by.square_rate * pull * pull
-    # PyTorch's root of fp32 may be an ulp off on CPUs. One in fp64 rounds right: no root of an fp32
-    # number is nearer than 4 of fp64's ulps to a tie.
-    divisor = square.double().sqrt().float() * by.root_correction + by.eps
-    return before - by.step_size * (mean / divisor), mean, square
+    mean = mean + scalars.mean_rate * (gradient - mean)
+    square = scalars.square_keep * square + scalars.square_rate * gradient * gradient
+    # PyTorch's fp32 square root may be an ulp off on CPUs. One in fp64 rounds correctly: no root of
+    # an fp32 number is closer than 4 fp64 ulps to a tie.
+    divisor = square.double().sqrt().float() * scalars.root_correction + scalars.eps
+    return before - scalars.step_size * (mean / divisor), mean, square
 
 
-def random_words(keys: Sequence[int], place: int, like: Tensor) -> Tensor:
-    """32 random bits, int64, for each element of `like`, the first of which is at `place`."""
-    words = torch.arange(place, place + like.numel(), device=like.device) & WORD
+def random_words(keys: Sequence[int], position: int, like: Tensor) -> Tensor:
+    """32 random bits, int64, for each element of `like`, the first of which is at `position`."""
+    words = torch.arange(position, position + like.numel(), device=like.device) & WORD
     words = words ^ keys[0]
     words = (((words ^ words >> 16) * 0x7FEB352D) & WORD) ^ keys[1]
     words = ((words ^ words >> 15) * 0x846CA68B) & WORD
@@ -237,7 +256,7 @@ def random_words(keys: Sequence[int], place: int, like: Tensor) -> Tensor:
 
 
 def _keys(seed: int, step: int) -> Iterator[int]:
-    """Two words that differ in half of their bits for each other seed or step.
+    """Two words; about half of their bits change with another seed or step.
 
     G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators" (SplitMix64).
     """
@@ -248,12 +267,12 @@ def _keys(seed: int, step: int) -> Iterator[int]:
     yield word >> 32
 
 
-def _drawn(mean: Tensor, square: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
-    return _drawn_bf16(mean, random & 0xFFFF), _drawn_bf16(square, random >> 16)
+def _rounded_moments(mean: Tensor, square: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
+    return _round_stochastically(mean, random & 0xFFFF), _round_stochastically(square, random >> 16)
 
 
-def _drawn_bf16(value: Tensor, random: Tensor) -> Tensor:
-    """Up or down to a number of bf16, the nearer the likelier; `random` has 16 bits."""
+def _round_stochastically(value: Tensor, random: Tensor) -> Tensor:
+    """Round to bf16: up with a probability of the distance from below; `random` has 16 bits."""
     bits = value.contiguous().view(torch.int32).long() & WORD
     upper = (bits + random >> 16 << 16) & WORD
     signed = torch.where(upper >= 2**31, upper - 2**32, upper).int()
@@ -261,33 +280,19 @@ def _drawn_bf16(value: Tensor, random: Tensor) -> Tensor:
     return torch.where(value.isnan(), value.bfloat16(), rounded)
 
 
-def _write(fresh: Tensor, to: Tensor, written: Tensor | None) -> None:
-    to.copy_(fresh if written is None else torch.where(written, fresh, to))
-
-
-def anywhere() -> Backend:
-    """The backend of every device that has no other."""
-    return reference
-
-
-def on_cpu() -> Backend:
-    """The backend of the CPU."""
-    return _backend("cpu")
-
-
-def on_cuda() -> Backend:
-    """The backend of NVIDIA GPUs."""
-    return _backend("cuda")
+def _write(new: Tensor, tensor: Tensor, condition: Tensor | None) -> None:
+    """Write `new` to `tensor` if `condition`, a boolean on the same device, is true or None."""
+    tensor.copy_(new if condition is None else torch.where(condition, new, tensor))
 
 
 @cache
-def _backend(kind: str) -> Backend:
-    """What runs on a kind of device; says so once, at INFO, if it is slow."""
-    kernels = kernels_on(torch.device(kind))
-    if kernels is None:
-        _log.info("our Adam on %s tensors runs in plain PyTorch, which is slow", kind)
+def _backend(device_type: str) -> Backend:
+    """What runs on a type of device; says so once, at INFO, if it is slow."""
+    launch = kernel_for(torch.device(device_type))
+    if launch is None:
+        _log.info("our Adam on %s tensors runs in plain PyTorch, which is slow", device_type)
         return reference
-    return lambda *arguments: run_kernels(kernels, *arguments)
+    return partial(run_kernel, launch)
 
 
 def _implementation(backend: Callable[[], Backend]) -> Callable[..., None]:
@@ -299,16 +304,17 @@ def _implementation(backend: Callable[[], Backend]) -> Callable[..., None]:
     return implementation
 
 
-def _shape(*tensors: Sequence[Tensor] | Tensor | None, **settings: float) -> None:
+def _check_only(*tensors: Sequence[Tensor] | Tensor | None, **settings: float) -> None:
+    """The fake kernel: the op returns nothing."""
     check(Arrays(*tensors[:-1]), tensors[-1])
 
 
 def _register() -> None:
     LIBRARY.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.register_fake(f"{NAMESPACE}::{NAME}", _shape, lib=LIBRARY)
-    backends = {"CompositeExplicitAutograd": anywhere, "CPU": on_cpu, "CUDA": on_cuda}
-    for key, backend in backends.items():
-        LIBRARY.impl(NAME, _implementation(backend), key)
+    torch.library.register_fake(f"{NAMESPACE}::{NAME}", _check_only, lib=LIBRARY)
+    LIBRARY.impl(NAME, _implementation(lambda: reference), "CompositeExplicitAutograd")
+    for device_type in ("cpu", "cuda"):
+        LIBRARY.impl(NAME, _implementation(partial(_backend, device_type)), device_type.upper())
 
 
 _register()

@@ -1,4 +1,4 @@
-"""Adam on CPUs under the names of DeepSpeed's, with moments in 16 bits if asked for."""
+"""Adam on CPUs with the interface of DeepSpeed's CPUAdam; moments may be bf16."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,10 +13,9 @@ from zeropp.optim.adam import FusedAdam
 class CPUAdam(FusedAdam):
     """`FusedAdam` on fp32 parameters, or this rank's shards of them, that are on the CPU.
 
-    fp32_optimizer_states: if false, moments are bf16, rounded up or down by chance so that they are
-    right on average: half of their memory and traffic. seed: of that chance, which depends on
-    nothing else but the step and the element's place. Raises InputError for parameters elsewhere,
-    and as `FusedAdam` does.
+    With `fp32_optimizer_states=False`, moments are bf16 with stochastic rounding, which takes half
+    the memory and bandwidth. The rounding depends only on `seed`, the step and the element's index.
+    Raises InputError for parameters on other devices, and as `FusedAdam` does.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class CPUAdam(FusedAdam):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As every optimizer's; raises InputError as the constructor does."""
+        """Add a group, as every optimizer does; raises InputError as the constructor does."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.device.type != "cpu":

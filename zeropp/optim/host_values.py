@@ -1,4 +1,4 @@
-"""Numbers on their way from the device to the host, which need not wait for them."""
+"""Scalars copied from a device to the host without making the host wait."""
 
 from functools import cached_property
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 class HostValues:
-    """Numbers of one device, 0-d tensors each, as floats once somebody asks for `values`.
+    """0-d tensors of one device that become floats when `values` is read.
 
-    On a GPU their copy is queued here, behind what computes them. Asking waits for that copy, and
-    for nothing that was queued after it.
+    On a GPU the copy is queued here, behind the kernels that compute the tensors. Reading waits for
+    that copy, and for nothing queued after it.
     """
 
     def __init__(self, *numbers: Tensor) -> None:
-        self._numbers = torch.stack([one.detach().double() for one in numbers])
+        self._numbers = torch.stack([number.detach().double() for number in numbers])
         self._arrival = None
         if self._numbers.is_cuda:
             computed = self._numbers
@@ -24,7 +24,7 @@ class HostValues:
 
     @cached_property
     def values(self) -> tuple[float, ...]:
-        """The numbers, in the order given."""
+        """The values as floats, in the order of the constructor's arguments."""
         if self._arrival is not None:
             self._arrival.synchronize()
         return tuple(self._numbers.tolist())

@@ -1,13 +1,15 @@
-"""ZeRO-Offload: this rank's fp32 weights, and with them gradients and moments, in host memory.
+"""ZeRO-Offload: this rank's fp32 weights, gradients and moments in host memory.
 
-    device                                   host
-    16-bit weights   --- once ------------>  fp32 weights, the masters: what the optimizer holds
-    mean gradients   --- as they are made -> fp32 gradients
-    16-bit weights   <-- in the step ------  fp32 weights, rounded
+    device                                     host
+    16-bit weights   --- once -------------->  fp32 weights, the masters that the optimizer holds
+    mean gradients   --- as they are reduced > fp32 gradients
+    16-bit weights   <-- in the step --------  fp32 weights, rounded
 
-A part of the masters may stay on the device (`ratio`), with all that is theirs. On a CPU, device
-and host are one: the same steps, without the copies. For an update beside the next step (`delayed`)
-nothing is shared even there, and there are two sets of gradients: one is read, the other written.
+Some of the masters may stay on the device (`ratio`), with their gradients and moments. On a CPU,
+device and host are the same: the steps are the same without the copies. If an update runs during
+the next step (`delayed`), device and host share nothing even there, and there are two sets of
+gradients: the update reads one while backward writes the other.
+
 Source: ZeRO-Offload (Ren et al. 2021).
 """
 
@@ -29,22 +31,22 @@ from zeropp.optim.step import local_part
 from zeropp.ranks.coordination import fail_together
 from zeropp.ranks.host_memory import free_bytes, pinned_bytes
 from zeropp.ranks.topology import Environment
-from zeropp.sharding.notice import Notice
 from zeropp.sharding.sharding import Sharding
+from zeropp.sharding.weight_changes import WeightsWritten
 
-BUCKET = 2**25  # elements: one is sent to the device while the next is updated
+BUCKET = 2**25  # elements; one bucket is sent to the device while the next is updated
 HOST = torch.device("cpu")
-WIDE, MOMENTS = 4, 8  # bytes of a weight or gradient in fp32; of Adam's two moments
+FP32_BYTES, MOMENT_BYTES = 4, 8  # of a weight or gradient; of Adam's two moments
 log = logging.getLogger("zeropp")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Master:
-    """One parameter's fp32 weight and gradients, this rank's part of them, and how it is sent.
+    """This rank's shards of one parameter's fp32 weight and gradients.
 
-    `gradients` are two where an update may read one while the next is made, else one. `rounded` is
-    written by the optimizer: the parameter's own memory where an update may write there, else
-    memory beside the master; None where nothing is rounded.
+    There are two `gradients` if an update may read one while backward writes the other, else one.
+    The optimizer writes the rounded weight to `rounded`: the parameter's own memory if an update
+    may write there, else memory beside the master; None if nothing is rounded.
     """
 
     parameter: nn.Parameter
@@ -57,11 +59,11 @@ class Master:
         return self.gradients[0].device
 
 
-def places(
+def master_devices(
     parameters: Sequence[nn.Parameter], ratio: float, device: torch.device
 ) -> Iterator[torch.device]:
-    """The host for the first parameters that fit into `ratio` of all elements, else the device."""
-    sizes = [one.numel() for one in parameters]
+    """Yield the host for parameters that fit into `ratio` of all elements, else `device`."""
+    sizes = [parameter.numel() for parameter in parameters]
     left = math.ceil(ratio * sum(sizes))
     for size in sizes:
         fits = size <= left
@@ -70,11 +72,11 @@ def places(
 
 
 class Offload:
-    """The masters of a sharded model's trainable parameters; make it before the first forward pass.
+    """The masters of a sharded model's trainable parameters; create it before the first forward.
 
-    ratio: the part of the weights, by number, whose masters are on the host, whole parameters, so
-    at most that. delayed: masters may be updated while the model is used; see `turn` and
-    `before_access`. Raises InputError for a model that has run, and where the host has too little
+    ratio: at most this share of all elements has its masters on the host; parameters are not split.
+    delayed: masters may be updated while the model is used; see `swap_gradients` and
+    `before_access`. Raises InputError for a model that has run, and if the host has too little
     memory.
     """
 
@@ -87,43 +89,50 @@ class Offload:
         pin_memory: bool,
         delayed: bool = False,
     ) -> None:
-        self._require_fresh(sharding)
+        self._require_unused(sharding)
         self._device, self._dtype = device, sharding.compute_dtype
         self._pinned = pin_memory and device != HOST
-        self._delayed, self._turn = delayed, 0
+        self._delayed, self._gradient_set = delayed, 0
         self._before_access: Callable[[], None] = lambda: None
         self._events: list[torch.Event] = []
-        self._late: list[tuple[Tensor, Tensor]] = []  # gradient, more of it
-        trained = [one for one in sharding.model.parameters() if one.requires_grad]
-        where = dict(zip(trained, places(trained, ratio, device), strict=True))
-        with fail_together():  # and before any rank takes what another still counts as free
-            self._require_memory([one for one in trained if where[one] == HOST], sharding)
-        self._masters = {one: self._master(one, where[one]) for one in trained}
-        self._by_weight = {one.weight: one for one in self._masters.values()}
+        self._late: list[tuple[Tensor, Tensor]] = []  # (gradient, what is to be added to it)
+        trained = [
+            parameter for parameter in sharding.model.parameters() if parameter.requires_grad
+        ]
+        devices = dict(zip(trained, master_devices(trained, ratio, device), strict=True))
+        offloaded = [parameter for parameter in trained if devices[parameter] == HOST]
+        with fail_together():  # before any rank allocates what another still counts as free
+            self._require_memory(offloaded, sharding)
+        self._masters = {
+            parameter: self._make_master(parameter, devices[parameter]) for parameter in trained
+        }
+        self._by_weight = {master.weight: master for master in self._masters.values()}
         self._listen(sharding)
 
     @property
     def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """The model's parameters -> what the optimizer holds in their places."""
-        return {parameter: one.weight for parameter, one in self._masters.items()}
+        """The model's parameters -> the masters that the optimizer holds instead."""
+        return {parameter: master.weight for parameter, master in self._masters.items()}
 
     @property
     def copies(self) -> Mapping[nn.Parameter, Tensor]:
         """Masters -> 16-bit tensors that the optimizer writes along with them."""
         return {
-            one.weight: one.rounded for one in self._masters.values() if one.rounded is not None
+            master.weight: master.rounded
+            for master in self._masters.values()
+            if master.rounded is not None
         }
 
     def buckets(self, masters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Masters of one device each, about `BUCKET` elements."""
+        """Yield lists of masters of one device, with about `BUCKET` elements."""
         by_device: dict[torch.device, list[nn.Parameter]] = {}
-        for one in masters:
-            by_device.setdefault(local_part(one).device, []).append(one)
-        for alike in by_device.values():
+        for master in masters:
+            by_device.setdefault(local_part(master).device, []).append(master)
+        for same_device in by_device.values():
             bucket, size = [], 0
-            for one in alike:
-                bucket.append(one)
-                size += local_part(one).numel()
+            for master in same_device:
+                bucket.append(master)
+                size += local_part(master).numel()
                 if size >= BUCKET:
                     yield bucket
                     bucket, size = [], 0
@@ -131,67 +140,71 @@ class Offload:
                 yield bucket
 
     def send(self, masters: Iterable[nn.Parameter]) -> None:
-        """Queue the copies of updated masters to their parameters, those `rounded` already."""
+        """Queue the copies of updated masters, rounded if they are, to their parameters."""
         for weight in masters:
-            one = self._by_weight[weight]
-            source = local_part(weight) if one.rounded is None else one.rounded
-            target = local_part(one.parameter)
+            master = self._by_weight[weight]
+            source = local_part(weight) if master.rounded is None else master.rounded
+            target = local_part(master.parameter)
             if source.data_ptr() != target.data_ptr():
                 target.copy_(source, non_blocking=True)
 
-    def turn(self) -> None:
-        """Leave gradients and what was sent to an update; those to come go to the other set."""
+    def swap_gradients(self) -> None:
+        """Leave the current gradients to an update; the next ones go to the other set."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        self._turn = 1 - self._turn
+        self._gradient_set = 1 - self._gradient_set
 
     def before_access(self, settle: Callable[[], None]) -> None:
-        """Call `settle` before masters are taken from parameters that others have written."""
+        """Call `settle` before masters are read from parameters that others have written."""
         self._before_access = settle
 
     def write(self, *, send: bool = True) -> None:
-        """Round all masters anew and send them: they were changed by others than the optimizer."""
+        """Round all masters and send them, after they were changed without the optimizer."""
         with torch.no_grad():
-            for one in self._masters.values():
-                if one.rounded is not None:
-                    one.rounded.copy_(local_part(one.weight))
+            for master in self._masters.values():
+                if master.rounded is not None:
+                    master.rounded.copy_(local_part(master.weight))
             if send:
                 self.send(self._by_weight)
 
     def read(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take masters from parameters that others have written."""
+        """Copy to the masters from parameters that were written without the optimizer."""
         self._before_access()
         with torch.no_grad():
             for parameter in parameters:
-                if (one := self._masters.get(parameter)) is not None:
-                    for copy in (local_part(one.weight), one.rounded):
+                if (master := self._masters.get(parameter)) is not None:
+                    for copy in (local_part(master.weight), master.rounded):
                         if copy is not None:
                             copy.copy_(local_part(parameter))
 
     def wait(self) -> None:
-        """Until all gradients are where the optimizer reads them."""
+        """Wait until all gradients are where the optimizer reads them."""
         for event in self._events:
             event.synchronize()
         self._events.clear()
         self._add_late()
 
-    def _require_fresh(self, sharding: Sharding) -> None:
+    def _require_unused(self, sharding: Sharding) -> None:
         if any(fsdp.has_run(unit) for unit in sharding.units):
             raise InputError(
-                "the optimizer of a model that has run already cannot be offloaded: make it before "
-                "the first forward pass"
+                "the optimizer of a model that has run already cannot be offloaded: create it "
+                "before the first forward pass"
             )
 
     def _require_memory(self, offloaded: Sequence[nn.Parameter], sharding: Sharding) -> None:
-        """Say how much host memory the masters take; raise InputError where there is less."""
-        sizes = [local_part(one).numel() for one in offloaded]
-        apart = self._delayed or self._device != HOST
-        staged = self._dtype.itemsize if apart and self._dtype != torch.float32 else 0
-        ours = WIDE, WIDE, WIDE * self._delayed, staged  # master, gradients, rounded
-        taken = pinned_bytes if self._pinned else int
-        here = Environment.read()
-        ranks = min(sharding.num_ranks, -(-here.world_size // here.machines))
-        needed = sum(MOMENTS * size + sum(taken(each * size) for each in ours) for size in sizes)
+        """Log how much host memory the masters take; raise InputError if there is less."""
+        sizes = [local_part(parameter).numel() for parameter in offloaded]
+        is_separate = self._delayed or self._device != HOST
+        rounded = self._dtype.itemsize if is_separate and self._dtype != torch.float32 else 0
+        second_gradient = FP32_BYTES if self._delayed else 0
+        per_element = FP32_BYTES, FP32_BYTES, second_gradient, rounded  # weight, gradients, rounded
+        allocated = pinned_bytes if self._pinned else int
+        environment = Environment.read()
+        ranks = min(sharding.num_ranks, -(-environment.world_size // environment.machines))
+        needed = sum(
+            MOMENT_BYTES * size + sum(allocated(width * size) for width in per_element)
+            for size in sizes
+        )
         free = free_bytes()
         log.info(
             "offload: weights, gradients and moments of %s parameters of this rank in host memory, "
@@ -204,29 +217,31 @@ class Offload:
                 "machines, or offload_optimizer.ratio below 1"
             )
 
-    def _master(self, parameter: nn.Parameter, place: torch.device) -> Master:
+    def _make_master(self, parameter: nn.Parameter, device: torch.device) -> Master:
         local = local_part(parameter.detach())
-        own, apart = local, place != self._device or self._delayed
-        if self._dtype != torch.float32 or apart:
-            own = self._empty(local, place, torch.float32)
-            own.copy_(local)
-            _become(parameter, local.to(self._device, self._dtype))
+        is_separate = device != self._device or self._delayed
+        weight = local
+        if self._dtype != torch.float32 or is_separate:
+            weight = self._empty(local, device, torch.float32)
+            weight.copy_(local)
+            _set_local_part(parameter, local.to(self._device, self._dtype))
         rounded = None
         if self._dtype != torch.float32:
             rounded = local_part(parameter.detach())
-            if apart:
-                rounded = self._empty(local, place, self._dtype)
+            if is_separate:
+                rounded = self._empty(local, device, self._dtype)
         sets = 2 if self._delayed else 1
         return Master(
-            parameter=parameter, weight=nn.Parameter(_like(parameter, own)), rounded=rounded,
-            gradients=tuple(self._empty(local, place, torch.float32) for _ in range(sets)),
-        )  # fmt: skip
+            parameter=parameter,
+            weight=nn.Parameter(_sharded_like(parameter, weight)),
+            gradients=tuple(self._empty(local, device, torch.float32) for _ in range(sets)),
+            rounded=rounded,
+        )
 
-    def _empty(self, like: Tensor, place: torch.device, dtype: torch.dtype) -> Tensor:
-        facts = {"dtype": dtype, "device": place}
-        if self._pinned and place == HOST:
+    def _empty(self, like: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+        if self._pinned and device == HOST:
             try:
-                return torch.empty(like.shape, **facts, pin_memory=True)
+                return torch.empty(like.shape, dtype=dtype, device=device, pin_memory=True)
             except RuntimeError as error:
                 self._pinned = False
                 log.warning(
@@ -234,29 +249,32 @@ class Offload:
                     "copies then wait for each other and for the computation",
                     str(error).splitlines()[0],
                 )
-        return torch.empty(like.shape, **facts)
+        return torch.empty(like.shape, dtype=dtype, device=device)
 
     def _listen(self, sharding: Sharding) -> None:
         for unit in sharding.units:
             fsdp.take_gradients(unit, self._take)
         if not sharding.units:
-            for one in self._masters:
-                one.register_post_accumulate_grad_hook(self._take_whole)
+            for parameter in self._masters:
+                parameter.register_post_accumulate_grad_hook(self._take_whole)
         for module in sharding.model.modules():
             module.register_load_state_dict_post_hook(self._loaded)
-        named = sharding.model.named_parameters()
-        frozen = {name: one for name, one in named if not one.requires_grad}
+        frozen = {
+            name: parameter
+            for name, parameter in sharding.model.named_parameters()
+            if not parameter.requires_grad
+        }
         sharding.model.register_forward_pre_hook(partial(_require_frozen, frozen))
-        known = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            if isinstance(optimizer, Notice) and (offload := known()):
+            if isinstance(optimizer, WeightsWritten) and (offload := reference()):
                 offload.read(optimizer.param_groups[0]["params"])
 
         weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
 
     def _loaded(self, module: nn.Module, _: object) -> None:
-        """A state was loaded into this module; those inside it have hooks of their own."""
+        """Read the masters after a state was loaded into this module; submodules have own hooks."""
         self.read(module.parameters(recurse=False))
 
     def _take_whole(self, parameter: nn.Parameter) -> None:
@@ -264,52 +282,55 @@ class Offload:
         self._take(parameter, gradient)
 
     def _take(self, parameter: nn.Parameter, mean: Tensor) -> None:
-        """A reduction's result: the gradient, or more of it, on its way to the master."""
-        one = self._masters[parameter]
-        gradient = one.gradients[self._turn]
-        first = one.weight.grad is None
-        if first:
-            one.weight.grad = _like(one.weight, gradient)
-        if one.device == mean.device:
-            gradient.copy_(mean) if first else gradient.add_(mean)
+        """Copy a reduction's result to the master's gradient, or add it."""
+        master = self._masters[parameter]
+        gradient = master.gradients[self._gradient_set]
+        is_first = master.weight.grad is None
+        if is_first:
+            master.weight.grad = _sharded_like(master.weight, gradient)
+        if master.device == mean.device:
+            if is_first:
+                gradient.copy_(mean)
+            else:
+                gradient.add_(mean)
             return
-        arriving = gradient if first else self._empty(mean, one.device, torch.float32)
-        arriving.copy_(mean, non_blocking=True)
+        target = gradient if is_first else self._empty(mean, master.device, torch.float32)
+        target.copy_(mean, non_blocking=True)
         stream = torch.cuda.current_stream(mean.device)
         mean.record_stream(stream)
         self._events.append(stream.record_event())
-        if not first:
+        if not is_first:
             if not self._late:
                 fsdp.after_backward(self.wait)
-            self._late.append((gradient, arriving))
+            self._late.append((gradient, target))
 
     def _add_late(self) -> None:
-        for gradient, arrived in self._late:
-            gradient.add_(arrived)
+        for gradient, addend in self._late:
+            gradient.add_(addend)
         self._late.clear()
 
 
 def _require_frozen(frozen: Mapping[str, nn.Parameter], *_: object) -> None:
-    """Raise InputError for a weight without a master that is to be trained after all."""
+    """Raise InputError for a weight that has no master and was made trainable."""
     for name, parameter in frozen.items():
         if parameter.requires_grad:
             raise InputError(
                 f"{name} requires gradients, and it was frozen when the optimizer was offloaded: "
-                "let it be trained from the beginning and freeze it then, or leave "
+                "leave it trainable until then and freeze it afterwards, or leave "
                 "offload_optimizer out"
             )
 
 
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """`local` as this rank's part of a tensor that is sharded as `parameter`, if that is."""
+def _sharded_like(parameter: Tensor, local: Tensor) -> Tensor:
+    """Return `local` as this rank's shard if `parameter` is sharded, else as it is."""
     return fsdp.shard_like(parameter, local) if isinstance(parameter, DTensor) else local
 
 
-def _become(parameter: nn.Parameter, local: Tensor) -> None:
-    """Let the parameter hold `local`; it stays the same object."""
-    if not isinstance(parameter, DTensor):  # the model's own, which may have weak references
+def _set_local_part(parameter: nn.Parameter, local: Tensor) -> None:
+    """Replace the parameter's shard by `local`; it stays the same object."""
+    if not isinstance(parameter, DTensor):  # may have weak references, which swapping refuses
         parameter.data = local
         return
     sharded = fsdp.shard_like(parameter, local)
-    renewed = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, renewed)
+    new_parameter = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, new_parameter)

@@ -1,4 +1,4 @@
-"""Adam on masters in host memory: each bucket goes to the device while the next is updated."""
+"""Adam on master weights in host memory: one bucket is sent while the next is updated."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ def offloaded_adamw(
     config: ZeroConfig,
     **options: Any,
 ) -> "OffloadedAdam":
-    """Our AdamW as the JSON's `offload_optimizer` says; weights not on `device` are moved there.
+    """Build our AdamW from the JSON's `offload_optimizer`; weights are moved to `device`.
 
     With `offload_param` they stay on the host. Raises InputError as `Offload` does.
     """
@@ -43,9 +43,9 @@ def offloaded_adamw(
 
 
 class OffloadedAdam(FusedAdam):
-    """`FusedAdam` on the masters of an `Offload`; groups are given by the model's parameters.
+    """`FusedAdam` on the masters of an `Offload`; `groups` hold the model's parameters.
 
-    moments: their dtype, and the seed of the chance that rounds them, as `CPUAdam`'s.
+    moments: their dtype, and the seed of their stochastic rounding, as in `CPUAdam`.
     """
 
     is_delayed = False  # the model's weights are those of the last step
@@ -61,33 +61,36 @@ class OffloadedAdam(FusedAdam):
         self.offload = offload
         self.moment_dtype, self.seed = moments
         masters = offload.masters
-        held = [  # what is frozen has no master
-            {**group, "params": [masters.get(one, one) for one in group["params"]]}
+        master_groups = [  # frozen parameters have no master
+            {
+                **group,
+                "params": [masters.get(parameter, parameter) for parameter in group["params"]],
+            }
             for group in groups
         ]
-        super().__init__(held, copies=offload.copies, **settings)
+        super().__init__(master_groups, copies=offload.copies, **settings)
 
     @property
     def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """The model's parameters -> the fp32 weights in their places, the last step done."""
+        """The model's parameters -> their fp32 weights, after the last step."""
         self.settle()
         return self.offload.masters
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As `FusedAdam`'s; the list of groups stays the same one, as a schedule may hold it."""
-        held = getattr(self, "param_groups", [])
+        """Load a state. The list of groups stays the same object, as a schedule may hold it."""
+        groups = getattr(self, "param_groups", [])
         super().__setstate__(state)
-        held[:] = self.param_groups
-        self.param_groups = held
+        groups[:] = self.param_groups
+        self.param_groups = groups
 
     def await_gradients(self) -> None:
         """Wait until the gradients are on the host."""
         self.offload.wait()
 
     def loaded(self, *, behind: bool) -> None:
-        """The masters have been read from a file: round them and send them.
+        """Round and send the masters after they were read from a file.
 
-        behind: the model's own weights were read too, and stay.
+        With `behind`, the model's own weights were read too and are kept.
         """
         self.offload.write(send=not behind)
 
@@ -96,20 +99,20 @@ class OffloadedAdam(FusedAdam):
             yield from super()._updates({**group, "params": bucket}, seed)
 
     def _apply(self, updates: Sequence[Update], factor: Tensor | None) -> None:
-        for one in updates:
-            self._update(one, factor)
-            self.offload.send(one.parameters)
+        for update in updates:
+            self._update(update, factor)
+            self.offload.send(update.parameters)
 
-    def _update(self, one: Update, factor: Tensor | None) -> None:
-        place = one.arrays.parameters[0].device
-        super()._apply([one], factor if factor is None else factor.to(place))
+    def _update(self, update: Update, factor: Tensor | None) -> None:
+        device = update.arrays.parameters[0].device
+        super()._apply([update], factor if factor is None else factor.to(device))
 
 
 class DelayedAdam(OffloadedAdam):
-    """Each update runs on the host while the device makes the next gradients, with old weights.
+    """Each update runs on the host while the device computes the next gradients with old weights.
 
-    So every step but the first `warmup` ones uses gradients of weights one update behind.
-    Checkpoints hold both. Source: ZeRO-Offload (Ren et al. 2021), section 5.2.
+    After the first `warmup` steps, gradients are those of weights one update behind. Checkpoints
+    hold both. Source: ZeRO-Offload (Ren et al. 2021), section 5.2.
     """
 
     is_delayed = True
@@ -119,39 +122,39 @@ class DelayedAdam(OffloadedAdam):
     ) -> None:
         self._warmup = warmup
         self._thread = ThreadPoolExecutor(1, "delayed update")
-        self._underway: Future | None = None
+        self._running: Future | None = None
         self._unsent: list[Tensor] = []
         super().__init__(offload, groups, **settings)
         offload.before_access(self.settle)
 
     def settle(self) -> None:
-        """Wait for the update that runs; its weights are sent in the next step."""
-        if self._underway is not None:
-            underway, self._underway = self._underway, None
-            underway.result()
+        """Wait for the running update; its weights are sent in the next step."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.result()
         super().settle()
 
     def loaded(self, *, behind: bool) -> None:
-        """As `OffloadedAdam`'s; what stays behind is sent in the next step."""
+        """As in `OffloadedAdam`; with `behind`, the masters are sent in the next step."""
         super().loaded(behind=behind)
         self._unsent = list(self.masters.values()) if behind else []
 
     def _apply(self, updates: Sequence[Update], factor: Tensor | None) -> None:
         self.offload.send(self._unsent)
         self._unsent = []
-        if max((one.settings.step for one in updates), default=1) <= self._warmup:
+        if max((update.settings.step for update in updates), default=1) <= self._warmup:
             super()._apply(updates, factor)
             return
         factor = factor if factor is None else factor.to(HOST)
-        self.offload.turn()
-        self._unsent = [master for one in updates for master in one.parameters]
-        on_host = [one for one in updates if one.arrays.parameters[0].device == HOST]
+        self.offload.swap_gradients()
+        self._unsent = [master for update in updates for master in update.parameters]
+        on_host = [update for update in updates if update.arrays.parameters[0].device == HOST]
         for one in updates:
             if one.arrays.parameters[0].device != HOST:
                 self._update(one, factor)
-        self._underway = self._thread.submit(self._update_all, on_host, factor)
+        self._running = self._thread.submit(self._update_all, on_host, factor)
 
     @torch.no_grad()
     def _update_all(self, updates: Sequence[Update], factor: Tensor | None) -> None:
-        for one in updates:
-            self._update(one, factor)
+        for update in updates:
+            self._update(update, factor)

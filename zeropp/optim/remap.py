@@ -1,7 +1,7 @@
-"""An optimizer built on whole parameters, made to hold the shards that took their places.
+"""Makes an optimizer that was built on unsharded parameters hold their shards.
 
-Sharding replaces a model's parameters. An optimizer that still held the old ones would step them,
-and train nothing, in silence.
+Sharding replaces a model's parameters. An optimizer that still held the old ones would silently
+train nothing.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ Names = Mapping[torch.Tensor, str]
 
 
 def names_of(model: nn.Module) -> Names:
-    """Each parameter's name, its first one where several names share it."""
+    """Return each parameter's name, the first one if it has several."""
     return {parameter: name for name, parameter in model.named_parameters()}
 
 
@@ -26,65 +26,69 @@ def remap(optimizer: torch.optim.Optimizer, names: Names, model: nn.Module) -> N
     `names` are the model's before it was sharded. Raises InputError for a parameter that is not
     the model's, and for an optimizer that has state: it belongs to the whole parameters.
     """
-    now = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     groups = [
-        _same_names(group["params"], names, now, f"group {index} of the optimizer")
+        _same_names(group["params"], names, parameters, f"group {index} of the optimizer")
         for index, group in enumerate(optimizer.param_groups)
     ]
-    moved = any(
+    changed = any(
         old is not new
-        for group, renewed in zip(optimizer.param_groups, groups, strict=True)
-        for old, new in zip(group["params"], renewed, strict=True)
+        for group, new_parameters in zip(optimizer.param_groups, groups, strict=True)
+        for old, new in zip(group["params"], new_parameters, strict=True)
     )
-    if moved and len(optimizer.state):
+    if changed and len(optimizer.state):
         raise InputError(
             f"the {type(optimizer).__name__} given to zeropp.initialize has state already, and "
-            "sharding cannot keep it: give a fresh one, or a function that makes one from "
+            "sharding cannot keep it: give one without state, or a function that builds one from "
             "parameters (optimizer=lambda parameters: ...)"
         )
-    for group, renewed in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = renewed
+    for group, new_parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = new_parameters
 
 
-def listed(parameters: Iterable[Any]) -> list[Any]:
-    """Parameters, or groups of them, out of generators that would run over a sharded model."""
-    found = []
-    for one in parameters:
-        if isinstance(one, Mapping):
-            inside = one["params"]
-            one = {**one, "params": [inside] if isinstance(inside, torch.Tensor) else list(inside)}
-        found.append(one)
-    return found
+def listed(parameters_or_groups: Iterable[Any]) -> list[Any]:
+    """Return parameters, or groups of them, as lists, as they may be generators."""
+    items = []
+    for item in parameters_or_groups:
+        if isinstance(item, Mapping):
+            parameters = item["params"]
+            is_single = isinstance(parameters, torch.Tensor)
+            item = {**item, "params": [parameters] if is_single else list(parameters)}
+        items.append(item)
+    return items
 
 
-def remapped(parameters: Iterable[Any], names: Names, model: nn.Module) -> list[Any]:
-    """What `listed` gave, as the sharded model holds it.
+def remapped(parameters_or_groups: Iterable[Any], names: Names, model: nn.Module) -> list[Any]:
+    """Return what `listed` returned with the sharded model's parameters in it.
 
     Raises InputError for a parameter that is not the model's.
     """
-    now, found = dict(model.named_parameters()), []
-    for one in parameters:
-        if isinstance(one, Mapping):
-            inside = _same_names(one["params"], names, now, "model_parameters")
-            found.append({**one, "params": inside})
+    by_name, items = dict(model.named_parameters()), []
+    for item in parameters_or_groups:
+        if isinstance(item, Mapping):
+            parameters = _same_names(item["params"], names, by_name, "model_parameters")
+            items.append({**item, "params": parameters})
         else:
-            found += _same_names([one], names, now, "model_parameters")
-    return found
+            items += _same_names([item], names, by_name, "model_parameters")
+    return items
 
 
 def _same_names(
-    parameters: Iterable[Any], names: Names, now: Mapping[str, torch.Tensor], where: str
+    old_parameters: Iterable[Any],
+    names: Names,
+    by_name: Mapping[str, torch.Tensor],
+    where: str,
 ) -> list[torch.Tensor]:
-    found = []
-    for index, one in enumerate(parameters):
-        if isinstance(one, tuple):  # (name, parameter), as named_parameters() gives them
-            one = one[1]
-        if one not in names:
-            shape = f"of shape {list(one.shape)}" if isinstance(one, torch.Tensor) else repr(one)
+    parameters = []
+    for index, old in enumerate(old_parameters):
+        if isinstance(old, tuple):  # (name, parameter), as named_parameters() yields them
+            old = old[1]
+        if old not in names:
+            shape = f"of shape {list(old.shape)}" if isinstance(old, torch.Tensor) else repr(old)
             raise InputError(
                 f"parameter {index} {shape} in {where} is not one of the model's: build the "
                 "optimizer on model.parameters() of the model that zeropp.initialize gets, before "
                 "that model is changed"
             )
-        found.append(now[names[one]])
-    return found
+        parameters.append(by_name[names[old]])
+    return parameters

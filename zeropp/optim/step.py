@@ -1,4 +1,4 @@
-"""One optimizer step on sharded gradients: unscale, measure, clip, update, all or nothing."""
+"""One optimizer step on sharded gradients: unscale, clip, update, or skip on all ranks."""
 
 import math
 from collections.abc import Sequence
@@ -16,30 +16,30 @@ CLIP_EPSILON = 1e-6  # Megatron's: clip / (norm + 1e-6)
 
 
 class StepResult:
-    """What a step did. Where the device is still at it, asking waits until it has the number."""
+    """The result of a step. Reading a property waits until the device has computed it."""
 
-    def __init__(self, reading: HostValues) -> None:
-        self._reading = reading
+    def __init__(self, values: HostValues) -> None:
+        self._values = values
 
     @property
     def grad_norm(self) -> float:
         """L2 norm of the gradients of all ranks before clipping, without the loss scale."""
-        return self._reading.values[0]
+        return self._values.values[0]
 
     @property
     def factor(self) -> float:
-        """What the gradients were multiplied by, for the loss scale and for clipping."""
-        return self._reading.values[1]
+        """What gradients were multiplied by, for loss scale and clipping; NaN if skipped."""
+        return self._values.values[1]
 
     @property
     def skipped(self) -> bool:
-        """Whether the update was left out, as something was not finite."""
+        """Whether the update was skipped because the norm or the loss was not finite."""
         return math.isnan(self.factor)
 
     @property
     def num_zeros(self) -> float | None:
-        """Elements of the gradients that are zero, where they were counted."""
-        return self._reading.values[2] if len(self._reading.values) > 2 else None
+        """Number of zero elements in the gradients, if `count_zeros` was set."""
+        return self._values.values[2] if len(self._values.values) > 2 else None
 
 
 def optimizer_step(
@@ -82,9 +82,9 @@ def optimizer_step(
 
 def local_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """This rank's slices of the gradients, as plain tensors that share their memory; none empty."""
-    owners = (p for group in optimizer.param_groups for p in group["params"])
-    slices = [local_part(p.grad) for p in owners if p.grad is not None]
-    return [one for one in slices if one.numel()]
+    owners = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    slices = [local_part(owner.grad) for owner in owners if owner.grad is not None]
+    return [slice_ for slice_ in slices if slice_.numel()]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ def _sum_over_ranks(terms: list[torch.Tensor], sharding: Sharding) -> torch.Tens
     device = next(sharding.model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     if terms:
-        total += torch.stack([one.to(device) for one in terms]).sum(dtype=torch.float64)
+        total += torch.stack([term.to(device) for term in terms]).sum(dtype=torch.float64)
     if sharding.shards_gradients:
         dist.all_reduce(total, group=sharding.group)
     return total

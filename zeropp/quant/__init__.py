@@ -1,1 +1,4 @@
-"""How numbers become INT8 and INT4 codes and numbers again, on every device."""
+"""Block quantization to INT8 and INT4 for communication.
+
+Packing of rows, ops with schemas and fake kernels, the reference, kernels by device, and timing.
+"""

@@ -1,44 +1,70 @@
-"""The compiled kernels for CPUs, where they were built: plain, AVX2 and AVX-512."""
+"""The ops on CPU tensors: kernels in C++ for plain x86 and other processors, AVX2 and AVX-512."""
 
+import ctypes
 import logging
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 
 import torch
+from torch import Tensor
 
-from zeropp.quant import library
-from zeropp.quant.library import NUMBER, Kernels
+from zeropp.native.kernels import cpu_library
+from zeropp.native.library import LibraryError
+from zeropp.quant import reference
+from zeropp.quant.packing import FLOATS
 
-STEM = "_kernels"
-ISAS = ("plain", "avx2", "avx512")
 _log = logging.getLogger("zeropp")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Native(Kernels):
-    """The ops on tensors of the CPU, with as many threads as PyTorch uses."""
-
-    def run(self, name: str, device: torch.device, *arguments: object) -> None:
-        """Run the library's `zpp_<name>`."""
-        getattr(self.library, f"zpp_{name}")(*arguments, torch.get_num_threads())
-
-    def use(self, isa: str | None) -> bool:
-        """Hold on to an instruction set of `ISAS`; `None`: the best there is. For tests.
-
-        Returns whether this processor has it; if not, nothing changes.
-        """
-        return bool(self.library.zpp_set_isa(-1 if isa is None else ISAS.index(isa)))
-
-
 @cache
-def native() -> Native | None:
-    """The kernels, or `None` where there are none that fit these sources; says so once, at INFO."""
-    found = library.find(STEM)
-    if found is None:
-        why = "csrc/ was not built here (no compiler, or not installed with pip or make setup)"
-    elif (loaded := library.load(found, (NUMBER,), None, (("zpp_set_isa", (NUMBER,)),))) is None:
-        why = f"{found} was built from other sources; install again (make setup)"
-    else:
-        return Native(library=loaded)
-    _log.info("quantization on the CPU runs in plain PyTorch, which is slow: %s", why)
-    return None
+def backend() -> "CpuKernels | ModuleType":
+    """The kernels, or the reference if they were not built; says so once, at INFO."""
+    try:
+        return CpuKernels(cpu_library())
+    except LibraryError as error:
+        _log.info("quantization on the CPU runs in plain PyTorch, which is slow: %s", error)
+        return reference
+
+
+@dataclass(frozen=True)
+class CpuKernels:
+    """The same functions as zeropp/quant/reference.py, on as many threads as PyTorch uses.
+
+    Tensors must be contiguous and of the layout's shapes, which zeropp/quant/ops.py checks.
+    """
+
+    library: ctypes.CDLL
+
+    def quantize(self, rows: Tensor, packed: Tensor, layout: Sequence[int], fold: int) -> None:
+        table = array("q", layout)
+        self.library.zpp_quantize(
+            table.buffer_info()[0], rows.data_ptr(), FLOATS.index(rows.dtype), packed.data_ptr(),
+            rows.shape[0], fold, torch.get_num_threads(),
+        )  # fmt: skip
+
+    def dequantize(self, packed: Tensor, out: Tensor, layout: Sequence[int], fold: int) -> None:
+        table = array("q", layout)
+        self.library.zpp_dequantize(
+            table.buffer_info()[0], packed.data_ptr(), out.data_ptr(), FLOATS.index(out.dtype),
+            packed.shape[0], fold, torch.get_num_threads(),
+        )  # fmt: skip
+
+    def reduce_quantize(
+        self, packed: Tensor, reduced: Tensor, layout: Sequence[int], layout_out: Sequence[int],
+        terms: int,
+    ) -> None:  # fmt: skip
+        table, table_out = array("q", layout), array("q", layout_out)
+        self.library.zpp_reduce_quantize(
+            table.buffer_info()[0], packed.data_ptr(), table_out.buffer_info()[0],
+            reduced.data_ptr(), reduced.shape[0], terms, torch.get_num_threads(),
+        )  # fmt: skip
+
+    def reduce_dequantize(self, packed: Tensor, out: Tensor, layout: Sequence[int]) -> None:
+        table = array("q", layout)
+        self.library.zpp_reduce_dequantize(
+            table.buffer_info()[0], packed.data_ptr(), out.data_ptr(), FLOATS.index(out.dtype),
+            packed.shape[0], torch.get_num_threads(),
+        )  # fmt: skip

@@ -1,79 +1,93 @@
-"""The compiled kernels for NVIDIA GPUs, where they were built, from csrc/cuda_*.cu.
-
-They run on the current stream of the tensors' device, wait for nothing and allocate nothing but
-what they return, so that a CUDA graph can hold them.
-"""
+"""The ops on tensors of NVIDIA GPUs: kernels in CUDA C++, on the current stream of their device."""
 
 import ctypes
 import logging
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from zeropp.quant import library
-from zeropp.quant.library import ADDRESS, NUMBER, Kernels
-from zeropp.quant.packing import ALIGN
+from zeropp.native.kernels import cuda_library
+from zeropp.native.library import LibraryError
+from zeropp.quant import reference
+from zeropp.quant.packing import ALIGN, FLOATS
 
-STEM = "_cuda"
-FACTS = (("zpp_ready", (NUMBER,)), ("zpp_error", (NUMBER,)))
 _log = logging.getLogger("zeropp")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cuda(Kernels):
-    """The ops on tensors of one GPU."""
-
-    def call(self, name: str, packed: Tensor, *arguments: object) -> None:
-        """`run` on `packed`'s device.
-
-        Raises ValueError where packed rows begin between two multiples of 16 bytes.
-        """
-        if packed.data_ptr() % ALIGN:
-            raise ValueError(
-                f"packed begins {packed.data_ptr() % ALIGN} bytes after a multiple of {ALIGN}; "
-                "give it as quantize returned it, or whole rows of it"
-            )
-        self.run(name, packed.device, *arguments)
-
-    def run(self, name: str, device: torch.device, *arguments: object) -> None:
-        """Launch the library's `zpp_<name>` on the current stream of a device.
-
-        Raises RuntimeError with CUDA's own words where the launch fails.
-        """
-        with torch.cuda.device(device):
-            stream = torch.cuda.current_stream(device).cuda_stream
-            function = getattr(self.library, f"zpp_{name}")
-            if error := function(*arguments, device.index, stream):
-                raise RuntimeError(f"{name} on {device}: {self.error(error)}")
-
-    def error(self, number: int) -> str:
-        """CUDA's text for an error."""
-        return self.library.zpp_error(number).decode()
-
-
 @cache
-def cuda() -> Cuda | None:
-    """The kernels, or `None` where none run on this GPU; says once, at INFO, which it is."""
-    found = library.find(STEM)
-    if found is None:
-        why = "they were not built here (no nvcc, or a PyTorch without CUDA at that time)"
-    elif (kernels := _load(found)) is None:
-        why = f"{found} was built from other sources; install again (make setup)"
-    elif error := kernels.library.zpp_ready(torch.cuda.current_device()):
-        why = f"{found} does not run on {torch.cuda.get_device_name()}: {kernels.error(error)}"
-    else:
-        _log.info("quantization on GPUs runs in the kernels of %s", found.name)
-        return kernels
-    _log.info("quantization on GPUs runs in plain PyTorch, not in CUDA kernels: %s", why)
-    return None
+def backend() -> "CudaKernels | ModuleType":
+    """The kernels, or the reference if none run on this GPU; says once, at INFO, which it is."""
+    try:
+        kernels = CudaKernels(cuda_library())
+    except LibraryError as error:
+        _log.info("quantization on GPUs runs in plain PyTorch, not in CUDA kernels: %s", error)
+        return reference
+    _log.info("quantization on GPUs runs in the kernels of %s", kernels.library._name)
+    return kernels
 
 
-def _load(path: Path) -> Cuda | None:
-    loaded = library.load(path, (NUMBER, ADDRESS), NUMBER, FACTS)
-    if loaded is None:
-        return None
-    loaded.zpp_error.restype = ctypes.c_char_p
-    return Cuda(library=loaded)
+@dataclass(frozen=True)
+class CudaKernels:
+    """The same functions as zeropp/quant/reference.py.
+
+    Tensors must be contiguous and of the layout's shapes, which zeropp/quant/ops.py checks. Raises
+    ValueError for packed rows that do not start at a multiple of 16 bytes, RuntimeError with CUDA's
+    own message if a launch fails.
+    """
+
+    library: ctypes.CDLL
+
+    def quantize(self, rows: Tensor, packed: Tensor, layout: Sequence[int], fold: int) -> None:
+        table = array("q", layout)
+        with torch.cuda.device(rows.device):
+            self.library.zpp_quantize(
+                table.buffer_info()[0], rows.data_ptr(), FLOATS.index(rows.dtype),
+                aligned_address(packed), rows.shape[0], fold,
+                rows.device.index, torch.cuda.current_stream().cuda_stream,
+            )  # fmt: skip
+
+    def dequantize(self, packed: Tensor, out: Tensor, layout: Sequence[int], fold: int) -> None:
+        table = array("q", layout)
+        with torch.cuda.device(out.device):
+            self.library.zpp_dequantize(
+                table.buffer_info()[0], aligned_address(packed), out.data_ptr(),
+                FLOATS.index(out.dtype), packed.shape[0], fold,
+                out.device.index, torch.cuda.current_stream().cuda_stream,
+            )  # fmt: skip
+
+    def reduce_quantize(
+        self, packed: Tensor, reduced: Tensor, layout: Sequence[int], layout_out: Sequence[int],
+        terms: int,
+    ) -> None:  # fmt: skip
+        table, table_out = array("q", layout), array("q", layout_out)
+        with torch.cuda.device(packed.device):
+            self.library.zpp_reduce_quantize(
+                table.buffer_info()[0], aligned_address(packed), table_out.buffer_info()[0],
+                aligned_address(reduced), reduced.shape[0], terms,
+                packed.device.index, torch.cuda.current_stream().cuda_stream,
+            )  # fmt: skip
+
+    def reduce_dequantize(self, packed: Tensor, out: Tensor, layout: Sequence[int]) -> None:
+        table = array("q", layout)
+        with torch.cuda.device(out.device):
+            self.library.zpp_reduce_dequantize(
+                table.buffer_info()[0], aligned_address(packed), out.data_ptr(),
+                FLOATS.index(out.dtype), packed.shape[0],
+                out.device.index, torch.cuda.current_stream().cuda_stream,
+            )  # fmt: skip
+
+
+def aligned_address(packed: Tensor) -> int:
+    """The address of packed rows; raises ValueError unless it is a multiple of `ALIGN`."""
+    address = packed.data_ptr()
+    if address % ALIGN:
+        raise ValueError(
+            f"packed begins {address % ALIGN} bytes after a multiple of {ALIGN}; "
+            "give it as quantize returned it, or whole rows of it"
+        )
+    return address

@@ -1,8 +1,13 @@
-"""The quantization ops of PyTorch: schema, shape rule, and what runs on which device.
+"""Block quantization of rows of parameters or gradients, as ops of PyTorch.
 
-`torch.ops.zeropp.quantize` and its three companions have the plain-torch reference on every device,
-and on CPUs and GPUs the kernels of csrc/ where they were built. A layout travels as its three
-fields.
+A row holds the parts of several parameters, one after another; a `Layout` says which of them become
+INT8 or INT4 codes and which are sent unchanged. docs/numerics.md defines the numbers,
+zeropp/quant/packing.py their places in a packed row. Shapes: K rows, C elements of a row, P bytes
+of a packed row, T terms of a sum.
+
+`quantize` and its three companions call `torch.ops.zeropp.quantize` and so on, which take a layout
+as its `table`. Each device has a backend: zeropp/quant/cpu.py, zeropp/quant/cuda.py, and on all
+others zeropp/quant/reference.py. No function is differentiable.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,184 +16,151 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zeropp.quant import cpu as native
-from zeropp.quant import cuda, reference
-from zeropp.quant.packing import FLOATS, Layout, layout_of
+from zeropp.quant import cpu, cuda, reference
+from zeropp.quant.packing import ELEMENTS, FLOATS, PACKED_BYTES, Layout
 
 NAMESPACE = "zeropp"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 SCHEMAS = (
-    "quantize(Tensor rows, int[] sizes, int[] bits, ScalarType wire, int fold) -> Tensor",
-    "dequantize(Tensor packed, Tensor(a!) out, int[] sizes, int[] bits, ScalarType wire, int fold)"
-    " -> ()",
-    "reduce_quantize(Tensor packed, int[] sizes, int[] bits, ScalarType wire, int[] onto_bits, "
-    "ScalarType onto_wire, int terms) -> Tensor",
-    "reduce_dequantize(Tensor packed, Tensor(a!) out, int[] sizes, int[] bits, ScalarType wire)"
-    " -> ()",
+    "quantize(Tensor rows, int[] layout, int fold) -> Tensor",
+    "dequantize(Tensor packed, Tensor(a!) out, int[] layout, int fold) -> ()",
+    "reduce_quantize(Tensor packed, int[] layout, int[] layout_out, int terms) -> Tensor",
+    "reduce_dequantize(Tensor packed, Tensor(a!) out, int[] layout) -> ()",
 )
-Ints = Sequence[int]
+Table = Sequence[int]  # a `Layout.table`
+
+
+def quantize(rows: Tensor, layout: Layout, *, fold: int = 1) -> Tensor:
+    """Quantize `rows` (K, C) in bf16, fp16 or fp32; returns the packed rows, uint8 (K, P).
+
+    Packed row r*N+n is row n*fold+r, with N = K // fold: the slice reordering of a two-hop
+    exchange. A block with a NaN or an infinity becomes NaN. Raises TypeError for another dtype, and
+    ValueError for a shape that is not the layout's, for tensors that are not contiguous, and for a
+    fold that does not divide K.
+    """
+    return torch.ops.zeropp.quantize.default(rows, layout.table, fold)
+
+
+def dequantize(packed: Tensor, out: Tensor, layout: Layout, *, fold: int = 1) -> None:
+    """Fill `out` (K, C) in bf16, fp16 or fp32 from `packed` (K, P).
+
+    Packed row r*N+n becomes row n*fold+r, with N = K // fold. Raises as `quantize` does.
+    """
+    torch.ops.zeropp.dequantize.default(packed, out, layout.table, fold)
+
+
+def reduce_quantize(packed: Tensor, layout: Layout, layout_out: Layout, *, terms: int) -> Tensor:
+    """Sum `terms` packed rows each and pack the sums: uint8 (T*K, P1) -> uint8 (K, P2).
+
+    T is outermost; the terms are added in fp32 in the order 0 ... T-1. The two layouts have the
+    same sizes. Raises as `quantize` does.
+    """
+    if layout.sizes != layout_out.sizes:
+        raise ValueError(f"the layouts differ: sizes {layout.sizes} and {layout_out.sizes}")
+    return torch.ops.zeropp.reduce_quantize.default(packed, layout.table, layout_out.table, terms)
+
+
+def reduce_dequantize(packed: Tensor, out: Tensor, layout: Layout) -> None:
+    """Fill `out` (C,) with the sum of the rows of `packed` (T, P), in fp32 in the order 0 ... T-1.
+
+    Raises as `quantize` does.
+    """
+    torch.ops.zeropp.reduce_dequantize.default(packed, out, layout.table)
 
 
 class Backend(Protocol):
-    """What runs the four ops on checked tensors: zeropp/quant/reference.py, or a `Kernels`."""
+    """Runs the four ops on tensors that have been checked; fills memory that it is given."""
 
-    def quantize(self, rows: Tensor, layout: Layout, fold: int) -> Tensor: ...
-    def dequantize(self, packed: Tensor, out: Tensor, layout: Layout, fold: int) -> None: ...
+    def quantize(self, rows: Tensor, packed: Tensor, layout: Table, fold: int) -> None: ...
+    def dequantize(self, packed: Tensor, out: Tensor, layout: Table, fold: int) -> None: ...
     def reduce_quantize(
-        self, packed: Tensor, layout: Layout, onto: Layout, terms: int
-    ) -> Tensor: ...
-    def reduce_dequantize(self, packed: Tensor, out: Tensor, layout: Layout) -> None: ...
+        self, packed: Tensor, reduced: Tensor, layout: Table, layout_out: Table, terms: int
+    ) -> None: ...
+    def reduce_dequantize(self, packed: Tensor, out: Tensor, layout: Table) -> None: ...
 
 
-def anywhere() -> Backend:
-    """The backend of every device that has no other."""
-    return reference
+class FakeBackend:
+    """The backend of fake tensors, which have shapes but no data."""
+
+    def quantize(self, *arguments: object) -> None:
+        """Do nothing."""
+
+    dequantize = reduce_quantize = reduce_dequantize = quantize
 
 
-def on_cpu() -> Backend:
-    """The backend of the CPU."""
-    return native.native() or reference
+def implementations(backend: Callable[[], Backend]) -> dict[str, Callable]:
+    """The four ops by name: check the arguments, allocate the result, call the backend."""
 
+    def quantize(rows: Tensor, layout: Table, fold: int) -> Tensor:
+        _check(("rows", rows, (None, layout[ELEMENTS])), divisor=("fold", fold))
+        packed = rows.new_empty((rows.shape[0], layout[PACKED_BYTES]), dtype=torch.uint8)
+        backend().quantize(rows, packed, layout, fold)
+        return packed
 
-def on_cuda() -> Backend:
-    """The backend of NVIDIA GPUs."""
-    return cuda.cuda() or reference
-
-
-def quantize_shape(rows: Tensor, sizes: Ints, bits: Ints, wire: torch.dtype, fold: int) -> Tensor:
-    layout = layout_of(tuple(sizes), tuple(bits), wire)
-    check_quantize(rows, layout, fold)
-    return rows.new_empty((rows.shape[0], layout.packed_bytes), dtype=torch.uint8)
-
-
-def dequantize_shape(
-    packed: Tensor, out: Tensor, sizes: Ints, bits: Ints, wire: torch.dtype, fold: int
-) -> None:
-    check_dequantize(packed, out, layout_of(tuple(sizes), tuple(bits), wire), fold)
-
-
-def reduce_quantize_shape(
-    packed: Tensor, sizes: Ints, bits: Ints, wire: torch.dtype, onto_bits: Ints,
-    onto_wire: torch.dtype, terms: int,
-) -> Tensor:  # fmt: skip
-    check_reduce_quantize(packed, layout_of(tuple(sizes), tuple(bits), wire), terms)
-    onto = layout_of(tuple(sizes), tuple(onto_bits), onto_wire)
-    return packed.new_empty((packed.shape[0] // terms, onto.packed_bytes))
-
-
-def reduce_dequantize_shape(
-    packed: Tensor, out: Tensor, sizes: Ints, bits: Ints, wire: torch.dtype
-) -> None:
-    check_reduce_dequantize(packed, out, layout_of(tuple(sizes), tuple(bits), wire))
-
-
-def check_quantize(rows: Tensor, layout: Layout, fold: int) -> None:
-    _check_values("rows", rows, (None, layout.elements))
-    _check_groups(rows.shape[0], fold, "fold")
-
-
-def check_dequantize(packed: Tensor, out: Tensor, layout: Layout, fold: int) -> None:
-    _check_packed(packed, layout)
-    _check_values("out", out, (packed.shape[0], layout.elements))
-    _check_pair(packed, out)
-    _check_groups(packed.shape[0], fold, "fold")
-
-
-def check_reduce_quantize(packed: Tensor, layout: Layout, terms: int) -> None:
-    _check_packed(packed, layout)
-    _check_groups(packed.shape[0], terms, "terms")
-
-
-def check_reduce_dequantize(packed: Tensor, out: Tensor, layout: Layout) -> None:
-    _check_packed(packed, layout)
-    _check_values("out", out, (layout.elements,))
-    _check_pair(packed, out)
-
-
-def _check_values(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
-    if tensor.dtype not in FLOATS:
-        raise TypeError(f"{name} is {tensor.dtype}; give bfloat16, float16 or float32")
-    _check_layout(name, tensor, shape)
-
-
-def _check_packed(packed: Tensor, layout: Layout) -> None:
-    if packed.dtype != torch.uint8:
-        raise TypeError(f"packed is {packed.dtype}; give uint8, as quantize returns it")
-    _check_layout("packed", packed, (None, layout.packed_bytes))
-
-
-def _check_layout(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
-    fits = tensor.dim() == len(shape) and all(
-        wanted in (None, given) for wanted, given in zip(shape, tensor.shape, strict=True)
-    )
-    if not fits:
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; its layout needs ({wanted})")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} has strides {tensor.stride()}; give a contiguous tensor")
-
-
-def _check_pair(packed: Tensor, out: Tensor) -> None:
-    if packed.device != out.device:
-        raise ValueError(f"packed is on {packed.device} and out on {out.device}; give one device")
-
-
-def _check_groups(rows: int, groups: int, name: str) -> None:
-    if groups < 1 or rows % groups:
-        raise ValueError(f"{name} is {groups}; it must divide the {rows} rows")
-
-
-def _implementations(backend: Callable[[], Backend]) -> dict[str, Callable]:
-    """The four ops by name: arguments checked, then left to the backend."""
-
-    def quantize(
-        rows: Tensor, sizes: Ints, bits: Ints, wire: torch.dtype, fold: int
-    ) -> Tensor:  # fmt: skip
-        layout = layout_of(tuple(sizes), tuple(bits), wire)
-        check_quantize(rows, layout, fold)
-        return backend().quantize(rows, layout, fold)
-
-    def dequantize(
-        packed: Tensor, out: Tensor, sizes: Ints, bits: Ints, wire: torch.dtype, fold: int
-    ) -> None:
-        layout = layout_of(tuple(sizes), tuple(bits), wire)
-        check_dequantize(packed, out, layout, fold)
+    def dequantize(packed: Tensor, out: Tensor, layout: Table, fold: int) -> None:
+        _check(
+            ("packed", packed, (None, layout[PACKED_BYTES])),
+            ("out", out, (packed.shape[0], layout[ELEMENTS])),
+            divisor=("fold", fold),
+        )
         backend().dequantize(packed, out, layout, fold)
 
-    def reduce_quantize(
-        packed: Tensor, sizes: Ints, bits: Ints, wire: torch.dtype, onto_bits: Ints,
-        onto_wire: torch.dtype, terms: int,
-    ) -> Tensor:  # fmt: skip
-        layout = layout_of(tuple(sizes), tuple(bits), wire)
-        onto = layout_of(tuple(sizes), tuple(onto_bits), onto_wire)
-        check_reduce_quantize(packed, layout, terms)
-        return backend().reduce_quantize(packed, layout, onto, terms)
+    def reduce_quantize(packed: Tensor, layout: Table, layout_out: Table, terms: int) -> Tensor:
+        _check(("packed", packed, (None, layout[PACKED_BYTES])), divisor=("terms", terms))
+        reduced = packed.new_empty((packed.shape[0] // terms, layout_out[PACKED_BYTES]))
+        backend().reduce_quantize(packed, reduced, layout, layout_out, terms)
+        return reduced
 
-    def reduce_dequantize(
-        packed: Tensor, out: Tensor, sizes: Ints, bits: Ints, wire: torch.dtype
-    ) -> None:
-        layout = layout_of(tuple(sizes), tuple(bits), wire)
-        check_reduce_dequantize(packed, out, layout)
-        backend().reduce_dequantize(packed, out, layout)
+    def reduce_dequantize(packed: Tensor, out: Tensor, layout: Table) -> None:
+        _check(("packed", packed, (None, layout[PACKED_BYTES])), ("out", out, (layout[ELEMENTS],)))
+        if packed.shape[0]:
+            backend().reduce_dequantize(packed, out, layout)
+        else:
+            out.zero_()  # the sum of no terms
 
-    written = (quantize, dequantize, reduce_quantize, reduce_dequantize)
-    return {function.__name__: function for function in written}
+    functions = (quantize, dequantize, reduce_quantize, reduce_dequantize)
+    return {function.__name__: function for function in functions}
+
+
+def _check(
+    *tensors: tuple[str, Tensor, tuple[int | None, ...]], divisor: tuple[str, int] | None = None
+) -> None:
+    """Raise TypeError or ValueError unless tensors have their shapes (None: any) and one device.
+
+    divisor: what must divide the rows of the first tensor, and its name.
+    """
+    first = tensors[0][1]
+    for name, tensor, shape in tensors:
+        is_packed = name == "packed"
+        if tensor.dtype not in ((torch.uint8,) if is_packed else FLOATS):
+            valid = "uint8, as quantize returns it" if is_packed else "bfloat16, float16 or float32"
+            raise TypeError(f"{name} is {tensor.dtype}; give {valid}")
+        fits = tensor.dim() == len(shape) and tensor.shape[-1] == shape[-1]
+        if not fits or shape[0] not in (None, tensor.shape[0]):
+            expected = ", ".join("any" if size is None else str(size) for size in shape)
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; its layout needs ({expected})"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}; give a contiguous tensor")
+        if tensor.device != first.device:
+            raise ValueError(
+                f"packed is on {first.device} and {name} on {tensor.device}; give one device"
+            )
+    if divisor and (divisor[1] < 1 or first.shape[0] % divisor[1]):
+        raise ValueError(f"{divisor[0]} is {divisor[1]}; it must divide the {first.shape[0]} rows")
 
 
 def _register() -> None:
-    shapes = {
-        "quantize": quantize_shape,
-        "dequantize": dequantize_shape,
-        "reduce_quantize": reduce_quantize_shape,
-        "reduce_dequantize": reduce_dequantize_shape,
-    }
     for schema in SCHEMAS:
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for name, shape in shapes.items():
-        torch.library.register_fake(f"{NAMESPACE}::{name}", shape, lib=LIBRARY)
-    backends = {"CompositeExplicitAutograd": anywhere, "CPU": on_cpu, "CUDA": on_cuda}
+    for name, function in implementations(FakeBackend).items():
+        torch.library.register_fake(f"{NAMESPACE}::{name}", function, lib=LIBRARY)
+    backends = {
+        "CompositeExplicitAutograd": lambda: reference, "CPU": cpu.backend, "CUDA": cuda.backend,
+    }  # fmt: skip
     for key, backend in backends.items():
-        for name, function in _implementations(backend).items():
+        for name, function in implementations(backend).items():
             LIBRARY.impl(name, function, key)
 
 

@@ -1,16 +1,18 @@
-"""How a row of elements lies in one packed row of bytes: values as they are, scales, codes.
+"""How a row of elements is laid out in a packed row of bytes: raw values, scales, codes.
 
-    packed row = [ raw segments | scales | codes ]        each part starts at a multiple of 16 bytes
+    packed row = [ raw segments | scales | codes ]      each part starts at a multiple of 16 bytes
 
 A segment is one parameter's part of the row. Quantized segments are cut into blocks of
-`BLOCK[bits]` elements, the last one shorter where the segment is not a multiple; no block crosses
-a segment. A block has one bf16 scale and its codes: one int8 per element, or two int4 per byte, the
-first of the two in the lower half. The codes of each segment start at a multiple of 16 bytes.
+`BLOCK[bits]` elements; the last block is shorter if the segment is not a multiple, and no block
+crosses a segment. A block has one bf16 scale and its codes: one int8 per element, or two int4 per
+byte, the first one in the lower half. The codes of each segment start at a multiple of 16 bytes.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -18,12 +20,12 @@ BLOCK = MappingProxyType({8: 256, 4: 128})  # elements that share a scale; docs/
 RAW = 16  # the "bits" of a segment that is not quantized
 ALIGN = 16  # bytes
 SCALE_BYTES = 2
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # in the order of csrc/shared/numbers.h
+ELEMENTS, PACKED_BYTES, WIRE, COUNT, HEADER = range(5)  # indices into `Layout.table`
 
 
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """Where one segment lies: elements of the row, bytes of the packed row."""
+class Segment(NamedTuple):
+    """The place of one segment: elements of the row, bytes of the packed row."""
 
     start: int  # elements
     size: int  # elements
@@ -34,10 +36,10 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a row of C elements lies in P bytes.
+    """How a row of C elements is laid out in P bytes.
 
     sizes: elements of each segment, in order; 0 is allowed. bits: 8 or 4 for a segment that is
-    block-quantized, 16 for one that travels as it is, in the type `wire` (bf16, fp16 or fp32).
+    block-quantized, 16 for one that is sent unchanged, in the type `wire` (bf16, fp16 or fp32).
     Raises ValueError or TypeError for anything else.
     """
 
@@ -48,10 +50,11 @@ class Layout:
     def __post_init__(self) -> None:
         if len(self.sizes) != len(self.bits):
             raise ValueError(f"{len(self.sizes)} sizes and {len(self.bits)} bits: give as many")
-        if wrong := [size for size in self.sizes if size < 0]:
-            raise ValueError(f"a segment of {wrong[0]} elements")
-        if wrong := [bits for bits in self.bits if bits not in BLOCK and bits != RAW]:
-            raise ValueError(f"bits {wrong[0]}: a segment has 4, 8 or {RAW} (not quantized)")
+        for size, bits in self._pairs:
+            if size < 0:
+                raise ValueError(f"a segment of {size} elements")
+            if bits not in BLOCK and bits != RAW:
+                raise ValueError(f"bits {bits}: a segment has 4, 8 or {RAW} (not quantized)")
         if self.wire not in FLOATS:
             raise TypeError(f"wire {self.wire}: give torch.bfloat16, float16 or float32")
 
@@ -66,7 +69,7 @@ class Layout:
 
         P = up(w * sum of n over raw segments) + up(2 * sum of ceil(n / BLOCK[b]))
           + sum of up(ceil(n * b / 8)), the last two over quantized segments of n elements and b
-        bits; w is the size of `wire` in bytes and up() rounds up to a multiple of 16.
+        bits; w is the size of `wire` in bytes, and up() rounds up to a multiple of 16.
         """
         return self._parts[2] + sum(
             _up(_code_bytes(size, bits)) for size, bits in self._pairs if bits != RAW
@@ -75,25 +78,31 @@ class Layout:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """The segments that are not empty."""
-        found, start = [], 0
+        segments, start = [], 0
         raw_at, scales_at, codes_at = self._parts
         for size, bits in self._pairs:
-            if size:
-                quantized = bits != RAW
-                found.append(
-                    Segment(
-                        start=start, size=size, bits=bits,
-                        scales_at=scales_at if quantized else 0,
-                        data_at=codes_at if quantized else raw_at,
-                    )
-                )  # fmt: skip
             if bits == RAW:
+                segment = Segment(start, size, bits, 0, raw_at)
                 raw_at += size * self.wire.itemsize
             else:
+                segment = Segment(start, size, bits, scales_at, codes_at)
                 scales_at += SCALE_BYTES * num_blocks(size, bits)
                 codes_at += _up(_code_bytes(size, bits))
+            if size:
+                segments.append(segment)
             start += size
-        return tuple(found)
+        return tuple(segments)
+
+    @cached_property
+    def table(self) -> tuple[int, ...]:
+        """The layout as ops take it and kernels read it: 4 numbers, and 5 for each segment.
+
+        C, P, the index of `wire` in FLOATS, the number of segments; then each `Segment`.
+        """
+        numbers = [self.elements, self.packed_bytes, FLOATS.index(self.wire), len(self.segments)]
+        for segment in self.segments:
+            numbers.extend(segment)
+        return tuple(numbers)
 
     @cached_property
     def _pairs(self) -> tuple[tuple[int, int], ...]:
@@ -101,7 +110,7 @@ class Layout:
 
     @cached_property
     def _parts(self) -> tuple[int, int, int]:
-        """Where the raw values, the scales and the codes begin, in bytes."""
+        """The offsets of the raw values, the scales and the codes, in bytes."""
         raw = sum(size for size, bits in self._pairs if bits == RAW) * self.wire.itemsize
         blocks = sum(num_blocks(size, bits) for size, bits in self._pairs if bits != RAW)
         return 0, _up(raw), _up(raw) + _up(SCALE_BYTES * blocks)
@@ -109,12 +118,18 @@ class Layout:
 
 @lru_cache(maxsize=4096)
 def layout_of(sizes: tuple[int, ...], bits: tuple[int, ...], wire: torch.dtype) -> Layout:
-    """The one `Layout` of these arguments, so that what it computes is computed once."""
+    """The `Layout` of these arguments, cached with what it computes."""
     return Layout(sizes=sizes, bits=bits, wire=wire)
 
 
+def segments_in(table: Sequence[int]) -> Iterator[Segment]:
+    """The segments of a `Layout.table`."""
+    for at in range(HEADER, len(table), len(Segment._fields)):
+        yield Segment(*table[at : at + len(Segment._fields)])
+
+
 def num_blocks(size: int, bits: int) -> int:
-    """The blocks of a segment of `size` elements."""
+    """The number of blocks of a segment of `size` elements."""
     return -(-size // BLOCK[bits])
 
 

@@ -1,57 +1,70 @@
-"""The quantization ops in plain PyTorch: the definition that every kernel equals bit for bit.
+"""The ops in plain PyTorch, on any device: the definition that all kernels match bit for bit.
 
-Each works on any device. The arithmetic is that of csrc/quant_math.h; docs/numerics.md explains it.
+Every function fills memory that it is given. `layout` is a `Layout.table`. The arithmetic is that
+of csrc/quantize/math.h; docs/numerics.md explains it. Shapes: K rows, C elements of a row, P bytes
+of a packed row, T terms of a sum.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from zeropp.quant.packing import BLOCK, RAW, SCALE_BYTES, Layout, Segment, num_blocks
+from zeropp.quant.packing import (
+    BLOCK,
+    ELEMENTS,
+    FLOATS,
+    PACKED_BYTES,
+    RAW,
+    SCALE_BYTES,
+    WIRE,
+    Segment,
+    num_blocks,
+    segments_in,
+)
 
 TINY = 2.0**-94  # a block with no element this large becomes zeros
 
 
-def quantize(rows: Tensor, layout: Layout, fold: int) -> Tensor:
-    """rows (K, C) -> uint8 (K, P); output row r*N+n is input row n*fold+r, N = K // fold."""
+def quantize(rows: Tensor, packed: Tensor, layout: Sequence[int], fold: int) -> None:
+    """rows (K, C) -> packed (K, P); packed row r*N+n is row n*fold+r, N = K // fold."""
     count, elements = rows.shape
-    source = rows.view(count // fold, fold, elements).transpose(0, 1).reshape(count, elements)
-    packed = rows.new_zeros((count, layout.packed_bytes), dtype=torch.uint8)
-    for segment in layout.segments:
-        part = source[:, segment.start : segment.start + segment.size]
-        _pack(part, segment, packed, layout.wire)
-    return packed
+    reordered = rows.view(count // fold, fold, elements).transpose(0, 1).reshape(count, elements)
+    packed.zero_()
+    for segment in segments_in(layout):
+        values = reordered[:, segment.start : segment.start + segment.size]
+        _pack(values, segment, packed, FLOATS[layout[WIRE]])
 
 
-def dequantize(packed: Tensor, out: Tensor, layout: Layout, fold: int) -> None:
-    """packed (K, P) -> out (K, C); packed row r*N+n goes to out row n*fold+r, N = K // fold."""
-    rows = out.view(len(out) // fold, fold, layout.elements).transpose(0, 1)
-    for segment in layout.segments:
-        values = unpack(packed, segment, layout.wire).to(out.dtype)
+def dequantize(packed: Tensor, out: Tensor, layout: Sequence[int], fold: int) -> None:
+    """packed (K, P) -> out (K, C); packed row r*N+n becomes row n*fold+r, N = K // fold."""
+    rows = out.view(len(out) // fold, fold, layout[ELEMENTS]).transpose(0, 1)
+    for segment in segments_in(layout):
+        values = _unpack(packed, segment, FLOATS[layout[WIRE]]).to(out.dtype)
         part = rows[:, :, segment.start : segment.start + segment.size]
         part.copy_(values.view(part.shape))
 
 
-def reduce_quantize(packed: Tensor, layout: Layout, onto: Layout, terms: int) -> Tensor:
-    """packed (T*K, P1), T outermost -> the quantized sums, uint8 (K, P2)."""
-    stacked = packed.view(terms, len(packed) // terms, layout.packed_bytes)
-    reduced = packed.new_zeros((stacked.shape[1], onto.packed_bytes))
+def reduce_quantize(
+    packed: Tensor, reduced: Tensor, layout: Sequence[int], layout_out: Sequence[int], terms: int
+) -> None:
+    """packed (T*K, P1), T outermost -> the quantized sums, reduced (K, P2)."""
+    stacked = packed.view(terms, len(packed) // terms, layout[PACKED_BYTES])
+    reduced.zero_()
     sums = _sums(stacked, layout)
-    for total, segment in zip(sums, onto.segments, strict=True):
-        _pack(total, segment, reduced, onto.wire)
-    return reduced
+    for total, segment in zip(sums, segments_in(layout_out), strict=True):
+        _pack(total, segment, reduced, FLOATS[layout_out[WIRE]])
 
 
-def reduce_dequantize(packed: Tensor, out: Tensor, layout: Layout) -> None:
+def reduce_dequantize(packed: Tensor, out: Tensor, layout: Sequence[int]) -> None:
     """packed (T, P) -> the sums over T, out (C,)."""
     sums = _sums(packed[:, None], layout)
-    for total, segment in zip(sums, layout.segments, strict=True):
+    for total, segment in zip(sums, segments_in(layout), strict=True):
         out[segment.start : segment.start + segment.size].copy_(total[0])
 
 
-def unpack(packed: Tensor, segment: Segment, wire: torch.dtype) -> Tensor:
+def _unpack(packed: Tensor, segment: Segment, wire: torch.dtype) -> Tensor:
     """A segment's values (K, n): fp32 if it is quantized, else as they are, in `wire`."""
     if segment.bits == RAW:
         stop = segment.data_at + segment.size * wire.itemsize
@@ -68,14 +81,14 @@ def unpack(packed: Tensor, segment: Segment, wire: torch.dtype) -> Tensor:
     return values.flatten(1)[:, : segment.size]
 
 
-def _pack(part: Tensor, segment: Segment, packed: Tensor, wire: torch.dtype) -> None:
+def _pack(values: Tensor, segment: Segment, packed: Tensor, wire: torch.dtype) -> None:
     """Write a segment's values (K, n) to its place in the packed rows."""
-    if not len(part):
+    if not len(values):
         return
     if segment.bits == RAW:
-        _put(packed, segment.data_at, part.to(wire))
+        _put(packed, segment.data_at, values.to(wire))
         return
-    codes, scales = _quantized(part.float(), segment.bits)
+    codes, scales = _quantized(values.float(), segment.bits)
     _put(packed, segment.scales_at, scales)
     if segment.bits == 4:
         codes = pad(codes, (0, segment.size % 2))
@@ -83,31 +96,31 @@ def _pack(part: Tensor, segment: Segment, packed: Tensor, wire: torch.dtype) -> 
     _put(packed, segment.data_at, codes)
 
 
-def _put(packed: Tensor, at: int, values: Tensor) -> None:
+def _put(packed: Tensor, offset: int, values: Tensor) -> None:
     data = values.contiguous().view(torch.uint8)
-    packed[:, at : at + data.shape[1]].copy_(data)
+    packed[:, offset : offset + data.shape[1]].copy_(data)
 
 
 def _quantized(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """fp32 (K, n) -> codes int8 (K, n) and the bits of the bf16 scales, int16 (K, blocks)."""
     rows, size = values.shape
     block, blocks, top = BLOCK[bits], num_blocks(size, bits), 1 << (bits - 1)
-    cut = pad(values, (0, blocks * block - size)).view(rows, blocks, block)
-    high, low = cut.amax(-1), cut.amin(-1)
+    by_block = pad(values, (0, blocks * block - size)).view(rows, blocks, block)
+    high, low = by_block.amax(-1), by_block.amin(-1)
     extreme = torch.where(high >= -low, high, low)
     usable = extreme.isfinite() & (extreme.abs() >= TINY)
     exact = (extreme * (-1.0 / top)).view(torch.int32)
     scale = torch.where(usable, (exact >> 16 << 16).view(torch.float32), 1.0)
-    steps = torch.round(cut * (1.0 / scale)[..., None]).clamp(-top, top - 1)
+    steps = torch.round(by_block * (1.0 / scale)[..., None]).clamp(-top, top - 1)
     codes = torch.where(usable[..., None], steps, 0.0).to(torch.int8)
-    kept = torch.where(usable, scale, torch.where(extreme.isfinite(), 0.0, torch.nan))
-    return codes.flatten(1)[:, :size], (kept.view(torch.int32) >> 16).to(torch.int16)
+    stored = torch.where(usable, scale, torch.where(extreme.isfinite(), 0.0, torch.nan))
+    return codes.flatten(1)[:, :size], (stored.view(torch.int32) >> 16).to(torch.int16)
 
 
-def _sums(stacked: Tensor, layout: Layout) -> Iterator[Tensor]:
+def _sums(stacked: Tensor, layout: Sequence[int]) -> Iterator[Tensor]:
     """packed (T, K, P) -> for each segment the fp32 sums (K, n), added in the order of T."""
-    for segment in layout.segments:
+    for segment in segments_in(layout):
         total = stacked.new_zeros((stacked.shape[1], segment.size), dtype=torch.float32)
         for term in stacked:
-            total += unpack(term, segment, layout.wire)
+            total += _unpack(term, segment, FLOATS[layout[WIRE]])
         yield total

@@ -1,36 +1,42 @@
-"""What one rank fails at, all ranks fail at: no collective is left waiting for a rank that raised.
+"""What ranks do together: exchange Python objects, fail together, report an error once.
 
-Every function here also works without a process group, as one rank.
+If a block raises on one rank, it raises on all of them, so that no collective waits for a rank that
+is gone. Every function also works without a process group, as on a single rank.
 """
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from zeropp.errors import InputError
+from zeropp.ranks.process_group import open_store
+from zeropp.ranks.topology import Environment
+
+REPORT_TIMEOUT = timedelta(seconds=10)
 
 T = TypeVar("T")
 
 
 class RankError(RuntimeError):
-    """Another rank's failure, told on this one."""
+    """An exception of another rank; the message is its traceback."""
 
 
 def rank() -> int:
-    """This rank's number; 0 without a process group."""
+    """Return this rank's number; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """How many ranks there are; 1 without a process group."""
+    """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def gather_objects(value: T) -> list[T]:
-    """Return every rank's value, by rank, on all ranks. Values are pickled."""
+    """Return the values of all ranks, by rank, on every rank. Values are pickled."""
     if not dist.is_initialized():
         return [value]
     values = [None] * world_size()
@@ -39,7 +45,7 @@ def gather_objects(value: T) -> list[T]:
 
 
 def broadcast_object(value: T | None) -> T:
-    """Return rank 0's value on all ranks."""
+    """Return rank 0's value on every rank. The value is pickled."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -49,27 +55,49 @@ def broadcast_object(value: T | None) -> T:
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """Run a block without collectives on every rank; if it raises on one, it raises on all.
+    """Run a block without collectives on every rank; if it raises on one rank, it raises on all.
 
-    The others raise the first failing rank's OSError or InputError, or a RankError with its
-    traceback. To be entered by all ranks.
+    The other ranks raise the OSError or InputError of the first failed rank, or a RankError with
+    its traceback. All ranks must enter the block.
     """
     error = None
     try:
         yield
-    except Exception as raised:
-        error = raised
-    failures = {number: told for number, told in enumerate(gather_objects(_told(error))) if told}
+    except Exception as exception:
+        error = exception
+    errors = gather_objects(None if error is None else _picklable(error))
     if error is not None:
         raise error
-    if failures:
-        raise failures[min(failures)]
+    for error_of_rank in errors:
+        if error_of_rank is not None:
+            raise error_of_rank
 
 
-def _told(error: Exception | None) -> Exception | None:
-    """Return an exception that survives pickling and says the same."""
-    if error is None:
-        return None
+def report_once(environment: Environment, report: Callable[[], None]) -> None:
+    """Call `report` on rank 0; on the other ranks, wait until rank 0 has called it.
+
+    For an error that all ranks meet before they have joined, such as a bad command line: a launcher
+    ends all ranks when one has ended, so that no rank may end before rank 0 has reported it. The
+    ranks meet at the launcher's store. A rank that does not hear of rank 0's report within
+    `REPORT_TIMEOUT` calls `report` itself, as then the error may be its own.
+    """
+    if environment.rank == 0:
+        report()
+    if environment.world_size == 1:
+        return
+    try:
+        store = dist.PrefixStore("report", open_store(environment, REPORT_TIMEOUT))
+        if environment.rank == 0:
+            store.set("reported", "")
+        else:
+            store.wait(["reported"])
+    except (RuntimeError, ValueError):  # a timeout, or no store at the launcher's address
+        if environment.rank != 0:
+            report()
+
+
+def _picklable(error: Exception) -> Exception:
+    """Return an exception that says the same and can be pickled."""
     if type(error) is InputError:
         return InputError(str(error))
     if isinstance(error, OSError) and error.errno is not None:

@@ -54,12 +54,20 @@ def start_process_group(
     num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     backend = choose_backend(environment, num_gpus, backend)
     place = {"rank": environment.rank, "world_size": environment.world_size, "timeout": timeout}
-    if environment.launched:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-        store.set_timeout(timeout)
-    else:
-        store = dist.HashStore()
+    store = open_store(environment, timeout)
     dist.init_process_group(backend, store=dist.PrefixStore("ranks", store), **place)
+    return store
+
+
+def open_store(environment: Environment, timeout: timedelta) -> dist.Store:
+    """Connect to the store through which the ranks meet, without joining a process group.
+
+    `timeout` also applies to later requests. Raises `dist.DistError` if the store is not there.
+    """
+    if not environment.launched:
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
     return store
 
 

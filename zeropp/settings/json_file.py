@@ -1,42 +1,35 @@
-"""Strict reading of a DeepSpeed JSON: text to objects to checked sections, nothing left over.
+"""Strict reading of a DeepSpeed JSON: text to values by dotted key, each checked, none left over.
 
-Whatever is wrong ends with an `InputError` that names the place: file, line and column for text
-that is not JSON; the dotted key for a key that is unknown, given twice or of the wrong type.
+Every mistake raises an `InputError` that names its place: file, line and column for text that is
+not JSON; the dotted key for a key that is unknown, given twice or of the wrong type.
 """
 
 import difflib
 import json
-import types
-import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from zeropp.errors import InputError
-from zeropp.settings.schema import Key, Section, keys_of, shown
+from zeropp.settings.json_keys import JsonSection, Key, json_text
+from zeropp.settings.schema import settings_of
 
-# Old name -> (today's names, how the value is translated).
-RENAMED: Mapping[str, tuple[tuple[str, ...], Mapping[Any, Any] | None]] = types.MappingProxyType(
+_ZERO = "zero_optimization"
+_DEVICE = MappingProxyType({True: "cpu", False: "none"})
+# Old name -> (today's names, and what true and false mean; None: the value stays as it is).
+OLD_NAMES: Mapping[str, tuple[tuple[str, ...], Mapping[bool, Any] | None]] = MappingProxyType(
     {
         "bfloat16": (("bf16",), None),
-        "zero_optimization.cpu_offload": (
-            ("zero_optimization.offload_optimizer.device",),
-            types.MappingProxyType({True: "cpu", False: "none"}),
+        f"{_ZERO}.cpu_offload": ((f"{_ZERO}.offload_optimizer.device",), _DEVICE),
+        f"{_ZERO}.cpu_offload_param": ((f"{_ZERO}.offload_param.device",), _DEVICE),
+        f"{_ZERO}.cpu_offload_use_pin_memory": (
+            (f"{_ZERO}.offload_optimizer.pin_memory", f"{_ZERO}.offload_param.pin_memory"),
+            MappingProxyType({True: True, False: False}),
         ),
-        "zero_optimization.cpu_offload_param": (
-            ("zero_optimization.offload_param.device",),
-            types.MappingProxyType({True: "cpu", False: "none"}),
-        ),
-        "zero_optimization.cpu_offload_use_pin_memory": (
-            (
-                "zero_optimization.offload_optimizer.pin_memory",
-                "zero_optimization.offload_param.pin_memory",
-            ),
-            types.MappingProxyType({True: True, False: False}),
-        ),
-        "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
-            ("zero_optimization.stage3_gather_16bit_weights_on_model_save",),
+        f"{_ZERO}.stage3_gather_fp16_weights_on_model_save": (
+            (f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",),
             None,
         ),
     }
@@ -46,69 +39,66 @@ SHOWN_COLUMNS = 60  # on either side of a mistake
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What a file says: values by dotted key, the keys left to "auto", and old names met."""
+class JsonValues:
+    """What a JSON gives: values by dotted key, the keys set to "auto", and the old names in it.
+
+    `source` is what error messages call the JSON.
+    """
 
     values: Mapping[str, Any] = field(default_factory=dict)
-    auto: frozenset[str] = frozenset()
-    renamed: tuple[str, ...] = ()
+    auto_keys: frozenset[str] = frozenset()
+    old_names: tuple[str, ...] = ()
+    source: str = "configuration"
+
+    def assignment(self, dotted: str) -> str:
+        """A key and its value for a message, with the file's name."""
+        return f"{dotted} = {json_text(self.values[dotted])} in {self.source}"
 
 
-def read_json(source: Path | str | Mapping) -> tuple[Mapping, str]:
-    """The object in a file, a JSON text or a mapping, and the name to give it in errors.
+def read_json(source: Path | str | Mapping, root: type[JsonSection]) -> JsonValues:
+    """Every value in a file, a JSON text or a mapping, checked against the sections below `root`.
 
-    Raises `InputError` for a file that cannot be read and, with line, column and that line's
-    text, for one that is not JSON.
+    Raises `InputError` for a file that cannot be read; with line, column and that line's text for
+    one that is not JSON; with the dotted key for a wrong name or value.
     """
-    if isinstance(source, Mapping):
-        return source, "configuration"
-    if isinstance(source, str) and source.lstrip().startswith(("{", "[")):
-        return _parsed(source, "configuration"), "configuration"
+    content, name = _load(source)
     try:
-        text = Path(source).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as problem:
-        reason = getattr(problem, "strerror", None) or "it is not UTF-8 text"
-        raise InputError(f"cannot read the configuration {source}: {reason}") from None
-    return _parsed(text, str(source)), str(source)
+        return _Reader(root).read(content, name)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
 
 
-def read_sections(given: Mapping, root: type[Section]) -> Reading:
-    """Every value of a JSON object, checked for name and JSON type against `root`'s sections.
-
-    Raises `InputError` naming the dotted key.
-    """
-    return _translated(_read(given, root, root), root)
-
-
-def build(root: type[Section], values: Mapping[str, Any], prefix: str = "") -> Any:
+def build(root: type[JsonSection], values: Mapping[str, Any], prefix: str = "") -> Any:
     """A section, and those inside it, from values by dotted key; the rest take their defaults."""
     arguments = {}
-    for one in keys_of(root):
-        dotted = prefix + one.name
-        if one.section:
-            arguments[one.name] = build(one.section, values, dotted + ".")
+    for entry in settings_of(root):
+        dotted = prefix + entry.name
+        if entry.subsection:
+            arguments[entry.name] = build(entry.subsection, values, dotted + ".")
         elif dotted in values:
-            arguments[one.name] = values[dotted]
+            arguments[entry.name] = values[dotted]
     return root(**arguments)
 
 
-def all_keys(root: type[Section]) -> Iterator[Key]:
+def all_keys(root: type[JsonSection]) -> Iterator[Key]:
     """Every key below a section, sections themselves included."""
-    for one in keys_of(root):
-        yield one
-        if one.section:
-            yield from all_keys(one.section)
+    for entry in settings_of(root):
+        yield entry
+        if entry.subsection:
+            yield from all_keys(entry.subsection)
 
 
-def unknown(dotted: str, root: type[Section]) -> InputError:
+def unknown_key(dotted: str, root: type[JsonSection]) -> InputError:
     """The error for a key that does not exist, with the nearest one that does."""
-    known = {one.dotted for one in all_keys(root)} | set(RENAMED)
-    section, _, name = dotted.rpartition(".")
-    elsewhere = [one for one in known if one.rpartition(".")[2] == name]
-    siblings = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
-    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
-    anywhere = difflib.get_close_matches(dotted, sorted(known), n=1, cutoff=0.0)
-    nearest = elsewhere[:1] or [siblings[one] for one in close] or anywhere
+    names = {entry.dotted for entry in all_keys(root)} | set(OLD_NAMES)
+    section, _, last = dotted.rpartition(".")
+    elsewhere = [name for name in names if name.rpartition(".")[2] == last]
+    siblings = {
+        name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == section
+    }
+    close = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
+    anywhere = difflib.get_close_matches(dotted, sorted(names), n=1, cutoff=0.0)
+    nearest = elsewhere[:1] or [siblings[name] for name in close] or anywhere
     return InputError(f'unknown key "{dotted}"; the nearest known key is "{nearest[0]}"')
 
 
@@ -117,144 +107,170 @@ class _Object(dict):
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
-        seen: set[str] = set()
-        self.repeated = [name for name, _ in pairs if name in seen or seen.add(name)]
+        names: set[str] = set()
+        self.repeated: list[str] = []
+        for name, _ in pairs:
+            if name in names:
+                self.repeated.append(name)
+            names.add(name)
 
 
-def _read(given: Any, section: type[Section], root: type[Section]) -> Reading:
-    path = f"{section.path}." if section.path else ""
-    if not isinstance(given, Mapping):
-        where = section.path or "the top level"
-        raise InputError(f"{where} is {shown(given)}: expected an object, {{...}}")
-    for name in getattr(given, "repeated", ()):
-        raise InputError(f'"{path}{name}" is given twice; keep one')
-    by_name = {one.name: one for one in keys_of(section)}
-    result = Reading()
-    for name, value in given.items():
-        old = path + str(name)
-        if name in by_name:
-            result = _joined(result, _read_one(by_name[name], value, root))
-        elif old in RENAMED and value is not None:
-            result = _joined(result, Reading(values={old: value}, renamed=(old,)))
-        elif old not in RENAMED:
-            raise unknown(old, root)
-    return result
+def _load(source: Path | str | Mapping) -> tuple[Any, str]:
+    """The JSON value in a file, a text or a mapping, and the name for it in messages."""
+    if isinstance(source, Mapping):
+        return source, JsonValues.source
+    if isinstance(source, str) and source.lstrip().startswith(("{", "[")):
+        return _parse(source, JsonValues.source), JsonValues.source
+    try:
+        text = Path(source).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InputError(f"cannot read the configuration {source}: {reason}") from None
+    return _parse(text, str(source)), str(source)
 
 
-def _read_one(one: Key, value: Any, root: type[Section]) -> Reading:
-    if one.section:
-        # DeepSpeed's JSON may spell "no such section" as null.
-        return Reading() if value is None else _read(value, one.section, root)
-    if value == AUTO and one.facts.auto:
-        return Reading(auto=frozenset({one.dotted}))
-    if one.kind is Mapping and isinstance(value, Mapping):
-        for name in value:
-            if name not in one.facts.keys:
-                close = difflib.get_close_matches(str(name), one.facts.keys, n=1, cutoff=0.0)
-                nearest = f'; the nearest known key is "{one.dotted}.{close[0]}"' if close else ""
-                raise InputError(f'unknown key "{one.dotted}.{name}"{nearest}')
-        if not isinstance(value.get("enabled", True), bool):
-            wrong = shown(value["enabled"])
-            raise InputError(f"{one.dotted}.enabled = {wrong}: expected true or false")
-    value = _as_kind(value, one)
-    one.check(value)
-    return Reading(values={one.dotted: value})
+class _Reader:
+    """Collects the values of a JSON whose top level is the section `root`."""
+
+    def __init__(self, root: type[JsonSection]) -> None:
+        self._root = root
+        self._values: dict[str, Any] = {}
+        self._auto_keys: set[str] = set()
+        self._old_values: dict[str, Any] = {}
+
+    def read(self, content: Any, source: str) -> JsonValues:
+        """Everything in the top-level object; old names are replaced by today's."""
+        self._read_section(content, self._root)
+        for name, value in self._old_values.items():
+            self._translate(name, value)
+        return JsonValues(
+            values=self._values,
+            auto_keys=frozenset(self._auto_keys),
+            old_names=tuple(self._old_values),
+            source=source,
+        )
+
+    def _read_section(self, content: Any, section: type[JsonSection]) -> None:
+        path = f"{section.path}." if section.path else ""
+        if not isinstance(content, Mapping):
+            where = section.path or "the top level"
+            raise InputError(f"{where} is {json_text(content)}: expected an object, {{...}}")
+        for name in getattr(content, "repeated", ()):
+            raise InputError(f'"{path}{name}" is given twice; keep one')
+        by_name = {entry.name: entry for entry in settings_of(section)}
+        for name, value in content.items():
+            dotted = path + str(name)
+            if name in by_name:
+                self._read_value(by_name[name], value)
+            elif dotted not in OLD_NAMES:
+                raise unknown_key(dotted, self._root)
+            elif value is not None:
+                self._old_values[dotted] = value
+
+    def _read_value(self, entry: Key, value: Any) -> None:
+        if entry.subsection:
+            if value is not None:  # DeepSpeed's JSON may spell "no such section" as null
+                self._read_section(value, entry.subsection)
+        elif value == AUTO and entry.auto:
+            self._auto_keys.add(entry.dotted)
+        else:
+            if entry.keys and isinstance(value, Mapping):
+                _check_ignored_object(entry, value)
+            value = _to_setting_type(value, entry)
+            entry.check(value)
+            self._values[entry.dotted] = value
+
+    def _translate(self, old: str, value: Any) -> None:
+        """Take the value of an old name; raises `InputError` if today's name has one, too."""
+        names, meaning = OLD_NAMES[old]
+        if meaning is None:
+            translated = _Reader(self._root).read(_nest(names[0], value), old)
+        elif isinstance(value, bool):
+            translated = JsonValues(values=dict.fromkeys(names, meaning[value]))
+        else:
+            raise InputError(f"{old} = {json_text(value)}: expected true or false")
+        for name in translated.values.keys() & self._values.keys():
+            raise InputError(
+                f"{old} = {json_text(value)} is the old name of {name}, "
+                f"and {name} = {json_text(self._values[name])} is given too; keep the second"
+            )
+        self._values.update(translated.values)
+        self._auto_keys |= translated.auto_keys
 
 
-def _as_kind(value: Any, one: Key) -> Any:
-    """JSON's spelling of a value made ours: 5e8 for an integer, lists for tuples, any case."""
-    pair = typing.get_args(one.kind) if typing.get_origin(one.kind) is tuple else ()
-    kind = pair[0] if pair else one.kind
-    if pair and isinstance(value, list):
-        return tuple(_as_number(item, kind) for item in value)
-    if pair and type(value) in (int, float):
-        return (_as_number(value, kind),) * len(pair)
-    if isinstance(value, str) and kind is str:
-        same = [known for known in one.facts.choices if known.lower() == value.lower()]
-        return same[0] if same else value
-    return _as_number(value, kind)
+def _check_ignored_object(entry: Key, content: Mapping) -> None:
+    for name in content:
+        if name not in entry.keys:
+            nearest = difflib.get_close_matches(str(name), entry.keys, n=1, cutoff=0.0)
+            raise InputError(
+                f'unknown key "{entry.dotted}.{name}"; '
+                f'the nearest known key is "{entry.dotted}.{nearest[0]}"'
+            )
+    if not isinstance(content.get("enabled", True), bool):
+        wrong = json_text(content["enabled"])
+        raise InputError(f"{entry.dotted}.enabled = {wrong}: expected true or false")
 
 
-def _as_number(value: Any, kind: type) -> Any:
+def _to_setting_type(value: Any, entry: Key) -> Any:
+    """A JSON value in the type of its setting: 5e8 as an integer, lists as tuples, any case."""
+    if entry.count is None:
+        return _to_number(entry.canonical(value), entry.type)
+    if isinstance(value, list):
+        return tuple(_to_number(item, entry.type) for item in value)
+    if type(value) in (int, float):  # one number stands for all
+        return (_to_number(value, entry.type),) * entry.count
+    return value
+
+
+def _to_number(value: Any, kind: type) -> Any:
     if kind is int and type(value) is float and value.is_integer():
         return int(value)
     return float(value) if kind is float and type(value) is int else value
 
 
-def _joined(first: Reading, second: Reading) -> Reading:
-    return Reading(
-        values={**first.values, **second.values},
-        auto=first.auto | second.auto,
-        renamed=first.renamed + second.renamed,
-    )
-
-
-def _translated(reading: Reading, root: type[Section]) -> Reading:
-    """Old names replaced by today's; raises `InputError` where both are given."""
-    values = dict(reading.values)
-    auto = reading.auto
-    for old in reading.renamed:
-        names, spelling = RENAMED[old]
-        value = values.pop(old)
-        if spelling is None:
-            other = _read(_nested(names[0], value), root, root)
-        elif isinstance(value, bool):
-            other = Reading(values=dict.fromkeys(names, spelling[value]))
-        else:
-            raise InputError(f"{old} = {shown(value)}: expected true or false")
-        for name in other.values.keys() & values.keys():
-            raise InputError(
-                f"{old} = {shown(value)} is the old name of {name}, "
-                f"and {name} = {shown(values[name])} is given too; keep the second"
-            )
-        values.update(other.values)
-        auto |= other.auto
-    return replace(reading, values=values, auto=auto)
-
-
-def _nested(dotted: str, value: Any) -> dict:
+def _nest(dotted: str, value: Any) -> dict:
     """`{"a": {"b": value}}` for "a.b"."""
     for name in reversed(dotted.split(".")):
         value = {name: value}
     return value
 
 
-def _parsed(text: str, name: str) -> Mapping:
+def _parse(text: str, name: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_Object, parse_constant=_no_constant)
-    except json.JSONDecodeError as problem:
-        raise InputError(_not_json(text, name, problem)) from None
+        return json.loads(text, object_pairs_hook=_Object, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise InputError(_not_json(text, name, error)) from None
     except RecursionError:
         raise InputError(f"{name}: nested too deeply to be a configuration") from None
-    except InputError as problem:
-        raise InputError(f"{name}: {problem}") from None
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
 
 
-def _no_constant(word: str) -> None:
+def _refuse_constant(word: str) -> None:
     raise InputError(f"{word} is not a JSON value; write a finite number")
 
 
-def _not_json(text: str, name: str, problem: json.JSONDecodeError) -> str:
+def _not_json(text: str, name: str, error: json.JSONDecodeError) -> str:
     """File, line, column, what is wrong there, that line's text and a caret under the place."""
     if not text.strip():
         return f"{name}: the file is empty; expected a JSON object, at least {{}}"
-    at, what = _what_is_wrong(text, problem)
+    at, mistake = _find_mistake(text, error)
     line = text.count("\n", 0, at) + 1
     start = text.rfind("\n", 0, at) + 1
     column = at - start + 1
     first = max(0, column - 1 - SHOWN_COLUMNS)
     shown_line = text[start:].split("\n", 1)[0][first : column + SHOWN_COLUMNS]
     return (
-        f"{name}, line {line}, column {column}: not valid JSON: {what}\n"
+        f"{name}, line {line}, column {column}: not valid JSON: {mistake}\n"
         f"    {shown_line.rstrip().replace(chr(9), ' ')}\n"
         f"    {' ' * (column - 1 - first)}^"
     )
 
 
-def _what_is_wrong(text: str, problem: json.JSONDecodeError) -> tuple[int, str]:
+def _find_mistake(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
     """The place and the mistake, the same in every Python version."""
-    before = text[: problem.pos].rstrip()
-    rest = text[problem.pos :].lstrip()
+    before = text[: error.pos].rstrip()
+    rest = text[error.pos :].lstrip()
     if rest[:1] in ("}", "]") and before.endswith(","):
         return len(before) - 1, f'a comma before "{rest[0]}" with nothing after it'
     if rest.startswith(",") and rest[1:].lstrip()[:1] in ("}", "]"):
@@ -267,9 +283,9 @@ def _what_is_wrong(text: str, problem: json.JSONDecodeError) -> tuple[int, str]:
         return at, "JSON has no comments"
     if rest[0] == "'":
         return at, "strings are written with double quotes"
-    if problem.msg.startswith("Expecting ',' delimiter"):
+    if error.msg.startswith("Expecting ',' delimiter"):
         return at, "a comma is missing before this"
-    if problem.msg.startswith("Invalid control character"):
-        return problem.pos, "a string ends on the line it begins on"
-    words = problem.msg.removesuffix(" at").removesuffix(" starting")
+    if error.msg.startswith("Invalid control character"):
+        return error.pos, "a string ends on the line it begins on"
+    words = error.msg.removesuffix(" at").removesuffix(" starting")
     return at, words[:1].lower() + words[1:]

@@ -1,157 +1,211 @@
-"""What a configuration key is: a dataclass field with facts, checked when a section is made."""
+"""The settings engine: a setting is a dataclass field that carries its range, help and reasons.
 
+`setting` declares one, its type is the field's annotation, `settings_of` lists those of a section.
+The keys of DeepSpeed's JSON (`zeropp.settings.json_keys`) and the flags of a command line
+(`megatron_zpp.settings.flag`) are both settings; they differ in how a user writes them.
+"""
+
+import difflib
 import math
 import types
 import typing
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 from zeropp.errors import InputError
 
+TYPE_NAMES = MappingProxyType(
+    {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+)
+COUNT_NAMES = MappingProxyType({2: "two values, each ", 3: "three values, each ", "+": ""})
 
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What is known about one key besides its type and default.
 
-    `idle`: why it has no effect; `needs`: the key without which it has none; `refused`: values that
-    exist in DeepSpeed and not here, with the reason; `auto`: "auto" may stand for it; `keys`: the
-    names inside an object that is accepted whole and has no effect.
-    `in_engine`: what `idle` is under `zeropp.initialize` where that differs, "" if honoured.
+@dataclass(frozen=True)
+class NoEffect:
+    """Why a setting changes nothing: always, or `when` the complete configuration is such.
+
+    `in_engine` replaces `why` under `zeropp.initialize`; it is "" if the setting is honoured there.
     """
 
-    choices: tuple = ()
-    minimum: float | None = None
-    maximum: float | None = None
-    refused: Mapping[Any, str] = field(default_factory=dict)
-    idle: str = ""
-    needs: str = ""
-    auto: bool = False
-    keys: tuple[str, ...] = ()
+    why: str
+    when: Callable[[Any], bool] | None = None
     in_engine: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Key:
-    """One key of a section: its dotted name, its type without `None`, and its facts."""
+class Setting:
+    """One setting of a section.
+
+    `type` is that of one value; `count` is None for a single value, a number for exactly so many,
+    "+" for one or more; `optional` settings may be None. `refused` are values that exist elsewhere
+    and not here, with the reason.
+    """
 
     name: str
-    dotted: str
-    kind: Any
+    section: "type[Section]"
+    type: Any
+    count: int | str | None
     optional: bool
     default: Any
-    facts: Facts
+    help: str = ""
+    choices: tuple = ()
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    refused: Mapping[Any, str] = field(default_factory=dict)
+    no_effect: tuple[NoEffect, ...] = ()
 
-    @property
-    def section(self) -> "type[Section] | None":
-        """The class of the section under this key; `None` for a plain value."""
-        nested = isinstance(self.kind, type) and issubclass(self.kind, Section)
-        return self.kind if nested else None
+    def text(self, value: Any) -> str:
+        """One value as a user writes it."""
+        raise NotImplementedError
 
-    def check(self, value: Any) -> None:
-        """Raise `InputError`, naming key and value, unless `value` may stand here."""
+    def assignment(self, value: Any, name: str = "") -> str:
+        """The setting and a value as a user writes them, under `name` if that is given."""
+        raise NotImplementedError
+
+    def expected(self) -> str:
+        """What the value may be, in words."""
+        words = TYPE_NAMES.get(self.type, "an object")
+        if self.choices:
+            words = f"one of {', '.join(self.text(choice) for choice in self.choices)}"
+        elif self.minimum is not None and self.maximum is not None:
+            words += f" from {self.text(self.minimum)} to {self.text(self.maximum)}"
+        elif self.minimum is not None:
+            words += f" of at least {self.text(self.minimum)}"
+        elif self.above is not None:
+            words += f" above {self.text(self.above)}"
+        return COUNT_NAMES.get(self.count, "") + words
+
+    def canonical(self, value: Any) -> Any:
+        """`value`, or the choice that differs from it only in case or in - and _."""
+        if isinstance(value, str):
+            for choice in self.choices:
+                if isinstance(choice, str) and _plain(choice) == _plain(value):
+                    return choice
+        return value
+
+    def check(self, value: Any, name: str = "") -> None:
+        """Raise InputError unless `value` has the setting's type and is in its range.
+
+        The message calls the setting `name` if that is given.
+        """
         if value is None and self.optional:
             return
-        if not _is_of(value, self.kind):
-            raise InputError(f"{self.dotted} = {shown(value)}: expected {_expected(self)}")
-        values = value if isinstance(value, tuple) else (value,)
-        for one in values:
-            self._check_value(one)
+        if not self._has_type(value):
+            raise self._unexpected(value, self.expected(), name)
+        for item in value if isinstance(value, tuple) else (value,):
+            self._check_item(item, name)
 
-    def _check_value(self, value: Any) -> None:
-        facts = self.facts
-        if isinstance(value, str | int) and value in facts.refused:
-            raise InputError(f"{self.dotted} = {shown(value)}: {facts.refused[value]}")
-        outside = (facts.minimum is not None and value < facts.minimum) or (
-            facts.maximum is not None and value > facts.maximum
-        )
-        if outside or (facts.choices and value not in facts.choices):
-            raise InputError(f"{self.dotted} = {shown(value)}: expected {_expected(self)}")
+    def _check_item(self, value: Any, name: str) -> None:
+        if isinstance(value, str | int) and value in self.refused:
+            raise InputError(f"{self.assignment(value, name)}: {self.refused[value]}")
+        if self.choices and value not in self.choices:
+            raise self._unexpected(value, self.expected() + self._nearest_choice(value), name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self._unexpected(value, "a finite number", name)
+        if self.minimum is not None and value < self.minimum:
+            raise self._unexpected(value, f"at least {self.text(self.minimum)}", name)
+        if self.above is not None and value <= self.above:
+            raise self._unexpected(value, f"more than {self.text(self.above)}", name)
+        if self.maximum is not None and value > self.maximum:
+            raise self._unexpected(value, f"at most {self.text(self.maximum)}", name)
+
+    @property
+    def why_ignored(self) -> str:
+        """Why the setting never has an effect; "" if it may have one."""
+        return next((reason.why for reason in self.no_effect if reason.when is None), "")
+
+    def why_no_effect(self, config: Any, *, in_engine: bool = False) -> str:
+        """Why the setting changes nothing in a complete configuration; "" if it does."""
+        for reason in self.no_effect:
+            if reason.when is None or reason.when(config):
+                if in_engine and reason.in_engine is not None:
+                    return reason.in_engine
+                return reason.why
+        return ""
+
+    def _has_type(self, value: Any) -> bool:
+        if self.count is None:
+            return _is_instance(value, self.type)
+        if not isinstance(value, tuple) or self.count not in ("+", len(value)):
+            return False
+        return all(_is_instance(item, self.type) for item in value)
+
+    def _nearest_choice(self, value: Any) -> str:
+        close = difflib.get_close_matches(str(value), map(str, self.choices), n=1)
+        return f"; did you mean {self.text(close[0])}?" if close and self.type is str else ""
+
+    def _unexpected(self, value: Any, expected: str, name: str) -> InputError:
+        return InputError(f"{self.assignment(value, name)}: expected {expected}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One object of the JSON; constructing one checks every value in it (raises `InputError`)."""
+    """A group of settings: a frozen dataclass, built by keyword."""
 
-    path: ClassVar[str] = ""
+    def check(self) -> None:
+        """Raise InputError for a value of the wrong type or out of its setting's range."""
+        for entry in settings_of(type(self)):
+            entry.check(getattr(self, entry.name))
 
-    def __post_init__(self) -> None:
-        for one in keys_of(type(self)):
-            one.check(getattr(self, one.name))
+
+def setting(
+    kind: type[Setting],
+    default: Any,
+    help: str = "",
+    *,
+    no_effect: str | NoEffect | tuple[NoEffect, ...] = (),
+    hashed: bool = True,
+    **facts: Any,
+) -> Any:
+    """Declare a setting as a field of a `Section`; `facts` are further fields of `kind`."""
+    if isinstance(no_effect, str):
+        no_effect = NoEffect(no_effect)
+    if isinstance(no_effect, NoEffect):
+        no_effect = (no_effect,)
+    declared = dict(facts, help=help, no_effect=no_effect)
+    return field(default=default, hash=hashed, metadata={"kind": kind, "facts": declared})
 
 
 @cache
-def keys_of(section: type[Section]) -> tuple[Key, ...]:
-    """The keys of a section, in the order they are written down here."""
+def settings_of(section: type[Section]) -> tuple[Any, ...]:
+    """The settings of a section in the order of its fields."""
     hints = typing.get_type_hints(section)
-    found = []
-    for one in fields(section):
-        if "facts" in one.metadata:
-            kinds = typing.get_args(hints[one.name])
-            optional = types.NoneType in kinds
-            default = one.default if one.default is not MISSING else one.default_factory()
-            found.append(
-                Key(
-                    name=one.name,
-                    dotted=f"{section.path}.{one.name}".lstrip("."),
-                    kind=kinds[0] if optional else hints[one.name],
-                    optional=optional,
-                    default=default,
-                    facts=one.metadata["facts"],
-                )
-            )
-    return tuple(found)
+    return tuple(
+        entry.metadata["kind"](
+            name=entry.name,
+            section=section,
+            default=entry.default,
+            **_type_facts(hints[entry.name]),
+            **entry.metadata["facts"],
+        )
+        for entry in fields(section)
+        if "facts" in entry.metadata
+    )
 
 
-def key(default: Any, **facts: Any) -> Any:
-    """A field that is a JSON key; `facts` are those of `Facts`."""
-    described = Facts(**facts)
-    hashable = not described.keys
-    return field(default=default, hash=hashable, metadata={"facts": described})
+def _type_facts(hint: Any) -> dict[str, Any]:
+    """The type of one value, their number, and whether None is allowed, from an annotation."""
+    optional = isinstance(hint, types.UnionType)
+    if optional:
+        hint = typing.get_args(hint)[0]
+    count = None
+    if typing.get_origin(hint) is tuple:
+        parts = typing.get_args(hint)
+        count = "+" if Ellipsis in parts else len(parts)
+        hint = parts[0]
+    return {"type": hint, "count": count, "optional": optional}
 
 
-def idle(default: Any, reason: str, **facts: Any) -> Any:
-    """A field that is accepted and has no effect here, because of `reason`."""
-    return key(default, idle=reason, **facts)
-
-
-def shown(value: Any) -> str:
-    """A value as the JSON file would spell it."""
-    if isinstance(value, bool | None):
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(shown(one) for one in value)}]"
-    return str(dict(value)) if isinstance(value, Mapping) else str(value)
-
-
-def _is_of(value: Any, kind: Any) -> bool:
-    """Whether a value has a type, without Python's leniency: true is not 1, NaN is not a number."""
-    if typing.get_origin(kind) is tuple:
-        parts = typing.get_args(kind)
-        alike = isinstance(value, tuple) and len(value) == len(parts)
-        return alike and all(_is_of(one, part) for one, part in zip(value, parts, strict=True))
+def _is_instance(value: Any, kind: Any) -> bool:
+    """`isinstance` without Python's leniency: true is not 1; an integer may stand for a float."""
     if kind is float:
-        return type(value) in (int, float) and math.isfinite(value)
+        return type(value) in (int, float)
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
-def _expected(one: Key) -> str:
-    """What may stand for a key, in words."""
-    facts = one.facts
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-    pair = typing.get_origin(one.kind) is tuple
-    kind = typing.get_args(one.kind)[0] if pair else one.kind
-    words = names.get(kind, "an object")
-    if facts.choices:
-        words = f"one of {', '.join(shown(choice) for choice in facts.choices)}"
-    elif facts.minimum is not None and facts.maximum is not None:
-        words += f" from {facts.minimum} to {facts.maximum}"
-    elif facts.minimum is not None:
-        words += f" of at least {facts.minimum}"
-    elif facts.maximum is not None:
-        words += f" of at most {facts.maximum}"
-    words = f"two values, each {words}" if pair else words
-    return words + (" or null" if one.optional else "") + (' or "auto"' if facts.auto else "")
+def _plain(choice: str) -> str:
+    return choice.replace("_", "-").lower()

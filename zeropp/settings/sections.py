@@ -1,15 +1,15 @@
-"""Every key of a DeepSpeed JSON, as frozen sections: what each means here, or why it means nothing.
+"""The sections of a DeepSpeed JSON: what each key means here, or why it has no effect.
 
-One line per key. `key(default, ...)` is honoured; `idle(default, reason)` is accepted and said to
-have no effect; `refused={value: reason}` ends with an error. The facts beside a field are all there
-is: the reader, the checks, the notices and the tests work from them.
+`key(default, ...)` declares a key that is honoured, `ignored(default, reason)` one that is accepted
+and has no effect; `refused={value: reason}` lists values that are errors. The reader, the checks,
+the notices and the tests all work from these declarations.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zeropp.settings.schema import Section, idle, key
+from zeropp.settings.json_keys import JsonSection, ignored, key, needs
 
 BITS = (4, 8, 16)
 _BLOCKWISE = "FSDP2 gathers and reduces block by block, from one buffer per block"
@@ -24,36 +24,36 @@ _DEVICES = ("none", "cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffloadParam(Section):
+class OffloadParam(JsonSection):
     path: ClassVar[str] = "zero_optimization.offload_param"
 
     device: str = key("none", choices=_DEVICES, refused={"nvme": _NVME})
-    nvme_path: str | None = idle(None, _SWAPPER)
-    buffer_count: int = idle(5, _SWAPPER)
-    buffer_size: int = idle(100_000_000, _SWAPPER)
-    max_in_cpu: int = idle(1_000_000_000, _SWAPPER)
-    pin_memory: bool = key(False, needs="zero_optimization.offload_param.device")
+    nvme_path: str | None = ignored(None, _SWAPPER)
+    buffer_count: int = ignored(5, _SWAPPER)
+    buffer_size: int = ignored(100_000_000, _SWAPPER)
+    max_in_cpu: int = ignored(1_000_000_000, _SWAPPER)
+    pin_memory: bool = key(False, no_effect=needs("zero_optimization.offload_param.device"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffloadOptimizer(Section):
+class OffloadOptimizer(JsonSection):
     path: ClassVar[str] = "zero_optimization.offload_optimizer"
 
     device: str = key("none", choices=_DEVICES, refused={"nvme": _NVME})
-    nvme_path: str | None = idle(None, _SWAPPER)
-    buffer_count: int = idle(4, _SWAPPER)
-    pin_memory: bool = key(False, needs="zero_optimization.offload_optimizer.device")
-    pipeline: bool = idle(False, _SWAPPER)
-    pipeline_read: bool = idle(False, _SWAPPER)
-    pipeline_write: bool = idle(False, _SWAPPER)
-    fast_init: bool = idle(False, _SWAPPER)
+    nvme_path: str | None = ignored(None, _SWAPPER)
+    buffer_count: int = ignored(4, _SWAPPER)
+    pin_memory: bool = key(False, no_effect=needs("zero_optimization.offload_optimizer.device"))
+    pipeline: bool = ignored(False, _SWAPPER)
+    pipeline_read: bool = ignored(False, _SWAPPER)
+    pipeline_write: bool = ignored(False, _SWAPPER)
+    fast_init: bool = ignored(False, _SWAPPER)
     ratio: float = key(
-        1.0, minimum=0, maximum=1, needs="zero_optimization.offload_optimizer.device"
+        1.0, minimum=0, maximum=1, no_effect=needs("zero_optimization.offload_optimizer.device")
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroOptimization(Section):
+class ZeroOptimization(JsonSection):
     path: ClassVar[str] = "zero_optimization"
 
     stage: int = key(0, choices=(0, 1, 2, 3))
@@ -64,42 +64,44 @@ class ZeroOptimization(Section):
     offload_param: OffloadParam = key(OffloadParam())
     offload_optimizer: OffloadOptimizer = key(OffloadOptimizer())
 
-    reduce_bucket_size: int = idle(500_000_000, _BLOCKWISE, auto=True)
-    allgather_bucket_size: int = idle(500_000_000, _BLOCKWISE, auto=True)
-    contiguous_gradients: bool = idle(True, _BLOCKWISE)
-    reduce_scatter: bool = idle(True, _ONE_WAY)
-    allgather_partitions: bool = idle(True, _ONE_WAY)
-    use_multi_rank_bucket_allreduce: bool = idle(True, _ONE_WAY)
-    legacy_stage1: bool = idle(False, _ONE_WAY)
-    round_robin_gradients: bool = idle(False, "no gradient is copied to the CPU in turns")
-    overlap_comm: bool | None = idle(
+    reduce_bucket_size: int = ignored(500_000_000, _BLOCKWISE, auto=True)
+    allgather_bucket_size: int = ignored(500_000_000, _BLOCKWISE, auto=True)
+    contiguous_gradients: bool = ignored(True, _BLOCKWISE)
+    reduce_scatter: bool = ignored(True, _ONE_WAY)
+    allgather_partitions: bool = ignored(True, _ONE_WAY)
+    use_multi_rank_bucket_allreduce: bool = ignored(True, _ONE_WAY)
+    legacy_stage1: bool = ignored(False, _ONE_WAY)
+    round_robin_gradients: bool = ignored(False, "no gradient is copied to the CPU in turns")
+    overlap_comm: bool | None = ignored(
         None, "communication overlaps with computation wherever the device allows it"
     )
-    sub_group_size: int = idle(1_000_000_000, "the optimizer steps parameter by parameter")
-    ignore_unused_parameters: bool = idle(True, "parameters without a gradient are always skipped")
-    memory_efficient_linear: bool = idle(True, "PyTorch's own linear layer is used, unpatched")
-    load_from_fp32_weights: bool = idle(True, _CHECKPOINTS)
-    elastic_checkpoint: bool = idle(False, _CHECKPOINTS)
-    pipeline_loading_checkpoint: bool = idle(False, _CHECKPOINTS)
-    stage3_gather_16bit_weights_on_model_save: bool = idle(
+    sub_group_size: int = ignored(1_000_000_000, "the optimizer steps parameter by parameter")
+    ignore_unused_parameters: bool = ignored(
+        True, "parameters without a gradient are always skipped"
+    )
+    memory_efficient_linear: bool = ignored(True, "PyTorch's own linear layer is used, unpatched")
+    load_from_fp32_weights: bool = ignored(True, _CHECKPOINTS)
+    elastic_checkpoint: bool = ignored(False, _CHECKPOINTS)
+    pipeline_loading_checkpoint: bool = ignored(False, _CHECKPOINTS)
+    stage3_gather_16bit_weights_on_model_save: bool = ignored(
         False,
         "checkpoints stay sharded; tools/consolidate.py writes one 16-bit file",
         in_engine="engine.save_16bit_model gathers the weights whenever it is called",
     )
-    stage3_prefetch_bucket_size: int = idle(50_000_000, _PREFETCH, auto=True)
-    stage3_max_live_parameters: int = idle(1_000_000_000, _PREFETCH, auto=True)
-    stage3_max_reuse_distance: int = idle(1_000_000_000, _PREFETCH, auto=True)
-    stage3_module_granularity_threshold: int = idle(0, _PREFETCH)
-    stage3_use_all_reduce_for_fetch_params: bool = idle(False, _ONE_WAY)
-    stage3_param_persistence_threshold: int = idle(100_000, _FLAT, auto=True)
-    stage3_model_persistence_threshold: int | None = idle(None, _FLAT, auto=True)
+    stage3_prefetch_bucket_size: int = ignored(50_000_000, _PREFETCH, auto=True)
+    stage3_max_live_parameters: int = ignored(1_000_000_000, _PREFETCH, auto=True)
+    stage3_max_reuse_distance: int = ignored(1_000_000_000, _PREFETCH, auto=True)
+    stage3_module_granularity_threshold: int = ignored(0, _PREFETCH)
+    stage3_use_all_reduce_for_fetch_params: bool = ignored(False, _ONE_WAY)
+    stage3_param_persistence_threshold: int = ignored(100_000, _FLAT, auto=True)
+    stage3_model_persistence_threshold: int | None = ignored(None, _FLAT, auto=True)
     mics_shard_size: int = key(-1, choices=(-1, 0))  # MiCS: removed from DeepSpeed too
     mics_hierarchical_params_gather: bool = key(False, refused={True: _REMOVED})
-    zeropp_loco_param: Mapping | None = idle(None, _REMOVED, keys=("err_beta", "reset_T"))
+    zeropp_loco_param: Mapping | None = ignored(None, _REMOVED, keys=("err_beta", "reset_T"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp16(Section):
+class Fp16(JsonSection):
     path: ClassVar[str] = "fp16"
 
     enabled: bool = key(False, auto=True)
@@ -108,25 +110,25 @@ class Fp16(Section):
     loss_scale_window: int = key(1000, minimum=1, auto=True)  # steps without overflow
     hysteresis: int = key(2, minimum=1, auto=True)
     min_loss_scale: float = key(1.0, minimum=0, auto=True)
-    consecutive_hysteresis: bool = idle(
+    consecutive_hysteresis: bool = ignored(
         False, "hysteresis returns after loss_scale_window steps without overflow, as in Megatron"
     )
-    auto_cast: bool = idle(False, "FSDP2 casts the inputs by itself", auto=True)
+    auto_cast: bool = ignored(False, "FSDP2 casts the inputs by itself", auto=True)
     fp16_master_weights_and_grads: bool = key(
         False, refused={True: "the optimizer always works on fp32 weights and gradients"}
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bf16(Section):
+class Bf16(JsonSection):
     path: ClassVar[str] = "bf16"
 
     enabled: bool = key(False, auto=True)
-    immediate_grad_update: bool = idle(True, "gradients accumulate in fp32 as they arrive")
+    immediate_grad_update: bool = ignored(True, "gradients accumulate in fp32 as they arrive")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerParams(Section):
+class OptimizerParams(JsonSection):
     path: ClassVar[str] = "optimizer.params"
 
     lr: float | None = key(None, minimum=0, auto=True)
@@ -137,22 +139,22 @@ class OptimizerParams(Section):
     bias_correction: bool = key(True, refused={False: "Adam always corrects its bias here"})
     amsgrad: bool = key(False, refused={True: "AMSGrad is not available here"})
     torch_adam: bool = key(False)  # on CPUs
-    fused: bool = idle(False, "the fastest Adam of the device is used")
+    fused: bool = ignored(False, "the fastest Adam of the device is used")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer(Section):
+class Optimizer(JsonSection):
     """`Adam` and `AdamW` are the same here, as in DeepSpeed: decoupled weight decay."""
 
     path: ClassVar[str] = "optimizer"
 
     type: str | None = key(None, choices=("Adam", "AdamW"))
     params: OptimizerParams = key(OptimizerParams())
-    legacy_fusion: bool = idle(False, "the fastest Adam of the device is used")
+    legacy_fusion: bool = ignored(False, "the fastest Adam of the device is used")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerParams(Section):
+class SchedulerParams(JsonSection):
     path: ClassVar[str] = "scheduler.params"
 
     warmup_min_lr: float = key(0.0, minimum=0, auto=True)
@@ -166,7 +168,7 @@ class SchedulerParams(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scheduler(Section):
+class Scheduler(JsonSection):
     path: ClassVar[str] = "scheduler"
 
     type: str | None = key(None, choices=("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"))
@@ -177,23 +179,23 @@ _RECOMPUTE = "activations are recomputed by torch.utils.checkpoint, which has no
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActivationCheckpointing(Section):
+class ActivationCheckpointing(JsonSection):
     path: ClassVar[str] = "activation_checkpointing"
 
-    partition_activations: bool = idle(
+    partition_activations: bool = ignored(
         False, "activations are kept whole: there are no tensor-parallel ranks to split them over"
     )
-    cpu_checkpointing: bool = idle(False, "kept activations stay on the device")
-    contiguous_memory_optimization: bool = idle(False, _RECOMPUTE)
-    number_checkpoints: int | None = idle(
+    cpu_checkpointing: bool = ignored(False, "kept activations stay on the device")
+    contiguous_memory_optimization: bool = ignored(False, _RECOMPUTE)
+    number_checkpoints: int | None = ignored(
         None, "use --recompute-num-layers", minimum=1, in_engine=_RECOMPUTE
     )
-    synchronize_checkpoint_boundary: bool = idle(False, _RECOMPUTE)
-    profile: bool = idle(False, _RECOMPUTE)
+    synchronize_checkpoint_boundary: bool = ignored(False, _RECOMPUTE)
+    profile: bool = ignored(False, _RECOMPUTE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Zeropp(Section):
+class Zeropp(JsonSection):
     """What DeepSpeed's JSON cannot say.
 
     A node is `ranks_per_node` ranks, as launched by default. `nontrainable_weight_bits`: of frozen
@@ -206,13 +208,17 @@ class Zeropp(Section):
     path: ClassVar[str] = "zeropp"
 
     ranks_per_node: int | None = key(None, minimum=1)
-    weight_bits: int = key(8, choices=BITS, needs="zero_optimization.zero_quantized_weights")
+    weight_bits: int = key(
+        8, choices=BITS, no_effect=needs("zero_optimization.zero_quantized_weights")
+    )
     nontrainable_weight_bits: int = key(
-        8, choices=(8, 4), needs="zero_optimization.zero_quantized_nontrainable_weights"
+        8, choices=(8, 4), no_effect=needs("zero_optimization.zero_quantized_nontrainable_weights")
     )
     gradient_bits: tuple[int, int] = key(
-        (8, 4), choices=BITS, needs="zero_optimization.zero_quantized_gradients"
+        (8, 4), choices=BITS, no_effect=needs("zero_optimization.zero_quantized_gradients")
     )
     secondary_in_evaluation: bool = key(True)
     delayed_param_update: bool = key(False)
-    delayed_param_update_warmup: int = key(40, minimum=0, needs="zeropp.delayed_param_update")
+    delayed_param_update_warmup: int = key(
+        40, minimum=0, no_effect=needs("zeropp.delayed_param_update")
+    )

@@ -1,19 +1,22 @@
 """`ZeroConfig`: the whole DeepSpeed JSON, read strictly and frozen.
 
-Nothing is ignored in silence: a key is honoured, or `notices` says why it has no effect, or
-constructing the configuration raises `InputError`. What each key means is in `config_sections`;
-how the text is read is in `config_file`; which keys contradict each other is `RULES` below.
+Nothing is ignored silently: a key is honoured, or `notices` says why it has no effect, or
+constructing the configuration raises `InputError`. What each key means is in
+`zeropp.settings.sections`, how the text is read in `zeropp.settings.json_file`, and which keys
+contradict each other in `zeropp.settings.rules`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from zeropp.errors import InputError
-from zeropp.settings.json_file import RENAMED, all_keys, build, read_json, read_sections, unknown
-from zeropp.settings.schema import Key, Section, idle, key, keys_of, shown
+from zeropp.settings.json_file import OLD_NAMES, JsonValues, all_keys, build, read_json, unknown_key
+from zeropp.settings.json_keys import JsonSection, Key, NoEffect, ignored, json_text, key
+from zeropp.settings.rules import BATCH_KEYS, RULES
+from zeropp.settings.schema import settings_of
 from zeropp.settings.sections import (
     ActivationCheckpointing,
     Bf16,
@@ -37,19 +40,20 @@ _FORMATS = MappingProxyType(  # torch's name of each
 )
 _PRINTED = "the training script's own log settings decide what is printed and when"
 _WRITTEN = "the training script writes what it wants to see; the engine has the numbers"
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _MONITOR = ("enabled", "output_path", "job_name")
 _EXACT_MEAN = "gradients are averaged exactly, without an overflow on the way"
+_FP32_MEAN = NoEffect("stage 0 averages whole gradients in fp32", when=lambda c: c.stage == 0)
 _ANY_OPTIMIZER = "any torch optimizer may be used at any stage"
 _SCHEDULE = "the learning-rate schedule is the training script's (--lr-decay-style and its like)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroConfig(Section):
+class ZeroConfig(JsonSection):
     """The top level of the JSON; `ZeroConfig()` is ZeRO stage 0 in fp32.
 
-    `given` holds the dotted keys that a file gave a value, `auto` those it set to "auto" and that
-    nobody has filled since. Raises `InputError` for values that cannot be or contradict each other.
+    `file_keys` are the dotted keys that a file gave a value; `auto_keys` are those it set to "auto"
+    and that have not been given a value since; `old_names` are the outdated names it used. Raises
+    `InputError` for values out of range and for values that contradict each other.
     """
 
     path: ClassVar[str] = ""
@@ -58,75 +62,77 @@ class ZeroConfig(Section):
     train_micro_batch_size_per_gpu: int | None = key(None, minimum=1, auto=True)  # samples
     gradient_accumulation_steps: int | None = key(None, minimum=1, auto=True)
     gradient_clipping: float = key(0.0, minimum=0, auto=True)  # 0 means none
-    communication_data_type: str | None = key(None, choices=tuple(_FORMATS))
+    communication_data_type: str | None = key(None, choices=tuple(_FORMATS), no_effect=_FP32_MEAN)
     zero_optimization: ZeroOptimization = key(ZeroOptimization())
     zeropp: Zeropp = key(Zeropp())
     fp16: Fp16 = key(Fp16())
     bf16: Bf16 = key(Bf16())
     optimizer: Optimizer = key(Optimizer())
-    scheduler: Scheduler = idle(Scheduler(), _SCHEDULE, in_engine="")
+    scheduler: Scheduler = ignored(Scheduler(), _SCHEDULE, in_engine="")
     activation_checkpointing: ActivationCheckpointing = key(ActivationCheckpointing())
 
-    prescale_gradients: bool = idle(False, _EXACT_MEAN)
-    gradient_predivide_factor: float = idle(1.0, _EXACT_MEAN)
-    seq_parallel_communication_data_type: str | None = idle(None, "no sequence is split over ranks")
-    sparse_gradients: bool = idle(False, "embedding gradients are dense, and sharded like all")
-    disable_allgather: bool = idle(False, "weights are gathered block by block")
-    zero_allow_untested_optimizer: bool = idle(False, _ANY_OPTIMIZER)
-    zero_force_ds_cpu_optimizer: bool = idle(True, _ANY_OPTIMIZER)
-    graph_harvesting: bool = idle(False, "no CUDA graphs are captured")
-    dataloader_drop_last: bool = idle(False, "every rank always gets full batches")
-    steps_per_print: int | None = idle(None, "use --log-interval", minimum=1, in_engine="")
-    wall_clock_breakdown: bool = idle(False, "use --timing-log-level", in_engine=_PRINTED)
-    memory_breakdown: bool = idle(False, _PRINTED)
-    dump_state: bool = idle(False, _PRINTED)
-    tensorboard: Mapping | None = idle(
+    prescale_gradients: bool = ignored(False, _EXACT_MEAN)
+    gradient_predivide_factor: float = ignored(1.0, _EXACT_MEAN)
+    seq_parallel_communication_data_type: str | None = ignored(
+        None, "no sequence is split over ranks"
+    )
+    sparse_gradients: bool = ignored(False, "embedding gradients are dense, and sharded like all")
+    disable_allgather: bool = ignored(False, "weights are gathered block by block")
+    zero_allow_untested_optimizer: bool = ignored(False, _ANY_OPTIMIZER)
+    zero_force_ds_cpu_optimizer: bool = ignored(True, _ANY_OPTIMIZER)
+    graph_harvesting: bool = ignored(False, "no CUDA graphs are captured")
+    dataloader_drop_last: bool = ignored(False, "every rank always gets full batches")
+    steps_per_print: int | None = ignored(None, "use --log-interval", minimum=1, in_engine="")
+    wall_clock_breakdown: bool = ignored(False, "use --timing-log-level", in_engine=_PRINTED)
+    memory_breakdown: bool = ignored(False, _PRINTED)
+    dump_state: bool = ignored(False, _PRINTED)
+    tensorboard: Mapping | None = ignored(
         None, "use --tensorboard-dir", keys=_MONITOR, in_engine=_WRITTEN
     )
-    wandb: Mapping | None = idle(
+    wandb: Mapping | None = ignored(
         None,
         "use --wandb-project and its like",
         keys=("enabled", "group", "team", "project"),
         in_engine=_WRITTEN,
     )
-    csv_monitor: Mapping | None = idle(None, _PRINTED, keys=_MONITOR)
-    flops_profiler: Mapping | None = idle(
+    csv_monitor: Mapping | None = ignored(None, _PRINTED, keys=_MONITOR)
+    flops_profiler: Mapping | None = ignored(
         None,
         "use --log-throughput",
         keys=("enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules")
         + ("detailed", "output_file"),
         in_engine="operations are not counted",
     )
-    comms_logger: Mapping | None = idle(
+    comms_logger: Mapping | None = ignored(
         None, _PRINTED, keys=("enabled", "verbose", "prof_all", "debug", "prof_ops")
     )
-    checkpoint: Mapping | None = idle(
+    checkpoint: Mapping | None = ignored(
         None,
         "checkpoints are always complete, and load at any number of ranks",
         keys=("tag_validation", "load_universal", "use_node_local_storage", "parallel_write")
         + ("writer",),
     )
-    data_types: Mapping | None = idle(
+    data_types: Mapping | None = ignored(
         None, "gradients are accumulated in fp32", keys=("grad_accum_dtype",)
     )
-    aio: Mapping | None = idle(
+    aio: Mapping | None = ignored(
         None,
         "only NVMe offload reads it, and it is not available here",
         keys=("block_size", "queue_depth", "thread_count", "intra_op_parallelism")
         + ("single_submit", "overlap_events", "use_gds"),
     )
 
-    given: frozenset[str] = frozenset()
-    auto: frozenset[str] = frozenset()
-    renamed: tuple[str, ...] = ()
+    file_keys: frozenset[str] = frozenset()
+    auto_keys: frozenset[str] = frozenset()
+    old_names: tuple[str, ...] = ()
     source: str = field(default="configuration", compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for rule in RULES:
             if rule.broken(self):
-                named = " and ".join(f"{one} = {shown(self.value(one))}" for one in rule.keys)
-                raise InputError(f"{named}: {rule.why}")
+                values = [f"{name} = {json_text(self.value(name))}" for name in rule.keys]
+                raise InputError(f"{' and '.join(values)}: {rule.why}")
 
     @classmethod
     def from_json(
@@ -134,24 +140,32 @@ class ZeroConfig(Section):
     ) -> "ZeroConfig":
         """The configuration in a file, a JSON text or a mapping.
 
-        `defaults` (by dotted key, `None` to leave out) are the values, flags say, of keys that the
-        source leaves out or sets to "auto". Raises `InputError` naming the place and what to do.
+        `defaults` are values by dotted key for keys that the source leaves out or sets to "auto";
+        `None` stands for no default. Raises `InputError` naming the place and what to do.
         """
-        given, name = read_json(source)
+        return cls.from_values(read_json(source, cls), defaults)
+
+    @classmethod
+    def from_values(
+        cls, file: JsonValues, defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> "ZeroConfig":
+        """The configuration in a JSON that has been read, as `from_json` makes it."""
+        filled = {
+            name: value
+            for name, value in defaults.items()
+            if value is not None and name not in file.values
+        }
         try:
-            reading = read_sections(given, cls)
-            here = frozenset(reading.values)
-            filled = {k: v for k, v in defaults.items() if v is not None and k not in here}
-            config = build(cls, {**_known(filled), **reading.values})
-            return replace(
-                config,
-                given=here,
-                auto=reading.auto - filled.keys(),
-                renamed=reading.renamed,
-                source=name,
-            )
-        except InputError as problem:
-            raise InputError(f"{name}: {problem}") from None
+            config = build(cls, {**_require_known(filled), **file.values})
+        except InputError as error:
+            raise InputError(f"{file.source}: {error}") from None
+        return replace(
+            config,
+            file_keys=frozenset(file.values),
+            auto_keys=file.auto_keys - filled.keys(),
+            old_names=file.old_names,
+            source=file.source,
+        )
 
     @property
     def stage(self) -> int:
@@ -188,7 +202,7 @@ class ZeroConfig(Section):
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """One line for each given key that is an old name or has no effect here, and why."""
+        """A line for each key in the file that has an old name or no effect here, and why."""
         return self._notices(in_engine=False)
 
     @property
@@ -197,45 +211,58 @@ class ZeroConfig(Section):
         return self._notices(in_engine=True)
 
     @property
-    def unfilled(self) -> tuple[str, ...]:
-        """Keys left to "auto" that `zeropp.initialize` needs, but batch sizes it can work out."""
-        auto = (one for one in all_keys(ZeroConfig) if one.dotted in self.auto)
-        needed = (one.dotted for one in auto if not self._why_idle(one, in_engine=True))
-        return tuple(one for one in needed if one not in _BATCH)
+    def unresolved_auto_keys(self) -> tuple[str, ...]:
+        """Keys left to "auto" that `zeropp.initialize` needs; it can work out the batch sizes."""
+        return tuple(
+            entry.dotted
+            for entry in all_keys(ZeroConfig)
+            if entry.dotted in self.auto_keys
+            and entry.dotted not in BATCH_KEYS
+            and not entry.why_no_effect(self, in_engine=True)
+        )
 
     def _notices(self, *, in_engine: bool) -> tuple[str, ...]:
-        lines = [f"{old} is an old name of {' and '.join(RENAMED[old][0])}" for old in self.renamed]
-        silenced: tuple[str, ...] = ()
-        for one in all_keys(ZeroConfig):
-            if not one.dotted.startswith(silenced or "\0") and self._was_given(one):
-                reason = self._why_idle(one, in_engine=in_engine)
-                if reason:
-                    lines.append(f"{one.dotted} has no effect here: {reason}")
-                    silenced += (f"{one.dotted}.",)
+        lines = [
+            f"{old} is an old name of {' and '.join(OLD_NAMES[old][0])}" for old in self.old_names
+        ]
+        ignored_sections: tuple[str, ...] = ()
+        for entry in all_keys(ZeroConfig):
+            if entry.dotted.startswith(ignored_sections) or not self._in_file(entry):
+                continue
+            reason = entry.why_no_effect(self, in_engine=in_engine)
+            if reason:
+                lines.append(f"{entry.dotted} has no effect here: {reason}")
+                ignored_sections += (f"{entry.dotted}.",)
         return tuple(lines)
 
     def value(self, dotted: str) -> Any:
         """The value under a dotted key; raises `InputError` for one that does not exist."""
-        found: Any = self
+        value: Any = self
         for name in dotted.split("."):
-            if not isinstance(found, Section) or name not in {o.name for o in keys_of(type(found))}:
-                raise unknown(dotted, ZeroConfig)
-            found = getattr(found, name)
-        return found
+            is_section = isinstance(value, JsonSection)
+            if not is_section or name not in {entry.name for entry in settings_of(type(value))}:
+                raise unknown_key(dotted, ZeroConfig)
+            value = getattr(value, name)
+        return value
 
     def with_values(self, values: Mapping[str, Any]) -> "ZeroConfig":
-        """A copy with other values, by dotted key; `given` stays what the file gave."""
-        merged = {**self._leaves(), **_known(values)}
-        kept = {one: getattr(self, one) for one in ("given", "renamed", "source")}
-        return replace(build(ZeroConfig, merged), auto=self.auto - values.keys(), **kept)
+        """A copy with other values, by dotted key; `file_keys` stay what the file gave."""
+        current = {entry.dotted: self.value(entry.dotted) for entry in _value_keys()}
+        return replace(
+            build(ZeroConfig, {**current, **_require_known(values)}),
+            file_keys=self.file_keys,
+            auto_keys=self.auto_keys - values.keys(),
+            old_names=self.old_names,
+            source=self.source,
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON that gives these values: every key that was given or is not at its default."""
+        """The JSON that gives these values: every key in the file or not at its default."""
         result: dict[str, Any] = {}
-        for one in _leaf_keys():
-            value = self.value(one.dotted)
-            if one.dotted in self.given or value != one.default:
-                *sections, name = one.dotted.split(".")
+        for entry in _value_keys():
+            value = self.value(entry.dotted)
+            if entry.dotted in self.file_keys or value != entry.default:
+                *sections, name = entry.dotted.split(".")
                 inside = result
                 for section in sections:
                     inside = inside.setdefault(section, {})
@@ -262,126 +289,32 @@ class ZeroConfig(Section):
             raise InputError(_batch_error(self, world_size))
         return train, micro, steps
 
-    def _was_given(self, one: Key) -> bool:
-        inside = f"{one.dotted}."
-        named = self.given | self.auto
-        return one.dotted in named or any(other.startswith(inside) for other in named)
-
-    def _why_idle(self, one: Key, *, in_engine: bool) -> str:
-        if in_engine and one.facts.in_engine is not None:
-            return one.facts.in_engine
-        if one.facts.idle:
-            return one.facts.idle
-        if one.dotted == "communication_data_type" and self.stage == 0:
-            return "stage 0 averages whole gradients in fp32"
-        needs = one.facts.needs
-        if needs and self.value(needs) in (False, "none"):
-            return f"it needs {needs}"
-        return ""
-
-    def _leaves(self) -> dict[str, Any]:
-        return {one.dotted: self.value(one.dotted) for one in _leaf_keys()}
+    def _in_file(self, entry: Key) -> bool:
+        inside = f"{entry.dotted}."
+        names = self.file_keys | self.auto_keys
+        return entry.dotted in names or any(name.startswith(inside) for name in names)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """Keys whose values cannot stand together, when, and why."""
-
-    keys: tuple[str, ...]
-    broken: Callable[[ZeroConfig], bool]
-    why: str
+def _value_keys() -> list[Key]:
+    return [entry for entry in all_keys(ZeroConfig) if entry.subsection is None]
 
 
-_STAGE = "zero_optimization.stage"
-_ZERO = "zero_optimization."
-RULES = (
-    Rule(
-        keys=("fp16.enabled", "bf16.enabled"),
-        broken=lambda c: c.fp16.enabled and c.bf16.enabled,
-        why="only one of them can be true",
-    ),
-    Rule(
-        keys=(_ZERO + "zero_hpz_partition_size", _STAGE),
-        broken=lambda c: c.zero_optimization.zero_hpz_partition_size > 1 and c.stage != 3,
-        why="hpZ keeps a second copy of gathered weights, so it needs stage 3",
-    ),
-    Rule(
-        keys=(_ZERO + "zero_quantized_weights", _STAGE),
-        broken=lambda c: c.zero_optimization.zero_quantized_weights and c.stage == 0,
-        why="stage 0 gathers no weights to quantize; it needs stage 1, 2 or 3",
-    ),
-    Rule(
-        keys=(_ZERO + "zero_quantized_gradients", _STAGE),
-        broken=lambda c: c.zero_optimization.zero_quantized_gradients and c.stage == 0,
-        why="stage 0 shards no gradients to quantize; it needs stage 1, 2 or 3",
-    ),
-    Rule(
-        keys=(_ZERO + "zero_quantized_nontrainable_weights", _STAGE),
-        broken=lambda c: c.zero_optimization.zero_quantized_nontrainable_weights and c.stage == 0,
-        why="stage 0 shards no weights; it needs stage 1, 2 or 3",
-    ),
-    Rule(
-        keys=(_ZERO + "offload_optimizer.device", _STAGE),
-        broken=lambda c: c.zero_optimization.offload_optimizer.device != "none" and c.stage == 0,
-        why="offload moves a rank's shard to the CPU; stage 0 has none, stages 1, 2 and 3 have",
-    ),
-    Rule(
-        keys=(_ZERO + "offload_param.device", _STAGE),
-        broken=lambda c: c.zero_optimization.offload_param.device != "none" and c.stage != 3,
-        why="only stage 3 shards the weights that would be moved to the CPU",
-    ),
-    Rule(
-        keys=(_ZERO + "offload_param.device", _ZERO + "offload_optimizer.device"),
-        broken=lambda c: c.offloads_weights and not c.offloads_optimizer,
-        why="weights on the CPU are updated there: it needs the optimizer on the CPU too",
-    ),
-    Rule(
-        keys=(_ZERO + "offload_param.device", _ZERO + "offload_optimizer.ratio"),
-        broken=lambda c: c.offloads_weights and c.zero_optimization.offload_optimizer.ratio < 1,
-        why="a part of the optimizer on the device needs its weights there",
-    ),
-    Rule(
-        keys=(_ZERO + "zero_quantized_nontrainable_weights", _ZERO + "offload_param.device"),
-        broken=lambda c: c.stores_frozen and c.offloads_weights,
-        why="frozen weights that are stored quantized stay on the device",
-    ),
-    Rule(
-        keys=("zeropp.delayed_param_update", _ZERO + "offload_optimizer.device"),
-        broken=lambda c: c.zeropp.delayed_param_update and not c.offloads_optimizer,
-        why="the update that runs beside the next step is the CPU's; it needs the optimizer there",
-    ),
-    Rule(
-        keys=_BATCH,
-        broken=lambda c: (
-            (c.train_batch_size or 0)
-            % ((c.train_micro_batch_size_per_gpu or 1) * (c.gradient_accumulation_steps or 1))
-            != 0
-        ),
-        why="the first must be the product of the other two and the number of ranks",
-    ),
-)
-
-
-def _leaf_keys() -> list[Key]:
-    return [one for one in all_keys(ZeroConfig) if one.section is None]
-
-
-def _known(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    leaves = {one.dotted for one in _leaf_keys()}
-    for dotted in values.keys() - leaves:
-        raise unknown(dotted, ZeroConfig)
+def _require_known(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    names = {entry.dotted for entry in _value_keys()}
+    for dotted in values.keys() - names:
+        raise unknown_key(dotted, ZeroConfig)
     return values
 
 
 def _batch_error(config: ZeroConfig, world_size: int) -> str:
-    parts = [f"train_batch_size = {config.train_batch_size}: expected"]
-    known = []
-    for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        if config.value(name) is not None:
-            known.append((config.value(name), f"{name} = {config.value(name)}"))
+    factors = [
+        (config.value(name), f"{name} = {config.value(name)}")
+        for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        if config.value(name) is not None
+    ]
     product = world_size
-    for number, _ in known:
+    for number, _ in factors:
         product *= number
-    words = " x ".join([words for _, words in known] + [f"{world_size} ranks"])
-    exactly = "exactly" if len(known) == 2 else "a multiple of"
-    return " ".join([*parts, exactly, f"{product} ({words})"])
+    words = " x ".join([*(words for _, words in factors), f"{world_size} ranks"])
+    relation = "exactly" if len(factors) == 2 else "a multiple of"
+    return f"train_batch_size = {config.train_batch_size}: expected {relation} {product} ({words})"

@@ -1,6 +1,6 @@
-"""Whether a model can be sharded, asked before anything of it is changed.
+"""Checks that a model can be sharded, made before anything in it is changed.
 
-FSDP2 finds some of this only in the first forward pass, and says it in words of its own.
+FSDP2 reports some of these problems only in the first forward pass, and less clearly.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ def require_shardable(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             raise InputError(f"the model given to zeropp.shard, {where}, is sharded already: "
                              "give a new one")  # fmt: skip
     for name, parameter in model.named_parameters():
-        _require_known(name, parameter)
+        _require_plain(name, parameter)
     owners: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     trained: dict[nn.Module, tuple[torch.dtype, str]] = {}
     for unit, name, parameter in _by_unit(model, frozenset(blocks), model):
@@ -30,8 +30,8 @@ def require_shardable(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             _require_one_type(*trained.setdefault(unit, (parameter.dtype, name)), parameter, name)
 
 
-def _require_known(name: str, parameter: nn.Parameter) -> None:
-    """Only plain parameters of floating-point numbers can be gathered as numbers."""
+def _require_plain(name: str, parameter: nn.Parameter) -> None:
+    """Require a contiguous floating-point `nn.Parameter`."""
     kind = type(parameter)
     if kind not in (nn.Parameter, DTensor):
         raise InputError(
@@ -52,7 +52,7 @@ def _require_known(name: str, parameter: nn.Parameter) -> None:
 
 
 def _require_one_unit(first: nn.Module, first_name: str, unit: nn.Module, name: str) -> None:
-    """A weight that two units share would be two weights once they are sharded."""
+    """Require that a weight belongs to one unit: sharding would turn a shared one into two."""
     if unit is not first:
         raise InputError(
             f"{first_name} and {name} are one parameter in two units that are gathered apart: "
@@ -63,7 +63,7 @@ def _require_one_unit(first: nn.Module, first_name: str, unit: nn.Module, name: 
 def _require_one_type(
     dtype: torch.dtype, first_name: str, parameter: nn.Parameter, name: str
 ) -> None:
-    """The gradients of a unit are averaged in one buffer."""
+    """Require one dtype per unit, because a unit's gradients are averaged in one buffer."""
     if parameter.dtype != dtype:
         raise InputError(
             f"{first_name} is {dtype} and {name} {parameter.dtype}: the parameters of a unit that "
@@ -75,7 +75,7 @@ def _require_one_type(
 def _by_unit(
     module: nn.Module, units: frozenset[nn.Module], unit: nn.Module, prefix: str = ""
 ) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """(unit, name, parameter) of every place of a parameter: the innermost unit it is in."""
+    """Yield (innermost unit, name, parameter) for every name of a parameter."""
     unit = module if module in units else unit
     for name, parameter in module.named_parameters(recurse=False):
         yield unit, prefix + name, parameter

@@ -1,7 +1,7 @@
-"""What a step will send, by formula: from the routes and the shapes, before anything is sent.
+"""The bytes a step will send, computed from routes and shapes before anything is sent.
 
-The ledger (`zeropp.wire.traffic`) counts what was sent; both must agree. Gathers per step of n
-micro-batches: at stage 3 each block once for forward and once for backward of every micro-batch,
+The ledger (`zeropp.wire.traffic`) counts what was sent, and tests compare the two. Gathers per step
+of n micro-batches: at stage 3 each block once in forward and once in backward of every micro-batch,
 the root once for both; at stages 1 and 2 every unit once. Where hpZ keeps a copy, only the first
 gather of a step has an outer hop. Gradients are averaged once per micro-batch, at stages 0 and 1
 once per step.
@@ -19,7 +19,7 @@ from zeropp.wire.collectives import gradient_layouts, weight_layout
 from zeropp.wire.route import Hop, Nodes, Route
 from zeropp.wire.traffic import HOPS, PURPOSES
 
-REDUCED_WHOLE = torch.float32  # what stage 0 all-reduces
+REDUCED_WHOLE = torch.float32  # the dtype in which stage 0 all-reduces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Forecast:
     wire_dtype: torch.dtype
 
     def rank(self, position: int, num_micro_batches: int = 1) -> dict[tuple[str, str], int]:
-        """Bytes that the rank at `position` sends per step, by (purpose, hop)."""
+        """Return the bytes that the rank at `position` sends per step, by (purpose, hop)."""
         sent: Counter[tuple[str, str]] = Counter()
         for index, pieces in enumerate(self.units):
             is_root = index == len(self.units) - 1
@@ -44,9 +44,11 @@ class Forecast:
         return {(purpose, hop): sent[purpose, hop] for purpose in PURPOSES for hop in HOPS}
 
     def node(self, num_micro_batches: int = 1) -> dict[tuple[str, str], float]:
-        """Bytes that the ranks of a node send per step, by (purpose, hop): the mean of all nodes.
+        """Return the bytes that a node's ranks send per step, by (purpose, hop): the mean over
+        nodes.
 
-        Nodes differ only where hops begin in the middle of one; after `period` ranks all repeats.
+        Nodes differ only if hops begin in the middle of a node; the pattern repeats after `period`
+        ranks.
         """
         per_node = self.weights.nodes.ranks_per_node
         period = lcm(per_node, self.weights.inner)
@@ -56,12 +58,14 @@ class Forecast:
         return {key: sent * per_node / period for key, sent in total.items()}
 
     def plain(self) -> "PlainForecast":
-        """What the same stage would send for the same shapes without any of this."""
-        same = {field.name: getattr(self, field.name) for field in fields(self)}
+        """Return the forecast of the same stage and shapes under plain FSDP2."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         nodes = self.weights.nodes
         flat = Route(nodes=nodes, inner=nodes.num_ranks)
-        units = tuple(tuple(replace(p, packed_bytes=0) for p in pieces) for pieces in self.units)
-        return PlainForecast(**same | {"weights": flat, "gradients": flat, "units": units})
+        units = tuple(
+            tuple(replace(piece, packed_bytes=0) for piece in pieces) for pieces in self.units
+        )
+        return PlainForecast(**values | {"weights": flat, "gradients": flat, "units": units})
 
     def _unit(
         self, pieces: tuple[Piece, ...], is_root: bool, position: int, num_micro_batches: int
@@ -75,7 +79,7 @@ class Forecast:
         for times, purpose in ((forward, "weights_forward"), (backward, "weights_backward")):
             first = 1 if purpose == "weights_forward" else 0
             yield purpose, self._gather(pieces, position, times, first)
-        trainable = tuple(one for one in pieces if one.trainable)
+        trainable = tuple(piece for piece in pieces if piece.trainable)
         yield "gradients", self._mean(trainable, position, means)
 
     def _gather(
@@ -83,13 +87,13 @@ class Forecast:
     ) -> dict[str, int]:
         route, sent = self.weights, Counter()
         row = weight_layout(pieces, route, self.compute_dtype).packed_bytes
-        if route.is_flat or any(one.packed_bytes for one in pieces):
+        if route.is_flat or any(piece.packed_bytes for piece in pieces):
             width = self.compute_dtype.itemsize
-            row = sum(one.packed_bytes or width * one.elements for one in pieces)
+            row = sum(piece.packed_bytes or width * piece.elements for piece in pieces)
         if route.outer > 1:
             crossings = first if route.keeps else times
-            if route.keeps and not any(one.trainable for one in pieces):
-                crossings = 0  # but once in the run: nothing ever changes these weights
+            if route.keeps and not any(piece.trainable for piece in pieces):
+                crossings = 0  # these weights never change: they cross once in the whole run
             _add(sent, route.outer_hop(position).gather_bytes(position, row), crossings)
         if route.inner > 1:
             arrived = row * route.outer
@@ -108,29 +112,30 @@ class Forecast:
         return sent
 
     def _all_reduce(self, pieces: tuple[Piece, ...], position: int) -> dict[str, int]:
-        """A ring's: it sends each rank's share of the buffer on, twice around."""
+        """Count a ring all-reduce: it passes each rank's share of the buffer around twice."""
         nodes = self.weights.nodes
-        whole = sum(one.elements for one in pieces if one.trainable) * REDUCED_WHOLE.itemsize
+        elements = sum(piece.elements for piece in pieces if piece.trainable)
+        whole = elements * REDUCED_WHOLE.itemsize
         everyone = Hop(members=tuple(range(nodes.num_ranks)), nodes=nodes)
         return everyone.gather_bytes(position, round(2 * whole / nodes.num_ranks))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainForecast(Forecast):
-    """ZeRO as FSDP2 runs it alone: nothing quantized, each collective one ring over all ranks."""
+    """ZeRO under plain FSDP2: nothing quantized, each collective one ring over all ranks."""
 
     def _mean(self, pieces: tuple[Piece, ...], position: int, times: int) -> dict[str, int]:
-        """A ring's reduce-scatter sends on as many slices as its all-gather sends shards."""
-        row = sum(one.elements for one in pieces) * self.wire_dtype.itemsize
+        """Count a ring reduce-scatter, which sends as many slices as an all-gather sends shards."""
+        row = sum(piece.elements for piece in pieces) * self.wire_dtype.itemsize
         sent: Counter[str] = Counter()
         _add(sent, self.weights.inner_hop(position).gather_bytes(position, row), times)
         return sent
 
 
 def routes_of_one_rank() -> tuple[Route, Route]:
-    """The routes where nothing is sent."""
-    alone = Route(nodes=Nodes(num_ranks=1, ranks_per_node=1), inner=1)
-    return alone, alone
+    """Return the routes of weights and gradients on one rank, which send nothing."""
+    route = Route(nodes=Nodes(num_ranks=1, ranks_per_node=1), inner=1)
+    return route, route
 
 
 def _add(total: Counter, by_hop: dict[str, int], times: int) -> None:

@@ -1,8 +1,8 @@
-"""Tensors that were written down by `zeropp.zero.Init` get memory: one at a time, shard by shard.
+"""Memory for tensors that `zeropp.zero.Init` recorded: one tensor at a time, shard by shard.
 
-`set_aside` leaves tensors of the meta device in their places, which any sharding takes; `fill`
-then makes each on the first rank, sends it to the others, and every rank keeps its shard. No rank
-holds more than its shards and one whole tensor, and all ranks hold the same model.
+`replace_by_meta` puts meta tensors in their places, which sharding accepts. `materialize_shards`
+then materializes each tensor on the first rank and broadcasts it, and every rank keeps its shard.
+No rank holds more than its shards and one whole tensor, and all ranks hold the same model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,38 +14,46 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zeropp.sharding.recorded_tensor import RecordedTensor
 
-Places = tuple[tuple[nn.Module, str], ...]  # where one tensor hangs in a model; several if tied
+Owners = tuple[tuple[nn.Module, str], ...]  # modules that hold a tensor, and its name in each
 
 
-def set_aside(model: nn.Module) -> Mapping[RecordedTensor, Places]:
-    """Put meta tensors in the places of deferred ones; return these, to be filled afterwards."""
-    found = _places(model, lambda one: isinstance(one, RecordedTensor))
-    for deferred, places in found.items():
+def replace_by_meta(model: nn.Module) -> Mapping[RecordedTensor, Owners]:
+    """Replace recorded tensors by meta tensors; return the recorded ones and their owners."""
+    owners_of = _tensors_where(model, lambda tensor: isinstance(tensor, RecordedTensor))
+    for recorded, owners in owners_of.items():
         meta = torch.empty_strided(
-            deferred.size(), deferred.stride(), dtype=deferred.dtype, device="meta"
+            recorded.size(), recorded.stride(), dtype=recorded.dtype, device="meta"
         )
-        _put(_like(deferred, meta), places)
-    return found
+        _assign(_as_parameter_like(recorded, meta), owners)
+    return owners_of
 
 
-def fill(
-    waiting: Mapping[RecordedTensor, Places], group: dist.ProcessGroup | None, device: torch.device
+def materialize_shards(
+    recorded_tensors: Mapping[RecordedTensor, Owners],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
 ) -> None:
-    """Make every tensor that was set aside; all ranks of `group` call it alike."""
-    for deferred, places in waiting.items():
-        whole = _made_on_first(deferred, group, device)
-        module, name = places[0]
-        _put(_like(deferred, _part_of(whole, getattr(module, name))), places)
+    """Materialize what `replace_by_meta` returned; all ranks of `group` must call it."""
+    for recorded, owners in recorded_tensors.items():
+        whole = _broadcast_materialized(recorded, group, device)
+        module, name = owners[0]
+        shard = _shard_like(getattr(module, name), whole)
+        _assign(_as_parameter_like(recorded, shard), owners)
 
 
-def make_room(model: nn.Module, place: Callable[[torch.Tensor], torch.device]) -> None:
-    """Give meta tensors memory without values, on the device that `place` names for each."""
-    for tensor, places in _places(model, lambda one: one.is_meta).items():
-        _put(_like(tensor, torch.empty_like(tensor, device=place(tensor))), places)
+def allocate_meta_tensors(
+    model: nn.Module, device_of: Callable[[torch.Tensor], torch.device]
+) -> None:
+    """Replace meta tensors by uninitialized ones on the devices that `device_of` returns."""
+    for tensor, owners in _tensors_where(model, lambda tensor: tensor.is_meta).items():
+        empty = torch.empty_like(tensor, device=device_of(tensor))
+        _assign(_as_parameter_like(tensor, empty), owners)
 
 
-def copy_from_first_rank(model: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Give every rank the first rank's values of the parameters and buffers that have some."""
+def copy_from_first_rank(
+    model: nn.Module, group: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Give every rank the first rank's values of the parameters and buffers that have values."""
     if group is None or group.size() == 1:
         return
     tensors = dict.fromkeys((*model.parameters(), *model.buffers()))
@@ -59,19 +67,19 @@ def copy_from_first_rank(model: nn.Module, group: dist.ProcessGroup | None, devi
 
 
 def part_for_rank(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's rows of `whole` as `like` is split: a view where it can be one."""
-    split = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-    return split.to_local()
+    """Return this rank's part of `whole`, sharded as `like`: a view where possible."""
+    sharded = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return sharded.to_local()
 
 
-def _made_on_first(
-    deferred: RecordedTensor, group: dist.ProcessGroup | None, device: torch.device
+def _broadcast_materialized(
+    recorded: RecordedTensor, group: dist.ProcessGroup | None, device: torch.device
 ) -> torch.Tensor:
-    first = group is None or dist.get_rank(group) == 0
-    if first:
-        whole = deferred.made().contiguous().to(device)
+    """Return the tensor on every rank; only the first one replays the tape."""
+    if group is None or dist.get_rank(group) == 0:
+        whole = recorded.materialize().contiguous().to(device)
     else:
-        whole = torch.empty(deferred.shape, dtype=deferred.dtype, device=device)
+        whole = torch.empty(recorded.shape, dtype=recorded.dtype, device=device)
     if group is not None and group.size() > 1:
         _broadcast(whole, group)
     return whole
@@ -82,37 +90,43 @@ def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
 
 
-def _part_of(whole: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    if not isinstance(place, DTensor):
+def _shard_like(placeholder: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of `whole`, or all of it where the placeholder is not sharded."""
+    if not isinstance(placeholder, DTensor):
         return whole
-    part = part_for_rank(whole, place).clone()
-    spec = {"shape": place.shape, "stride": place.stride()}
-    return DTensor.from_local(part, place.device_mesh, place.placements, run_check=False, **spec)
+    return DTensor.from_local(
+        part_for_rank(whole, placeholder).clone(),
+        placeholder.device_mesh,
+        placeholder.placements,
+        run_check=False,
+        shape=placeholder.shape,
+        stride=placeholder.stride(),
+    )
 
 
-def _like(other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(other, nn.Parameter):
-        return nn.Parameter(tensor, requires_grad=other.requires_grad)
+def _as_parameter_like(original: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(original, nn.Parameter):
+        return nn.Parameter(tensor, requires_grad=original.requires_grad)
     return tensor
 
 
-def _put(tensor: torch.Tensor, places: Places) -> None:
-    for module, name in places:
+def _assign(tensor: torch.Tensor, owners: Owners) -> None:
+    for module, name in owners:
         setattr(module, name, tensor)
 
 
-def _places(
-    model: nn.Module, is_wanted: Callable[[torch.Tensor], bool]
-) -> dict[torch.Tensor, Places]:
-    """Where each wanted parameter and buffer hangs."""
-    found: dict[torch.Tensor, Places] = {}
+def _tensors_where(
+    model: nn.Module, condition: Callable[[torch.Tensor], bool]
+) -> dict[torch.Tensor, Owners]:
+    """Return the parameters and buffers that fulfil a condition; tied ones have several owners."""
+    owners: dict[torch.Tensor, Owners] = {}
     for module in model.modules():
         for name, tensor in _own_tensors(module):
-            if is_wanted(tensor):
-                found[tensor] = (*found.get(tensor, ()), (module, name))
-    return found
+            if condition(tensor):
+                owners[tensor] = (*owners.get(tensor, ()), (module, name))
+    return owners
 
 
 def _own_tensors(module: nn.Module) -> Sequence[tuple[str, torch.Tensor]]:
-    several = {"recurse": False, "remove_duplicate": False}
-    return [*module.named_parameters(**several), *module.named_buffers(**several)]
+    options = {"recurse": False, "remove_duplicate": False}
+    return [*module.named_parameters(**options), *module.named_buffers(**options)]

@@ -1,11 +1,12 @@
-"""Tensors that are written down now and made later: what lets a model be larger than one rank.
+"""Tensors whose creation is recorded and replayed later, so that a model may exceed one rank's
+memory.
 
-Inside `recording()` every tensor made from nothing is a `RecordedTensor`: it has a shape and a place on
-a tape, and no memory. Whatever code fills it, a module's own `reset_parameters`, `nn.init` or a
-library's second initialization, is written on the tape; `RecordedTensor.made()` plays the part of the
-tape that this one tensor depends on. Random numbers are those that would have been drawn without
-recording: each drawing op is done once, into memory that is dropped, so that the generator moves
-on, and is repeated from the kept state of the generator when its tensor is made.
+Inside `recording()` every newly created tensor is a `RecordedTensor`: it has a shape and an entry
+on a tape, but no memory. Whatever initializes it, such as a module's `reset_parameters`, `nn.init`
+or a library's second initialization, is recorded on the tape. `RecordedTensor.materialize()`
+replays the part of the tape that this tensor depends on. Random numbers are the same as without
+recording: each random op runs once into temporary memory, which advances the generator, and runs
+again from the saved generator state when its tensor is materialized.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,15 +21,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zeropp.errors import InputError
 
 aten = torch.ops.aten
-_FILLS = (  # write every element of their first argument and read none
+_FILL_OPS = (  # write every element of their first argument and read none
     aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.fill_.Scalar,
 )  # fmt: skip
 _NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_DRAWS = torch.Tag.nondeterministic_seeded
+_RANDOM = torch.Tag.nondeterministic_seeded
 
 
 def recording() -> AbstractContextManager:
-    """Within it, tensors made from nothing are `RecordedTensor`; the rest of torch is as always."""
+    """Return a context in which newly created tensors are `RecordedTensor`s."""
     return _Recording(Tape())
 
 
@@ -40,29 +41,29 @@ class RecordedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, geometry: torch.Tensor, tape: "Tape") -> "RecordedTensor":
-        made = torch.Tensor._make_wrapper_subclass(
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls, geometry.shape, geometry.stride(), geometry.storage_offset(), dtype=geometry.dtype
         )
-        made.geometry, made.tape = geometry, tape
-        return made
+        tensor.geometry, tensor.tape = geometry, tape
+        return tensor
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Callable, types: Sequence, args: tuple = (), kwargs: Mapping | None = None
     ) -> Any:
-        """Write the op down, on the tape of its first deferred argument."""
-        tape = next(one.tape for one in tree_leaves((args, kwargs)) if isinstance(one, RecordedTensor))
-        return tape.run(func, args, kwargs or {})
+        """Record the op on the tape of its first recorded argument."""
+        recorded = filter(_is_recorded, tree_leaves((args, kwargs)))
+        return next(recorded).tape.run(func, args, kwargs or {})
 
-    def made(self) -> torch.Tensor:
-        """A fresh, ordinary CPU tensor with the values this one was given so far."""
-        return self.tape.play(self.geometry)
+    def materialize(self) -> torch.Tensor:
+        """Return a new, ordinary CPU tensor with the values this one has been given so far."""
+        return self.tape.replay(self.geometry)
 
     def tolist(self) -> list:
-        return self.made().tolist()
+        return self.materialize().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.made().numpy(force=force)
+        return self.materialize().numpy(force=force)
 
     @property
     def data(self) -> "RecordedTensor":
@@ -89,69 +90,72 @@ class RecordedTensor(torch.Tensor):
 
 
 class Tape:
-    """The ops that made or changed deferred storages, in order."""
+    """The ops that created or changed recorded storages, in order."""
 
     def __init__(self) -> None:
         self.ops: list[_Op] = []
-        self.storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no key is used twice
+        self.storages: dict[int, torch.UntypedStorage] = {}  # kept alive so that no key is reused
 
     def run(self, func: Callable, args: tuple, kwargs: Mapping) -> Any:
-        """Do `func` without values and write it down; with values where it needs them now."""
-        args, kwargs = tree_map(self._ours_or_made, (args, dict(kwargs)))
-        if _NEEDS_VALUES & set(func.tags) or any(_is_real(one) for one in _written(func, args)):
-            return self._with_values(func, args, kwargs)
+        """Run `func` on shapes only and record it; on values where the op needs them now."""
+        args, kwargs = tree_map(self._materialize_if_foreign, (args, dict(kwargs)))
+        writes_values = any(_is_ordinary(tensor) for tensor in _written_tensors(func, args))
+        if _NEEDS_VALUES & set(func.tags) or writes_values:
+            return self._run_on_values(func, args, kwargs)
         shapes: dict[int, RecordedTensor] = {}
         try:
             shape_args, shape_kwargs = tree_map(
-                lambda one: _shape_only(one, shapes), (args, _on(kwargs, "meta"))
+                lambda value: _shape_only(value, shapes), (args, _with_device(kwargs, "meta"))
             )
             with _disable_current_modes():
                 result = func(*shape_args, **shape_kwargs)
         except NotImplementedError:
-            return self._with_values(func, args, kwargs)
-        found = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
-        if func._schema.is_mutable or any(_key(one) not in self.storages for one in found):
-            self._write(func, args, kwargs, found)
-        return tree_map(lambda one: self._wrapped(one, shapes), result)
+            return self._run_on_values(func, args, kwargs)
+        results = _tensors_in(result)
+        creates_storage = any(_storage_key(tensor) not in self.storages for tensor in results)
+        if func._schema.is_mutable or creates_storage:
+            self._record(func, args, kwargs, results)
+        return tree_map(lambda value: self._wrap(value, shapes), result)
 
-    def play(self, geometry: torch.Tensor) -> torch.Tensor:
-        """Make one tensor: repeat, in order, the ops that its storage depends on."""
-        made: dict[int, torch.UntypedStorage] = {}
+    def replay(self, geometry: torch.Tensor) -> torch.Tensor:
+        """Materialize one tensor: repeat, in order, the ops that its storage depends on."""
+        storages: dict[int, torch.UntypedStorage] = {}
         state = torch.get_rng_state()
         with _disable_current_modes(), torch.no_grad():
-            for index in self._needed(_key(geometry)):
-                self.ops[index].play(made)
-            whole = _Place.of(geometry).in_memory(made)
+            for index in self._dependencies(_storage_key(geometry)):
+                self.ops[index].replay(storages)
+            tensor = _Place.of(geometry).tensor_in(storages)
         torch.set_rng_state(state)
-        return whole
+        return tensor
 
-    def _needed(self, storage: int) -> list[int]:
-        """Indices of the ops to repeat for the final content of a storage."""
-        needed: set[int] = set()
-        wanted = [(storage, len(self.ops))]
-        while wanted:
-            storage, before = wanted.pop()
-            for index in range(before - 1, -1, -1):
+    def _dependencies(self, storage: int) -> list[int]:
+        """Return the indices of the ops that the final content of a storage depends on."""
+        indices: set[int] = set()
+        pending = [(storage, len(self.ops))]
+        while pending:
+            storage, end = pending.pop()
+            for index in range(end - 1, -1, -1):
                 op = self.ops[index]
                 if storage in op.writes:
-                    if index not in needed:
-                        needed.add(index)
-                        wanted += [(one, index) for one in op.reads - {storage}]
+                    if index not in indices:
+                        indices.add(index)
+                        pending += [(source, index) for source in op.reads - {storage}]
                     if op.fills:
                         break
-        return sorted(needed)
+        return sorted(indices)
 
-    def _write(self, func: Callable, args: tuple, kwargs: dict, found: list) -> None:
-        state = torch.get_rng_state() if _DRAWS in func.tags else None
+    def _record(self, func: Callable, args: tuple, kwargs: dict, results: list) -> None:
+        state = torch.get_rng_state() if _RANDOM in func.tags else None
         generator = kwargs.get("generator")
         if generator is not None:
             state, kwargs = generator.get_state(), {**kwargs, "generator": None}
         if state is not None:
-            _draw(func, args, kwargs, generator)
-        changed = [one.geometry for one in _written(func, args)]
-        for one in found:
-            self.storages.setdefault(_key(one), one.untyped_storage())
-        places = tree_map(_placed, (args, _on(kwargs, "cpu")))
+            _advance_generator(func, args, kwargs, generator)
+        changed = [tensor.geometry for tensor in _written_tensors(func, args)]
+        for tensor in results:
+            self.storages.setdefault(_storage_key(tensor), tensor.untyped_storage())
+        places = tree_map(_to_place, (args, _with_device(kwargs, "cpu")))
+        sources = (leaf for leaf in tree_leaves(places) if isinstance(leaf, _Place))
         whole = bool(changed) and changed[0].numel() * changed[0].element_size() == (
             changed[0].untyped_storage().nbytes()
         )
@@ -160,33 +164,35 @@ class Tape:
                 func=func,
                 args=places[0],
                 kwargs=places[1],
-                results=tuple(_Place.of(one) for one in found),
-                writes=frozenset(_key(one) for one in (*changed, *found)),
-                reads=frozenset(one.key for one in tree_leaves(places) if isinstance(one, _Place)),
-                fills=not changed or (func in _FILLS and whole),
+                results=tuple(_Place.of(tensor) for tensor in results),
+                writes=frozenset(_storage_key(tensor) for tensor in (*changed, *results)),
+                reads=frozenset(place.key for place in sources),
+                fills=not changed or (func in _FILL_OPS and whole),
                 state=state,
             )
         )
 
-    def _with_values(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        for one in _written(func, args):
-            if isinstance(one, RecordedTensor):
+    def _run_on_values(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        for tensor in _written_tensors(func, args):
+            if isinstance(tensor, RecordedTensor):
                 raise InputError(
-                    f"{func} cannot be written down inside zeropp.zero.Init: it changes a tensor "
+                    f"{func} cannot be recorded inside zeropp.zero.Init: it changes a tensor "
                     "by values that do not exist yet; do it after zeropp.initialize, inside "
                     "zeropp.zero.GatheredParameters"
                 )
-        args, kwargs = tree_map(_made, (args, kwargs))
+        args, kwargs = tree_map(_materialize, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _wrapped(self, value: Any, arguments: Mapping[int, RecordedTensor]) -> Any:
-        """The argument that an op gave back, or a new tensor on this tape."""
+    def _wrap(self, value: Any, arguments: Mapping[int, RecordedTensor]) -> Any:
+        """Return the argument that an op returned, or a new tensor on this tape."""
         if id(value) in arguments:
             return arguments[id(value)]
         return RecordedTensor(value, self) if isinstance(value, torch.Tensor) else value
 
-    def _ours_or_made(self, value: Any) -> Any:
-        return value.made() if isinstance(value, RecordedTensor) and value.tape is not self else value
+    def _materialize_if_foreign(self, value: Any) -> Any:
+        """Turn tensors of another tape into ordinary ones."""
+        is_foreign = _is_recorded(value) and value.tape is not self
+        return value.materialize() if is_foreign else value
 
 
 class _Recording(TorchDispatchMode):
@@ -198,12 +204,12 @@ class _Recording(TorchDispatchMode):
         self, func: Callable, types: Sequence, args: tuple = (), kwargs: Mapping | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        from_nothing = not tensors and any(
-            str(one.type) == "Tensor" for one in func._schema.returns
+        tensors = _tensors_in((args, kwargs))
+        is_factory = not tensors and any(
+            str(result.type) == "Tensor" for result in func._schema.returns
         )
         on_meta = torch.device(kwargs.get("device") or "cpu").type == "meta"
-        if (from_nothing and not on_meta) or any(isinstance(one, RecordedTensor) for one in tensors):
+        if (is_factory and not on_meta) or any(map(_is_recorded, tensors)):
             return self.tape.run(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -222,7 +228,7 @@ class _Place:
     @classmethod
     def of(cls, geometry: torch.Tensor) -> "_Place":
         return cls(
-            key=_key(geometry),
+            key=_storage_key(geometry),
             storage_bytes=geometry.untyped_storage().nbytes(),
             dtype=geometry.dtype,
             size=geometry.shape,
@@ -230,17 +236,17 @@ class _Place:
             offset=geometry.storage_offset(),
         )
 
-    def in_memory(self, made: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-        """The tensor, in a storage that is there or is about to be filled."""
-        if self.key not in made:
-            made[self.key] = torch.UntypedStorage(self.storage_bytes)
+    def tensor_in(self, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+        """Return the tensor, in a storage that exists already or is allocated here."""
+        if self.key not in storages:
+            storages[self.key] = torch.UntypedStorage(self.storage_bytes)
         empty = torch.empty(0, dtype=self.dtype)
-        return empty.set_(made[self.key], self.offset, self.size, self.stride)
+        return empty.set_(storages[self.key], self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Op:
-    """One op of the tape: its tensors as places, `state` of the generator if it draws."""
+    """One op of the tape: its tensors as places; `state` is the generator's if the op is random."""
 
     func: Callable
     args: tuple
@@ -248,73 +254,81 @@ class _Op:
     results: tuple[_Place, ...]
     writes: frozenset[int]
     reads: frozenset[int]
-    fills: bool  # what was there before does not matter
+    fills: bool  # overwrites the whole storage, so earlier ops do not matter
     state: torch.Tensor | None
 
-    def play(self, made: dict[int, torch.UntypedStorage]) -> None:
+    def replay(self, storages: dict[int, torch.UntypedStorage]) -> None:
+        """Run the op on `storages`, and add those it creates."""
         args, kwargs = tree_map(
-            lambda one: one.in_memory(made) if isinstance(one, _Place) else one,
+            lambda value: value.tensor_in(storages) if isinstance(value, _Place) else value,
             (self.args, self.kwargs),
         )
         if self.state is not None:
             torch.set_rng_state(self.state)
         result = self.func(*args, **kwargs)
-        tensors = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
-        for place, tensor in zip(self.results, tensors, strict=True):
-            made.setdefault(place.key, tensor.untyped_storage())
+        for place, tensor in zip(self.results, _tensors_in(result), strict=True):
+            storages.setdefault(place.key, tensor.untyped_storage())
 
 
-def _draw(func: Callable, args: tuple, kwargs: dict, generator: torch.Generator | None) -> None:
-    """Do an op that draws into memory that is dropped: the generator moves on as without us."""
+def _advance_generator(
+    func: Callable, args: tuple, kwargs: dict, generator: torch.Generator | None
+) -> None:
+    """Run a random op into temporary memory: the generator advances as it would unrecorded."""
 
-    def scratch(value: Any) -> Any:
-        return torch.empty_like(value.geometry, device="cpu") if _is_deferred(value) else value
+    def temporary(value: Any) -> Any:
+        return torch.empty_like(value.geometry, device="cpu") if _is_recorded(value) else value
 
     with _disable_current_modes(), torch.no_grad():
-        args, kwargs = tree_map(scratch, (args, _on(kwargs, "cpu")))
-        func(*args, **(kwargs | {"generator": generator} if generator is not None else kwargs))
+        args, kwargs = tree_map(temporary, (args, _with_device(kwargs, "cpu")))
+        if generator is not None:
+            kwargs = kwargs | {"generator": generator}
+        func(*args, **kwargs)
 
 
-def _written(func: Callable, args: tuple) -> Iterator[torch.Tensor]:
-    """The positional tensors that an op changes."""
-    for described, value in zip(func._schema.arguments, args, strict=False):
-        alias = described.alias_info
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _written_tensors(func: Callable, args: tuple) -> Iterator[torch.Tensor]:
+    """Yield the positional tensors that an op changes."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        alias = argument.alias_info
         if alias is not None and alias.is_write and isinstance(value, torch.Tensor):
             yield value
 
 
 def _shape_only(value: Any, shapes: dict[int, RecordedTensor]) -> Any:
-    if _is_deferred(value):
+    if _is_recorded(value):
         shapes[id(value.geometry)] = value
         return value.geometry
     return value.to("meta") if isinstance(value, torch.Tensor) and value.ndim else value
 
 
-def _placed(value: Any) -> Any:
-    if _is_deferred(value):
+def _to_place(value: Any) -> Any:
+    if _is_recorded(value):
         return _Place.of(value.geometry)
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _made(value: Any) -> Any:
-    return value.made() if _is_deferred(value) else value
+def _materialize(value: Any) -> Any:
+    return value.materialize() if _is_recorded(value) else value
 
 
-def _on(kwargs: Mapping, device: str) -> dict:
-    """Keyword arguments with the device replaced, where there is one."""
+def _with_device(kwargs: Mapping, device: str) -> dict:
+    """Return keyword arguments with the device replaced, where there is one."""
     return {
         name: torch.device(device) if isinstance(value, torch.device) else value
         for name, value in kwargs.items()
     }
 
 
-def _is_deferred(value: Any) -> bool:
+def _is_recorded(value: Any) -> bool:
     return isinstance(value, RecordedTensor)
 
 
-def _is_real(value: Any) -> bool:
+def _is_ordinary(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, RecordedTensor)
 
 
-def _key(geometry: torch.Tensor) -> int:
+def _storage_key(geometry: torch.Tensor) -> int:
     return geometry.untyped_storage()._cdata

@@ -33,10 +33,14 @@ from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import require_shardable
 from zeropp.sharding.forecast import Forecast
-from zeropp.sharding.materialize import fill, make_room, set_aside
+from zeropp.sharding.materialize import (
+    allocate_meta_tensors,
+    materialize_shards,
+    replace_by_meta,
+)
 from zeropp.sharding.sharding import Sharding
 from zeropp.sharding.subunits import Subunits, trained_subunits
-from zeropp.sharding.weight_changes import forget_when_weights_change
+from zeropp.sharding.weight_changes import drop_when_weights_change
 from zeropp.wire.collectives import GradientMean, SecondaryCopies, WeightGather
 from zeropp.wire.frozen_weights import quantize_frozen, stored_bytes
 from zeropp.wire.in_flight import Reductions
@@ -67,48 +71,53 @@ def shard(
     Raises InputError for a mesh of more than one axis, settings that are not available or do not
     fit the ranks, and parameters that cannot be sharded.
     """
-    waiting = set_aside(model)
+    recorded_tensors = replace_by_meta(model)
     sharding = _shard(model, mesh, config, units, cast_forward_inputs)
-    place = torch.device("cpu") if config.offloads_weights else _device_of(mesh)
-    fill(waiting, sharding.group, place)
+    device = torch.device("cpu") if config.offloads_weights else _device_of(mesh)
+    materialize_shards(recorded_tensors, sharding.group, device)
     fsdp.refresh_parameters(sharding.units)
-    frozen = [one for one in model.parameters() if not one.requires_grad]
-    if config.stores_frozen and frozen and not any(one.is_meta for one in frozen):
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    if config.stores_frozen and frozen and not any(parameter.is_meta for parameter in frozen):
         return store_frozen(sharding, config)
     return sharding
 
 
 def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Sharding:
-    """Memory without values for parameters that were sharded on the meta device.
+    """Allocate uninitialized memory for parameters that were sharded on the meta device.
 
-    Trained ones lie where their optimizer is, frozen ones on `device`, or all on the host with
-    `offload_param`. With MixZ++ frozen matrices have memory for codes only, and what is copied into
-    them is quantized on its way: no rank holds more than one of them as numbers.
+    Trained parameters are allocated where their optimizer is, frozen ones on `device`, or all on
+    the host with `offload_param`. With MixZ++, frozen matrices get memory for codes only, and
+    values copied into them are quantized on the way: no rank holds more than one of them
+    unquantized.
     """
-    home = torch.device("cpu") if config.offloads_weights else device
-    trained = torch.device("cpu") if config.offloads_optimizer else device
+    frozen_device = torch.device("cpu") if config.offloads_weights else device
+    trained_device = torch.device("cpu") if config.offloads_optimizer else device
     if config.stores_frozen:
-        sharding = store_frozen(sharding, config, home)
-    make_room(sharding.model, lambda one: trained if one.requires_grad else home)
+        sharding = store_frozen(sharding, config, frozen_device)
+
+    def device_of(parameter: torch.Tensor) -> torch.device:
+        return trained_device if parameter.requires_grad else frozen_device
+
+    allocate_meta_tensors(sharding.model, device_of)
     fsdp.refresh_parameters(sharding.units)
     return sharding
 
 
 def store_frozen(
-    sharding: Sharding, config: ZeroConfig, room: torch.device | None = None
+    sharding: Sharding, config: ZeroConfig, meta_device: torch.device | None = None
 ) -> Sharding:
-    """Quantize the frozen weights of two and more dims where they lie, once (MixZ++).
+    """Quantize the frozen weights of two and more dims in place, once (MixZ++).
 
-    `shard` does so by itself where there are frozen weights with values. Those without get memory
-    for codes on the device `room`. Raises InputError where nothing is frozen, and for frozen
-    weights without values where there is no `room`.
+    `shard` calls it if there are frozen weights that have values. Weights on the meta device get
+    memory for codes on `meta_device`. Raises InputError if nothing is frozen, and for frozen
+    weights on the meta device if `meta_device` is None.
     """
     bits = config.zeropp.nontrainable_weight_bits
-    quantize_frozen(sharding.units, bits, room)
+    quantize_frozen(sharding.units, bits, meta_device)
     num_bytes, elements = stored_bytes(sharding.model)
-    if all(one.requires_grad for one in sharding.model.parameters()):
+    if all(parameter.requires_grad for parameter in sharding.model.parameters()):
         raise InputError(
-            "zero_quantized_nontrainable_weights stores frozen weights quantized, and all weights "
+            "zero_quantized_nontrainable_weights stores frozen weights quantized, but all weights "
             "are trained: freeze some (requires_grad_(False)), as LoRA does, or leave it out"
         )
     sharding.weights_changed()
@@ -124,12 +133,12 @@ def store_frozen(
 
 
 def find_nodes(mesh: DeviceMesh, config: ZeroConfig) -> Nodes:
-    """Which ranks of the mesh share a node: by `zeropp.ranks_per_node`, or as launched.
+    """Return which ranks of the mesh share a node: by `zeropp.ranks_per_node`, or as launched.
 
-    Raises InputError on every rank where the nodes hold different numbers of ranks.
+    Raises InputError on every rank if the nodes have different numbers of ranks.
     """
-    given = config.zeropp.ranks_per_node
-    per_node = given or min(Environment.read().local_world_size, dist.get_world_size())
+    launched_per_node = min(Environment.read().local_world_size, dist.get_world_size())
+    per_node = config.zeropp.ranks_per_node or launched_per_node
     extremes = torch.tensor([per_node, -per_node], device=mesh.device_type)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.get_group())
     most, least = extremes[0].item(), -extremes[1].item()
@@ -148,7 +157,7 @@ def use_weight_gather(
     traffic: Traffic,
     copies: SecondaryCopies | None = None,
 ) -> None:
-    """Gather the units' weights by `route`, over process groups of their own."""
+    """Gather the units' weights along `route`, over process groups of their own."""
     links = _connect(route, mesh, traffic)
     for unit in units:
         fsdp.use_all_gather(unit, WeightGather(unit, route, links, copies))
@@ -161,9 +170,9 @@ def use_gradient_mean(
     traffic: Traffic,
     wire_dtype: torch.dtype,
 ) -> None:
-    """Average the units' gradients by `route`, over process groups of their own.
+    """Average the units' gradients along `route`, over process groups of their own.
 
-    Gathering and averaging overlap: on one communicator they would wait for each other.
+    Gathers and reductions overlap; on a shared communicator they would wait for each other.
     """
     links = _connect(route, mesh, traffic)
     in_flight = Reductions() if mesh.device_type == "cpu" else None
@@ -172,15 +181,17 @@ def use_gradient_mean(
 
 
 def outermost_blocks(module: nn.Module) -> Sequence[nn.Module]:
-    """The entries of the outermost `nn.ModuleList`s that hold parameters, in definition order.
+    """Return the entries of the outermost `nn.ModuleList`s that have parameters, in order.
 
-    One that is entered several times, as where layers share their weights, counts once.
+    A block that is listed several times, as in models that share layers, is returned once.
     """
-    found: dict[nn.Module, None] = {}
+    blocks: dict[nn.Module, None] = {}
     for child in module.children():
-        inside = child if isinstance(child, nn.ModuleList) else outermost_blocks(child)
-        found |= dict.fromkeys(one for one in inside if any(True for _ in one.parameters()))
-    return list(found)
+        candidates = child if isinstance(child, nn.ModuleList) else outermost_blocks(child)
+        for block in candidates:
+            if any(True for _ in block.parameters()):
+                blocks[block] = None
+    return list(blocks)
 
 
 def _shard(
@@ -193,13 +204,15 @@ def _shard(
     num_ranks = 1 if mesh is None else mesh.size()
     compute_dtype = getattr(torch, config.compute_format)
     wire_dtype = getattr(torch, config.wire_format)
-    facts = {
-        "model": model, "stage": config.stage, "num_ranks": num_ranks,
+    fields = {
+        "model": model,
+        "stage": config.stage,
+        "num_ranks": num_ranks,
         "compute_dtype": compute_dtype,
-    }
+    }  # of the result
     needs_engine = config.offloads_weights or config.stores_frozen
     if num_ranks == 1 and compute_dtype == torch.float32 and not needs_engine:
-        return Sharding(**facts)
+        return Sharding(**fields)
     if mesh is None or mesh.ndim != 1:
         raise InputError(f"zeropp.shard needs a device mesh of one axis (the data axis): {mesh}")
     blocks = tuple(outermost_blocks(model) if units is None else units)
@@ -207,18 +220,18 @@ def _shard(
     nodes = find_nodes(mesh, config)
     routes = weight_route(config, nodes), gradient_route(config, nodes)
     units = _shard_units(model, blocks, mesh, config, cast_forward_inputs)
-    facts |= {"units": units, "group": mesh.get_group()}
+    fields |= {"units": units, "group": mesh.get_group()}
     copies = None
     if routes[0].keeps:
         copies = SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation)
-    forget_when_weights_change(model, units, copies)
+    drop_when_weights_change(model, units, copies)
     if hasattr(model, "generate") and _is_wrapper(model):
         register_fsdp_forward_method(model, "generate")
     if num_ranks == 1:
-        return Sharding(**facts)
+        return Sharding(**fields)
     if blocks and mesh.device_type == "cpu":
         fsdp.gather_ahead(model, units[:-1])
-    facts["forecast"] = Forecast(
+    fields["forecast"] = Forecast(
         stage=config.stage,
         units=tuple(fsdp.own_pieces(unit) for unit in units),
         weights=routes[0],
@@ -227,16 +240,19 @@ def _shard(
         wire_dtype=wire_dtype,
     )
     if config.stage == 0:
-        return Sharding(**facts)
+        return Sharding(**fields)
     traffic = Traffic()
     use_weight_gather(units, mesh, routes[0], traffic, copies)
     use_gradient_mean(units, mesh, routes[1], traffic, wire_dtype)
-    return Sharding(**facts, traffic=traffic, copies=copies)
+    return Sharding(**fields, traffic=traffic, copies=copies)
 
 
 def _is_wrapper(model: nn.Module) -> bool:
-    """Whether all of a model is one other inside it, as in PEFT's: what is asked of it may reach
-    the inner one without a call of the outer, with which the root's parameters are gathered."""
+    """Whether a model only wraps another one, as PEFT's models do.
+
+    Its methods may then call the inner model directly, past the hooks that gather the root's
+    parameters.
+    """
     return not any(True for _ in model.parameters(recurse=False)) and len([*model.children()]) == 1
 
 
@@ -247,46 +263,54 @@ def _shard_units(
     config: ZeroConfig,
     cast_forward_inputs: bool,
 ) -> tuple[fsdp.FSDPModule, ...]:
-    """The units, in forward order, the root last."""
+    """Shard the blocks and the rest of the model; return the units in forward order, root last."""
     stage, ranks = config.zero_optimization.stage, mesh.size()
     if stage == 0 and ranks > 1:  # replicas: shards of one rank, averaged over all
         mesh = DeviceMesh(
             mesh.device_type, mesh.mesh.view(-1, 1), mesh_dim_names=("replica", "shard")
         )
-    policy, place = precision(config, cast_forward_inputs), _place(mesh, config)
     regather = stage == 3 and (ranks > 1 or config.offloads_weights or config.stores_frozen)
-    options = {"mesh": mesh, "precision": policy, "place": place}
+    options = {
+        "mesh": mesh,
+        "precision": precision(config, cast_forward_inputs),
+        "place": _offload_policy(mesh, config),
+    }
     units = []
     for block in blocks:
         units += _shard_unit(block, (), config, reshard_after_forward=regather, **options)
     # The root's own parameters are used first in forward and last in backward or, as with a tied
     # head, at both ends: they stay gathered from its forward to its backward.
-    inside = {one for block in blocks for one in block.modules()}
-    root, *apart = _shard_unit(model, inside, config, reshard_after_forward=False, **options)
-    return (*units, *apart, root)
+    inside = {module for block in blocks for module in block.modules()}
+    root, *subunits = _shard_unit(model, inside, config, reshard_after_forward=False, **options)
+    return (*units, *subunits, root)
 
 
 def _shard_unit(
     unit: nn.Module, others: Collection[nn.Module], config: ZeroConfig, **options: Any
 ) -> list[fsdp.FSDPModule]:
-    """The unit, and under MixZ++ one more of what is trained beside frozen weights in it."""
-    apart = trained_subunits(unit, others) if config.stores_frozen else {}
-    fsdp.shard_unit(unit, ignored=set().union(*apart.values()), **options)
-    return [unit, *shard_subunits(apart, **options)]
+    """Shard a unit, and under MixZ++ the trained parameters beside its frozen ones as one more."""
+    subunits = trained_subunits(unit, others) if config.stores_frozen else {}
+    fsdp.shard_unit(unit, ignored=set().union(*subunits.values()), **options)
+    return [unit, *shard_subunits(subunits, **options)]
 
 
-def shard_subunits(apart: Subunits, **options: Any) -> list[fsdp.FSDPModule]:
-    """One unit of parameters that a sharded unit has left out, where modules inside it use them."""
-    if not apart:
+def shard_subunits(subunits: Subunits, **options: Any) -> list[fsdp.FSDPModule]:
+    """Make one unit of the parameters that a sharded unit ignored; return its first module."""
+    if not subunits:
         return []
-    parts = list(apart)
-    sharded = [one for part in parts for one in part.parameters() if isinstance(one, DTensor)]
-    fsdp.shard_unit(parts, ignored=sharded, **options)
-    return parts[:1]
+    modules = list(subunits)
+    sharded = [
+        parameter
+        for module in modules
+        for parameter in module.parameters()
+        if isinstance(parameter, DTensor)
+    ]
+    fsdp.shard_unit(modules, ignored=sharded, **options)
+    return modules[:1]
 
 
 def precision(config: ZeroConfig, cast_forward_inputs: bool) -> fsdp.MixedPrecisionPolicy:
-    """Computes in the configured format; gradients accumulate in fp32, whatever the wire has."""
+    """Return the policy: compute in the configured format, accumulate gradients in fp32."""
     return fsdp.MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.compute_format),
         reduce_dtype=torch.float32,
@@ -294,7 +318,7 @@ def precision(config: ZeroConfig, cast_forward_inputs: bool) -> fsdp.MixedPrecis
     )
 
 
-def _place(mesh: DeviceMesh, config: ZeroConfig) -> fsdp.OffloadPolicy:
+def _offload_policy(mesh: DeviceMesh, config: ZeroConfig) -> fsdp.OffloadPolicy:
     if not config.offloads_weights:
         return fsdp.ON_DEVICE
     pinned = config.zero_optimization.offload_param.pin_memory
@@ -307,10 +331,8 @@ def _device_of(mesh: DeviceMesh | None) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _connect(
-    route: Route, mesh: DeviceMesh, traffic: Traffic
-) -> tuple[Link | None, Link | None]:
-    """This rank's inner and outer link."""
+def _connect(route: Route, mesh: DeviceMesh, traffic: Traffic) -> tuple[Link | None, Link | None]:
+    """Connect this rank to its inner and its outer hop."""
     ranks, position = tuple(mesh.mesh.flatten().tolist()), mesh.get_local_rank()
     hops = route.inner_hop(position), route.outer_hop(position)
     inner, outer = (connect(hop, ranks, position, traffic) for hop in hops)

@@ -1,4 +1,4 @@
-"""`Sharding`: what `zeropp.shard` made of a model, and how a step must treat it."""
+"""`Sharding`: the result of `zeropp.shard`, and what a training step must do with it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from torch import nn
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.sharding.forecast import REDUCED_WHOLE, Forecast
-from zeropp.sharding.weight_changes import forget
+from zeropp.sharding.weight_changes import drop_gathered
 from zeropp.wire.collectives import SecondaryCopies
 from zeropp.wire.frozen_weights import require_frozen
 from zeropp.wire.route import UNQUANTIZED, Hop, Route
@@ -34,7 +34,7 @@ class Sharding:
     forecast: Forecast | None = field(default=None, repr=False)
     traffic: Traffic = field(default_factory=Traffic, repr=False)
     copies: SecondaryCopies | None = field(default=None, repr=False)
-    stores_frozen: bool = False  # quantized, and nothing may train them
+    stores_frozen: bool = False  # frozen weights are stored quantized and cannot be trained
 
     @property
     def shards_gradients(self) -> bool:
@@ -43,12 +43,12 @@ class Sharding:
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
-        """Around one micro-batch's forward and backward; `last` is the step's last one."""
+        """Enclose one micro-batch's forward and backward; `last` marks the last one of a step."""
         self.begin_micro_step(last=last)
         yield
 
     def begin_micro_step(self, *, last: bool) -> None:
-        """Before a micro-batch's forward: what its backward will do with weights and gradients."""
+        """Set what the next backward does with weights and gradients; call before its forward."""
         if self.stores_frozen:
             require_frozen(self.model)
         for unit in self.units:
@@ -58,32 +58,32 @@ class Sharding:
     def release(self) -> None:
         """Free weights that forward-only passes left gathered (evaluation, generation)."""
         for unit in self.units:
-            fsdp.forget_gathered(unit)
+            fsdp.free_gathered(unit)
 
     def weights_changed(self) -> None:
-        """Forget what was gathered, hpZ's copies too: the shards hold other weights now.
+        """Drop gathered weights, hpZ's copies included, because the shards have changed.
 
-        Optimizers of torch.optim and `load_state_dict` give this notice by themselves; whoever
-        writes into the shards by other means gives it, on every rank.
+        Steps of torch.optim optimizers and `load_state_dict` do this by themselves. Call it on
+        every rank after writing into the shards by other means.
         """
-        forget(self.units, self.copies)
+        drop_gathered(self.units, self.copies)
 
     def expected_traffic(self, num_micro_batches: int = 1) -> dict[tuple[str, str], int]:
-        """Bytes that this rank will send per step, by (purpose, hop); empty for one rank."""
+        """Return the bytes this rank sends per step, by (purpose, hop); empty for one rank."""
         if self.forecast is None:
             return {}
         return self.forecast.rank(dist.get_rank(self.group), num_micro_batches)
 
     def plain_traffic(self, num_micro_batches: int = 1) -> dict[tuple[str, str], int]:
-        """`expected_traffic` of the same stage as FSDP2 runs it alone: what ZeRO++ is to save."""
+        """Return `expected_traffic` of the same stage under plain FSDP2, to compare with."""
         if self.forecast is None:
             return {}
         return self.forecast.plain().rank(dist.get_rank(self.group), num_micro_batches)
 
     def describe(self, num_micro_batches: int = 1) -> tuple[tuple[str, str], ...]:
-        """Rows (what, how): the collectives as they will run, and the bytes a node will send.
+        """Return table rows (name, text): the collectives as they run, and the bytes a node sends.
 
-        A value may have several lines.
+        A text may have several lines.
         """
         forecast = self.forecast
         if forecast is None:
@@ -106,7 +106,7 @@ class Sharding:
 
 
 def _hops(route: Route, wire: torch.dtype, order: tuple[str, str]) -> str:
-    """The hops of a route that happen, in words."""
+    """Describe the hops of a route, without those of one rank."""
     widths = {"inner": route.bits[0], "outer": route.bits[1]}
     hops = {"inner": route.inner_hop(0), "outer": route.outer_hop(0)}
     words = []
@@ -120,7 +120,7 @@ def _hops(route: Route, wire: torch.dtype, order: tuple[str, str]) -> str:
 
 
 def _table(sent: Sent) -> str:
-    """Lines of MiB by purpose, a column for each hop; purposes that send nothing are left out."""
+    """Format MiB by purpose with a column per hop; purposes that send nothing are left out."""
     sums = {purpose: [sent[purpose, hop] for hop in COLUMNS] for purpose in PURPOSES}
     sums["total"] = [sum(column) for column in zip(*sums.values(), strict=True)]
     lines = ["MiB per node and step" + "".join(f"{COLUMNS[hop]:>14}" for hop in COLUMNS)]

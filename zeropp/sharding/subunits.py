@@ -1,8 +1,8 @@
-"""Which modules inside a unit are gathered apart from it, for a part of its parameters.
+"""Parameters of a unit that are gathered separately from it, with modules inside the unit.
 
-Trained parameters beside frozen ones make a unit of their own, so that a unit whose weights never
-change is left, and hpZ keeps that for the whole run. A gather begins with a module's forward pass:
-parameters are gathered with the innermost module that is called and uses them.
+Trained parameters beside frozen ones form a unit of their own. The rest of the unit then never
+changes, and hpZ keeps it for the whole run. A gather starts with a module's forward pass, so each
+parameter is gathered with the innermost called module that uses it.
 """
 
 from collections.abc import Collection
@@ -10,44 +10,52 @@ from collections.abc import Collection
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-Subunits = dict[nn.Module, set[nn.Parameter]]  # a module, and parameters that its forward pass uses
+Subunits = dict[nn.Module, set[nn.Parameter]]  # module -> parameters its forward pass uses
 
 
-def users(unit: nn.Module, others: Collection[nn.Module], wanted: set[nn.Parameter]) -> Subunits:
-    """The modules inside a unit, outside `others`, whose forward passes use `wanted`.
+def modules_using(
+    parameters: set[nn.Parameter], unit: nn.Module, others: Collection[nn.Module]
+) -> Subunits:
+    """Return the modules inside `unit`, outside `others`, whose forward passes use `parameters`.
 
-    The unit itself is among them where nothing inside it that is called uses a parameter.
+    The unit itself is returned for parameters that no called module inside it uses.
     """
-    found: Subunits = {}
+    users: Subunits = {}
 
     def visit(module: nn.Module, called: nn.Module) -> None:
         called = module if _is_called(module) else called
-        if used := wanted.intersection(module.parameters(recurse=False)):
-            found.setdefault(called, set()).update(used)
+        if used := parameters.intersection(module.parameters(recurse=False)):
+            users.setdefault(called, set()).update(used)
         for child in module.children():
             if child not in others:
                 visit(child, called)
 
     visit(unit, unit)
-    return found
+    return users
 
 
 def trained_subunits(unit: nn.Module, others: Collection[nn.Module]) -> Subunits:
-    """Where trained parameters of a unit, outside `others`, can be gathered, if some are frozen.
+    """Return where to gather the trained parameters of a unit with frozen ones; {} if all train.
 
-    Those that the unit itself uses stay in it.
+    Parameters that the unit itself uses stay in the unit. Modules in `others` do not belong to it.
     """
-    owners = [module for module in unit.modules() if module not in others]
-    own = {one for module in owners for one in module.parameters(recurse=False)}
-    trained = {one for one in own if one.requires_grad}
-    if trained == own:
+    parameters = own_parameters(unit, others)
+    trained = {parameter for parameter in parameters if parameter.requires_grad}
+    if trained == parameters:
         return {}
-    apart = users(unit, others, trained)
-    staying = apart.pop(unit, set())
-    return {module: used - staying for module, used in apart.items() if used - staying}
+    users = modules_using(trained, unit, others)
+    staying = users.pop(unit, set())
+    return {module: used - staying for module, used in users.items() if used - staying}
+
+
+def own_parameters(unit: nn.Module, others: Collection[nn.Module]) -> set[nn.Parameter]:
+    """Return the parameters of a unit's modules that are not in `others`."""
+    modules = (module for module in unit.modules() if module not in others)
+    return {parameter for module in modules for parameter in module.parameters(recurse=False)}
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Containers are not, nor the last layer of `nn.MultiheadAttention`, which only reads it."""
+    """Whether a module's forward is called: not so for containers, nor for the output projection
+    of `nn.MultiheadAttention`, whose weight is read without calling it."""
     has_forward = type(module).forward is not nn.Module.forward
     return has_forward and not isinstance(module, NonDynamicallyQuantizableLinear)

@@ -1,53 +1,74 @@
-"""Gathered weights are used again until the shards change; then all of it is forgotten.
+"""Gathered weights are reused until the shards change, and then dropped.
 
-Three things outlive one use: hpZ's secondary copies, the whole weights of units that a pass without
-a backward left gathered, and a gather that was begun ahead for a unit which was then not used.
-Tensor versions cannot tell when they are too old: fused optimizers and writes through `.data` do
-not raise them. So the notice comes with calls that all ranks make alike.
+Three things outlive one use: hpZ's secondary copies, the full weights of units that a pass without
+backward left gathered, and the prefetched gather of a unit that was then not used. Tensor versions
+cannot tell when these are stale, because fused optimizers and writes through `.data` do not raise
+them. So notice is given by calls that every rank makes: each optimizer's step, and loading a state.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.sharding.notice import Notice
 from zeropp.wire.collectives import SecondaryCopies
 
 Units = Sequence[fsdp.FSDPModule]
 
 
-def forget_when_weights_change(
+class WeightsWritten(torch.optim.Optimizer):
+    """An optimizer that changes nothing: its step only runs the hooks that follow any step.
+
+    It tells that `parameters` were written by other means than an optimizer.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(list(parameters), {})
+
+    def step(self, closure: None = None) -> None:
+        """Call the hooks that follow a step."""
+
+
+def notify_weights_written(parameters: Iterable[torch.Tensor]) -> None:
+    """Tell everyone who holds copies that these shards were written without an optimizer."""
+    WeightsWritten(parameters).step()
+
+
+def drop_when_weights_change(
     model: nn.Module, units: Units, copies: SecondaryCopies | None
 ) -> None:
-    """Forget after any optimizer's step, and whenever a state is loaded into a part of the model.
+    """Drop gathered weights after any optimizer's step and when a state dict is loaded.
 
     After a step, copies of units whose parameters no optimizer can have changed are kept.
     """
-    kept = tuple(weakref.ref(unit) for unit in units)
-    kept_copies = weakref.ref(copies) if copies else lambda: None
+    unit_references = tuple(weakref.ref(unit) for unit in units)
+    copies_reference = weakref.ref(copies) if copies else lambda: None
 
     def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        alive = [unit for one in kept if (unit := one()) is not None]
-        forget(alive, kept_copies(), stepped_only=not isinstance(optimizer, Notice))
+        alive = [unit for reference in unit_references if (unit := reference()) is not None]
+        stepped_only = not isinstance(optimizer, WeightsWritten)
+        drop_gathered(alive, copies_reference(), stepped_only=stepped_only)
 
     handle = register_optimizer_step_post_hook(after_step)
     weakref.finalize(model, handle.remove)
     for module in model.modules():
-        module.register_load_state_dict_post_hook(lambda *_: forget(units, copies))
+        module.register_load_state_dict_post_hook(lambda *_: drop_gathered(units, copies))
 
 
-def forget(units: Units, copies: SecondaryCopies | None, *, stepped_only: bool = False) -> None:
-    """Forget what was gathered of `units`; of the copies, if told so, those an optimizer changed.
+def drop_gathered(
+    units: Units, copies: SecondaryCopies | None, *, stepped_only: bool = False
+) -> None:
+    """Drop the gathered weights of `units` and the secondary copies.
 
-    Within a backward pass, as where each gradient steps its optimizer at once, whole weights stay:
-    they may be in use, and FSDP2 frees them at the end of it.
+    With `stepped_only`, copies of units that no optimizer may have stepped are kept. During a
+    backward pass, as when each gradient steps its optimizer at once, full weights stay: they may be
+    in use, and FSDP2 frees them at its end.
     """
     if copies:
         copies.drop(stepped_only=stepped_only)
     if fsdp.backward_id() == -1:
         for unit in units:
-            fsdp.forget_gathered(unit)
+            fsdp.free_gathered(unit)

@@ -1,7 +1,7 @@
-"""The collectives of the sharded step: what moves, from which layout to which.
+"""The collectives of a sharded step: what is sent, and how its layout changes on the way.
 
-A unit's weights are gathered by `WeightGather`, outer hop first (D3), its gradients averaged by
-`GradientMean`, inner hop first. W = N*R ranks by the route: N = outer, R = inner; position
+`WeightGather` gathers a unit's weights, outer hop first. `GradientMean` averages its gradients,
+inner hop first. W = N*R ranks by the route: N = outer, R = inner; position
 n*R + r. C = elements of one rank's padded shard of the unit, P = bytes of a packed row of them.
 
 | weights                | each rank holds       | gradients                    | each rank holds  |
@@ -13,10 +13,10 @@ n*R + r. C = elements of one rank's padded shard of the unit, P = bytes of a pac
 | dequantized, reordered | (W, C), every rank    | after the outer hop          | (N, P')          |
 |                        |                       | summed in fp32               | (C,)             |
 
-Units with frozen weights that are stored quantized (zeropp/wire/frozen_weights.py) travel as bytes: those
-weights as they are stored, the others as numbers. A gather then neither quantizes nor dequantizes.
-*) What arrives here is hpZ's secondary copy. With it, a gather begins after this line.
-+) Divided by R here, and not at the end, where sums travel as fp16, which could not hold them.
+Units with quantized frozen weights (zeropp/wire/frozen_weights.py) are sent as bytes: those weights
+as they are stored, the others as numbers. Such a gather neither quantizes nor dequantizes.
+*) hpZ's secondary copy. A gather that uses it begins below this line.
++) Divided by R here, rather than at the end, if sums are sent in fp16, where they could overflow.
 Sources: ZeRO++ (Wang et al. 2023), sections 3.1 to 3.3.
 """
 
@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.quant.quantize import Layout, dequantize, quantize, reduce_dequantize, reduce_quantize
+from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
+from zeropp.quant.packing import Layout, layout_of
 from zeropp.wire.cross_stream import CrossStreamTensor
 from zeropp.wire.in_flight import Gathering, Hops, Reductions, run
 from zeropp.wire.link import Link
@@ -35,10 +36,10 @@ from zeropp.wire.route import UNQUANTIZED, Route
 
 
 class SecondaryCopies:
-    """What hpZ keeps: each unit's rows after the outer hop, until the weights change.
+    """hpZ's secondary copies: each unit's rows after the outer hop, until the weights change.
 
-    The choice between a copy and a new gather follows from calls that every rank makes alike, never
-    from a tensor's state: ranks that chose differently would wait for each other for ever.
+    The choice between a copy and a new gather follows from calls that every rank makes, never from
+    a tensor's state: ranks that chose differently would wait for each other forever.
     """
 
     def __init__(self, *, in_evaluation: bool) -> None:
@@ -47,9 +48,9 @@ class SecondaryCopies:
         self._rows: dict[nn.Module, CrossStreamTensor] = {}
 
     def get(self, unit: nn.Module) -> torch.Tensor | None:
-        """The unit's rows, if they are kept, for use on the current stream."""
-        kept = self._rows.get(unit)
-        return kept.here() if kept else None
+        """Return the unit's rows for use on the current stream, or None if there is no copy."""
+        rows = self._rows.get(unit)
+        return rows.on_current_stream() if rows else None
 
     def keep(self, unit: nn.Module, rows: torch.Tensor, version: int) -> None:
         """Keep `rows`, gathered at `version`, unless the weights have changed since."""
@@ -57,7 +58,7 @@ class SecondaryCopies:
             self._rows[unit] = CrossStreamTensor(rows)
 
     def drop(self, *, stepped_only: bool = False) -> None:
-        """Forget the copies of all units, or of those that an optimizer may just have stepped."""
+        """Drop the copies of all units, or only of those that an optimizer may have stepped."""
         self.version += 1
         for unit in tuple(self._rows):
             if not stepped_only or fsdp.may_be_stepped(unit):
@@ -66,11 +67,11 @@ class SecondaryCopies:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds."""
-        return sum(kept.tensor.nbytes for kept in self._rows.values())
+        return sum(rows.tensor.nbytes for rows in self._rows.values())
 
 
 class _Allocates:
-    """FSDP2 asks its collectives for the buffers it passes to them."""
+    """Allocates the buffers that FSDP2 passes to its collectives."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -105,10 +106,8 @@ class WeightGather(_Allocates, fsdp.AllGather):
         hops = self._hops(output_tensor, input_tensor, purpose, async_op)
         return Gathering(hops) if async_op else run(hops)
 
-    def _hops(
-        self, whole: torch.Tensor, shard: torch.Tensor, purpose: str, async_op: bool
-    ) -> Hops:
-        is_stored = shard.dtype == torch.uint8  # codes of frozen weights, and bytes of numbers
+    def _hops(self, whole: torch.Tensor, shard: torch.Tensor, purpose: str, async_op: bool) -> Hops:
+        is_stored = shard.dtype == torch.uint8  # the codes of frozen weights, numbers as bytes
         layout = None
         if not is_stored:
             layout = weight_layout(fsdp.own_pieces(self.unit), self.route, shard.dtype)
@@ -152,7 +151,7 @@ class GradientMean(_Allocates, fsdp.ReduceScatter):
         self.with_gradient = fsdp.watch_gradients(unit)
         self.route, self.wire_dtype, self.in_flight = route, wire_dtype, in_flight
         self.inner, self.outer = links
-        # Between the hops sums travel; of numbers that fp16 can hold, fp16 must hold them too.
+        # Sums travel between the hops; in fp16 they could overflow where the terms do not.
         self.divides_first = wire_dtype == torch.float16 and None not in links
 
     def __call__(
@@ -165,7 +164,7 @@ class GradientMean(_Allocates, fsdp.ReduceScatter):
     ) -> None:
         """`input_tensor` (W*C,) fp32 of this rank -> `output_tensor` (C,), the mean of its slice.
 
-        With `in_flight`, and where nobody reads them earlier, by the end of the backward pass.
+        With `in_flight`, and unless it is read earlier, the mean is there when backward ends.
         """
         assert op == dist.ReduceOp.SUM and not async_op, (op, async_op)
         pieces = tuple(self.pieces[index] for index in self.with_gradient())
@@ -206,21 +205,19 @@ class GradientMean(_Allocates, fsdp.ReduceScatter):
 
 
 def weight_layout(pieces: Sequence[fsdp.Piece], route: Route, dtype: torch.dtype) -> Layout:
-    """One rank's shard of a unit on its way: parameters of fewer than two dims unquantized (D4)."""
+    """Return the layout of one rank's shard; parameters of fewer than two dims stay unquantized."""
     return _layout(pieces, route.bits[0], dtype)
 
 
 def gradient_layouts(
     pieces: Sequence[fsdp.Piece], route: Route, wire_dtype: torch.dtype
 ) -> tuple[Layout, Layout]:
-    """One rank's slice of a unit's gradients on its way, in the inner and in the outer hop."""
+    """Return the layouts of one rank's slice of a unit's gradients in the inner and outer hop."""
     inner, outer = route.bits
     return _layout(pieces, inner, wire_dtype), _layout(pieces, outer, wire_dtype)
 
 
 def _layout(pieces: Sequence[fsdp.Piece], bits: int, wire: torch.dtype) -> Layout:
-    return Layout(
-        sizes=tuple(one.elements for one in pieces),
-        bits=tuple(bits if one.ndim >= 2 else UNQUANTIZED for one in pieces),
-        wire=wire,
-    )
+    sizes = tuple(piece.elements for piece in pieces)
+    widths = tuple(bits if piece.ndim >= 2 else UNQUANTIZED for piece in pieces)
+    return layout_of(sizes, widths, wire)

@@ -1,7 +1,7 @@
-"""A tensor that is written on one stream and read, later, on any.
+"""A tensor that is written on one CUDA stream and read later on any other.
 
-FSDP2 gathers on streams of its own, and on the current one where somebody calls `unshard`. On a CPU
-there are no streams, and nothing happens here.
+FSDP2 gathers on its own streams, and on the current one if `unshard` is called. On a CPU there are
+no streams, and this does nothing.
 """
 
 import torch
@@ -17,10 +17,10 @@ class CrossStreamTensor:
         if tensor.is_cuda:
             self._written = torch.cuda.current_stream(tensor.device).record_event()
 
-    def here(self) -> Tensor:
-        """The tensor, for the current stream, which waits until it is written.
+    def on_current_stream(self) -> Tensor:
+        """Return the tensor; the current stream waits until it is written.
 
-        Its memory is not given to others before what this stream does with it is done.
+        Its memory is not reused before this stream has finished with it.
         """
         if self._written is not None:
             stream = torch.cuda.current_stream(self.tensor.device)

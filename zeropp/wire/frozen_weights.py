@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
+from zeropp.quant.ops import dequantize, quantize
 from zeropp.quant.packing import FLOATS, Layout, layout_of
-from zeropp.quant.quantize import dequantize, quantize
 
 _KEPT = (  # ops whose result is stored in the same way
     torch.ops.aten.detach.default,
@@ -128,14 +128,14 @@ def quantize_frozen(
     they get memory for codes on the device `room`; without one they raise InputError.
     """
     for unit in units:
-        for one in fsdp.own_shards(unit):
-            piece, local = one.piece, one.local.detach()
+        for shard in fsdp.own_shards(unit):
+            piece, local = shard.piece, shard.local.detach()
             if piece.trainable or piece.ndim < 2 or isinstance(local, QuantizedShard):
                 continue
             if not local.is_meta:
-                fsdp.store(one, QuantizedShard.of(local, piece.elements, bits))
+                fsdp.store(shard, QuantizedShard.of(local, piece.elements, bits))
             elif room is not None:
-                fsdp.store(one, QuantizedShard.zeros(local, piece.elements, bits, room))
+                fsdp.store(shard, QuantizedShard.zeros(local, piece.elements, bits, room))
             else:
                 raise InputError(
                     "frozen weights have no values yet, and quantizing would keep none: load them "
@@ -150,8 +150,10 @@ def stored_layout(elements: int, bits: int) -> Layout:
 
 def stored_bytes(model: nn.Module) -> tuple[int, int]:
     """Bytes of this rank's quantized shards, and elements of them."""
-    shards = [one._local_tensor for one in model.parameters() if is_quantized(one)]
-    return sum(one.packed.nbytes for one in shards), sum(one.numel() for one in shards)
+    shards = [
+        parameter._local_tensor for parameter in model.parameters() if is_quantized(parameter)
+    ]
+    return sum(shard.packed.nbytes for shard in shards), sum(shard.numel() for shard in shards)
 
 
 def require_frozen(model: nn.Module) -> None:

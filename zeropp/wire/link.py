@@ -1,6 +1,6 @@
-"""A hop with its process group: the only place where weights and gradients meet the network.
+"""A hop with its process group: the only place where weights and gradients are sent.
 
-Every byte is entered in the ledger here, where the collective is called (D9).
+Every byte is entered in the ledger here, where the collective is called.
 """
 
 from dataclasses import dataclass
@@ -45,11 +45,12 @@ class Link:
 
 
 def connect(hop: Hop, ranks: tuple[int, ...], position: int, traffic: Traffic) -> Link | None:
-    """Make the process group of a hop that this rank is in; `None` for a hop of one rank.
+    """Create the process group of this rank's hop; return None for a hop of one rank.
 
-    `ranks` are the global ranks of the data axis. Only the members take part in making it.
+    `ranks` are the global ranks of the data axis. Only the hop's members need to call it.
     """
     if hop.size == 1:
         return None
-    group = dist.new_group([ranks[one] for one in hop.members], use_local_synchronization=True)
+    global_ranks = [ranks[member] for member in hop.members]
+    group = dist.new_group(global_ranks, use_local_synchronization=True)
     return Link(hop=hop, position=position, group=group, traffic=traffic)

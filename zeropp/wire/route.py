@@ -1,9 +1,9 @@
-"""The route of weights and of gradients through the ranks: which hops, how wide, what is kept.
+"""The routes of weights and gradients through the ranks: which hops, how many bits, what is kept.
 
-Ranks stand on the data axis by position, node after node. A route has an inner hop, among `inner`
-ranks that follow each other, and an outer hop, among ranks with the same place in their inner
-group; a hop of one rank does not happen. Nothing here communicates: from the same routes the
-collectives are built and the bytes they will send are computed.
+Ranks have positions on the data axis, node after node. A route has an inner hop, among `inner`
+consecutive ranks, and an outer hop, among ranks with the same place in their inner groups. A hop of
+one rank is skipped. Nothing here communicates: collectives are built from routes, and so is the
+forecast of the bytes they send.
 """
 
 import logging
@@ -17,21 +17,21 @@ from zeropp.settings.zero_config import ZeroConfig
 log = logging.getLogger("zeropp")
 
 UNQUANTIZED = 16
-_NOTHING_KEPT = "a copy split over all ranks would be the shards themselves, so none is kept"
+_NO_COPY = "a copy split over all ranks would be the shards themselves, so none is kept"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """Which positions of the data axis share a node: `ranks_per_node` after each other do."""
+    """The nodes of the data axis: each has `ranks_per_node` consecutive positions."""
 
     num_ranks: int
     ranks_per_node: int
 
     @classmethod
     def of(cls, ranks: Sequence[int], ranks_per_node: int) -> "Nodes":
-        """From the global ranks of the data axis, in order, where a node has `ranks_per_node`.
+        """Build from the global ranks of the data axis, in order, with `ranks_per_node` to a node.
 
-        Raises InputError where nodes would hold different numbers of them, or are not contiguous.
+        Raises InputError if nodes would have different numbers of ranks, or are not contiguous.
         """
         runs = [(node, len(list(run))) for node, run in groupby(r // ranks_per_node for r in ranks)]
         sizes = [size for _, size in runs]
@@ -52,9 +52,9 @@ class Nodes:
     def count(self) -> int:
         return self.num_ranks // self.ranks_per_node
 
-    def same(self, one: int, other: int) -> bool:
-        """Whether two positions are on one node."""
-        return one // self.ranks_per_node == other // self.ranks_per_node
+    def same(self, position: int, other: int) -> bool:
+        """Whether two positions are on the same node."""
+        return position // self.ranks_per_node == other // self.ranks_per_node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +69,13 @@ class Hop:
         return len(self.members)
 
     def gather_bytes(self, position: int, num_bytes: int) -> dict[str, int]:
-        """What the member at `position` sends to gather `num_bytes` from each: a ring's share."""
+        """Return what the member at `position` sends in a ring all-gather of `num_bytes` each."""
         following = self.members[(self.members.index(position) + 1) % self.size]
         hop = "in_node" if self.nodes.same(position, following) else "across_nodes"
         return {hop: (self.size - 1) * num_bytes}
 
     def exchange_bytes(self, position: int, num_bytes: int) -> dict[str, int]:
-        """What the member at `position` sends in an all-to-all of `num_bytes` to each."""
+        """Return what the member at `position` sends in an all-to-all of `num_bytes` to each."""
         near = sum(self.nodes.same(position, other) for other in self.members) - 1
         far = self.size - 1 - near
         return {"in_node": near * num_bytes, "across_nodes": far * num_bytes}
@@ -83,10 +83,10 @@ class Hop:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Two hops over all ranks: `inner` ranks each, then, or before, `outer` = ranks / inner.
+    """Two hops over all ranks: one among `inner` ranks, one among `outer` = ranks / inner.
 
-    `bits` is (inner hop, outer hop), 16 meaning unquantized. `keeps` says that what the outer hop
-    brought is kept for the gathers that follow: hpZ's secondary copy.
+    `bits` is (inner hop, outer hop); 16 means unquantized. With `keeps`, what arrives by the outer
+    hop is kept for later gathers: hpZ's secondary copy.
     """
 
     nodes: Nodes
@@ -115,19 +115,19 @@ class Route:
 def require_fit(config: ZeroConfig, nodes: Nodes) -> None:
     """Raise InputError for an hpZ partition that does not divide the ranks.
 
-    For programs that want to know before they build anything; `weight_route` asks by itself.
+    For programs that check before they build anything; `weight_route` calls it by itself.
     """
-    wanted = config.zero_optimization.zero_hpz_partition_size
-    if wanted <= nodes.num_ranks and nodes.num_ranks % wanted:
+    size = config.zero_optimization.zero_hpz_partition_size
+    if size <= nodes.num_ranks and nodes.num_ranks % size:
         raise InputError(
-            f"zero_optimization.zero_hpz_partition_size = {wanted} does not divide the "
+            f"zero_optimization.zero_hpz_partition_size = {size} does not divide the "
             f"{nodes.num_ranks} ranks: use the ranks of one node, {nodes.ranks_per_node}, "
             "or another divisor"
         )
 
 
 def weight_route(config: ZeroConfig, nodes: Nodes) -> Route:
-    """How weights are gathered: outer hop, then inner hop (D3); flat where nothing asks for two.
+    """Return how weights are gathered: outer hop, then inner hop; flat if nothing needs two hops.
 
     Raises InputError for an hpZ partition that does not divide the ranks.
     """
@@ -140,23 +140,23 @@ def weight_route(config: ZeroConfig, nodes: Nodes) -> Route:
 
 
 def gradient_route(config: ZeroConfig, nodes: Nodes) -> Route:
-    """How gradients are averaged: inner hop, then outer hop (D5, D6)."""
+    """Return how gradients are averaged: inner hop, then outer hop."""
     quantized = config.zero_optimization.zero_quantized_gradients
     bits = config.zeropp.gradient_bits if quantized else (UNQUANTIZED, UNQUANTIZED)
     return Route(nodes=nodes, inner=nodes.ranks_per_node, bits=bits)
 
 
 def _secondary_partition(config: ZeroConfig, nodes: Nodes) -> int:
-    """Ranks that share one secondary copy; 1 means there is none."""
+    """Return how many ranks share one secondary copy; 1 means there is none."""
     require_fit(config, nodes)
-    wanted = config.zero_optimization.zero_hpz_partition_size
-    if wanted > nodes.num_ranks:
+    size = config.zero_optimization.zero_hpz_partition_size
+    if size > nodes.num_ranks:
         log.info(
             "zero_hpz_partition_size = %d is more than the %d ranks there are: using the %d of one "
-            "node%s", wanted, nodes.num_ranks, nodes.ranks_per_node,
-            f"; {_NOTHING_KEPT}" if nodes.count == 1 else "",
+            "node%s", size, nodes.num_ranks, nodes.ranks_per_node,
+            f"; {_NO_COPY}" if nodes.count == 1 else "",
         )  # fmt: skip
         return nodes.ranks_per_node
-    if wanted == nodes.num_ranks > 1:
-        log.info("zero_hpz_partition_size = %d is all ranks: %s", wanted, _NOTHING_KEPT)
-    return wanted
+    if size == nodes.num_ranks > 1:
+        log.info("zero_hpz_partition_size = %d is all ranks: %s", size, _NO_COPY)
+    return size

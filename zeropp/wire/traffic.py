@@ -1,6 +1,6 @@
 """The ledger: bytes this rank sent, by purpose and by hop, counted where a collective is called.
 
-Payload only: a collective's own headers and those of the network are not in it. An all-gather is
+It counts payload only, without the headers of collectives and of the network. An all-gather is
 counted as a ring in rank order (what gloo does, and NCCL for large messages), an all-to-all as
 direct messages between its members.
 """
@@ -22,7 +22,7 @@ class Traffic:
 
     @property
     def sent(self) -> dict[tuple[str, str], int]:
-        """Bytes for every (purpose, hop), zeros included."""
+        """Bytes by (purpose, hop), zeros included."""
         return {(purpose, hop): self._sent[purpose, hop] for purpose in PURPOSES for hop in HOPS}
 
     def add(self, purpose: str, by_hop: Mapping[str, int]) -> None:
@@ -32,7 +32,7 @@ class Traffic:
             self._sent[purpose, hop] += num_bytes
 
     def take(self) -> dict[tuple[str, str], int]:
-        """What `sent` says; counting starts again from zero."""
-        taken = self.sent
+        """Return `sent` and reset the counts to zero."""
+        sent = self.sent
         self._sent.clear()
-        return taken
+        return sent

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.kernels.adam_kernel import adam_work
-from benchmarks.kernels.quantize_kernels import contest, is_right, on_cpu, quantizers, ready
-from benchmarks.kernels.quantize_works import ROWS, block_layout, works
+from benchmarks.kernels import other_libraries
+from benchmarks.kernels.adam_kernel import adam_case
+from benchmarks.kernels.quantize_kernels import is_right, on_cpu, time_case, working_peers
 from tests.benchmarks.started import run_benchmark
-from zeropp.quant.cpu import native
+from zeropp.quant import reference
+from zeropp.quant.cpu import backend
+from zeropp.quant.timing import ROWS, block_layout, cases
 
 CPU = torch.device("cpu")
 NAMES = [
@@ -20,7 +22,7 @@ NAMES = [
     "INT4 -> bf16", "2 x INT8 -> sum -> INT4", "4 x INT8 -> sum -> INT4",
     "8 x INT8 -> sum -> INT4", "8 x INT4 -> sum -> fp32",
 ]  # fmt: skip
-pytestmark = pytest.mark.skipif(native() is None, reason="csrc/ was not built here")
+pytestmark = pytest.mark.skipif(backend() is reference, reason="csrc/ was not built here")
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
@@ -48,24 +50,24 @@ def test_sizes_that_do_not_fit_blocks_are_refused() -> None:
 
 
 def test_bytes_are_those_of_what_is_read_and_written() -> None:
-    found = {work.name: work.num_bytes for work in works(native(), 1 << 14, CPU)}
+    by_name = {case.name: case.num_bytes for case in cases(backend(), 1 << 14, CPU)}
     codes8, codes4 = (1 << 14) + ROWS * 16, (1 << 13) + ROWS * 32  # with a bf16 scale per block
-    assert found["bf16 -> INT8"] == found["INT8 -> bf16"] == (2 << 14) + codes8
-    assert found["fp32 -> INT4, reordered"] == (4 << 14) + codes4
-    assert found["4 x INT8 -> sum -> INT4"] == codes8 + codes4 // 4
-    assert found["8 x INT4 -> sum -> fp32"] == codes4 + (4 << 14) // 8
+    assert by_name["bf16 -> INT8"] == by_name["INT8 -> bf16"] == (2 << 14) + codes8
+    assert by_name["fp32 -> INT4, reordered"] == (4 << 14) + codes4
+    assert by_name["4 x INT8 -> sum -> INT4"] == codes8 + codes4 // 4
+    assert by_name["8 x INT4 -> sum -> fp32"] == codes4 + (4 << 14) // 8
 
 
 def test_a_kernel_that_writes_something_else_is_seen() -> None:
-    for work in works(native(), 1 << 13, CPU):
-        assert is_right(work, CPU), work.name
-        last = work.wrote[0].view(torch.uint8).view(-1)[-1:]
+    for case in cases(backend(), 1 << 13, CPU):
+        assert is_right(case, CPU), case.name
+        last = case.outputs[0].view(torch.uint8).view(-1)[-1:]
 
-        def spoilt(work=work, last=last) -> None:
-            work.run()
+        def spoilt(case=case, last=last) -> None:
+            case.run()
             last.add_(1)
 
-        assert not is_right(replace(work, run=spoilt), CPU), work.name
+        assert not is_right(replace(case, run=spoilt), CPU), case.name
 
 
 @pytest.mark.parametrize("columns", [8192, 1 << 20, 100_003])
@@ -78,18 +80,18 @@ def test_a_blocks_segments_fill_a_row(columns: int) -> None:
 @pytest.mark.parametrize("half", [None, torch.bfloat16])
 def test_adam_is_compared_with_its_reference_and_with_torchs(half: torch.dtype | None) -> None:
     elements, dtype = 40_001, half or torch.float32
-    work = adam_work("AdamW", elements, CPU, dtype, half)
-    before = work.wrote[0].clone()
-    assert is_right(work, CPU)
-    assert (work.wrote[0] != before).float().mean() > 0.99
-    work.wrote[-1].view(-1)[-1] += 1
-    assert not is_right(work, CPU)
-    assert work.num_bytes == 28 * elements  # 24 of state; gradients 4, or 2 and the copies 2
-    peers, failed = ready(work)
+    case = adam_case("AdamW", elements, CPU, dtype, half)
+    before = case.outputs[0].clone()
+    assert is_right(case, CPU)
+    assert (case.outputs[0] != before).float().mean() > 0.99
+    case.outputs[-1].view(-1)[-1] += 1
+    assert not is_right(case, CPU)
+    assert case.num_bytes == 28 * elements  # 24 of state; gradients 4, or 2 and the copies 2
+    peers, errors = working_peers(case)
     assert [peer.name for peer in peers] == [
         "torch._foreach_mul_, then torch.optim.AdamW(fused=True)"
     ]
-    assert failed == []
+    assert errors == []
 
 
 def test_libraries_are_called_as_they_want_and_their_failures_are_told(monkeypatch) -> None:
@@ -100,21 +102,21 @@ def test_libraries_are_called_as_they_want_and_their_failures_are_told(monkeypat
         return values, None
 
     library = SimpleNamespace(quantize_blockwise=quantize, dequantize_blockwise=lambda *_: None)
-    monkeypatch.setattr(quantizers, "_functional", lambda: library)
-    monkeypatch.setattr(quantizers, "_affine", lambda: None)
-    found = {work.name: work for work in works(native(), 1 << 13, CPU)}
-    peers, failed = ready(found["bf16 -> INT8"])
+    monkeypatch.setattr(other_libraries, "_functional", lambda: library)
+    monkeypatch.setattr(other_libraries, "_affine", lambda: None)
+    by_name = {case.name: case for case in cases(backend(), 1 << 13, CPU)}
+    peers, errors = working_peers(by_name["bf16 -> INT8"])
     assert [peer.name for peer in peers] == ["bitsandbytes.functional.quantize_blockwise"]
-    assert calls == [((ROWS, 1024), 256)] and failed == []
-    row = contest(on_cpu(None), found["INT8 -> bf16"], 1 << 13, rounds=2)
+    assert calls == [((ROWS, 1024), 256)] and errors == []
+    row = time_case(on_cpu(None), by_name["INT8 -> bf16"], 1 << 13, rounds=2)
     (peer,) = row["peers"]
     assert peer["times_slower"] > 0 and len(peer["seconds"]) == 2
-    peers, failed = ready(found["INT4 -> bf16"])
-    assert peers == [] and "quantize_4bit" in failed[0]
+    peers, errors = working_peers(by_name["INT4 -> bf16"])
+    assert peers == [] and "quantize_4bit" in errors[0]
 
 
 def test_no_library_is_no_peer() -> None:
-    installed = quantizers.versions()
+    installed = other_libraries.versions()
     assert set(installed) == {"bitsandbytes", "torchao"}
     if set(installed.values()) == {"not installed"}:
-        assert all(ready(work) == ([], []) for work in works(native(), 1 << 13, CPU))
+        assert all(working_peers(case) == ([], []) for case in cases(backend(), 1 << 13, CPU))

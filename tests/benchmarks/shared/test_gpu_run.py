@@ -106,7 +106,7 @@ def test_an_output_cannot_end_its_own_block() -> None:
 
 
 def test_a_build_that_only_warns_is_shown() -> None:
-    warned = 'building extension "zeropp.quant._cuda" failed: no such GPU'
+    warned = 'building extension "zeropp.native._cuda" failed: no such GPU'
     fine = CommandResult(status=0, seconds=1.0, out="g++ -c a.cpp", err="")
     assert describe_build(fine)[0] == "It was built."
     assert warned in describe_build(replace(fine, err=warned))[0]

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_zpp.checkpoint import checkpoint, manifest
+from megatron_zpp.checkpoint import checkpoint
+from megatron_zpp.checkpoint.iteration_folders import POINTER
+from megatron_zpp.checkpoint.training_state import read_state
 from tests.megatron_zpp.small_net import (
     ARCHITECTURE,
     build,
@@ -57,8 +59,8 @@ def test_state_survives_as_it_was(tmp_path: Path) -> None:
     train(model, optimizer, 1)
     written = state_at(1, loss_scaler={"words": [2**63, 1]}, schedule={"lr": 1e-5 / 3})
     path = checkpoint.save(tmp_path, model, optimizer, written)
-    assert checkpoint.load(tmp_path, model, optimizer) == written == checkpoint.read_state(path)
-    assert (tmp_path / manifest.POINTER).read_text() == "1\n"
+    assert checkpoint.load(tmp_path, model, optimizer) == written == read_state(path)
+    assert (tmp_path / POINTER).read_text() == "1\n"
     assert path == tmp_path / "iter_0000001"
 
 

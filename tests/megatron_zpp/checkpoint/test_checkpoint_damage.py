@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from megatron_zpp.checkpoint import checkpoint, manifest
+from megatron_zpp.checkpoint import checkpoint
+from megatron_zpp.checkpoint.iteration_folders import POINTER
 from tests.full_disk import full_disk
 from tests.megatron_zpp.small_net import (
     build,
@@ -100,14 +101,14 @@ def test_none_complete_is_an_error_that_names_each(two_checkpoints: Path, tmp_pa
 @pytest.mark.parametrize("text", ["", "soon", None])
 def test_newest_is_used_without_a_pointer(text: str, two_checkpoints: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(two_checkpoints, tmp_path / "copy")
-    pointer = folder / manifest.POINTER
+    pointer = folder / POINTER
     pointer.unlink() if text is None else pointer.write_text(text)
     assert checkpoint.choose(folder) == folder / "iter_0000002"
 
 
 def test_pointer_can_be_set_back(two_checkpoints: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(two_checkpoints, tmp_path / "copy")
-    (folder / manifest.POINTER).write_text("1\n")
+    (folder / POINTER).write_text("1\n")
     assert checkpoint.choose(folder) == folder / "iter_0000001"
 
 

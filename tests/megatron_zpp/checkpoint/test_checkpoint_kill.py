@@ -1,6 +1,5 @@
 """SIGKILL before every change of a file and at random moments: a restart always works."""
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -8,7 +7,6 @@ import signal
 import sys
 import time
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -18,11 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.checkpoint import TrainingState
+from megatron_zpp.checkpoint.training_state import TrainingState
+from tests.launched import call
 from tests.megatron_zpp.small_net import names, state_at
-from tests.ranks import PRELOADED
 
-CONTEXT = multiprocessing.get_context("forkserver")
 CHANGES = {"os.rename", "os.mkdir", "os.rmdir", "os.remove"}
 NUM_KILLS = 20
 
@@ -50,8 +47,8 @@ def loaded(folder: Path) -> TrainingState:
     model, optimizer = model_of(-1)
     state = checkpoint.load(folder, model, optimizer)
     for parameter in model.parameters():
-        for found in (parameter, *optimizer.state[parameter].values()):
-            assert torch.equal(found, torch.full_like(found, state.seed))
+        for tensor in (parameter, *optimizer.state[parameter].values()):
+            assert torch.equal(tensor, torch.full_like(tensor, state.seed))
     return state
 
 
@@ -79,15 +76,11 @@ def test_kill_before_every_change_of_a_file(tmp_path: Path) -> None:
     for iteration in (1, 2):
         model, optimizer = model_of(iteration)
         checkpoint.save(before, model, optimizer, state_at(iteration, seed=iteration))
-    CONTEXT.set_forkserver_preload(PRELOADED)
     seeds, count, exitcode = [], 0, -signal.SIGKILL
     while exitcode == -signal.SIGKILL:
         count += 1
         folder = shutil.copytree(before, tmp_path / str(count))
-        process = CONTEXT.Process(target=save_and_die, args=(folder, count))
-        process.start()
-        process.join(60)
-        exitcode = process.exitcode
+        exitcode = call(save_and_die, folder, count).wait(60)
         state = loaded(folder)
         assert state.iteration == 2  # the old or the new one, but never lost
         seeds.append(state.seed)
@@ -103,8 +96,8 @@ def test_kill_before_every_change_of_a_file(tmp_path: Path) -> None:
 # At random moments, two ranks
 
 
-def save_for_ever(folder: Path, rank: int, store: Path, progress: Connection) -> None:
-    """Resume, then save each iteration twice, telling which are done, until killed."""
+def save_for_ever(folder: Path, rank: int, store: Path, progress: Path) -> None:
+    """Resume, then save each iteration twice, appending which are done, until killed."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     dist.init_process_group(
@@ -120,41 +113,30 @@ def save_for_ever(folder: Path, rank: int, store: Path, progress: Connection) ->
             value = 2 * iteration + attempt
             fill(model, optimizer, value)
             checkpoint.save(folder, model, optimizer, state_at(iteration, seed=value), keep=2)
-            progress.send(value)
+            with progress.open("a") as file:
+                file.write(f"{value}\n")
 
 
 def test_random_kills_of_two_ranks(tmp_path: Path) -> None:
     folder, generator, newest = tmp_path / "save", random.Random(1), 0
-    CONTEXT.set_forkserver_preload(PRELOADED)
     for number in range(NUM_KILLS):
-        ours, theirs = CONTEXT.Pipe(duplex=False)
-        store = tmp_path / f"store{number}"
-        processes = [
-            CONTEXT.Process(target=save_for_ever, args=(folder, rank, store, theirs), daemon=True)
-            for rank in range(2)
-        ]
-        for process in processes:
-            process.start()
-        theirs.close()
-        assert ours.poll(60), "the ranks did not save anything"
+        store, progress = tmp_path / f"store{number}", tmp_path / f"progress{number}"
+        processes = [call(save_for_ever, folder, rank, store, progress) for rank in range(2)]
+        wait_for(progress)
         time.sleep(generator.uniform(0.0, 0.3))
         generator.shuffle(processes)
         for process in processes:
             process.kill()
         for process in processes:
-            process.join()
-            assert process.exitcode == -signal.SIGKILL
-        newest = max([newest, *received(ours)])
+            assert process.wait() == -signal.SIGKILL
+        newest = max([newest, *map(int, progress.read_text().split())])
         assert loaded(folder).seed >= newest
     assert newest > 2 * NUM_KILLS
 
 
-def received(progress: Connection) -> list[int]:
-    """Return what both ranks sent before they died."""
-    values = []
-    try:
-        while progress.poll():
-            values.append(progress.recv())
-    except EOFError:
-        pass
-    return values
+def wait_for(progress: Path) -> None:
+    """Wait until a rank has saved something."""
+    deadline = time.monotonic() + 60
+    while not progress.exists():
+        assert time.monotonic() < deadline, "the ranks did not save anything"
+        time.sleep(0.01)

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.run_settings import architecture, settings
+from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
 from megatron_zpp.data.text_source import tokenizer_of
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
@@ -153,10 +153,10 @@ def save_own(
     tokenizer = build_tokenizer(tokenizer_of(None, chosen))
     gpt = GPT(model, tokenizer.vocab_size)
     initialize(gpt, 5, model)
-    state = checkpoint.TrainingState(
+    state = TrainingState(
         iteration=3, consumed_samples=3, consumed_tokens=3, seed=1, world_size=1, stage=0,
         tokenizer=tokenizer.fingerprint, architecture=architecture(model, tokenizer.vocab_size),
-        configuration=settings(Config(model=model, tokenizer=chosen)),
+        configuration=run_settings(Config(model=model, tokenizer=chosen)),
     )  # fmt: skip
     checkpoint.save(save, gpt, None, state)
     return save, tokenizer

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_zpp.checkpoint import checkpoint
+from megatron_zpp.checkpoint.training_state import TrainingState
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layers import rotary_table
 from megatron_zpp.models import gguf
@@ -17,7 +18,7 @@ from megatron_zpp.models.hf_folder import FolderTensors, read_config
 from megatron_zpp.models.open_model import load_model, open_model
 from megatron_zpp.models.tokenizer_files import copy_files
 from megatron_zpp.settings.config import ModelConfig, TokenizerConfig
-from megatron_zpp.text.chat import ChatTemplate
+from megatron_zpp.text.chat_template import ChatTemplate
 from megatron_zpp.text.text_model import TextModelConfig, open_text_model
 from tests.megatron_zpp.models.foreign_models import LLAMA3, add_tokenizer, llama, saved
 from tests.megatron_zpp.train.pretraining import assembled
@@ -124,9 +125,9 @@ def test_the_tokenizer_of_a_gguf_is_there_as_long_as_the_model(
     model = open_text_model(
         TextModelConfig(load=str(tmp_path / "a.gguf")), TokenizerConfig(), Environment(rank=0)
     )
-    assert ChatTemplate.find(model.chat_folder).text([]) == "[]"
+    assert ChatTemplate.find(model.tokenizer_path).render([]) == "[]"
     model.close()
-    assert not model.chat_folder.exists()
+    assert not model.tokenizer_path.exists()
 
 
 def test_damage_is_said(imported: Path, tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_damage_is_said(imported: Path, tmp_path: Path) -> None:
 
 def test_a_checkpoint_from_a_script_says_too_little(imported: Path, tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
-    state = checkpoint.TrainingState(
+    state = TrainingState(
         iteration=1, consumed_samples=0, consumed_tokens=0, seed=1, world_size=1, stage=0,
         tokenizer="",
     )  # fmt: skip

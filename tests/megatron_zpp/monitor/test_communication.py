@@ -1,4 +1,4 @@
-"""Bytes per node and step: what is entered, what is left out, how it reads."""
+"""Bytes per node and step: what is counted, what is left out, how it is printed."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_zpp.monitor.communication import KEYS, Account, Communication
+from megatron_zpp.monitor.communication import KEYS, Communication, CommunicationMeter
+from megatron_zpp.monitor.tensorboard_names import communication_scalars
 from zeropp.wire.traffic import Traffic
 
 MIB = 2**20
@@ -34,20 +35,22 @@ def sharding(stage: int = 3, num_ranks: int = 4) -> SimpleNamespace:
     )
 
 
-def step(account: Account, model: SimpleNamespace, num_micro_batches: int = 1, **sent: int) -> None:
-    account.begin_step()
+def step(
+    meter: CommunicationMeter, model: SimpleNamespace, num_micro_batches: int = 1, **sent: int
+) -> None:
+    meter.begin_step()
     for purpose, num_bytes in sent.items():
         model.traffic.add(purpose, {"across_nodes": num_bytes})
-    account.end_step(num_micro_batches)
+    meter.end_step(num_micro_batches)
 
 
 def test_the_mean_over_the_steps_of_an_interval_of_the_ranks_of_a_node():
     model = sharding()
-    account = Account(model, TwoNodes())
-    step(account, model, 1, weights_forward=MIB, gradients=MIB)
-    step(account, model, 3, gradients=3 * MIB)  # its weights had stayed in the nodes
-    taken = account.take()
-    scalars = taken.scalars()
+    meter = CommunicationMeter(model, TwoNodes())
+    step(meter, model, 1, weights_forward=MIB, gradients=MIB)
+    step(meter, model, 3, gradients=3 * MIB)  # its weights had stayed in the nodes
+    taken = meter.take()
+    scalars = communication_scalars(taken)
     assert scalars["comm/weights_forward_across_nodes"] == 1 * MIB  # 2 ranks, every other step
     assert scalars["comm/gradients_across_nodes"] == 4 * MIB
     assert scalars["comm/across_nodes"] == 5 * MIB and scalars["comm/in_node"] == 0
@@ -60,36 +63,36 @@ def test_the_mean_over_the_steps_of_an_interval_of_the_ranks_of_a_node():
         " weights forward: 1.00 (formula: 2.00) | weights backward: 0.00 | gradients: 4.00 |"
         " in node: 0.00 |"
     )
-    assert account.take() is None
+    assert meter.take() is None
 
 
 def test_what_is_sent_between_steps_is_in_no_number():
     model = sharding()
-    account = Account(model, TwoNodes())
-    step(account, model, gradients=MIB)
+    meter = CommunicationMeter(model, TwoNodes())
+    step(meter, model, gradients=MIB)
     model.traffic.add("weights_forward", {"across_nodes": 99 * MIB})  # an evaluation
-    step(account, model, gradients=MIB)
-    assert account.take().scalars()["comm/across_nodes"] == 2 * MIB
+    step(meter, model, gradients=MIB)
+    assert communication_scalars(meter.take())["comm/across_nodes"] == 2 * MIB
     model.traffic.add("weights_forward", {"across_nodes": 99 * MIB})
-    assert account.take() is None
+    assert meter.take() is None
 
 
 @pytest.mark.parametrize(("stage", "num_ranks"), [(0, 4), (3, 1)])
 def test_nothing_is_entered_where_no_collective_of_ours_runs(stage, num_ranks):
     model = sharding(stage, num_ranks)
-    account = Account(model, TwoNodes())
-    step(account, model)
-    assert account.take() is None and account.rows() == []
+    meter = CommunicationMeter(model, TwoNodes())
+    step(meter, model)
+    assert meter.take() is None and meter.summary_rows() == []
 
 
 def test_the_ending_compares_all_steps_with_plain_zero():
     model = sharding()
-    account = Account(model, TwoNodes())
+    meter = CommunicationMeter(model, TwoNodes())
     for _ in range(3):
-        step(account, model, 256, weights_forward=MIB, gradients=512 * MIB)
-        account.take()
-    step(account, model, 256, weights_forward=MIB, gradients=512 * MIB)
-    assert account.rows() == [
+        step(meter, model, 256, weights_forward=MIB, gradients=512 * MIB)
+        meter.take()
+    step(meter, model, 256, weights_forward=MIB, gradients=512 * MIB)
+    assert meter.summary_rows() == [
         ("between nodes", "1.00 GiB per node and step, 4.01 GiB in 4 steps"),
         (
             "plain ZeRO-3",
@@ -101,11 +104,11 @@ def test_the_ending_compares_all_steps_with_plain_zero():
 
 def test_one_node_has_no_ending():
     model = sharding()
-    account = Account(model, TwoNodes())
-    account.begin_step()
+    meter = CommunicationMeter(model, TwoNodes())
+    meter.begin_step()
     model.traffic.add("gradients", {"in_node": MIB})
-    account.end_step(1)
-    assert account.rows() == []
+    meter.end_step(1)
+    assert meter.summary_rows() == []
 
 
 def test_communications_add_up():

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from megatron_zpp.model.flops import TokenFlops, flops_per_token
+from megatron_zpp.monitor.matmul_rate import MatmulRate
 from megatron_zpp.monitor.memory import Memory, memory_line, read_memory
 from megatron_zpp.monitor.metrics import History, Iteration, Metrics, Validation, validation_lines
 from megatron_zpp.settings.config import LogConfig, ModelConfig, RecomputeConfig
@@ -54,12 +55,13 @@ class Page:
         self.state = "closed"
 
 
-FLOPS = TokenFlops(model=4.5e9, performed=6e9, rate=1.2e15)
+FLOPS = TokenFlops(model=4.5e9, performed=6e9)
+RATE = MatmulRate(measured=1.2e15, peak=2e15)
 
 
-def metrics(page: Page, **config: object) -> Metrics:
+def metrics(page: Page, rate: MatmulRate | None = RATE, **config: object) -> Metrics:
     settings = LogConfig(**{"log_interval": 1} | config)
-    return Metrics(settings, page, world_size=8, flops=FLOPS, writers=[page])
+    return Metrics(settings, page, world_size=8, flops=FLOPS, rate=rate, writers=[page])
 
 
 def test_log_line_letter_by_letter():
@@ -88,12 +90,21 @@ def test_what_was_not_measured_is_not_in_the_line():
     assert not {"loss scale", "grad norm", "num zeros", "params norm"} & set(names)
 
 
-def test_log_throughput_adds_megatron_lms_field_and_mfu_behind_the_time():
+def test_log_throughput_adds_megatron_lms_field_and_its_shares_of_both_rates():
     page = Page()
     metrics(page, log_throughput=True).iteration(ITERATION)
-    # 131072 tokens/s/rank of 4.5e9 operations each, of 1.2e15 that the device could do
-    assert "(ms): 500.0 | throughput per GPU (TFLOP/s/GPU): 589.8 | MFU: 49.2% | l" in page.lines[0]
+    # 131072 tokens/s/rank of 4.5e9 operations each, of 1.2e15 measured and 2e15 by the data sheet
+    assert (
+        "(ms): 500.0 | throughput per GPU (TFLOP/s/GPU): 589.8 |"
+        " share of measured matmul rate: 49.2% | MFU: 29.5% | l"
+    ) in page.lines[0]
     assert page.lines[0].endswith("TFLOPs: 786.43 |")
+
+
+def test_without_a_known_peak_there_is_no_mfu():
+    page = Page()
+    metrics(page, rate=MatmulRate(measured=1.2e15), log_throughput=True).iteration(ITERATION)
+    assert "share of measured matmul rate: 49.2% | learning rate" in page.lines[0]
 
 
 def test_an_interval_averages_and_counts_and_starts_anew():

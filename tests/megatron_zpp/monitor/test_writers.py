@@ -1,22 +1,28 @@
 """What TensorBoard reads back, names and axes, and curves that stay clean over a resume."""
 
 import json
-import logging
 import math
+import shutil
 import sys
 import types
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from megatron_zpp.model.flops import TokenFlops
-from megatron_zpp.monitor.event_files import Position
+from megatron_zpp.monitor.communication import Communication
+from megatron_zpp.monitor.matmul_rate import MatmulRate
 from megatron_zpp.monitor.memory import Memory
 from megatron_zpp.monitor.metrics import Iteration, Validation, Writer, summarize
+from megatron_zpp.monitor.tensorboard_names import Axis, Position
 from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.settings.config import LogConfig
+from tests.megatron_zpp.train.pretraining import log_of
+from tests.ranks import ranks
 from zeropp.errors import InputError
 
 BATCH, LENGTH = 4, 8
@@ -38,7 +44,39 @@ MEMORY = Memory(
     allocated_count=3,
 )
 THREE_AXES = ("", " vs samples", " vs tokens")
-FLOPS = TokenFlops(model=1e12, performed=2e12, rate=5e13)
+FLOPS = TokenFlops(model=1e12, performed=2e12)
+RATE = MatmulRate(measured=5e13, peak=8e13)
+SENT = Communication(steps=2, sent=Counter({("gradients", "in_node"): 14}))
+COMMUNICATION = {
+    "comm/weights_forward_in_node": 0.0,
+    "comm/weights_forward_across_nodes": 0.0,
+    "comm/weights_backward_in_node": 0.0,
+    "comm/weights_backward_across_nodes": 0.0,
+    "comm/gradients_in_node": 7.0,
+    "comm/gradients_across_nodes": 0.0,
+    "comm/in_node": 7.0,
+    "comm/across_nodes": 0.0,
+    "comm/expected_across_nodes": 0.0,
+}
+EXTRA = {
+    "batch_generator_seconds": 0.125,
+    "communication": SENT,
+    "optimizer_norms": {("variance", "l2"): 5.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def sortable_file_names(monkeypatch):
+    make_file_names_sortable(monkeypatch)
+
+
+def make_file_names_sortable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Event files are read in the order of their names: second, host, process, number of the file.
+
+    A resumed run is another process in another second; here only the number differs, and 10 sorts
+    before 9.
+    """
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
 
 
 def iteration(number: int, **changed: object) -> Iteration:
@@ -61,7 +99,7 @@ def write(writers: list[Writer], numbers: range, **changed: object) -> None:
         step = iteration(number, **changed)
         for writer in writers:
             writer.iteration(step)
-            writer.interval(summarize([step], world_size=2, flops=FLOPS))
+            writer.interval(summarize([step], world_size=2, flops=FLOPS, rate=RATE))
 
 
 def validate(writers: list[Writer], number: int, loss: float, split: str = "validation") -> None:
@@ -88,13 +126,18 @@ def close(writers: list[Writer]) -> None:
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    board = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    names = board.Tags()["scalars"]
-    return {name: [(point.step, point.value) for point in board.Scalars(name)] for name in names}
+    """What TensorBoard shows of a folder: (step, value) of each scalar, over all axes."""
+    points = {}
+    for axis in Axis:
+        board = EventAccumulator(str(folder / axis.folder), size_guidance={"scalars": 0}).Reload()
+        for name in board.Tags()["scalars"]:
+            assert name not in points, f"{name} is drawn over two axes"
+            points[name] = [(point.step, point.value) for point in board.Scalars(name)]
+    return points
 
 
 def position(number: int) -> Position:
-    return Position(number, number * BATCH, number * BATCH * LENGTH)
+    return iteration(number)
 
 
 def test_every_name_of_megatron_deepspeed_over_three_axes(tmp_path):
@@ -104,7 +147,8 @@ def test_every_name_of_megatron_deepspeed_over_three_axes(tmp_path):
         writers,
         range(3, 4),
         memory=MEMORY,
-        extra={"comm/bytes": 7.0, "a/b vs tokens": 5.0},
+        forward_backward_seconds=0.25,
+        **EXTRA,
         **measured,
     )
     validate(writers, 3, 2.0)
@@ -135,9 +179,13 @@ def test_every_name_of_megatron_deepspeed_over_three_axes(tmp_path):
         "mem-allocated-bytes": (3, 10.0),
         "mem-allocated-count": (3, 3.0),
         "throughput": (3, 4 * 8 / 0.25 / 2),
-        "mfu": (3, 4 * 8 / 0.25 / 2 / 50),
-        "comm/bytes": (3, 7.0),
-        "a/b vs tokens": (96, 5.0),
+        "share-of-measured-matmul-rate": (3, 4 * 8 / 0.25 / 2 / 50),
+        "mfu": (3, 4 * 8 / 0.25 / 2 / 80),
+        "forward-backward-time": (3, 0.25),
+        "batch-generator-time": (3, 0.125),
+        "optimizer/variance_l2": (3, 5.0),
+        "optimizer/variance_l2 vs tokens": (96, 5.0),
+        **{name: (3, num_bytes) for name, num_bytes in COMMUNICATION.items()},
         "steps-vs-samples/y=steps,x=samples": (12, 3.0),
         "steps-vs-samples/y=samples,x=steps": (3, 12.0),
         "steps-vs-tokens/y=steps,x=tokens": (96, 3.0),
@@ -162,15 +210,13 @@ def test_flags_left_out_write_nothing_of_theirs(tmp_path):
     assert not any("ppl" in name for name in curves(tmp_path))
 
 
-def test_a_resumed_run_shows_one_curve_on_every_axis(tmp_path, caplog):
+def test_a_resumed_run_shows_one_curve_on_every_axis(tmp_path):
     first = opened(tmp_path)
     write(first, range(1, 9))
     validate(first, 5, 2.0)
     validate(first, 8, 1.5)
     close(first)
-    with caplog.at_level(logging.INFO):
-        again = opened(tmp_path, at=position(5))
-    assert "after iteration 5" in caplog.text
+    again = opened(tmp_path, at=position(5))
     write(again, range(6, 8), loss=0.5)
     close(again)
     read = curves(tmp_path)
@@ -209,8 +255,8 @@ def test_a_new_run_keeps_the_curves_of_the_earlier_one_beside_its_own(tmp_path):
     (earlier,) = tmp_path.glob("earlier-*")
     name = "lm-loss-training/lm loss"
     assert curves(earlier)[name] == [(1, 2.0), (2, 2.0)]
-    board = [path for path in tmp_path.iterdir() if path.is_file()]
-    assert len(board) == 2  # one event file, one metrics.jsonl
+    for axis in Axis:
+        assert len(list((tmp_path / axis.folder).glob("events*"))) == 1
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["lm_loss"] for line in lines] == [1.0, 1.0]
     assert curves(tmp_path)[name] == [(1, 1.0), (2, 1.0)]
@@ -248,7 +294,7 @@ def test_the_configuration_lies_beside_the_curves(tmp_path):
     config = replace(BARE, tensorboard_dir=str(tmp_path))
     close(open_writers(config, rank=0, world_size=1, settings={"num_layers": 7}))
     board = EventAccumulator(str(tmp_path)).Reload()
-    (event,) = board.Tensors("arguments")
+    (event,) = board.Tensors("arguments/text_summary")
     assert b"| num_layers | 7 |" in event.tensor_proto.string_val[0]
 
 
@@ -276,7 +322,7 @@ def test_wandb_gets_the_same_names(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     config = replace(BARE, wandb_project="project", log_timers_to_tensorboard=True)
     writers = open_writers(config, rank=0, world_size=2, settings={"seed": 1})
-    write(writers, range(2, 3), extra={"comm/bytes": 7.0, "a/b vs tokens": 5.0})
+    write(writers, range(2, 3), **EXTRA)
     validate(writers, 2, 3.0)
     close(writers)
     assert runs == [{"project": "project", "name": None, "dir": None, "config": {"seed": 1}}]
@@ -285,11 +331,12 @@ def test_wandb_gets_the_same_names(monkeypatch):
             "learning-rate/learning-rate": 0.5,
             "lm-loss-training/lm loss": 4.0,
             "seqlen/actual_seq_length": 8,
-            "comm/bytes": 7.0,
+            "batch-generator-time": 0.125,
+            "optimizer/variance_l2": 5.0,
             "consumed-samples": 8,
             "consumed-tokens": 64,
         }),
-        (2, {"iteration-time/iteration-time": 0.25}),
+        (2, {"iteration-time/iteration-time": 0.25} | COMMUNICATION),
         (2, {"lm-loss-validation/lm loss validation": 3.0}),
         "finished",
     ]  # fmt: skip
@@ -299,3 +346,37 @@ def test_wandb_asked_for_but_missing_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match="pip install wandb"):
         open_writers(replace(BARE, wandb_project="p"), rank=0, world_size=1)
+
+
+def lose_last_checkpoint(checkpoints: Path) -> None:
+    """Leave what a process leaves that died before it saved a second time."""
+    shutil.rmtree(checkpoints / "iter_0000008")
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("4")
+
+
+@ranks(1, timeout=120)
+def test_a_training_that_resumes_from_an_earlier_checkpoint_shows_each_step_once(tmp_path):
+    board, checkpoints = tmp_path / "board", tmp_path / "checkpoints"
+    flags = (
+        "--micro-batch-size 2 --global-batch-size 4 --train-iters 8 --save-interval 4 "
+        f"--eval-interval 3 --tensorboard-dir {board} --save {checkpoints} --load {checkpoints} "
+    )
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        make_file_names_sortable(monkeypatch)
+        log_of(flags)
+        before = curves(board)
+        lose_last_checkpoint(checkpoints)
+        log_of(flags + "--seed 7 --eval-interval 7")  # other samples, so that values differ
+        after = curves(board)
+    assert set(after) == set(before)
+    widths = dict(zip(THREE_AXES, (1, 4, 4 * 16), strict=True))
+    for axis, width in widths.items():
+        losses, old_losses = (c["lm-loss-training/lm loss" + axis] for c in (after, before))
+        assert [step for step, _ in losses] == [width * number for number in range(1, 9)]
+        assert losses[:4] == old_losses[:4]
+        assert not set(losses[4:]) & set(old_losses[4:])
+        held_out = after["lm-loss-validation/lm loss validation" + axis]
+        assert [step for step, _ in held_out] == [3 * width, 7 * width, 8 * width]
+    for name, points in after.items():
+        steps = [step for step, _ in points]
+        assert steps == sorted(set(steps)), name

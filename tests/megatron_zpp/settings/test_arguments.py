@@ -1,13 +1,13 @@
-"""Every flag by its name, what has no effect or is not there yet, and what is said of it."""
+"""Every flag by its name, what has no effect or is not there yet, and what is messages of it."""
 
 import json
 import logging
 
 import pytest
 
-from megatron_zpp.settings.arguments import SECTIONS, SPOKEN, parse
-from megatron_zpp.settings.flag import flags
-from tests.megatron_zpp.settings.asking import asked, refused, setting
+from megatron_zpp.settings.arguments import FLAGS, parse
+from megatron_zpp.settings.config import SECTIONS
+from tests.megatron_zpp.settings.command_lines import config_of, error_of, value_at
 
 # What is typed, the setting it fills, and its value; one line for each flag of Megatron's.
 SETTINGS = """
@@ -257,7 +257,7 @@ def test_a_flag_fills_its_setting_in_every_spelling(line):
     other = [w.replace("-", "_").replace("__", "--", 1) if w[:2] == "--" else w for w in typed]
     dashes = [w.replace("_", "-") if w[:2] == "--" else w for w in typed]
     for spelled in (typed, other, dashes):
-        assert setting(parse(spelled, 1), path) == value, spelled
+        assert value_at(parse(spelled, 1), path) == value, spelled
 
 
 def test_every_setting_is_covered():
@@ -266,39 +266,39 @@ def test_every_setting_is_covered():
     tried = {word.replace("_", "-") for word in tried}
     ours = {"--eval-at-start", "--sample-prompt", "--sample-length", "--deepspeed-config"}
     ours |= {"--cpu-optimizer", "--no-position-embedding", "--dry-run", "--dry-run-ranks"}
-    idle_extras = {f.shown().replace("_", "-") for s in SPOKEN for f in flags(s) if f.no_effect}
-    for section in SPOKEN:
-        for described in flags(section):
-            spelled = {f"--{n}".replace("_", "-") for n in described.names + described.off}
-            assert spelled & (tried | ours | idle_extras), described.dest
+    ignored = {flag.shown.replace("_", "-") for flag in FLAGS if flag.why_ignored}
+    for flag in FLAGS:
+        spelled = {f"--{name}".replace("_", "-") for name in [*flag.names, *flag.shorthands]}
+        assert spelled & (tried | ours | ignored), flag.name
 
 
 @pytest.mark.parametrize("line", lines(IDLE))
 def test_a_flag_without_effect_says_so_once(line, caplog):
     caplog.set_level(logging.INFO, "megatron_zpp")
-    plain = asked("")
+    plain = config_of("")
     assert "has no effect" not in caplog.text
     caplog.clear()
-    config = asked(line)
-    said = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
-    assert len(said) == 1 and said[0].startswith(line.split()[0].partition("=")[0])
+    config = config_of(line)
+    logged = [record.getMessage() for record in caplog.records]
+    messages = [message for message in logged if "no effect" in message]
+    assert len(messages) == 1 and messages[0].startswith(line.split()[0].partition("=")[0])
     assert config.training == plain.training and config.batch == plain.batch
 
 
 @pytest.mark.parametrize("line", lines(UNAVAILABLE))
 def test_what_is_not_built_yet_says_so(line):
-    message = refused(line)
+    message = error_of(line)
     assert line.split()[0].lstrip("-") in message or "offload_param.device" in message
     assert "not available" in message
 
 
 def test_weights_on_the_host_need_the_optimizer_there():
-    told = refused("--remote-device cpu --zero-stage 3")
-    assert "offload_param" in told and "the optimizer on the CPU too" in told
+    message = error_of("--remote-device cpu --zero-stage 3")
+    assert "offload_param" in message and "the optimizer on the CPU too" in message
 
 
 def test_offload_needs_shards():
-    assert "offload_optimizer.device" in refused("--cpu-optimizer --zero-stage 0")
+    assert "offload_optimizer.device" in error_of("--cpu-optimizer --zero-stage 0")
 
 
 @pytest.mark.parametrize(
@@ -312,30 +312,30 @@ def test_offload_needs_shards():
     ],
 )
 def test_batch_sizes_complete_each_other(line, ranks, sizes):
-    batch = asked(line, ranks).batch
+    batch = config_of(line, ranks).batch
     assert (batch.micro_batch_size, batch.global_batch_size) == sizes
 
 
 def test_a_global_batch_that_does_not_divide_names_all_three_numbers():
-    message = refused("--global-batch-size 10 --micro-batch-size 2", 4)
+    message = error_of("--global-batch-size 10 --micro-batch-size 2", 4)
     assert "global batch size 10" in message
     assert "micro-batch size 2 x 4 data-parallel ranks = 8" in message
-    ramp = refused("--global-batch-size 16 --micro-batch-size 1 --rampup-batch-size 8 2 9", 4)
+    ramp = error_of("--global-batch-size 16 --micro-batch-size 1 --rampup-batch-size 8 2 9", 4)
     assert "global batch size 14 in --rampup-batch-size 8 2 9" in ramp
 
 
-def test_defaults_of_an_empty_command_line_are_said(caplog):
+def test_defaults_of_an_empty_command_line_are_logged(caplog):
     caplog.set_level(logging.INFO, "megatron_zpp")
     config = parse([], 2)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
     for words in ("--num-layers 4", "--train-iters 100", "--lr 0.0003", "standard library"):
-        assert words in said[0]
+        assert words in messages[0]
     assert config.training.train_iters == 100
     assert config.model.max_position_embeddings == config.model.seq_length
     assert config.zero.stage == 0
     caplog.clear()
-    asked("--data-path x --train-iters 5 --lr 1 --num-layers 1 --hidden-size 8 --seq-length 8 "
+    config_of("--data-path x --train-iters 5 --lr 1 --num-layers 1 --hidden-size 8 --seq-length 8 "
           "--num-attention-heads 1 --batch-size 1 --global-batch-size 2", 2)  # fmt: skip
     assert not caplog.records
 
@@ -343,11 +343,11 @@ def test_defaults_of_an_empty_command_line_are_said(caplog):
 def test_tokens_beside_samples_say_where_the_run_ends(caplog):
     """As most of Megatron-DeepSpeed's scripts give them."""
     caplog.set_level(logging.INFO, "megatron_zpp")
-    asked("--train-samples 999 --train-tokens 2048 --seq-length 256 --batch-size 2")
+    config_of("--train-samples 999 --train-tokens 2048 --seq-length 256 --batch-size 2")
     assert "ends the run, after 4 iterations" in caplog.text
 
 
 def test_no_bias_gelu_fusion_says_that_it_changes_numerics(caplog):
     caplog.set_level(logging.INFO, "megatron_zpp")
-    asked("--no-bias-gelu-fusion")
+    config_of("--no-bias-gelu-fusion")
     assert "--no-bias-gelu-fusion: the exact (erf) GELU" in caplog.text

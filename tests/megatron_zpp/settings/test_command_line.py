@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from megatron_zpp.settings.arguments import SPOKEN, parse
+from megatron_zpp.settings.arguments import FLAG_SECTIONS, parse
 from megatron_zpp.settings.flag import flags
-from tests.megatron_zpp.settings.asking import asked, refused
+from tests.megatron_zpp.settings.command_lines import config_of, error_of
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ from tests.megatron_zpp.settings.asking import asked, refused
     ],
 )
 def test_a_bad_command_line_names_the_culprit(line, named):
-    assert named in refused(line)
+    assert named in error_of(line)
 
 
 def test_the_same_setting_given_twice(caplog):
     caplog.set_level(logging.INFO, "megatron_zpp")
-    assert asked("--batch-size 2 --micro-batch-size 2").batch.micro_batch_size == 2
+    assert config_of("--batch-size 2 --micro-batch-size 2").batch.micro_batch_size == 2
     assert "twice" not in caplog.text
-    assert asked("--lr 1e-3 --lr 1e-4").optimizer.lr == 1e-4
+    assert config_of("--lr 1e-3 --lr 1e-4").optimizer.lr == 1e-4
     assert "--lr is given twice: the last, --lr 0.0001, is used" in caplog.text
 
 
@@ -77,7 +77,7 @@ def test_help_lists_every_flag_and_ends_well(capsys):
         parse(["--num-layers", "x", "--help"], 1)
     assert caught.value.code == 0
     shown = capsys.readouterr().out
-    for section in SPOKEN:
+    for section in FLAG_SECTIONS:
         for described in flags(section):
-            assert described.shown() in shown
+            assert described.shown in shown
     assert max(map(len, shown.splitlines())) <= 100

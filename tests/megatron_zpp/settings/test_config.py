@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from megatron_zpp.settings.arguments import SECTIONS, SPOKEN
+from megatron_zpp.settings.arguments import FLAG_SECTIONS
 from megatron_zpp.settings.config import (
+    SECTIONS,
     BatchConfig,
     CheckpointConfig,
     Config,
@@ -25,15 +26,15 @@ from zeropp.errors import InputError
 def test_every_field_of_every_section_has_a_flag():
     for section in SECTIONS.values():
         fields = [item.name for item in dataclasses.fields(section)]
-        assert [described.dest for described in flags(section)] == fields
+        assert [described.name for described in flags(section)] == fields
 
 
 def test_a_name_belongs_to_one_setting():
     owners: dict[str, str] = {}
-    for section in SPOKEN:
+    for section in FLAG_SECTIONS:
         for described in flags(section):
-            for name in described.names + described.off:
-                assert owners.setdefault(name, described.dest) == described.dest, name
+            for name in [*described.names, *described.shorthands]:
+                assert owners.setdefault(name, described.name) == described.name, name
 
 
 def test_sections_are_frozen_and_built_by_keyword():
@@ -56,32 +57,37 @@ class Sample(Section):
     size: int = flag(1, "a size", minimum=1, maximum=8)
     share: float = flag(0.5, "a share", above=0)
     colour: str = flag("red", "a colour", choices=("red", "blue"))
-    fast: bool = flag(True, "slow", off=("no-fast",))
-    triple: tuple[int, ...] | None = flag(None, "three", kind=int, count=3, minimum=0)
+    fast: bool = flag(True, "slow", shorthands={"no-fast": False})
+    triple: tuple[int, int, int] | None = flag(None, "three", minimum=0)
 
 
 def test_flags_describe_fields():
-    described = {item.dest: item for item in flags(Sample)}
+    described = {item.name: item for item in flags(Sample)}
     assert described["size"] == Flag(
-        dest="size", kind=int, default=1, help="a size", names=("size",), minimum=1, maximum=8
-    )
-    assert described["fast"].names == () and described["fast"].shown() == "--no-fast"
+        name="size", section=Sample, type=int, count=None, optional=False, default=1,
+        help="a size", minimum=1, maximum=8,
+    )  # fmt: skip
+    assert described["size"].names == ("size",)
+    assert (described["triple"].count, described["triple"].optional) == (3, True)
+    assert described["fast"].names == () and described["fast"].shown == "--no-fast"
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"size": 0}, "--size 0: expected at least 1"),
         ({"size": 9}, "--size 9: expected at most 8"),
-        ({"share": 0.0}, "--share 0.0: expected more than 0"),
+        ({"share": 0.0}, "--share 0: expected more than 0"),
         ({"share": float("nan")}, "--share nan: expected a finite number"),
         ({"share": float("inf")}, "--share inf: expected a finite number"),
+        ({"size": "two"}, "--size two: expected a whole number from 1 to 8"),
+        ({"size": True}, "--size True: expected a whole number from 1 to 8"),
         ({"colour": "green"}, "--colour green: expected one of red, blue"),
         ({"triple": (1, -2, 3)}, "--triple -2: expected at least 0"),
     ],
 )
-def test_values_out_of_range_are_named(values, said):
-    with pytest.raises(InputError, match=f"^{said}$"):
+def test_values_out_of_range_are_named(values, message):
+    with pytest.raises(InputError, match=f"^{message}$"):
         Sample(**values).check()
     Sample().check()
 

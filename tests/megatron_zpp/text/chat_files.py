@@ -1,4 +1,4 @@
-"""The files of a byte-level tokenizer with a chat template, as Hugging Face lays them down."""
+"""The files of a byte-level tokenizer with a chat template, as Hugging Face stores them."""
 
 import json
 from pathlib import Path
@@ -15,17 +15,20 @@ TEMPLATE = (
 
 
 def write_chat_files(
-    folder: Path, *, template: str | list[dict] = TEMPLATE, apart: bool = False
+    folder: Path, *, template: str | list[dict] = TEMPLATE, in_own_file: bool = False
 ) -> dict[str, int]:
-    """Write them, the template `apart` or not; returns the vocabulary, 256 bytes and 2 names."""
+    """Write them; returns the vocabulary, 256 bytes and the 2 special tokens.
+
+    The template goes to tokenizer_config.json, or to chat_template.jinja.
+    """
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({one: index for index, one in enumerate(bytes_)}, []))
+    tokenizer = Tokenizer(models.BPE({byte: index for index, byte in enumerate(bytes_)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": {"content": "<|end|>"}}
-    if apart:
+    if in_own_file:
         (folder / "chat_template.jinja").write_text(template)
     else:
         config["chat_template"] = template

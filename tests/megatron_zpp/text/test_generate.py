@@ -119,7 +119,7 @@ def test_with_and_without_cache_token_for_token(shape: ModelConfig, temperature:
         for prompt, count in [("1", 15), ("2 3 4 5 6 7 8", 9), ("9 10 11", 20), ("12", 3)]
     ]
     cached, uncached = (
-        [(piece.row, piece.text, piece.finish) for piece in stream(
+        [(piece.row, piece.text, piece.finish_reason) for piece in stream(
             model, NoEnd(), requests, use_cache=use_cache)]
         for use_cache in (True, False)
     )  # fmt: skip
@@ -137,7 +137,7 @@ def test_a_text_does_not_depend_on_its_neighbours() -> None:
         request("8", 1.5, seed=3, top_k=5, max_new_tokens=14),
         request("9 9 9", 0.7, seed=4, top_p=0.8, max_new_tokens=7),
     ]
-    alone = [complete(model, NoEnd(), [one])[0] for one in requests]
+    alone = [complete(model, NoEnd(), [single])[0] for single in requests]
     assert complete(model, NoEnd(), requests) == alone
     assert complete(model, NoEnd(), requests[::-1]) == alone[::-1]
     assert len(set(alone)) == 5 and [len(ids(text)) for text in alone] == [6, 6, 3, 14, 7]
@@ -162,7 +162,7 @@ def test_texts_end_by_tokens_texts_and_length_and_leave_the_batch() -> None:
     ]
     pieces = list(stream(model, TOKENIZER, requests))
     assert texts_of(pieces, 4) == ["", " ", " 7 7 7 7 7", ""]
-    last = {piece.row: (piece.num_tokens, piece.finish) for piece in pieces}
+    last = {piece.row: (piece.num_tokens, piece.finish_reason) for piece in pieces}
     assert last == {0: (1, "stop"), 1: (3, "stop"), 2: (5, "length"), 3: (0, "length")}
     assert shapes == [3, 2, 2, 1, 1]
 
@@ -175,14 +175,14 @@ def test_pieces_come_as_they_are_drawn_and_one_text_can_be_cancelled() -> None:
         model, TOKENIZER, [request("1", 0.0), request("2", 0.0)], is_cancelled=gone.__contains__
     )
     first = [next(pieces) for _ in range(2)]
-    assert [(piece.row, piece.text, piece.finish) for piece in first] == [
+    assert [(piece.row, piece.text, piece.finish_reason) for piece in first] == [
         (0, " 7", None), (1, " 7", None),
     ]  # fmt: skip
     assert len(forward_passes) == 1 and not model.training
     gone.add(0)
     rest = list(pieces)
-    assert (rest[0].row, rest[0].finish) == (0, "cancelled")
-    assert {piece.row for piece in rest[1:]} == {1} and rest[-1].finish == "length"
+    assert (rest[0].row, rest[0].finish_reason) == (0, "cancelled")
+    assert {piece.row for piece in rest[1:]} == {1} and rest[-1].finish_reason == "length"
     assert model.training
 
 
@@ -195,7 +195,7 @@ def test_leaving_early_gives_the_model_its_mode_back() -> None:
 
 
 def request(prompt: str, temperature: float, **settings: object) -> Request:
-    """A request for 6 tokens or as many as said; what `Sampling` has is taken from `settings`."""
+    """A request for 6 tokens; `settings` are fields of Request and of Sampling."""
     sampling = {name: settings.pop(name) for name in ("seed", "top_k", "top_p") if name in settings}
     return Request(
         prompt=tuple(ids(prompt)),
@@ -209,7 +209,7 @@ def texts_of(pieces: list[Piece], count: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"prompt": (1,) * 17}, "the prompt has 17 tokens, but the model has 16 positions"),
         ({"prompt": (1, 50)}, "token id 50 is outside the 50 ids"),
@@ -224,8 +224,8 @@ def texts_of(pieces: list[Piece], count: int) -> list[str]:
         ({"stop_texts": ("a", "")}, "a stop text is empty"),
     ],
 )
-def test_bad_requests_are_refused_before_anything_runs(change: dict, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_bad_requests_are_refused_before_anything_runs(change: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         stream(build(GPT2), TOKENIZER, [Request(**{"prompt": (1,), **change})])
 
 
@@ -287,5 +287,5 @@ def test_only_the_first_rank_draws_and_is_asked() -> None:
     pieces = list(stream(model, NoEnd(), [request("5 6", 1.0)], is_cancelled=is_cancelled))
     text = "".join(piece.text for piece in pieces)
     assert expected.startswith(text) and len(ids(text)) == 3
-    assert pieces[-1].finish == "cancelled"
+    assert pieces[-1].finish_reason == "cancelled"
     assert len(asked) == (4 if dist.get_rank() == 0 else 0)

@@ -9,16 +9,18 @@ import pytest
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.text.perplexity import Perplexity, measure_perplexity
 from tests.megatron_zpp.data.instructions.test_examples import write
-from tests.megatron_zpp.text.scorers import CLOSE, plainly, scorer
+from tests.megatron_zpp.text.peaked_model import CLOSE, log_probabilities, peaked_model
 from zeropp.errors import InputError
 
-JUDGE = scorer()
-EOD = JUDGE.tokenizer.eod
+MODEL = peaked_model()
+EOD = MODEL.tokenizer.eod
 
 
 def expected(*documents: tuple[list[int], int]) -> Perplexity:
     """Of documents that the model can take whole, and the first label of each."""
-    each = [one for ids, first in documents for one in plainly(JUDGE.model, ids, first)[0]]
+    each = []
+    for ids, first in documents:
+        each += log_probabilities(MODEL.model, ids, first)[0]
     loss = -sum(each) / len(each)
     return Perplexity(
         documents=len(documents), tokens=len(each), loss=pytest.approx(loss, **CLOSE),
@@ -28,8 +30,8 @@ def expected(*documents: tuple[list[int], int]) -> Perplexity:
 
 def test_a_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one document")
-    found = measure_perplexity(JUDGE, str(tmp_path / "a.txt"))
-    assert found == expected(([*b"one document"], 1)) and found.tokens == 11
+    result = measure_perplexity(MODEL, str(tmp_path / "a.txt"))
+    assert result == expected(([*b"one document"], 1)) and result.tokens == 11
 
 
 def test_a_text_longer_than_the_model(tmp_path: Path) -> None:
@@ -37,19 +39,19 @@ def test_a_text_longer_than_the_model(tmp_path: Path) -> None:
     text = bytes(range(32, 112))
     (tmp_path / "a.txt").write_bytes(text)
     parts = [([*text[at : at + 33]], 1) for at in (0, 32, 64)]
-    found = measure_perplexity(JUDGE, str(tmp_path / "a.txt"))
-    assert (found.loss, found.tokens) == (expected(*parts).loss, 79)
+    result = measure_perplexity(MODEL, str(tmp_path / "a.txt"))
+    assert (result.loss, result.tokens) == (expected(*parts).loss, 79)
     parts = [([*text[at : at + 33]], 25 if at else 1) for at in range(0, 48, 8)]
     parts.append(([*text[48:]], 25))
-    found = measure_perplexity(JUDGE, str(tmp_path / "a.txt"), stride=8)
-    assert (found.loss, found.tokens) == (expected(*parts).loss, 79)
+    result = measure_perplexity(MODEL, str(tmp_path / "a.txt"), stride=8)
+    assert (result.loss, result.tokens) == (expected(*parts).loss, 79)
 
 
 def test_examples(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "Why?", "answer": " So."}, {"text": "Yes"})
     asked, text = ([*b"Why? So.", EOD], 4), ([*b"Yes", EOD], 1)
-    assert measure_perplexity(JUDGE, path) == expected(asked, text)
-    assert measure_perplexity(JUDGE, path, limit=1) == expected(asked)
+    assert measure_perplexity(MODEL, path) == expected(asked, text)
+    assert measure_perplexity(MODEL, path, limit=1) == expected(asked)
 
 
 def test_an_indexed_dataset(tmp_path: Path) -> None:
@@ -60,24 +62,24 @@ def test_an_indexed_dataset(tmp_path: Path) -> None:
             for sequence in sequences:
                 writer.add_item(np.array(sequence))
             writer.end_document()
-    found = measure_perplexity(JUDGE, str(tmp_path / "a"))
-    wanted = expected(([1, 2, 3, 4, 5, EOD], 1), ([9, 8, EOD], 1))
-    assert (found.loss, found.tokens, found.documents) == (wanted.loss, 7, 3)
+    result = measure_perplexity(MODEL, str(tmp_path / "a"))
+    reference = expected(([1, 2, 3, 4, 5, EOD], 1), ([9, 8, EOD], 1))
+    assert (result.loss, result.tokens, result.documents) == (reference.loss, 7, 3)
     with IndexedDatasetWriter(tmp_path / "b", 400) as writer:
         writer.add_item(np.array([3, 300]))
         writer.end_document()
     with pytest.raises(InputError, match="ids 3 to 300, but the model's tokenizer has 257"):
-        measure_perplexity(JUDGE, str(tmp_path / "b"))
+        measure_perplexity(MODEL, str(tmp_path / "b"))
 
 
 def test_bad_input(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
-    for path, stride, said in (
+    for path, stride, message in (
         (str(tmp_path / "a.txt"), None, "no document has a token to predict"),
-        (str(tmp_path / "a.txt"), 33, "--stride 33: expected 1 to 32"),
+        (str(tmp_path / "a.txt"), 33, "--stride 33: expected 1 to 32, the tokens that the model"),
         (str(tmp_path / "none.txt"), None, "none.txt: No such file"),
         (str(tmp_path / "none"), None, "none"),
         (str(tmp_path / "none.jsonl"), None, "none.jsonl: No such file"),
     ):
-        with pytest.raises(InputError, match=said):
-            measure_perplexity(JUDGE, path, stride)
+        with pytest.raises(InputError, match=message):
+            measure_perplexity(MODEL, path, stride=stride)

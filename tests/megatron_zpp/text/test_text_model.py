@@ -64,9 +64,9 @@ def test_on_one_rank_it_is_the_model_of_the_checkpoint(tmp_path: Path) -> None:
 def test_in_16_bit_the_weights_take_half(dtype: str, tmp_path: Path) -> None:
     save_text_model(tmp_path)
     opened = alone(tmp_path, dtype=dtype)
-    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    assert {parameter.dtype for parameter in opened.model.parameters()} == {wanted}
-    assert [piece.finish for piece in opened.stream(REQUESTS)][-1] in ("length", "stop")
+    expected = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    assert {parameter.dtype for parameter in opened.model.parameters()} == {expected}
+    assert [piece.finish_reason for piece in opened.stream(REQUESTS)][-1] in ("length", "stop")
 
 
 def test_what_is_asked_is_checked_before_the_other_ranks_hear_of_it(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_on_ranks(settings: dict, dtype: str, tmp_path: Path) -> None:
         pieces = model.stream(REQUESTS)
         next(pieces)
         pieces.close()
-        ends = [piece.finish for piece in model.stream(REQUESTS, lambda row: row == 0)]
+        ends = [piece.finish_reason for piece in model.stream(REQUESTS, lambda row: row == 0)]
         assert ends[0] == "cancelled" and ends[-1] in ("length", "stop")
     model.close()
     assert texts[0] == texts[1]
@@ -127,7 +127,7 @@ def test_weights_stored_as_codes_cross_nodes_once_for_all_tokens(tmp_path: Path)
     file.write_text(json.dumps({"zero_optimization": zero, "zeropp": {"ranks_per_node": 2}}))
     config = TextModelConfig(load=str(tmp_path / "saved"), deepspeed_config=str(file))
     model = shard_text_model(config, None, joined())
-    matrices = [one for one in model.model.parameters() if one.ndim >= 2]
+    matrices = [parameter for parameter in model.model.parameters() if parameter.ndim >= 2]
     assert matrices and all(map(is_quantized, matrices))
     if dist.get_rank():
         model.follow()

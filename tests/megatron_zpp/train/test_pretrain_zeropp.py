@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from itertools import accumulate
+from operator import lt
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ ALL_THREE = f"--deepspeed_config {EXAMPLE} "
 BATCH = "--micro-batch-size 2 --global-batch-size 16 "  # two micro-batches on each of 4 ranks
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 "
 NUMBERS = "--log-params-norm "
+UNQUANTIZED = f"{BATCH} {NO_DROPOUT} {NUMBERS} --train-iters 20 "
+QUANTIZED = UNQUANTIZED + ALL_THREE
 CASES = {
     "fp32": "--untie-embeddings-and-output-weights ",
     "bf16": "--bf16 --eval-interval 3 --recompute-granularity full --recompute-method uniform ",
@@ -90,38 +93,43 @@ def written(folder: Path) -> list[dict]:
 @pytest.mark.parametrize("case", list(CASES))
 @ranks(4, timeout=120)
 def test_a_stop_in_the_middle_changes_no_digit(case, tmp_path):
-    flags = f"{BATCH} {ALL_THREE} {CASES[case]} --train-iters 20 --lr-decay-style cosine "
+    flags = f"{BATCH} {ALL_THREE} {CASES[case]} --train-iters 12 --lr-decay-style cosine "
     straight = log_of(flags)
     folder = f"--save {tmp_path} --load {tmp_path} "
-    first, second = log_of(flags + folder + "--exit-interval 10"), log_of(flags + folder)
+    first, second = log_of(flags + folder + "--exit-interval 6"), log_of(flags + folder)
     if dist.get_rank() != 0:
         return
-    assert len(losses(straight)) == 20 and len(losses(first)) == 10
+    assert len(losses(straight)) == 12 and len(losses(first)) == 6
     assert losses(first) + losses(second) == losses(straight)
     assert field(first, "grad norm") + field(second, "grad norm") == field(straight, "grad norm")
 
 
-def test_losses_stay_close_to_the_unquantized_ones_and_repeat(tmp_path):
-    flags = f"{BATCH} {NO_DROPOUT} {NUMBERS} --train-iters 20 "
-    expected = numbers(run(4, f"{flags} --zero-stage 3", tmp_path))
-    log = run(4, flags + ALL_THREE, tmp_path)
-    assert losses(log) == losses(run(4, flags + ALL_THREE, tmp_path))
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The checkpoint of 4 ranks after half of `QUANTIZED`, and the log of all of it."""
+    folder = tmp_path_factory.mktemp("stopped")
+    straight = run(4, QUANTIZED, folder)
+    first = run(4, f"{QUANTIZED} --save {folder}/save --exit-interval 10", folder)
+    assert losses(first) == losses(straight)[:10]  # the same command gives the same losses
+    return folder / "save", straight
+
+
+def test_losses_stay_close_to_the_unquantized_ones(stopped, tmp_path):
+    expected = numbers(run(4, f"{UNQUANTIZED} --zero-stage 3", tmp_path))
+    _, log = stopped
     assert numbers(log) != expected and expected[-1] < expected[0] - 0.05
-    apart = [abs(one - other) for one, other in zip(numbers(log), expected, strict=True)]
-    assert all(one < most for one, most in zip(apart, close(log, expected), strict=True))
+    differences = [abs(one - other) for one, other in zip(numbers(log), expected, strict=True)]
+    assert all(map(lt, differences, close(log, expected)))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_resuming_on_other_ranks(num_ranks, tmp_path):
-    flags = f"{BATCH} {NO_DROPOUT} {NUMBERS} --train-iters 20 {ALL_THREE} "
-    straight = run(4, flags, tmp_path)
-    folder = f"--save {tmp_path} --load {tmp_path} "
-    run(4, flags + folder + "--exit-interval 10", tmp_path)
-    second = run(num_ranks, flags + folder, tmp_path)
+def test_resuming_on_other_ranks(num_ranks, stopped, tmp_path):
+    saved, straight = stopped
+    second = run(num_ranks, f"{QUANTIZED} --load {saved}", tmp_path)
     expected = numbers(straight)
-    apart = [abs(one - other) for one, other in zip(numbers(second), expected[10:], strict=True)]
-    allowed = close(straight, expected)[10:]
-    assert all(one < most for one, most in zip(apart, allowed, strict=True))
+    pairs = zip(numbers(second), expected[10:], strict=True)
+    differences = [abs(one - other) for one, other in pairs]
+    assert all(map(lt, differences, close(straight, expected)[10:]))
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -193,7 +201,7 @@ def test_what_does_not_fit_the_ranks_ends_before_data_is_opened(
     path.write_text(json.dumps({"zero_optimization": zero, "zeropp": nodes}))
     opened = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_zpp.train.build.open_source", lambda *_: opened.append(True))
+        patch.setattr("megatron_zpp.train.inputs.open_source", lambda *_: opened.append(True))
         with pytest.raises(InputError, match=said):
             with assembled(f"{BATCH} --train-iters 1 --deepspeed_config {path}"):
                 pass

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.schedule import Schedules
-from tests.megatron_zpp.settings.asking import asked, refused
+from tests.megatron_zpp.settings.command_lines import config_of, error_of
 
 ROOT = Path(__file__).resolve().parents[3]
 ZERO_PP_TUTORIAL = """
@@ -38,7 +38,7 @@ def test_a_script_of_megatron_deepspeed(tmp_path, caplog):
         "bf16": {"enabled": False},
         "wall_clock_breakdown": False,
     }  # fmt: skip
-    config = asked(
+    config = config_of(
         "--override-opt_param-scheduler --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.014 "
         "--tensor-model-parallel-size 1 --lr-decay-tokens 300000000000 --lr-warmup-tokens 37500000 "
         "--micro-batch-size 4 --exit-duration-in-mins 30000000 --global-batch-size 256 "
@@ -81,11 +81,11 @@ def test_the_offload_tutorial(tmp_path, monkeypatch):
     config = parse(OFFLOAD_TUTORIAL.split(), 2)
     assert config.batch.micro_batch_size == 10 and config.recompute.recompute_method == "uniform"
     path.write_text('{"zero_optimization": {\n  "offload_optimizer": {"device": "cpu",}\n "x": 1}}')
-    assert "line 2, column 40" in refused(OFFLOAD_TUTORIAL, 2)
+    assert "line 2, column 40" in error_of(OFFLOAD_TUTORIAL, 2)
 
 
 def test_the_example_under_fp16():
-    config = asked(
+    config = config_of(
         "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 2 "
         "--hidden-size 64 --seq-length 64 --num-attention-heads 4 --batch-size 1 --zero-stage 3 "
         f"--deepspeed_config {ROOT}/examples/ds_zero3.json --deepspeed-activation-checkpointing "

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.train.loop import TRAIN, loader
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.step import begin_iteration
+from megatron_zpp.train.step import train_step
 from tests.megatron_zpp.train.pretraining import assembled, log_behind, log_of
 from tests.ranks import ranks
 from zeropp import InputError
@@ -62,11 +62,11 @@ def read_nothing(flags: str, optimizer: Callable[[Run], torch.optim.Optimizer]) 
     with assembled(f"--train-iters 3 --log-interval 100 --clip-grad 0.1 {flags}") as run:
         run = dataclasses.replace(run, optimizer=optimizer(run))
         with loader(run, TRAIN, 0) as batches:
-            begin_iteration(run, batches).measured()
+            train_step(run, batches).result()
             run.optimizer.state_dict()  # FusedAdam looks back at its step before, if any
             with NoWaiting([one["step"] for one in run.optimizer.state.values()]):
-                begun = begin_iteration(run, batches)
-            assert begun.measured().grad_norm > 0.1
+                begun = train_step(run, batches)
+            assert begun.result().grad_norm > 0.1
 
 
 def torchs(run: Run) -> torch.optim.Optimizer:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.run_settings import architecture, settings
+from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.lora import add_lora, is_adapter
 from megatron_zpp.models.open_model import open_model
@@ -47,9 +47,9 @@ def tuned(
             if is_adapter(name):
                 parameter.normal_(0.0, 0.1, generator=generator)
     config = Config(model=opened.config, tokenizer=opened.tokenizer_config, lora=lora)
-    state = checkpoint.TrainingState(
+    state = TrainingState(
         iteration=5, consumed_samples=5, consumed_tokens=5, seed=1, world_size=1, stage=0,
-        tokenizer=opened.tokenizer.fingerprint, configuration=settings(config),
+        tokenizer=opened.tokenizer.fingerprint, configuration=run_settings(config),
         architecture=architecture(opened.config, opened.tokenizer.vocab_size),
     )  # fmt: skip
     tensors = {

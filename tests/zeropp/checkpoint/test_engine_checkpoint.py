@@ -40,8 +40,8 @@ def test_a_resumed_run_equals_one_that_never_stopped(name, tmp_path):
     path = first.save_checkpoint(tmp_path, client_state={"epoch": 2, "order": torch.arange(3)})
     assert path == tmp_path / "global_step3" and (tmp_path / "latest").read_text() == path.name
     second = engine_of(blank(), **SETTINGS[name])
-    found, client = second.load_checkpoint(tmp_path)
-    assert found == path and client["epoch"] == 2 and client["order"].tolist() == [0, 1, 2]
+    loaded_path, client = second.load_checkpoint(tmp_path)
+    assert loaded_path == path and client["epoch"] == 2 and client["order"].tolist() == [0, 1, 2]
     assert (second.global_steps, second.loss_scale) == (3, first.loss_scale)
     assert second.get_lr() == first.get_lr()
     assert run(second, steps=3, first=3) == expected[3:]

@@ -59,14 +59,14 @@ def test_shard_gives_memory_too_and_only_the_first_rank_makes_whole_tensors():
 
     with Init():
         model = fresh_stack()
-    original = RecordedTensor.made
-    RecordedTensor.made = lambda self: made.append(self.shape) or original(self)
+    original = RecordedTensor.materialize
+    RecordedTensor.materialize = lambda self: made.append(self.shape) or original(self)
     try:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
         config = zeropp.ZeroConfig.from_json({"zero_optimization": {"stage": 3}})
         sharding = zeropp.shard(model, mesh, config)
     finally:
-        RecordedTensor.made = original
+        RecordedTensor.materialize = original
     assert len(made) == (19 if dist.get_rank() == 0 else 0)
     assert all(isinstance(one, DTensor) for one in sharding.model.parameters())
     with torch.no_grad():

@@ -353,13 +353,13 @@ def test_a_state_that_asks_for_what_is_not_there():
 @pytest.mark.parametrize(
     ("dtype", "built", "said"),
     [
-        (torch.float32, True, "AdamW: unscaling, clipping and the update are one kernel of ours"),
+        (torch.float32, True, "AdamW: unscaling, clipping and the update run in one kernel of ours"),
         (torch.float32, False, "AdamW: PyTorch's fused one (ours is not built for this {})"),
         (torch.bfloat16, True, "AdamW: PyTorch's fused one (not all weights are fp32)"),
     ],
 )
 def test_the_fastest(dtype, built, said, device, monkeypatch, caplog):
-    monkeypatch.setattr(adam_module, "kernels_on", lambda device: built or None)
+    monkeypatch.setattr(adam_module, "kernel_for", lambda device: built or None)
     with FakeTensorMode(), caplog.at_level(logging.INFO, "zeropp"):
         groups = [{"params": [nn.Parameter(torch.empty(3, dtype=dtype, device=device))]}]
         made = fastest_adamw(groups, lr=LR, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
@@ -370,7 +370,7 @@ def test_the_fastest(dtype, built, said, device, monkeypatch, caplog):
 
 @pytest.mark.parametrize(
     ("devices", "reason"),
-    [(("cpu",), "as asked for"), (("cpu", "meta"), "weights on cpu and meta; ours takes one of")],
+    [(("cpu",), "as requested"), (("cpu", "meta"), "weights on cpu and meta; ours takes one of")],
 )
 def test_the_fastest_is_torchs_where_it_must_be(devices, reason, caplog):
     with caplog.at_level(logging.INFO, "zeropp"):

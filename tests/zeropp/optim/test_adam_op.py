@@ -3,7 +3,7 @@
 import ctypes
 import shutil
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,16 +17,15 @@ from tests.zeropp.optim.adam_arrays import (
     COPIES,
     PLAIN,
     SIZES,
+    Run,
     arrays_of,
     check_against_reference,
     edges,
     moved,
     same,
 )
-from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernels_on, reference, run_kernels
-from zeropp.quant import cpu as native
-from zeropp.quant import cuda, library
-from zeropp.quant.library import ADDRESS, Kernels
+from zeropp.native.library import ADDRESS
+from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernel_for, reference, run_kernel
 from zeropp.quant.packing import FLOATS
 
 HERE = Path(__file__).parent
@@ -34,58 +33,52 @@ FLAGS = "-std=c++17 -O2 -Wall -Wextra -ffp-contract=off -fPIC -shared"
 FACTORS = (None, 1.0, 0.37, 2.0**-16, 1e-40, -0.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scalar(Kernels):
-    """csrc/adam_math.h on one element after another."""
-
-    def run(self, name: str, device: torch.device, *arguments: object) -> None:
-        getattr(self.library, f"zpp_{name}")(*arguments)
-
-    def adam(self, arrays: Arrays, factor: Tensor | None, settings: AdamSettings) -> None:
-        run_kernels(self, arrays, factor, settings.scalars())
-
-
 @pytest.fixture(scope="module")
-def scalar(tmp_path_factory: pytest.TempPathFactory) -> Scalar:
+def scalar_adam(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """csrc/adam/math.h on one element after another."""
     compiler = shutil.which("g++")
     if compiler is None:
-        pytest.skip("no g++ here to compile csrc/adam_math.h")
-    built = tmp_path_factory.mktemp("scalar") / "adam.so"
+        pytest.skip("no g++ here to compile csrc/adam/math.h")
+    path = tmp_path_factory.mktemp("scalar") / "adam.so"
     headers = ["-I", str(HERE.parents[2] / "csrc")]
-    command = [compiler, *FLAGS.split(), *headers, str(HERE / "scalar_adam.cpp"), "-o", str(built)]
+    command = [compiler, *FLAGS.split(), *headers, str(HERE / "scalar_adam.cpp"), "-o", str(path)]
     subprocess.run(command, check=True)
-    loaded = ctypes.CDLL(str(built))
-    loaded.zpp_adam.argtypes, loaded.zpp_adam.restype = (ADDRESS,), None
-    return Scalar(library=loaded)
+    library = ctypes.CDLL(str(path))
+    library.zpp_adam.argtypes, library.zpp_adam.restype = (ADDRESS,), None
+
+    def run(arrays: Arrays, factor: Tensor | None, settings: AdamSettings) -> None:
+        run_kernel(lambda call, device: library.zpp_adam(call), arrays, factor, settings.scalars())
+
+    return run
 
 
 @pytest.mark.parametrize("copy", COPIES)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_every_edge_against_every_other(scalar, dtype, copy):
+def test_every_edge_against_every_other(scalar_adam, dtype, copy):
     for settings in (ADAMW, ADAM, PLAIN):
         for factor in FACTORS:
-            check_against_reference(scalar.adam, edges(dtype, copy), factor, settings)
+            check_against_reference(scalar_adam, edges(dtype, copy), factor, settings)
 
 
 @pytest.mark.parametrize("settings", [ADAMW, ADAM, PLAIN, replace(ADAMW, step=100_000)])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_numbers_of_all_magnitudes(scalar, dtype, settings):
+def test_numbers_of_all_magnitudes(scalar_adam, dtype, settings):
     for seed, factor in enumerate((None, 0.37)):
         arrays = arrays_of(SIZES, dtype, torch.bfloat16, seed)
-        check_against_reference(scalar.adam, arrays, factor, settings)
+        check_against_reference(scalar_adam, arrays, factor, settings)
 
 
-def test_a_hundred_thousand_ordinary_numbers(scalar):
+def test_a_hundred_thousand_ordinary_numbers(scalar_adam):
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(100_001, generator=generator) for _ in range(4)]
     arrays = Arrays([parts[0]], [parts[1]], [parts[2] * 1e-2], [parts[3].square() * 1e-4], [])
     for settings in (ADAMW, ADAM):
-        check_against_reference(scalar.adam, arrays, 0.37, settings)
+        check_against_reference(scalar_adam, arrays, 0.37, settings)
 
 
 @pytest.mark.parametrize("factor", [float("inf"), -float("inf"), float("nan")])
-def test_a_factor_that_is_not_finite_leaves_every_bit(scalar, factor):
-    for run in (scalar.adam, adam):
+def test_a_factor_that_is_not_finite_leaves_every_bit(scalar_adam, factor):
+    for run in (scalar_adam, adam):
         for dtype in FLOATS:
             before = edges(dtype, torch.float16)
             after = moved(before)
@@ -173,26 +166,5 @@ def test_two_types_of_gradient_are_not_one_call():
         adam(Arrays(*two[:4], []), None, ADAMW)
 
 
-def test_a_library_without_adam_still_loads(tmp_path, monkeypatch):
-    """As one that was built before Adam was written: its other ops are used."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++ here to compile a library")
-    names = [name for name, _ in library._OPS]
-    source = tmp_path / "old.cpp"
-    source.write_text(
-        'extern "C" {\n'
-        + "".join(f"void {name}() {{}}\n" for name in names)
-        + f"long zpp_version() {{ return {library.VERSION}; }}\n"
-        + "long zpp_block(long bits) { return bits == 8 ? 256 : 128; }\n}\n"
-    )
-    built = tmp_path / "old.so"
-    command = [compiler, "-shared", "-fPIC", str(source), "-o", str(built)]
-    subprocess.run(command, check=True)
-    loaded = library.load(built, (library.NUMBER,), None)
-    assert loaded is not None
-    kernels = native.Native(library=loaded)
-    assert kernels.has("quantize") and not kernels.has("adam")
-    monkeypatch.setattr(cuda, "cuda", lambda: kernels)
-    assert kernels_on(torch.device("cuda")) is None
-    assert kernels_on(torch.device("meta")) is None
+def test_a_device_without_a_kernel_has_none():
+    assert kernel_for(torch.device("meta")) is None

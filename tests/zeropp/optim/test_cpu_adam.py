@@ -20,21 +20,20 @@ from tests.zeropp.optim.adam_arrays import (
     same,
 )
 from zeropp import InputError, optim
+from zeropp.native.kernels import ISAS, use_isa
 from zeropp.optim.adam_op import (
     AdamSettings,
     Arrays,
     adam,
-    kernels_on,
+    kernel_for,
     random_words,
     reference,
-    run_kernels,
+    run_kernel,
 )
 from zeropp.optim.cpu_adam import CPUAdam
-from zeropp.quant import cpu as native
-from zeropp.quant.cpu import ISAS
 from zeropp.quant.packing import FLOATS
 
-CHUNK, PIECE = 256, 1 << 16  # of csrc/cpu_adam.cpp
+CHUNK, PIECE = 256, 1 << 16  # of csrc/adam/cpu.cpp
 RAGGED = (1, 3, CHUNK - 1, CHUNK, CHUNK + 5, 0, 7 * CHUNK + 31, PIECE + CHUNK + 1)
 SHIFTS = (1, 3, 2, 1, 3)  # elements, of parameters, gradients, means, squares and copies
 SETTINGS = (ADAMW, ADAM, PLAIN)
@@ -44,17 +43,17 @@ SAMPLES = 1 << 18
 @pytest.fixture(params=ISAS)
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     """The op by one instruction set."""
-    kernels = native.native()
-    if kernels is None or kernels_on(torch.device("cpu")) is None:
+    kernel = kernel_for(torch.device("cpu"))
+    if kernel is None:
         pytest.skip("csrc/ is not built here: make setup builds it where there is a compiler")
-    if not kernels.use(request.param):
+    if not use_isa(request.param):
         pytest.skip(f"this processor has no {request.param}")
 
     def launch(arrays: Arrays, factor: Tensor | None, settings: AdamSettings) -> None:
-        run_kernels(kernels, arrays, factor, settings.scalars())
+        run_kernel(kernel, arrays, factor, settings.scalars())
 
     yield launch
-    kernels.use(None)
+    use_isa(None)
 
 
 @pytest.fixture

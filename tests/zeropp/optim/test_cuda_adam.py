@@ -23,8 +23,7 @@ from tests.zeropp.optim.adam_arrays import (
 from tests.zeropp.optim.test_cuda_adam_emulated import SHIFTS, WIDE
 from zeropp import FusedAdam, InputError
 from zeropp.optim.adam import fastest_adamw
-from zeropp.optim.adam_op import AdamSettings, Arrays, adam, reference, run_kernels
-from zeropp.quant import cuda
+from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernel_for, reference, run_kernel
 from zeropp.quant.packing import FLOATS
 
 GPU = "cuda:0"
@@ -35,12 +34,12 @@ pytestmark = MARKS
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    kernels = cuda.cuda()
-    if kernels is None or not kernels.has("adam"):
-        pytest.skip("csrc/cuda_adam.cu is not built for this GPU: install again where nvcc is")
+    kernel = kernel_for(torch.device(GPU))
+    if kernel is None:
+        pytest.skip("csrc/ is not built for this GPU: install again where nvcc is")
 
     def launch(arrays: Arrays, factor: Tensor | None, settings: AdamSettings) -> None:
-        run_kernels(kernels, arrays, factor, settings.scalars())
+        run_kernel(kernel, arrays, factor, settings.scalars())
 
     return launch
 

@@ -1,13 +1,12 @@
-"""Kernels held against the plain-torch reference on the CPU, byte by byte, wherever they run."""
+"""Compare kernels with the plain-torch reference on the CPU, byte by byte, on any device."""
 
 import torch
 
+from tests.zeropp.quant.functional import Functional, reference
 from tests.zeropp.quant.packed_rows import bits_of, bytes_of
-from zeropp.quant import reference
-from zeropp.quant.library import Kernels
 from zeropp.quant.packing import FLOATS, Layout
 
-UNTOUCHED = 0xCD  # what memory holds that a kernel shall fill, its gaps included
+UNTOUCHED = 0xCD  # in memory that a kernel must fill, including its gaps
 
 
 def same(packed: torch.Tensor, expected: torch.Tensor, layout: Layout) -> None:
@@ -15,13 +14,13 @@ def same(packed: torch.Tensor, expected: torch.Tensor, layout: Layout) -> None:
 
 
 def moved(values: torch.Tensor, device: str, shift: int) -> torch.Tensor:
-    """A copy on a device, `shift` elements behind the beginning of a piece of memory."""
+    """A copy on a device, `shift` elements after the start of its memory."""
     memory = torch.empty(values.numel() + shift, dtype=values.dtype, device=device)
     return memory[shift:].view(values.shape).copy_(values)
 
 
 def check_rows(
-    kernels: Kernels, rows: torch.Tensor, layout: Layout, fold: int, device: str = "cpu",
+    kernels: Functional, rows: torch.Tensor, layout: Layout, fold: int, device: str = "cpu",
     shift: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """Quantize and, into every type, dequantize; returns the packed rows, on the CPU."""
@@ -39,32 +38,32 @@ def check_rows(
 
 
 def check_sums(
-    kernels: Kernels, packed: torch.Tensor, layout: Layout, onto: Layout, terms: int,
+    kernels: Functional, packed: torch.Tensor, layout: Layout, onto: Layout, terms: int,
     device: str = "cpu", shift: int = 0,
 ) -> None:  # fmt: skip
     """Sums of `terms` rows of `packed`, which is on the CPU, packed again; sums of all of them."""
-    given = packed.to(device)
+    on_device = packed.to(device)
     count = len(packed) // terms
     reduced = torch.empty(count, onto.packed_bytes, dtype=torch.uint8, device=device)
-    kernels.reduce_quantize_into(given, reduced.fill_(UNTOUCHED), layout, onto)
+    kernels.reduce_quantize_into(on_device, reduced.fill_(UNTOUCHED), layout, onto)
     same(reduced, reference.reduce_quantize(packed, layout, onto, terms), onto)
     for dtype in FLOATS:
         expected = torch.full((layout.elements,), 7, dtype=dtype)
         own = moved(expected, device, shift)
-        kernels.reduce_dequantize(given, own, layout)
+        kernels.reduce_dequantize(on_device, own, layout)
         reference.reduce_dequantize(packed, expected, layout)
         assert torch.equal(bits_of(own.cpu()), bits_of(expected)), dtype
 
 
 def other_bits(layout: Layout) -> Layout:
     """The same sizes with every width exchanged for another."""
-    turned = {8: 4, 4: 16, 16: 8}
-    bits = tuple(turned[one] for one in layout.bits)
+    other = {8: 4, 4: 16, 16: 8}
+    bits = tuple(other[width] for width in layout.bits)
     return Layout(sizes=layout.sizes, bits=bits, wire=layout.wire)
 
 
 def many_segments(count: int, wire: torch.dtype) -> Layout:
-    """More of them than one launch of a GPU's kernels takes, of all widths."""
+    """Segments of all widths, as many as may take several launches of a GPU's kernels."""
     sizes = (7, 0, 256, 1025, 16, 129, 1000, 64, 1)
     return Layout(
         sizes=tuple(sizes[i % len(sizes)] for i in range(count)),
@@ -74,16 +73,16 @@ def many_segments(count: int, wire: torch.dtype) -> Layout:
 
 
 def with_dirty_gaps(packed: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """A copy with something in all bytes and half bytes that hold no number."""
+    """A copy with ones in bytes and half bytes that hold no number."""
     holds = torch.zeros(layout.packed_bytes, dtype=torch.uint8)
     width = layout.wire.itemsize
-    for one in layout.segments:
-        if one.bits == 16:
-            holds[one.data_at : one.data_at + one.size * width] = 0xFF
+    for segment in layout.segments:
+        if segment.bits == 16:
+            holds[segment.data_at : segment.data_at + segment.size * width] = 0xFF
             continue
-        blocks = -(-one.size // {8: 256, 4: 128}[one.bits])
-        holds[one.scales_at : one.scales_at + 2 * blocks] = 0xFF
-        holds[one.data_at : one.data_at + one.size * one.bits // 8] = 0xFF
-        if one.size * one.bits % 8:
-            holds[one.data_at + one.size // 2] = 0x0F
+        blocks = -(-segment.size // {8: 256, 4: 128}[segment.bits])
+        holds[segment.scales_at : segment.scales_at + 2 * blocks] = 0xFF
+        holds[segment.data_at : segment.data_at + segment.size * segment.bits // 8] = 0xFF
+        if segment.size * segment.bits % 8:
+            holds[segment.data_at + segment.size // 2] = 0x0F
     return packed & holds | 0xA5 & ~holds

@@ -1,52 +1,61 @@
 """The CUDA kernels, compiled by g++ to run on the CPU, warp by warp.
 
-What this does not show is said in tests/zeropp/quant/emulated_cuda/cuda_runtime.h.
+tests/zeropp/quant/emulated_cuda/cuda_runtime.h says what this does not show.
 """
 
+import ctypes
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
-from zeropp.quant import library
-from zeropp.quant.cuda import FACTS
-from zeropp.quant.library import ADDRESS, NUMBER, Kernels
-from zeropp.quant.packing import ALIGN
+from tests.zeropp.quant.functional import Functional
+from zeropp.native.kernels import load_cuda
+from zeropp.native.source_hash import source_hash
+from zeropp.quant.cpu import CpuKernels
 
 ROOT = Path(__file__).resolve().parents[3]
 FLAGS = (
     "-std=c++17 -O1 -Wall -Wno-unknown-pragmas -ffp-contract=off -fno-strict-aliasing -fPIC "
-    # An access that its type's size does not divide the place of ends the process, as on a GPU.
+    # A misaligned access ends the process, as on a GPU.
     "-shared -fsanitize=alignment -fsanitize-undefined-trap-on-error"
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Emulated(Kernels):
-    """The library that a GPU would run, on the CPU."""
+@dataclass(frozen=True)
+class Emulated:
+    """The library that a GPU would run, on the CPU, called as the library for CPUs is.
 
-    def call(self, name: str, packed: Tensor, *arguments: object) -> None:
-        assert packed.data_ptr() % ALIGN == 0
-        self.run(name, packed.device, *arguments)
+    Its functions take a device and a stream where those take the number of threads.
+    """
 
-    def run(self, name: str, device: torch.device, *arguments: object) -> None:
-        assert getattr(self.library, f"zpp_{name}")(*arguments, 0, None) == 0
+    library: ctypes.CDLL
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        function = getattr(self.library, name)
+        return lambda *arguments: function(*arguments[:-1], 0, None)
+
+    def functional(self) -> Functional:
+        """The four ops."""
+        return Functional(CpuKernels(self))
 
 
 def build(folder: Path) -> Emulated:
-    """Compile csrc/cuda_*.cu into `folder`; skips the test where there is no compiler."""
+    """Compile the CUDA sources into `folder`; skips the test if there is no compiler."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ here to compile the emulated kernels")
-    built = folder / "kernels.so"
-    sources = [str(path) for path in sorted((ROOT / "csrc").glob("cuda_*.cu"))]
-    headers = ["-I", str(ROOT / "tests/zeropp/quant/emulated_cuda")]
-    command = [compiler, "-x", "c++", *FLAGS.split(), *headers, *sources, "-o", str(built)]
-    subprocess.run(command, check=True)
-    loaded = library.load(built, (NUMBER, ADDRESS), NUMBER, FACTS)
-    assert loaded is not None
-    return Emulated(library=loaded)
+    target = folder / ("_cuda" + EXTENSION_SUFFIXES[0])
+    csrc = ROOT / "csrc"
+    sources = [*sorted(csrc.glob("*/*.cu")), csrc / "shared/source_hash.cpp"]
+    subprocess.run(
+        [compiler, "-x", "c++", *FLAGS.split(), f"-DZPP_SOURCE_HASH={source_hash()}",
+         "-I", str(ROOT / "tests/zeropp/quant/emulated_cuda"), *map(str, sources),
+         "-o", str(target)],
+        check=True,
+    )  # fmt: skip
+    return Emulated(load_cuda(folder))

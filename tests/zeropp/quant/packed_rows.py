@@ -1,4 +1,4 @@
-"""Rows and layouts for the tests of quantization, and what lies where in a packed row."""
+"""Rows and layouts for the tests of quantization, and access to the parts of packed rows."""
 
 import torch
 from hypothesis import settings
@@ -68,7 +68,7 @@ def any_rows(count: int, elements: int, dtype: torch.dtype, seed: int) -> torch.
 
 
 def every_16_bit_number(dtype: torch.dtype) -> torch.Tensor:
-    """(1, n): all bit patterns; in fp32 those around all halves of a 16-bit step."""
+    """(1, n): all bit patterns; in fp32 those around each tie between two bf16 numbers."""
     words = torch.arange(1 << 16, dtype=torch.int32)
     if dtype == torch.float32:
         low = torch.tensor([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1000, 0x0FFF, 0x3000])
@@ -86,20 +86,20 @@ def scales_of(packed: torch.Tensor, segment: Segment) -> torch.Tensor:
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:
-    """The numbers as integers: -0 differs from 0, and NaN is one, whatever bits it has."""
-    one_nan = torch.where(values.isnan(), torch.nan, values)
-    return one_nan.view({2: torch.int16, 4: torch.int32}[values.itemsize])
+    """The numbers as integers: -0 differs from 0, and all NaNs are the same."""
+    canonical = torch.where(values.isnan(), torch.nan, values)
+    return canonical.view({2: torch.int16, 4: torch.int32}[values.itemsize])
 
 
 def bytes_of(packed: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The packed rows, with one NaN for all among the values that travel as they are.
+    """The packed rows, with the same bits for every NaN among raw values.
 
-    Which NaN a conversion gives is not the same in all of PyTorch's own: 0x7FC0 or 0xFFFF in bf16.
+    PyTorch's own conversions differ in the NaN that they produce: 0x7FC0 or 0xFFFF in bf16.
     """
-    found = packed.clone()
-    for one in layout.segments:
-        if one.bits == RAW:
-            part = slice(one.data_at, one.data_at + one.size * layout.wire.itemsize)
+    canonical = packed.clone()
+    for segment in layout.segments:
+        if segment.bits == RAW:
+            part = slice(segment.data_at, segment.data_at + segment.size * layout.wire.itemsize)
             raw = packed[:, part].contiguous().view(layout.wire)
-            found[:, part] = bits_of(raw).contiguous().view(torch.uint8)
-    return found
+            canonical[:, part] = bits_of(raw).contiguous().view(torch.uint8)
+    return canonical

@@ -1,8 +1,7 @@
-"""The compiled kernels against the plain-torch reference, byte by byte; and life without them."""
+"""The compiled kernels against the plain-torch reference, byte by byte; and what runs without."""
 
 import logging
 from collections.abc import Iterator
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import zeropp.quant.reference
 from tests.zeropp.quant.against_reference import check_rows, check_sums, other_bits
+from tests.zeropp.quant.functional import Functional, reference
 from tests.zeropp.quant.packed_rows import (
     FEW,
     RAGGED,
@@ -22,32 +23,33 @@ from tests.zeropp.quant.packed_rows import (
     seeds,
     widths,
 )
-from zeropp.quant import cpu as native
-from zeropp.quant import library, ops, reference
-from zeropp.quant.cpu import ISAS, Native
+from zeropp.native import kernels as native_kernels
+from zeropp.native.kernels import ISAS, use_isa
+from zeropp.quant import cpu
+from zeropp.quant.cpu import CpuKernels
+from zeropp.quant.ops import dequantize, quantize
 from zeropp.quant.packing import FLOATS, Layout
-from zeropp.quant.quantize import dequantize, quantize
 
 THREADS = 3
 MANY_BYTES = 3 << 20  # enough for several threads
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[Native]:
-    found = native.native()
-    if found is None:
+def kernels() -> Iterator[Functional]:
+    backend = cpu.backend()
+    if not isinstance(backend, CpuKernels):
         pytest.skip("csrc/ is not built here: make setup builds it where there is a compiler")
-    yield found
-    found.use(None)
+    yield Functional(backend)
+    use_isa(None)
 
 
 @pytest.fixture(params=ISAS)
-def of_isa(request: pytest.FixtureRequest, kernels: Native) -> Iterator[Native]:
-    """The kernels, held on to one instruction set."""
-    if not kernels.use(request.param):
+def of_isa(request: pytest.FixtureRequest, kernels: Functional) -> Iterator[Functional]:
+    """The kernels of one instruction set."""
+    if not use_isa(request.param):
         pytest.skip(f"this processor has no {request.param}")
     yield kernels
-    kernels.use(None)
+    use_isa(None)
 
 
 @pytest.fixture
@@ -59,12 +61,14 @@ def threads() -> Iterator[None]:
 
 
 @pytest.fixture
-def without_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """The folder where kernels are looked for, and are not."""
-    monkeypatch.setattr(library, "FOLDER", tmp_path)
-    native.native.cache_clear()
-    yield tmp_path
-    native.native.cache_clear()
+def without_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No library where it is looked for."""
+    monkeypatch.setattr(native_kernels, "FOLDER", tmp_path)
+    for cached in (native_kernels.cpu_library, cpu.backend):
+        cached.cache_clear()
+    yield
+    for cached in (native_kernels.cpu_library, cpu.backend):
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize("wire", FLOATS)
@@ -97,14 +101,14 @@ def test_any_rows_and_any_sums(kernels, layout, dtype, seed, data):
     bits = tuple(data.draw(widths) for _ in layout.bits)
     onto = Layout(sizes=layout.sizes, bits=bits, wire=data.draw(dtypes))
     rows = any_rows(fold * terms, layout.elements, dtype, seed)
-    for _ in filter(kernels.use, ISAS):
+    for _ in filter(use_isa, ISAS):
         packed = check_rows(kernels, rows, layout, fold)
         check_sums(kernels, packed, layout, onto, terms)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_every_16_bit_number_and_all_its_neighbours_in_fp32(of_isa, dtype):
-    """Conversions between types on all bit patterns, and around all halves of a 16-bit step."""
+    """Conversions between types on all bit patterns, and around each tie."""
     rows = every_16_bit_number(dtype)
     for wire in FLOATS:
         layout = Layout(sizes=(rows.numel(),), bits=(16,), wire=wire)
@@ -143,7 +147,7 @@ def test_threads_with_fewer_tiles_than_threads_and_many_empty_rows(of_isa, threa
 
 
 def test_subnormal_flushing_changes_nothing(of_isa):
-    """Scales, reciprocals and products are never subnormal, so that GPUs' modes agree."""
+    """Scales, reciprocals and products are never subnormal, so GPUs' modes give the same bits."""
     if not torch.set_flush_denormal(False):
         pytest.skip("this processor cannot flush subnormals to zero")
     layout = Layout(sizes=(700, 300), bits=(8, 4), wire=torch.float32)
@@ -159,14 +163,10 @@ def test_subnormal_flushing_changes_nothing(of_isa):
     assert torch.equal(sums, reference.reduce_quantize(packed, layout, layout, 3))
 
 
-def test_an_instruction_set_can_be_held_and_let_go(kernels):
-    assert kernels.use("plain") and kernels.use(None)
+def test_an_instruction_set_can_be_chosen(kernels):
+    assert use_isa("plain") and use_isa(None)
     with pytest.raises(ValueError):
-        kernels.use("mmx")
-
-
-def test_the_cpu_uses_the_kernels_where_they_are(kernels):
-    assert isinstance(ops.on_cpu(), Native) and ops.anywhere() is reference
+        use_isa("mmx")
 
 
 def test_without_kernels_all_works_and_the_log_says_so_once(without_kernels, caplog):
@@ -175,27 +175,9 @@ def test_without_kernels_all_works_and_the_log_says_so_once(without_kernels, cap
     with caplog.at_level(logging.INFO, "zeropp"):
         packed = quantize(rows, layout, fold=2)
         dequantize(packed, torch.empty_like(rows), layout, fold=2)
-    assert ops.on_cpu() is reference
+    assert cpu.backend() is zeropp.quant.reference
     assert torch.equal(packed, reference.quantize(rows, layout, 2))
-    assert [one.message for one in caplog.records] == [
+    assert [record.message for record in caplog.records] == [
         "quantization on the CPU runs in plain PyTorch, which is slow: csrc/ was not built here "
         "(no compiler, or not installed with pip or make setup)"
     ]
-
-
-def test_kernels_of_other_sources_are_not_used(without_kernels, caplog):
-    other = without_kernels / (native.STEM + EXTENSION_SUFFIXES[0])
-    other.symlink_to(torch._C.__file__)
-    with caplog.at_level(logging.INFO, "zeropp"):
-        assert native.native() is None
-    assert f"{other} was built from other sources" in caplog.text
-
-
-def test_kernels_with_other_block_sizes_are_not_used(kernels, monkeypatch):
-    monkeypatch.setattr(library, "BLOCK", {8: 512, 4: 128})
-    native.native.cache_clear()
-    try:
-        assert native.native() is None
-    finally:
-        monkeypatch.undo()
-        native.native.cache_clear()

@@ -1,4 +1,6 @@
-"""The CUDA kernels on a GPU: the reference's bytes, on the stream and in the graph given."""
+"""The CUDA kernels on a GPU: the reference's bytes, on the current stream and in a graph."""
+
+from array import array
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from tests.zeropp.quant.against_reference import (
     other_bits,
     with_dirty_gaps,
 )
+from tests.zeropp.quant.functional import Functional, reference
 from tests.zeropp.quant.packed_rows import (
     RAGGED,
     any_rows,
@@ -19,10 +22,10 @@ from tests.zeropp.quant.packed_rows import (
     every_16_bit_number,
     ragged_layouts,
 )
-from zeropp.quant import cuda, ops, reference
-from zeropp.quant.cuda import Cuda
+from zeropp.quant import cuda
+from zeropp.quant.cuda import CudaKernels
+from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
 from zeropp.quant.packing import FLOATS, Layout
-from zeropp.quant.quantize import dequantize, quantize, reduce_dequantize, reduce_quantize
 
 GPU = "cuda:0"
 CYCLES = 200_000_000  # a tenth of a second: far longer than a launch
@@ -31,11 +34,11 @@ pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Cuda:
-    found = cuda.cuda()
-    if found is None:
-        pytest.skip("csrc/cuda_*.cu is not built for this GPU: install again where nvcc is")
-    return found
+def kernels() -> Functional:
+    backend = cuda.backend()
+    if not isinstance(backend, CudaKernels):
+        pytest.skip("csrc/ is not built for this GPU: install again where nvcc is")
+    return Functional(backend)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 3])
@@ -118,10 +121,10 @@ def test_reciprocals_and_products_round_alike_for_scales_of_all_sizes(kernels, b
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_blocks_without_a_scale(kernels, dtype, value):
     layout = Layout(sizes=(600, 600), bits=(8, 4), wire=dtype)
-    one, all_of_it = (any_rows(2, 1200, dtype, 2).nan_to_num() for _ in range(2))
-    one[:, 257] = value
-    all_of_it[:] = value
-    for rows in (one, all_of_it):
+    in_one_place, everywhere = (any_rows(2, 1200, dtype, 2).nan_to_num() for _ in range(2))
+    in_one_place[:, 257] = value
+    everywhere[:] = value
+    for rows in (in_one_place, everywhere):
         packed = check_rows(kernels, rows, layout, 1, GPU)
         check_sums(kernels, packed, layout, other_bits(layout), 2, GPU)
 
@@ -144,9 +147,9 @@ def test_elements_beyond_2_to_the_31(kernels):
     count = -(-(size - first) // 256) * 2
     assert torch.equal(scales[:, :count], expected[:, :count])
     kernels.dequantize(packed, rows, layout, 1)
-    kept = torch.empty_like(end)
-    reference.dequantize(expected, kept, short, 1)
-    assert torch.equal(bytes_of_values(rows[:, first:]), bytes_of_values(kept))
+    values = torch.empty_like(end)
+    reference.dequantize(expected, values, short, 1)
+    assert torch.equal(bytes_of_values(rows[:, first:]), bytes_of_values(values))
 
 
 def bytes_of_values(values: torch.Tensor) -> torch.Tensor:
@@ -154,7 +157,6 @@ def bytes_of_values(values: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_ops_use_the_kernels(kernels):
-    assert isinstance(ops.on_cuda(), Cuda)
     layout = Layout(sizes=(300, 5, 129), bits=(8, 16, 4), wire=torch.bfloat16)
     rows = any_rows(4, layout.elements, torch.bfloat16, 1)
     packed = quantize(rows.to(GPU), layout, fold=2)
@@ -238,6 +240,8 @@ def test_packed_rows_at_an_odd_place_are_refused(kernels):
 
 
 def test_a_failed_launch_says_why(kernels):
-    assert kernels.library.zpp_ready(99) != 0
-    assert "device" in kernels.error(kernels.library.zpp_ready(99))
-    assert kernels.library.zpp_ready(0) == 0
+    library = kernels.backend.library
+    layout = array("q", Layout(sizes=(8,), bits=(8,), wire=torch.bfloat16).table)
+    with pytest.raises(RuntimeError, match="zpp_quantize on cuda:99: .*device"):
+        library.zpp_quantize(layout.buffer_info()[0], 0, 0, 0, 1, 1, 99, None)
+    assert library.zpp_ready(0) == 0

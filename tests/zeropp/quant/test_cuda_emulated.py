@@ -1,10 +1,10 @@
 """The CUDA kernels on the CPU, warp by warp: which element goes where, against the reference.
 
-What the emulation does not show is said in tests/zeropp/quant/emulated_cuda/cuda_runtime.h.
+tests/zeropp/quant/emulated_cuda/cuda_runtime.h says what the emulation does not show.
 """
 
-import ctypes
 import logging
+from array import array
 
 import pytest
 import torch
@@ -17,14 +17,16 @@ from tests.zeropp.quant.against_reference import (
     with_dirty_gaps,
 )
 from tests.zeropp.quant.emulated import Emulated
+from tests.zeropp.quant.functional import Functional
 from tests.zeropp.quant.packed_rows import RAGGED, any_rows, ragged_layouts
-from zeropp.quant import cuda, library, ops, reference
+from zeropp.native import kernels as native_kernels
+from zeropp.quant import cuda, reference
 from zeropp.quant.packing import FLOATS, Layout
 
 
 @pytest.fixture
-def kernels(emulated: Emulated) -> Emulated:
-    return emulated
+def kernels(emulated: Emulated) -> Functional:
+    return emulated.functional()
 
 
 @pytest.mark.parametrize("shift", [0, 3])
@@ -74,21 +76,32 @@ def test_what_lies_in_gaps_is_not_read(kernels):
 def test_without_the_library_the_reference_runs_and_the_log_says_so_once(
     monkeypatch, tmp_path, caplog
 ):
-    monkeypatch.setattr(library, "FOLDER", tmp_path)
-    cuda.cuda.cache_clear()
+    monkeypatch.setattr(native_kernels, "FOLDER", tmp_path)
+    native_kernels.cuda_library.cache_clear()
+    cuda.backend.cache_clear()
     try:
         with caplog.at_level(logging.INFO, "zeropp"):
-            assert ops.on_cuda() is ops.on_cuda() is reference
+            assert cuda.backend() is cuda.backend() is reference
     finally:
-        cuda.cuda.cache_clear()
-    assert [one.message for one in caplog.records] == [
+        cuda.backend.cache_clear()
+    assert [record.message for record in caplog.records] == [
         "quantization on GPUs runs in plain PyTorch, not in CUDA kernels: they were not built here "
         "(no nvcc, or a PyTorch without CUDA at that time)"
     ]
 
 
-def test_an_error_has_cudas_words(kernels):
-    number = kernels.library.zpp_ready(99)
-    kernels.library.zpp_error.restype = ctypes.c_char_p
-    assert cuda.Cuda(library=kernels.library).error(number) == "invalid device ordinal"
-    assert kernels.library.zpp_ready(0) == 0
+def test_an_error_has_cudas_message(emulated):
+    assert emulated.library.zpp_ready(0) == 0
+    assert emulated.library.zpp_ready(99) != 0
+    layout = array("q", Layout(sizes=(8,), bits=(8,), wire=torch.bfloat16).table)
+    with pytest.raises(RuntimeError, match="^zpp_quantize on cuda:99: invalid device ordinal$"):
+        emulated.library.zpp_quantize(layout.buffer_info()[0], 0, 0, 0, 1, 1, 99, None)
+
+
+@pytest.mark.parametrize("offset", [2, 8])
+def test_packed_rows_must_be_aligned(offset):
+    memory = torch.zeros(64, dtype=torch.uint8)
+    start = -memory.data_ptr() % 16
+    assert cuda.aligned_address(memory[start:]) % 16 == 0
+    with pytest.raises(ValueError, match=f"begins {offset} bytes after a multiple of 16"):
+        cuda.aligned_address(memory[start + offset :])

@@ -1,18 +1,18 @@
-"""The four ops as PyTorch sees them: schema, shapes without data, untouched inputs, errors."""
+"""The four ops in PyTorch: schemas, fake kernels, compilation, untouched inputs, errors."""
 
 import pytest
 import torch
 from torch.library import opcheck
 
+from tests.zeropp.quant.functional import Functional
 from tests.zeropp.quant.packed_rows import any_rows, bits_of
-from zeropp.quant import ops
+from zeropp.quant import cpu, reference
+from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
 from zeropp.quant.packing import FLOATS, Layout
-from zeropp.quant.quantize import dequantize, quantize, reduce_dequantize, reduce_quantize
 
 OPS = torch.ops.zeropp
 LAYOUT = Layout(sizes=(5, 300, 0, 129), bits=(16, 8, 8, 4), wire=torch.float32)
 ONTO = Layout(sizes=LAYOUT.sizes, bits=(16, 4, 4, 8), wire=torch.bfloat16)
-FIELDS = (LAYOUT.sizes, LAYOUT.bits, LAYOUT.wire)
 NAMES = ("quantize", "dequantize", "reduce_quantize", "reduce_dequantize")
 
 
@@ -21,14 +21,19 @@ def rows_of(count: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple:
-    """Of a call of the op by its name, with 4 rows in twos."""
+    """The arguments of a call of an op, with 4 rows in two groups."""
     packed = quantize(torch.nan_to_num(rows_of()), LAYOUT)
     return {
-        "quantize": (rows_of(dtype=dtype), *FIELDS, 2),
-        "dequantize": (packed, torch.zeros(4, LAYOUT.elements, dtype=dtype), *FIELDS, 2),
-        "reduce_quantize": (packed, *FIELDS, ONTO.bits, ONTO.wire, 2),
-        "reduce_dequantize": (packed, torch.zeros(LAYOUT.elements, dtype=dtype), *FIELDS),
+        "quantize": (rows_of(dtype=dtype), LAYOUT.table, 2),
+        "dequantize": (packed, torch.zeros(4, LAYOUT.elements, dtype=dtype), LAYOUT.table, 2),
+        "reduce_quantize": (packed, LAYOUT.table, ONTO.table, 2),
+        "reduce_dequantize": (packed, torch.zeros(LAYOUT.elements, dtype=dtype), LAYOUT.table),
     }[name]
+
+
+def on_meta(values: tuple) -> list:
+    """The same arguments with tensors that have no data."""
+    return [value.to("meta") if isinstance(value, torch.Tensor) else value for value in values]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -41,45 +46,60 @@ def test_opcheck(name, dtype):
 @pytest.mark.parametrize("name", NAMES)
 def test_shapes_without_data_are_those_with_data(name):
     real = arguments(name)
-    meta = [one.to("meta") if isinstance(one, torch.Tensor) else one for one in real]
-    found, expected = (getattr(OPS, name)(*given) for given in (meta, real))
+    result, expected = getattr(OPS, name)(*on_meta(real)), getattr(OPS, name)(*real)
     if expected is None:
-        assert found is None
+        assert result is None
     else:
-        assert found.is_meta
-        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        assert result.is_meta
+        assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_compiles_without_a_break(name):
     op = getattr(OPS, name)
     real = arguments(name)
-    compiled = torch.compile(lambda *given: op(*given), backend="aot_eager", fullgraph=True)
-    again = [one.clone() if isinstance(one, torch.Tensor) else one for one in real]
-    found, expected = compiled(*again), op(*real)
-    for own, other in zip([found, *again], [expected, *real], strict=True):
-        if isinstance(own, torch.Tensor):
-            own, other = (bits_of(one) if one.is_floating_point() else one for one in (own, other))
-            assert torch.equal(own, other)
+    compiled = torch.compile(lambda *values: op(*values), backend="aot_eager", fullgraph=True)
+    copies = [value.clone() if isinstance(value, torch.Tensor) else value for value in real]
+    result, expected = compiled(*copies), op(*real)
+    for actual, right in zip([result, *copies], [expected, *real], strict=True):
+        if isinstance(actual, torch.Tensor):
+            assert torch.equal(comparable(actual), comparable(right))
 
 
-@pytest.mark.parametrize("backend", [ops.anywhere, ops.on_cpu])
+def comparable(values: torch.Tensor) -> torch.Tensor:
+    return bits_of(values) if values.is_floating_point() else values
+
+
+def test_the_functions_that_take_layouts_compile_without_a_break():
+    def there_and_back(rows: torch.Tensor) -> torch.Tensor:
+        packed = quantize(rows, LAYOUT, fold=2)
+        out, total = torch.empty_like(rows), rows.new_empty(LAYOUT.elements)
+        dequantize(packed, out, LAYOUT, fold=2)
+        reduce_dequantize(reduce_quantize(packed, LAYOUT, ONTO, terms=2), total, ONTO)
+        return torch.cat((out, total[None]))
+
+    rows = torch.nan_to_num(rows_of())
+    compiled = torch.compile(there_and_back, backend="aot_eager", fullgraph=True)
+    assert torch.equal(bits_of(compiled(rows)), bits_of(there_and_back(rows)))
+
+
+@pytest.mark.parametrize("backend", [lambda: reference, cpu.backend], ids=["reference", "cpu"])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_inputs_are_left_as_they_are(dtype, backend):
     """In fp32 `.float()` is the tensor itself: what is done to it in place is done to the input."""
-    used = backend()
+    functions = Functional(backend())
     for bits in (4, 8, 16):
         layout = Layout(sizes=(300,), bits=(bits,), wire=dtype)
         rows = any_rows(4, 300, dtype, bits)
         before = rows.clone()
-        packed = used.quantize(rows, layout, 1)
+        packed = functions.quantize(rows, layout, 1)
         assert torch.equal(bits_of(rows), bits_of(before))
         assert packed.untyped_storage().data_ptr() != rows.untyped_storage().data_ptr()
-        kept = packed.clone()
-        used.dequantize(packed, torch.empty_like(rows), layout, 1)
-        used.reduce_dequantize(packed, torch.empty(300), layout)
-        sums = used.reduce_quantize(packed, layout, layout, 1)
-        assert torch.equal(packed, kept)
+        packed_before = packed.clone()
+        functions.dequantize(packed, torch.empty_like(rows), layout, 1)
+        functions.reduce_dequantize(packed, torch.empty(300), layout)
+        sums = functions.reduce_quantize(packed, layout, layout, 1)
+        assert torch.equal(packed, packed_before)
         assert sums.untyped_storage().data_ptr() != packed.untyped_storage().data_ptr()
 
 
@@ -134,7 +154,6 @@ OUT = torch.zeros(4, LAYOUT.elements)
             ValueError,
             "the layouts differ",
         ),
-        (lambda: OPS.quantize(OUT, [434], [5], torch.float32, 1), ValueError, "bits 5"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, error, said):
@@ -144,6 +163,6 @@ def test_what_does_not_fit_is_refused(call, error, said):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_without_data_the_same_is_refused(name):
-    real = [one.to("meta") if isinstance(one, torch.Tensor) else one for one in arguments(name)]
+    packed, *others = on_meta(arguments(name))
     with pytest.raises(ValueError, match="has shape"):
-        getattr(OPS, name)(real[0][:, 1:], *real[1:])
+        getattr(OPS, name)(packed[:, 1:], *others)

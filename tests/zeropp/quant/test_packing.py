@@ -6,21 +6,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.zeropp.quant.packed_rows import FEW, dtypes, finite_rows, layouts, seeds
-from zeropp.quant.packing import ALIGN, BLOCK, RAW, SCALE_BYTES, Layout, layout_of, num_blocks
-from zeropp.quant.quantize import dequantize, quantize
+from zeropp.quant.ops import dequantize, quantize
+from zeropp.quant.packing import (
+    ALIGN,
+    BLOCK,
+    FLOATS,
+    RAW,
+    SCALE_BYTES,
+    Layout,
+    layout_of,
+    num_blocks,
+    segments_in,
+)
 
 
 def pieces(layout: Layout) -> list[tuple[int, int]]:
     """(first, end) of the bytes that hold raw values, scales and codes."""
-    found = []
-    for one in layout.segments:
-        if one.bits == RAW:
-            found.append((one.data_at, one.data_at + one.size * layout.wire.itemsize))
+    places = []
+    for segment in layout.segments:
+        start, bits = segment.data_at, segment.bits
+        if bits == RAW:
+            places.append((start, start + segment.size * layout.wire.itemsize))
             continue
-        scales = SCALE_BYTES * num_blocks(one.size, one.bits)
-        found.append((one.scales_at, one.scales_at + scales))
-        found.append((one.data_at, one.data_at + (one.size * one.bits + 7) // 8))
-    return sorted(found)
+        scales = SCALE_BYTES * num_blocks(segment.size, bits)
+        places.append((segment.scales_at, segment.scales_at + scales))
+        places.append((start, start + (segment.size * bits + 7) // 8))
+    return sorted(places)
 
 
 def test_the_size_of_a_row_counted_by_hand():
@@ -53,10 +64,10 @@ def test_parts_are_aligned_and_do_not_overlap_and_fill_the_row(layout):
     for (_, end), (start, _) in zip(places, places[1:], strict=False):
         assert end <= start < end + ALIGN
     assert not places or places[0][0] == 0 and 0 <= layout.packed_bytes - places[-1][1] < ALIGN
-    for one in layout.segments:
-        assert one.bits == RAW or one.data_at % ALIGN == 0
+    for segment in layout.segments:
+        assert segment.bits == RAW or segment.data_at % ALIGN == 0
     starts = [sum(layout.sizes[:i]) for i, size in enumerate(layout.sizes) if size]
-    assert [one.start for one in layout.segments] == starts
+    assert [segment.start for segment in layout.segments] == starts
 
 
 @FEW
@@ -93,6 +104,16 @@ def test_blocks_begin_anew_with_every_segment(bits):
     out = torch.empty_like(rows)
     dequantize(quantize(rows, layout), out, layout)
     torch.testing.assert_close(out, rows, rtol=2**-7, atol=0)
+
+
+@FEW
+@given(layouts())
+def test_a_table_has_all_of_a_layout(layout):
+    elements, packed_bytes, wire, count, *_ = layout.table
+    assert (elements, packed_bytes) == (layout.elements, layout.packed_bytes)
+    assert FLOATS[wire] == layout.wire
+    segments = tuple(segments_in(layout.table))
+    assert segments == layout.segments and count == len(segments)
 
 
 def test_the_same_arguments_give_the_same_layout():

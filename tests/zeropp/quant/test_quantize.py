@@ -18,8 +18,8 @@ from tests.zeropp.quant.packed_rows import (
     seeds,
     segment_sizes,
 )
+from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
 from zeropp.quant.packing import BLOCK, FLOATS, RAW, Layout
-from zeropp.quant.quantize import dequantize, quantize, reduce_dequantize, reduce_quantize
 from zeropp.quant.reference import TINY
 
 HALF = 0.5 + 2.0**-13  # of a step; 1/scale and its product are rounded: 129 * 2 * 2^-24 of a step

@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.zeropp.settings.json_sources import error_of, nested
-from zeropp.settings.json_file import RENAMED, all_keys
+from zeropp.settings.json_file import OLD_NAMES, all_keys
 from zeropp.settings.zero_config import ZeroConfig
 
-LEAVES = {one.dotted: one for one in all_keys(ZeroConfig) if one.section is None}
+KEYS = {entry.dotted: entry for entry in all_keys(ZeroConfig) if entry.subsection is None}
 ZERO = "zero_optimization."
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_misspelt_key_is_refused_and_a_real_one_suggested(data: st.DataObject) -> None:
-    dotted = data.draw(st.sampled_from(sorted(LEAVES)))
+    dotted = data.draw(st.sampled_from(sorted(KEYS)))
     section, _, name = dotted.rpartition(".")
     at = data.draw(st.integers(0, len(name) - 1))
     letter = data.draw(st.sampled_from("abcxyz_"))
@@ -26,14 +26,14 @@ def test_any_misspelt_key_is_refused_and_a_real_one_suggested(data: st.DataObjec
         st.sampled_from([name[:at] + name[at + 1 :], name[:at] + letter + name[at:], name + letter])
     )
     full = f"{section}.{wrong}".lstrip(".")
-    if full in {one.dotted for one in all_keys(ZeroConfig)} or full in RENAMED:
+    if full in {entry.dotted for entry in all_keys(ZeroConfig)} or full in OLD_NAMES:
         return
     message = error_of(nested({full: 1}))
     assert f'unknown key "{full}"' in message
     suggested = re.search(r'nearest known key is "([^"]+)"', message).group(1)
     if len(name) > 6:
         assert suggested.rpartition(".")[0] == section or suggested.endswith("." + wrong)
-    assert suggested in {one.dotted for one in all_keys(ZeroConfig)} | set(RENAMED)
+    assert suggested in {entry.dotted for entry in all_keys(ZeroConfig)} | set(OLD_NAMES)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_one_long_line_is_shown_around_the_mistake() -> None:
         ('{"fp16": {"enabled": true, "enabled": false}}', ['"fp16.enabled" is given twice']),
         ('{"fp16": {}, "fp16": {}}', ['"fp16" is given twice']),
         ('{"fp16": {"loss_scale": NaN}}', ["NaN is not a JSON value"]),
-        ('{"fp16": {"loss_scale": 1e999}}', ["fp16.loss_scale = inf", "a number of at least 0"]),
+        ('{"fp16": {"loss_scale": 1e999}}', ["fp16.loss_scale = inf", "a finite number"]),
         ("[1]", ["the top level", "expected an object"]),
         ("[" * 100_000, ["nested too deeply"]),
         ({"stage": 3}, ['"stage"', '"zero_optimization.stage"']),
@@ -114,7 +114,7 @@ def test_one_long_line_is_shown_around_the_mistake() -> None:
         ({"communication_data_type": "int8"}, ['communication_data_type = "int8"', '"bf16"']),
         ({"optimizer": {"type": "SGD"}}, ['optimizer.type = "SGD"', '"AdamW"']),
         ({"optimizer": {"params": {"betas": [0.9]}}}, ["optimizer.params.betas", "two values"]),
-        ({"optimizer": {"params": {"betas": [0.9, 2]}}}, ["betas", "from 0 to 1"]),
+        ({"optimizer": {"params": {"betas": [0.9, 2]}}}, ["betas = 2", "at most 1"]),
         ({"optimizer": {"params": {"adam_w_mode": False}}}, ["only decoupled weight decay"]),
         ({"scheduler": {"type": "OneCycle"}}, ['scheduler.type = "OneCycle"', '"WarmupLR"']),
         ({"zeropp": {"gradient_bits": 5}}, ["zeropp.gradient_bits = 5", "one of 4, 8, 16"]),
@@ -129,7 +129,7 @@ def test_one_long_line_is_shown_around_the_mistake() -> None:
         ),
         (
             {ZERO[:-1]: {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}},
-            ["offload_optimizer.ratio = 1.5", "from 0 to 1"],
+            ["offload_optimizer.ratio = 1.5", "at most 1"],
         ),
         (
             {ZERO[:-1]: {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}}},
@@ -194,10 +194,10 @@ def test_old_names_are_translated_and_said(old: str, value: bool, expected: dict
     config = ZeroConfig.from_json(nested({ZERO + "stage": 3, **beside, ZERO + old: value}))
     for dotted, new in expected.items():
         assert config.value(ZERO + dotted) == new
-        assert ZERO + dotted in config.given
+        assert ZERO + dotted in config.file_keys
     assert any(f"{ZERO}{old} is an old name of" in line for line in config.notices)
 
 
 def test_old_section_names_keep_auto() -> None:
     config = ZeroConfig.from_json({"bfloat16": {"enabled": "auto"}})
-    assert config.auto == {"bf16.enabled"} and not config.bf16.enabled
+    assert config.auto_keys == {"bf16.enabled"} and not config.bf16.enabled

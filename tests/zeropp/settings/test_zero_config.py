@@ -2,7 +2,6 @@
 
 import json
 import re
-import typing
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +11,13 @@ from hypothesis import strategies as st
 
 from tests.zeropp.settings.json_sources import error_of, nested
 from zeropp.errors import InputError
-from zeropp.settings.json_file import RENAMED, all_keys
-from zeropp.settings.schema import Key
+from zeropp.settings.json_file import OLD_NAMES, all_keys
+from zeropp.settings.json_keys import Key
+from zeropp.settings.rules import RULES
 from zeropp.settings.sections import ZeroOptimization
-from zeropp.settings.zero_config import RULES, ZeroConfig
+from zeropp.settings.zero_config import ZeroConfig
 
-LEAVES = {one.dotted: one for one in all_keys(ZeroConfig) if one.section is None}
+KEYS = {entry.dotted: entry for entry in all_keys(ZeroConfig) if entry.subsection is None}
 ZERO = "zero_optimization."
 # Keys of the ZeRO++ tutorial's file, as users have them.
 TUTORIAL = {
@@ -36,32 +36,30 @@ TUTORIAL = {
 }
 
 
-def values_for(one: Key) -> st.SearchStrategy:
+def values_for(entry: Key) -> st.SearchStrategy:
     """Values a key accepts, as JSON holds them."""
-    facts = one.facts
-    kinds = typing.get_args(one.kind) or (one.kind,)
-    low = 0 if facts.minimum is None else facts.minimum
-    high = 1e9 if facts.maximum is None else facts.maximum
-    if facts.choices:
-        value = st.sampled_from([c for c in facts.choices if c not in facts.refused])
-    elif kinds[0] is bool:
-        value = st.sampled_from([b for b in (False, True) if b not in facts.refused])
-    elif kinds[0] is int:
+    low = 0 if entry.minimum is None else entry.minimum
+    high = 1e9 if entry.maximum is None else entry.maximum
+    if entry.choices:
+        value = st.sampled_from([c for c in entry.choices if c not in entry.refused])
+    elif entry.type is bool:
+        value = st.sampled_from([b for b in (False, True) if b not in entry.refused])
+    elif entry.type is int:
         value = st.integers(int(low), int(high))
-    elif kinds[0] is float:
+    elif entry.type is float:
         value = st.floats(low, high)
-    elif kinds[0] is str:
+    elif entry.type is str:
         value = st.text(max_size=5)
     else:
-        value = st.just({facts.keys[0]: True})
-    return st.lists(value, min_size=2, max_size=2) if len(kinds) == 2 else value
+        value = st.just({entry.keys[0]: True})
+    return value if entry.count is None else st.lists(value, min_size=2, max_size=2)
 
 
 @st.composite
 def accepted(draw: st.DrawFn) -> dict[str, object]:
     """A random subset of all keys with values that do not contradict each other."""
-    names = draw(st.lists(st.sampled_from(sorted(LEAVES)), unique=True, max_size=12))
-    values = {name: draw(values_for(LEAVES[name])) for name in names}
+    names = draw(st.lists(st.sampled_from(sorted(KEYS)), unique=True, max_size=12))
+    values = {name: draw(values_for(KEYS[name])) for name in names}
     values[ZERO + "stage"] = 3
     for name in ("bf16.enabled", "train_batch_size"):
         values.pop(name, None)
@@ -76,7 +74,7 @@ def accepted(draw: st.DrawFn) -> dict[str, object]:
 @given(accepted())
 def test_any_subset_of_the_known_keys_round_trips(values: dict[str, object]) -> None:
     config = ZeroConfig.from_json(nested(values))
-    assert config.given == values.keys()
+    assert config.file_keys == values.keys()
     for dotted, value in values.items():
         held = config.value(dotted)
         assert (list(held) if isinstance(held, tuple) else held) == value
@@ -86,15 +84,16 @@ def test_any_subset_of_the_known_keys_round_trips(values: dict[str, object]) -> 
     named = {line.split(" has no effect here: ")[0] for line in config.notices}
     for dotted in values:
         sections = {dotted.rsplit(".", n)[0] for n in range(dotted.count(".") + 1)}
-        is_idle = bool(LEAVES[dotted].facts.idle) or dotted.startswith("scheduler")
-        assert not is_idle or sections & named, dotted
+        ignored = any(reason.when is None for reason in KEYS[dotted].no_effect)
+        ignored = ignored or dotted.startswith("scheduler")
+        assert not ignored or sections & named, dotted
 
 
 def test_no_configuration_is_stage_0_in_fp32() -> None:
     config = ZeroConfig()
     assert config.stage == 0
     assert config.compute_format == config.wire_format == "float32"
-    assert config.notices == () and config.given == frozenset() and config.to_dict() == {}
+    assert config.notices == () and config.file_keys == frozenset() and config.to_dict() == {}
     assert ZeroConfig.from_json("{}") == config
 
 
@@ -104,7 +103,7 @@ def test_the_tutorials_file_is_read(tmp_path: Path) -> None:
     config = ZeroConfig.from_json(path)
     assert (config.stage, config.zero_optimization.zero_hpz_partition_size) == (3, 16)
     assert config.compute_format == "float16"
-    assert config.auto == {"train_micro_batch_size_per_gpu"}
+    assert config.auto_keys == {"train_micro_batch_size_per_gpu"}
     assert len(config.notices) == 4
     assert config.notices[0].startswith(ZERO + "reduce_bucket_size has no effect here: FSDP2")
 
@@ -139,11 +138,11 @@ def test_defaults_fill_what_the_file_leaves_out_or_to_auto() -> None:
         {ZERO + "stage": 2, "gradient_clipping": 1.0, "train_batch_size": 8, "bf16.enabled": None},
     )
     assert (config.stage, config.gradient_clipping, config.train_batch_size) == (2, 0.5, 8)
-    assert config.given == {"gradient_clipping"}
-    assert config.auto == {"fp16.enabled"}
+    assert config.file_keys == {"gradient_clipping"}
+    assert config.auto_keys == {"fp16.enabled"}
     filled = config.with_values({"fp16.enabled": True})
-    assert filled.compute_format == "float16" and filled.auto == frozenset()
-    assert filled.given == {"gradient_clipping"} and filled.stage == 2
+    assert filled.compute_format == "float16" and filled.auto_keys == frozenset()
+    assert filled.file_keys == {"gradient_clipping"} and filled.stage == 2
     with pytest.raises(InputError, match="nearest known key"):
         config.with_values({"fp16.enable": True})
 
@@ -236,14 +235,15 @@ def test_formats_on_the_wire(values: dict, compute: str, wire: str) -> None:
 
 
 def test_every_key_says_what_it_does_and_its_default_is_acceptable() -> None:
-    for one in LEAVES.values():
-        one.check(one.default)
-        assert not (one.facts.idle and one.facts.needs), one.dotted
-        assert not one.facts.needs or one.facts.needs in LEAVES, one.dotted
-        if one.facts.idle:
-            assert one.facts.idle[-1] != "." and len(one.facts.idle) > 10, one.dotted
-    for old, (names, _) in RENAMED.items():
-        known = {one.dotted for one in all_keys(ZeroConfig)}
+    for entry in KEYS.values():
+        entry.check(entry.default)
+        assert len(entry.no_effect) <= 1, entry.dotted
+        for reason in entry.no_effect:
+            assert reason.why[-1] != "." and len(reason.why) > 10, entry.dotted
+            if reason.when is not None:
+                assert reason.when(ZeroConfig()), entry.dotted  # the key it needs exists
+    for old, (names, _) in OLD_NAMES.items():
+        known = {entry.dotted for entry in all_keys(ZeroConfig)}
         assert old not in known and set(names) <= known
 
 

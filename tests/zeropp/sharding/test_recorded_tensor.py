@@ -68,7 +68,7 @@ def test_every_tensor_and_the_generator_are_as_without_recording():
         assert isinstance(found, RecordedTensor) != (name in GIVEN)
         assert isinstance(found, nn.Parameter) == isinstance(expected, nn.Parameter)
         assert (found.requires_grad, found.dtype) == (expected.requires_grad, expected.dtype)
-        assert torch.equal(found.made() if isinstance(found, RecordedTensor) else found, expected)
+        assert torch.equal(found.materialize() if isinstance(found, RecordedTensor) else found, expected)
     assert torch.equal(torch.rand(3), torch.rand(3)) is False  # making them did not reseed
 
 
@@ -88,7 +88,7 @@ def test_what_is_written_after_the_block_counts_too():
         weight.add_(kept)
         kept.zero_()
         kept += weight
-    assert weight.made().tolist() == kept.tolist() == [1.0, 2.0, 3.0]
+    assert weight.materialize().tolist() == kept.tolist() == [1.0, 2.0, 3.0]
     assert repr(weight) == "RecordedTensor(shape=[3], dtype=torch.float32)"
 
 

@@ -20,7 +20,7 @@ from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
 from zeropp import InputError, optimizer_step, shard
 from zeropp.checkpoint import state_tensors as named
 from zeropp.optim.step import local_part
-from zeropp.quant.quantize import BLOCK
+from zeropp.quant.packing import BLOCK
 from zeropp.sharding.materialize import part_for_rank
 from zeropp.sharding.shard import allocate_parameters
 from zeropp.wire.frozen_weights import QuantizedShard, is_quantized, stored_bytes

@@ -10,7 +10,8 @@ from tests.zeropp.given import configured, data_mesh
 from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
 from tests.zeropp.stepping import BOTH, QWZ, sharded
 from zeropp import Sharding, ZeroConfig, shard
-from zeropp.quant.quantize import Layout, dequantize, quantize
+from zeropp.quant.ops import dequantize, quantize
+from zeropp.quant.packing import Layout
 
 SHAPES = {
     "large": (130, 67), "gain": (300,), "small": (41, 9), "one row": (1, 700), "one": (1, 1),

@@ -1,9 +1,9 @@
-// Enough of CUDA to run csrc/cuda_*.cu on the CPU, warp by warp: for their index arithmetic.
+// Enough of CUDA to run the .cu files of csrc/ on the CPU, warp by warp, to test index arithmetic.
 //
 // A warp's 32 threads are 32 contexts that take turns; one that shuffles waits until all have. The
-// last warp of a row runs first, so that one that writes into what follows it shows. Not shown:
+// last warp of a row runs first, so that a warp that writes beyond its tile is noticed. Not tested:
 // conversions, multiply-adds and byte permutations that are instructions of a GPU, races, and speed.
-// Accesses that are not aligned show where the compiler is told to look for them.
+// Misaligned accesses are noticed if the compiler is told to check them.
 #pragma once
 
 #include <stdint.h>

@@ -1,0 +1,123 @@
+// Quantization on the GPU: rows of values to packed rows and back.
+
+#include "cuda_tile.h"
+
+namespace zpp {
+namespace {
+
+template <Type T, int VEC>
+ZPP_DEVICE void pack(const uint8_t* values, const Place& place, int wire, const Tile& tile,
+                     uint8_t* packed) {
+    Held<VEC> held;
+    read_numbers<T, VEC>(values, tile, &held);
+    put(held, place, wire, tile, packed);
+}
+
+template <Type T, int VEC>
+ZPP_DEVICE void unpack(const Place& place, int wire, const Tile& tile, uint8_t* packed,
+                       uint8_t* values) {
+    Held<VEC> held;
+    if (place.bits == RAW) {
+        read_wire(wire, raw_at(place, wire, tile, packed), tile, &held);
+    } else {
+        clear(&held);
+        const uint8_t* codes = codes_at(place, tile, packed);
+        const uint8_t* scales = scales_at(place, tile, packed);
+        if (place.bits == 8) {
+            Coded<INT8, VEC> read;
+            read_codes(codes, scales, tile, &read);
+            add_codes(read, tile, &held);
+        } else {
+            Coded<INT4, VEC> read;
+            read_codes(codes, scales, tile, &read);
+            add_codes(read, tile, &held);
+        }
+    }
+    write_numbers<T, VEC>(held, tile, values);
+}
+
+// Whether wide accesses fit the values and, for raw segments, the packed row.
+template <Type T, int VEC>
+ZPP_DEVICE bool both_fit(const uint8_t* values, const Place& place, int wire, const Tile& tile,
+                         uint8_t* packed) {
+    if (!fits<T, VEC>(values, tile.size)) return false;
+    return place.bits != RAW ||
+           wire_fits<VEC>(wire, raw_at(place, wire, tile, packed), tile.size);
+}
+
+template <Type T>
+__global__ void __launch_bounds__(WARPS * LANES) quantize_rows(const __grid_constant__ Job job) {
+    constexpr int SIZE = int(sizeof(typename Element<T>::Word)), VEC = 16 / SIZE;
+    const Table& table = job.table;
+    Tile tile;
+    if (!find_tile(table, &tile)) return;
+    const Entry& entry = table.entries[tile.entry];
+    const int64_t element = job.row() * table.elements + entry.start + tile.first;
+    const uint8_t* values = job.from + element * SIZE;
+    uint8_t* packed = job.to + job.packed_row() * table.packed_bytes;
+    if (both_fit<T, VEC>(values, entry.packed, table.wire, tile, packed)) {
+        pack<T, VEC>(values, entry.packed, table.wire, tile, packed);
+    } else {
+        pack<T, 2>(values, entry.packed, table.wire, tile, packed);
+    }
+}
+
+template <Type T>
+__global__ void __launch_bounds__(WARPS * LANES) dequantize_rows(const __grid_constant__ Job job) {
+    constexpr int SIZE = int(sizeof(typename Element<T>::Word)), VEC = 16 / SIZE;
+    const Table& table = job.table;
+    Tile tile;
+    if (!find_tile(table, &tile)) return;
+    const Entry& entry = table.entries[tile.entry];
+    const int64_t element = job.row() * table.elements + entry.start + tile.first;
+    uint8_t* values = job.to + element * SIZE;
+    uint8_t* packed = job.from + job.packed_row() * table.packed_bytes;
+    if (both_fit<T, VEC>(values, entry.packed, table.wire, tile, packed)) {
+        unpack<T, VEC>(entry.packed, table.wire, tile, packed, values);
+    } else {
+        unpack<T, 2>(entry.packed, table.wire, tile, packed, values);
+    }
+}
+
+constexpr Kernel* QUANTIZE[NUM_TYPES] = {quantize_rows<BF16>, quantize_rows<FP16>,
+                                         quantize_rows<FP32>};
+constexpr Kernel* DEQUANTIZE[NUM_TYPES] = {dequantize_rows<BF16>, dequantize_rows<FP16>,
+                                           dequantize_rows<FP32>};
+
+Job job_of(uint8_t* from, uint8_t* to, int64_t count, int64_t fold) {
+    Job job;
+    job.from = from;
+    job.to = to;
+    job.slices = count / fold;
+    job.parts = fold;
+    job.terms = 1;
+    job.stride = 0;
+    return job;
+}
+
+}  // namespace
+
+cudaError_t load_quantize() {
+    const cudaError_t error = load(QUANTIZE, NUM_TYPES);
+    return error ? error : load(DEQUANTIZE, NUM_TYPES);
+}
+
+}  // namespace zpp
+
+using namespace zpp;
+
+extern "C" {
+
+int64_t zpp_quantize(const Layout* layout, uint8_t* rows, int64_t type, uint8_t* packed,
+                     int64_t count, int64_t fold, int64_t device, void* stream) {
+    Job job = job_of(rows, packed, count, fold);
+    return launch(QUANTIZE[type], &job, *layout, *layout, device, stream);
+}
+
+int64_t zpp_dequantize(const Layout* layout, uint8_t* packed, uint8_t* rows, int64_t type,
+                       int64_t count, int64_t fold, int64_t device, void* stream) {
+    Job job = job_of(packed, rows, count, fold);
+    return launch(DEQUANTIZE[type], &job, *layout, *layout, device, stream);
+}
+
+}  // extern "C"

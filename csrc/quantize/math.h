@@ -1,0 +1,84 @@
+// The arithmetic of INT8 and INT4 block quantization, shared by host and device. docs/numerics.md
+// explains it; zeropp/quant/reference.py is the same in PyTorch.
+#pragma once
+
+#include "../shared/numbers.h"
+
+namespace zpp {
+
+enum Width { INT8 = 0, INT4 = 1, NUM_WIDTHS = 2 };
+
+// Elements that share a scale; BLOCK in zeropp/quant/packing.py.
+constexpr int BLOCK8 = 256;
+constexpr int BLOCK4 = 128;
+
+template <Width W> struct Codes {
+    static constexpr int BITS = 8, BLOCK = BLOCK8;
+};
+template <> struct Codes<INT4> {
+    static constexpr int BITS = 4, BLOCK = BLOCK4;
+};
+
+// A block with no element of at least this magnitude (2^-94) becomes zeros. Scales, reciprocals,
+// products and their sums are then never subnormal, so flush-to-zero modes change nothing.
+constexpr float TINY = 5.048709793414476e-29f;
+
+// All ones or all zeros. Scales are computed without branches, so that compilers can vectorize.
+ZPP_HD uint32_t mask_of(bool condition) { return 0u - uint32_t(condition); }
+
+// The bits of the element with the largest magnitude; of a tie, the positive one. `high` is the
+// maximum of all elements' bits as signed integers, `low` their maximum as unsigned integers: the
+// largest positive and the most negative element if there are both, else twice the same.
+ZPP_HD uint32_t extreme_bits(uint32_t high, uint32_t low, uint32_t sign) {
+    const uint32_t take_low = mask_of((high & ~sign) < (low & ~sign));
+    return (high & ~take_low) | (low & take_low);
+}
+
+// The bf16 scale of a block: -extreme / 2^(bits-1), truncated to 8 significant bits, so that the
+// extreme gets the code -2^(bits-1) and no code times its scale exceeds the extreme. 0 for a block
+// of zeros or below TINY, NaN for a block that is not finite.
+ZPP_HD uint32_t scale_of(float extreme, int bits) {
+    const uint32_t magnitude = bits_of(extreme) & 0x7FFFFFFFu;
+    const uint32_t scale = bits_of(extreme * (bits == 8 ? -0.0078125f : -0.125f)) >> 16;
+    const uint32_t finite = mask_of(magnitude < INFINITY_BITS);
+    return (scale & finite & mask_of(magnitude >= bits_of(TINY))) | (BF16_NAN & ~finite);
+}
+
+// The factor that turns elements into steps; 0 for a block whose codes are all 0.
+ZPP_HD float steps_per_unit(uint32_t scale) {
+    const uint32_t factor = bits_of(1.0f / float_of(scale << 16));
+    return float_of(factor & mask_of((scale & 0x7FFF) != 0) & mask_of(scale != BF16_NAN));
+}
+
+// The code of an element of `steps` steps (at most 2^9): rounded half to even by adding
+// 1.5 * 2^23, then clamped.
+ZPP_HD int code_of(float steps, int bits) {
+    const int lowest = bits == 8 ? -128 : -8, highest = bits == 8 ? 127 : 7;
+    const int rounded = int(bits_of(steps + 12582912.0f)) - 0x4B400000;
+    const int clamped = rounded < lowest ? lowest : rounded;
+    return clamped > highest ? highest : clamped;
+}
+
+// Add the value of a code to a sum. A code and a scale have at most 8 significant bits each, so
+// their product is exact and a fused multiply-add rounds the same way. A value added to 0 is never
+// -0.
+ZPP_HD float add_value(float code, float scale, float sum) {
+#ifdef __CUDA_ARCH__
+    return __fmaf_rn(code, scale, sum);
+#else
+    return sum + code * scale;
+#endif
+}
+
+// Code i of a word of codes whose sign bits are flipped. Exact: the code becomes the fraction of a
+// number of at least 2^23.
+ZPP_HD float code_in(uint32_t flipped, int i, int bits) {
+    if (bits == 4) return float_of(0x4B000000u | (flipped >> 4 * i & 15u)) - 8388616.0f;
+#ifdef __CUDA_ARCH__  // one instruction puts the byte below the exponent's
+    return float_of(__byte_perm(flipped, 0x4B000000u, 0x7440u | uint32_t(i))) - 8388736.0f;
+#else
+    return float_of(0x4B000000u | (flipped >> 8 * i & 255u)) - 8388736.0f;
+#endif
+}
+
+}  // namespace zpp

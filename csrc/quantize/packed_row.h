@@ -1,0 +1,34 @@
+// Where the values, scales and codes of a packed row are. zeropp/quant/packing.py defines and
+// computes it; here its numbers are only read.
+#pragma once
+
+#include "math.h"
+
+namespace zpp {
+
+constexpr int64_t ALIGN = 16;  // bytes
+constexpr int RAW = 16;        // the "bits" of a segment that is not quantized
+
+// The place of a segment: elements of a row, bytes of a packed row.
+struct Segment {
+    int64_t start, size, bits, scales_at, data_at;
+
+    Width width() const { return bits == 8 ? INT8 : INT4; }
+    int64_t block() const { return bits == 8 ? BLOCK8 : BLOCK4; }
+    int64_t blocks() const { return (size + block() - 1) / block(); }
+    int64_t raw_end(int64_t wire) const { return data_at + size * WORD_BYTES[wire]; }
+    int64_t scales_end() const { return scales_at + 2 * blocks(); }
+    int64_t codes_end() const { return data_at + (size * bits + 7) / 8; }
+};
+
+// `Layout.table` as it is in memory: this header, then the segments.
+struct Layout {
+    int64_t elements, packed_bytes, wire, count;
+
+    const Segment* segments() const { return reinterpret_cast<const Segment*>(this + 1); }
+};
+
+// Bytes from an offset in a packed row to the next aligned one.
+static inline int64_t gap_after(int64_t offset) { return -offset & (ALIGN - 1); }
+
+}  // namespace zpp

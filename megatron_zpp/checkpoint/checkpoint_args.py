@@ -1,0 +1,40 @@
+"""--use-checkpoint-args: the model's settings are taken from the checkpoint in --load."""
+
+import logging
+from dataclasses import replace
+
+from megatron_zpp.checkpoint.checkpoint import choose
+from megatron_zpp.checkpoint.training_state import read_state
+from megatron_zpp.settings.config import Config
+from zeropp.errors import InputError
+
+log = logging.getLogger("megatron_zpp")
+
+
+def with_checkpoint_model(config: Config) -> Config:
+    """Return `config` with the architecture of the newest checkpoint in `--load`.
+
+    All ranks call it. Raises InputError if there is no checkpoint.
+    """
+    path = choose(config.checkpoint.load)
+    if path is None:
+        raise no_checkpoint_error(config.checkpoint.load, "--use-checkpoint-args")
+    settings = dict(read_state(path).architecture)
+    settings.pop("vocab_size")
+    num_positions = settings.pop("num_positions", None)
+    if num_positions is not None:
+        settings["max_position_embeddings"] = num_positions
+    for name, value in settings.items():
+        if value != getattr(config.model, name):
+            log.info("--use-checkpoint-args: %s is %s", name, value)
+    config = replace(config, model=replace(config.model, **settings))
+    config.model.check()
+    return config
+
+
+def no_checkpoint_error(folder: str, flag: str) -> InputError:
+    """The error for a `flag` that needs a checkpoint where `--load` has none."""
+    return InputError(
+        f"--load {folder} holds no checkpoint, and {flag} needs one: name the folder that --save "
+        f"named, or leave {flag} out"
+    )

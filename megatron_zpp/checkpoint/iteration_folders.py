@@ -1,0 +1,99 @@
+"""The folder that --save and --load name: a checkpoint for each iteration, in Megatron's layout.
+
+    SAVE/iter_0000100/                       shards, state.json and, last, manifest.json
+    SAVE/latest_checkpointed_iteration.txt   100
+
+Nothing here needs tensors or ranks.
+"""
+
+import re
+from pathlib import Path
+
+from megatron_zpp.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
+from zeropp.checkpoint.complete_or_absent import CheckpointFolder
+
+POINTER = "latest_checkpointed_iteration.txt"
+_NAME = re.compile(r"iter_(\d{7,})|\.iter_(\d{7,})\.replaced")
+
+
+def checkpoint_folder(folder: Path) -> CheckpointFolder:
+    """How checkpoints are written to `folder`, which belongs to one run at a time."""
+    return CheckpointFolder(
+        path=folder,
+        pointer=POINTER,
+        last_file=MANIFEST,
+        own_names="iter_*",
+        disk_full_advice="Free some space, raise the limit, keep fewer checkpoints "
+        "(--keep-checkpoints), or give another folder (--save).",
+    )
+
+
+def checkpoint_name(iteration: int) -> str:
+    """Name of the checkpoint of an iteration, iter_0000100."""
+    return f"iter_{iteration:07d}"
+
+
+def iteration_of(checkpoint: Path) -> int | None:
+    """The iteration in a checkpoint's name; None if it is not named like one."""
+    match = _NAME.fullmatch(checkpoint.name)
+    return int(match[1] or match[2]) if match else None
+
+
+def candidates(folder: Path) -> tuple[list[Path], str | None]:
+    """List the checkpoints in the order in which to try loading them, and a warning or None.
+
+    The one that the pointer file names comes first (even if it is gone), then older ones, newest
+    first, then newer ones. Without a usable pointer file the newest comes first. The warning is
+    about an unusable pointer file, and about checkpoints newer than the one it names.
+    """
+    checkpoints: dict[int, Path] = {}
+    for path in sorted(folder.glob("iter_*")) + sorted(folder.glob(".iter_*.replaced")):
+        iteration = iteration_of(path)
+        if iteration is not None and path.is_dir():
+            checkpoints.setdefault(iteration, path)
+    newest_first = sorted(checkpoints, reverse=True)
+    latest, warning = _latest_iteration(folder)
+    if latest is None:
+        return [checkpoints[iteration] for iteration in newest_first], warning
+    older = [checkpoints[iteration] for iteration in newest_first if iteration < latest]
+    newer = [checkpoints[iteration] for iteration in sorted(checkpoints) if iteration > latest]
+    if newer:
+        warning = f"{POINTER} says {latest}; {newer[-1].name} is newer and is not used"
+    first = checkpoints.get(latest, folder / checkpoint_name(latest))
+    return [first, *older, *newer], warning
+
+
+def prune(folder: Path, iteration: int, keep: int) -> list[Path]:
+    """Remove complete checkpoints older than `iteration`, so that `keep` with it remain.
+
+    Returns those that were removed. Newer ones (after a step back) and folders that are not
+    complete checkpoints are left alone. Raises OSError.
+    """
+    older = {}
+    for path in folder.glob("iter_*"):
+        number = iteration_of(path)
+        if number is not None and number < iteration and _is_undamaged(path):
+            older[number] = path
+    superfluous = [older[number] for number in sorted(older, reverse=True)][max(keep - 1, 0) :]
+    for path in superfluous:
+        checkpoint_folder(folder).remove(path)
+    return superfluous
+
+
+def _is_undamaged(checkpoint: Path) -> bool:
+    """Whether all files are there in full; their content is not read."""
+    try:
+        read_manifest(checkpoint)
+    except DamagedError:
+        return False
+    return True
+
+
+def _latest_iteration(folder: Path) -> tuple[int | None, str | None]:
+    """Return the iteration in the pointer file or None, and what is wrong with the file or None."""
+    text = checkpoint_folder(folder).latest()
+    if text is None:
+        return None, None
+    if re.fullmatch(r"[0-9]+", text):
+        return int(text), None
+    return None, f"{POINTER} says {text[:40]!r} instead of a number; the newest checkpoint is used"

@@ -1,0 +1,140 @@
+"""state.json: what a checkpoint holds beside the tensors, and which runs may load it."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_zpp.settings.config import Config, ModelConfig
+from zeropp.atomic import write_atomically
+from zeropp.errors import InputError
+
+STATE = "state.json"
+FORMAT = 1
+MAX_LINES = 40  # of differences in an error message
+
+# Model settings that may differ between the run that saved the weights and one that loads them.
+NOT_ARCHITECTURE = (
+    "seq_length", "max_position_embeddings", "init_method_std", "hidden_dropout",
+    "attention_dropout", "fp32_residual_connection", "attention_softmax_in_fp32",
+    "apply_query_key_layer_scaling",
+)  # fmt: skip
+ROPE_SCALING = ("use_rope_scaling", "rope_scaling_factor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """The state of training beside the tensors. Everything in it can be written as JSON.
+
+    `architecture` holds what must be equal in a model that loads the checkpoint, `configuration`
+    all settings of the run that saved it, `tokenizer` the fingerprint of its tokenizer.
+    `optimizer_saved` is set when the checkpoint is saved.
+    """
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
+    seed: int
+    world_size: int
+    stage: int
+    tokenizer: str
+    optimizer_saved: bool = True
+    loss_scaler: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[str, Any] = field(default_factory=dict)
+    history: dict[str, Any] = field(default_factory=dict)
+    architecture: dict[str, Any] = field(default_factory=dict)
+    configuration: dict[str, Any] = field(default_factory=dict)
+
+
+def write_state(checkpoint: Path, state: TrainingState) -> None:
+    """Write state.json into a checkpoint; raises OSError."""
+    text = json.dumps({"format": FORMAT, **asdict(state)}, indent=1) + "\n"
+    write_atomically(checkpoint / STATE, lambda file: file.write(text.encode()))
+
+
+def read_state(checkpoint: Path) -> TrainingState:
+    """Return a checkpoint's training state; raises InputError if this program cannot read it."""
+    content = json.loads((checkpoint / STATE).read_text())
+    if content.pop("format") != FORMAT:
+        raise InputError(f"{checkpoint} was written by another version of this program")
+    unknown = sorted(set(content) - {item.name for item in dataclasses.fields(TrainingState)})
+    if unknown:
+        raise InputError(f"{checkpoint / STATE} has unknown entries: {', '.join(unknown)}")
+    return TrainingState(**content)
+
+
+def architecture(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """The settings that must be equal in every model that loads the same weights."""
+    values = {
+        item.name: getattr(model, item.name)
+        for item in dataclasses.fields(model)
+        if item.name not in NOT_ARCHITECTURE
+    }
+    if not model.use_rope_scaling:  # older checkpoints do not have these
+        for name in ROPE_SCALING:
+            del values[name]
+    if model.position_embedding_type == "learned_absolute":
+        values["num_positions"] = model.num_positions
+    return {**values, "vocab_size": vocab_size}
+
+
+def run_settings(config: Config) -> dict[str, Any]:
+    """All settings of a run by section, as plain values that JSON can hold."""
+    sections = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+    zero = sections.pop("zero").to_dict()
+    return {"zero": zero, **{name: asdict(section) for name, section in sections.items()}}
+
+
+def check_architecture(
+    checkpoint: Path,
+    state: TrainingState,
+    model_architecture: Mapping[str, Any] | None,
+    shape_differences: list[str],
+) -> None:
+    """Raise InputError with every difference between the checkpoint's architecture and the model's.
+
+    `model_architecture` is None if unknown; `shape_differences` are those of the model's tensors.
+    """
+    lines = list(shape_differences)
+    if model_architecture is not None:
+        saved = state.architecture
+        own = json.loads(json.dumps(dict(model_architecture)))  # tuples become lists
+        names = [*own, *(name for name in saved if name not in own)]
+        lines[:0] = [
+            f"{name} is {saved.get(name)} in the checkpoint, {own.get(name)} in the model"
+            for name in names
+            if saved.get(name) != own.get(name)
+        ]
+    if not lines:
+        return
+    more = len(lines) - MAX_LINES
+    if more > 0:
+        lines[MAX_LINES:] = [f"and {more} more"]
+    raise InputError(
+        f"the checkpoint {checkpoint} is of another architecture:\n  "
+        + "\n  ".join(lines)
+        + "\nGive the settings it was trained with, or load another checkpoint."
+    )
+
+
+def check_tokenizer(checkpoint: Path, state: TrainingState, tokenizer: str | None) -> None:
+    """Raise InputError if the checkpoint's tokenizer has another fingerprint than `tokenizer`."""
+    if tokenizer is not None and state.tokenizer != tokenizer:
+        raise InputError(
+            f"the checkpoint {checkpoint} was trained with another tokenizer (fingerprint "
+            f"{state.tokenizer[:12]}, now {tokenizer[:12]}): its token ids mean other text. "
+            "Give the tokenizer it was trained with."
+        )
+
+
+def check_optimizer_saved(checkpoint: Path, state: TrainingState) -> None:
+    """Raise InputError if the checkpoint has no optimizer state."""
+    if not state.optimizer_saved:
+        raise InputError(
+            f"the checkpoint {checkpoint} has no optimizer state (it was saved with "
+            "--no-save-optim): add --no-load-optim to start with a fresh optimizer"
+        )

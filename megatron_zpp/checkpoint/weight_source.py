@@ -1,0 +1,55 @@
+"""Where a GPT's weights come from, whatever files they are in, and how a model is filled."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron_zpp.model.init import local_ranges
+from megatron_zpp.model.lora import is_adapter
+from zeropp.errors import InputError, first_few
+from zeropp.optim.step import local_part
+
+
+class WeightSource(Protocol):
+    """Weights by the names of a GPT's parameters, read one tensor at a time.
+
+    Between two calls a source holds no more memory than one tensor needs.
+    """
+
+    def facts(self) -> dict[str, Tensor]:
+        """Every tensor's shape and dtype by name, as tensors on the meta device."""
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor on the CPU, in the dtype of the file."""
+
+
+@torch.no_grad()
+def fill_parameters(model: nn.Module, weights: WeightSource) -> None:
+    """Copy weights into all parameters of a model but LoRA's adapters, cast to their dtypes.
+
+    The parameters' memory must be allocated. They are plain tensors, or DTensors placed by Shard
+    and Replicate, of which only the local part is written; each rank reads for itself. Raises
+    InputError, before anything is written, if names or shapes of parameters and weights differ.
+    """
+    parameters = {
+        name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)
+    }
+    shapes = {name: tensor.shape for name, tensor in weights.facts().items()}
+    missing = [name for name in parameters if name not in shapes]
+    extra = [name for name in shapes if name not in parameters]
+    lines = []
+    if missing:
+        lines.append(f"missing: {first_few(missing)}")
+    if extra:
+        lines.append(f"extra: {first_few(extra)}")
+    lines += [
+        f"{name} has shape {list(shapes[name])}, expected {list(parameter.shape)}"
+        for name, parameter in parameters.items()
+        if name in shapes and shapes[name] != parameter.shape
+    ]
+    if lines:
+        raise InputError("the weights are not those of the model:\n  " + "\n  ".join(lines))
+    for name, parameter in parameters.items():
+        local = tuple(slice(start, end) for start, end in local_ranges(parameter))
+        local_part(parameter).copy_(weights.read(name)[local])

@@ -1,0 +1,109 @@
+"""`megatron-zpp COMMAND [flags]`, also `python -m megatron_zpp.commands COMMAND [flags]`.
+
+The module of a command is imported when the command is chosen, so that commands that only handle
+text start without importing torch.
+"""
+
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+
+from megatron_zpp.settings.command_line import HELP
+
+PROGRAM = "megatron-zpp"
+USAGE_ERROR = 2
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: the module whose `main(argv, program)` runs it, and its line in the help.
+
+    `joins_ranks` commands may be started on several ranks by torchrun or zeropp.
+    """
+
+    module: str
+    summary: str
+    joins_ranks: bool = False
+
+
+COMMANDS = MappingProxyType(
+    {
+        "pretrain": Command("megatron_zpp.train.pretrain", "pretrain a GPT", True),
+        "finetune": Command(
+            "megatron_zpp.commands.finetune", "fine-tune a pretrained model, also with LoRA", True
+        ),
+        "generate": Command("megatron_zpp.commands.generate_text", "write text with a model", True),
+        "evaluate": Command("megatron_zpp.commands.evaluate", "measure how good a model is", True),
+        "preprocess": Command(
+            "megatron_zpp.commands.preprocess_data", "tokenize text into an indexed dataset"
+        ),
+        "inspect": Command(
+            "megatron_zpp.commands.inspect_dataset", "print what an indexed dataset holds"
+        ),
+        "merge": Command(
+            "megatron_zpp.commands.merge_datasets", "merge indexed datasets into one"
+        ),
+        "dump-samples": Command(
+            "megatron_zpp.commands.dump_samples", "write or print the samples of a run"
+        ),
+        "convert": Command(
+            "megatron_zpp.commands.convert_hf", "convert models from and to Hugging Face's format"
+        ),
+        "consolidate": Command(
+            "megatron_zpp.commands.consolidate", "write a checkpoint's weights to one file"
+        ),
+    }
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` (default: this process's arguments) names.
+
+    Returns the exit status, except for commands that join ranks: those end the process.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    if not words or words[0] in HELP:
+        print(help_text())
+        return 0 if words else USAGE_ERROR
+    name = words[0]
+    if name not in COMMANDS:
+        print(f"error: {_unknown(name)}", file=sys.stderr)
+        return USAGE_ERROR
+    command = COMMANDS[name]
+    status = import_module(command.module).main(words[1:], f"{PROGRAM} {name}")
+    if command.joins_ranks:
+        import_module("zeropp.ranks.process_group").leave(status)
+    return status
+
+
+def help_text() -> str:
+    """The list of commands, and how to start one on several ranks."""
+    width = max(len(name) for name in COMMANDS)
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    on_ranks = [name for name, command in COMMANDS.items() if command.joins_ranks]
+    ranks = ", ".join(on_ranks[:-1]) + f" or {on_ranks[-1]}"
+    return "\n".join(
+        [
+            f"usage: {PROGRAM} COMMAND [flags]",
+            "",
+            *lines,
+            "",
+            f"{PROGRAM} COMMAND --help lists the flags of a command.",
+            f"To run {ranks} on several ranks:",
+            "  zeropp --num_ranks N --module megatron_zpp.commands COMMAND [flags]",
+            "  torchrun --nproc-per-node N -m megatron_zpp.commands COMMAND [flags]",
+        ]
+    )
+
+
+def _unknown(name: str) -> str:
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(COMMANDS)}"
+    return f"unknown command {name}; {hint}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Converts Hugging Face models to checkpoints, and checkpoints to Hugging Face or PEFT folders.
+
+    megatron-zpp convert --from-hf smollm2 --save checkpoints/smollm2
+    megatron-zpp convert --load checkpoints/tuned --to-hf tuned --dtype bf16
+    megatron-zpp convert --load checkpoints/lora --to-peft adapters
+
+`--from-hf` takes a folder with config.json and safetensors files, or a .gguf file. Memory holds one
+tensor at a time (all of them for a .gguf). The tokenizer is copied in both directions. After an
+import the command prints the flags with which pretrain_gpt.py continues. For a model that was tuned
+with LoRA, `--to-hf` writes the model with the adapters merged into it, `--to-peft` the adapters.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from megatron_zpp.checkpoint.safetensors_files import DTYPES, num_bytes
+from megatron_zpp.commands.run_command import build_section, is_typed, run_command
+from megatron_zpp.models.convert import export_adapters, export_model, flags, import_model
+from megatron_zpp.models.open_model import OpenedModel, open_model
+from megatron_zpp.settings.command_line import Assignment
+from megatron_zpp.settings.config import TokenizerConfig
+from megatron_zpp.settings.flag import Section, flag
+from zeropp.errors import InputError
+
+USAGE = """\
+usage: {program} --from-hf FOLDER|FILE.gguf --save CHECKPOINTS [flags]
+       {program} --load CHECKPOINTS --to-hf FOLDER [flags]
+       {program} --load CHECKPOINTS --to-peft FOLDER [flags]"""
+SOURCE_AND_TARGET = (("from_hf", "save"), ("load", "to_hf"), ("load", "to_peft"))
+NEEDS = MappingProxyType(  # flags that have an effect only beside another one
+    {"make_vocab_size_divisible_by": "from_hf", "base": "load", "base_name": "to_peft"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertConfig(Section):
+    """What to read and what to write; tokenizer flags replace the model's own tokenizer"""
+
+    from_hf: str | None = flag(None, "Hugging Face folder or .gguf file to read")
+    save: str | None = flag(None, "folder of checkpoints to write")
+    load: str | None = flag(
+        None, "folder of checkpoints, one checkpoint's folder, or PEFT's folder, to read"
+    )
+    to_hf: str | None = flag(None, "Hugging Face folder to write, LoRA adapters merged")
+    to_peft: str | None = flag(None, "folder of LoRA adapters to write, for PEFT")
+    base: str | None = flag(
+        None, "model that the adapters of --load belong to (default: the one that was fine-tuned)"
+    )
+    base_name: str | None = flag(
+        None, "the model that PEFT loads below the adapters (default: the folder of the base)"
+    )
+    dtype: str | None = flag(
+        None, "type of the numbers written (default: as saved)", choices=tuple(DTYPES)
+    )
+    max_shard_size: str = flag("5GB", "maximum size of a file of --to-hf, for example 500MiB")
+    make_vocab_size_divisible_by: int | None = flag(
+        None, "pad the vocabulary with rows of zeros (default: no rows are added)",
+        minimum=1,
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str], program: str = "megatron-zpp convert") -> int:
+    """Run the command; return the exit status."""
+    logging.getLogger("megatron_zpp").setLevel(logging.INFO)
+    return run_command(
+        argv,
+        USAGE.format(program=program),
+        (ConvertConfig, TokenizerConfig),
+        _run,
+        interrupted="stopped; the output is not complete",
+    )
+
+
+def convert(config: ConvertConfig, tokenizer: TokenizerConfig | None) -> None:
+    """Read and write as `config` says, and print what was written.
+
+    Raises InputError if the source cannot be read or the target cannot express the model.
+    """
+    if config.from_hf is not None:
+        source, save = Path(config.from_hf), Path(config.save)
+        opened = import_model(source, save, tokenizer, config.make_vocab_size_divisible_by)
+        print(f"{_size(opened)} in {opened.path}")
+        print("to continue with it: pretrain_gpt.py\n  " + "\n  ".join(flags(opened, save)))
+        return
+    opened = open_model(config.load, tokenizer, base=config.base)
+    if config.to_peft is not None:
+        output = Path(config.to_peft)
+        paths = export_adapters(opened, output, config.dtype, config.base_name)
+        layers = len(opened.adapters.layers)
+        print(f"the adapters of {layers} layers of {opened.path} in {paths[-1].parent}")
+        return
+    max_bytes = num_bytes(config.max_shard_size, "--max-shard-size")
+    paths = export_model(opened, Path(config.to_hf), config.dtype, max_bytes)
+    print(f"{_size(opened)} of {opened.path} in {paths[-1]}")
+
+
+def _run(typed: Mapping[str, Assignment]) -> None:
+    config = build_section(ConvertConfig, typed)
+    paths = {name for pair in SOURCE_AND_TARGET for name in pair if name in typed}
+    if paths not in map(set, SOURCE_AND_TARGET):
+        raise InputError(
+            "give --from-hf and --save, or --load and --to-hf, or --load and --to-peft; see --help"
+        )
+    for name, needed in NEEDS.items():
+        if name in typed and needed not in typed:
+            raise InputError(f"{_dashed(name)} is for {_dashed(needed)}: leave it out")
+    has_tokenizer = is_typed(TokenizerConfig, typed)
+    convert(config, build_section(TokenizerConfig, typed) if has_tokenizer else None)
+
+
+def _size(opened: OpenedModel) -> str:
+    tensors = opened.weights.facts().values()
+    numbers = sum(tensor.numel() for tensor in tensors)
+    return f"{len(tensors)} tensors of {numbers:,} numbers"
+
+
+def _dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")

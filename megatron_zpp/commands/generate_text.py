@@ -1,0 +1,389 @@
+"""Text from a model: from prompts of the command line or a file, or typed one after another.
+
+    megatron-zpp generate --load checkpoints --prompt "def main(" --temperature 0.8
+    megatron-zpp generate --load checkpoints --input prompts.jsonl --output texts.jsonl
+    megatron-zpp generate --load checkpoints
+
+The last one asks for prompts, with a history for the arrow keys. The model is a folder of
+checkpoints, a Hugging Face folder or a .gguf file. Started by torchrun or zeropp, the ranks share
+its weights. Text is printed as it is generated.
+"""
+
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron_zpp.commands.run_on_ranks import require_writable, run_on_ranks
+from megatron_zpp.data.instructions.examples import read_objects, text_of
+from megatron_zpp.settings.command_line import read, vocabulary
+from megatron_zpp.settings.config import TokenizerConfig
+from megatron_zpp.settings.data import EXAMPLES_SUFFIX
+from megatron_zpp.settings.flag import Section, flag, flags
+from megatron_zpp.text.generate import Request
+from megatron_zpp.text.sampling import Sampling
+from megatron_zpp.text.text_model import (
+    TextModel,
+    TextModelConfig,
+    open_text_model,
+    termination_signals_ignored,
+)
+from megatron_zpp.tokenizer.base import read_text
+from zeropp.atomic import write_atomically
+from zeropp.errors import InputError
+from zeropp.ranks.topology import Environment
+
+USAGE = "usage: {program} --load FOLDER [--prompt TEXT] [flags]"
+STDIN = "-"
+HISTORY = ".megatron_zpp_history"  # in the home folder
+HISTORY_LINES = 1000
+INPUT_MARK = "> "
+# Control characters, which a terminal would obey, without tabs and new lines.
+CONTROLS = (*range(9), *range(11, 32), *range(127, 160))
+UNPRINTABLE = dict.fromkeys(CONTROLS, "\N{REPLACEMENT CHARACTER}")
+PROMPT = "prompt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(Section):
+    """Prompts, and where the text goes"""
+
+    prompt: tuple[str, ...] | None = flag(None, "texts to continue")
+    input: str | None = flag(
+        None, 'file of prompts: .jsonl with {"prompt": ...}, else one per line; -: standard input'
+    )
+    output: str | None = flag(None, "write prompts and texts to this .jsonl (default: print them)")
+    samples: int = flag(1, "texts of each prompt", minimum=1)
+    batch_size: int = flag(8, "texts generated at the same time", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig(Section):
+    """How the tokens are drawn, and what ends a text"""
+
+    max_new_tokens: int = flag(256, "most tokens of a text", minimum=1)
+    temperature: float = flag(
+        0.8, "0: always the likeliest token; above 1: more random", minimum=0
+    )
+    top_k: int = flag(0, "draw from this many likeliest tokens (default: from all)", minimum=0)
+    top_p: float = flag(
+        1.0, "draw from the likeliest tokens whose probabilities sum to this", above=0, maximum=1
+    )
+    seed: int = flag(0, "seed of the first text; the next text has the next seed", minimum=0)
+    stop: tuple[str, ...] | None = flag(None, "texts that end a text and are left out")
+    stop_token: tuple[int, ...] | None = flag(
+        None, "token ids that end a text, besides the end of document",
+        minimum=0,
+    )  # fmt: skip
+
+    def request(self, prompt: Sequence[int], number: int) -> Request:
+        """Request `number` of this run, counted from 0."""
+        return Request(
+            prompt=tuple(prompt),
+            max_new_tokens=self.max_new_tokens,
+            sampling=Sampling(
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                seed=self.seed + number,
+            ),
+            stop_tokens=frozenset(self.stop_token or ()),
+            stop_texts=self.stop or (),
+        )
+
+
+SECTIONS = (TextModelConfig, GenerateConfig, SamplingConfig, TokenizerConfig)
+
+
+def main(argv: Sequence[str], program: str = "megatron-zpp generate") -> int:
+    """Run the command; returns the exit status, after a line `error: ...` where it is not 0."""
+    return run_on_ranks(argv, USAGE.format(program=program), SECTIONS, run)
+
+
+def run(
+    environment: Environment,
+    model_config: TextModelConfig,
+    config: GenerateConfig,
+    sampling: SamplingConfig,
+    tokenizer: TokenizerConfig,
+) -> None:
+    """Open the model on all ranks; rank 0 reads the prompts and prints."""
+    if config.prompt is not None and config.input is not None:
+        raise InputError("--prompt and --input contradict: give one of them")
+    interactive = config.prompt is None and config.input is None and sys.stdin.isatty()
+    if interactive and config.output is not None:
+        raise InputError("--output needs --prompt or --input")
+    prompts = [] if interactive or environment.rank else prompts_of(config)
+    if config.output is not None and not environment.rank:
+        require_writable(config.output, "--output")
+    model = open_text_model(model_config, tokenizer, environment)
+    if environment.rank:
+        with termination_signals_ignored():
+            model.follow()
+        return
+    try:
+        if interactive:
+            Conversation(model, sampling).run()
+        else:
+            write(model, config, sampling, prompts)
+    finally:
+        model.close()
+
+
+def prompts_of(config: GenerateConfig) -> list[str]:
+    """The prompts that the flags name; without such flags all of standard input is one prompt.
+
+    Raises InputError for a file that cannot be read, is not text, or has no prompts.
+    """
+    if config.prompt is not None:
+        return [_require_unicode(prompt, "--prompt") for prompt in config.prompt]
+    if config.input is None:
+        return [_read_standard_input()]
+    if config.input.endswith(EXAMPLES_SUFFIX):
+        prompts = [_prompt_of(fields, where) for where, fields in read_objects(config.input)]
+    else:
+        is_piped = config.input == STDIN
+        text = _read_standard_input() if is_piped else read_text(config.input, "--input")
+        prompts = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n") if text]
+    if not prompts:
+        raise InputError(f"--input {config.input}: there is no prompt in it")
+    return prompts
+
+
+def write(
+    model: TextModel, config: GenerateConfig, sampling: SamplingConfig, prompts: Sequence[str]
+) -> None:
+    """Print or save the texts of all prompts, `batch_size` at a time."""
+    repeated = [prompt for prompt in prompts for _ in range(config.samples)]
+    requests = []
+    for number, prompt in enumerate(repeated):
+        requests.append(sampling.request(model.tokenizer.prompt(prompt), number))
+        try:
+            model.check(requests[-1])
+        except InputError as error:
+            raise InputError(f"{prompt[:40]!r}: {error}") from None
+    batches = _batches(list(zip(repeated, requests, strict=True)), config.batch_size)
+    with Interruption() as interruption:
+        if config.output is not None:
+            _save(model, config.output, batches, interruption)
+            return
+        screen = Screen(sys.stdout)
+        for batch in batches:
+            screen.show(model, *zip(*batch, strict=True), interruption)
+            interruption.raise_if_requested()
+
+
+class Interruption:
+    """A context in which Ctrl-C only sets a flag, so that generation ends on all ranks together."""
+
+    is_requested = False
+
+    def __enter__(self) -> "Interruption":
+        self._handler = signal.signal(signal.SIGINT, self._request)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGINT, self._handler)
+
+    def is_cancelled(self, row: int) -> bool:
+        """For `TextModel.stream`: whether its texts should end."""
+        return self.is_requested
+
+    def raise_if_requested(self) -> None:
+        """Raise KeyboardInterrupt after Ctrl-C."""
+        if self.is_requested:
+            raise KeyboardInterrupt
+
+    def _request(self, number: int, frame: object) -> None:
+        self.is_requested = True
+
+
+class Screen:
+    """Prints texts as they are generated: one at a time, in order; the others wait their turn."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._is_terminal = out.isatty()
+        if hasattr(out, "reconfigure"):
+            out.reconfigure(errors="replace")
+
+    def show(
+        self, model: TextModel, prompts: Sequence[str], requests: Sequence[Request],
+        interruption: Interruption,
+    ) -> None:
+        """Print each prompt followed by its text, and the speed at the end."""
+        unprinted = list(prompts)
+        is_finished = [False] * len(prompts)
+        counts = [0] * len(prompts)
+        current, start = 0, time.perf_counter()
+        for piece in model.stream(requests, interruption.is_cancelled):
+            unprinted[piece.row] += piece.text
+            is_finished[piece.row] = piece.finish_reason is not None
+            counts[piece.row] = piece.num_tokens
+            while current < len(prompts):
+                self.print(unprinted[current])
+                unprinted[current] = ""
+                if not is_finished[current]:
+                    break
+                self.print("\n")
+                current += 1
+        print_speed(sum(counts), time.perf_counter() - start)
+
+    def print(self, text: str) -> None:
+        """Print text at once, on a terminal without control characters."""
+        self._out.write(text.translate(UNPRINTABLE) if self._is_terminal else text)
+        self._out.flush()
+
+
+class Conversation:
+    """Asks for a prompt, prints the text after it, and asks again, until the input ends."""
+
+    def __init__(self, model: TextModel, sampling: SamplingConfig) -> None:
+        self._model, self._sampling = model, sampling
+        self._screen = Screen(sys.stdout)
+        self._num_requests = 0
+
+    def run(self) -> None:
+        """Run until end of file or /quit; Ctrl-C ends a text, or discards a line."""
+        print(f"{self._model.name}: type a prompt; /help lists the commands")
+        with _history():
+            while (line := self._read_line()) is not None:
+                self._answer(line)
+
+    def _read_line(self) -> str | None:
+        while True:
+            try:
+                line = input(INPUT_MARK)
+            except KeyboardInterrupt:
+                print()
+                continue
+            except EOFError:
+                print()
+                return None
+            if line.strip() in ("/quit", "/exit"):
+                return None
+            if line:
+                return line
+
+    def _answer(self, line: str) -> None:
+        try:
+            if line.startswith("/"):
+                self._command(line)
+            else:
+                self._write(line.replace("\\n", "\n"))
+        except InputError as error:
+            print(f"error: {error}")
+
+    def _command(self, line: str) -> None:
+        name, _, value = line[1:].strip().partition(" ")
+        descriptions = {description.names[0]: description for description in flags(SamplingConfig)}
+        if name == "help":
+            print("a line is a prompt (\\n in it is a new line); Ctrl-C ends a text; commands:")
+            for flag_name, description in descriptions.items():
+                value = getattr(self._sampling, description.name)
+                print(f"  /{flag_name} VALUE".ljust(26), value)
+            print("  /quit")
+            return
+        if name not in descriptions:
+            raise InputError(f"unknown command /{name}; /help lists the commands")
+        words = value.split(" ") if descriptions[name].count else [value]
+        assignments = read([f"--{name}", *words], vocabulary((SamplingConfig,)))
+        self._sampling = replace(
+            self._sampling, **{dest: entry.value for dest, entry in assignments.items()}
+        )
+
+    def _write(self, prompt: str) -> None:
+        tokens = self._model.tokenizer.prompt(_require_unicode(prompt, "the prompt"))
+        request = self._sampling.request(tokens, self._num_requests)
+        self._model.check(request)
+        self._num_requests += 1
+        with Interruption() as interruption:
+            start, count = time.perf_counter(), 0
+            for piece in self._model.stream([request], interruption.is_cancelled):
+                self._screen.print(piece.text)
+                count = piece.num_tokens
+            print()
+            print_speed(count, time.perf_counter() - start)
+
+
+def print_speed(num_tokens: int, seconds: float) -> None:
+    """Print one line on standard error."""
+    rate = f"{num_tokens / seconds:.1f} tokens/s" if seconds else ""
+    print(f"[{num_tokens} tokens, {rate}]", file=sys.stderr)
+
+
+def _prompt_of(fields: dict[str, Any], where: str) -> str:
+    if PROMPT not in fields:
+        raise InputError(f'{where}: expected {{"{PROMPT}": "some text"}}')
+    return text_of(fields, PROMPT, where)
+
+
+def _read_standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode().replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input: not UTF-8 text (byte {error.start})") from None
+
+
+def _require_unicode(text: str, place: str) -> str:
+    """`text`; raises InputError if the command line or a terminal gave bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{place}: {text[:40]!r} is not UTF-8 text") from None
+    return text
+
+
+def _save(
+    model: TextModel, output: str, batches: Iterable[Any], interruption: Interruption
+) -> None:
+    rows = []
+    for batch in batches:
+        rows += [{PROMPT: prompt, "text": "", "finish": None} for prompt, _ in batch]
+        requests = [request for _, request in batch]
+        for piece in model.stream(requests, interruption.is_cancelled):
+            row = rows[len(rows) - len(batch) + piece.row]
+            row["text"] += piece.text
+            row["finish"] = piece.finish_reason
+        interruption.raise_if_requested()
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_atomically(Path(output), lambda file: file.write(text.encode()))
+    print(f"{len(rows)} texts in {output}", file=sys.stderr)
+
+
+def _batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    remaining = iter(items)
+    while batch := list(islice(remaining, size)):
+        yield batch
+
+
+@contextmanager
+def _history() -> Iterator[None]:
+    """Let the arrow keys bring back earlier lines, also those of earlier sessions.
+
+    readline is imported here because importing it changes `input`, and Windows does not have it.
+    """
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    path = Path.home() / HISTORY
+    readline.set_history_length(HISTORY_LINES)
+    try:
+        if path.exists():
+            readline.read_history_file(path)
+    except OSError as error:
+        logging.warning("the history cannot be read: %s: %s", path, error.strerror)
+    yield
+    try:
+        readline.write_history_file(path)
+    except OSError as error:
+        logging.warning("the history cannot be saved: %s: %s", path, error.strerror)

@@ -1,0 +1,57 @@
+"""Tokenizes text into Megatron's `.bin` and `.idx`.
+
+    megatron-zpp preprocess --input books.jsonl --output-prefix books --append-eod \\
+        --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
+
+writes books_text_document.bin and .idx, whose prefix `pretrain_gpt.py --data-path` takes. A
+document is a line of a .jsonl, a row of a .parquet, or a .txt file; inputs may be compressed (.gz,
+.zst), and a folder stands for all such files in it. Worker processes tokenize. The results are
+written in the order of the input, whatever `--workers` is. Both files appear when all is done, or
+not at all; after Ctrl-C or a crash the same command continues where it stopped.
+"""
+
+import logging
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+from megatron_zpp.commands.run_command import INTERRUPTED, build_section, run_command
+from megatron_zpp.preprocess import PreprocessConfig, preprocess
+from megatron_zpp.preprocess.run import Stopped
+from megatron_zpp.settings.command_line import Assignment
+from megatron_zpp.settings.config import TokenizerConfig
+from zeropp.ranks.topology import one_rust_thread
+
+USAGE = (
+    "usage: {program} --input FILE|FOLDER --output-prefix PREFIX --tokenizer-type TYPE [flags]"
+)
+
+
+def main(argv: Sequence[str], program: str = "megatron-zpp preprocess") -> int:
+    """Run the command; return the exit status."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    one_rust_thread()
+    try:
+        return run_command(
+            argv,
+            USAGE.format(program=program),
+            (PreprocessConfig, TokenizerConfig),
+            _run,
+            interrupted="stopped; nothing was written",
+            log_level=logging.INFO,
+        )
+    except Stopped as stopped:
+        print(f"error: {stopped}", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(typed: Mapping[str, Assignment]) -> None:
+    for assignment in typed.values():
+        if assignment.flag.why_ignored:
+            logging.info("%s has no effect here: %s", assignment, assignment.flag.why_ignored)
+    preprocess(build_section(PreprocessConfig, typed), build_section(TokenizerConfig, typed))
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,67 @@
+"""How fast this rank's device multiplies large matrices: measured, and by its data sheet.
+
+The measured rate exists for any device, and holds for the clock and the cores that this run has.
+Model FLOPs utilization (MFU) is a share of the data sheet's peak (Chowdhery et al. 2022, arXiv
+2204.02311, appendix B).
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from megatron_zpp.monitor.gpu_peaks import peak_flops
+
+SMALLEST, LARGEST = 256, 8192  # rows and columns
+ENOUGH_SECONDS = 2e-3  # a product that takes so long is large enough
+TOO_LONG_SECONDS = 2e-2  # to be repeated
+REPETITIONS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulRate:
+    """FLOP/s of a device in one dtype: `measured`, and the data sheet's dense `peak` if known."""
+
+    measured: float
+    peak: float | None = None
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> MatmulRate:
+    """Measure the rate of `device` and look up its peak; costs some hundredths of a second."""
+    return MatmulRate(measured=measure_matmul_rate(device, dtype), peak=peak_flops(device, dtype))
+
+
+def measure_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return FLOP/s, two per multiply-add, of a product of square matrices on `device`.
+
+    The best of the sizes that double until a product takes 2 ms. The elements are random, because
+    products of zeros are faster on a GPU.
+    """
+    size, best = SMALLEST, 0.0
+    while True:
+        seconds = _seconds(torch.randn(size, size, device=device).to(dtype))
+        best = max(best, 2 * size**3 / seconds)
+        if seconds >= ENOUGH_SECONDS or size == LARGEST:
+            return best
+        size *= 2
+
+
+def _seconds(matrix: torch.Tensor) -> float:
+    """Seconds of one product: the mean of several in a row, unless one takes long."""
+    _timed(matrix, 1)  # warm-up
+    single = _timed(matrix, 1)
+    return min(single, _timed(matrix, REPETITIONS)) if single < TOO_LONG_SECONDS else single
+
+
+def _timed(matrix: torch.Tensor, repetitions: int) -> float:
+    _synchronize(matrix)
+    started = time.perf_counter()
+    for _ in range(repetitions):
+        matrix @ matrix
+    _synchronize(matrix)
+    return (time.perf_counter() - started) / repetitions
+
+
+def _synchronize(matrix: torch.Tensor) -> None:
+    if matrix.device.type != "cpu":
+        torch.accelerator.synchronize()

@@ -1,0 +1,149 @@
+"""The names of the scalars in TensorBoard, and the value that each of them shows.
+
+The names are Megatron-DeepSpeed's, where it has one; `throughput` is Megatron-LM's. Weights &
+Biases gets the same names. As in Megatron-DeepSpeed most curves are drawn three times: over
+iterations, over samples (" vs samples" is appended to the name) and over tokens (" vs tokens").
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_zpp.monitor.communication import ACROSS_NODES, KEYS, Communication, sum_over
+from megatron_zpp.monitor.metrics import Interval, Iteration, Validation
+from megatron_zpp.settings.config import LogConfig
+from zeropp.wire.traffic import HOPS
+
+Scalars = dict[str, float]
+
+
+class Position(Protocol):
+    """How far training is: iterations done, samples and tokens consumed by all ranks."""
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+
+
+class Axis(enum.Enum):
+    """What a curve is drawn over.
+
+    `counter` is the attribute of `Position` that counts it, `suffix` is appended to the names of
+    scalars, `folder` is where TensorBoard's files for this axis are.
+    """
+
+    ITERATIONS = ("iteration", "", ".")
+    SAMPLES = ("consumed_samples", " vs samples", "vs_samples")
+    TOKENS = ("consumed_tokens", " vs tokens", "vs_tokens")
+
+    def __init__(self, counter: str, suffix: str, folder: str) -> None:
+        self.counter, self.suffix, self.folder = counter, suffix, folder
+
+    def coordinate(self, position: Position) -> int:
+        """Where `position` is on this axis."""
+        return getattr(position, self.counter)
+
+
+@dataclass(frozen=True)
+class ScalarNames:
+    """Named scalars, as far as they were measured and the `--log-*-to-tensorboard` flags ask."""
+
+    config: LogConfig
+    world_size: int
+
+    def iteration(self, it: Iteration) -> Scalars:
+        """Scalars of every iteration, for all three axes."""
+        config = self.config
+        scalars = {
+            "learning-rate/learning-rate": it.learning_rate,
+            "lm-loss-training/lm loss": it.loss,
+            "loss-scale/loss-scale": it.loss_scale,
+            "grad-norm/grad-norm": it.grad_norm,
+            "num-zeros/num-zeros": it.num_zeros,
+            "params-norm/params-norm": it.params_norm,
+            "seqlen/actual_seq_length": it.seq_length,
+        }
+        if config.log_batch_size_to_tensorboard:
+            scalars["batch-size/batch-size"] = it.global_batch_size
+        if config.log_world_size_to_tensorboard:
+            scalars["world-size/world-size"] = self.world_size
+        return without_none(scalars)
+
+    def progress(self, it: Iteration) -> dict[Axis, Scalars]:
+        """Samples and tokens over iterations, and iterations over each of them."""
+        return {
+            Axis.ITERATIONS: {
+                "steps-vs-samples/y=samples,x=steps": it.consumed_samples,
+                "steps-vs-tokens/y=tokens,x=steps": it.consumed_tokens,
+            },
+            Axis.SAMPLES: {"steps-vs-samples/y=steps,x=samples": it.iteration},
+            Axis.TOKENS: {"steps-vs-tokens/y=steps,x=tokens": it.iteration},
+        }
+
+    def memory(self, it: Iteration) -> Scalars:
+        """Bytes held by this rank, over iterations only."""
+        if it.memory is None or not self.config.log_memory_to_tensorboard:
+            return {}
+        return without_none(
+            {
+                "mem-reserved-bytes": it.memory.reserved_bytes,
+                "mem-allocated-bytes": it.memory.allocated_bytes,
+                "mem-allocated-count": it.memory.allocated_count,
+            }
+        )
+
+    def interval(self, interval: Interval) -> Scalars:
+        """Seconds per iteration, for all three axes."""
+        if not self.config.log_timers_to_tensorboard:
+            return {}
+        return {"iteration-time/iteration-time": interval.seconds_per_iteration}
+
+    def throughput(self, interval: Interval) -> Scalars:
+        """Model TFLOP/s per rank and its shares of two rates, over iterations only."""
+        if not self.config.log_throughput:
+            return {}
+        return without_none(
+            {
+                "throughput": interval.model_tflops,
+                "share-of-measured-matmul-rate": interval.share_of_measured_rate,
+                "mfu": interval.mfu,
+            }
+        )
+
+    def validation(self, validation: Validation) -> Scalars:
+        """The held-out loss and, if asked for, its perplexity, for all three axes."""
+        name = f"lm-loss-validation/lm loss {validation.split}"
+        scalars = {name: validation.loss}
+        if self.config.log_validation_ppl_to_tensorboard:
+            scalars[f"{name} ppl"] = validation.perplexity
+        return scalars
+
+
+def timer_scalars(it: Iteration) -> Scalars:
+    """Seconds, over iterations only."""
+    return without_none(
+        {
+            "forward-backward-time": it.forward_backward_seconds,
+            "batch-generator-time": it.batch_generator_seconds,
+        }
+    )
+
+
+def optimizer_scalars(it: Iteration) -> Scalars:
+    """Norms of weights and moments, for iterations and tokens, e.g. "optimizer/variance_l2"."""
+    return {f"optimizer/{kind}_{norm}": value for (kind, norm), value in it.optimizer_norms.items()}
+
+
+def communication_scalars(communication: Communication | None) -> Scalars:
+    """Bytes that a node sent per step, over iterations only, e.g. "comm/gradients_across_nodes"."""
+    if communication is None:
+        return {}
+    num_bytes = {f"comm/{purpose}_{hop}": communication.sent[purpose, hop] for purpose, hop in KEYS}
+    num_bytes |= {f"comm/{hop}": sum_over(communication.sent, hop) for hop in HOPS}
+    num_bytes["comm/expected_across_nodes"] = sum_over(communication.expected, ACROSS_NODES)
+    return {name: total / communication.steps for name, total in num_bytes.items()}
+
+
+def without_none(scalars: dict[str, float | None]) -> Scalars:
+    """The scalars that were measured."""
+    return {name: value for name, value in scalars.items() if value is not None}

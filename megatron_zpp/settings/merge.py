@@ -1,0 +1,78 @@
+"""Flags and JSON keys that mean the same: merged into one value, or an error that names both.
+
+What only the command line or only the file gives holds; a key set to "auto" gives nothing.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron_zpp.settings.command_line import Assignment
+from megatron_zpp.settings.flag import Flag
+from zeropp.errors import InputError
+from zeropp.settings.json_file import JsonValues
+from zeropp.settings.zero_config import ZeroConfig
+
+_STAGE = "zero_optimization.stage"
+_ACCUMULATION = "gradient_accumulation_steps"
+
+
+def merge(
+    typed: Mapping[str, Assignment], file: JsonValues, flags: Iterable[Flag]
+) -> dict[str, Any]:
+    """The values of all flags that were typed or whose JSON key is in the file, by flag.
+
+    Raises InputError naming both where they contradict.
+    """
+    values = {name: assignment.value for name, assignment in typed.items()}
+    for flag in flags:
+        if flag.same_as is None or file.values.get(flag.same_as.key) is None:
+            continue
+        key = flag.same_as.key
+        value = flag.same_as.flag_value(file.values[key])
+        if flag.name in typed and typed[flag.name].value != value:
+            raise _contradiction(typed[flag.name], file.assignment(key))
+        values[flag.name] = value
+    _check_precision(typed, file)
+    _check_distributed_optimizer(typed, file)
+    if "rampup_batch_size" in typed and file.values.get(_ACCUMULATION) is not None:
+        raise _contradiction(typed["rampup_batch_size"], file.assignment(_ACCUMULATION))
+    if "fp16.enabled" in file.values and "initial_loss_scale" not in values:
+        # A loss scaler that the JSON switches on starts at the JSON's own default, 2^16.
+        values["initial_loss_scale"] = 2.0 ** ZeroConfig().fp16.initial_scale_power
+    return values
+
+
+def json_values(values: Mapping[str, Any], flags: Iterable[Flag]) -> dict[str, Any]:
+    """The values of flags by JSON key; what the JSON cannot express is left out."""
+    result: dict[str, Any] = {}
+    for flag in flags:
+        if flag.same_as is None or flag.name not in values:
+            continue
+        value = flag.same_as.to_json(values[flag.name])
+        if value is None:
+            continue
+        key = flag.same_as.key
+        if flag.same_as.index is None:
+            result[key] = value
+        else:
+            result[key] = (*result.get(key, ()), value)  # flags are in the order of `index`
+    return result
+
+
+def _check_precision(typed: Mapping[str, Assignment], file: JsonValues) -> None:
+    for name, other in (("fp16", "bf16.enabled"), ("bf16", "fp16.enabled")):
+        if name in typed and file.values.get(other):
+            raise _contradiction(typed[name], file.assignment(other))
+
+
+def _check_distributed_optimizer(typed: Mapping[str, Assignment], file: JsonValues) -> None:
+    sharded = typed.get("use_distributed_optimizer")
+    stage = typed.get("zero_stage")
+    if sharded and stage and stage.value == 0:
+        raise _contradiction(sharded, str(stage))
+    if sharded and file.values.get(_STAGE) == 0:
+        raise _contradiction(sharded, file.assignment(_STAGE))
+
+
+def _contradiction(typed: Assignment, other: str) -> InputError:
+    return InputError(f"{typed} on the command line and {other} contradict: keep one")

@@ -1,0 +1,121 @@
+"""What one iteration measured, part of which is still on its way from the device."""
+
+import math
+import time
+from collections.abc import Mapping
+
+import torch
+
+from megatron_zpp.monitor.memory import read_memory
+from megatron_zpp.monitor.metrics import Iteration
+from megatron_zpp.monitor.optimizer_norms import optimizer_norms
+from megatron_zpp.train.run import Run, is_due
+from zeropp import InputError, StepResult
+from zeropp.checkpoint.state_tensors import masters_of
+from zeropp.optim.host_values import HostValues
+from zeropp.optim.step import global_norm, local_part
+
+
+class PendingIteration:
+    """An iteration whose work is queued; a GPU may still be computing it, or the one before.
+
+    `host_fields` are the fields of `Iteration` that the host knows already (see `host_fields`),
+    `started` the `time.perf_counter()` at its beginning, `previous` the iteration before if its
+    result has not been read yet.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        host_fields: Mapping[str, object],
+        loss: torch.Tensor,
+        update: StepResult,
+        started: float,
+        previous: "PendingIteration | None",
+    ) -> None:
+        self._host_fields, self._loss, self._update = host_fields, HostValues(loss), update
+        self._has_loss_scaler = run.scaler is not None
+        self._started, self._previous = started, previous
+        self._ended: float | None = None
+
+    def result(self) -> Iteration:
+        """Wait for the device's numbers; to be called after `result` of the previous iteration.
+
+        Raises InputError for a loss or a norm that is not finite: the weights were not updated.
+        With a loss scaler such a step is skipped instead.
+        """
+        (loss,) = self._loss.values
+        grad_norm = self._update.grad_norm
+        self._require_finite("the loss", loss)
+        self._require_finite("the norm of the gradients", grad_norm)
+        self._ended = time.perf_counter()
+        started = self._started
+        if self._previous is not None:  # the device began this iteration after that one
+            started = max(started, self._previous._ended)
+            self._previous = None
+        return Iteration(
+            **self._host_fields,
+            seconds=self._ended - started,
+            loss=loss,
+            grad_norm=grad_norm,
+            num_zeros=self._update.num_zeros,
+        )
+
+    def _require_finite(self, name: str, value: float) -> None:
+        if math.isfinite(value) or self._has_loss_scaler:
+            return
+        raise InputError(
+            f"{name} is {value} at iteration {self._host_fields['iteration']}, and no update was "
+            "made: lower --lr, lengthen --lr-warmup-iters, lower --clip-grad, or look at the "
+            "data; then resume from the last checkpoint"
+        )
+
+
+def host_fields(
+    run: Run, global_batch_size: int, loss_scale: float, skipped: bool, **seconds: float
+) -> dict[str, object]:
+    """Fields of `Iteration` for the step just counted, without waiting for the device.
+
+    `seconds` are the timers' fields. Every rank must call this: what the flags ask for beyond the
+    log line (norms of parameters and optimizer states) takes collectives, and waits.
+    """
+    config, counters, log = run.config, run.counters, run.config.log
+    writes_norms = log.log_optimizer_states_to_tensorboard and is_due(
+        counters.iteration, log.tensorboard_log_interval
+    )
+    return dict(
+        iteration=counters.iteration,
+        train_iters=run.schedules.length.iterations,
+        consumed_samples=counters.consumed_samples,
+        consumed_tokens=counters.consumed_tokens,
+        # Of the next iteration, as in Megatron-DeepSpeed.
+        learning_rate=run.schedules.learning_rate(counters.scheduled_samples),
+        global_batch_size=global_batch_size,
+        seq_length=config.model.seq_length,
+        loss_scale=loss_scale,
+        params_norm=parameters_norm(run) if log.log_params_norm else None,
+        skipped=skipped,
+        memory=read_memory(run.ranks.device),
+        communication=(
+            run.communication.take() if is_due(counters.iteration, log.log_interval) else None
+        ),
+        optimizer_norms=optimizer_norms(run.optimizer) if writes_norms else {},
+        **(seconds if log.log_timers_to_tensorboard else {}),
+    )
+
+
+def parameters_norm(run: Run) -> float:
+    """L2 norm of all parameters, in fp32 where the optimizer holds them so."""
+    masters = masters_of(run.optimizer)
+    weights = [
+        local_part(masters.get(parameter, parameter).detach())
+        for parameter in run.sharding.model.parameters()
+    ]
+    return global_norm(weights, run.sharding).item()
+
+
+def timer_now(run: Run) -> float:
+    """`time.perf_counter()`; with timers in the log, after the device has finished its work."""
+    if run.config.log.log_timers_to_tensorboard and run.ranks.asynchronous:
+        torch.accelerator.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,401 @@
+"""Start Python programs by forking a process that has already imported torch.
+
+Importing torch and what comes with it costs about 2.5 CPU seconds, and a run of the tests starts
+hundreds of programs that need it. While the tests run (see conftest.py), `subprocess.Popen` forks
+a plain `python script ...`, `python -m module ...` or `python -c ...` from a fork server;
+everything else starts as usual. The program sees its own arguments, environment, folder, standard
+streams and `sys.path`, imports this project's code itself, and is a child of the process that
+started it, as with `subprocess`. It has a fork server of its own, forked before it begins, so that
+a launcher's ranks are forked too.
+
+Differences from a new interpreter: third-party modules are in `sys.modules`, `/proc/PID/cmdline`
+and `/proc/PID/environ` are those of the server, and the interpreter is not torn down at the end.
+Tests that are about any of this are marked `@pytest.mark.new_interpreter`.
+"""
+
+import array
+import atexit
+import ctypes
+import gc
+import importlib
+import inspect
+import io
+import os
+import pickle
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+AVAILABLE = sys.platform == "linux"  # elsewhere no process can adopt another's child
+PRELOADED = (
+    "torch", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint",
+    "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.launcher.api",
+    "torch.distributed.run", "torch.utils.tensorboard", "numpy", "safetensors", "rich.console",
+    "rich.progress", "rich.table", "pytest",
+)  # fmt: skip
+MESSAGE_BYTES = 1 << 20
+MOST_DESCRIPTORS = 16
+SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
+SET_NAME = 15  # PR_SET_NAME
+IN_NETWORK = ["ip", "netns", "exec"]  # and a name
+NEW_NETWORK = 0x40000000  # CLONE_NEWNET of linux/sched.h
+FORKED = {"PYTHONPATH", "PYTHONUNBUFFERED"}  # variables that take effect in a forked process too
+ENV = "/usr/bin/env"
+new_process = subprocess.Popen._execute_child
+SIGNATURE = inspect.signature(new_process)
+PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+PLAIN = {  # what a forked program can have of `Popen.__init__`'s arguments
+    "preexec_fn": None, "executable": None, "shell": False, "umask": -1, "close_fds": True,
+    "uid": None, "gid": None, "gids": None, "process_group": -1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Program:
+    """A command after `python`, and what the process that runs it inherits."""
+
+    arguments: tuple[str, ...]
+    unbuffered: bool
+    environment: Mapping[str, str]
+    folder: str
+    network: str | None  # the network namespace, where it is another one
+    new_session: bool
+    ignored_signals: tuple[int, ...]
+    descriptors: tuple[int, ...]  # their numbers in the program; the first are 0, 1 and 2
+
+
+class Client:
+    """A process's connection to its fork server, which is started when it is first needed."""
+
+    def __init__(self, connection: socket.socket | None = None) -> None:
+        self.connection = connection
+        self.lock = threading.Lock()
+        self.owner = os.getpid()
+
+    def start(self, program: Program, descriptors: Sequence[int]) -> int:
+        """Start a program with these open files; return the process id of this process's child."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+        with self.lock, _adopting():
+            self.connection = self.connection or _start_server()
+            self.connection.sendmsg([pickle.dumps(vars(program))], rights)
+            reply = self.connection.recv(64)
+        if not reply:
+            raise RuntimeError("the fork server has ended; see its error message above")
+        return int(reply)
+
+
+class Starter:
+    """Takes the place of `subprocess.Popen._execute_child`, which starts the new process."""
+
+    def __init__(self) -> None:
+        self.client: Client | None = None  # None: every program starts in a new interpreter
+
+    def install(self, client: Client) -> None:
+        """Fork Python programs of this process from now on."""
+        self.client = client
+
+        def execute_child(process: subprocess.Popen, *values: object) -> None:
+            self.execute_child(process, *values)
+
+        subprocess.Popen._execute_child = execute_child
+
+    @contextmanager
+    def new_interpreters(self) -> Iterator[None]:
+        """Fork no program in the meantime."""
+        client, self.client = self.client, None
+        try:
+            yield
+        finally:
+            self.client = client
+
+    def execute_child(self, process: subprocess.Popen, *values: object) -> None:
+        """Start what `Popen.__init__` was asked for; the values are its pipes and settings."""
+        names = SIGNATURE.bind(process, *values).arguments
+        program = None
+        if self.client is not None and self.client.owner == os.getpid():
+            program = _program(names)
+        if program is None:
+            new_process(process, *values)
+            return
+        pipes = (names["p2cread"], names["c2pwrite"], names["errwrite"])
+        streams = [
+            standard if pipe == -1 else pipe for standard, pipe in enumerate(pipes)
+        ]
+        process.pid = self.client.start(program, [*streams, *program.descriptors[3:]])
+        process._child_created = True
+        process._close_pipe_fds(*(names[name] for name in PIPES))
+
+
+starter = Starter()
+
+
+def _program(names: Mapping[str, object]) -> Program | None:
+    """The program to fork, or None where only a new process does what was asked for."""
+    if any(names.get(name, value) != value for name, value in PLAIN.items()):
+        return None
+    if isinstance(names["args"], (str, bytes, os.PathLike)):
+        return None
+    words = [os.fsdecode(word) for word in names["args"]]
+    environment = dict(os.environ if names["env"] is None else names["env"])
+    folder = os.path.abspath(names["cwd"] or os.getcwd())
+    network = None
+    if words[:3] == IN_NETWORK:
+        network, words = words[3], words[4:]
+    if words[0] == ENV:
+        while "=" in words[1]:
+            name, _, environment[name] = words.pop(1).partition("=")
+        words.pop(0)
+    unbuffered = words[1:2] == ["-u"]
+    arguments = words[2:] if unbuffered else words[1:]
+    is_python = words[0] == sys.executable and _is_plain(arguments, environment)
+    if not is_python or not os.path.isdir(folder):
+        return None
+    return Program(
+        arguments=tuple(arguments),
+        unbuffered=unbuffered or bool(environment.get("PYTHONUNBUFFERED")),
+        environment=environment,
+        folder=folder,
+        network=network,
+        new_session=names["start_new_session"],
+        ignored_signals=tuple(filter(_is_ignored, signal.valid_signals())),
+        descriptors=(0, 1, 2, *sorted(names["pass_fds"])),
+    )
+
+
+def _start_server() -> socket.socket:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, str(Path(__file__)), str(theirs.fileno())]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with starter.new_interpreters():
+        server = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+    theirs.close()
+    atexit.register(_end, server, ours)
+    return ours
+
+
+def _end(server: subprocess.Popen, connection: socket.socket) -> None:
+    connection.close()
+    server.wait()
+
+
+def _is_plain(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether a forked process can stand for `python *arguments` in this environment."""
+    settings = {name for name in environment if name.startswith("PYTHON")}
+    same = all(environment[name] == os.environ.get(name) for name in settings - FORKED)
+    if not same or not arguments:
+        return False
+    return arguments[0] in ("-m", "-c") or not arguments[0].startswith("-")
+
+
+def _is_ignored(number: int) -> bool:
+    return signal.getsignal(number) == signal.SIG_IGN
+
+
+@contextmanager
+def _adopting() -> Iterator[None]:
+    """Become the parent of descendants whose own parent ends meanwhile."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def serve(connection: socket.socket) -> Program:
+    """Fork a child for each program that is asked for; return its program, in the child only."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the programs
+    while True:
+        size = socket.CMSG_LEN(MOST_DESCRIPTORS * array.array("i").itemsize)
+        message, rights, _, _ = connection.recvmsg(MESSAGE_BYTES, size)
+        if not message:
+            os._exit(0)
+        program = Program(**pickle.loads(message))
+        descriptors = array.array("i")
+        for _, _, data in rights:
+            descriptors.frombytes(data)
+        pid = _fork_orphan(program.new_session)
+        if pid == 0:
+            connection.close()
+            _place(dict(zip(program.descriptors, descriptors, strict=True)))
+            return program
+        for descriptor in descriptors:
+            os.close(descriptor)
+        connection.send(b"%d" % pid)
+
+
+def _fork_orphan(new_session: bool) -> int:
+    """Fork twice; return the grandchild's process id, and 0 in it once its parent has ended."""
+    number_read, number_write = os.pipe()
+    gate_read, gate_write = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        if os.fork():
+            os._exit(0)
+        if new_session:
+            os.setsid()
+        os.write(number_write, b"%d" % os.getpid())
+        os.close(gate_write)
+        os.read(gate_read, 1)  # returns when the server has closed the other end
+        for descriptor in (number_read, number_write, gate_read):
+            os.close(descriptor)
+        return 0
+    os.waitpid(middle, 0)
+    pid = int(os.read(number_read, 64))
+    for descriptor in (number_read, number_write, gate_read, gate_write):
+        os.close(descriptor)
+    return pid
+
+
+def _place(descriptors: dict[int, int]) -> None:
+    """Give open files (values) the numbers that the program expects (keys)."""
+    above = 1 + max(*descriptors.keys(), *descriptors.values())
+    moved = {}
+    for number, descriptor in descriptors.items():
+        moved[number] = above + len(moved)
+        os.dup2(descriptor, moved[number])
+    for descriptor in descriptors.values():
+        os.close(descriptor)
+    for number, descriptor in moved.items():
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
+def become(program: Program) -> None:
+    """Make this forked process what a new interpreter would be for the program."""
+    if program.network is not None:
+        with open(f"/run/netns/{program.network}") as network:
+            if ctypes.CDLL(None).setns(network.fileno(), NEW_NETWORK):
+                raise OSError(f"cannot enter the network namespace {program.network}")
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        ignored = number in program.ignored_signals or number == signal.SIGPIPE
+        signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    if signal.SIGINT not in program.ignored_signals:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    path = [entry for entry in sys.path if entry not in _python_path()]
+    os.environ.clear()
+    os.environ.update(program.environment)
+    os.chdir(program.folder)
+    sys.path[:] = [*_python_path(), *path]
+    _open_streams(program.unbuffered)
+    sys.modules["numpy"].random.seed()
+    sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if "RANK" in os.environ:
+        name = f"rank {os.environ['RANK']}".encode()
+        ctypes.CDLL(None).prctl(SET_NAME, name, 0, 0, 0)
+
+
+def _python_path() -> list[str]:
+    value = os.environ.get("PYTHONPATH", "")
+    return [os.path.abspath(entry) for entry in value.split(os.pathsep)] if value else []
+
+
+def _open_streams(unbuffered: bool) -> None:
+    buffering = 0 if unbuffered else -1
+    sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False))
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        stream = io.TextIOWrapper(
+            open(descriptor, "wb", buffering, closefd=False),
+            errors="backslashreplace" if name == "stderr" else "strict",
+            line_buffering=name == "stderr" or os.isatty(descriptor),
+            write_through=unbuffered,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    sys.__stdin__ = sys.stdin
+
+
+def run(program: Program) -> None:
+    """Run the program as `__main__`, then end this process with its exit status."""
+    try:
+        _main(program.arguments)
+        status = 0
+    except SystemExit as end:
+        status = _status(end.code)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            status = 120  # as the interpreter does where its output cannot be written
+    os._exit(status)
+
+
+def _main(arguments: Sequence[str]) -> None:
+    kind, *rest = arguments
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    if kind == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = ["-m", *rest[1:]]
+        runpy._run_module_as_main(rest[0])
+        return
+    if kind == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *rest[1:]]
+        code = compile(rest[0], "<string>", "exec")
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(kind)))
+        sys.argv = [kind, *rest]
+        module.__file__ = kind
+        with io.open_code(kind) as file:
+            code = compile(file.read(), kind, "exec")
+    exec(code, module.__dict__)
+
+
+def _status(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+def main(connection: socket.socket) -> None:
+    """Be a fork server; in its children, be their programs.
+
+    A program has a fork server of its own, forked before it begins. A rank has none: it starts no
+    Python programs, and what counts the processes of a node expects only ranks.
+    """
+    is_program = False
+    while not is_program:
+        program = serve(connection)
+        become(program)
+        if "RANK" in program.environment:
+            break
+        ours, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        is_program = os.fork() != 0
+        if is_program:
+            connection.close()
+            starter.install(Client(ours))
+        else:
+            ours.close()
+    run(program)
+
+
+if __name__ == "__main__":
+    sys.path.remove(os.path.dirname(os.path.realpath(__file__)))
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    threads = os.listdir("/proc/self/task")
+    if len(threads) > 1:
+        raise RuntimeError(f"{len(threads)} threads after the imports: a fork would lose them")
+    main(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,146 @@
+"""Consolidated files: the values, the types, the shards, the memory used, and bad input."""
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from megatron_zpp.checkpoint import checkpoint
+from megatron_zpp.commands.consolidate import main
+from tests.launched import call
+from tests.megatron_zpp.small_net import build, save_on_four, state_at
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    save_on_four(folder=folder, stage=3, iterations=(1, 2), keep=None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def weights(saved: Path) -> dict[str, torch.Tensor]:
+    """The tensors of iteration 2 by name, whole; the tied one once."""
+    expected = torch.load(saved / "expected_2.pt")
+    tensors = {n.removeprefix("model."): t for n, t in expected.items() if n.startswith("model.")}
+    del tensors["tied.weight"]
+    return tensors
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_values_and_types(
+    name: str, saved: Path, weights: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    output = tmp_path / "out" / "gpt.safetensors"
+    assert main(["--load", str(saved), "--output", str(output), "--dtype", name]) == 0
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    tensors = load_file(output)
+    assert tensors.keys() == weights.keys()
+    for key, tensor in tensors.items():
+        assert tensor.dtype == dtype and torch.equal(tensor, weights[key].to(dtype)), key
+    with safe_open(output, "pt") as file:
+        assert file.metadata() == {"format": "pt", "iteration": "2"}
+    assert [path.name for path in output.parent.iterdir()] == ["gpt.safetensors"]
+
+
+def test_one_checkpoint_can_be_named(saved: Path, tmp_path: Path) -> None:
+    assert main(["--load", str(saved / "iter_0000001"), "--output", str(tmp_path)]) == 0
+    tensors = load_file(tmp_path / "model.safetensors")
+    expected = torch.load(saved / "expected_1.pt")
+    assert torch.equal(tensors["head.weight"], expected["model.head.weight"])
+
+
+def test_shards_and_index(saved: Path, weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    arguments = ["--load", str(saved), "--output", str(tmp_path), "--max-shard-size", "300"]
+    assert main(arguments) == 0
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(4 * t.numel() for t in weights.values())
+    assert index["weight_map"].keys() == weights.keys()
+    files = sorted(set(index["weight_map"].values()))
+    count = len(files)
+    assert files == [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    assert count > 2
+    for name in files:
+        tensors = load_file(tmp_path / name)
+        assert sum(4 * tensor.numel() for tensor in tensors.values()) <= 300
+        for key, tensor in tensors.items():
+            assert index["weight_map"][key] == name and torch.equal(tensor, weights[key])
+
+
+def test_a_tensor_larger_than_a_shard_gets_its_own(saved: Path, tmp_path: Path) -> None:
+    arguments = ["--load", str(saved), "--output", str(tmp_path), "--max-shard-size", "1"]
+    assert main(arguments) == 0
+    assert len(load_file(next(tmp_path.glob("model-00001-of-*")))) == 1
+
+
+def run_and_measure(arguments: list[str], result: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    status = main(arguments)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result.write_text(json.dumps([status, (after - before) * 1024]))
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """A tensor is held as read, as placed and as converted: 2.5 of 4 MiB, of a model of 40."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(40)))
+    checkpoint.save(tmp_path / "save", model, None, state_at(1))
+    arguments = ["--load", str(tmp_path / "save"), "--output", str(tmp_path), "--dtype", "bf16"]
+    assert call(run_and_measure, arguments, tmp_path / "used").wait(120) == 0
+    status, used = json.loads((tmp_path / "used").read_text())
+    assert status == 0
+    assert (tmp_path / "model.safetensors").stat().st_size > 40 * 2 * MIB
+    assert used < 10 * 4 * MIB  # the rest is torch's code, loaded on first use
+
+
+# Bad input
+
+
+def error_of(arguments: list[str], capsys: pytest.CaptureFixture) -> str:
+    assert main(arguments) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("error: ") and "Traceback" not in text
+    return text
+
+
+def test_folder_without_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    text = error_of(["--load", str(tmp_path), "--output", str(tmp_path / "out")], capsys)
+    assert f"--load {tmp_path}: there is no checkpoint" in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_flags(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    both = ["--load", str(saved), "--output", str(tmp_path / "out")]
+    assert "--output is missing" in error_of(both[:2], capsys)
+    assert "--dtype fp8: expected one of fp32, bf16, fp16" in error_of(
+        [*both, "--dtype", "fp8"], capsys
+    )
+    assert "--max-shard-size big: expected a size" in error_of(
+        [*both, "--max-shard-size", "big"], capsys
+    )
+    assert "unknown flag --ouput" in error_of(["--ouput", "x"], capsys)
+
+
+def test_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model, optimizer = build(0, seed=1)
+    path = checkpoint.save(tmp_path, model, optimizer, state_at(1))
+    (path / "__0_0.distcp").unlink()
+    arguments = ["--output", str(tmp_path / "out"), "--load"]
+    assert "__0_0.distcp is missing" in error_of([*arguments, str(path)], capsys)
+    assert "__0_0.distcp is missing" in error_of([*arguments, str(tmp_path)], capsys)
+
+
+def test_number_beyond_fp16_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, 1e5)
+    checkpoint.save(tmp_path, model, None, state_at(1))
+    arguments = ["--load", str(tmp_path), "--output", str(tmp_path / "out"), "--dtype", "fp16"]
+    text = error_of(arguments, capsys)
+    assert "weight holds 100000, more than fp16 can: use --dtype bf16" in text
+    assert list((tmp_path / "out").iterdir()) == []

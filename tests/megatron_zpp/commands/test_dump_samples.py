@@ -1,0 +1,153 @@
+"""Dumped samples: megatron-core's, array for array; as text with borders; what is refused."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_zpp.commands.dump_samples import main
+from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from tests.full_disk import full_disk
+
+FILES = Path(__file__).parents[2] / "data"
+CASES = {
+    case["name"]: case
+    for name in ("megatron_core.json", "megatron_core_more.json")
+    for case in json.loads((FILES / name).read_text())["cases"]
+}
+SPLITS = ("train", "valid", "test")
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "50257"]
+ROWS = 8  # samples whose masks the file of expected results holds
+
+
+def flags_of(case: dict) -> list[str]:
+    argv = ["--seq-length", str(case["seq_length"]), "--seed", str(case["seed"])]
+    for key in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        paths = [str(FILES / word) if "_doc" in word else word for word in case.get(key) or ()]
+        argv += [f"--{key.replace('_', '-')}", *paths] if paths else []
+    argv += ["--split", case["split"]] if "split" in case else []
+    for split, size in zip(SPLITS, case["sizes"], strict=True):
+        argv += [] if size is None else [f"--{split}-samples", str(size)]
+    masks = ("eod_mask_loss", "reset_position_ids")
+    return argv + [f"--{name.replace('_', '-')}" for name in masks if case.get(name)]
+
+
+def sha(array: np.ndarray, kind: str) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array, dtype=kind).tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_arrays_are_those_of_megatron_core(name: str, tmp_path: Path) -> None:
+    case, output = CASES[name], tmp_path / "folder" / "samples.npz"
+    argv = [*flags_of(case), *NULL, "--data-cache-path", str(tmp_path), "--output", str(output)]
+    assert main(argv) == 0
+    arrays = np.load(output)
+    for split, expected in case["results"].items():
+        if expected is None:
+            assert f"{split}/tokens" not in arrays
+            continue
+        length, width = expected["length"], case["seq_length"]
+        tokens, masks = arrays[f"{split}/tokens"], arrays[f"{split}/loss_mask"]
+        positions, index = arrays[f"{split}/position_ids"], arrays[f"{split}/dataset_index"]
+        assert tokens.dtype == np.int32 and tokens.shape == (length, width + 1)
+        assert sha(tokens, "<i4") == expected["samples"]
+        assert (masks.dtype, positions.dtype, index.dtype) == (np.float32, np.int64, np.int16)
+        assert masks.shape == positions.shape == (length, width) and index.shape == (length,)
+        if "loss_mask" in expected:
+            assert sha(masks[:ROWS], "<f4") == expected["loss_mask"]
+            assert sha(positions[:ROWS], "<i8") == expected["position_ids"]
+        if "dataset_index" in expected:
+            assert sha(index, "<i2") == expected["dataset_index"]
+
+
+def write(prefix: Path, documents: list[list[list[int]]]) -> str:
+    with IndexedDatasetWriter(prefix, 100) as writer:
+        for document in documents:
+            for sequence in document:
+                writer.add_item(sequence)
+            writer.end_document()
+    return str(prefix)
+
+
+def small(folder: Path, *more: str) -> list[str]:
+    text = write(folder / "text", [[[1, 2, 3, 99]], [], [[4, 5], [6, 99]]])
+    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
+    return ["--data-path", text, "--split", "1", "--seq-length", "4", *null, *more]
+
+
+def test_text_shows_the_borders_of_documents(tmp_path: Path, capsys) -> None:
+    assert main(small(tmp_path)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "=== train sample 0 of 1"
+    pieces = {"1 2 3 99": "document 0, tokens 0 to 3 of 4"}
+    pieces |= {"4 5": "document 2, sequence 0, tokens 0 to 1 of 2"}
+    pieces |= {"6 99": "document 2, sequence 1, tokens 0 to 1 of 2"}
+    shown = dict(zip(lines[2::2], lines[1::2], strict=True))  # text by title
+    whole = [text for text in shown if text in pieces]
+    assert len(whole) >= len(shown) - 1 and sum(len(text.split()) for text in shown) == 5
+    assert all(shown[text] == f"--- {tmp_path}/text, {pieces[text]}" for text in whole)
+
+
+def test_the_data_flags_of_a_run_are_taken(tmp_path: Path, capsys, caplog) -> None:
+    argv = "--train-samples 0 --data-impl mmap --num_workers 3 --reset-attention-mask".split()
+    assert main(small(tmp_path, *argv, "--output", str(tmp_path / "samples.npz"))) == 0
+    assert "train 1" in capsys.readouterr().out  # as in megatron-core an epoch: it is never less
+    for flag in ("--data-impl mmap", "--num_workers 3", "--reset-attention-mask"):
+        assert f"{flag} has no effect here: " in caplog.text
+
+
+def test_data_that_cannot_be_written_is_shown_all_the_same(tmp_path: Path, closed) -> None:
+    output = tmp_path / "samples.npz"
+    argv = small(closed.folder, "--split", "1,1", "--seq-length", "1", "--output", str(output))
+    other = write(closed.folder / "other", [[[1, 2, 3]], [[4, 5, 6]]])
+    argv += ["--data-path", argv[1], other]
+    done = closed.run("tools/dump_samples.py", *argv)
+    assert done.returncode == 0, done.stderr
+    (said,) = done.stderr.splitlines()
+    assert said.startswith(f"cannot keep the sample index in {closed.folder}/text/cache")
+    assert said.endswith("(Permission denied); it is built in memory each time")
+    arrays = np.load(output)
+    assert arrays["train/tokens"].shape == (7, 2) and arrays["valid/tokens"].shape == (3, 2)
+    names = sorted(path.name for path in closed.folder.iterdir())
+    assert names == ["other.bin", "other.idx", "text.bin", "text.idx"]
+
+
+def test_a_split_too_short_for_a_sample_is_an_empty_array(tmp_path: Path) -> None:
+    output = tmp_path / "samples.npz"
+    argv = small(tmp_path, "--split", "2,1", "--output", str(output))
+    assert main(argv) == 0
+    arrays = np.load(output)
+    assert arrays["valid/tokens"].shape == (0, 5) and arrays["train/tokens"].shape == (1, 5)
+    assert "test/tokens" not in arrays
+
+
+def test_a_full_disk_is_named_and_no_half_file_stays(tmp_path: Path, capsys) -> None:
+    argv = small(tmp_path, "--output", str(tmp_path / "samples.npz"))
+    with full_disk(250):
+        assert main(argv) == 1
+    assert f"error: cannot write {tmp_path}/samples.npz (File too large)" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*samples*")) and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--data-path", "1", "text", "--split", "1"], "weights need a number of samples"),
+        (["--data-path", "nowhere"], "no dataset at nowhere"),
+        (["--split", "a"], "--split 'a'"),
+        (["--seed", str(2**32)], f"--seed {2**32}: expected at most"),
+        (["--train-samples", "9e18"], "does not fit into memory"),
+        (["--train-samples", "-1"], "--train-samples -1: expected at least 0"),
+        (["--mock-data", "--train-samples", "3"], "contradict"),
+        (["--vocab-size", "5"], "holds token id"),
+    ],
+)
+def test_bad_input_is_named_and_nothing_is_written(
+    more: list[str], said: str, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(small(tmp_path, *more, "--output", "samples.npz")) == 1
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.glob("*samples*"))

@@ -1,0 +1,157 @@
+"""What decides that a checkpoint is complete, and how a folder never holds half of one.
+
+    FOLDER/NAME             a complete checkpoint
+    FOLDER/.NAME.tmp        a checkpoint that is being written, or was when its job was killed
+    FOLDER/.NAME.replaced   the previous NAME, while a new one takes its place
+    FOLDER/POINTER          a text file that names the latest checkpoint
+
+A checkpoint is complete when its last file is there (`CheckpointFolder.is_complete`). All ranks
+write into `.NAME.tmp`, rank 0 adds the last file, flushes the folder to disk and renames it to
+`NAME`; only then the pointer file is replaced. A job that is killed at any moment leaves the
+previous checkpoint or the new one. Files that were lost or changed later are a different matter:
+see `megatron_zpp.checkpoint.manifest`.
+"""
+
+import errno
+import glob
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeropp.atomic import sync_folder, write_atomically
+from zeropp.checkpoint.shard_files import os_errors_as_input_errors
+from zeropp.errors import InputError
+from zeropp.ranks.coordination import fail_together, rank
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFolder:
+    """A folder of checkpoints.
+
+    Args:
+        path: the folder.
+        pointer: name of the file that names the latest checkpoint.
+        last_file: name of the file that completes a checkpoint.
+        own_names: glob pattern of checkpoint names that only this job writes. What interrupted
+            saves left of these is removed before the next save; None stands for the name that is
+            saved, as other jobs may be writing other names.
+        disk_full_advice: the last sentence of the error message when the disk is full.
+    """
+
+    path: Path
+    pointer: str
+    last_file: str
+    own_names: str | None = None
+    disk_full_advice: str = ""
+
+    def is_complete(self, checkpoint: Path) -> bool:
+        """Whether `checkpoint` was written to its end: its last file is there."""
+        return (checkpoint / self.last_file).is_file()
+
+    def find(self, name: str) -> Path | None:
+        """Path of the complete checkpoint `name`, also if a save was killed while replacing it."""
+        for checkpoint in (self.path / name, self._replaced(name)):
+            if self.is_complete(checkpoint):
+                return checkpoint
+        return None
+
+    def latest(self) -> str | None:
+        """Text of the pointer file, without white space around it; None if there is no such file.
+
+        Raises OSError.
+        """
+        pointer = self.path / self.pointer
+        if not pointer.exists():
+            return None
+        return pointer.read_text(errors="replace").strip()
+
+    @contextmanager
+    def new_checkpoint(
+        self, name: str, num_bytes: int, pointer_text: str | None
+    ) -> Iterator[Path]:
+        """Yield the folder in which all ranks write checkpoint `name`; publish it at the end.
+
+        To be entered by all ranks. `num_bytes` is the space that the checkpoint needs, over all
+        ranks. `pointer_text` is written to the pointer file, None leaves that as it is. If the
+        block raises, what it wrote is removed. Raises InputError on all ranks for an error of the
+        operating system on any of them, and for too little disk space.
+        """
+        partial = self._partial(name)
+        try:
+            with os_errors_as_input_errors(
+                f"cannot save in {self.path}", lambda error: self._explain(error, num_bytes)
+            ):
+                with fail_together():
+                    if rank() == 0:
+                        self._prepare(name, num_bytes)
+                yield partial
+                with fail_together():
+                    if rank() == 0:
+                        self._publish(name, pointer_text)
+        except BaseException:
+            if rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def remove(self, checkpoint: Path) -> None:
+        """Remove a checkpoint; if that is interrupted, no part of it stays under its name."""
+        partial = self._partial(checkpoint.name)
+        checkpoint.rename(partial)
+        shutil.rmtree(partial)
+
+    def _partial(self, name: str) -> Path:
+        return self.path / f".{name}.tmp"
+
+    def _replaced(self, name: str) -> Path:
+        return self.path / f".{name}.replaced"
+
+    def _prepare(self, name: str, num_bytes: int) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._remove_leftovers(name)
+        if shutil.disk_usage(self.path).free < num_bytes:
+            raise OSError(errno.ENOSPC, "too little space left", str(self.path))
+        self._partial(name).mkdir()
+
+    def _remove_leftovers(self, name: str) -> None:
+        """Remove what interrupted saves left, and restore a checkpoint that was being replaced."""
+        names = self.own_names or glob.escape(name)
+        for replaced in self.path.glob(f".{names}.replaced"):
+            checkpoint = self.path / replaced.name.removeprefix(".").removesuffix(".replaced")
+            if checkpoint.exists():
+                shutil.rmtree(replaced)
+            else:
+                replaced.rename(checkpoint)
+        for partial in self.path.glob(f".{names}.tmp"):
+            shutil.rmtree(partial)
+        if self.own_names:
+            for pointer in self.path.glob(f".{self.pointer}.*.tmp"):  # of `write_atomically`
+                pointer.unlink()
+
+    def _publish(self, name: str, pointer_text: str | None) -> None:
+        partial, checkpoint, replaced = self._partial(name), self.path / name, self._replaced(name)
+        if not self.is_complete(partial):
+            raise InputError(f"{partial} has no {self.last_file}: the checkpoint is not complete")
+        sync_folder(partial)
+        if checkpoint.exists():
+            checkpoint.rename(replaced)
+        partial.rename(checkpoint)
+        sync_folder(self.path)
+        if pointer_text is not None:
+            write_atomically(
+                self.path / self.pointer, lambda file: file.write(pointer_text.encode())
+            )
+        if replaced.exists():
+            shutil.rmtree(replaced)
+
+    def _explain(self, error: OSError, num_bytes: int) -> str:
+        if error.errno not in DISK_FULL:
+            return str(error)
+        free = shutil.disk_usage(self.path).free
+        return (
+            f"{error.strerror}. The checkpoint needs {num_bytes:,} bytes, {free:,} are free there. "
+            f"{self.disk_full_advice}"
+        )

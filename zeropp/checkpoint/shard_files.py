@@ -1,0 +1,133 @@
+"""Tensors in torch.distributed.checkpoint's files: each rank writes and reads its own shards.
+
+A checkpoint loads at any number of ranks and any ZeRO stage: its metadata says which part of which
+tensor is in which file.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from zeropp.errors import InputError
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write `tensors` (DTensors, or tensors equal on all ranks); to be called by all ranks."""
+    with _without_warnings():
+        dcp.save(dict(tensors), storage_writer=_Writer(folder))
+
+
+def write_one_by_one(
+    folder: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]
+) -> None:
+    """Write a file for each tensor, from one process; memory holds one tensor at a time.
+
+    `tensors` are on the meta device and give shapes and dtypes; `read(name)` returns the values.
+    """
+    with _without_warnings():
+        # A writer holds what goes into a file until that file is complete.
+        writer = _Writer(folder, single_file_per_rank=False)
+        planner = _ReadWhenWritten(read)
+        dcp.save(dict(tensors), storage_writer=writer, planner=planner, no_dist=True)
+
+
+def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill `tensors` in place, each rank its shards; to be called by all ranks."""
+    with _without_warnings():
+        dcp.load(dict(tensors), storage_reader=FileSystemReader(folder))
+
+
+def saved_tensors(folder: Path) -> dict[str, Tensor]:
+    """Shape and dtype of each tensor in a checkpoint by name, as tensors on the meta device."""
+    metadata = FileSystemReader(folder).read_metadata()
+    return {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+class OneByOneReader:
+    """Reads whole tensors one at a time, on one process; reads the metadata only once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = _CachedMetadataReader(folder)
+
+    def fill(self, name: str, tensor: Tensor) -> None:
+        """Read the tensor `name` into `tensor`, which has its shape and dtype."""
+        with _without_warnings():
+            dcp.load({name: tensor}, storage_reader=self._reader, no_dist=True)
+
+
+@contextmanager
+def os_errors_as_input_errors(
+    action: str, explain: Callable[[OSError], str] = str
+) -> Iterator[None]:
+    """Raise an InputError, "<action> (rank 1): <explanation>", for an OSError in the block.
+
+    Works for errors that torch.distributed.checkpoint collected from all ranks; the error of the
+    lowest rank is raised.
+    """
+    try:
+        yield
+    except CheckpointException as failure:
+        number = min(failure.failures)
+        error = failure.failures[number][0]
+        if isinstance(error, InputError):
+            raise error from failure
+        if not isinstance(error, OSError):
+            raise
+        raise InputError(f"{action} (rank {number}): {explain(error)}") from failure
+    except OSError as error:
+        raise InputError(f"{action}: {explain(error)}") from error
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Ignore torch's warnings about a single process, which is a normal case here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to")
+        yield
+
+
+class _Writer(FileSystemWriter):
+    """Raises the OSError that torch.save hides behind a RuntimeError."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
+
+
+class _ReadWhenWritten(DefaultSavePlanner):
+    """Plans a checkpoint from shapes, and reads each tensor when it is written."""
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self.read = read
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.read(index.fqn)
+
+
+class _CachedMetadataReader(FileSystemReader):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.metadata = super().read_metadata()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata

@@ -1,0 +1,1 @@
+"""The compiled libraries of csrc/: whether they are current, and the functions they have."""

@@ -1,0 +1,45 @@
+"""Loading a compiled library through ctypes, if there is one that was built from these sources.
+
+The libraries have a plain C interface, so that they build in seconds and work with any torch.
+ctypes releases the interpreter's lock during a call.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+from zeropp.native.source_hash import expected_hash
+
+INT, ADDRESS = ctypes.c_int64, ctypes.c_void_p
+NOT_BUILT = "csrc/ was not built here (no compiler, or not installed with pip or make setup)"
+
+
+class LibraryError(Exception):
+    """A compiled library cannot be used; the message says why."""
+
+
+def load(
+    folder: Path, stem: str, functions: Mapping[str, Sequence[type]], not_built: str = NOT_BUILT
+) -> ctypes.CDLL:
+    """The library `stem` in `folder`, with the argument types of its functions declared.
+
+    Raises LibraryError if it is not there, saying `not_built`, or was built from other sources.
+    """
+    candidates = [folder / (stem + suffix) for suffix in EXTENSION_SUFFIXES]
+    path = next((candidate for candidate in candidates if candidate.exists()), None)
+    if path is None:
+        raise LibraryError(not_built)
+    library = ctypes.CDLL(str(path))
+    if _built_from(library) != expected_hash():
+        raise LibraryError(f"{path} was built from other sources; install again (make setup)")
+    for name, types in functions.items():
+        getattr(library, name).argtypes = types
+    return library
+
+
+def _built_from(library: ctypes.CDLL) -> str | None:
+    if not hasattr(library, "zpp_source_hash"):
+        return None
+    library.zpp_source_hash.restype = ctypes.c_char_p
+    return library.zpp_source_hash().decode()

@@ -1,0 +1,79 @@
+"""Settings that are keys of DeepSpeed's JSON."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from zeropp.settings.schema import NoEffect, Section, Setting, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key(Setting):
+    """A key of the JSON.
+
+    `auto`: "auto" may stand for its value; `keys`: the names inside an object that is accepted
+    whole and has no effect.
+    """
+
+    auto: bool = False
+    keys: tuple[str, ...] = ()
+
+    @property
+    def dotted(self) -> str:
+        """The key with those of the objects it is in, for example `fp16.enabled`."""
+        return f"{self.section.path}.{self.name}".lstrip(".")
+
+    @property
+    def subsection(self) -> "type[JsonSection] | None":
+        """The section under this key; `None` for a plain value."""
+        is_section = isinstance(self.type, type) and issubclass(self.type, Section)
+        return self.type if is_section else None
+
+    def text(self, value: Any) -> str:
+        """A value as JSON spells it."""
+        return json_text(value)
+
+    def assignment(self, value: Any, name: str = "") -> str:
+        """For example `fp16.enabled = true`."""
+        return f"{name or self.dotted} = {json_text(value)}"
+
+    def expected(self) -> str:
+        """What the value may be, in words."""
+        null = " or null" if self.optional else ""
+        return super().expected() + null + (' or "auto"' if self.auto else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonSection(Section):
+    """One object of the JSON; constructing one checks every value in it (raises `InputError`)."""
+
+    path: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        self.check()
+
+
+key = partial(setting, Key)
+
+
+def ignored(default: Any, why: str, *, in_engine: str | None = None, **facts: Any) -> Any:
+    """Declare a key that is accepted and has no effect; `in_engine` is that of `NoEffect`."""
+    is_object = "keys" in facts  # a mapping has no hash
+    return key(default, no_effect=NoEffect(why, in_engine=in_engine), hashed=not is_object, **facts)
+
+
+def needs(dotted: str) -> NoEffect:
+    """The reason of a key that has an effect only if the key `dotted` is not false or "none"."""
+    return NoEffect(f"it needs {dotted}", when=lambda zero: zero.value(dotted) in (False, "none"))
+
+
+def json_text(value: Any) -> str:
+    """A value as the JSON file would spell it."""
+    if isinstance(value, bool | None):
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(json_text(item) for item in value)}]"
+    return str(dict(value)) if isinstance(value, Mapping) else str(value)
