@@ -11,7 +11,6 @@ import torch
 from benchmarks.shared.training_setup import SHAPE, TrainingSetup
 from benchmarks.step.gpu_train import SIZES, compare_all, new_size
 from benchmarks.step.gpu_utilization import show_size, speeds
-from benchmarks.step.hugging_face_peer import ungrouped
 from benchmarks.step.training_loops import unsharded
 from tests.launched import ROOT
 
@@ -153,11 +152,3 @@ def test_sizes_are_what_they_are_called(size: str, parameters: int) -> None:
     shape = tuple(zip(SHAPE, SIZES[size], strict=True))
     setup = TrainingSetup(shape=shape, ranks=SimpleNamespace(num_ranks=1), dtype="bf16", stage=0)
     assert round(unsharded(setup).num_parameters() / 1e6) == parameters
-
-
-def test_rows_of_heads_are_reordered_to_queries_keys_and_values() -> None:
-    rows = torch.tensor([[head, part, channel] for head in range(2) for part in range(3)
-                         for channel in range(4)])  # fmt: skip
-    reordered = ungrouped(rows, heads=2).tolist()
-    assert reordered == [[head, part, channel] for part in range(3) for head in range(2)
-                     for channel in range(4)]  # fmt: skip
