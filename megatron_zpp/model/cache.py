@@ -76,7 +76,7 @@ class LayerCache:
         self._memory: Tensor | None = None  # [2, B, K, num_slots, D]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v [B, S, K, D]; return the attention of q to all stored, both [B, S, N, D]."""
+        """Store k and v [B, S, K, D]; return attention of q [B, S, N, D] to all stored."""
         cache = self._cache
         self._write(k, v)
         keys, values = self._memory[:, :, :, : cache.num_used_slots]

@@ -71,7 +71,9 @@ def lora_summary(config: Config, sharding: Sharding) -> list[tuple[str, str]]:
     num_trained = sum(
         parameter.numel() for parameter in sharding.model.parameters() if parameter.requires_grad
     )
-    text = f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}: {num_trained:,} parameters are trained"
+    text = (
+        f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}: {num_trained:,} parameters are trained"
+    )
     if sharding.stores_frozen:
         bits = config.zero.zeropp.nontrainable_weight_bits
         text += f"\nthe frozen weights are stored and gathered as INT{bits} (MixZ++)"

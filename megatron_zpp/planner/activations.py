@@ -172,7 +172,7 @@ def _trace_ends(
 
 
 def _losses(logits: Tensor, labels: Tensor, mask: Tensor, chunk: int) -> Tensor:
-    """The memory of `megatron_zpp.model.loss.chunked_cross_entropy`, without going through all rows."""
+    """Use the memory of `loss.chunked_cross_entropy`, without computing all rows."""
     rows = max(1, chunk // logits.shape[1])
     wide = logits[:rows].float()
     assert wide.dtype == torch.float32

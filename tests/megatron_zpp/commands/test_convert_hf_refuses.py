@@ -75,7 +75,9 @@ def test_a_head_that_is_not_the_tied_embedding(tiny: Path, capsys: pytest.Captur
 
 
 SETTINGS = {
-    "model type": ({"model_type": "mamba2", "architectures": None}, "type 'mamba2' is not supported"),
+    "model type": (
+        {"model_type": "mamba2", "architectures": None}, "type 'mamba2' is not supported"
+    ),
     "known ones": ({"model_type": "mamba2"}, "gpt2 (GPT2LMHeadModel), llama (LlamaForCausalLM)"),
     "class": ({"architectures": ["GPT2ForTokenClassification"]}, "(GPT2ForTokenClassification)"),
     "no type": ({"model_type": None}, "type None"),
@@ -103,7 +105,9 @@ def test_settings_we_do_not_have(
 
 LLAMAS = {
     "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' are not supported"),
-    "old key": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "supported are default, llama3"),
+    "old key": (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}}, "supported are default, llama3"
+    ),
     "llama3": (
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
         "low_freq_factor of the llama3 scaling is 2.0; only 1.0",
@@ -148,7 +152,8 @@ def test_a_gpt_neox_of_two_branches_at_once(
     set_config(source, use_parallel_residual=None)
     assert said in import_error(source, capsys)
     set_config(source, use_parallel_residual=False, rope_parameters=None, rotary_pct=2)
-    assert "rotary_pct is 2; only a share above 0 and up to 1 is supported" in import_error(source, capsys)
+    said = "rotary_pct is 2; only a share above 0 and up to 1 is supported"
+    assert said in import_error(source, capsys)
 
 
 def test_a_mistral_with_a_window(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -123,7 +123,9 @@ def test_half_precision(dtype: torch.dtype) -> None:
         assert loss.item() == pytest.approx(exact.item(), rel=2e-3)
         assert all(parameter.grad.dtype == dtype for parameter in model.parameters())
         dtypes = []
-        model.blocks[1].register_forward_hook(lambda module, args, output, dtypes=dtypes: dtypes.append(output.dtype))
+        model.blocks[1].register_forward_hook(
+            lambda module, inputs, output, dtypes=dtypes: dtypes.append(output.dtype)
+        )
         model(data[:, :-1])
         assert dtypes == [torch.float32 if config.fp32_residual_connection else dtype]
 

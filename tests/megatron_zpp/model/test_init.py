@@ -1,4 +1,4 @@
-"""Initial weights: bitwise equal for any ranks and placements, of the right spread, in little memory.
+"""Initial weights: bitwise equal on any ranks and placements, of the right spread, little memory.
 
 Blocks of rows are small in these tests, so that shards begin and end inside of them.
 """

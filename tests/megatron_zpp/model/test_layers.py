@@ -77,8 +77,12 @@ def test_share_of_rotary_channels() -> None:
 def test_residual_connection() -> None:
     x = torch.randn(2, 4, 32)
     for after_norm, is_bf16 in ((False, False), (True, False), (True, True)):
-        config = replace(GPT2, apply_residual_connection_post_layernorm=after_norm, init_method_std=0.3)
-        config = replace(config, fp32_residual_connection=is_bf16)
+        config = replace(
+            GPT2,
+            apply_residual_connection_post_layernorm=after_norm,
+            fp32_residual_connection=is_bf16,
+            init_method_std=0.3,
+        )
         block = build(config).blocks[0].eval()
         block = block.bfloat16() if is_bf16 else block
         normalized = block.norm1(x.to(block.norm1.weight.dtype))
