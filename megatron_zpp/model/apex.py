@@ -101,9 +101,7 @@ class ApexAdam(torch.optim.Optimizer):
             for key in ("lr", "betas", "eps", "weight_decay"):
                 kernel_group[key] = group[key]
             parameters = group["params"]
-            for parameter, kernel_parameter in zip(
-                parameters, kernel_group["params"], strict=True
-            ):
+            for parameter, kernel_parameter in zip(parameters, kernel_group["params"], strict=True):
                 self._share_memory(parameter, kernel_parameter)
             kernel_group["step"] = self._count_step(parameters)
         self.kernel.step()
@@ -127,9 +125,7 @@ class ApexAdam(torch.optim.Optimizer):
     def _count_step(self, parameters: list[Tensor]) -> int:
         """Add 1 to the steps of the parameters with gradients; return the steps before."""
         counters = [
-            self.state[parameter]["step"]
-            for parameter in parameters
-            if parameter.grad is not None
+            self.state[parameter]["step"] for parameter in parameters if parameter.grad is not None
         ]
         steps = {int(counter) for counter in counters}
         assert len(steps) <= 1, "some parameters of a group had no gradient in an earlier step"
@@ -139,9 +135,7 @@ class ApexAdam(torch.optim.Optimizer):
 
 
 def _load_apex() -> Apex:
-    normalization, optimizers = (
-        importlib.import_module(f"apex.{module}") for module in MODULES
-    )
+    normalization, optimizers = (importlib.import_module(f"apex.{module}") for module in MODULES)
     apex = Apex(
         layer_norm=normalization.FusedLayerNorm,
         rms_norm=normalization.FusedRMSNorm,

@@ -44,9 +44,7 @@ class KeyValueCache:
                 f"{self.num_used_slots} tokens, but the cache has {self.num_slots} slots"
             )
         self.was_empty = not any(old_lengths)
-        self.lengths = [
-            length + count for length, count in zip(old_lengths, counts, strict=True)
-        ]
+        self.lengths = [length + count for length, count in zip(old_lengths, counts, strict=True)]
         self.last_columns = torch.tensor(counts, device=device) - 1
         first_positions = torch.tensor(old_lengths, device=device)
         self.positions = first_positions[:, None] + torch.arange(num_columns, device=device)

@@ -32,9 +32,7 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, dropout: fl
 
 
 @torch.compiler.disable
-def _attend_each(
-    flat_qkv: tuple[Tensor, Tensor, Tensor], edges: Tensor, dropout: float
-) -> Tensor:
+def _attend_each(flat_qkv: tuple[Tensor, Tensor, Tensor], edges: Tensor, dropout: float) -> Tensor:
     """Return the attention of each document by itself, [B * S, N, D]."""
     lengths = edges.diff().tolist()
     is_grouped = flat_qkv[0].shape[1] != flat_qkv[1].shape[1]

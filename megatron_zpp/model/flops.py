@@ -22,9 +22,7 @@ class TokenFlops:
     performed: float
 
     @classmethod
-    def of(
-        cls, model: ModelConfig, recompute: RecomputeConfig, vocab_size: int
-    ) -> "TokenFlops":
+    def of(cls, model: ModelConfig, recompute: RecomputeConfig, vocab_size: int) -> "TokenFlops":
         return cls(
             model=flops_per_token(model, RecomputeConfig(), vocab_size),
             performed=flops_per_token(model, recompute, vocab_size),

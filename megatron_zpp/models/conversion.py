@@ -106,9 +106,7 @@ def export_model(
     else:
         content = build_config(opened.config, vocab_rows, opened.tokenizer.eod)
     table = TABLES[family_of(opened.config).name]
-    sizes = Sizes(
-        model=opened.config, vocab_rows=vocab_rows, padded_rows=opened.padded_vocab_size
-    )
+    sizes = Sizes(model=opened.config, vocab_rows=vocab_rows, padded_rows=opened.padded_vocab_size)
     items = hugging_face_items(opened.weights, table, sizes, DTYPES[dtype] if dtype else None)
     output.mkdir(parents=True, exist_ok=True)
     paths = write_safetensors(output / ONE_FILE, items, {"format": "pt"}, max_bytes)

@@ -311,9 +311,7 @@ def _number(content: Mapping[str, Any], setting: Setting, location: str) -> Any:
     return value
 
 
-def _activation_fields(
-    family: Family, content: Mapping[str, Any], location: str
-) -> dict[str, Any]:
+def _activation_fields(family: Family, content: Mapping[str, Any], location: str) -> dict[str, Any]:
     key, default = family.activation
     supported = ("silu",) if default is None else tuple(ACTIVATIONS)
     name = content.get(key, default or "silu")

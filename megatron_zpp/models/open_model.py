@@ -202,9 +202,7 @@ def _saved_tokenizer_config(path: Path, state: TrainingState) -> TokenizerConfig
     return tokenizer_of(state.configuration["data"].get("data_cache_path"), saved_config)
 
 
-def _build_saved_tokenizer(
-    path: Path, state: TrainingState, config: TokenizerConfig
-) -> Tokenizer:
+def _build_saved_tokenizer(path: Path, state: TrainingState, config: TokenizerConfig) -> Tokenizer:
     """Build a tokenizer; raises InputError if it is not the one the checkpoint was trained with."""
     tokenizer = build_tokenizer(config)
     if tokenizer.fingerprint != state.tokenizer:
@@ -243,9 +241,7 @@ def _open_base(
             f"it is in now (--base FOLDER)\n  {error}"
         ) from error
     # The saved architecture was read from JSON, where tuples become lists.
-    base_architecture = json.loads(
-        json.dumps(architecture(base.config, base.tokenizer.vocab_size))
-    )
+    base_architecture = json.loads(json.dumps(architecture(base.config, base.tokenizer.vocab_size)))
     lines = [
         f"{name} is {base_architecture.get(name)}, expected {value}"
         for name, value in state.architecture.items()

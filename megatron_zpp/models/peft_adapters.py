@@ -203,9 +203,7 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _items(
-    adapters: CheckpointAdapters, layer: str, row: NameRow, sizes: Sizes
-) -> list[Item]:
+def _items(adapters: CheckpointAdapters, layer: str, row: NameRow, sizes: Sizes) -> list[Item]:
     facts_a, facts_b = (adapters.facts[f"{layer}.{factor}{WEIGHT}"] for factor in (A, B))
 
     def read_a() -> Tensor:

@@ -95,6 +95,4 @@ TRANSPOSED = Form(
 )
 PADDED_VOCABULARY = Form(join=_pad_vocabulary, split=_unpad_vocabulary)
 QKV = Form(join=_join_qkv, split=_split_qkv)
-QKV_TRANSPOSED = Form(
-    join=_join_transposed_qkv, split=_split_transposed_qkv, is_transposed=True
-)
+QKV_TRANSPOSED = Form(join=_join_transposed_qkv, split=_split_transposed_qkv, is_transposed=True)

@@ -79,9 +79,7 @@ def write_tokenizer(config: TokenizerConfig, tokenizer: Tokenizer, target: Path)
     return [*sources, SETTINGS]
 
 
-def _write_tokenizer_json(
-    config: TokenizerConfig, tokenizer: Tokenizer, target: Path
-) -> list[str]:
+def _write_tokenizer_json(config: TokenizerConfig, tokenizer: Tokenizer, target: Path) -> list[str]:
     source = Path(config.tokenizer_model)
     written = copy_files(tokenizer_json_folder(config), target)
     if source.is_file() and source.name != TOKENIZER_JSON:

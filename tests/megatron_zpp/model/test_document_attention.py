@@ -71,9 +71,7 @@ def test_logits_of_a_document_depend_on_that_document_only(config) -> None:
     changed[0, 2:5] = torch.tensor([30, 31, EOD])  # the second document of the first row
     edges = document_edges(TOKENS, EOD)
     with torch.no_grad():
-        logits, changed_logits = (
-            model(tokens, edges=edges) for tokens in (TOKENS, changed)
-        )
+        logits, changed_logits = (model(tokens, edges=edges) for tokens in (TOKENS, changed))
         mixed = model(changed)
     same = (logits == changed_logits).all(dim=2)
     assert same.tolist() == [[True] * 2 + [False] * 3 + [True] * 3, [True] * 8]

@@ -178,9 +178,7 @@ def test_distribution() -> None:
         count = value.numel()
         assert abs(value.mean()) < 5 * std / math.sqrt(count), name
         assert value.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * count)), name
-    matrices = [
-        value.flatten()[:4096] / value.std() for value in values.values() if value.ndim > 1
-    ]
+    matrices = [value.flatten()[:4096] / value.std() for value in values.values() if value.ndim > 1]
     correlations = torch.corrcoef(torch.stack(matrices)).fill_diagonal_(0)
     assert correlations.abs().max() < 5 / math.sqrt(4096)  # no two parameters share their numbers
 

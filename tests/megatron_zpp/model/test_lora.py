@@ -37,8 +37,7 @@ def test_the_model_starts_unchanged_with_the_same_names():
     names = {name for name, _ in model.named_parameters() if not is_adapter(name)}
     assert names == {name for name, _ in plain.named_parameters()}
     assert all(
-        parameter.requires_grad == is_adapter(name)
-        for name, parameter in model.named_parameters()
+        parameter.requires_grad == is_adapter(name) for name, parameter in model.named_parameters()
     )
 
 
