@@ -39,9 +39,7 @@ class ClusterRank:
     def build(self, name: str, shape: tuple[tuple[str, int], ...]) -> dict:
         """Build a configuration beside the others."""
         setup = TrainingSetup(shape=shape, ranks=self.ranks, dtype="bf16", stage=3)
-        configuration = build_configuration(
-            name, setup, self.ranks.environment.local_world_size
-        )
+        configuration = build_configuration(name, setup, self.ranks.environment.local_world_size)
         self.configurations[name] = configuration
         gc.collect()
         gc.freeze()  # the models are never garbage, so no step should spend time on them

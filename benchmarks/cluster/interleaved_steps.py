@@ -75,9 +75,7 @@ def run_interleaved(
     return timed
 
 
-def timed_order(
-    ranks: RankProcesses, order: str, name: str, processes: Sequence[int]
-) -> TimedStep:
+def timed_order(ranks: RankProcesses, order: str, name: str, processes: Sequence[int]) -> TimedStep:
     """Let all ranks run a step or a forward pass, and read the interfaces before and after."""
     before = [counters(process) for process in processes]
     answers = ranks.ask(order, name=name)

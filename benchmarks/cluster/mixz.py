@@ -89,18 +89,14 @@ def measure(options: argparse.Namespace) -> list[dict]:
         for name in interleaved(names, options.steps):
             steps[name].append(timed_order(ranks, "step", name, first_node))
         tokens = {
-            name: [
-                timed_order(ranks, "forward", name, first_node) for _ in range(options.tokens)
-            ]
+            name: [timed_order(ranks, "forward", name, first_node) for _ in range(options.tokens)]
             for name in names
         }
     require_equal_losses({name: steps[name][0].loss for name in names}, LOSS_TOLERANCE)
     return [row(name, built[name], steps[name], tokens[name]) for name in names]
 
 
-def row(
-    name: str, built: dict, steps: Sequence[TimedStep], tokens: Sequence[TimedStep]
-) -> dict:
+def row(name: str, built: dict, steps: Sequence[TimedStep], tokens: Sequence[TimedStep]) -> dict:
     """The numbers of one configuration; `built` is the first rank's answer to `build`."""
     return {
         "name": name,

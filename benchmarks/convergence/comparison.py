@@ -66,19 +66,8 @@ def smoothed(losses: Sequence[float]) -> list[Point]:
     return [(end, statistics.fmean(losses[end - window : end])) for end in ends]
 
 
-def text_table(rows: Sequence[Row]) -> str:
-    """The rows for a terminal."""
-    cells = [_HEADINGS, *(_cells(row) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) if index else cell.ljust(width)
-                  for index, (cell, width) in enumerate(zip(line, widths, strict=True)))
-        for line in cells
-    )  # fmt: skip
-
-
 def markdown_table(rows: Sequence[Row]) -> str:
-    """The rows as a table in Markdown."""
+    """The rows as a Markdown table."""
     lines = [_HEADINGS, ("---",) * len(_HEADINGS), *(_cells(row) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

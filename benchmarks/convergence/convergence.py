@@ -25,7 +25,6 @@ from benchmarks.convergence.comparison import (
     compare,
     curves,
     markdown_table,
-    text_table,
     verdict,
 )
 from benchmarks.convergence.convergence_chart import draw
@@ -204,7 +203,7 @@ def write_everything(options: argparse.Namespace, recipe: Recipe, runs: Runs) ->
         "rows": [asdict(row) for row in rows],
         "runs": [run for of_seeds in runs.values() for run in of_seeds.values()],
     }
-    lines = [*heading(result), "", text_table(rows), *filter(None, [verdict(rows)])]
+    lines = [*heading(result), "", markdown_table(rows), *filter(None, [verdict(rows)])]
     finish(result, lambda _: print("\n".join(lines)), options.json)
     if options.plot:
         draw(curves(runs), options.plot, subject(result))

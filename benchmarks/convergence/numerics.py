@@ -159,9 +159,7 @@ def two_hops(bits: tuple[int, int], ranks: Sequence[Tensors]) -> dict:
     wire = torch.bfloat16
     for values in zip(*ranks, strict=True):
         rows = torch.stack(values)
-        first, second = (
-            Layout(sizes=(rows.shape[1],), bits=(width,), wire=wire) for width in bits
-        )
+        first, second = (Layout(sizes=(rows.shape[1],), bits=(width,), wire=wire) for width in bits)
         packed = quantize(rows, first).split(RANKS_PER_NODE)
         sums = [reduce_quantize(node, first, second, terms=RANKS_PER_NODE) for node in packed]
         total = torch.empty(rows.shape[1])

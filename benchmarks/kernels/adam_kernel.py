@@ -31,7 +31,7 @@ def adam_cases(elements: int, device: torch.device) -> Iterator[Case]:
 def adam_case(
     name: str, elements: int, device: torch.device, dtype: torch.dtype, copies: torch.dtype | None
 ) -> Case:
-    """AdamW with gradients of `dtype`, and copies of the new weights in the dtype `copies`, if any."""
+    """AdamW with gradients of `dtype`; with `copies` it also writes the weights in that dtype."""
     generator = torch.Generator(device).manual_seed(SEED)
     state = torch.randn(STATE, elements, generator=generator, device=device)
     state[-1].square_()

@@ -1,21 +1,21 @@
-"""How fast Adam on the CPU is: beside PyTorch's, and beside the machine's memory.
+"""How fast Adam on the CPU is, compared with PyTorch's and with the machine's memory.
 
     python -m benchmarks.kernels.cpu_adam [--parameters N] [--threads N ...] [--rounds N]
         [--deepspeed] [--tensors flat|model] [--isa NAME] [--json FILE]
 
-First our step is held against the plain-torch reference, bit by bit, and against
-`torch.optim.AdamW`. Then all run in turn on the same memory: weights, moments and gradients are
-views of the same arrays for everyone, and every ratio is of two runs of one round.
+First our step is compared with the plain-torch reference, bit by bit, and with
+`torch.optim.AdamW`. Then all optimizers run in turn on the same memory: weights, moments and
+gradients are views of the same arrays, and every ratio is of two runs in the same round.
 
-"The sequence" is what a step of mixed precision takes without a fused one: gradients are divided
-by the loss scale, multiplied by the clipping factor, `torch.optim.AdamW(fused=True)` updates, the
-new weights are copied to bf16. All its gradients are fp32, also where ours are bf16. "One factor"
-is the same with both multiplications made one. The yardstick (memory_streams.cpp, compiled here
-with g++) moves the bytes of ours and computes nothing. Parameters are one flat tensor, as ZeRO's
+"The sequence" is a mixed-precision step without a fused kernel: gradients are divided by the loss
+scale and multiplied by the clipping factor, `torch.optim.AdamW(fused=True)` updates, and the new
+weights are copied to bf16. Its gradients are always fp32, also where ours are bf16. "One factor" is
+the same with a single multiplication. The yardstick (memory_streams.cpp, compiled here
+with g++) moves as many bytes and computes nothing. Parameters are one flat tensor, as ZeRO's
 shards in DeepSpeed are, or with `--tensors model` matrices and vectors of a GPT.
 
-Times are the thread's processor time with one thread, which leaves out waiting for a processor, and
-the clock's with more. `--deepspeed` takes DeepSpeedCPUAdam along, where it is installed.
+With one thread, times are its processor time, which excludes waiting for a processor; with more,
+wall-clock time. `--deepspeed` also times DeepSpeedCPUAdam, if it is installed.
 """
 
 import argparse
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHECKED = 1_000_000  # parameters
 CLOSE = 1e-6  # of the largest weight, to torch's after CHECKED_STEPS
 CHECKED_STEPS = 3
-SHAPES = ((1024, 4096), (4096, 1024), (1024, 1024), (1024,), (4096,))  # over and over
+SHAPES = ((1024, 4096), (4096, 1024), (1024, 1024), (1024,), (4096,))  # repeated
 OPTIONS = dict(lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 RATIOS = (
     ("ours, fp32 gradients, copy", "the sequence"),
@@ -58,7 +58,7 @@ RATIOS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """A step; for ours also the bytes of an element that it reads and writes."""
+    """An optimizer's step; num_bytes: read and written per element, 0 if it is not ours."""
 
     name: str
     run: Callable[[], None]
@@ -75,10 +75,10 @@ def main() -> int:
     for gradient in (torch.float32, torch.bfloat16, torch.float16):
         for moment in (torch.float32, torch.bfloat16):
             verify_bits(gradient, moment)
-    apart = verify_against_torch()
+    distance = distance_to_torch()
     isa = options.isa or next(name for name in reversed(ISAS) if use_isa(name))
     result = begin(__spec__.name)
-    result |= {"isa": isa, "rounds": options.rounds, "apart": apart, "runs": []}
+    result |= {"isa": isa, "rounds": options.rounds, "distance": distance, "runs": []}
     memory = Memory(options.parameters, options.tensors == "flat")
     result |= {"parameters": memory.size, "tensors": len(memory.shapes)}
     yardstick = compile_yardstick()
@@ -87,7 +87,7 @@ def main() -> int:
         contestants = [*ours(memory), *yardsticks(memory, yardstick, threads), *torchs(memory)]
         if options.deepspeed:
             contestants += deepspeeds(memory, threads)
-        result["runs"].append(contest(contestants, threads, options.rounds, memory.size))
+        result["runs"].append(time_steps(contestants, threads, options.rounds, memory.size))
     finish(result, show, options.json)
     return 0
 
@@ -112,39 +112,42 @@ def verify_bits(gradient: torch.dtype, moment: torch.dtype) -> None:
     parts = [torch.randn(CHECKED, generator=draw) for _ in range(4)]
     parts[3] = parts[3].square() * 1e-3
     types = (torch.float32, gradient, moment, moment)
-    given = [[part.to(dtype)] for part, dtype in zip(parts, types, strict=True)]
-    mine, right = (
-        Arrays(*[[one[0].clone()] for one in given], [torch.zeros(CHECKED, dtype=torch.bfloat16)])
+    inputs = [part.to(dtype) for part, dtype in zip(parts, types, strict=True)]
+    ours, expected = (
+        Arrays(*[[part.clone()] for part in inputs], [torch.zeros(CHECKED, dtype=torch.bfloat16)])
         for _ in range(2)
     )
     settings = AdamSettings(
         lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=7, seed=1
     )
-    adam(mine, torch.tensor(0.37), settings)
-    reference(right, torch.tensor(0.37), settings.scalars())
-    for name, one, other in zip(Arrays._fields, mine, right, strict=True):
-        if not torch.equal(one[0], other[0]):
+    adam(ours, torch.tensor(0.37), settings)
+    reference(expected, torch.tensor(0.37), settings.scalars())
+    for name, (result,), (right,) in zip(Arrays._fields, ours, expected, strict=True):
+        if not torch.equal(result, right):
             sys.exit(f"error: the {name} differ from the reference's; nothing was timed")
 
 
-def verify_against_torch() -> float:
-    """The largest distance to torch's weights over the largest of them; too far: ends here."""
+def distance_to_torch() -> float:
+    """The largest difference from torch's weights, relative to the largest weight.
+
+    Ends the program if it exceeds CLOSE.
+    """
     draw = torch.Generator().manual_seed(4)
     start = torch.randn(CHECKED, generator=draw)
-    mine, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    optimizers = CPUAdam([mine], **OPTIONS), torch.optim.AdamW([theirs], **OPTIONS, fused=True)
+    ours, torchs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    optimizers = CPUAdam([ours], **OPTIONS), torch.optim.AdamW([torchs], **OPTIONS, fused=True)
     for _ in range(CHECKED_STEPS):
-        mine.grad = theirs.grad = torch.randn(CHECKED, generator=draw)
+        ours.grad = torchs.grad = torch.randn(CHECKED, generator=draw)
         for optimizer in optimizers:
             optimizer.step()
-    apart = float(((mine - theirs).abs().max() / theirs.abs().max()).detach())
-    if not apart <= CLOSE:
-        sys.exit(f"error: weights are {apart:.1e} away from torch's; nothing was timed")
-    return apart
+    distance = float(((ours - torchs).abs().max() / torchs.abs().max()).detach())
+    if not distance <= CLOSE:
+        sys.exit(f"error: weights differ from torch's by {distance:.1e}; nothing was timed")
+    return distance
 
 
 class Memory:
-    """The arrays that everyone works on, and views of them as parameters of a model."""
+    """The arrays that all optimizers work on, and views of them as parameters of a model."""
 
     def __init__(self, parameters: int, flat: bool) -> None:
         shapes, self.size = ([(parameters,)], parameters) if flat else ([], 0)
@@ -165,26 +168,26 @@ class Memory:
         """An array as tensors of the model's shapes."""
         sizes = [torch.Size(shape).numel() for shape in self.shapes]
         pieces = zip(flat.split(sizes), self.shapes, strict=True)
-        return [one.view(shape) for one, shape in pieces]
+        return [piece.view(shape) for piece, shape in pieces]
 
     def parameters(self, gradients: Tensor) -> list[nn.Parameter]:
         """The weights with these gradients."""
-        owned = [nn.Parameter(one) for one in self.views(self.weights)]
-        for parameter, gradient in zip(owned, self.views(gradients), strict=True):
+        parameters = [nn.Parameter(view) for view in self.views(self.weights)]
+        for parameter, gradient in zip(parameters, self.views(gradients), strict=True):
             parameter.grad_dtype = None  # any
             parameter.grad = gradient
-        return owned
+        return parameters
 
     def give_state(
         self, optimizer: torch.optim.Optimizer, means: Tensor | None = None,
         squares: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """The moments, after one step, to an optimizer over all parameters."""
+        """Give the moments, as after one step, to an optimizer over all parameters."""
         means = self.means if means is None else means
         squares = self.squares if squares is None else squares
-        owned = optimizer.param_groups[0]["params"]
+        parameters = optimizer.param_groups[0]["params"]
         for parameter, mean, square in zip(
-            owned, self.views(means), self.views(squares), strict=True
+            parameters, self.views(means), self.views(squares), strict=True
         ):
             optimizer.state[parameter] = {
                 "step": torch.tensor(1.0), "exp_avg": mean, "exp_avg_sq": square,
@@ -195,11 +198,11 @@ def ours(memory: Memory) -> list[Contestant]:
     """Our steps."""
     factor = torch.tensor(1.0)
 
-    def one(name: str, gradients: Tensor, num_bytes: int, *moments: Tensor) -> Contestant:
-        owned = memory.parameters(gradients)
-        copies = dict(zip(owned, memory.views(memory.copies), strict=True))
+    def contestant(name: str, gradients: Tensor, num_bytes: int, *moments: Tensor) -> Contestant:
+        parameters = memory.parameters(gradients)
+        copies = dict(zip(parameters, memory.views(memory.copies), strict=True))
         optimizer = CPUAdam(
-            owned, **OPTIONS, copies=copies if name != "ours" else None,
+            parameters, **OPTIONS, copies=copies if name != "ours" else None,
             fp32_optimizer_states=not moments,
         )  # fmt: skip
         memory.give_state(optimizer, *moments)
@@ -209,19 +212,19 @@ def ours(memory: Memory) -> list[Contestant]:
 
     halves = memory.means16, memory.squares16
     return [
-        one("ours", memory.gradients, 28),
-        one("ours, fp32 gradients, copy", memory.gradients, 30),
-        one("ours, bf16 gradients, copy", memory.gradients16, 26),
-        one("ours, bf16 gradients and moments, copy", memory.gradients16, 18, *halves),
+        contestant("ours", memory.gradients, 28),
+        contestant("ours, fp32 gradients, copy", memory.gradients, 30),
+        contestant("ours, bf16 gradients, copy", memory.gradients16, 26),
+        contestant("ours, bf16 gradients and moments, copy", memory.gradients16, 18, *halves),
     ]
 
 
 def torchs(memory: Memory) -> list[Contestant]:
     """PyTorch's steps, alone and with what goes with them."""
     gradients, copies = memory.views(memory.gradients), memory.views(memory.copies)
-    owned = memory.parameters(memory.gradients)
-    fused = torch.optim.AdamW(owned, **OPTIONS, fused=True)
-    plain = torch.optim.Adam(owned, lr=1e-5, foreach=False)
+    parameters = memory.parameters(memory.gradients)
+    fused = torch.optim.AdamW(parameters, **OPTIONS, fused=True)
+    plain = torch.optim.Adam(parameters, lr=1e-5, foreach=False)
     for optimizer in (fused, plain):
         memory.give_state(optimizer)
 
@@ -230,7 +233,7 @@ def torchs(memory: Memory) -> list[Contestant]:
             torch._foreach_mul_(gradients, 1.0)
         fused.step()
         with torch.no_grad():
-            torch._foreach_copy_(copies, owned)
+            torch._foreach_copy_(copies, parameters)
 
     return [
         Contestant(name="the sequence", run=lambda: sequence(2)),
@@ -245,8 +248,8 @@ def deepspeeds(memory: Memory, threads: int) -> list[Contestant]:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     ctypes.CDLL("libgomp.so.1").omp_set_num_threads(threads)  # not the one that torch brings along
-    owned, copies = memory.parameters(memory.gradients), memory.views(memory.copies)
-    optimizer = DeepSpeedCPUAdam(owned, **OPTIONS)
+    parameters, copies = memory.parameters(memory.gradients), memory.views(memory.copies)
+    optimizer = DeepSpeedCPUAdam(parameters, **OPTIONS)
     memory.give_state(optimizer)
     for state in optimizer.state.values():
         state["step"] = 1
@@ -254,7 +257,7 @@ def deepspeeds(memory: Memory, threads: int) -> list[Contestant]:
     def with_copy() -> None:
         optimizer.step()
         with torch.no_grad():
-            torch._foreach_copy_(copies, owned)
+            torch._foreach_copy_(copies, parameters)
 
     return [
         Contestant(name="DeepSpeedCPUAdam", run=optimizer.step),
@@ -273,14 +276,16 @@ def yardsticks(memory: Memory, run: Callable[..., None], threads: int) -> list[C
         ("ours, bf16 gradients and moments, copy", memory.gradients16, halves, memory.copies),
     )
 
-    def one(name: str, gradients: Tensor, moments: Sequence[Tensor], copies: Tensor | None):
+    def yardstick(
+        name: str, gradients: Tensor, moments: Sequence[Tensor], copies: Tensor | None
+    ) -> Contestant:
         arrays = (gradients, memory.weights, *moments)
         places = [array.data_ptr() for array in arrays] + [copies.data_ptr() if copies is not None
                                                            else None]
         sizes = (memory.size, gradients.itemsize, moments[0].itemsize)
         return Contestant(name=f"yardstick: {name}", run=lambda: run(*places, *sizes, 0, threads))
 
-    return [one(*kind) for kind in kinds]
+    return [yardstick(*kind) for kind in kinds]
 
 
 def compile_yardstick() -> Callable[..., None]:
@@ -297,27 +302,29 @@ def compile_yardstick() -> Callable[..., None]:
     return function
 
 
-def contest(contestants: list[Contestant], threads: int, rounds: int, size: int) -> dict:
-    """Run all in turn, the order turned round each time; medians and ratios."""
-    seconds: dict[str, list[float]] = {one.name: [] for one in contestants}
+def time_steps(contestants: list[Contestant], threads: int, rounds: int, size: int) -> dict:
+    """Run all in turn, in reverse order every second round; medians and ratios."""
+    seconds: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     clock = time.thread_time if threads == 1 else time.perf_counter
-    for one in contestants:
-        one.run()
+    for contestant in contestants:
+        contestant.run()
     for number in range(rounds):
-        for one in contestants[:: -1 if number % 2 else 1]:
+        for contestant in contestants[:: -1 if number % 2 else 1]:
             start = clock()
-            one.run()
-            seconds[one.name].append(clock() - start)
-    rows = [
-        {"name": one.name, "ms": statistics.median(seconds[one.name]) * 1e3,
-         "gb_per_s": one.num_bytes * size / statistics.median(seconds[one.name]) / 1e9,
-         "of_yardstick": spread(seconds[f"yardstick: {one.name}"], seconds[one.name])
-         if one.num_bytes else None}
-        for one in contestants
-    ]  # fmt: skip
+            contestant.run()
+            seconds[contestant.name].append(clock() - start)
+    rows = []
+    for contestant in contestants:
+        name, num_bytes = contestant.name, contestant.num_bytes
+        median = statistics.median(seconds[name])
+        yardstick = spread(seconds[f"yardstick: {name}"], seconds[name]) if num_bytes else None
+        rows.append({
+            "name": name, "ms": median * 1e3, "gb_per_s": num_bytes * size / median / 1e9,
+            "of_yardstick": yardstick,
+        })  # fmt: skip
     ratios = [
-        {"ours": mine, "other": other, **spread(seconds[other], seconds[mine])}
-        for mine, other in RATIOS if other in seconds
+        {"ours": ours, "other": other, **spread(seconds[other], seconds[ours])}
+        for ours, other in RATIOS if other in seconds
     ]  # fmt: skip
     return {"threads": threads, "rows": rows, "ratios": ratios, "seconds": seconds}
 
@@ -335,7 +342,7 @@ def show(result: dict) -> None:
     print(
         f"{result['parameters'] / 1e6:.1f} M parameters, tensors: {result['tensors']}; kernel: "
         f"{result['isa']}; equal to the reference bit for bit, "
-        f"to torch's AdamW within {result['apart']:.0e}"
+        f"to torch's AdamW within {result['distance']:.0e}"
     )
     for run in result["runs"]:
         clock = "processor time" if run["threads"] == 1 else "time by the clock"
@@ -348,9 +355,9 @@ def show(result: dict) -> None:
                          f"({share['low']:.0f} to {share['high']:.0f})")  # fmt: skip
             print(line)
         print("\n  times as fast, median and quartiles")
-        for one in run["ratios"]:
-            print(f"  {one['ours']:40} than {one['other']:28} {one['median']:5.2f}   "
-                  f"{one['low']:.2f} to {one['high']:.2f}")  # fmt: skip
+        for ratio in run["ratios"]:
+            print(f"  {ratio['ours']:40} than {ratio['other']:28} {ratio['median']:5.2f}   "
+                  f"{ratio['low']:.2f} to {ratio['high']:.2f}")  # fmt: skip
 
 
 if __name__ == "__main__":

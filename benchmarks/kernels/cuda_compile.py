@@ -1,4 +1,4 @@
-"""What nvcc reports of the CUDA kernels: registers, shared memory, and what did not fit in registers.
+"""What nvcc reports of the CUDA kernels: registers, shared memory, and register spills.
 
     python -m benchmarks.kernels.cuda_compile [--output FILE.md]
 

@@ -100,9 +100,7 @@ def our_generator(model: GPT, tokens: int, *, use_cache: bool) -> Generator:
 
     def run(prompts: torch.Tensor) -> list[list[int]]:
         requests = [
-            Request(
-                prompt=tuple(prompt), max_new_tokens=tokens, sampling=Sampling(temperature=0)
-            )
+            Request(prompt=tuple(prompt), max_new_tokens=tokens, sampling=Sampling(temperature=0))
             for prompt in prompts.tolist()
         ]
         texts = [""] * len(requests)

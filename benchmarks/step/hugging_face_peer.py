@@ -7,19 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.shared.training_setup import TrainingSetup
+from megatron_zpp.models.tensor_forms import Sizes
+from megatron_zpp.models.weight_names import GPT2
+from megatron_zpp.settings.config import ModelConfig
 from zeropp.errors import InputError
-
-# Names in a block: ours, Hugging Face's. Their matrices are [in, out] where ours are [out, in].
-VECTORS = (
-    ("norm1.weight", "ln_1.weight"), ("norm1.bias", "ln_1.bias"),
-    ("norm2.weight", "ln_2.weight"), ("norm2.bias", "ln_2.bias"),
-    ("attention.output.bias", "attn.c_proj.bias"), ("mlp.input.bias", "mlp.c_fc.bias"),
-    ("mlp.output.bias", "mlp.c_proj.bias"),
-)  # fmt: skip
-MATRICES = (
-    ("attention.output.weight", "attn.c_proj.weight"), ("mlp.input.weight", "mlp.c_fc.weight"),
-    ("mlp.output.weight", "mlp.c_proj.weight"),
-)  # fmt: skip
 
 
 def is_installed() -> bool:
@@ -54,34 +45,25 @@ def hugging_face(
     )  # fmt: skip
     with torch.device(setup.ranks.device):
         model = GPT2LMHeadModel(config)
-    copy_weights(model, weights, ours.num_layers, ours.num_attention_heads)
+    copy_weights(model, weights, ours, config.vocab_size)
     return model, lambda tokens, positions: model(input_ids=tokens, position_ids=positions).logits
 
 
 @torch.no_grad()
-def copy_weights(model: nn.Module, weights: Mapping[str, Tensor], layers: int, heads: int) -> None:
-    """Copy our GPT's weights into `GPT2LMHeadModel`; raises KeyError for names that differ."""
-    theirs = dict(model.named_parameters())
-    values = {
-        "transformer.wte.weight": weights["tokens.weight"],
-        "transformer.wpe.weight": weights["positions.weight"],
-        "transformer.ln_f.weight": weights["norm.weight"],
-        "transformer.ln_f.bias": weights["norm.bias"],
-    }
-    for index in range(layers):
-        block, their_block = f"blocks.{index}.", f"transformer.h.{index}."
-        values |= {their_block + name: weights[block + mine] for mine, name in VECTORS}
-        values |= {their_block + name: weights[block + mine].t() for mine, name in MATRICES}
-        qkv, bias = (weights[block + f"attention.qkv.{kind}"] for kind in ("weight", "bias"))
-        values[their_block + "attn.c_attn.weight"] = ungrouped(qkv, heads).t()
-        values[their_block + "attn.c_attn.bias"] = ungrouped(bias, heads)
-    if missing := set(theirs) ^ set(values):
+def copy_weights(
+    model: nn.Module, weights: Mapping[str, Tensor], config: ModelConfig, rows: int
+) -> None:
+    """Copy our GPT's weights, with `rows` rows of vocabulary, into `GPT2LMHeadModel`.
+
+    Raises KeyError if their names do not match.
+    """
+    sizes = Sizes(model=config, vocab_rows=rows, padded_rows=rows)
+    values = {}
+    for name, weight in weights.items():
+        row = GPT2.row(name)
+        values |= dict(zip(row.theirs, row.form.split(weight, sizes), strict=True))
+    parameters = dict(model.named_parameters())
+    if missing := set(parameters) ^ set(values):
         raise KeyError(f"not the same weights: {', '.join(sorted(missing))}")
     for name, value in values.items():
-        theirs[name].copy_(value)
-
-
-def ungrouped(qkv: Tensor, heads: int) -> Tensor:
-    """Rows of queries, keys and values [heads, 3, channels] as [3, heads, channels]."""
-    grouped = qkv.unflatten(0, (heads, 3, -1))
-    return grouped.transpose(0, 1).flatten(0, 2)
+        parameters[name].copy_(value)

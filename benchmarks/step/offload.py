@@ -45,8 +45,7 @@ from benchmarks.step.training_loops import TrainingLoop, ours
 from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.config import ParallelConfig
 from zeropp import ZeroConfig, optimizer_step, shard
-from zeropp.optim.offloaded import OffloadedAdam, offloaded_adamw
-from zeropp.optim.step import local_part
+from zeropp.optim.offloaded import offloaded_adamw
 from zeropp.ranks.topology import Environment
 
 PARTS = ("train", "ranks")
@@ -201,9 +200,7 @@ def compare_rank_counts(options: argparse.Namespace) -> list[dict]:
     seconds: dict[int, list[float]] = {count: [] for count in options.ranks}
     for count in interleaved(list(options.ranks), options.turns):
         hidden_gpus = {"CUDA_VISIBLE_DEVICES": ""}
-        seconds[count] += run_on_ranks(
-            __spec__.name, count, sys.argv[1:], variables=hidden_gpus
-        )
+        seconds[count] += run_on_ranks(__spec__.name, count, sys.argv[1:], variables=hidden_gpus)
     num_bytes = UPDATE_BYTES * matrices(options) * MATRIX**2
     reference = statistics.median(next(iter(seconds.values())))
     return [
@@ -240,9 +237,11 @@ def time_updates(options: argparse.Namespace) -> tuple[list[float], int]:
     sharding = shard(nn.Sequential(*layers), ranks.mesh, config)
     groups = [{"params": list(sharding.model.parameters())}]
     optimizer = offloaded_adamw(sharding, groups, ranks.device, config)
+    inputs = torch.ones(1, MATRIX, dtype=torch.bfloat16)
     seconds = []
     for _ in range(options.rounds + 1):
-        fill_gradients(optimizer)
+        with sharding.micro_step(last=True):
+            sharding.model(inputs).sum().backward()
         dist.barrier()
         start = time.perf_counter()
         optimizer_step(optimizer, sharding, clip_grad=1.0)
@@ -251,12 +250,6 @@ def time_updates(options: argparse.Namespace) -> tuple[list[float], int]:
         seconds.append(slowest.item())
     dist.destroy_process_group()
     return seconds[1:], ranks.rank  # the first step allocates the optimizer's state
-
-
-def fill_gradients(optimizer: OffloadedAdam) -> None:
-    """Set the gradients as the end of a backward pass does."""
-    for parameter, master in optimizer.masters.items():
-        optimizer.offload._take(parameter, torch.ones_like(local_part(master)))
 
 
 def show(result: dict) -> None:

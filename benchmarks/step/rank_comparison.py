@@ -77,9 +77,7 @@ def verify(loops: Sequence[TrainingLoop], setup: TrainingSetup) -> dict:
     return {"steps": VERIFIED_STEPS, "differences": largest, "allowed": allowed}
 
 
-def _compare(
-    name: str, setup: TrainingSetup, loops: Sequence[TrainingLoop], rounds: int
-) -> dict:
+def _compare(name: str, setup: TrainingSetup, loops: Sequence[TrainingLoop], rounds: int) -> dict:
     verified = verify(loops, setup)
     for loop in loops:
         for _ in range(WARM_UP):
@@ -148,9 +146,7 @@ def _update(loop: TrainingLoop, before: Sequence[Tensor]) -> list[Tensor]:
     return [after - start for after, start in pairs]
 
 
-def _distance(
-    update: Sequence[Tensor], expected: Sequence[Tensor], setup: TrainingSetup
-) -> float:
+def _distance(update: Sequence[Tensor], expected: Sequence[Tensor], setup: TrainingSetup) -> float:
     """L2 norm of the difference over all ranks, relative to that of `expected`."""
     pairs = zip(update, expected, strict=True)
     squares = sum((mine - right).square().sum().item() for mine, right in pairs)

@@ -5,7 +5,7 @@ import torch
 from megatron_zpp.checkpoint.training_state import run_settings
 from megatron_zpp.model.apex import find_apex
 from megatron_zpp.model.flops import TokenFlops
-from megatron_zpp.models.pretrained import adapters
+from megatron_zpp.models.pretrained_model import lora_summary
 from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate
@@ -116,7 +116,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
     sources = config.data.data_path or config.data.train_data_path or ("made-up samples",)
     return [
         ("model", f"{shape}: {sharding.model.num_parameters():,} parameters"),
-        *adapters(config, sharding),
+        *lora_summary(config, sharding),
         ("data", " ".join(sources)),
         ("batch", f"{batch} samples of {model.seq_length} tokens, {micro_batches} micro-batches "
                   f"of {config.batch.micro_batch_size} on each of {run.ranks.num_ranks} ranks"),

@@ -7,7 +7,7 @@ from megatron_zpp.data.gpt_dataset import build_datasets
 from megatron_zpp.data.instructions.dataset import build_instructions
 from megatron_zpp.data.text_source import open_source
 from megatron_zpp.models.open_model import OpenedModel
-from megatron_zpp.models.pretrained import with_named_model
+from megatron_zpp.models.pretrained_model import with_initial_model
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.data import names_examples
@@ -39,7 +39,7 @@ def open_inputs(requested: Config, ranks: Ranks) -> Inputs:
 
     Raises InputError for what cannot be opened or does not fit together.
     """
-    with_model, pretrained = with_named_model(requested)
+    with_model, pretrained = with_initial_model(requested)
     data, tokenizer = ranks.rank_zero_first(
         lambda: open_source(with_model.data, with_model.tokenizer)
     )

@@ -68,7 +68,7 @@ def forward_backward(
             (loss * (loss_scale / num_micro_batches)).backward()
         total_loss += loss.detach()
     run.communication.end_step(num_micro_batches)
-    return ranks.summed(total_loss) / (num_micro_batches * ranks.num_ranks)
+    return ranks.sum_tensor(total_loss) / (num_micro_batches * ranks.num_ranks)
 
 
 def set_schedule(run: Run) -> None:

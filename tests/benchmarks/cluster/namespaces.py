@@ -1,4 +1,4 @@
-"""What tests of emulated clusters share: whether there can be any, and what a run has made."""
+"""What tests of emulated clusters share: whether they can run, and the namespaces of a run."""
 
 import os
 import subprocess
@@ -7,26 +7,26 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.cluster.emulation import require_means
+from benchmarks.cluster.emulation import require_namespaces
 from zeropp.errors import InputError
 
 
 def why_impossible() -> str:
-    """Why no namespace can be made here; empty if one can."""
+    """Why no namespace can be created here; empty if one can."""
     try:
-        require_means()
+        require_namespaces()
     except InputError as reason:
         return str(reason)
     name = f"zeropp-{os.getpid()}-trial"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if made.returncode != 0:
-        return made.stderr.strip()
+    done = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if done.returncode != 0:
+        return done.stderr.strip()
     subprocess.run(["ip", "netns", "delete", name], check=True)
     return ""
 
 
-IMPOSSIBLE = why_impossible()
-needs_namespaces = pytest.mark.skipif(bool(IMPOSSIBLE), reason=IMPOSSIBLE or "possible")
+REASON = why_impossible()
+needs_namespaces = pytest.mark.skipif(bool(REASON), reason=REASON or "possible")
 
 
 def namespaces_of(process: int) -> set[str]:
@@ -35,8 +35,8 @@ def namespaces_of(process: int) -> set[str]:
     return {name for name in names if name.startswith(f"zeropp-{process}-")}
 
 
-def wait_until(true: Callable[[], object], what: str, seconds: float = 30) -> None:
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
         time.sleep(0.05)

@@ -8,34 +8,27 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from benchmarks.cluster import cluster, deepspeed_peer
 from benchmarks.cluster.cluster_chart import draw
 from benchmarks.cluster.cluster_report import show, summary
+from benchmarks.cluster.configurations import NAMES, OURS, zero_config
 from benchmarks.cluster.emulation import Counters
-from benchmarks.cluster.products import multiply_in_fp32
-from benchmarks.cluster.trainees import NAMES, OURS, zero_config
-from benchmarks.cluster.turns import Disagreement, Turns, take_turns
+from benchmarks.cluster.interleaved_steps import TimedStep, TimedSteps, run_interleaved
+from benchmarks.shared.interleaved import Disagreement
 from tests.benchmarks.cluster.namespaces import namespaces_of, needs_namespaces, wait_until
+from tests.benchmarks.started import run_benchmark
+from tests.launched import ROOT
 from zeropp.errors import InputError
 
-ROOT = Path(__file__).resolve().parents[3]
 TINY = "--layers 2 --hidden 32 --heads 2 --seq 16 --vocab 100"
-# Messages of 100 KB and more, so that headers and gloo's own words weigh little.
+# Messages of 100 KB and more, so that headers and gloo's own messages weigh little.
 SMALL = "--layers 1 --hidden 512 --heads 2 --seq 16 --vocab 100"
 
 
-def command(arguments: str) -> list[str]:
-    return [sys.executable, "benchmarks/cluster/cluster.py", *arguments.split()]
-
-
 def measured(arguments: str) -> dict:
-    done = subprocess.run(command(f"{arguments} --json -"), cwd=ROOT, capture_output=True,
-                          text=True, timeout=240)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(run_benchmark("cluster.cluster", *arguments.split(), "--json", "-").stdout)
 
 
 def plan(monkeypatch: pytest.MonkeyPatch, arguments: str) -> cluster.Plan:
@@ -44,9 +37,9 @@ def plan(monkeypatch: pytest.MonkeyPatch, arguments: str) -> cluster.Plan:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        ("zero4", "no configuration is called 'zero4'; known: fsdp2, zero3, qwz"),
+        ("zero4", "no configuration is called 'zero4'; expected one of fsdp2, zero3, qwz"),
         ("fsdp2 deepspeed", "no configuration is called 'deepspeed'; --deepspeed adds it"),
         ("--rounds 0", "--rounds 0: expected at least 1"),
         ("--warm-up 0", "--warm-up 0: expected at least 1"),
@@ -57,35 +50,35 @@ def plan(monkeypatch: pytest.MonkeyPatch, arguments: str) -> cluster.Plan:
         ("--plot picture.jpg", "ends with .png"),
     ],
 )
-def test_what_cannot_be_measured_is_said(monkeypatch, arguments: str, said: str):
-    with pytest.raises(InputError, match=said.replace("(", "[(]")):
+def test_impossible_plans_are_refused(monkeypatch, arguments: str, message: str):
+    with pytest.raises(InputError, match=message):
         plan(monkeypatch, arguments)
 
 
-def test_a_missing_deepspeed_is_said_with_the_way_to_get_it(monkeypatch):
+def test_a_missing_deepspeed_is_refused_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr(deepspeed_peer, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="DS_ACCELERATOR=cpu pip install .* deepspeed==0.19.8"):
         plan(monkeypatch, "--one-host --deepspeed")
 
 
 def test_configurations_and_rates_count_once(monkeypatch):
-    monkeypatch.setattr(cluster.emulation, "require_means", lambda: None)
-    made = plan(monkeypatch, "qgz zero3 qgz --rate none --rate 1gbit --rate none --products fp32")
-    assert made.names == ("qgz", "zero3") and made.rates == ("none", "1gbit")
-    usual = plan(monkeypatch, "--one-host --products fp32")
-    assert usual.names == ("fsdp2", "zero3", "zeropp") and usual.rates == (None,)
-    assert dict(usual.shape)["layers"] == 8 and dict(usual.shape)["hidden"] == 512
+    monkeypatch.setattr(cluster.emulation, "require_namespaces", lambda: None)
+    chosen = plan(monkeypatch, "qgz zero3 qgz --rate none --rate 1gbit --rate none --products fp32")
+    assert chosen.names == ("qgz", "zero3") and chosen.rates == ("none", "1gbit")
+    default = plan(monkeypatch, "--one-host --products fp32")
+    assert default.names == ("fsdp2", "zero3", "zeropp") and default.rates == (None,)
+    assert dict(default.shape)["layers"] == 8 and dict(default.shape)["hidden"] == 512
 
 
 def test_each_configuration_switches_on_what_its_name_says():
-    found = {}
+    settings = {}
     for name in OURS:
         zero = zero_config(name, ranks_per_node=3).zero_optimization
-        found[name] = (
+        settings[name] = (
             zero.zero_quantized_weights, zero.zero_hpz_partition_size,
             zero.zero_quantized_gradients,
         )  # fmt: skip
-    assert found == {
+    assert settings == {
         "zero3": (False, 1, False), "qwz": (True, 1, False), "hpz": (False, 3, False),
         "qgz": (False, 1, True), "zeropp": (True, 3, True), "zeropp-4-4": (True, 3, True),
     }  # fmt: skip
@@ -94,54 +87,66 @@ def test_each_configuration_switches_on_what_its_name_says():
     assert NAMES == ("fsdp2", *OURS, "deepspeed")
 
 
-class FakeCrew:
-    """Two nodes of one rank whose steps take no time; `losses` are those of each configuration."""
+class FakeRanks:
+    """Two ranks whose steps take no time; `losses` are those of each configuration."""
 
     def __init__(self, **losses: float) -> None:
-        self.losses, self.asked = losses, []
+        self.losses, self.orders = losses, []
 
-    def ask(self, what: str, name: str) -> list[dict]:
-        self.asked.append(name)
-        seconds = (0.1 * len(self.asked), 0.2)
+    def ask(self, order: str, name: str) -> list[dict]:
+        self.orders.append(name)
+        seconds_of_ranks = (0.1 * len(self.orders), 0.2)
         loss = self.losses[name]
-        return [{"seconds": one, "work": 0.5, "loss": loss, "sent": None} for one in seconds]
+        return [
+            {"seconds": seconds, "processor_seconds": 0.5, "loss": loss, "sent": None}
+            for seconds in seconds_of_ranks
+        ]
 
 
-def fake_plan(*names: str, rounds: int) -> cluster.Plan:
-    return cluster.Plan(
-        names=names, rates=(None,), nodes=2, ranks_per_node=1, shape=(), rounds=rounds, warm_up=1,
-        products="bf16",
-    )  # fmt: skip
+def run_fake(ranks: FakeRanks, rounds: int) -> dict[str, TimedSteps]:
+    names = ("fsdp2", "qwz")
+    return run_interleaved(ranks, names, [], rounds=rounds, warm_up=1, say=lambda text: None)
 
 
 def test_steps_are_taken_in_turn_and_the_slowest_rank_counts():
-    crew = FakeCrew(fsdp2=6.0, qwz=6.03)
-    turns = take_turns(crew, fake_plan("fsdp2", "qwz", rounds=2), False, lambda text: None)
-    assert crew.asked == ["fsdp2", "qwz", "fsdp2", "qwz", "qwz", "fsdp2"]
-    assert turns["fsdp2"].seconds == pytest.approx([0.3, 0.6])
-    assert turns["qwz"].seconds == pytest.approx([0.4, 0.5])
-    assert turns["qwz"].work == [1.0, 1.0]
+    ranks = FakeRanks(fsdp2=6.0, qwz=6.03)
+    timed = run_fake(ranks, rounds=2)
+    assert ranks.orders == ["fsdp2", "qwz", "fsdp2", "qwz", "qwz", "fsdp2"]
+    assert timed["fsdp2"].seconds == pytest.approx([0.3, 0.6])
+    assert timed["qwz"].seconds == pytest.approx([0.4, 0.5])
+    assert [step.processor_seconds for step in timed["qwz"].steps] == [1.0, 1.0]
 
 
 def test_what_trains_another_model_is_not_timed():
-    crew = FakeCrew(fsdp2=6.0, qwz=6.1)
+    ranks = FakeRanks(fsdp2=6.0, qwz=6.1)
     with pytest.raises(Disagreement, match="losses are 6.1000 and 6.0000; nothing was timed"):
-        take_turns(crew, fake_plan("fsdp2", "qwz", rounds=1), False, lambda text: None)
-    assert crew.asked == ["fsdp2", "qwz"]
+        run_fake(ranks, rounds=1)
+    assert ranks.orders == ["fsdp2", "qwz"]
 
 
-def made_up(link: dict | None) -> dict:
+def timed_steps(
+    seconds: list[float], final_loss: float, sent: list[dict | None], wire: list[dict]
+) -> TimedSteps:
+    losses = [5.0, 4.5, 4.0, 3.5, final_loss]
+    steps = [
+        TimedStep(seconds=each, processor_seconds=0.7, loss=loss, sent=sent, wire=wire)
+        for each, loss in zip(seconds, losses, strict=True)
+    ]
+    return TimedSteps(first_loss=5.0, steps=steps)
+
+
+def example_result(link: dict | None) -> dict:
     """A result of 2 nodes x 2 ranks and a model of 1000 parameters, M = 2000 bytes."""
     wire = [{"eth0": Counters(1030, 1020), "lo": Counters(510, 510)},
             {"eth0": Counters(1020, 1030), "lo": Counters(505, 505)}]  # fmt: skip
+    wire = wire if link else []
     ledger = [{("gradients", "across_nodes"): 500, ("gradients", "in_node"): 250}] * 4
-    plain = Turns(first_loss=5.0, seconds=[2.0, 4.0, 3.0, 9.0, 1.0], losses=[5.0, 4.5, 4.0, 3.5, 3])
-    ours = Turns(first_loss=5.0, seconds=[1.5] * 5, losses=[5.0, 4.5, 4.0, 3.5, 3.1])
-    for one, sent in ((plain, [None] * 4), (ours, ledger)):
-        one.work = [0.7] * 5
-        one.wire, one.sent = [wire if link else []] * 5, [sent] * 5
+    timed = {
+        "fsdp2": timed_steps([2.0, 4.0, 3.0, 9.0, 1.0], 3.0, [None] * 4, wire),
+        "zeropp": timed_steps([1.5] * 5, 3.1, ledger, wire),
+    }
     built = {"fsdp2": [{"expected": None}] * 4, "zeropp": [{"expected": ledger[0]}] * 4}
-    rows = summary({"fsdp2": plain, "zeropp": ours}, built, ranks_per_node=2)
+    rows = summary(timed, built, ranks_per_node=2)
     rate = "100mbit" if link else None
     return {
         "date": "today", "commit": "abc", "uncommitted": [], "parameters": 1000, "nodes": 2,
@@ -156,7 +161,7 @@ LINK = {"limit": 100.0, "measured": [99.0, 70.0]}
 
 
 def test_bytes_are_those_of_nodes_and_stand_beside_the_ledgers():
-    plain, ours = made_up(LINK)["runs"][0]["rows"]
+    plain, ours = example_result(LINK)["runs"][0]["rows"]
     assert plain["median"] == 3 and plain["quartiles"] == [1.5, 6.5]
     assert ours["speedup"] == 2 and plain["speedup"] == 1
     assert ours["final_loss"] == 3.1 and ours["processor_seconds"] == 0.7
@@ -172,7 +177,7 @@ def test_bytes_are_those_of_nodes_and_stand_beside_the_ledgers():
 @pytest.mark.parametrize("link", [LINK, None])
 def test_the_tables_fit_a_terminal_and_show_bytes_in_models(link):
     console = Console(width=80, file=io.StringIO())
-    show(made_up(link), console)
+    show(example_result(link), console)
     printed = console.file.getvalue()
     lines = {line.split()[0]: line.split() for line in printed.splitlines() if line.strip()}
     assert "…" not in printed
@@ -181,38 +186,16 @@ def test_the_tables_fit_a_terminal_and_show_bytes_in_models(link):
         assert "one host, no network" in printed
         assert lines["zeropp"][1:] == ["-", "-", "-", "0.500", "0.0", "-", "0.250"]
     else:
-        assert "99 and 70 Mbit/s" in printed and "not what it should be: 70 of 100" in printed
+        assert "99 and 70 Mbit/s" in printed and "too slow or too fast: 70 of 100" in printed
         assert lines["zeropp"][1:] == ["0.515", "0.0", "0.515", "0.500", "0.0", "+3.00%", "0.250"]
         assert lines["fsdp2"][1:] == ["0.515", "0.0", "0.515", "-", "-", "-", "-"]
 
 
 @pytest.mark.parametrize("link", [LINK, None])
-def test_a_picture_is_drawn(link, tmp_path: Path):
+def test_a_chart_is_drawn(link, tmp_path: Path):
     pytest.importorskip("matplotlib")
-    draw(made_up(link), tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.filterwarnings("ignore:Warning only once:UserWarning")
-def test_products_in_fp32_round_as_bf16_hardware_does():
-    torch.manual_seed(0)
-    a, b, bias = (torch.randn(*shape).bfloat16() for shape in ((20, 30), (30, 40), (40,)))
-    query = torch.randn(1, 2, 8, 16).bfloat16().requires_grad_()
-    library = multiply_in_fp32()
-    product, sums = a @ b, torch.addmm(bias, a, b)
-    batches = torch.bmm(a[None], b[None])
-    attention = torch.nn.functional.scaled_dot_product_attention(query, query, query)
-    attention.float().sum().backward()
-    library._destroy()
-    exact = a.float() @ b.float()
-    assert torch.equal(product, exact.bfloat16()) and torch.equal(batches[0], product)
-    assert torch.equal(sums, (exact + bias.float()).bfloat16())
-    wide = query.detach().float().requires_grad_()
-    expected = torch.nn.functional.scaled_dot_product_attention(wide, wide, wide)
-    expected.sum().backward()
-    assert attention.dtype == query.grad.dtype == torch.bfloat16
-    torch.testing.assert_close(attention, expected.bfloat16(), rtol=2**-7, atol=2**-8)
-    torch.testing.assert_close(query.grad, wide.grad.bfloat16(), rtol=2**-6, atol=2**-6)
+    draw(example_result(link), tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_one_host_shows_what_the_ledgers_say():
@@ -253,10 +236,11 @@ def test_the_interfaces_count_what_the_ledgers_say():
 
 @needs_namespaces
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_behind_by_an_interrupted_run(ending: signal.Signals):
+def test_an_interrupted_run_leaves_nothing_behind(ending: signal.Signals):
+    command = [sys.executable, "-m", "benchmarks.cluster.cluster"]
     run = subprocess.Popen(
-        command(f"zero3 {TINY} --rounds 1000 --products fp32"), cwd=ROOT, stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE, text=True,
+        [*command, *f"zero3 {TINY} --rounds 1000 --products fp32".split()],
+        cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
 
     def ranks() -> list[str]:

@@ -1,4 +1,4 @@
-"""Emulated clusters: what is made, what is counted, and that nothing stays behind."""
+"""Emulated clusters: bytes are counted, and nothing stays behind."""
 
 import os
 import shutil
@@ -6,17 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from benchmarks.cluster import emulation
-from benchmarks.cluster.crew import Crew, Host, RankFailed, started_crew
 from benchmarks.cluster.emulation import bits_per_second, counters, emulated_cluster
 from tests.benchmarks.cluster.namespaces import namespaces_of, needs_namespaces
+from tests.launched import ROOT
 from zeropp.errors import InputError
 
-ROOT = Path(__file__).resolve().parents[3]
 SLEEP = "import time; time.sleep(60)"
 
 
@@ -38,14 +36,14 @@ def test_what_is_no_rate_is_said(text: str):
 def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, missing: str):
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == missing else f"/sbin/{tool}")
     with pytest.raises(InputError, match=f"no command {missing} here.*iproute2.*--one-host"):
-        emulation.require_means()
+        emulation.require_namespaces()
 
 
 def test_who_is_not_root_is_told_of_one_host(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(InputError, match="by root only. --one-host"):
-        emulation.require_means()
+    with pytest.raises(InputError, match="only root can .*--one-host"):
+        emulation.require_namespaces()
 
 
 @needs_namespaces
@@ -67,12 +65,12 @@ def test_bytes_between_nodes_are_counted_and_nothing_stays_behind(num_nodes: int
         command = [sys.executable, "-c"]
         pipes = {"stdout": subprocess.PIPE, "text": True}
         receiver = subprocess.Popen(
-            [*cluster.inside(last), *command, f"import time; {receive}"], **pipes
+            [*cluster.prefix(last), *command, f"import time; {receive}"], **pipes
         )
         assert receiver.stdout.readline() == "ready\n"
         before = counters(receiver.pid)["eth0"]
         started = time.monotonic()
-        sender = subprocess.Popen([*cluster.inside(0), *command, f"import time; {send}"], **pipes)
+        sender = subprocess.Popen([*cluster.prefix(0), *command, f"import time; {send}"], **pipes)
         assert sender.stdout.readline() == "done\n"
         taken = time.monotonic() - started
         arrived = (counters(receiver.pid)["eth0"] - before).received
@@ -90,16 +88,16 @@ def test_bytes_between_nodes_are_counted_and_nothing_stays_behind(num_nodes: int
 @needs_namespaces
 def test_what_a_killed_run_left_is_removed_by_the_next():
     program = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import subprocess\n"
+        "import subprocess, sys\n"
         "from benchmarks.cluster.emulation import emulated_cluster\n"
         "with emulated_cluster(2, 'none') as cluster:\n"
-        f"    subprocess.Popen([*cluster.inside(1), sys.executable, '-c', {SLEEP!r}])\n"
+        f"    subprocess.Popen([*cluster.prefix(1), sys.executable, '-c', {SLEEP!r}])\n"
         "    print('ready', flush=True)\n"
         "    input()\n"
     )
     run = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True,
     )
     assert run.stdout.readline() == "ready\n"
     left = namespaces_of(run.pid)
@@ -123,26 +121,7 @@ def test_a_mistake_inside_leaves_nothing_behind():
 @needs_namespaces
 def test_what_the_system_refuses_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(emulation, "MTU", 10)  # less than any link may have
-    with pytest.raises(InputError, match="could not be made: ip link add.*--one-host"):
+    with pytest.raises(InputError, match="could not be created: ip link add.*--one-host"):
         with emulated_cluster(2, "none"):
             pass
     assert not namespaces_of(os.getpid())
-
-
-def test_a_dead_rank_is_named_and_the_others_end():
-    host = Host(variables={"MASTER_ADDR": "127.0.0.1"})
-    with started_crew(1, 2, lambda node: host) as crew:
-        processes = [worker.process for worker in crew.workers]
-        processes[1].kill()
-        with pytest.raises(RankFailed, match="rank 1 died: killed by SIGKILL"):
-            crew.ask("join", products="bf16")
-    assert all(process.poll() == -signal.SIGKILL for process in processes)
-
-
-def test_a_silent_rank_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.cluster.crew.ORDER_SECONDS", 0.2)
-    with started_crew(1, 1, lambda node: Host(variables={})) as crew:
-        assert isinstance(crew, Crew)
-        os.killpg(crew.workers[0].process.pid, signal.SIGSTOP)
-        with pytest.raises(RankFailed, match="rank 0 has not answered to 'join' in 0.2 s: it runs"):
-            crew.ask("join", products="bf16")

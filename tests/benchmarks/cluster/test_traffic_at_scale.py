@@ -1,22 +1,31 @@
-"""Bytes at a scale that is not at hand, by the program itself: for a model that takes a second."""
+"""The bytes of a large cluster, counted for a model that takes a second."""
 
 import json
+import sys
 
 import pytest
-from benchmarks.cluster.scale import PARTS, main
+
+from benchmarks.cluster import traffic_at_scale
+from benchmarks.cluster.traffic_at_scale import COMPONENTS
 
 SMALL = "--nodes 3 --ranks-per-node 4 --layers 2 --hidden 256 --heads 4 --seq 8 --vocab 300 "
+
+
+def run(flags: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["traffic_at_scale.py", *SMALL.split(), *flags])
+        assert traffic_at_scale.main() == 0
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
     path = tmp_path_factory.mktemp("scale") / "scale.json"
-    main([*SMALL.split(), "--json", str(path)])
+    run(["--json", str(path)])
     return json.loads(path.read_text())
 
 
 def test_every_ledger_is_the_formula(results):
-    assert [row["name"] for row in results["rows"]] == list(PARTS)
+    assert [row["name"] for row in results["rows"]] == list(COMPONENTS)
     for row in results["rows"]:
         assert row["ledger"] == row["forecast"]
 
@@ -33,7 +42,7 @@ def test_units_are_models_in_16_bit(results):
 
 
 def test_some_rows_and_more_micro_batches(results, capsys):
-    main([*SMALL.split(), "--only", "all three", "--micro-batches", "3"])
+    run(["--only", "all three", "--micro-batches", "3"])
     lines = capsys.readouterr().out.splitlines()
     assert "3 nodes of 4 ranks; 3 micro-batch(es) per step" in lines[0]
     once = results["rows"][-1]["ledger"]

@@ -1,25 +1,26 @@
-"""The benchmark of convergence: its arithmetic, what it keeps and uses again, what it refuses."""
+"""The convergence benchmark: its arithmetic, the runs it stores and uses again, what it refuses."""
 
 import json
+import shlex
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.convergence import convergence
-from benchmarks.convergence.arms import ARMS, BASELINE, Recipe
 from benchmarks.convergence.comparison import (
     WINDOW,
     compare,
     curves,
     markdown_table,
     smoothed,
-    text_table,
     verdict,
 )
-from benchmarks.convergence.convergence import RunFailed, keep, read_kept, train_missing
-from benchmarks.convergence.curves import draw, require_drawing
+from benchmarks.convergence.convergence import RunFailed, add_run, read_runs, train_missing
+from benchmarks.convergence.convergence_chart import draw
+from benchmarks.convergence.variants import BASELINE, VARIANTS, Recipe
+from benchmarks.shared.charts import require_matplotlib
 from zeropp.errors import InputError
 
 RECIPE = Recipe(
@@ -32,8 +33,8 @@ TINY = (
 SMALL = ("--steps", "3", "--eval-interval", "2", "--eval-samples", "32", "--dtype", "fp32")
 
 
-def ran(final: float, training: list[float] | None = None, across: float = 1e6) -> dict:
-    """What a run found: 40 training losses, held-out losses at 0, 20 and 40."""
+def result_of(final: float, training: list[float] | None = None, across: float = 1e6) -> dict:
+    """The result of a run: 40 training losses, held-out losses at 0, 20 and 40."""
     return {
         "training": training or [final] * 40,
         "held_out": [[0, 9.0], [20, 7.0], [40, final]],
@@ -50,8 +51,9 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 def test_differences_are_taken_seed_by_seed():
     runs = {
-        BASELINE: {1: ran(4.0), 2: ran(8.0)},
-        "zeropp": {1: ran(4.4), 2: ran(7.6, across=3e6)},  # +10% and -5%, not +-0% of the means
+        BASELINE: {1: result_of(4.0), 2: result_of(8.0)},
+        # +10% and -5%, not the +-0% of the means
+        "zeropp": {1: result_of(4.4), 2: result_of(7.6, across=3e6)},
     }
     baseline, row = compare(runs)
     assert baseline.difference == baseline.worst == baseline.bump == 0
@@ -65,20 +67,20 @@ def test_differences_are_taken_seed_by_seed():
 
 @pytest.mark.parametrize("difference", [0.0049, -0.0049, 0.0051, -0.0051])
 def test_the_target_is_within_half_a_percent_in_both_directions(difference):
-    runs = {BASELINE: {1: ran(5.0)}, "zeropp": {1: ran(5.0 * (1 + difference))}}
+    runs = {BASELINE: {1: result_of(5.0)}, "zeropp": {1: result_of(5.0 * (1 + difference))}}
     assert ("NOT" in verdict(compare(runs))) == (abs(difference) > 0.005)
 
 
 def test_a_bump_is_found_where_the_smoothed_loss_is_farthest_above():
     flat = [5.0] * 40
     raised = flat[:25] + [6.0] * 5 + flat[30:]  # iterations 26 to 30 are 1 higher
-    runs = {BASELINE: {1: ran(5.0, flat)}, "qgz": {1: ran(5.0, raised)}}
+    runs = {BASELINE: {1: result_of(5.0, flat)}, "qgz": {1: result_of(5.0, raised)}}
     row = compare(runs)[1]
     assert row.bump == pytest.approx(5 / WINDOW / 5.0) and row.bump_at == 30
     assert row.difference == 0
     both = {
-        BASELINE: {1: ran(5.0, flat), 2: ran(5.0, flat)},
-        "qgz": {1: ran(5.0, raised), 2: ran(5.0, flat)},
+        BASELINE: {1: result_of(5.0, flat), 2: result_of(5.0, flat)},
+        "qgz": {1: result_of(5.0, raised), 2: result_of(5.0, flat)},
     }
     assert compare(both)[1].bump == pytest.approx(row.bump / 2)  # a mean over the seeds
 
@@ -90,108 +92,109 @@ def test_smoothing_is_a_mean_of_the_last_iterations():
     assert smoothed([1.0, 3.0]) == [(2, 2.0)]
 
 
-def test_tables_name_every_arm_and_its_numbers():
-    runs = {BASELINE: {3: ran(5.0)}, "qwz": {3: ran(5.01, across=2.5e6)}}
+def test_the_table_has_every_variant_and_its_numbers():
+    runs = {BASELINE: {3: result_of(5.0)}, "qwz": {3: result_of(5.01, across=2.5e6)}}
     rows = compare(runs)
-    for table in (text_table(rows), markdown_table(rows)):
-        line = next(line for line in table.splitlines() if "qwz" in line)
-        for words in ("5.0100", "+0.20%", "+0.20% (3)", "2.50", "200"):
-            assert words in line
-    assert len({len(line) for line in text_table(rows).splitlines()}) == 1
+    line = next(line for line in markdown_table(rows).splitlines() if "qwz" in line)
+    assert line == "| qwz | 5.0100 | +0.20% | +0.20% (3) | +0.20% | 20 | 2.50 | 200 |"
 
 
 def test_curves_are_drawn(tmp_path):
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
-    runs = {arm: {1: ran(5.0 + number / 100)} for number, arm in enumerate(ARMS)}
-    found = curves(runs)
-    assert found[1].held_out_difference[-1] == (40, pytest.approx(0.002))
-    draw(found, tmp_path / "curves.png", "a title")
+    runs = {
+        variant: {1: result_of(5.0 + number / 100)} for number, variant in enumerate(VARIANTS)
+    }
+    drawn = curves(runs)
+    assert drawn[1].held_out_difference[-1] == (40, pytest.approx(0.002))
+    draw(drawn, tmp_path / "curves.png", "a title")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_arms_differ_in_zeropp_alone():
-    found = {arm: RECIPE.config(arm, seed=7) for arm in ARMS}
-    for config in found.values():
-        assert replace(config, zero=found[BASELINE].zero) == found[BASELINE]
+def test_variants_differ_in_zeropp_alone():
+    configs = {variant: RECIPE.config(variant, seed=7) for variant in VARIANTS}
+    for config in configs.values():
+        assert replace(config, zero=configs[BASELINE].zero) == configs[BASELINE]
         assert config.zero.stage == 3 and config.zero.zeropp.ranks_per_node == 2
     on = {
-        arm: (
+        variant: (
             config.zero.zero_optimization.zero_quantized_weights,
             config.zero.zero_optimization.zero_hpz_partition_size,
             config.zero.zero_optimization.zero_quantized_gradients,
         )
-        for arm, config in found.items()
+        for variant, config in configs.items()
     }
     assert on == {
         "baseline": (False, 1, False), "qwz": (True, 1, False), "hpz": (False, 2, False),
         "qgz": (False, 1, True), "zeropp": (True, 2, True), "zeropp-4-4": (True, 2, True),
     }  # fmt: skip
-    assert found["zeropp"].zero.zeropp.gradient_bits == (8, 4)
-    assert found["zeropp-4-4"].zero.zeropp.gradient_bits == (4, 4)
+    assert configs["zeropp"].zero.zeropp.gradient_bits == (8, 4)
+    assert configs["zeropp-4-4"].zero.zeropp.gradient_bits == (4, 4)
 
 
 def test_a_table_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    kept, trained = tmp_path / "folder" / "runs.jsonl", []
+    path, trained = tmp_path / "folder" / "runs.jsonl", []
 
-    def train(arm: str, seed: int, recipe: Recipe) -> dict:
-        trained.append((arm, seed))
+    def train(variant: str, seed: int, recipe: Recipe) -> dict:
+        trained.append((variant, seed))
         if len(trained) == 4:
             raise RunFailed("cut off")
-        about = {"recipe": convergence.asdict(recipe), "zero": recipe.zero(arm)}
-        return {"arm": arm, "seed": seed, **about, **ran(5.0)}
+        order = {"recipe": asdict(recipe), "zero": recipe.zero(variant)}
+        return {"variant": variant, "seed": seed, **order, **result_of(5.0)}
 
     monkeypatch.setattr(convergence, "train", train)
     with pytest.raises(RunFailed):
-        train_missing([BASELINE, "qwz"], [1, 2], RECIPE, kept)
+        train_missing([BASELINE, "qwz"], [1, 2], RECIPE, path)
     assert trained == [(BASELINE, 1), ("qwz", 1), (BASELINE, 2), ("qwz", 2)]
-    runs = train_missing([BASELINE, "qwz"], [1, 2], RECIPE, kept)
+    runs = train_missing([BASELINE, "qwz"], [1, 2], RECIPE, path)
     assert trained[4:] == [("qwz", 2)]
-    assert {arm: list(found) for arm, found in runs.items()} == {BASELINE: [1, 2], "qwz": [1, 2]}
-    train_missing([BASELINE, "qwz"], [1, 2], RECIPE, kept)
+    seeds = {variant: list(of_seeds) for variant, of_seeds in runs.items()}
+    assert seeds == {BASELINE: [1, 2], "qwz": [1, 2]}
+    train_missing([BASELINE, "qwz"], [1, 2], RECIPE, path)
     assert len(trained) == 5
-    assert len(kept.read_text().splitlines()) == 4
+    assert len(path.read_text().splitlines()) == 4
 
 
 def test_runs_of_other_settings_do_not_count(tmp_path):
-    kept = tmp_path / "runs.jsonl"
-    about = {"recipe": convergence.asdict(RECIPE), "zero": RECIPE.zero("qgz")}
-    keep(kept, {"arm": "qgz", "seed": 1, **about})
-    keep(kept, {"arm": "qgz", "seed": 2, **about, "zero": RECIPE.zero("zeropp")})
-    keep(kept, {"arm": "an arm of another day", "seed": 1, **about})
-    assert list(read_kept(kept, RECIPE)) == [("qgz", 1)]
-    assert not read_kept(kept, replace(RECIPE, steps=41))
-    assert not read_kept(kept, replace(RECIPE, flags=RECIPE.flags + " --lr 1e-3"))
+    path = tmp_path / "runs.jsonl"
+    order = {"recipe": asdict(RECIPE), "zero": RECIPE.zero("qgz")}
+    add_run(path, {"variant": "qgz", "seed": 1, **order})
+    add_run(path, {"variant": "qgz", "seed": 2, **order, "zero": RECIPE.zero("zeropp")})
+    add_run(path, {"variant": "a variant of another day", "seed": 1, **order})
+    add_run(path, {"arm": "qgz", "seed": 3, **order})  # as files of November 2026 say
+    assert list(read_runs(path, RECIPE)) == [("qgz", 1), ("qgz", 3)]
+    assert not read_runs(path, replace(RECIPE, steps=41))
+    assert not read_runs(path, replace(RECIPE, flags=RECIPE.flags + " --lr 1e-3"))
 
 
-def test_two_arms_from_start_to_table(tmp_path, monkeypatch, capfd):
-    arguments = [*SMALL, "--arms", BASELINE, "qwz", "--seeds", "5", "--flags", TINY]
-    arguments += ["--ranks", "2", "--ranks-per-node", "1", "--folder", str(tmp_path / "kept")]
+def test_two_variants_from_start_to_table(tmp_path, monkeypatch, capfd):
+    arguments = [*SMALL, "--variants", BASELINE, "qwz", "--seeds", "5", "--flags", TINY]
+    arguments += ["--ranks", "2", "--ranks-per-node", "1", "--folder", str(tmp_path / "runs")]
     arguments += ["--results", str(tmp_path / "page.md"), "--json"]
     assert run(monkeypatch, *arguments, str(tmp_path / "result.json")) == 0, capfd.readouterr().err
     result = json.loads((tmp_path / "result.json").read_text())
     baseline, qwz = result["runs"]
-    for one in (baseline, qwz):
-        assert len(one["training"]) == 3
-        assert [at for at, _ in one["held_out"]] == [0, 2, 3]
+    for each in (baseline, qwz):
+        assert len(each["training"]) == 3
+        assert [iteration for iteration, _ in each["held_out"]] == [0, 2, 3]
     difference = qwz["held_out"][-1][1] / baseline["held_out"][-1][1] - 1
     assert result["rows"][1]["difference"] == pytest.approx(difference)
     assert 0 < abs(difference) < 0.01  # it is quantized, and three steps change little
-    sent = [one["node_bytes"]["weights_forward/across_nodes"] for one in (baseline, qwz)]
+    sent = [each["node_bytes"]["weights_forward/across_nodes"] for each in (baseline, qwz)]
     assert sent[0] / 4 < sent[1] < sent[0] / 3  # INT8 and scales instead of fp32
     page, printed = (tmp_path / "page.md").read_text(), capfd.readouterr().out
-    assert "| qwz | " in page and "qwz  " in printed
+    assert "| qwz | " in page and "| qwz | " in printed
 
     assert run(monkeypatch, *arguments, "-") == 0
-    printed, said = capfd.readouterr()
-    assert "2 runs are kept" in said and "run 1 of" not in said
+    printed, errors = capfd.readouterr()
+    assert "2 finished runs are in" in errors and "run 1 of" not in errors
     assert json.loads(printed)["runs"] == result["runs"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        ("--arms qwz", "--arms qwz: add baseline, to compare with"),
-        ("--seeds 1 2 1", "--seeds 1 2 1: each only once"),
+        ("--arms qwz", "--variants qwz: add baseline, to compare with"),
+        ("--seeds 1 2 1", "--seeds 1 2 1: give each only once"),
         ("--steps 0", "--steps 0: expected at least 1"),
         ("--ranks 4 --ranks-per-node 3", "--ranks-per-node 3 does not divide --ranks 4"),
         ("--eval-samples 100", "--eval-samples 100: expected a multiple of 32"),
@@ -201,27 +204,25 @@ def test_two_arms_from_start_to_table(tmp_path, monkeypatch, capfd):
         ("--flags '--global-batch-size 6'", "6 is not divisible"),
     ],
 )
-def test_mistakes_are_said_before_anything_is_trained(arguments, said, monkeypatch, capsys):
+def test_mistakes_are_reported_before_anything_is_trained(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(convergence, "train_missing", lambda *_: pytest.fail("it trained"))
-    words = ["--dtype", "fp32", *convergence.shlex.split(arguments)]
+    words = ["--dtype", "fp32", *shlex.split(arguments)]
     assert run(monkeypatch, *words) == 2
     printed = capsys.readouterr().err
-    assert printed.startswith("error: ") and said in printed
+    assert printed.startswith("error: ") and message in printed
 
 
-def test_a_picture_without_matplotlib_is_refused_before_anything_is_trained(monkeypatch):
+def test_a_chart_without_matplotlib_is_refused_before_anything_is_trained(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match="pip install matplotlib"):
-        require_drawing(Path("curves.png"))
+        require_matplotlib(Path("curves.png"))
 
 
-def test_ranks_that_fail_end_the_table_and_say_how_to_go_on(tmp_path, monkeypatch, capfd):
-    script = tmp_path / "rank.py"
-    script.write_text("import sys\nsys.exit('error: no text')\n")
-    monkeypatch.setattr(convergence, "RANK_SCRIPT", script)
-    arguments = [*SMALL, "--folder", str(tmp_path / "kept"), "--arms", BASELINE, "--seeds", "1"]
+def test_ranks_that_fail_end_the_table_and_say_how_to_continue(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(convergence, "RANK_MODULE", "tests.benchmarks.convergence.failing_rank")
+    arguments = [*SMALL, "--folder", str(tmp_path / "runs"), "--arms", BASELINE, "--seeds", "1"]
     assert run(monkeypatch, *arguments) == 1
-    said = capfd.readouterr().err
-    assert "error: no text" in said and "the same command goes on" in said
-    assert not (tmp_path / "kept" / convergence.KEPT).exists()
+    errors = capfd.readouterr().err
+    assert "error: no text" in errors and "the same command continues" in errors
+    assert not (tmp_path / "runs" / convergence.FINISHED_RUNS).exists()

@@ -1,15 +1,12 @@
-"""The benchmark of the loader on a tiny model and dataset: it verifies, and its table is whole."""
+"""The benchmark of the loader on a tiny model and dataset: it verifies, and prints its table."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.benchmarks.started import run_benchmark
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
@@ -22,16 +19,11 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
         "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
         "--micro-batch-size 2 --lr 1e-3 --train-iters 200000"
     )
-    done = subprocess.run(
-        [
-            sys.executable, str(ROOT / "benchmarks" / "loader.py"), "--workers", "0", "1",
-            "--rounds", "2", "--json", str(tmp_path / "made.json"), "--", *flags.split(),
-        ],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    path = tmp_path / "result.json"
+    own = f"--workers 0 1 --rounds 2 --json {path}"
+    done = run_benchmark("data.loader", *own.split(), "--", *flags.split())
     assert "batches equal" in done.stdout and "plain DataLoader, 1 workers" in done.stdout
-    result = json.loads((tmp_path / "made.json").read_text())
+    result = json.loads(path.read_text())
     assert [row["name"] for row in result["steps"]] == ["in memory", "0 workers", "1 workers"]
     assert all(len(row["seconds"]) == len(row["waited"]) == 2 for row in result["steps"])
     speeds = [row["tokens_per_second"] for row in result["alone"]]

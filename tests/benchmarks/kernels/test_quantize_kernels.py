@@ -1,8 +1,6 @@
 """The benchmark of the kernels at tiny sizes: what is verified, timed, counted and printed."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +11,11 @@ import torch
 from benchmarks.kernels import other_libraries
 from benchmarks.kernels.adam_kernel import adam_case
 from benchmarks.kernels.quantize_kernels import is_right, on_cpu, time_case, working_peers
+from tests.benchmarks.started import run_benchmark
 from zeropp.quant import reference
 from zeropp.quant.cpu import backend
 from zeropp.quant.timing import ROWS, block_layout, cases
 
-ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
 NAMES = [
     "bf16 -> INT8", "bf16 -> INT8, 12 segments", "INT8 -> bf16", "fp32 -> INT4, reordered",
@@ -29,12 +27,8 @@ pytestmark = pytest.mark.skipif(backend() is reference, reason="csrc/ was not bu
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     path = tmp_path / "kernels.json"
-    command = [sys.executable, "benchmarks/kernels/quantize_kernels.py", "--device", "cpu", "--rounds", "2"]
-    done = subprocess.run(
-        [*command, "--elements", "8192", "16384", "--json", str(path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    flags = f"--device cpu --rounds 2 --elements 8192 16384 --json {path}"
+    done = run_benchmark("kernels.quantize_kernels", *flags.split())
     result = json.loads(path.read_text())
     rows = result["rows"]
     assert [row["kernel"] for row in rows if row["elements"] == 8192][: len(NAMES)] == NAMES
@@ -50,9 +44,9 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
 
 
 def test_sizes_that_do_not_fit_blocks_are_refused() -> None:
-    command = [sys.executable, "benchmarks/kernels/quantize_kernels.py", "--device", "cpu", "--elements", "1000"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "give multiples of 2048" in done.stderr
+    flags = "--device cpu --elements 1000"
+    done = run_benchmark("kernels.quantize_kernels", *flags.split(), status=2)
+    assert "give multiples of 2048" in done.stderr
 
 
 def test_bytes_are_those_of_what_is_read_and_written() -> None:

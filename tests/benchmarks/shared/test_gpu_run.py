@@ -1,18 +1,27 @@
-"""The script for machines with a GPU: its steps, its limits, and the Markdown it leaves."""
+"""The program for machines with a GPU: its steps, its limits, and the Markdown it writes."""
 
+import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from benchmarks.shared.limited import Done, run_limited
+from benchmarks.shared import gpu_run
+from benchmarks.shared.gpu_report import (
+    Outcome,
+    State,
+    describe_build,
+    describe_output,
+    describe_tests,
+    machine_facts,
+    markdown,
+)
+from benchmarks.shared.gpu_run import LIBRARIES, Step, missing_libraries, run_step, steps
+from benchmarks.shared.time_limited_command import CommandResult
+from tests.launched import ROOT
 
-from benchmarks import gpu
-from benchmarks.gpu import Step, carry_out, missing_libraries, steps
-from benchmarks.shared.gpu_report import Outcome, State, compiled, counted, facts, output, report
-
-ROOT = Path(__file__).resolve().parents[2]
 JUNIT = """<testsuites><testsuite>
 <testcase classname="a" name="one"/>
 <testcase classname="a" name="two"><failure message="x is 3&#10;more">trace</failure></testcase>
@@ -26,23 +35,24 @@ def python(text: str, **more) -> Step:
     return Step(name="it", title="It", command=(sys.executable, "-c", text), share=1.0, **more)
 
 
-def options(**given) -> SimpleNamespace:
-    return SimpleNamespace(**{"tiny": False, "kernels_flags": "", "train_flags": ""} | given)
+def options(**flags) -> SimpleNamespace:
+    return SimpleNamespace(**{"tiny": False, "kernels_flags": "", "train_flags": ""} | flags)
 
 
 def test_the_script_runs_and_leaves_markdown(tmp_path: Path) -> None:
-    made = tmp_path / "made.md"
+    report = tmp_path / "report.md"
     command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--tiny", "--minutes", "2"]
-    command += ["--only", "memcheck", "kernels", "--output", str(made)]
+    command += ["--only", "memcheck", "kernels", "--output", str(report)]
     done = subprocess.run(
         [*command, "--commit", "abc123", "--keep", str(tmp_path / "kept")],
         cwd=ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr + made.read_text()
-    text = made.read_text()
+    assert done.returncode == 0, done.stderr + report.read_text()
+    text = report.read_text()
     for words in (
         "| commit | abc123 |", "| GPU | not used |", "packages | torch ", "| Kernels | ok |",
-        "## Kernels", "`python benchmarks/kernels/quantize_kernels.py --device cpu", "GB/s", "there is no GPU",
+        "## Kernels", "`python -m benchmarks.kernels.quantize_kernels --device cpu", "GB/s",
+        "there is no GPU",
     ):
         assert words in text, words
     assert sys.executable not in text and "## Training" not in text
@@ -51,53 +61,33 @@ def test_the_script_runs_and_leaves_markdown(tmp_path: Path) -> None:
 
 def test_a_step_that_fails_or_takes_too_long_says_so(tmp_path: Path) -> None:
     until = time.monotonic() + 60
-    fine = carry_out(python("print('all', 'well')"), tmp_path, until, 60.0)
+    fine = run_step(python("print('all', 'well')"), tmp_path, until, 60.0)
     assert fine.status == "ok" and "all well" in fine.body
-    bad = carry_out(python("print('half'); raise SystemExit('why')"), tmp_path, until, 60.0)
+    bad = run_step(python("print('half'); raise SystemExit('why')"), tmp_path, until, 60.0)
     assert bad.status == "failed" and "status 1" in bad.body
     assert "half" in bad.body and "why" in bad.body
-    late = carry_out(python("import time; time.sleep(60)"), tmp_path, until, 0.5)
+    late = run_step(python("import time; time.sleep(60)"), tmp_path, until, 0.5)
     assert late.status == "out of time" and 0.5 <= late.seconds < 20
-    over = carry_out(python("pass"), tmp_path, time.monotonic() - 1, 60.0)
+    over = run_step(python("pass"), tmp_path, time.monotonic() - 1, 60.0)
     assert over.status == "out of time"
-    unbuilt = carry_out(python("pass", makes=("zeropp/_nothing",)), tmp_path, until, 60.0)
-    assert unbuilt.status == "failed: no zeropp/_nothing was built"
-    skipped = carry_out(python("pass", why_not="no reason"), tmp_path, until, 60.0)
+    unbuilt = run_step(python("pass", builds=("zeropp/_nothing",)), tmp_path, until, 60.0)
+    assert unbuilt.status == "failed: zeropp/_nothing not built"
+    skipped = run_step(python("pass", why_not="no reason"), tmp_path, until, 60.0)
     assert skipped.status == "not run" and skipped.body == "no reason"
-
-
-def test_all_that_a_command_started_ends_with_it(tmp_path: Path) -> None:
-    text = (
-        "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        "print(child.pid, flush=True)\ntime.sleep(60)"
-    )
-    done = run_limited([sys.executable, "-c", text], ROOT, {}, tmp_path / "log", 3.0)
-    assert done.status is None
-    stat = Path(f"/proc/{int(done.out)}/stat")
-    until = time.monotonic() + 10
-    while stat.exists() and stat.read_text().split()[2] != "Z" and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not stat.exists() or stat.read_text().split()[2] == "Z"
-
-
-def test_a_command_that_is_not_there_fails(tmp_path: Path) -> None:
-    done = run_limited(["no-such-program"], ROOT, {}, tmp_path / "log", 5.0)
-    assert done.status == 127 and "no-such-program" in done.err
 
 
 def test_tests_are_counted_with_their_reasons(tmp_path: Path) -> None:
     xml = tmp_path / "tests.xml"
-    done = Done(status=1, seconds=1.0, out="the output", err="")
-    assert counted(xml, True, done)[1] == "no result"
+    done = CommandResult(status=1, seconds=1.0, out="the output", err="")
+    assert describe_tests(xml, True, done)[1] == "no result"
     xml.write_text(JUNIT)
-    text, verdict = counted(xml, True, done)
+    text, verdict = describe_tests(xml, True, done)
     assert text.startswith("1 passed, 1 failed, 1 errors, 2 skipped.")
     assert "skipped, 2 x: no GPU" in text and "failure: `a::two`: x is 3" in text
     assert "more" not in text and "the output" in text and verdict is None
     xml.write_text(JUNIT.replace('name="one"/>', 'name="one"><skipped message="a"/></testcase>'))
-    assert counted(xml, True, done)[1] == "all skipped"
-    assert counted(xml, False, done)[1] is None
+    assert describe_tests(xml, True, done)[1] == "all skipped"
+    assert describe_tests(xml, False, done)[1] is None
 
 
 def test_a_report_says_what_was_not_reached() -> None:
@@ -105,38 +95,40 @@ def test_a_report_says_what_was_not_reached() -> None:
     state.outcomes = [Outcome(title="Build", command="make it", status="ok", body="done",
                               seconds=3.2, limit=60.0)]  # fmt: skip
     state.waiting = ["Tests"]
-    text = report(state)
+    text = markdown(state)
     assert text.startswith("# GPU tests and benchmarks, 2026-01-02\n")
     assert "| Build | ok | 3 | 60 |" in text and "| Tests | not reached yet | | |" in text
 
 
 def test_an_output_cannot_end_its_own_block() -> None:
-    text, verdict = output(Done(status=0, seconds=1.0, out="a\n```\nb", err=""))
+    text, verdict = describe_output(CommandResult(status=0, seconds=1.0, out="a\n```\nb", err=""))
     assert text.count("```") == 2 and verdict is None
 
 
 def test_a_build_that_only_warns_is_shown() -> None:
     warned = 'building extension "zeropp.native._cuda" failed: no such GPU'
-    assert compiled(Done(status=0, seconds=1.0, out="g++ -c a.cpp", err=""))[0] == "It was built."
-    assert warned in compiled(Done(status=0, seconds=1.0, out="g++ -c a.cpp", err=warned))[0]
+    fine = CommandResult(status=0, seconds=1.0, out="g++ -c a.cpp", err="")
+    assert describe_build(fine)[0] == "It was built."
+    assert warned in describe_build(replace(fine, err=warned))[0]
 
 
 def test_the_tests_that_compute_sanitizer_watches_exist(tmp_path: Path) -> None:
     assert [step.name for step in steps("cuda", options(), tmp_path)] == [
         "build", "tests", "memcheck", "racecheck", "kernels", "train",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *gpu.SANITIZED]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *gpu_run.SANITIZED_TESTS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and f"{len(gpu.SANITIZED)} tests" in done.stdout, done.stdout
+    assert done.returncode == 0, done.stdout
+    assert f"{len(gpu_run.SANITIZED_TESTS)} tests" in done.stdout
 
 
 def test_the_steps_of_a_machine_without_a_gpu_know_it(tmp_path: Path) -> None:
     plan = {step.name: step for step in steps("cpu", options(tiny=True), tmp_path)}
     assert plan["memcheck"].why_not == plan["racecheck"].why_not == "there is no GPU"
     assert plan["tests"].environment == {"CUDA_VISIBLE_DEVICES": ""}
-    for name in ("test_cuda", "test_cuda_adam", "test_cuda_ranks"):
-        assert f"tests/zeropp/{name}.py" in plan["tests"].command
-    assert "tests/megatron_zpp/train/test_cuda_training.py" in plan["tests"].command
+    for path in ("zeropp/quant/test_cuda", "zeropp/optim/test_cuda_adam",
+                 "zeropp/wire/test_cuda_ranks", "megatron_zpp/train/test_cuda_training"):
+        assert f"tests/{path}.py" in plan["tests"].command  # fmt: skip
     assert "tiny" in plan["train"].command
     flags = {"kernels_flags": "--rounds 3", "train_flags": "--micro-batch 8"}
     plan = {step.name: step for step in steps("cuda", options(**flags), tmp_path)}
@@ -146,22 +138,23 @@ def test_the_steps_of_a_machine_without_a_gpu_know_it(tmp_path: Path) -> None:
 
 
 def test_libraries_older_than_their_sources_are_built_again(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "zeropp/native").mkdir(parents=True)
-    monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    source = tmp_path / "csrc" / "a.cu"
+    monkeypatch.setattr(gpu_run, "ROOT", tmp_path)
+    source = tmp_path / "csrc" / "folder" / "a.cu"
+    source.parent.mkdir(parents=True)
     source.touch()
-    assert missing_libraries("cuda") == ["zeropp/native/_cpu", "zeropp/native/_cuda"]
-    suffix = gpu.sysconfig.get_config_var("EXT_SUFFIX")
-    for stem in ("_cpu", "_cuda"):
-        (tmp_path / "zeropp/native" / (stem + suffix)).touch()
+    assert missing_libraries("cuda") == list(LIBRARIES["cuda"])
+    suffix = gpu_run.sysconfig.get_config_var("EXT_SUFFIX")
+    for stem in LIBRARIES["cuda"]:
+        library = tmp_path / (stem + suffix)
+        library.parent.mkdir(parents=True, exist_ok=True)
+        library.touch()
     assert missing_libraries("cuda") == []
     future = time.time() + 60
-    gpu.os.utime(source, (future, future))
-    assert missing_libraries("cpu") == ["zeropp/native/_cpu"]
+    os.utime(source, (future, future))
+    assert missing_libraries("cpu") == list(LIBRARIES["cpu"])
 
 
 def test_the_facts_name_the_commit_or_that_it_is_unknown() -> None:
-    device, known = facts("cpu", None)
-    assert device == "cpu" and known["commit"]
-    assert {"GPU", "driver", "CUDA", "packages", "Python"} <= set(known)
+    device, facts = machine_facts("cpu", None)
+    assert device == "cpu" and facts["commit"]
+    assert {"GPU", "driver", "CUDA", "packages", "Python"} <= set(facts)

@@ -1,15 +1,16 @@
-"""The stopwatches: what they time, and in which order the one for GPUs queues its work."""
+"""The timers: what they time, and the order in which the GPU's timer queues its work."""
 
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks.shared.stopwatch import GpuStopwatch, ThreadStopwatch, WallStopwatch
+
+from benchmarks.shared.timers import GpuTimer, thread_timer, wall_timer
 
 
 class FakeGpu:
-    """Stands in for torch.cuda: says what was queued, each thing a millisecond after another."""
+    """Replaces torch.cuda: records what is queued, one entry per millisecond."""
 
     def __init__(self) -> None:
         self.queued: list[str] = []
@@ -40,29 +41,29 @@ class FakeGpu:
 def test_the_gpu_is_given_all_work_before_it_begins(cold: bool, monkeypatch) -> None:
     gpu = FakeGpu()
     gpu.install(monkeypatch)
-    clock = GpuStopwatch(torch.device("cpu"))
-    clear = clock._empty_cache
-    monkeypatch.setattr(clock, "_empty_cache", lambda: (clear(), gpu.queued.append("flush")))
-    seconds = clock.seconds(lambda: gpu.queued.append("run"), 3, cold=cold)
+    timer = GpuTimer(torch.device("cpu"))
+    clear = timer._empty_cache
+    monkeypatch.setattr(timer, "_empty_cache", lambda: (clear(), gpu.queued.append("flush")))
+    seconds = timer.mean_seconds(lambda: gpu.queued.append("run"), 3, cold=cold)
     once = ["flush", "run"] if cold else ["run"]
     timed = ["flush", "event", "run", "event"] * 3 if cold else ["event", *["run"] * 3, "event"]
     assert gpu.queued == [*once, "wait for all", *once, "sleep", *timed, "wait for all"]
     assert seconds == pytest.approx(2e-3 if cold else 4e-3 / 3)
-    assert clock._flush is None or clock._flush.numel() == 4 * 64
+    assert timer._flushed is None or timer._flushed.numel() == 4 * 64
 
 
-def test_a_lap_waits_for_what_was_under_way(monkeypatch) -> None:
+def test_a_run_is_timed_from_an_idle_device(monkeypatch) -> None:
     gpu = FakeGpu()
     gpu.install(monkeypatch)
-    seconds = GpuStopwatch(torch.device("cpu")).lap(lambda: gpu.queued.append("run"))
+    seconds = GpuTimer(torch.device("cpu")).seconds(lambda: gpu.queued.append("run"))
     assert gpu.queued == ["wait for all", "event", "run", "event", "wait for all"]
     assert seconds == pytest.approx(2e-3)
 
 
 def test_sleeping_passes_time_but_takes_no_processor() -> None:
-    assert WallStopwatch().seconds(lambda: time.sleep(0.02), 3) >= 0.02
-    assert ThreadStopwatch().seconds(lambda: time.sleep(0.02), 3) < 0.02
-    assert WallStopwatch().lap(lambda: time.sleep(0.02)) >= 0.02
+    assert wall_timer().mean_seconds(lambda: time.sleep(0.02), 3) >= 0.02
+    assert thread_timer().mean_seconds(lambda: time.sleep(0.02), 3) < 0.02
+    assert wall_timer().seconds(lambda: time.sleep(0.02)) >= 0.02
 
 
 @pytest.mark.gpu
@@ -70,8 +71,8 @@ def test_sleeping_passes_time_but_takes_no_processor() -> None:
 def test_a_copy_on_a_gpu_takes_as_long_as_its_bytes_need() -> None:
     device = torch.device("cuda", 0)
     small, large = (torch.ones(1 << power, dtype=torch.uint8, device=device) for power in (24, 28))
-    clock = GpuStopwatch(device)
+    timer = GpuTimer(device)
     for cold in (False, True):
-        short, long = (clock.seconds(one.clone, 5, cold=cold) for one in (small, large))
+        short, long = (timer.mean_seconds(data.clone, 5, cold=cold) for data in (small, large))
         assert 2 * short < long and 2 * large.nbytes / long < 20e12  # bytes per second
-    assert clock.lap(large.clone) > 0
+    assert timer.seconds(large.clone) > 0

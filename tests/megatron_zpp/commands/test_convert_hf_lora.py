@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megatron_zpp.commands.convert_hf import main
 from megatron_zpp.models.lora_adapters import MergedWeights
 from megatron_zpp.models.open_model import load_model, open_model
-from megatron_zpp.models.peft_adapters import CONFIG, TENSORS, targets
+from megatron_zpp.models.peft_adapters import CONFIG, TENSORS, target_modules
 from tests.megatron_zpp.models.foreign_models import (
     gpt2,
     llama,
@@ -94,9 +94,9 @@ def test_only_some_layers(layers: tuple[str, ...], expected: list[str], tmp_path
 
 def test_endings_are_as_short_as_they_can_be() -> None:
     modules = [f"h.{block}.{name}" for block in (1, 11) for name in ("attn.c_proj", "mlp.c_proj")]
-    assert targets(modules, modules) == ["c_proj"]
-    assert targets(modules[1::2], modules) == ["mlp.c_proj"]
-    assert targets(modules[:1], modules) == ["1.attn.c_proj"]
+    assert target_modules(modules, modules) == ["c_proj"]
+    assert target_modules(modules[1::2], modules) == ["mlp.c_proj"]
+    assert target_modules(modules[:1], modules) == ["1.attn.c_proj"]
 
 
 OTHER = {

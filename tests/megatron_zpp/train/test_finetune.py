@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_zpp.data.text_source import vocab_size
 from megatron_zpp.models.open_model import open_model
-from megatron_zpp.models.pretrained import with_pretrained_model
+from megatron_zpp.models.pretrained_model import with_pretrained_model
 from megatron_zpp.planner.activations import LiveBytes
 from megatron_zpp.planner.estimate import estimate
 from megatron_zpp.settings.arguments import parse

@@ -222,7 +222,7 @@ def copy_adapters(theirs: peft.PeftModel, ours: GPT) -> None:
     for name, parameter in ours.named_parameters():
         layer = name.split(".lora_")[0]
         if ".lora_A." in name:
-            (weight,) = table.row(f"{layer}.weight").theirs
+            (weight,) = table.row(f"{layer}.weight").hf_names
             parameter.copy_(there[weight.removesuffix("weight") + "lora_A.default.weight"])
         elif ".lora_B." in name:
             parameter.zero_()
