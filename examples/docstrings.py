@@ -2,7 +2,7 @@
 
     python examples/docstrings.py runs/finetune/docstrings.jsonl
 
-Each line is {"prompt": a function without its docstring, "answer": the docstring's first paragraph}.
+Each line is {"prompt": a function without docstring, "answer": the docstring's first paragraph}.
 """
 
 import argparse
@@ -35,8 +35,11 @@ def main() -> None:
 def sources() -> list[Path]:
     """The source files of the library's own modules and packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    packages = [folder for folder in root.iterdir() if folder.is_dir() and folder.name not in EXCLUDED]
-    return [path for folder in (root, *packages) for path in sorted(folder.glob("*.py"))]
+    folders = [root]
+    for folder in root.iterdir():
+        if folder.is_dir() and folder.name not in EXCLUDED:
+            folders.append(folder)
+    return [path for folder in folders for path in sorted(folder.glob("*.py"))]
 
 
 def examples(path: Path) -> Iterator[dict[str, str]]:

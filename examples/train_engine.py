@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed_config", required=True)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--save", type=Path, help="folder of checkpoints; an existing one is resumed")
+    parser.add_argument("--save", type=Path, help="checkpoint folder; resumed if it exists")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
