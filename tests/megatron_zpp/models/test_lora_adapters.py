@@ -5,7 +5,7 @@ import torch
 
 from megatron_zpp.models.lora_adapters import Adapters, MergedWeights
 from megatron_zpp.settings.config import LoraConfig
-from tests.megatron_zpp.train.tuned import Held
+from tests.megatron_zpp.train.lora_checkpoint import InMemoryWeights
 from zeropp import InputError
 
 LORA = LoraConfig(pretrained_checkpoint="base", lora_rank=2, lora_alpha=3.0)
@@ -21,7 +21,9 @@ BASE = {
 
 
 def test_changes_are_added_in_fp32_and_nothing_else_changes():
-    merged = MergedWeights(Held(BASE), Adapters(Held(PAIR), LORA, "checkpoint"))
+    merged = MergedWeights(
+        InMemoryWeights(BASE), Adapters(InMemoryWeights(PAIR), LORA, "checkpoint")
+    )
     facts = merged.facts()
     assert facts.keys() == BASE.keys() and all(one.is_meta for one in facts.values())
     weight = merged.read("blocks.0.mlp.input.weight")
@@ -42,7 +44,7 @@ def test_changes_are_added_in_fp32_and_nothing_else_changes():
 )  # fmt: skip
 def test_a_model_of_another_shape_is_named(base: dict, named: str):
     with pytest.raises(InputError, match=named):
-        MergedWeights(Held(base), Adapters(Held(PAIR), LORA, "checkpoint"))
+        MergedWeights(InMemoryWeights(base), Adapters(InMemoryWeights(PAIR), LORA, "checkpoint"))
 
 
 @pytest.mark.parametrize(
@@ -55,4 +57,4 @@ def test_a_model_of_another_shape_is_named(base: dict, named: str):
 )  # fmt: skip
 def test_files_without_adapters_are_named(tensors: dict, named: str):
     with pytest.raises(InputError, match=named):
-        Adapters(Held(tensors), LORA, "checkpoint")
+        Adapters(InMemoryWeights(tensors), LORA, "checkpoint")

@@ -18,7 +18,7 @@ from megatron_zpp.models.convert import export_model, import_model
 from megatron_zpp.models.open_model import OpenedModel, load_model
 from megatron_zpp.settings.config import LoraConfig
 from tests.documents import ROOT
-from tests.zeropp.lora import rounded
+from tests.zeropp.lora_model import with_quantized_weights
 from tools.fetch_smollm2 import NAME
 
 FILE = ROOT / "runs" / "models" / NAME
@@ -100,7 +100,7 @@ def test_stored_as_int8_it_is_the_same_model_to_half_a_percent() -> None:
                 one.normal_(0, 0.01)  # or A has no gradient
     text = torch.tensor([tokenizer.encode(TEXT.read_text())[: 256 + 1]])
     exact, stored = (
-        loss_and_gradient(one, text) for one in (model, rounded(model, num_ranks=4))
+        loss_and_gradient(one, text) for one in (model, with_quantized_weights(model, num_ranks=4))
     )
     assert abs(stored[0] - exact[0]) < 0.005 * exact[0]
     assert torch.cosine_similarity(stored[1], exact[1], dim=0) > 0.99
