@@ -28,7 +28,7 @@ from megatron_zpp.train.stop import Stopping  # noqa: E402
 from zeropp.atomic import write_atomically  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
 from zeropp.ranks.coordination import report_once  # noqa: E402
-from zeropp.ranks.process_group import leave  # noqa: E402
+from zeropp.ranks.process_group import exit_process  # noqa: E402
 from zeropp.ranks.topology import Environment  # noqa: E402
 
 
@@ -110,4 +110,4 @@ def report(run: Run, iteration: int, training: float, held_out: float) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())
