@@ -30,8 +30,8 @@ sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]  # also where nothin
 
 from benchmarks.shared.result import add_json, begin, finish, heading  # noqa: E402
 from megatron_zpp.data.blend import blend_in_stretches  # noqa: E402
-from megatron_zpp.data.compiled_index import native  # noqa: E402
-from megatron_zpp.data.sample_index import fill_starts  # noqa: E402
+from megatron_zpp.data.native_index import native_index  # noqa: E402
+from megatron_zpp.data.sample_index import sample_starts  # noqa: E402
 
 MEAN = 660  # tokens of a document
 SHARES = np.array([0.1, 0.15, 0.2, 0.25, 0.3])
@@ -76,7 +76,7 @@ def main() -> int:
     if options.only_build:
         print(json.dumps(memory_of(task)))
         return 0
-    if native() is None:
+    if native_index() is None:
         sys.exit("error: csrc/ is not built here: make setup builds it where there is a compiler")
     result = {
         **begin("sample_index"),
@@ -120,16 +120,16 @@ def contestants(
     if part in ("document", "shuffle"):
         fresh = task.entries if part == "document" else task.numbers
         return {
-            OURS: partial(_shuffled, fresh, native().shuffle),
+            OURS: partial(_shuffled, fresh, native_index().shuffle),
             CORE if core else NUMPY: partial(_shuffled, fresh, _numpy_shuffle),
         }
     if part == "sample":
-        found = {OURS: native().starts, NUMPY: fill_starts}
+        found = {OURS: native_index().sample_starts, NUMPY: sample_starts}
         made = {name: partial(_starts, task, document, fill) for name, fill in found.items()}
         return made if core is None else made | {CORE: partial(_core_starts, task, document, core)}
     size = len(document)
     made = {
-        OURS: partial(native().blend, SHARES, size),
+        OURS: partial(native_index().blend, SHARES, size),
         NUMPY: partial(blend_in_stretches, SHARES, size),
     }
     return made if core is None else made | {CORE: partial(_core_blend, size, core)}
@@ -138,7 +138,7 @@ def contestants(
 def measure(task: Task, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """CPU-seconds of each contestant for each part, round by round."""
     core = load_helpers(options.megatron) if options.megatron else None
-    (document,) = _shuffled(task.entries, native().shuffle)
+    (document,) = _shuffled(task.entries, native_index().shuffle)
     seconds = {}
     for part in PARTS:
         made = contestants(task, part, document, core)
@@ -178,9 +178,9 @@ def memory_of(task: Task) -> dict[str, int]:
     """Bytes held before, and at most while all is built."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew with what is held now
     before = _peak()
-    (document,) = _shuffled(task.entries, native().shuffle)
-    kept = [document, *_starts(task, document, native().starts)]
-    kept += _shuffled(task.numbers, native().shuffle)
+    (document,) = _shuffled(task.entries, native_index().shuffle)
+    kept = [document, *_starts(task, document, native_index().sample_starts)]
+    kept += _shuffled(task.numbers, native_index().shuffle)
     return {"before": before, "peak": _peak(), "arrays": sum(array.nbytes for array in kept)}
 
 

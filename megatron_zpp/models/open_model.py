@@ -24,7 +24,7 @@ from megatron_zpp.checkpoint.training_state import (
     read_state,
 )
 from megatron_zpp.checkpoint.weight_source import WeightSource, fill_parameters
-from megatron_zpp.data.text_source import tokenizer_of
+from megatron_zpp.data.text_source import resolve_tokenizer
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.lora import is_adapter
 from megatron_zpp.models import gguf
@@ -148,7 +148,7 @@ def _open_checkpoint(
     chosen = tokenizer or (tokenizer_in(beside) if beside.is_dir() else None)
     if chosen is None:
         saved = _section(TokenizerConfig, settings["tokenizer"], path)
-        chosen = tokenizer_of(settings["data"].get("data_cache_path"), saved)
+        chosen = resolve_tokenizer(settings["data"].get("data_cache_path"), saved)
     built = build_tokenizer(chosen)
     if built.fingerprint != state.tokenizer:
         raise InputError(

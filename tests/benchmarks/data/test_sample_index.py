@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.data.compiled_index import native
+from megatron_zpp.data.native_index import native_index
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.skipif(native() is None, reason="csrc/ is not built here")
+@pytest.mark.skipif(native_index() is None, reason="csrc/ is not built here")
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     done = subprocess.run(
         [

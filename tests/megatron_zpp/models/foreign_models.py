@@ -22,7 +22,7 @@ from transformers import (
 
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
-from megatron_zpp.data.text_source import tokenizer_of
+from megatron_zpp.data.text_source import resolve_tokenizer
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.settings.config import Config, ModelConfig, TokenizerConfig
@@ -150,7 +150,7 @@ def save_own(
     model: ModelConfig, save: Path, chosen: TokenizerConfig = NUMBERS
 ) -> tuple[Path, Tokenizer]:
     """A checkpoint of a model of ours, and its tokenizer: 97 numbers, if no other is chosen."""
-    tokenizer = build_tokenizer(tokenizer_of(None, chosen))
+    tokenizer = build_tokenizer(resolve_tokenizer(None, chosen))
     gpt = GPT(model, tokenizer.vocab_size)
     initialize(gpt, 5, model)
     state = TrainingState(
