@@ -25,6 +25,7 @@ from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.train.run import Run, is_due
 from zeropp.errors import InputError
 from zeropp.ranks.coordination import report_once
+from zeropp.ranks.process_group import exit_process
 from zeropp.ranks.topology import Environment
 
 

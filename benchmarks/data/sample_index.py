@@ -30,6 +30,7 @@ from benchmarks.shared.interleaved import time_interleaved
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading
 from benchmarks.shared.timers import CpuTimer
 from megatron_zpp.data.blend import blend_in_stretches
+from megatron_zpp.data.native_index import native_index
 from megatron_zpp.data.sample_index import sample_starts
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,6 +25,7 @@ from megatron_zpp.checkpoint.training_state import (
     read_state,
 )
 from megatron_zpp.checkpoint.weight_source import WeightSource, fill_parameters
+from megatron_zpp.data.text_source import resolve_tokenizer
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.lora import is_adapter
 from megatron_zpp.models import gguf
