@@ -5,7 +5,7 @@ import torch
 
 from megatron_zpp.models.lora_adapters import CheckpointAdapters, MergedWeights
 from megatron_zpp.settings.config import LoraConfig
-from tests.megatron_zpp.train.tuned import Held
+from tests.megatron_zpp.train.lora_checkpoint import InMemoryWeights
 from zeropp import InputError
 
 LORA = LoraConfig(pretrained_checkpoint="base", lora_rank=2, lora_alpha=3.0)
@@ -21,7 +21,9 @@ BASE = {
 
 
 def test_adapters_are_merged_in_fp32_and_other_weights_stay():
-    merged = MergedWeights(Held(BASE), CheckpointAdapters(Held(PAIR), LORA, "checkpoint"))
+    merged = MergedWeights(
+        InMemoryWeights(BASE), CheckpointAdapters(InMemoryWeights(PAIR), LORA, "checkpoint")
+    )
     facts = merged.facts()
     assert facts.keys() == BASE.keys() and all(tensor.is_meta for tensor in facts.values())
     weight = merged.read("blocks.0.mlp.input.weight")
@@ -42,7 +44,9 @@ def test_adapters_are_merged_in_fp32_and_other_weights_stay():
 )  # fmt: skip
 def test_layers_of_another_shape_are_named(base: dict, message: str):
     with pytest.raises(InputError, match=message):
-        MergedWeights(Held(base), CheckpointAdapters(Held(PAIR), LORA, "checkpoint"))
+        MergedWeights(
+            InMemoryWeights(base), CheckpointAdapters(InMemoryWeights(PAIR), LORA, "checkpoint")
+        )
 
 
 @pytest.mark.parametrize(
@@ -55,4 +59,4 @@ def test_layers_of_another_shape_are_named(base: dict, message: str):
 )  # fmt: skip
 def test_checkpoints_without_adapters_raise(tensors: dict, message: str):
     with pytest.raises(InputError, match=message):
-        CheckpointAdapters(Held(tensors), LORA, "checkpoint")
+        CheckpointAdapters(InMemoryWeights(tensors), LORA, "checkpoint")

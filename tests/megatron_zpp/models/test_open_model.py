@@ -21,7 +21,7 @@ from megatron_zpp.settings.config import ModelConfig, TokenizerConfig
 from megatron_zpp.text.chat_template import ChatTemplate
 from megatron_zpp.text.text_model import TextModelConfig, open_text_model
 from tests.megatron_zpp.models.foreign_models import LLAMA3, add_tokenizer, llama, saved
-from tests.megatron_zpp.train.pretraining import assembled
+from tests.megatron_zpp.train.training_runs import built_run
 from tests.ranks import ranks
 from zeropp import ZeroConfig, shard
 from zeropp.errors import InputError
@@ -73,7 +73,7 @@ def test_a_run_starts_from_an_imported_model(flag: str, imported: Path) -> None:
         f"--tokenizer-model {imported}/hugging_face"
     )
     weights = open_model(imported).weights
-    with assembled(flags) as run:
+    with built_run(flags) as run:
         assert (run.counters.iteration, run.counters.scheduled_samples) == (0, 0)
         for name, parameter in run.sharding.model.named_parameters():
             assert torch.equal(parameter.full_tensor(), weights.read(name).float()), name

@@ -18,7 +18,7 @@ from megatron_zpp.models.conversion import export_model, import_model
 from megatron_zpp.models.open_model import OpenedModel, load_model
 from megatron_zpp.settings.config import LoraConfig
 from tests.documents import ROOT
-from tests.zeropp.lora import rounded
+from tests.zeropp.lora_model import with_quantized_weights
 from tools.fetch_smollm2 import NAME
 
 FILE = ROOT / "runs" / "models" / NAME
@@ -100,7 +100,7 @@ def test_int8_weights_change_the_loss_by_less_than_half_a_percent() -> None:
                 parameter.normal_(0, 0.01)  # with B = 0, A would have no gradient
     text = torch.tensor([tokenizer.encode(TEXT.read_text())[: 256 + 1]])
     loss, gradient = loss_and_gradient(model, text)
-    int8_loss, int8_gradient = loss_and_gradient(rounded(model, num_ranks=4), text)
+    int8_loss, int8_gradient = loss_and_gradient(with_quantized_weights(model, num_ranks=4), text)
     assert abs(int8_loss - loss) < 0.005 * loss
     assert torch.cosine_similarity(int8_gradient, gradient, dim=0) > 0.99
 
