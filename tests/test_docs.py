@@ -124,8 +124,9 @@ def test_contributing_says_where_modules_without_a_test_file_are_tested() -> Non
         for module in modules
         if not (ROOT / "tests" / module.with_name(f"test_{module.name}")).exists()
     }
-    assert not untested - listed, "without a test file and not in CONTRIBUTING.md's table"
-    assert not listed - untested, "in CONTRIBUTING.md's table, but absent or with a test file"
+    missing, superfluous = sorted(untested - listed), sorted(listed - untested)
+    assert not missing, f"the table in CONTRIBUTING.md does not list {', '.join(missing)}"
+    assert not superfluous, f"absent, or with a test file: {', '.join(superfluous)}"
 
 
 def test_files_in_the_figure_of_the_architecture_exist() -> None:
