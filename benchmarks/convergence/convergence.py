@@ -24,7 +24,7 @@ from benchmarks.convergence.comparison import (
     Runs,
     compare,
     curves,
-    markdown_table,
+    table,
     verdict,
 )
 from benchmarks.convergence.convergence_chart import draw
@@ -32,7 +32,7 @@ from benchmarks.convergence.variants import BASELINE, FLAGS, VARIANTS, Recipe
 from benchmarks.shared.charts import require_matplotlib
 from benchmarks.shared.environment_report import environment_report
 from benchmarks.shared.rank_launch import RanksFailed, run_on_ranks
-from benchmarks.shared.result import begin, benchmark_parser, finish, write_text
+from benchmarks.shared.result import begin, benchmark_parser, finish, markdown_table, write_text
 from tools.faster_precision import MARGIN, seconds
 from zeropp.errors import InputError
 
@@ -203,7 +203,7 @@ def write_everything(options: argparse.Namespace, recipe: Recipe, runs: Runs) ->
         "rows": [asdict(row) for row in rows],
         "runs": [run for of_seeds in runs.values() for run in of_seeds.values()],
     }
-    lines = [*heading(result), "", markdown_table(rows), *filter(None, [verdict(rows)])]
+    lines = [*heading(result), "", table(rows), *filter(None, [verdict(rows)])]
     finish(result, lambda _: print("\n".join(lines)), options.json)
     if options.plot:
         draw(curves(runs), options.plot, subject(result))
@@ -246,7 +246,7 @@ def results_page(result: dict, rows: Sequence[Row], plot: Path | None) -> str:
         f"- held-out loss: {recipe['eval_samples']} samples, the same for every variant of a seed; "
         f"{baseline.first:.3f} before training",
         "",
-        markdown_table(rows),
+        table(rows),
         "",
         verdict(rows) or "",
         "",
@@ -266,10 +266,11 @@ def seed_table(result: dict) -> str:
     seeds, finals = result["seeds"], {}
     for run in result["runs"]:
         finals.setdefault(run["variant"], {})[run["seed"]] = run["held_out"][-1][1]
-    lines = [["", *(f"seed {seed}" for seed in seeds)], ["---"] * (len(seeds) + 1)]
-    for variant, losses in finals.items():
-        lines.append([variant, *(f"{losses[seed]:.4f}" for seed in seeds)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    rows = [
+        [variant, *(f"{losses[seed]:.4f}" for seed in seeds)]
+        for variant, losses in finals.items()
+    ]
+    return markdown_table(["", *(f"seed {seed}" for seed in seeds)], rows)
 
 
 def _commit(run: dict) -> str:
