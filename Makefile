@@ -41,15 +41,18 @@ SMOLLM2 := runs/finetune/smollm2/latest_checkpointed_iteration.txt
 QUESTION := Write the docstring of this Python function.\n\ndef square(x):\n    return x * x\n\nDocstring: 
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test pretrain finetune smollm2 clean
+.PHONY: help setup test test-quick pretrain finetune smollm2 clean
 
 help: ## show this list
-	@grep -E '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(DONE) ## make .venv and install everything in it (does nothing the second time)
 
 test: setup ## run the tests (ARGS="-k name" chooses)
 	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-quick: setup ## run the tests that start no processes, in under a minute
+	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --quick $(ARGS)
 
 pretrain: setup ## train a small GPT with ZeRO++ on RANKS ranks, two per node; resumes where it stopped
 	.venv/bin/zeropp --num_ranks $(RANKS) pretrain_gpt.py $(PRETRAIN) \

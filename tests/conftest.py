@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,24 @@ from tests import fork_server  # noqa: E402  (needs the path above)
 from tests.closed_folder import ClosedFolder  # noqa: E402
 from tests.ranks import shared_pool  # noqa: E402
 
+PROCESSES = re.compile(
+    r"\b(subprocess|tests\.ranks|tests\.launched|benchmarks\.started|run_on_ranks|closed|"
+    r"emulated|cuda_compile|torch\.compile)\b"
+)
+
 if fork_server.AVAILABLE:
     fork_server.starter.install(fork_server.Client())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="only files that start no processes")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files whose source mentions what starts processes, where that is asked for."""
+    if not config.getoption("quick") or collection_path.suffix != ".py":
+        return None
+    return PROCESSES.search(collection_path.read_text()) is not None or None
 
 
 @pytest.fixture

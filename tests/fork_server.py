@@ -39,7 +39,7 @@ PRELOADED = (
     "torch", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint",
     "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.launcher.api",
     "torch.distributed.run", "torch.utils.tensorboard", "numpy", "safetensors", "rich.console",
-    "rich.progress", "rich.table", "pytest",
+    "rich.progress", "rich.table", "tokenizers", "pytest",
 )  # fmt: skip
 MESSAGE_BYTES = 1 << 20
 MOST_DESCRIPTORS = 16
@@ -126,9 +126,7 @@ class Starter:
             new_process(process, *values)
             return
         pipes = (names["p2cread"], names["c2pwrite"], names["errwrite"])
-        streams = [
-            standard if pipe == -1 else pipe for standard, pipe in enumerate(pipes)
-        ]
+        streams = [standard if pipe == -1 else pipe for standard, pipe in enumerate(pipes)]
         process.pid = self.client.start(program, [*streams, *program.descriptors[3:]])
         process._child_created = True
         process._close_pipe_fds(*(names[name] for name in PIPES))
@@ -234,23 +232,21 @@ def serve(connection: socket.socket) -> Program:
 
 def _fork_orphan(new_session: bool) -> int:
     """Fork twice; return the grandchild's process id, and 0 in it once its parent has ended."""
-    number_read, number_write = os.pipe()
-    gate_read, gate_write = os.pipe()
+    numbers, gate = os.pipe(), os.pipe()
     middle = os.fork()
     if middle == 0:
         if os.fork():
             os._exit(0)
         if new_session:
             os.setsid()
-        os.write(number_write, b"%d" % os.getpid())
-        os.close(gate_write)
-        os.read(gate_read, 1)  # returns when the server has closed the other end
-        for descriptor in (number_read, number_write, gate_read):
-            os.close(descriptor)
-        return 0
-    os.waitpid(middle, 0)
-    pid = int(os.read(number_read, 64))
-    for descriptor in (number_read, number_write, gate_read, gate_write):
+        os.write(numbers[1], b"%d" % os.getpid())
+        os.close(gate[1])
+        os.read(gate[0], 1)  # returns when the server has closed the other end
+        pid, still_open = 0, (*numbers, gate[0])
+    else:
+        os.waitpid(middle, 0)
+        pid, still_open = int(os.read(numbers[0], 64)), (*numbers, *gate)
+    for descriptor in still_open:
         os.close(descriptor)
     return pid
 

@@ -14,7 +14,7 @@ from megatron_zpp.preprocess import PreprocessConfig, preprocess
 from megatron_zpp.settings.config import TokenizerConfig
 from tests.documents import problem
 from tests.megatron_zpp.tokenizer.vocabularies import TEXTS, train_bpe
-from tests.megatron_zpp.train.pretraining import log_of, numbers
+from tests.megatron_zpp.train.training_runs import log_of, loss_values
 from tests.ranks import ranks
 from zeropp import ZeroConfig
 
@@ -109,7 +109,7 @@ def test_nothing_in_the_folder_is_untested() -> None:
 def test_script_trains_with_small_sizes(name, corpus, programs) -> None:
     put(programs, "zeropp", f'exec "{sys.executable}" "$@"')  # one rank, without a launcher
     log = run(name, SMALL + SCRIPTS[name], programs, corpus)
-    losses = numbers(log)
+    losses = loss_values(log)
     assert len(losses) == 2 and all(4 < loss < 8 for loss in losses)  # ln 400 = 6.0
     assert "Finished" in log and "validation loss" in log
     assert re.search(r"checkpoints +save", log) and (corpus / "save/iter_0000002").is_dir()
@@ -143,7 +143,7 @@ def test_tutorial_script_trains_with_small_sizes(corpus, programs) -> None:
     one_rank = f'until [ -f "$1" ]; do shift; done; exec "{sys.executable}" "$@"'
     put(programs, "torchrun", one_rank)
     log = run(TUTORIAL, f"{SMALL} {SCRIPTS['pretrain_gpt2_124m.sh']}", programs, corpus)
-    assert len(numbers(log)) == 2 and "Finished" in log
+    assert len(loss_values(log)) == 2 and "Finished" in log
     for folder in ("save", "board"):
         (corpus / folder).rename(corpus / f"{folder}-{TUTORIAL}")
 
@@ -175,5 +175,5 @@ def test_json_runs(path, tmp_path) -> None:
     assert sorted(said) == sorted(IDLE.get(path.name, ()))
     log = log_of(f"--deepspeed_config {path} --micro-batch-size 2 --train-iters 2")
     if dist.get_rank() == 0:
-        assert len(numbers(log)) == 2
+        assert len(loss_values(log)) == 2
         assert re.search(rf"ZeRO stage +{config.stage}\n", log)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests" / "data"
 SOURCES = ("csrc", "megatron_zpp", "zeropp")
 FILES = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")
-LIBRARIES = ("zeropp/quant/_kernels", "megatron_zpp/data/_index")
+LIBRARIES = ("zeropp/native/_cpu", "megatron_zpp/data/_index")
 NO_COMPILER = {"CC": "false", "CXX": "false", "ZPP_BUILD_CUDA": "0"}
 ONE_STEP = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
@@ -42,7 +42,7 @@ weight.grad = torch.ones(8)
 zeropp.optim.CPUAdam([weight], lr=0.5, weight_decay=0.0).step()
 assert abs(weight[0].item() - 0.5) < 1e-3
 paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-print("loaded:", *sorted(path for path in paths if "/_kernels." in path or "/_index." in path))
+print("loaded:", *sorted(path for path in paths if "/_cpu." in path or "/_index." in path))
 print("installed in:", Path(zeropp.__file__).parents[1])
 """
 
@@ -142,7 +142,7 @@ def test_it_works_in_an_empty_folder(wheel: Path, programs: Path, tmp_path: Path
     ]
     command = [programs / "megatron-zpp", "pretrain"]
     if not is_compiled(wheel):  # two ranks, which quantize what they exchange in plain PyTorch
-        launcher = (programs / "zeropp", "--num_ranks", "2", "--module", "megatron_zpp")
+        launcher = (programs / "zeropp", "--num_ranks", "2", "--module", "megatron_zpp.commands")
         command = [*launcher, "pretrain", "--deepspeed_config", "ds.json"]
     text = run([*command, *ONE_STEP], tmp_path)
     assert re.search(r"iteration +1/ +1 .*lm loss: 1\.\d+E\+01 ", text), text

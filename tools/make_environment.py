@@ -108,8 +108,8 @@ def _output_in_venv(code: str) -> str | None:
 
 def _output(python: str, code: str) -> str | None:
     """What a Python interpreter prints for some code; `None` if the code fails."""
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd=FOLDER)
-    return done.stdout.strip() if done.returncode == 0 else None
+    process = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd=FOLDER)
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 if __name__ == "__main__":

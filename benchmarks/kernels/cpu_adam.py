@@ -44,7 +44,7 @@ CHECKED = 1_000_000  # parameters
 CLOSE = 1e-6  # of the largest weight, to torch's after CHECKED_STEPS
 CHECKED_STEPS = 3
 Steps = dict[str, Callable[[], object]]  # by name
-SHAPES = ((1024, 4096), (4096, 1024), (1024, 1024), (1024,), (4096,))  # over and over
+SHAPES = ((1024, 4096), (4096, 1024), (1024, 1024), (1024,), (4096,))  # repeated
 OPTIONS = dict(lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 RATIOS = (
     ("ours, fp32 gradients, copy", "the sequence"),

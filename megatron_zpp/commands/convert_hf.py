@@ -18,7 +18,12 @@ from types import MappingProxyType
 
 from megatron_zpp.checkpoint.safetensors_files import DTYPES, num_bytes
 from megatron_zpp.commands.run_command import build_section, is_typed, run_command
-from megatron_zpp.models.convert import export_adapters, export_model, flags, import_model
+from megatron_zpp.models.conversion import (
+    export_adapters,
+    export_model,
+    import_model,
+    training_flags,
+)
 from megatron_zpp.models.open_model import OpenedModel, open_model
 from megatron_zpp.settings.command_line import Assignment
 from megatron_zpp.settings.config import TokenizerConfig
@@ -83,7 +88,8 @@ def convert(config: ConvertConfig, tokenizer: TokenizerConfig | None) -> None:
         source, save = Path(config.from_hf), Path(config.save)
         opened = import_model(source, save, tokenizer, config.make_vocab_size_divisible_by)
         print(f"{_size(opened)} in {opened.path}")
-        print("to continue with it: pretrain_gpt.py\n  " + "\n  ".join(flags(opened, save)))
+        lines = ["to continue with it: pretrain_gpt.py", *training_flags(opened, save)]
+        print("\n  ".join(lines))
         return
     opened = open_model(config.load, tokenizer, base=config.base)
     if config.to_peft is not None:

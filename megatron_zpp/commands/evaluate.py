@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.commands.run_on_ranks import require_writable, run_on_ranks
+from megatron_zpp.commands.run_command import require_writable, run_on_ranks
 from megatron_zpp.settings.command_line import HELP, vocabulary
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.settings.flag import Section, flag
@@ -113,8 +113,8 @@ def run_tasks(
                 "flags, and each rank uses its own device"
             )
     load_package("lm_eval", "--tasks")
-    from lm_eval.__main__ import cli_evaluate
-    from lm_eval.api.registry import model_registry
+    from lm_eval.__main__ import cli_evaluate  # noqa: PLC0415 - optional
+    from lm_eval.api.registry import model_registry  # noqa: PLC0415 - optional
 
     if environment.rank:
         open_text_model(config, tokenizer, environment).follow()

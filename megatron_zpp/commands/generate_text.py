@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_zpp.commands.run_on_ranks import require_writable, run_on_ranks
+from megatron_zpp.commands.run_command import require_writable, run_on_ranks
 from megatron_zpp.data.instructions.examples import read_objects, text_of
 from megatron_zpp.settings.command_line import read, vocabulary
 from megatron_zpp.settings.config import TokenizerConfig
@@ -116,7 +116,7 @@ def run(
 ) -> None:
     """Open the model on all ranks; rank 0 reads the prompts and prints."""
     if config.prompt is not None and config.input is not None:
-        raise InputError("--prompt and --input contradict: give one of them")
+        raise InputError("--prompt and --input contradict each other: give one of them")
     interactive = config.prompt is None and config.input is None and sys.stdin.isatty()
     if interactive and config.output is not None:
         raise InputError("--output needs --prompt or --input")
@@ -222,7 +222,7 @@ class Screen:
         unprinted = list(prompts)
         is_finished = [False] * len(prompts)
         counts = [0] * len(prompts)
-        current, start = 0, time.perf_counter()
+        current, started = 0, time.perf_counter()
         for piece in model.stream(requests, interruption.is_cancelled):
             unprinted[piece.row] += piece.text
             is_finished[piece.row] = piece.finish_reason is not None
@@ -234,7 +234,7 @@ class Screen:
                     break
                 self.print("\n")
                 current += 1
-        print_speed(sum(counts), time.perf_counter() - start)
+        print_speed(sum(counts), time.perf_counter() - started)
 
     def print(self, text: str) -> None:
         """Print text at once, on a terminal without control characters."""
@@ -305,12 +305,12 @@ class Conversation:
         self._model.check(request)
         self._num_requests += 1
         with Interruption() as interruption:
-            start, count = time.perf_counter(), 0
+            started, count = time.perf_counter(), 0
             for piece in self._model.stream([request], interruption.is_cancelled):
                 self._screen.print(piece.text)
                 count = piece.num_tokens
             print()
-            print_speed(count, time.perf_counter() - start)
+            print_speed(count, time.perf_counter() - started)
 
 
 def print_speed(num_tokens: int, seconds: float) -> None:
@@ -371,7 +371,7 @@ def _history() -> Iterator[None]:
     readline is imported here because importing it changes `input`, and Windows does not have it.
     """
     try:
-        import readline
+        import readline  # noqa: PLC0415 - optional
     except ImportError:
         yield
         return

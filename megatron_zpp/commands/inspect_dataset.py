@@ -49,7 +49,7 @@ class InspectConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCounts:
-    """What one pass over all tokens has seen.
+    """The results of one pass over all tokens.
 
     `out_of_vocabulary` counts ids outside the tokenizer's vocabulary, `ends` the end-of-document
     id; both are 0 without a tokenizer.

@@ -121,15 +121,15 @@ def _index(datasets: Sequence[IndexedDataset]) -> Iterator[bytes]:
     yield index_header(datasets[0].dtype, sequences, documents + 1)
     for dataset in datasets:
         yield dataset.lengths.tobytes()
-    start = 0
+    first_byte = 0
     for dataset in datasets:
-        yield (dataset.pointers + np.int64(start)).tobytes()
-        start += dataset.bin_path.stat().st_size
+        yield (dataset.pointers + np.int64(first_byte)).tobytes()
+        first_byte += dataset.bin_path.stat().st_size
     yield np.zeros(1, dtype="<i8").tobytes()
-    start = 0
+    first_sequence = 0
     for dataset in datasets:
-        yield (dataset.document_index[1:] + np.int64(start)).tobytes()
-        start += len(dataset)
+        yield (dataset.document_index[1:] + np.int64(first_sequence)).tobytes()
+        first_sequence += len(dataset)
     for dataset in datasets:
         yield b"" if dataset.modes is None else dataset.modes.tobytes()
 

@@ -1,1 +1,1 @@
-"""The GPT itself: its layers, its loss, its first weights, its operations."""
+"""The GPT: its layers, loss, initial weights, LoRA adapters, and operation counts."""

@@ -1,7 +1,7 @@
-"""NVIDIA Apex's fused normalization and Adam, where they are installed; never needed.
+"""NVIDIA Apex's fused normalization and Adam, used where it is installed; always optional.
 
-The package on PyPI that is also called `apex` is something else: it is recognised by the parts it
-lacks, without being imported, and changes nothing.
+PyPI has an unrelated package named `apex`. It is recognized, without importing it, by the modules
+that it lacks, and is not used.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zeropp.optim.step import local_part
 
-PARTS = ("normalization", "optimizers")
+MODULES = ("normalization", "optimizers")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 log = logging.getLogger("megatron_zpp")
@@ -32,21 +32,22 @@ class Apex:
 
 
 def find_apex(device: torch.device) -> Apex | None:
-    """NVIDIA Apex if it can be used on `device`, which must be a CUDA one; None otherwise.
+    """Return NVIDIA Apex if it can be used on `device`, which must be a CUDA device, or None.
 
-    Says in the log that it is used, or why an installed package of that name is not.
+    Logs that it is used, or why an installed package of that name is not.
     """
     if device.type != "cuda":
         return None
-    package = importlib.util.find_spec("apex")  # finds, does not import
+    package = importlib.util.find_spec("apex")  # does not import it
     if package is None:
         return None
-    for part in PARTS:
-        if PathFinder.find_spec(f"apex.{part}", package.submodule_search_locations or []) is None:
-            log.info("the installed package apex is not NVIDIA Apex (no apex.%s): not used", part)
+    folders = package.submodule_search_locations or []
+    for module in MODULES:
+        if PathFinder.find_spec(f"apex.{module}", folders) is None:
+            log.info("the installed package apex is not NVIDIA Apex (no apex.%s): not used", module)
             return None
     try:
-        return _load()
+        return _load_apex()
     except (ImportError, AttributeError, RuntimeError) as error:
         log.info("NVIDIA Apex is installed but not usable (%s): PyTorch's own is used", error)
         return None
@@ -54,23 +55,24 @@ def find_apex(device: torch.device) -> Apex | None:
 
 def fuse_norms(model: nn.Module, apex: Apex) -> None:
     """Replace each LayerNorm and RMSNorm in the model by Apex's; parameters and names stay."""
-    kinds = {nn.LayerNorm: apex.layer_norm, nn.RMSNorm: apex.rms_norm}
+    fused_classes = {nn.LayerNorm: apex.layer_norm, nn.RMSNorm: apex.rms_norm}
     for parent in list(model.modules()):
-        for name, norm in list(parent.named_children()):
-            if type(norm) not in kinds:
+        for child_name, norm in list(parent.named_children()):
+            if type(norm) not in fused_classes:
                 continue
             with torch.device("meta"):
-                fused = kinds[type(norm)](norm.normalized_shape, eps=norm.eps)
-            for kind, parameter in norm.named_parameters():
-                setattr(fused, kind, parameter)
-            setattr(parent, name, fused)
+                fused = fused_classes[type(norm)](norm.normalized_shape, eps=norm.eps)
+            for parameter_name, parameter in norm.named_parameters():
+                setattr(fused, parameter_name, parameter)
+            setattr(parent, child_name, fused)
 
 
 class ApexAdam(torch.optim.Optimizer):
-    """AdamW by Apex's kernel on this rank's shards; the state is that of torch's AdamW.
+    """AdamW with Apex's kernel on this rank's shards; the state has the format of torch's AdamW.
 
-    Apex knows plain tensors only, so a stand-in shares the memory of each parameter's local part.
-    Its kernel counts steps by group: parameters of a group must have had equally many gradients.
+    Apex supports plain tensors only, so `kernel` has parameters of its own, which share the memory
+    of the local parts. It counts steps by group, so all parameters of a group must have had the
+    same number of gradients.
     """
 
     def __init__(
@@ -85,23 +87,28 @@ class ApexAdam(torch.optim.Optimizer):
     ) -> None:
         settings = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(parameters, settings)
-        groups = [[nn.Parameter(_local(p)) for p in g["params"]] for g in self.param_groups]
-        self.kernel = apex.adam([{"params": group} for group in groups], adam_w_mode=True)
+        kernel_groups = [
+            {"params": [nn.Parameter(_local_view(parameter)) for parameter in group["params"]]}
+            for group in self.param_groups
+        ]
+        self.kernel = apex.adam(kernel_groups, adam_w_mode=True)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update every parameter that has a gradient; a closure is not supported."""
         assert closure is None
-        for ours, theirs in zip(self.param_groups, self.kernel.param_groups, strict=True):
-            theirs |= {key: ours[key] for key in ("lr", "betas", "eps", "weight_decay")}
-            for parameter, stand_in in zip(ours["params"], theirs["params"], strict=True):
-                self._show(parameter, stand_in)
-            theirs["step"] = self._count_step(ours["params"])
+        for group, kernel_group in zip(self.param_groups, self.kernel.param_groups, strict=True):
+            for key in ("lr", "betas", "eps", "weight_decay"):
+                kernel_group[key] = group[key]
+            parameters = group["params"]
+            for parameter, kernel_parameter in zip(parameters, kernel_group["params"], strict=True):
+                self._share_memory(parameter, kernel_parameter)
+            kernel_group["step"] = self._count_step(parameters)
         self.kernel.step()
 
-    def _show(self, parameter: Tensor, stand_in: nn.Parameter) -> None:
-        """Let the stand-in share the parameter's, the gradient's and the moments' local memory."""
-        stand_in.data, stand_in.grad = _local(parameter), None
+    def _share_memory(self, parameter: Tensor, kernel_parameter: nn.Parameter) -> None:
+        """Give the kernel's parameter the local memory of values, gradient and moments."""
+        kernel_parameter.data, kernel_parameter.grad = _local_view(parameter), None
         if parameter.grad is None:
             return
         state = self.state[parameter]
@@ -109,13 +116,17 @@ class ApexAdam(torch.optim.Optimizer):
             state["step"] = torch.zeros(())
             for moment in MOMENTS:
                 state[moment] = torch.zeros_like(parameter)
-        if stand_in.numel():
-            stand_in.grad = _local(parameter.grad)
-        self.kernel.state[stand_in] = {moment: _local(state[moment]) for moment in MOMENTS}
+        if kernel_parameter.numel():
+            kernel_parameter.grad = _local_view(parameter.grad)
+        self.kernel.state[kernel_parameter] = {
+            moment: _local_view(state[moment]) for moment in MOMENTS
+        }
 
     def _count_step(self, parameters: list[Tensor]) -> int:
-        """Steps that the parameters with gradients have had; from now on one more."""
-        counters = [self.state[p]["step"] for p in parameters if p.grad is not None]
+        """Add 1 to the steps of the parameters with gradients; return the steps before."""
+        counters = [
+            self.state[parameter]["step"] for parameter in parameters if parameter.grad is not None
+        ]
         steps = {int(counter) for counter in counters}
         assert len(steps) <= 1, "some parameters of a group had no gradient in an earlier step"
         for counter in counters:
@@ -123,19 +134,20 @@ class ApexAdam(torch.optim.Optimizer):
         return steps.pop() if steps else 0
 
 
-def _load() -> Apex:
-    normalization, optimizers = (importlib.import_module(f"apex.{part}") for part in PARTS)
+def _load_apex() -> Apex:
+    normalization, optimizers = (importlib.import_module(f"apex.{module}") for module in MODULES)
     apex = Apex(
         layer_norm=normalization.FusedLayerNorm,
         rms_norm=normalization.FusedRMSNorm,
         adam=optimizers.FusedAdam,
     )
-    apex.layer_norm(1)  # an Apex built without its CUDA extensions imports, and fails here
+    # Without its CUDA extensions, Apex imports but fails here.
+    apex.layer_norm(1)
     apex.adam([nn.Parameter(torch.zeros(1))])
     log.info("NVIDIA Apex: its fused normalization and Adam are used")
     return apex
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a possibly distributed tensor, sharing its memory, outside autograd."""
+def _local_view(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor or DTensor, sharing its memory, outside autograd."""
     return local_part(tensor).detach()

@@ -1,9 +1,10 @@
-"""Causal attention that stops at the ends of documents, without a mask of S x S.
+"""Causal attention within documents (Megatron's --reset-attention-mask), without an S x S mask.
 
-The tokens of a micro-batch [B, S] lie end to end, row after row; `edges` int32 [n + 1] says where
-documents begin in that line, with 0 first and B * S last (Megatron's --reset-attention-mask).
-On CUDA in 16 bit all documents go through one kernel for sequences of different lengths. Elsewhere,
-and with attention dropout, which that kernel does not have, each document is attended to by itself.
+The rows of a micro-batch [B, S] are concatenated to one sequence of B * S tokens. `edges` int32
+[n + 1] are the indices where its n documents begin, 0 first, followed by B * S. On CUDA in 16 bit
+one kernel for sequences of different lengths attends to all documents. Elsewhere, and with
+attention dropout, which that kernel does not support, each document is computed by itself.
+Shapes: B rows, S tokens of a row, N query heads, K key-value heads, D channels of a head.
 """
 
 import torch
@@ -11,34 +12,35 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-NARROW = (torch.bfloat16, torch.float16)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def attend_documents(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, dropout: float) -> Tensor:
-    """Core attention: q [B, S, N, D], k and v [B, S, K, D], edges int32 [n + 1] → [B, S, N, D]."""
-    longest = q.shape[1]  # no document is longer than a row
-    line = [part.flatten(0, 1) for part in (q, k, v)]  # [B * S, heads, D]
-    if q.is_cuda and q.dtype in NARROW and not dropout:
-        queries = q.shape[2] // k.shape[2]  # of one group: torch 2.11 wants a key for each
-        line[1:] = [part.repeat_interleave(queries, dim=1) for part in line[1:]]
-        attended = varlen_attn(*line, edges, edges, longest, longest, window_size=(-1, 0))
+    """Map q [B, S, N, D], k and v [B, S, K, D] to [B, S, N, D], with edges int32 [n + 1]."""
+    max_length = q.shape[1]  # no document is longer than a row
+    flat_q, flat_k, flat_v = (part.flatten(0, 1) for part in (q, k, v))  # [B * S, heads, D]
+    if q.is_cuda and q.dtype in KERNEL_DTYPES and not dropout:
+        group_size = q.shape[2] // k.shape[2]
+        # The kernel of torch 2.11 needs a key and a value for each query head.
+        flat_k, flat_v = (part.repeat_interleave(group_size, dim=1) for part in (flat_k, flat_v))
+        attended = varlen_attn(
+            flat_q, flat_k, flat_v, edges, edges, max_length, max_length, window_size=(-1, 0)
+        )
     else:
-        attended = _one_by_one(line, edges, dropout)
+        attended = _attend_each((flat_q, flat_k, flat_v), edges, dropout)
     return attended.view(q.shape)
 
 
 @torch.compiler.disable
-def _one_by_one(line: list[Tensor], edges: Tensor, dropout: float) -> Tensor:
-    """Attention of each document by itself, [B * S, N, D]; a backward pass is one concatenation."""
+def _attend_each(flat_qkv: tuple[Tensor, Tensor, Tensor], edges: Tensor, dropout: float) -> Tensor:
+    """Return the attention of each document by itself, [B * S, N, D]."""
     lengths = edges.diff().tolist()
-    grouped = line[0].shape[1] != line[1].shape[1]
-    attended = [
-        F.scaled_dot_product_attention(
-            *(part.transpose(0, 1)[None] for part in document),  # [1, heads, length, D]
-            dropout_p=dropout,
-            is_causal=True,
-            enable_gqa=grouped,
-        )[0].transpose(0, 1)
-        for document in zip(*(part.split(lengths) for part in line), strict=True)
-    ]
+    is_grouped = flat_qkv[0].shape[1] != flat_qkv[1].shape[1]
+    attended = []
+    for document in zip(*(part.split(lengths) for part in flat_qkv), strict=True):
+        q, k, v = (part.transpose(0, 1)[None] for part in document)  # [1, heads, length, D]
+        output = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=is_grouped
+        )
+        attended.append(output[0].transpose(0, 1))
     return torch.cat(attended)

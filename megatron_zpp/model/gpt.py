@@ -1,7 +1,7 @@
 """The GPT: embedding, transformer blocks, final normalization, output layer, loss.
 
 Built on the meta device it has no values; `megatron_zpp.model.init.initialize` draws them.
-Legend of the shapes: B batch, S sequence, H hidden, V padded vocabulary.
+Shapes: B batch, S sequence, H hidden, V padded vocabulary.
 """
 
 import torch
@@ -13,9 +13,9 @@ from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.layers import (
     Block,
     Rotary,
-    direct,
+    apply_norm,
+    call_directly,
     make_norm,
-    normalized,
     rotary_table,
 )
 from megatron_zpp.model.loss import CrossEntropy, head_loss
@@ -23,11 +23,11 @@ from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
 
 
 class GPT(nn.Module):
-    """Megatron's GPT-2, and by configuration the Llama shape; `blocks` is what gets sharded.
+    """Megatron's GPT-2, or by configuration a Llama; each of `blocks` is sharded by itself.
 
-    The vocabulary is padded with entries no text contains; they take part in the softmax as in
-    Megatron and are learned away. `call` runs `blocks_per_call` blocks at a time: directly, or
-    under activation checkpointing.
+    The vocabulary is padded with entries that occur in no text. They take part in the softmax, as
+    in Megatron, and training drives their probabilities to zero. `call` runs `blocks_per_call`
+    blocks at a time, directly or with activation checkpointing.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
@@ -46,7 +46,7 @@ class GPT(nn.Module):
         if config.untie_embeddings_and_output_weights:
             self.head = nn.Linear(hidden, self.padded_vocab_size, bias=False)
         self.cross_entropy: CrossEntropy | None = None
-        self.call = direct
+        self.call = call_directly
         self.blocks_per_call = config.num_layers
 
     def forward(
@@ -58,15 +58,15 @@ class GPT(nn.Module):
         edges: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Logits [B, S, V] of tokens int64 [B, S]; with labels [B, S] the mean loss, fp32 scalar.
+        """Return logits [B, S, V] of tokens int64 [B, S]; with labels, the mean loss, fp32 scalar.
 
-        The loss is Σ(loss·mask)/Σmask over loss_mask [B, S], all ones if None. position_ids [B, S]
-        count from 0 in each row if None. With `edges` int32 [n + 1], where documents begin in the
-        rows laid end to end, they do not see each other. Raises ValueError for more tokens than
-        learned positions.
+        The loss is Σ(loss·mask)/Σmask with labels and loss_mask [B, S]; the mask is all ones if
+        None. position_ids [B, S] count from 0 in each row if None. `edges` int32 [n + 1] says where
+        documents begin in the concatenated rows; tokens then attend to their own document only.
+        Raises ValueError for more tokens than learned positions.
 
-        With a cache, which expects these tokens, they go on from what it keeps: logits [B, 1, V]
-        of each row's last real token.
+        With a cache, after `cache.prepare` for these tokens, they continue the cached ones, and the
+        result is logits [B, 1, V] of each row's last real token.
         """
         if cache is not None:
             position_ids = cache.positions
@@ -75,27 +75,28 @@ class GPT(nn.Module):
         for first in range(0, len(self.blocks), self.blocks_per_call):
             x = self.call(self._run_blocks, first, x, rotary, edges, cache)
         if cache is not None:
-            x = cache.last(x)
-        x = normalized(self.norm, x)
+            x = cache.last_tokens(x)
+        x = apply_norm(self.norm, x)
         weight = self.tokens.weight if self.head is None else self.head.weight
         if labels is None:
             return F.linear(x, weight)
         mask = torch.ones(1, device=x.device) if loss_mask is None else loss_mask
         mask = mask.expand(labels.shape)
-        rows = x.flatten(0, 1), weight, labels.flatten(), mask.flatten()
-        return head_loss(*rows, self.cross_entropy)
+        return head_loss(
+            x.flatten(0, 1), weight, labels.flatten(), mask.flatten(), self.cross_entropy
+        )
 
     def num_parameters(self) -> int:
-        """Number of weights of the whole model, whatever part of it this rank holds."""
+        """Return the number of weights of the whole model, also where it is sharded."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self) -> float:
-        """Model FLOPs of forward and backward for one token of a sequence of seq_length tokens.
+        """Return the model FLOPs of forward and backward for one token of a full sequence.
 
         3 · (2 · P + 4 · L · S · N · D): P weights of all matrix products, the output layer
-        included; L blocks; N · D the width of the query heads. A backward pass is two forward
-        passes; scores and values count over the whole sequence, not half of it, as PaLM and
-        Megatron count; what recomputation adds is not counted.
+        included; L blocks; S = seq_length; N · D the width of the query heads. A backward pass
+        counts as two forward passes. Attention counts the whole sequence for every token, as PaLM
+        and Megatron do. Recomputation is not counted.
         """
         return flops_per_token(self.config, RecomputeConfig(), self.vocab_size)
 
@@ -119,8 +120,8 @@ class GPT(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
         channels = int(self.config.head_dim * self.config.rotary_percent)
-        slowed = self.config.rope_scaling_factor if self.config.use_rope_scaling else None
-        return rotary_table(position_ids, channels, self.config.rotary_base, slowed)
+        scaling_factor = self.config.rope_scaling_factor if self.config.use_rope_scaling else None
+        return rotary_table(position_ids, channels, self.config.rotary_base, scaling_factor)
 
     def _run_blocks(
         self,
@@ -130,6 +131,8 @@ class GPT(nn.Module):
         edges: Tensor | None,
         cache: KeyValueCache | None,
     ) -> Tensor:
+        """Run the blocks of one `call`, from block `first`."""
         for index, block in enumerate(self.blocks[first : first + self.blocks_per_call], first):
-            x = block(x, rotary, edges, None if cache is None else cache.layers[index])
+            layer_cache = None if cache is None else cache.layers[index]
+            x = block(x, rotary, edges, layer_cache)
         return x

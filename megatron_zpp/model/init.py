@@ -1,8 +1,9 @@
-"""Initial weights, drawn shard by shard: the same seed gives the same weights on any ranks.
+"""Initial weights, drawn shard by shard: a seed gives the same weights on any number of ranks.
 
-Each parameter is cut into fixed blocks of rows. A block's values come from a generator seeded by
-(seed, parameter's name, number of the block), so a rank draws only the blocks its shard touches
-and never holds a whole large parameter. The draws are made on the CPU, whatever the device.
+Each parameter is divided into fixed blocks of rows. The values of a block come from a generator
+seeded by (seed, name of the parameter, number of the block), so a rank draws only the blocks that
+overlap its shard and never holds a whole large parameter. Values are drawn on the CPU whatever the
+device.
 """
 
 import hashlib
@@ -16,17 +17,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim.step import local_part
 
-BLOCK_ELEMENTS = 2**20  # 4 MiB in fp32; fixed, or the same seed would give other weights
-SCALED_WEIGHTS = ("attention.output.weight", "mlp.output.weight")  # these end a residual branch
+BLOCK_ELEMENTS = 2**20  # 4 MiB in fp32; another number would change the weights of a seed
+SCALED_WEIGHTS = ("attention.output.weight", "mlp.output.weight")  # last of a residual branch
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, config: ModelConfig) -> None:
-    """Fill every parameter of a model whose storage exists (after `to_empty`) with first values.
+    """Initialize every parameter of a model in place, after `to_empty` has allocated them.
 
-    Weights are N(0, σ²) with σ = init_method_std, σ/√(2L) where a branch joins the residual stream;
-    biases 0; gains of normalizations 1. Parameters may be plain tensors or DTensors placed by
-    Shard and Replicate on a mesh of any number of axes. Raises TypeError for another placement.
+    Weights are N(0, σ²) with σ = init_method_std, divided by √(2L) in the last layer of a residual
+    branch; biases are 0, gains of normalizations 1. Parameters are plain tensors, or DTensors
+    placed by Shard and Replicate on a mesh with any number of axes. Raises TypeError for another
+    placement.
     """
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
@@ -39,7 +41,7 @@ def initialize(model: nn.Module, seed: int, config: ModelConfig) -> None:
 
 
 def draw(parameter: Tensor, label: str, std: float) -> None:
-    """Fill this rank's part of a matrix with N(0, std²): the same numbers for the same label."""
+    """Fill this rank's part of a matrix with N(0, std²); the numbers depend on `label` only."""
     local = local_part(parameter)
     if std == 0.0:
         local.zero_()
@@ -49,10 +51,10 @@ def draw(parameter: Tensor, label: str, std: float) -> None:
 
 
 def local_ranges(parameter: Tensor) -> list[tuple[int, int]]:
-    """First and one-past-last global index of this rank's part of a parameter, for every dim.
+    """Return (start, end) of this rank's part of a parameter in every dimension, end exclusive.
 
-    Shard(d) over n ranks gives each ceil(size / n) indices, fewer or none to the last ones, as
-    torch.chunk does. Raises TypeError for placements other than Shard and Replicate.
+    As in torch.chunk, Shard(d) over n ranks gives each rank ceil(size / n) indices, and the last
+    ranks fewer or none. Raises TypeError for placements other than Shard and Replicate.
     """
     ranges = [(0, size) for size in parameter.shape]
     if not isinstance(parameter, DTensor):
@@ -63,10 +65,10 @@ def local_ranges(parameter: Tensor) -> list[tuple[int, int]]:
             continue
         if type(placement) is not Shard:
             raise TypeError(f"cannot initialize a parameter placed as {placement}")
-        first, end = ranges[placement.dim]
-        chunk = -(-(end - first) // mesh.size(axis))
-        start = min(first + mesh.get_local_rank(axis) * chunk, end)
-        ranges[placement.dim] = (start, min(start + chunk, end))
+        start, end = ranges[placement.dim]
+        chunk = math.ceil((end - start) / mesh.size(axis))
+        local_start = min(start + mesh.get_local_rank(axis) * chunk, end)
+        ranges[placement.dim] = (local_start, min(local_start + chunk, end))
     return ranges
 
 
@@ -74,18 +76,22 @@ def _blocks(
     label: str, shape: torch.Size, ranges: list[tuple[int, int]], std: float
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield (local rows, fp32 values) for each block of rows that overlaps the local part."""
-    first, end = ranges[0]
-    height = max(1, BLOCK_ELEMENTS // math.prod(shape[1:]))
-    columns = tuple(slice(*part) for part in ranges[1:])
-    for block in range(first // height, -(-end // height) if end > first else 0):
-        top = block * height
-        bottom = min(top + height, shape[0])
-        values = torch.empty((bottom - top, *shape[1:]))
+    local_start, local_end = ranges[0]
+    if local_start == local_end:
+        return
+    num_rows = max(1, BLOCK_ELEMENTS // math.prod(shape[1:]))
+    columns = tuple(slice(start, end) for start, end in ranges[1:])
+    for block in range(local_start // num_rows, math.ceil(local_end / num_rows)):
+        block_start = block * num_rows
+        block_end = min(block_start + num_rows, shape[0])
+        values = torch.empty((block_end - block_start, *shape[1:]))
         values.normal_(0.0, std, generator=_generator(f"{label}/{block}"))
-        low, high = max(first, top), min(end, bottom)
-        yield slice(low - first, high - first), values[(slice(low - top, high - top), *columns)]
+        start, end = max(local_start, block_start), min(local_end, block_end)
+        local_rows = slice(start - local_start, end - local_start)
+        block_rows = slice(start - block_start, end - block_start)
+        yield local_rows, values[(block_rows, *columns)]
 
 
 def _generator(label: str) -> torch.Generator:
-    digest = hashlib.blake2b(label.encode(), digest_size=4).digest()  # mt19937 takes 32 bits
+    digest = hashlib.blake2b(label.encode(), digest_size=4).digest()  # mt19937 has 32-bit seeds
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))

@@ -1,8 +1,8 @@
-"""The output layer and its cross-entropy in one step, so that the logits exist only once.
+"""The output layer and its cross-entropy in one step, so that the logits are stored only once.
 
-The logits are turned in place, a few rows at a time while they are in cache, into their own
-gradient; no second buffer of their size and no fp32 copy of 16-bit logits is ever made.
-Legend of the shapes: T tokens, H hidden, V padded vocabulary.
+The logits are overwritten with their own gradient, a few rows at a time while they are in cache.
+There is no second buffer of their size and no fp32 copy of 16-bit logits.
+Shapes: T tokens, H hidden, V padded vocabulary.
 """
 
 from collections.abc import Callable
@@ -11,77 +11,87 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CPU_CHUNK = 2**18  # logits worked on at a time: 1 MiB in fp32 stays in a core's cache
-DEVICE_CHUNK = 2**25  # elsewhere: 128 MiB of workspace, few enough kernel launches
+CPU_CHUNK = 2**18  # logits computed at a time: 1 MiB in fp32 fits in a core's cache
+DEVICE_CHUNK = 2**25  # on other devices: 128 MiB of workspace, few kernel launches
 
 
 CrossEntropy = Callable[[Tensor, Tensor, Tensor], Tensor]
-Turn = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+LogitsKernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def head_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor,
     cross_entropy: CrossEntropy | None = None,
 ) -> Tensor:  # fmt: skip
-    """Mean cross-entropy Σ(loss·mask)/Σmask of logits hidden·weightᵀ, an fp32 scalar.
+    """Return the mean cross-entropy Σ(loss·mask)/Σmask of logits hidden·weightᵀ, an fp32 scalar.
 
-    hidden [T, H], weight [V, H], labels int64 [T] below V, mask [T]. Zero if the mask is all zero.
-    Losses and softmax are computed in fp32 whatever the dtype. Differentiable once, by
-    `cross_entropy`: `by_rows` if None, or `at_once`.
+    hidden [T, H], weight [V, H], labels int64 [T] below V, mask [T]. The loss is zero if the mask
+    is all zero. Losses and softmax are computed in fp32 whatever the dtype. Differentiable once, by
+    `cross_entropy`, which is `chunked_cross_entropy` or `whole_cross_entropy`; None means chunked.
     """
     mask = mask.float()
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _HeadLoss.apply(hidden, weight, labels, mask, cross_entropy or by_rows)
-    losses = by_rows(F.linear(hidden, weight), labels, None)
+        cross_entropy = cross_entropy or chunked_cross_entropy
+        return _HeadLoss.apply(hidden, weight, labels, mask, cross_entropy)
+    losses = chunked_cross_entropy(F.linear(hidden, weight), labels, None)
     return torch.dot(losses, mask) / _count(mask)
 
 
-def by_rows(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
-    """Losses fp32 [T]; with a mask, logits [T, V] become mask · (softmax − one-hot) in place."""
-    size = CPU_CHUNK if logits.device.type == "cpu" else DEVICE_CHUNK
-    rows = max(1, size // logits.shape[1])
+def chunked_cross_entropy(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
+    """Return losses fp32 [T], computed a few rows at a time.
+
+    With a mask [T], logits [T, V] become mask · (softmax − one-hot) in place.
+    """
+    chunk_size = CPU_CHUNK if logits.device.type == "cpu" else DEVICE_CHUNK
+    num_rows = max(1, chunk_size // logits.shape[1])
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    for first in range(0, len(logits), rows):
-        part = slice(first, first + rows)
-        wanted = labels[part, None]  # [rows, 1]
-        wide = logits[part].float()  # for fp32 a view: what follows is in place
-        shift = wide.amax(dim=1, keepdim=True)
-        target = wide.gather(1, wanted)
+    for first in range(0, len(logits), num_rows):
+        rows = slice(first, first + num_rows)
+        label_columns = labels[rows, None]  # [num_rows, 1]
+        chunk = logits[rows].float()  # of fp32 logits a view, which is changed in place
+        row_max = chunk.amax(dim=1, keepdim=True)
+        label_logits = chunk.gather(1, label_columns)
         if mask is None:
-            total = (wide - shift).exp_().sum(dim=1, keepdim=True)
+            exp_sum = (chunk - row_max).exp_().sum(dim=1, keepdim=True)
         else:
-            total = wide.sub_(shift).exp_().sum(dim=1, keepdim=True)
-            scale = mask[part, None]
-            wide.mul_(scale / total).scatter_add_(1, wanted, -scale)
-            if wide.dtype != logits.dtype:
-                logits[part] = wide
-        losses[part] = (total.log() + (shift - target)).squeeze(1)
+            exp_sum = chunk.sub_(row_max).exp_().sum(dim=1, keepdim=True)
+            scale = mask[rows, None]
+            chunk.mul_(scale / exp_sum).scatter_add_(1, label_columns, -scale)
+            if chunk.dtype != logits.dtype:
+                logits[rows] = chunk
+        losses[rows] = (exp_sum.log() + (row_max - label_logits)).squeeze(1)
     return losses
 
 
-def at_once(logits: Tensor, labels: Tensor, mask: Tensor, turn: Turn | None = None) -> Tensor:
-    """What `by_rows` does with a mask, by `turn`, `turn_logits` if None, which one may compile.
+def whole_cross_entropy(
+    logits: Tensor, labels: Tensor, mask: Tensor, kernel: LogitsKernel | None = None
+) -> Tensor:
+    """Return what `chunked_cross_entropy` returns with a mask, computed for all rows at once.
 
-    Compiled it needs no memory but the losses; as it stands, some copies of the logits in fp32.
+    `kernel` is `logits_to_gradient`, compiled or not; None means not compiled. Compiled it needs no
+    memory but the losses, otherwise several copies of the logits in fp32.
     """
-    wanted = labels[:, None]
-    # Outside of what is compiled: torch 2.11 would look after the logits have been overwritten.
-    target = logits.gather(1, wanted).float()
-    return (turn or turn_logits)(logits, wanted, target, mask)
+    label_columns = labels[:, None]
+    # Outside the kernel: compiled by torch 2.11, it would gather from the overwritten logits.
+    label_logits = logits.gather(1, label_columns).float()
+    return (kernel or logits_to_gradient)(logits, label_columns, label_logits, mask)
 
 
-def turn_logits(logits: Tensor, wanted: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    """Losses fp32 [T]; logits [T, V] become their gradient in place.
+def logits_to_gradient(
+    logits: Tensor, label_columns: Tensor, label_logits: Tensor, mask: Tensor
+) -> Tensor:
+    """Return losses fp32 [T]; logits [T, V] become their gradient in place.
 
-    wanted [T, 1]; target fp32 [T, 1], the logits of these; mask [T]. One kernel of torch.compile's.
+    label_columns int64 [T, 1]; label_logits fp32 [T, 1]; mask [T]. torch.compile makes it one
+    kernel.
     """
-    wide = logits.float()
-    shift = wide.amax(dim=1, keepdim=True)
-    total = (wide - shift).exp().sum(dim=1, keepdim=True)
+    logits_fp32 = logits.float()
+    row_max = logits_fp32.amax(dim=1, keepdim=True)
+    exp_sum = (logits_fp32 - row_max).exp().sum(dim=1, keepdim=True)
     columns = torch.arange(logits.shape[1], device=logits.device)
-    softmax = (wide - shift).exp() / total
-    logits.copy_(mask[:, None] * (softmax - (columns == wanted).float()))
-    return (total.log() + (shift - target)).squeeze(1)
+    softmax = (logits_fp32 - row_max).exp() / exp_sum
+    logits.copy_(mask[:, None] * (softmax - (columns == label_columns).float()))
+    return (exp_sum.log() + (row_max - label_logits)).squeeze(1)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -91,22 +101,26 @@ class _HeadLoss(torch.autograd.Function):
         cross_entropy: CrossEntropy,
     ) -> Tensor:  # fmt: skip
         logits = F.linear(hidden, weight)  # [T, V]
-        losses = cross_entropy(logits, labels, mask)
+        losses = cross_entropy(logits, labels, mask)  # logits now hold their gradient
         count = _count(mask)
         ctx.save_for_backward(logits, hidden, weight, count)
         return torch.dot(losses, mask) / count
 
     @staticmethod
-    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, hidden, weight, count = ctx.saved_tensors
-        gradient.mul_(upstream / count)  # in place: a second backward pass is refused by autograd
-        for_hidden = for_weight = None
+    def backward(ctx, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        logits_gradient, hidden, weight, count = ctx.saved_tensors
+        # In place, so autograd refuses a second backward pass.
+        logits_gradient.mul_(loss_gradient / count)
+        hidden_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
-            for_hidden = (gradient @ weight.to(gradient.dtype)).to(hidden.dtype)
+            hidden_gradient = logits_gradient @ weight.to(logits_gradient.dtype)
+            hidden_gradient = hidden_gradient.to(hidden.dtype)
         if ctx.needs_input_grad[1]:
-            for_weight = (gradient.t() @ hidden.to(gradient.dtype)).to(weight.dtype)
-        return for_hidden, for_weight, None, None, None
+            weight_gradient = logits_gradient.t() @ hidden.to(logits_gradient.dtype)
+            weight_gradient = weight_gradient.to(weight.dtype)
+        return hidden_gradient, weight_gradient, None, None, None
 
 
 def _count(mask: Tensor) -> Tensor:
+    """Return the sum of the mask, or a tiny number instead of zero."""
     return mask.sum().clamp(min=torch.finfo(torch.float32).tiny)

@@ -1,8 +1,8 @@
-"""What is computed again instead of kept (activation checkpointing), and blocks compiled.
+"""Activation checkpointing and compilation of a GPT's blocks.
 
-Both are chosen before the model is sharded and act inside the blocks, so that the hooks of
-sharding on a block stay outside. Recomputation replays the random numbers of dropout: losses and
-gradients are bit for bit those without it.
+Both are applied before the model is sharded, and inside the blocks, so that the hooks that sharding
+puts on a block stay outside. Recomputation replays the random numbers of dropout: losses and
+gradients are bitwise equal to those without it.
 """
 
 from collections.abc import Callable
@@ -13,42 +13,44 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.loss import at_once, turn_logits
+from megatron_zpp.model.loss import logits_to_gradient, whole_cross_entropy
 from megatron_zpp.settings.config import RecomputeConfig
 
 
 def recompute(model: GPT, config: RecomputeConfig) -> None:
-    """Make the model drop activations in forward and compute them again in backward.
+    """Make the model discard activations in forward and recompute them in backward, in place.
 
-    Full and uniform keeps only the input of each group of `recompute_num_layers` blocks; full and
-    block keeps only the input of each of the first so many blocks; selective drops what lies inside
-    the core attention. Changes the model in place; without a granularity nothing is changed.
+    Full recomputation stores only inputs: with the uniform method, of each group of
+    `recompute_num_layers` blocks; with the block method, of each of the first
+    `recompute_num_layers` blocks, while the others store everything. Selective recomputation
+    discards the activations of the core attention. Without a granularity nothing changes.
     """
-    count = config.recompute_num_layers
+    num_layers = config.recompute_num_layers
     if config.recompute_granularity == "selective":
         for block in model.blocks:
-            block.attention.call = checkpointed
+            block.attention.call = call_checkpointed
     elif config.recompute_granularity == "full":
-        if config.recompute_method != "block" and count > 1:
-            model.call = checkpointed
-            model.blocks_per_call = count
+        is_block_method = config.recompute_method == "block"
+        if not is_block_method and num_layers > 1:
+            model.call = call_checkpointed
+            model.blocks_per_call = num_layers
             return
-        last = count if config.recompute_method == "block" else len(model.blocks)
-        for block in model.blocks[:last]:
-            block.call = checkpointed
+        for block in model.blocks[: num_layers if is_block_method else None]:
+            block.call = call_checkpointed
 
 
 def compile_blocks(model: GPT, backend: str = "inductor") -> None:
-    """Compile with torch.compile each block's computation, of which those of one shape share code,
-    and the cross-entropy.
+    """Compile the computation of each block, and the cross-entropy, with torch.compile.
 
-    Raises what torch.compile raises, at the first forward pass, not here.
+    Blocks of one shape share their code. Compilation, and its errors, happen in the first forward
+    pass.
     """
     for block in model.blocks:
         block.compute = torch.compile(block.compute, backend=backend)
-    model.cross_entropy = partial(at_once, turn=torch.compile(turn_logits, backend=backend))
+    kernel = torch.compile(logits_to_gradient, backend=backend)
+    model.cross_entropy = partial(whole_cross_entropy, kernel=kernel)
 
 
-def checkpointed(function: Callable[..., Tensor], *arguments: object) -> Tensor:
-    """Call `function` and forget its intermediate results until the backward pass needs them."""
+def call_checkpointed(function: Callable[..., Tensor], *arguments: object) -> Tensor:
+    """Return `function(*arguments)`; its intermediate results are recomputed for backward."""
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=True)

@@ -1,1 +1,1 @@
-"""Models from elsewhere, in and out: Hugging Face's folders, .gguf files, PEFT adapters."""
+"""Import and export of models: Hugging Face folders, .gguf files and PEFT adapters."""

@@ -1,4 +1,4 @@
-"""Models in a .gguf file, read and dequantized to fp32 by transformers; this holds all of it."""
+"""Models in a .gguf file, which transformers reads and dequantizes to fp32, all in memory."""
 
 from pathlib import Path
 from typing import Any
@@ -6,55 +6,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.models.hf_config import QUANTIZED
+from megatron_zpp.models.hf_config import QUANTIZATION
 from megatron_zpp.tokenizer.base import load_package
 from zeropp.errors import InputError
 
 SUFFIX = ".gguf"
 PACKAGES = ("gguf", "accelerate", "transformers")
+DROPPED_KEYS = (QUANTIZATION, "_name_or_path", "_model_name_or_path")
 
 
 class GgufModel:
-    """The tensors of a .gguf under Hugging Face's names, its settings and its tokenizer.
+    """The tensors of a .gguf file under Hugging Face's names, its settings and its tokenizer.
 
-    Raises InputError if a package is missing, or for a file that transformers cannot read.
+    Raises InputError if a package is missing, and for a file that transformers cannot read.
     """
 
     def __init__(self, path: Path) -> None:
-        self.place = str(path)
-        needed_by = f"reading {path.name}"
-        transformers = [load_package(package, needed_by) for package in PACKAGES][-1]
+        self.location = str(path)
+        for package in PACKAGES:
+            transformers = load_package(package, f"reading {path.name}")
         if not path.is_file():
             raise InputError(f"{path}: no such file")
-        where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+        file = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-            self._tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-        # The libraries raise whatever a damaged file leads them to.
+            model = transformers.AutoModelForCausalLM.from_pretrained(**file, dtype=torch.float32)
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(**file)
+        # A damaged file can make the libraries raise anything.
         except Exception as error:
             kind = type(error).__name__
             raise InputError(f"{path}: transformers cannot read it ({kind}: {error})") from error
-        self._generation = model.generation_config
+        self._generation_config = model.generation_config
+        entries = model.config.to_dict()
         self.config: dict[str, Any] = {
-            name: value
-            for name, value in model.config.to_dict().items()
-            if name not in (QUANTIZED, "_name_or_path", "_model_name_or_path")
+            key: value for key, value in entries.items() if key not in DROPPED_KEYS
         }
         self.config["architectures"] = [type(model).__name__]
-        tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-        self._tensors = {
-            name: tensor for name, tensor in model.state_dict().items() if name not in tied
-        }
+        self._tensors = model.state_dict()
+        if model.config.tie_word_embeddings:
+            self._tensors.pop("lm_head.weight", None)
 
     def facts(self) -> dict[str, Tensor]:
-        """Every tensor's shape and dtype by name, as tensors on the meta device."""
+        """Return every tensor's shape and dtype by name, as tensors on the meta device."""
         return {name: tensor.to("meta") for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor on the CPU, fp32."""
+        """Return one whole tensor on the CPU, in fp32."""
         return self._tensors[name]
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write the files of the tokenizer and the settings of generation into `folder`."""
+        """Write the files of the tokenizer and generation_config.json into `folder`."""
         self._tokenizer.save_pretrained(folder)
-        self._generation.save_pretrained(folder)
+        self._generation_config.save_pretrained(folder)

@@ -1,6 +1,7 @@
-"""Hugging Face's config.json and our ModelConfig: one table of settings, read in both directions.
+"""Hugging Face's config.json and our ModelConfig, converted in both directions.
 
-What a model there has and ours cannot do is refused by name, and so is the reverse.
+One table of settings for each family of models (`model_type`) serves both. A setting that the other
+side cannot express is refused with an error that names it.
 """
 
 import math
@@ -14,7 +15,7 @@ from megatron_zpp.models import hf_rope as rope
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.errors import InputError
 
-# Theirs -> our switches; what is left out is as in ModelConfig.
+# Hugging Face's name -> the fields of ModelConfig that differ from their defaults.
 ACTIVATIONS: Mapping[str, Mapping[str, bool]] = MappingProxyType(
     {
         "gelu_new": {},
@@ -23,38 +24,45 @@ ACTIVATIONS: Mapping[str, Mapping[str, bool]] = MappingProxyType(
         "relu2": {"squared_relu": True},
     }
 )
-QUANTIZED = "quantization_config"
-MOST = 2**31  # no size of a model is as large
+QUANTIZATION = "quantization_config"
+MAX_NUMBER = 2**31  # exclusive; larger than any size of a model
+REAL_FIELDS = ("layernorm_epsilon", "init_method_std", "attention_dropout", "hidden_dropout")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A number of theirs, the field of ours, and what theirs is where it is not written."""
+    """A number: its key in config.json, the field of ModelConfig, the default of transformers."""
 
-    theirs: str
-    ours: str
+    key: str
+    field: str
     default: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A `model_type`: its settings; what else it must be; and what ours must be to be one."""
+    """A `model_type`: its settings, and the values that both sides must have.
+
+    `required` maps keys of config.json to the only supported value and to the default of
+    transformers. `model_fields` are values of ModelConfig that every model of the family has.
+    `activation` is the key and its default; the default None means SwiGLU, named by the key. The
+    `bias_keys` must be equal; without any, all linear layers have a bias.
+    """
 
     name: str
     class_name: str
     settings: tuple[Setting, ...]
-    theirs: Mapping[str, tuple[Any, Any]]  # key -> what it must be, what it is if not written
-    ours: Mapping[str, Any]
-    activation: tuple[str, str | None]  # key and default; None: SwiGLU under this key
-    biases: tuple[str, ...]  # keys that must agree; none: all layers have a bias
+    required: Mapping[str, tuple[Any, Any]]
+    model_fields: Mapping[str, Any]
+    activation: tuple[str, str | None]
+    bias_keys: tuple[str, ...]
     vocab_size: int
     is_tied: bool
-    rotary: rope.Keys | None = None
+    rotary: rope.RopeKeys | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Described:
-    """What a config.json says: the family, our model, and the rows of its vocabulary."""
+class HuggingFaceConfig:
+    """The content of a config.json: the family, our ModelConfig, and the vocabulary's rows."""
 
     family: Family
     model: ModelConfig
@@ -75,14 +83,14 @@ GPT2 = Family(
         Setting("attn_pdrop", "attention_dropout", 0.1),
         Setting("resid_pdrop", "hidden_dropout", 0.1),
     ),
-    theirs=MappingProxyType(
+    required=MappingProxyType(
         {
             "scale_attn_weights": (True, True),
             "scale_attn_by_inverse_layer_idx": (False, False),
             "add_cross_attention": (False, False),
         }
     ),
-    ours=MappingProxyType(
+    model_fields=MappingProxyType(
         {
             "normalization": "LayerNorm",
             "position_embedding_type": "learned_absolute",
@@ -94,7 +102,7 @@ GPT2 = Family(
         }
     ),
     activation=("activation_function", "gelu_new"),
-    biases=(),
+    bias_keys=(),
     vocab_size=50257,
     is_tied=True,
 )
@@ -113,8 +121,8 @@ LLAMA = Family(
         Setting("initializer_range", "init_method_std", 0.02),
         Setting("attention_dropout", "attention_dropout", 0.0),
     ),
-    theirs=MappingProxyType({}),
-    ours=MappingProxyType(
+    required=MappingProxyType({}),
+    model_fields=MappingProxyType(
         {
             "normalization": "RMSNorm",
             "position_embedding_type": "rope",
@@ -124,7 +132,7 @@ LLAMA = Family(
         }
     ),
     activation=("hidden_act", None),
-    biases=("attention_bias", "mlp_bias"),
+    bias_keys=("attention_bias", "mlp_bias"),
     vocab_size=32000,
     is_tied=False,
     rotary=rope.LLAMA,
@@ -141,14 +149,14 @@ MISTRAL = replace(
     name="mistral",
     class_name="MistralForCausalLM",
     settings=tuple(
-        replace(setting, default=MISTRAL_DEFAULTS.get(setting.theirs, setting.default))
+        replace(setting, default=MISTRAL_DEFAULTS.get(setting.key, setting.default))
         for setting in LLAMA.settings
     ),
-    theirs=MappingProxyType({"sliding_window": (None, 4096)}),
-    ours=MappingProxyType({**LLAMA.ours, "disable_bias_linear": True}),
-    biases=(),
+    required=MappingProxyType({"sliding_window": (None, 4096)}),
+    model_fields=MappingProxyType({**LLAMA.model_fields, "disable_bias_linear": True}),
+    bias_keys=(),
 )  # fmt: skip
-NEOX = Family(
+GPT_NEOX = Family(
     name="gpt_neox",
     class_name="GPTNeoXForCausalLM",
     settings=(
@@ -162,171 +170,196 @@ NEOX = Family(
         Setting("attention_dropout", "attention_dropout", 0.0),
         Setting("hidden_dropout", "hidden_dropout", 0.0),
     ),
-    theirs=MappingProxyType(
+    required=MappingProxyType(
         {"use_parallel_residual": (False, True), "attention_bias": (True, True)}
     ),
-    ours=MappingProxyType(
-        {**GPT2.ours, "position_embedding_type": "rope", "use_rope_scaling": False}
+    model_fields=MappingProxyType(
+        {**GPT2.model_fields, "position_embedding_type": "rope", "use_rope_scaling": False}
     ),
     activation=("hidden_act", "gelu"),
-    biases=(),
+    bias_keys=(),
     vocab_size=50432,
     is_tied=False,
-    rotary=rope.NEOX,
+    rotary=rope.GPT_NEOX,
 )
-FAMILIES = (GPT2, LLAMA, MISTRAL, NEOX)
-WRITTEN = (GPT2, LLAMA, NEOX)  # a Mistral without a window is a Llama
+FAMILIES = (GPT2, LLAMA, MISTRAL, GPT_NEOX)
+EXPORTED_FAMILIES = (GPT2, LLAMA, GPT_NEOX)  # a Mistral without a window is a Llama
 
 
-def read_settings(content: Mapping[str, Any], place: str) -> Described:
-    """What a config.json's `content` describes; `place` is named in errors.
+def parse_config(content: Mapping[str, Any], location: str) -> HuggingFaceConfig:
+    """Convert the content of a config.json; `location` is named in errors.
 
-    The model's `seq_length` is the longest there is, and its dropouts are those of the file. Raises
-    InputError for another kind of model, for a setting that our model cannot have, and for numbers
-    that are none.
+    The model's `seq_length` is the largest it supports, and its dropouts are those of the file.
+    Raises InputError for an unsupported kind of model, for a setting that our model cannot have,
+    and for values of a wrong type.
     """
-    family = _family(content, place)
-    if content.get(QUANTIZED):
-        raise InputError(f"{place}: {QUANTIZED}: weights of few bits are not read; dequantize them")
-    for key, (only, default) in family.theirs.items():
-        if content.get(key, default) != only:
-            given = content.get(key, default)
-            raise InputError(f"{place}: {key} is {given!r}; only {only!r} is known here")
-    values: dict[str, Any] = {
-        setting.ours: _number(content, setting, place) for setting in family.settings
+    family = _family(content, location)
+    if content.get(QUANTIZATION):
+        raise InputError(
+            f"{location}: {QUANTIZATION}: quantized weights are not supported; dequantize them"
+        )
+    for key, (supported, default) in family.required.items():
+        value = content.get(key, default)
+        if value != supported:
+            raise InputError(f"{location}: {key} is {value!r}; only {supported!r} is supported")
+    fields: dict[str, Any] = {
+        setting.field: _number(content, setting, location) for setting in family.settings
     }
-    values |= {key: value for key, value in family.ours.items() if value is not None}
-    values |= _activation(family, content, place)
-    values |= _biases(family, content, place)
+    fields |= {name: value for name, value in family.model_fields.items() if value is not None}
+    fields |= _activation_fields(family, content, location)
+    fields |= _bias_fields(family, content, location)
     if family.rotary is not None:
-        values |= rope.read_rope(content, family.rotary, place)
-        values.setdefault("hidden_dropout", 0.0)
-    tied = content.get("tie_word_embeddings", family.is_tied)
-    if not isinstance(tied, bool):
-        raise InputError(f"{place}: tie_word_embeddings is {tied!r}; expected true or false")
-    values["untie_embeddings_and_output_weights"] = not tied
-    values["seq_length"] = values["max_position_embeddings"]
-    rows = _number(content, Setting("vocab_size", "vocab_size", family.vocab_size), place)
+        fields |= rope.read_rope(content, family.rotary, location)
+        fields.setdefault("hidden_dropout", 0.0)
+    is_tied = content.get("tie_word_embeddings", family.is_tied)
+    if not isinstance(is_tied, bool):
+        raise InputError(f"{location}: tie_word_embeddings is {is_tied!r}; expected true or false")
+    fields["untie_embeddings_and_output_weights"] = not is_tied
+    fields["seq_length"] = fields["max_position_embeddings"]
+    vocab_size = Setting("vocab_size", "vocab_size", family.vocab_size)
+    vocab_rows = _number(content, vocab_size, location)
     try:
-        model = ModelConfig(**_plain(values))
+        model = ModelConfig(**_without_redundant_values(fields))
         model.check()
     except InputError as error:
-        raise InputError(f"{place}: {error}") from error
-    return Described(family=family, model=model, vocab_rows=rows)
+        raise InputError(f"{location}: {error}") from error
+    return HuggingFaceConfig(family=family, model=model, vocab_rows=vocab_rows)
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The family that a model of ours can be written as; InputError says what stands against it."""
-    plain, reasons = _unneeded_left_out(model), []
-    for family in WRITTEN:
-        against = [
-            f"{name} is {getattr(plain, name)}, not {wanted}"
-            for name, wanted in family.ours.items()
-            if getattr(plain, name) != wanted
+    """Return the family that our model can be exported as.
+
+    Raises InputError, with the settings that rule out each family, if there is none.
+    """
+    comparable = _comparable(model)
+    reasons = []
+    for family in EXPORTED_FAMILIES:
+        differences = [
+            f"{name} is {getattr(comparable, name)}, not {required}"
+            for name, required in family.model_fields.items()
+            if getattr(comparable, name) != required
         ]
-        if not against:
+        if not differences:
             return family
-        reasons.append(f"  {family.name}: {'; '.join(against)}")
+        reasons.append(f"  {family.name}: {'; '.join(differences)}")
     raise InputError(
-        "no model of Hugging Face's that is known here is like this one:\n" + "\n".join(reasons)
+        "the model is of none of the Hugging Face families that are supported:\n"
+        + "\n".join(reasons)
     )
 
 
-def write_settings(model: ModelConfig, vocab_rows: int, end: int) -> dict[str, Any]:
-    """The content of a config.json for a model of ours; `end` is the id that ends a document.
+def build_config(model: ModelConfig, vocab_rows: int, eod: int) -> dict[str, Any]:
+    """Return the content of a config.json for our model; `eod` is the end-of-document id.
 
-    Raises InputError for a model that no known family can be.
+    Raises InputError for a model that no supported family can express.
     """
     family = family_of(model)
     content: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.name}
-    known = {
+    resolved_fields = {
         "ffn_hidden_size": model.ffn_size,
         "num_query_groups": model.kv_heads,
         "kv_channels": model.head_dim,
         "max_position_embeddings": model.num_positions,
     }
     for setting in family.settings:
-        content[setting.theirs] = known.get(setting.ours, getattr(model, setting.ours))
-    key, default = family.activation
-    content[key] = "silu" if default is None else _activation_name(model)
-    for key in family.biases:
+        value = resolved_fields.get(setting.field, getattr(model, setting.field))
+        content[setting.key] = value
+    activation_key, default = family.activation
+    content[activation_key] = "silu" if default is None else _activation_name(model)
+    for key in family.bias_keys:
         content[key] = not model.disable_bias_linear
-    content |= {key: only for key, (only, _) in family.theirs.items()}
+    content |= {key: supported for key, (supported, _) in family.required.items()}
     if family.rotary is not None:
         content |= rope.write_rope(model, family.rotary)
     else:
         content["embd_pdrop"] = model.hidden_dropout
     content["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
-    content |= {"vocab_size": vocab_rows, "bos_token_id": end, "eos_token_id": end}
+    content |= {"vocab_size": vocab_rows, "bos_token_id": eod, "eos_token_id": eod}
     return content
 
 
-def _family(content: Mapping[str, Any], place: str) -> Family:
-    named = content.get("model_type")
-    classes = content.get("architectures") or []
-    if not isinstance(classes, list):
-        raise InputError(f"{place}: architectures is {classes!r}; expected a list of names")
+def _family(content: Mapping[str, Any], location: str) -> Family:
+    model_type = content.get("model_type")
+    class_names = content.get("architectures") or []
+    if not isinstance(class_names, list):
+        raise InputError(f"{location}: architectures is {class_names!r}; expected a list of names")
     for family in FAMILIES:
-        bare = re.sub("(ForCausalLM|LMHeadModel)$", "Model", family.class_name)
-        is_one = not classes or family.class_name in classes or bare in classes
-        if named == family.name and is_one:
+        bare_name = re.sub("(ForCausalLM|LMHeadModel)$", "Model", family.class_name)
+        has_class = family.class_name in class_names or bare_name in class_names
+        if model_type == family.name and (has_class or not class_names):
             return family
-    known = ", ".join(f"{family.name} ({family.class_name})" for family in FAMILIES)
-    what = f"{named!r}" + (f" ({', '.join(map(str, classes))})" if classes else "")
-    raise InputError(f"{place}: a model of type {what} is not known here; known are {known}")
+    supported = ", ".join(f"{family.name} ({family.class_name})" for family in FAMILIES)
+    classes = f" ({', '.join(map(str, class_names))})" if class_names else ""
+    raise InputError(
+        f"{location}: a model of type {model_type!r}{classes} is not supported; supported are "
+        f"{supported}"
+    )
 
 
-def _number(content: Mapping[str, Any], one: Setting, place: str) -> Any:
-    value = content.get(one.theirs, one.default)
-    is_whole = one.ours not in (
-        "layernorm_epsilon", "init_method_std", "attention_dropout", "hidden_dropout",
-    )  # fmt: skip
-    if value is None and one.default is None:
+def _number(content: Mapping[str, Any], setting: Setting, location: str) -> Any:
+    value = content.get(setting.key, setting.default)
+    if value is None and setting.default is None:
         return None
-    kinds = (int,) if is_whole else (int, float)
-    is_number = isinstance(value, kinds) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or (is_whole and not 0 < value < MOST):
-        expected = "a whole number above 0" if is_whole else "a number"
-        raise InputError(f"{place}: {one.theirs} is {value!r}; expected {expected}")
+    is_real = setting.field in REAL_FIELDS
+    types = (int, float) if is_real else (int,)
+    is_valid = isinstance(value, types) and not isinstance(value, bool)
+    if is_valid:
+        is_valid = math.isfinite(value) if is_real else 0 < value < MAX_NUMBER
+    if not is_valid:
+        expected = "a number" if is_real else "a whole number above 0"
+        raise InputError(f"{location}: {setting.key} is {value!r}; expected {expected}")
     return value
 
 
-def _activation(family: Family, content: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _activation_fields(family: Family, content: Mapping[str, Any], location: str) -> dict[str, Any]:
     key, default = family.activation
+    supported = ("silu",) if default is None else tuple(ACTIVATIONS)
     name = content.get(key, default or "silu")
-    known = ("silu",) if default is None else tuple(ACTIVATIONS)
-    if name not in known:
-        raise InputError(f"{place}: {key} {name!r} is not known here; known are {', '.join(known)}")
+    if name not in supported:
+        raise InputError(
+            f"{location}: {key} {name!r} is not supported; supported are {', '.join(supported)}"
+        )
     return dict(ACTIVATIONS.get(name, {}))
 
 
 def _activation_name(model: ModelConfig) -> str:
     if model.squared_relu:
         return "relu2"
-    return "gelu_new" if model.openai_gelu or model.bias_gelu_fusion else "gelu"
+    if model.openai_gelu or model.bias_gelu_fusion:
+        return "gelu_new"
+    return "gelu"
 
 
-def _biases(family: Family, content: Mapping[str, Any], place: str) -> dict[str, Any]:
-    said = {key: bool(content.get(key, False)) for key in family.biases}
-    if len(set(said.values())) > 1:
-        shown = ", ".join(f"{key} is {value}" for key, value in said.items())
-        raise InputError(f"{place}: {shown}; here all linear layers have a bias or none has")
-    return {"disable_bias_linear": not any(said.values())} if said else {}
+def _bias_fields(family: Family, content: Mapping[str, Any], location: str) -> dict[str, Any]:
+    if not family.bias_keys:
+        return {}
+    has_bias = {key: bool(content.get(key, False)) for key in family.bias_keys}
+    if len(set(has_bias.values())) > 1:
+        values = ", ".join(f"{key} is {value}" for key, value in has_bias.items())
+        raise InputError(
+            f"{location}: {values}; only a bias in all linear layers or in none is supported"
+        )
+    return {"disable_bias_linear": not any(has_bias.values())}
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings without those that say what holds anyway, so that equal models compare equal."""
-    heads, hidden = values["num_attention_heads"], values["hidden_size"]
-    if values.get("num_query_groups") == heads:
-        values["num_query_groups"] = None
-    if values.get("kv_channels") is not None and values["kv_channels"] * heads == hidden:
-        values["kv_channels"] = None
-    if values["ffn_hidden_size"] is None:
-        values["ffn_hidden_size"] = 4 * hidden
-    return values
+def _without_redundant_values(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with values that restate a default reset, so that equal models compare.
+
+    The width of the MLP, which has several defaults, is filled in instead.
+    """
+    fields = dict(fields)
+    heads, hidden_size = fields["num_attention_heads"], fields["hidden_size"]
+    head_dim = fields.get("kv_channels")
+    if fields.get("num_query_groups") == heads:
+        fields["num_query_groups"] = None
+    if head_dim is not None and head_dim * heads == hidden_size:
+        fields["kv_channels"] = None
+    if fields["ffn_hidden_size"] is None:
+        fields["ffn_hidden_size"] = 4 * hidden_size
+    return fields
 
 
-def _unneeded_left_out(model: ModelConfig) -> ModelConfig:
-    shape = ("num_attention_heads", "hidden_size", "num_query_groups", "kv_channels")
-    values = {name: getattr(model, name) for name in shape} | {"ffn_hidden_size": model.ffn_size}
-    return replace(model, **_plain(values))
+def _comparable(model: ModelConfig) -> ModelConfig:
+    names = ("num_attention_heads", "hidden_size", "num_query_groups", "kv_channels")
+    fields = {name: getattr(model, name) for name in names} | {"ffn_hidden_size": model.ffn_size}
+    return replace(model, **_without_redundant_values(fields))

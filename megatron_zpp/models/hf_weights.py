@@ -1,4 +1,4 @@
-"""Hugging Face's tensors as those of our model, and ours as theirs, one at a time."""
+"""Hugging Face's tensors as the weights of our GPT, and ours as Hugging Face's, one at a time."""
 
 from functools import reduce
 from typing import Protocol
@@ -10,149 +10,150 @@ from megatron_zpp.checkpoint.safetensors_files import Item
 from megatron_zpp.checkpoint.weight_source import WeightSource
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.models.tensor_forms import Sizes
-from megatron_zpp.models.weight_names import Row, Table
+from megatron_zpp.models.weight_names import NameRow, NameTable
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.errors import InputError
-
-MOST_LINES = 40
+from zeropp.errors import InputError, first_lines
 
 
-class Tensors(Protocol):
-    """Tensors under Hugging Face's names; `place` says in errors where they lie."""
+class TensorSource(Protocol):
+    """Tensors under Hugging Face's names; errors name their `location`."""
 
-    place: str
+    location: str
 
     def facts(self) -> dict[str, Tensor]:
-        """Every tensor's shape and dtype by name, as tensors on the meta device."""
+        """Return every tensor's shape and dtype by name, as tensors on the meta device."""
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor on the CPU."""
+        """Return one whole tensor on the CPU."""
 
 
-class ForeignWeights:
-    """Hugging Face's tensors under our names.
+class HuggingFaceWeights:
+    """Hugging Face's tensors under the names of our GPT's parameters, a `WeightSource`.
 
-    Raises InputError, which names every tensor that is missing, too many or of another shape.
+    Raises InputError, which lists every tensor that is missing, unexpected or of another shape.
     """
 
-    def __init__(
-        self, tensors: Tensors, table: Table, model: ModelConfig, vocab_rows: int, padded_rows: int
-    ) -> None:
-        self.tensors, self._table = tensors, table
-        self._sizes = Sizes(model=model, vocab_rows=vocab_rows, padded_rows=padded_rows)
-        if model.num_layers > len(tensors.facts()):  # before so many layers are laid out
+    def __init__(self, tensors: TensorSource, table: NameTable, sizes: Sizes) -> None:
+        self.tensors, self._table, self._sizes = tensors, table, sizes
+        hf_facts = tensors.facts()
+        num_layers = sizes.model.num_layers
+        if num_layers > len(hf_facts):  # checked before that many layers are built on meta
             raise InputError(
-                f"{tensors.place}: {len(tensors.facts())} tensors cannot be {model.num_layers:,} "
-                "layers, which its settings say"
+                f"{tensors.location}: {len(hf_facts)} tensors cannot be the {num_layers:,} layers "
+                "that its settings ask for"
             )
-        ours = shapes(model, padded_rows)
-        self._rows = {name: table.row(name) for name in ours}
-        self._names = _full_names(tensors, table)  # as in the table -> as in the files
-        self._check(ours)
-        facts = tensors.facts()
+        parameters = parameter_shapes(sizes.model, sizes.padded_rows)
+        self._rows = {name: table.row(name) for name in parameters}
+        self._file_names = _file_names(hf_facts, table)
+        self._check(parameters, hf_facts)
         self._facts = {
-            name: ours[name].to(reduce(torch.promote_types, self._dtypes(row, facts)))
+            name: parameters[name].to(self._common_dtype(row, hf_facts))
             for name, row in self._rows.items()
         }
 
     def facts(self) -> dict[str, Tensor]:
-        """Every tensor's shape and dtype by our name, as tensors on the meta device."""
+        """Return every parameter's shape and dtype by name, as tensors on the meta device."""
         return dict(self._facts)
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor of ours on the CPU, in the dtype of the file."""
+        """Return one whole parameter on the CPU, in the dtype of the file."""
         row, dtype = self._rows[name], self._facts[name].dtype
-        parts = [self.tensors.read(self._names[theirs]).to(dtype) for theirs in row.theirs]
+        parts = [self._read_part(hf_name).to(dtype) for hf_name in row.hf_names]
         return row.form.join(parts, self._sizes).contiguous()
 
-    def _dtypes(self, row: Row, facts: dict[str, Tensor]) -> list[torch.dtype]:
-        return [facts[self._names[name]].dtype for name in row.theirs]
+    def _read_part(self, hf_name: str) -> Tensor:
+        return self.tensors.read(self._file_names[hf_name])
 
-    def _check(self, ours: dict[str, Tensor]) -> None:
-        facts = self.tensors.facts()
-        expected = {
-            name: part.shape
-            for row in self._rows.values()
-            for name, part in zip(
-                row.theirs, row.form.split(ours[row.ours], self._sizes), strict=True
-            )
-        }
-        lines = [f"missing: {name}" for name in expected if name not in self._names]
-        for name, there in self._names.items():
-            if name in expected and facts[there].shape != expected[name]:
-                lines.append(
-                    f"{there} has shape {list(facts[there].shape)}, expected {list(expected[name])}"
-                )
-            elif name not in expected and not self._is_superfluous(name, there):
-                lines.append(f"extra: {there}")
+    def _common_dtype(self, row: NameRow, hf_facts: dict[str, Tensor]) -> torch.dtype:
+        dtypes = [hf_facts[self._file_names[name]].dtype for name in row.hf_names]
+        return reduce(torch.promote_types, dtypes)
+
+    def _check(self, parameters: dict[str, Tensor], hf_facts: dict[str, Tensor]) -> None:
+        expected_shapes = {}
+        for gpt_name, row in self._rows.items():
+            parts = row.form.split(parameters[gpt_name], self._sizes)
+            for hf_name, part in zip(row.hf_names, parts, strict=True):
+                expected_shapes[hf_name] = part.shape
+        lines = [f"missing: {name}" for name in expected_shapes if name not in self._file_names]
+        for hf_name, file_name in self._file_names.items():
+            shape, expected = hf_facts[file_name].shape, expected_shapes.get(hf_name)
+            if expected is None:
+                if not self._is_redundant(hf_name, file_name):
+                    lines.append(f"extra: {file_name}")
+            elif shape != expected:
+                lines.append(f"{file_name} has shape {list(shape)}, expected {list(expected)}")
         if lines:
-            more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
-            shown = "\n  ".join([*lines[:MOST_LINES], *more])
             raise InputError(
-                f"{self.tensors.place}: its tensors are not those of its settings:\n  {shown}"
+                f"{self.tensors.location}: its tensors are not those of its settings:\n  "
+                f"{first_lines(lines)}"
             )
 
-    def _is_superfluous(self, name: str, there: str) -> bool:
-        """Whether a tensor may be left out: a constant, or the embedding once more."""
-        if self._table.is_constant(name):
+    def _is_redundant(self, hf_name: str, file_name: str) -> bool:
+        """Whether a tensor can be ignored: a constant, or a tied head that repeats the embedding.
+
+        Raises InputError for a head that differs from the embedding it should be tied to.
+        """
+        if self._table.is_constant(hf_name):
             return True
-        embedding = self._names.get(self._table.embedding)
-        if name != self._table.head or embedding is None:
+        embedding = self._file_names.get(self._table.embedding)
+        if hf_name != self._table.head or embedding is None:
             return False
-        if torch.equal(self.tensors.read(there), self.tensors.read(embedding)):
+        if torch.equal(self.tensors.read(file_name), self.tensors.read(embedding)):
             return True
         raise InputError(
-            f"{self.tensors.place}: {there} differs from {embedding}, but the settings say "
+            f"{self.tensors.location}: {file_name} differs from {embedding}, but the settings say "
             "tie_word_embeddings: set it to false in config.json"
         )
 
 
-def foreign_items(
-    weights: WeightSource, table: Table, sizes: Sizes, dtype: torch.dtype | None
+def hugging_face_items(
+    weights: WeightSource, table: NameTable, sizes: Sizes, dtype: torch.dtype | None
 ) -> list[Item]:
-    """Our weights as Hugging Face's tensors, ready to be written; dtype None keeps each one's."""
-    items, last = [], _Last(weights)
-    for ours, facts in weights.facts().items():
-        row = table.row(ours)
+    """Return our weights as Hugging Face's tensors to be written; dtype None keeps each one's."""
+    cache = _LastTensor(weights)
+    items = []
+    for gpt_name, facts in weights.facts().items():
+        row = table.row(gpt_name)
         for index, part in enumerate(row.form.split(facts, sizes)):
             items.append(
                 Item(
-                    name=row.theirs[index],
+                    name=row.hf_names[index],
                     shape=tuple(part.shape),
                     dtype=dtype or facts.dtype,
-                    read=lambda row=row, index=index: row.form.split(last.read(row.ours), sizes)[
-                        index
-                    ],
+                    read=lambda row=row, index=index: row.form.split(
+                        cache.read(row.gpt_name), sizes
+                    )[index],
                 )
             )
     return items
 
 
-def shapes(model: ModelConfig, padded_rows: int) -> dict[str, Tensor]:
-    """The parameters of a model with so many rows in its vocabulary, on the meta device."""
+def parameter_shapes(model: ModelConfig, padded_rows: int) -> dict[str, Tensor]:
+    """Return the parameters of a GPT with `padded_rows` rows of vocabulary, on the meta device."""
     with torch.device("meta"):
         gpt = GPT(model, padded_rows)
     assert gpt.padded_vocab_size == padded_rows
     return {name: parameter.detach() for name, parameter in gpt.named_parameters()}
 
 
-class _Last:
-    """Keeps the tensor read last: the parts of one are written one after another."""
+class _LastTensor:
+    """Keeps the tensor that was read last, whose parts are written one after another."""
 
     def __init__(self, weights: WeightSource) -> None:
         self._weights = weights
-        self._name, self._tensor = "", torch.empty(0)
+        self._name = ""
+        self._tensor = torch.empty(0)
 
     def read(self, name: str) -> Tensor:
         if name != self._name:
-            self._tensor = torch.empty(0)  # let go of the old one first
-            self._name, self._tensor = name, self._weights.read(name)
+            self._tensor = torch.empty(0)  # frees the previous tensor before the next is read
+            self._tensor = self._weights.read(name)
+            self._name = name
         return self._tensor
 
 
-def _full_names(tensors: Tensors, table: Table) -> dict[str, str]:
-    """Names as the table has them -> as the files have them, which may leave out the prefix."""
-    found = list(tensors.facts())
-    if any(name.startswith(table.prefix) for name in found):
-        return {name: name for name in found}
-    return {name if name == table.head else table.prefix + name: name for name in found}
+def _file_names(hf_facts: dict[str, Tensor], table: NameTable) -> dict[str, str]:
+    """Map the names in the table to the names in the files, which may lack the prefix."""
+    if any(name.startswith(table.prefix) for name in hf_facts):
+        return {name: name for name in hf_facts}
+    return {name if name == table.head else table.prefix + name: name for name in hf_facts}

@@ -1,6 +1,6 @@
-"""LoRA's adapters as files hold them, and a model's weights with adapters merged into them.
+"""The LoRA adapters of a checkpoint, and a model's weights with adapters merged into them.
 
-W' = W + (alpha / rank) · B A        in fp32, one tensor at a time
+W' = W + (alpha / rank) · B A        in fp32, one tensor at a time (Hu et al. 2021)
 """
 
 from collections.abc import Collection
@@ -12,95 +12,104 @@ from torch import Tensor
 from megatron_zpp.checkpoint.weight_source import WeightSource
 from megatron_zpp.model.lora import A, B
 from megatron_zpp.settings.config import LoraConfig
-from zeropp.errors import InputError, first_few
+from zeropp.errors import InputError, first_few, first_lines
 
 WEIGHT = ".weight"
-MOST_LINES = 40
 
 
-class Changes(Protocol):
-    """What is added to the weights of some layers, by our names of them; `place` is for errors."""
+class LoraAdapters(Protocol):
+    """Adapters of some of a GPT's layers, by their names; errors name the `location`."""
 
-    place: str
+    location: str
     layers: Collection[str]
 
-    def shape(self, layer: str) -> torch.Size:
-        """Outputs and inputs of a layer."""
+    def weight_shape(self, layer: str) -> torch.Size:
+        """Return the shape [out, in] of the layer's weight."""
 
-    def change(self, layer: str) -> Tensor:
-        """What is added to its weight: fp32 [out, in]."""
+    def weight_delta(self, layer: str) -> Tensor:
+        """Return (alpha / rank) · B A of a layer, fp32 [out, in]."""
 
 
-class Adapters:
-    """The adapters in a checkpoint, of layers that `layers` names.
+class CheckpointAdapters:
+    """The adapters in a checkpoint, of the layers in `layers`.
 
-    Raises InputError where there are none, or A without B.
+    Raises InputError for a checkpoint without adapters, and for A without B.
     """
 
-    def __init__(self, weights: WeightSource, config: LoraConfig, place: str) -> None:
-        self.config, self.place, self._weights = config, place, weights
+    def __init__(self, weights: WeightSource, config: LoraConfig, location: str) -> None:
+        self.config, self.location, self._weights = config, location, weights
         self.facts = weights.facts()
-        ending = f".{A}{WEIGHT}"
-        self.layers = [fact.removesuffix(ending) for fact in self.facts if fact.endswith(ending)]
-        alone = [layer for layer in self.layers if f"{layer}.{B}{WEIGHT}" not in self.facts]
-        if not self.layers or alone:
-            what = f"no {B} for {first_few(alone)}" if alone else "no adapters"
-            raise InputError(f"{place}: {what}; expected a checkpoint of a run with --lora-rank")
+        suffix = f".{A}{WEIGHT}"
+        self.layers = [name.removesuffix(suffix) for name in self.facts if name.endswith(suffix)]
+        if not self.layers:
+            problem = "no adapters"
+        else:
+            incomplete = [
+                layer for layer in self.layers if f"{layer}.{B}{WEIGHT}" not in self.facts
+            ]
+            problem = f"no {B} for {first_few(incomplete)}" if incomplete else None
+        if problem:
+            raise InputError(
+                f"{location}: {problem}; expected a checkpoint of a run with --lora-rank"
+            )
 
-    def shape(self, layer: str) -> torch.Size:
-        """Outputs and inputs of a layer."""
-        (_, inputs), (outputs, _) = (self.facts[name].shape for name in self._names(layer))
-        return torch.Size((outputs, inputs))
+    def weight_shape(self, layer: str) -> torch.Size:
+        """Return the shape [out, in] of the layer's weight."""
+        lora_a, lora_b = (self.facts[name] for name in self._names(layer))
+        return torch.Size((lora_b.shape[0], lora_a.shape[1]))
 
     def pair(self, layer: str) -> tuple[Tensor, Tensor]:
-        """A [rank, in] and B [out, rank] as they were saved."""
-        thin, wide = (self._weights.read(name) for name in self._names(layer))
-        return thin, wide
+        """Return A [rank, in] and B [out, rank] as they were saved."""
+        lora_a, lora_b = (self._weights.read(name) for name in self._names(layer))
+        return lora_a, lora_b
 
-    def change(self, layer: str) -> Tensor:
-        """What is added to its weight: fp32 [out, in]."""
-        thin, wide = self.pair(layer)
-        return wide.float() @ thin.float() * self.config.scaling
+    def weight_delta(self, layer: str) -> Tensor:
+        """Return (alpha / rank) · B A of a layer, fp32 [out, in]."""
+        lora_a, lora_b = self.pair(layer)
+        return lora_b.float() @ lora_a.float() * self.config.scaling
 
     def _names(self, layer: str) -> tuple[str, str]:
         return f"{layer}.{A}{WEIGHT}", f"{layer}.{B}{WEIGHT}"
 
 
 class MergedWeights:
-    """The weights of a model with changes added, all in fp32; read as a model's without.
+    """The weights of a model with adapters merged, all in fp32, a `WeightSource`.
 
-    Raises InputError, which names them, for layers that the model lacks or has in another shape.
+    Raises InputError, which lists them, for layers that the model lacks or has in another shape.
     """
 
-    def __init__(self, base: WeightSource, changes: Changes) -> None:
-        self._base, self._changes = base, changes
-        facts = base.facts()
-        lines = []
-        for layer in changes.layers:
-            expected, found = changes.shape(layer), facts.get(layer + WEIGHT)
-            if found is None:
-                lines.append(f"missing: {layer}{WEIGHT}")
-            elif found.shape != expected:
-                lines.append(
-                    f"{layer}{WEIGHT} has shape {list(found.shape)}, expected {list(expected)}"
-                )
-        if lines:
-            more = [f"and {len(lines) - MOST_LINES} more"] * (len(lines) > MOST_LINES)
-            shown = "\n  ".join([*lines[:MOST_LINES], *more])
-            raise InputError(f"{changes.place}: its adapters are of another model:\n  {shown}")
+    def __init__(self, base: WeightSource, adapters: LoraAdapters) -> None:
+        self._base, self._adapters = base, adapters
+        base_facts = base.facts()
+        self._check(base_facts)
         self._facts = {
-            name: one.to(torch.promote_types(one.dtype, torch.float32))
-            for name, one in facts.items()
+            name: tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+            for name, tensor in base_facts.items()
         }
 
     def facts(self) -> dict[str, Tensor]:
-        """Every tensor's shape and dtype by name, as tensors on the meta device."""
+        """Return every tensor's shape and dtype by name, as tensors on the meta device."""
         return dict(self._facts)
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor on the CPU, its adapter merged."""
+        """Return one whole tensor on the CPU, with its adapter merged."""
         weight = self._base.read(name).to(self._facts[name].dtype)
         layer = name.removesuffix(WEIGHT)
-        if name.endswith(WEIGHT) and layer in self._changes.layers:
-            weight = weight + self._changes.change(layer)
+        if name.endswith(WEIGHT) and layer in self._adapters.layers:
+            weight = weight + self._adapters.weight_delta(layer)
         return weight
+
+    def _check(self, base_facts: dict[str, Tensor]) -> None:
+        lines = []
+        for layer in self._adapters.layers:
+            name, expected = layer + WEIGHT, self._adapters.weight_shape(layer)
+            if name not in base_facts:
+                lines.append(f"missing: {name}")
+            elif base_facts[name].shape != expected:
+                shape = list(base_facts[name].shape)
+                lines.append(f"{name} has shape {shape}, expected {list(expected)}")
+        if lines:
+            raise InputError(
+                f"{self._adapters.location}: its adapters are of another model:\n  "
+                f"{first_lines(lines)}"
+            )

@@ -1,6 +1,7 @@
-"""A model in any of the forms it may lie in: our checkpoints, a Hugging Face folder, a .gguf.
+"""Open a model in any format: our checkpoints, a Hugging Face folder, a PEFT folder, a .gguf file.
 
-What LoRA has tuned, a checkpoint or PEFT's folder, opens as the base with the adapters merged.
+LoRA adapters, in a checkpoint or a PEFT folder, are opened as their base model with the adapters
+merged.
 """
 
 import dataclasses
@@ -29,32 +30,32 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.lora import is_adapter
 from megatron_zpp.models import gguf
 from megatron_zpp.models import peft_adapters as peft
-from megatron_zpp.models.hf_config import Described, family_of, read_settings
+from megatron_zpp.models.hf_config import Family, HuggingFaceConfig, family_of, parse_config
 from megatron_zpp.models.hf_folder import CONFIG, FolderTensors, is_hugging_face, read_config
-from megatron_zpp.models.hf_weights import ForeignWeights, Tensors, shapes
-from megatron_zpp.models.lora_adapters import Adapters, MergedWeights
+from megatron_zpp.models.hf_weights import HuggingFaceWeights, TensorSource, parameter_shapes
+from megatron_zpp.models.lora_adapters import CheckpointAdapters, MergedWeights
 from megatron_zpp.models.tensor_forms import Sizes
-from megatron_zpp.models.tokenizer_files import tokenizer_in
+from megatron_zpp.models.tokenizer_files import tokenizer_config_of
 from megatron_zpp.models.weight_names import TABLES
 from megatron_zpp.settings.config import LoraConfig, ModelConfig, TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 from zeropp.errors import InputError
 
-BESIDE = "hugging_face"  # in a folder of checkpoints: the files of the model they were made of
-PADDING = ("make_vocab_size_divisible_by",)  # of the architecture, of no meaning for adapters
-MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)  # of the rows of a vocabulary, the default first
+ORIGIN_FOLDER = "hugging_face"  # beside checkpoints: the files of the model they were imported from
+PADDING_FIELD = "make_vocab_size_divisible_by"  # the only field that adapters do not depend on
+VOCAB_MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)  # tried in this order; the default first
 
 log = logging.getLogger("megatron_zpp")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedModel:
-    """What a model is, and where its weights are; none of them has been read yet.
+    """A model's configuration, and where its weights are; none of them has been read yet.
 
-    `path` is what was opened in the end, for checkpoints that of one iteration. `described` is what
-    the config.json says, if the model comes with one. `adapters` are those of a checkpoint that
-    LoRA made; they are merged into `weights`, those of the model `base`. `files` is the folder of
-    the tokenizer that a .gguf brought, and goes with the last who holds it.
+    `path` is what was opened; of a folder of checkpoints, the folder of one iteration. `hf_config`
+    is the config.json, if the model comes with one. `adapters` are those of a LoRA checkpoint,
+    which `weights` has merged, and `base` is the path of their base model. `files` holds the
+    tokenizer of a .gguf file, and is deleted with the last reference to it.
     """
 
     path: Path
@@ -62,13 +63,30 @@ class OpenedModel:
     tokenizer: Tokenizer
     tokenizer_config: TokenizerConfig
     weights: WeightSource
-    described: Described | None = None
-    adapters: Adapters | None = None
+    hf_config: HuggingFaceConfig | None = None
+    adapters: CheckpointAdapters | None = None
     base: Path | None = None
     files: tempfile.TemporaryDirectory | None = None
 
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the vocabulary in the weights."""
+        return self.config.padded_vocab_size(self.tokenizer.vocab_size)
+
+    def family(self) -> Family:
+        """Return the Hugging Face family that the model is of, or can be exported as.
+
+        Raises InputError if there is none.
+        """
+        return self.hf_config.family if self.hf_config else family_of(self.config)
+
+    def adapter_sizes(self) -> Sizes:
+        """Return the sizes for converting adapters, which never have rows of the vocabulary."""
+        rows = self.padded_vocab_size
+        return Sizes(model=self.config, vocab_rows=rows, padded_rows=rows)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by name, whole, on the CPU, in the dtype of the file; one at a time."""
+        """Yield every parameter by name, whole, on the CPU, in the dtype of the file."""
         for name in self.weights.facts():
             yield name, self.weights.read(name)
 
@@ -79,34 +97,39 @@ class OpenedModel:
 
 def open_model(
     folder: Path | str,
-    tokenizer: TokenizerConfig | None = None,
-    multiple: int | None = None,
+    tokenizer_config: TokenizerConfig | None = None,
+    vocab_multiple: int | None = None,
     base: Path | str | None = None,
 ) -> OpenedModel:
-    """Open checkpoints (or one of them), a Hugging Face or PEFT folder, or a .gguf file.
+    """Open a folder of checkpoints or one of them, a Hugging Face or PEFT folder, or a .gguf file.
 
-    `tokenizer` replaces the one that the model comes with. The vocabulary of a foreign model is
-    padded to a `multiple`, or not at all. `base` replaces the model that adapters say they belong
-    to. All ranks call it. Raises InputError for what is none of these, damaged, unknown, or does
-    not fit together.
+    All ranks call it. `tokenizer_config` replaces the tokenizer that the model comes with. The
+    vocabulary of a Hugging Face model is padded to a multiple of `vocab_multiple`; None adds no
+    rows. `base` replaces the recorded base model of adapters. Raises InputError for anything else,
+    for damaged files, for unsupported models, and for parts that do not fit together.
     """
     path = Path(folder)
-    if peft.is_adapters(path):
-        return _open_peft(path, tokenizer, multiple, base)
-    is_foreign = path.suffix == gguf.SUFFIX or is_hugging_face(path)
-    if is_foreign and base is not None:
-        raise InputError(f"{path}: is a whole model without adapters: leave --base out")
-    if path.suffix == gguf.SUFFIX:
-        return _open_gguf(path, tokenizer, multiple)
-    if is_hugging_face(path):
-        content, tensors = read_config(path), FolderTensors(path)
-        return _foreign(path, content, tensors, tokenizer or tokenizer_in(path), multiple)
-    is_one = path.name.startswith("iter_") and (path / STATE).is_file()
-    if is_one or candidates(path)[0]:
-        return _open_checkpoint(find_checkpoint(path, "the model"), tokenizer, base)
+    if peft.is_peft(path):
+        return _open_peft(path, tokenizer_config, vocab_multiple, base)
+    is_gguf = path.suffix == gguf.SUFFIX
+    if is_gguf or is_hugging_face(path):
+        if base is not None:
+            raise InputError(f"{path}: is a whole model without adapters: leave --base out")
+        if is_gguf:
+            return _open_gguf(path, tokenizer_config, vocab_multiple)
+        return _open_hugging_face(
+            path,
+            read_config(path),
+            FolderTensors(path),
+            tokenizer_config or tokenizer_config_of(path),
+            vocab_multiple,
+        )
+    is_iteration = path.name.startswith("iter_") and (path / STATE).is_file()
+    if is_iteration or candidates(path)[0]:
+        return _open_checkpoint(find_checkpoint(path, "the model"), tokenizer_config, base)
     raise InputError(
         f"{path}: expected a folder of checkpoints (iter_0000100 in it), a Hugging Face folder "
-        f"({CONFIG} in it), PEFT's ({peft.CONFIG} in it) or a .gguf file"
+        f"({CONFIG} in it), a PEFT folder ({peft.CONFIG} in it) or a .gguf file"
     )
 
 
@@ -114,11 +137,14 @@ def load_model(
     folder: Path | str,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    tokenizer: TokenizerConfig | None = None,
+    tokenizer_config: TokenizerConfig | None = None,
     base: Path | str | None = None,
 ) -> tuple[GPT, Tokenizer]:
-    """The whole GPT on one device, in eval mode, and its tokenizer; `open_model` has the rest."""
-    opened = open_model(folder, tokenizer, base=base)
+    """Return the whole GPT on one device, in eval mode, and its tokenizer.
+
+    See `open_model` for `tokenizer_config`, `base` and the errors.
+    """
+    opened = open_model(folder, tokenizer_config, base=base)
     with torch.device("meta"):
         model = GPT(opened.config, opened.tokenizer.vocab_size)
     model = model.to(dtype).to_empty(device=device)
@@ -127,83 +153,99 @@ def load_model(
 
 
 def _open_checkpoint(
-    path: Path, tokenizer: TokenizerConfig | None, given: Path | str | None
+    path: Path, tokenizer_config: TokenizerConfig | None, base_folder: Path | str | None
 ) -> OpenedModel:
     state = read_state(path)
     settings = state.configuration
     if not {"model", "tokenizer", "data"} <= settings.keys():
-        raise InputError(f"{path}: says too little of its model: it was saved by another program")
+        raise InputError(
+            f"{path}: does not describe its model: it was saved by another program, and only "
+            "checkpoints of megatron_zpp can be opened"
+        )
     weights = CheckpointWeights(path, keep=lambda name: not is_adapter(name))
     lora = _section(LoraConfig, settings.get("lora", {}), path)
-    base, adapters = None, None
+    base, base_path, adapters = None, None, None
     if lora.lora_rank:
-        adapters = Adapters(CheckpointWeights(path, keep=is_adapter), lora, str(path))
-        base = _base_of(path, state, weights, lora.pretrained_checkpoint, given, tokenizer)
-        if base is not None:
-            weights, tokenizer = base.weights, tokenizer or base.tokenizer_config
+        adapters = CheckpointAdapters(CheckpointWeights(path, keep=is_adapter), lora, str(path))
+        base_path = Path(lora.pretrained_checkpoint)
+        if base_folder is not None or not _has_all_weights(path, state, weights):
+            folder = base_path if base_folder is None else Path(base_folder)
+            base = _open_base(path, state, folder, tokenizer_config)
+            base_path, weights = base.path, base.weights
+            tokenizer_config = tokenizer_config or base.tokenizer_config
         weights = MergedWeights(weights, adapters)
-    elif given is not None:
+    elif base_folder is not None:
         raise InputError(f"{path}: was trained without --lora-rank: leave --base out")
-    beside = path.parent / BESIDE
-    chosen = tokenizer or (tokenizer_in(beside) if beside.is_dir() else None)
-    if chosen is None:
-        saved = _section(TokenizerConfig, settings["tokenizer"], path)
-        chosen = tokenizer_of(settings["data"].get("data_cache_path"), saved)
-    built = build_tokenizer(chosen)
-    if built.fingerprint != state.tokenizer:
-        raise InputError(
-            f"the checkpoint {path} was trained with another tokenizer (fingerprint "
-            f"{state.tokenizer[:12]}) than {built.name} of {chosen.tokenizer_model or 'its flags'} "
-            f"({built.fingerprint[:12]}): give the one it was trained with"
-        )
-    described = None
-    if is_hugging_face(beside):
-        described = read_settings(read_config(beside), str(beside / CONFIG))
+    tokenizer_config = tokenizer_config or _saved_tokenizer_config(path, state)
+    hf_config, origin = None, path.parent / ORIGIN_FOLDER
+    if is_hugging_face(origin):
+        hf_config = parse_config(read_config(origin), str(origin / CONFIG))
     return OpenedModel(
         path=path,
         config=_section(ModelConfig, settings["model"], path),
-        tokenizer=built,
-        tokenizer_config=chosen,
+        tokenizer=_build_saved_tokenizer(path, state, tokenizer_config),
+        tokenizer_config=tokenizer_config,
         weights=weights,
-        described=described,
+        hf_config=hf_config,
         adapters=adapters,
-        base=base.path if base else Path(lora.pretrained_checkpoint) if adapters else None,
+        base=base_path,
         files=base.files if base else None,
     )
 
 
-def _base_of(
-    path: Path,
-    state: TrainingState,
-    weights: WeightSource,
-    said: str,
-    given: Path | str | None,
-    tokenizer: TokenizerConfig | None,
-) -> OpenedModel | None:
-    """The model under a checkpoint's adapters; None if the checkpoint has it and no other is given.
+def _saved_tokenizer_config(path: Path, state: TrainingState) -> TokenizerConfig:
+    origin = path.parent / ORIGIN_FOLDER
+    config = tokenizer_config_of(origin) if origin.is_dir() else None
+    if config is not None:
+        return config
+    saved_config = _section(TokenizerConfig, state.configuration["tokenizer"], path)
+    return tokenizer_of(state.configuration["data"].get("data_cache_path"), saved_config)
 
-    Raises InputError for one that cannot be opened, and for one of another architecture.
-    """
-    saved = {name: value for name, value in state.architecture.items() if name not in PADDING}
+
+def _build_saved_tokenizer(path: Path, state: TrainingState, config: TokenizerConfig) -> Tokenizer:
+    """Build a tokenizer; raises InputError if it is not the one the checkpoint was trained with."""
+    tokenizer = build_tokenizer(config)
+    if tokenizer.fingerprint != state.tokenizer:
+        raise InputError(
+            f"the checkpoint {path} was trained with another tokenizer (fingerprint "
+            f"{state.tokenizer[:12]}) than {tokenizer.name} of "
+            f"{config.tokenizer_model or 'its flags'} ({tokenizer.fingerprint[:12]}): give the one "
+            "it was trained with"
+        )
+    return tokenizer
+
+
+def _has_all_weights(path: Path, state: TrainingState, weights: WeightSource) -> bool:
+    """Whether a LoRA checkpoint holds its base model too; with MixZ++ it does not."""
     model = _section(ModelConfig, state.configuration["model"], path)
-    rows = model.padded_vocab_size(state.architecture["vocab_size"])
-    if given is None and shapes(model, rows).keys() <= weights.facts().keys():
-        return None
-    folder = Path(said if given is None else given)
+    padded_rows = model.padded_vocab_size(state.architecture["vocab_size"])
+    return parameter_shapes(model, padded_rows).keys() <= weights.facts().keys()
+
+
+def _open_base(
+    path: Path, state: TrainingState, folder: Path, tokenizer_config: TokenizerConfig | None
+) -> OpenedModel:
+    """Open the base model of a checkpoint's adapters.
+
+    Raises InputError if it cannot be opened or has another architecture.
+    """
     if folder.resolve() in (path.resolve(), path.parent.resolve()):
-        raise InputError(f"{path} cannot be its own base: name the model it began with, --base")
+        raise InputError(
+            f"{path} cannot be its own base: name the model that training started from, --base"
+        )
     try:
-        base = open_model(folder, tokenizer)
+        base = open_model(folder, tokenizer_config)
     except InputError as error:
         raise InputError(
             f"{path} has adapters of the model {folder}, which cannot be opened: name the folder "
             f"it is in now (--base FOLDER)\n  {error}"
         ) from error
-    there = architecture(base.config, base.tokenizer.vocab_size)
+    # The saved architecture was read from JSON, where tuples become lists.
+    base_architecture = json.loads(json.dumps(architecture(base.config, base.tokenizer.vocab_size)))
     lines = [
-        f"{name} is {there.get(name)}, expected {value}"
-        for name, value in saved.items()
-        if json.loads(json.dumps(there.get(name))) != value
+        f"{name} is {base_architecture.get(name)}, expected {value}"
+        for name, value in state.architecture.items()
+        if name != PADDING_FIELD and base_architecture.get(name) != value
     ]
     if lines:
         raise InputError(
@@ -215,94 +257,106 @@ def _base_of(
 
 def _open_peft(
     path: Path,
-    tokenizer: TokenizerConfig | None,
-    multiple: int | None,
-    given: Path | str | None,
+    tokenizer_config: TokenizerConfig | None,
+    vocab_multiple: int | None,
+    base_folder: Path | str | None,
 ) -> OpenedModel:
-    said = peft.read_adapter_config(path).get(peft.BASE)
-    folder = Path(given or said or "")
-    if not folder.exists() or folder.resolve() == path.resolve() or not (given or said):
-        raise InputError(
-            f"{path}: its base model {said!r} is no folder here: name the one it is in "
+    base_name = peft.read_peft_config(path).get(peft.BASE)
+    if base_folder is not None:
+        folder = Path(base_folder)
+        problem = f"--base {base_folder}: there is no model"
+    else:
+        folder = Path(base_name or "")
+        problem = (
+            f"{path}: its base model {base_name!r} is no folder here: name the one it is in "
             "(--base FOLDER)"
-            if given is None
-            else f"--base {given}: there is no model"
         )
+    is_named = bool(base_folder or base_name)
+    if not is_named or not folder.exists() or folder.resolve() == path.resolve():
+        raise InputError(problem)
     try:
-        base = open_model(folder, tokenizer, multiple)
+        base = open_model(folder, tokenizer_config, vocab_multiple)
     except RecursionError:
-        raise InputError(f"{path}: its base model {said!r} leads back to it") from None
-    family = base.described.family if base.described else family_of(base.config)
-    padded = base.config.padded_vocab_size(base.tokenizer.vocab_size)
-    sizes = Sizes(model=base.config, vocab_rows=padded, padded_rows=padded)
-    changes = peft.PeftChanges(path, TABLES[family.name], sizes)
-    return replace(base, path=path, weights=MergedWeights(base.weights, changes), base=base.path)
+        raise InputError(f"{path}: its base model {base_name!r} leads back to it") from None
+    adapters = peft.PeftAdapters(path, TABLES[base.family().name], base.adapter_sizes())
+    return replace(base, path=path, weights=MergedWeights(base.weights, adapters), base=base.path)
 
 
-def _open_gguf(path: Path, tokenizer: TokenizerConfig | None, multiple: int | None) -> OpenedModel:
+def _open_gguf(
+    path: Path, tokenizer_config: TokenizerConfig | None, vocab_multiple: int | None
+) -> OpenedModel:
     model, files = gguf.GgufModel(path), None
-    if tokenizer is None:
+    if tokenizer_config is None:
         files = tempfile.TemporaryDirectory()
         model.save_tokenizer(Path(files.name))
-        tokenizer = tokenizer_in(Path(files.name))
-    return replace(_foreign(path, model.config, model, tokenizer, multiple), files=files)
+        tokenizer_config = tokenizer_config_of(Path(files.name))
+    opened = _open_hugging_face(path, model.config, model, tokenizer_config, vocab_multiple)
+    return replace(opened, files=files)
 
 
-def _foreign(
+def _open_hugging_face(
     path: Path,
     content: dict[str, Any],
-    tensors: Tensors,
-    chosen: TokenizerConfig | None,
-    multiple: int | None,
+    tensors: TensorSource,
+    tokenizer_config: TokenizerConfig | None,
+    vocab_multiple: int | None,
 ) -> OpenedModel:
-    described = read_settings(content, str(path / CONFIG) if path.is_dir() else str(path))
-    if chosen is None:
-        log.info("%s brings no tokenizer: token ids are numbers (NullTokenizer)", path)
-        chosen = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=described.vocab_rows)
-    tokenizer = build_tokenizer(chosen)
-    model = _fit_vocabulary(described, tokenizer.vocab_size, multiple, path)
-    table = TABLES[described.family.name]
-    padded = model.padded_vocab_size(tokenizer.vocab_size)
+    """Open a model by the content of its config.json and its tensors."""
+    hf_config = parse_config(content, str(path / CONFIG) if path.is_dir() else str(path))
+    if tokenizer_config is None:
+        log.info("%s has no tokenizer: token ids are numbers (NullTokenizer)", path)
+        tokenizer_config = TokenizerConfig(
+            tokenizer_type="NullTokenizer", vocab_size=hf_config.vocab_rows
+        )
+    tokenizer = build_tokenizer(tokenizer_config)
+    model = _with_padding(hf_config, tokenizer.vocab_size, vocab_multiple, path)
+    sizes = Sizes(
+        model=model,
+        vocab_rows=hf_config.vocab_rows,
+        padded_rows=model.padded_vocab_size(tokenizer.vocab_size),
+    )
     return OpenedModel(
         path=path,
         config=model,
         tokenizer=tokenizer,
-        tokenizer_config=chosen,
-        weights=ForeignWeights(tensors, table, model, described.vocab_rows, padded),
-        described=described,
+        tokenizer_config=tokenizer_config,
+        weights=HuggingFaceWeights(tensors, TABLES[hf_config.family.name], sizes),
+        hf_config=hf_config,
     )
 
 
-def _fit_vocabulary(
-    described: Described, entries: int, multiple: int | None, path: Path
+def _with_padding(
+    hf_config: HuggingFaceConfig, num_entries: int, vocab_multiple: int | None, path: Path
 ) -> ModelConfig:
-    """The model with a padding that makes of the tokenizer's `entries` the rows there are.
+    """Return the model with a padding that turns the tokenizer's entries into its vocabulary rows.
 
-    So the softmax is over the same rows as theirs; a `multiple` that is given adds rows of zeros.
+    The softmax is then over the same rows as in Hugging Face's model. A larger `vocab_multiple`
+    adds rows of zeros.
     """
-    rows = described.vocab_rows
-    if entries > rows:
+    rows = hf_config.vocab_rows
+    if num_entries > rows:
         raise InputError(
-            f"{path}: the tokenizer has {entries} entries, but the model only {rows} rows for them"
+            f"{path}: the tokenizer has {num_entries} entries, but the model only {rows} rows for "
+            "them"
         )
-    padded = [
-        replace(described.model, make_vocab_size_divisible_by=number)
-        for number in ((*MULTIPLES, rows) if multiple is None else (multiple,))
-    ]
-    sizes = [model.padded_vocab_size(entries) for model in padded]
-    if multiple is None:
-        return padded[sizes.index(rows)]
-    if sizes[0] < rows:
+    multiples = (*VOCAB_MULTIPLES, rows) if vocab_multiple is None else (vocab_multiple,)
+    for multiple in multiples:
+        model = replace(hf_config.model, make_vocab_size_divisible_by=multiple)
+        if model.padded_vocab_size(num_entries) == rows:
+            return model
+    padded_rows = model.padded_vocab_size(num_entries)
+    if padded_rows < rows:
         raise InputError(
-            f"{path}: the tokenizer's {entries} entries in a multiple of {multiple} are {sizes[0]} "
-            f"rows, but the model has {rows}: give a larger multiple, or leave it out"
+            f"{path}: the tokenizer's {num_entries} entries in a multiple of {vocab_multiple} are "
+            f"{padded_rows} rows, but the model has {rows}: give a larger multiple, or leave it out"
         )
-    return padded[0]
+    return model
 
 
 def _section(kind: type, values: dict[str, Any], path: Path) -> Any:
-    known = {item.name for item in dataclasses.fields(kind)}
-    unknown = sorted(values.keys() - known)
+    """Build a section of the configuration from the values in a checkpoint."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    unknown = sorted(values.keys() - names)
     if unknown:
         raise InputError(f"{path} has unknown settings: {', '.join(unknown)}")
     return kind(**values)

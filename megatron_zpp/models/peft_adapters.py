@@ -1,12 +1,14 @@
 """PEFT's folders of LoRA adapters: adapter_config.json and adapter_model.safetensors.
 
-Layers that are one in our model and several in theirs (queries, keys, values) go out with the same
-A and with the rows of B that are theirs. What comes in may have an A for each; it is merged.
+Queries, keys and values are one layer in our model and may be several in Hugging Face's. These are
+written with the same A, each with its own rows of B. Adapters that are read may have an A for each;
+they can only be merged into the weights.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,65 +18,61 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.safetensors_files import SUFFIX, Item, write_safetensors
 from megatron_zpp.model.lora import A, B
-from megatron_zpp.models.hf_config import MOST
-from megatron_zpp.models.hf_folder import FolderTensors
-from megatron_zpp.models.hf_weights import shapes
-from megatron_zpp.models.lora_adapters import WEIGHT, Adapters
+from megatron_zpp.models.hf_config import MAX_NUMBER
+from megatron_zpp.models.hf_folder import FolderTensors, read_json_object, write_json
+from megatron_zpp.models.hf_weights import parameter_shapes
+from megatron_zpp.models.lora_adapters import WEIGHT, CheckpointAdapters
 from megatron_zpp.models.tensor_forms import Sizes
-from megatron_zpp.models.weight_names import Table
-from megatron_zpp.tokenizer.base import read_json
-from zeropp.atomic import write_atomically
-from zeropp.errors import InputError, first_few
+from megatron_zpp.models.weight_names import NameRow, NameTable
+from zeropp.errors import InputError, first_few, first_lines
 
 CONFIG = "adapter_config.json"
 TENSORS = f"adapter_model{SUFFIX}"
 BASE = "base_model_name_or_path"
-PEFT_DEFAULT = 8  # of r and lora_alpha
+DEFAULT_NUMBER = 8  # PEFT's default of r and of lora_alpha
 NUMBERS = (("r", int, "a whole number"), ("lora_alpha", int | float, "a number"))
-MOST_LINES = 40
-PREFIX = "base_model.model."  # PEFT's wrappers
-# What PEFT can do with LoRA, and merging alpha / rank · B A alone would leave out.
-ONLY: Mapping[str, Any] = MappingProxyType({"peft_type": "LORA", "bias": "none"})
-WITHOUT = (
+PREFIX = "base_model.model."  # of names, from PEFT's wrapper modules
+# Variants of LoRA that PEFT supports, and that W + (alpha / rank) · B A would not reproduce.
+REQUIRED: Mapping[str, Any] = MappingProxyType({"peft_type": "LORA", "bias": "none"})
+UNSUPPORTED = (
     "use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern",
     "layer_replication", "target_parameters", "trainable_token_indices", "alora_invocation_tokens",
 )  # fmt: skip
 
 
-def is_adapters(folder: Path) -> bool:
-    """Whether a folder is one of PEFT's."""
+def is_peft(folder: Path) -> bool:
+    """Whether a folder holds adapters of PEFT's."""
     return (folder / CONFIG).is_file()
 
 
-def write_adapters(
+def write_peft(
     output: Path,
-    adapters: Adapters,
-    table: Table,
+    adapters: CheckpointAdapters,
+    table: NameTable,
     sizes: Sizes,
     base_name: str,
     dtype: torch.dtype | None = None,
 ) -> list[Path]:
-    """Write adapters as PEFT's folder, the settings last; returns its files.
+    """Write adapters as a PEFT folder, adapter_config.json last; returns the files.
 
-    `base_name` is what PEFT opens as the model; dtype None keeps each tensor's. Raises InputError
-    for a folder that holds adapters already.
+    `base_name` is what PEFT opens as the base model; dtype None keeps each tensor's. Raises
+    InputError for a folder that holds adapters already.
     """
-    if is_adapters(output) or (output / TENSORS).exists():
+    if is_peft(output) or (output / TENSORS).exists():
         raise InputError(f"--to-peft {output} holds adapters already: name another folder")
-    items, adapted, is_inputs_first = [], [], False
-    for layer in adapters.layers:
-        row = table.row(layer + WEIGHT)
-        theirs = [name.removesuffix(WEIGHT) for name in row.theirs]
-        is_inputs_first |= row.form.is_inputs_first
-        items += _items(adapters, layer, theirs, row.form.split_rows, sizes)
-        adapted += theirs
-    lora = adapters.config
+    rows = {layer: table.row(layer + WEIGHT) for layer in adapters.layers}
+    items = []
+    for layer, row in rows.items():
+        items += _items(adapters, layer, row, sizes)
+    if dtype is not None:
+        items = [replace(item, dtype=dtype) for item in items]
+    adapted = [module for row in rows.values() for module in _module_names(row)]
     modules = [
-        name.removesuffix(WEIGHT)
-        for ours in shapes(sizes.model, sizes.padded_rows)
-        for name in table.row(ours).theirs
-        if name.endswith(WEIGHT)
+        module
+        for parameter in parameter_shapes(sizes.model, sizes.padded_rows)
+        for module in _module_names(table.row(parameter))
     ]
+    lora = adapters.config
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -82,119 +80,122 @@ def write_adapters(
         "r": lora.lora_rank,
         "lora_alpha": int(lora.lora_alpha) if lora.lora_alpha % 1 == 0 else lora.lora_alpha,
         "lora_dropout": lora.lora_dropout,
-        "target_modules": targets(adapted, modules),
-        "fan_in_fan_out": is_inputs_first,
+        "target_modules": target_modules(adapted, modules),
+        "fan_in_fan_out": any(row.form.is_transposed for row in rows.values()),
         "bias": "none",
         "modules_to_save": None,
         "inference_mode": True,
     }
-    if dtype is not None:
-        items = [Item(name=i.name, shape=i.shape, dtype=dtype, read=i.read) for i in items]
     output.mkdir(parents=True, exist_ok=True)
     paths = write_safetensors(output / TENSORS, items, {"format": "pt"})
-    text = json.dumps(content, indent=2) + "\n"
-    write_atomically(output / CONFIG, lambda file: file.write(text.encode()))
+    write_json(output / CONFIG, content)
     return [*paths, output / CONFIG]
 
 
-def targets(adapted: Sequence[str], modules: Sequence[str]) -> list[str]:
-    """The shortest endings of names that match all of `adapted`, and of `modules` nothing else."""
-    mine, others = set(adapted), set(modules) - set(adapted)
-    taken = {ending for name in others for ending in _endings(name)}
-    return sorted(
-        {next(ending for ending in _endings(name) if ending not in taken) for name in mine}
-    )
+def target_modules(adapted: Sequence[str], modules: Sequence[str]) -> list[str]:
+    """Return the shortest suffixes of names that match all `adapted` modules and no others."""
+    others = set(modules) - set(adapted)
+    excluded = {suffix for name in others for suffix in _suffixes(name)}
+    targets = {
+        next(suffix for suffix in _suffixes(name) if suffix not in excluded) for name in adapted
+    }
+    return sorted(targets)
 
 
-class PeftChanges:
-    """What the adapters of a PEFT folder add to the weights of our model, by our layers' names.
+class PeftAdapters:
+    """The adapters of a PEFT folder by the names of our GPT's layers.
 
-    Raises InputError for a damaged folder, for what is more than plain LoRA, and for tensors that
-    are not adapters of the model's layers, each named.
+    Raises InputError for a damaged folder, for anything beyond plain LoRA, and for tensors that are
+    not adapters of the model's layers, which it lists.
     """
 
-    def __init__(self, folder: Path, table: Table, sizes: Sizes) -> None:
-        self.place, self._sizes = str(folder), sizes
-        content = read_adapter_config(folder)
-        self._rank, alpha = content.get("r", PEFT_DEFAULT), content.get("lora_alpha", PEFT_DEFAULT)
-        root = math.sqrt if content.get("use_rslora") else float
-        self._scaling = alpha / root(self._rank)
+    def __init__(self, folder: Path, table: NameTable, sizes: Sizes) -> None:
+        self.location, self._sizes = str(folder), sizes
+        content = read_peft_config(folder)
+        self._rank = content.get("r", DEFAULT_NUMBER)
+        alpha = content.get("lora_alpha", DEFAULT_NUMBER)
+        divisor = math.sqrt(self._rank) if content.get("use_rslora") else float(self._rank)
+        self._scaling = alpha / divisor
         self._tensors = FolderTensors(folder, TENSORS)
         self._facts = self._tensors.facts()
-        self._whole = {
-            name.removesuffix(WEIGHT): one
-            for name, one in shapes(sizes.model, sizes.padded_rows).items()
-            if name.startswith("blocks.") and one.ndim == 2
+        self._weights = {  # the weights that can have adapters, on the meta device
+            name.removesuffix(WEIGHT): parameter
+            for name, parameter in parameter_shapes(sizes.model, sizes.padded_rows).items()
+            if name.startswith("blocks.") and parameter.ndim == 2
         }
-        self._rows = {layer: table.row(layer + WEIGHT) for layer in self._whole}
+        self._rows = {layer: table.row(layer + WEIGHT) for layer in self._weights}
         self._check()
-        self.layers = [
-            layer for layer, row in self._rows.items()
-            if any(_names(name.removesuffix(WEIGHT))[0] in self._facts for name in row.theirs)
-        ]  # fmt: skip
+        self.layers = [layer for layer, row in self._rows.items() if self._has_adapter(row)]
 
-    def shape(self, layer: str) -> torch.Size:
-        """Outputs and inputs of a layer."""
-        return self._whole[layer].shape
+    def weight_shape(self, layer: str) -> torch.Size:
+        """Return the shape [out, in] of the layer's weight."""
+        return self._weights[layer].shape
 
-    def change(self, layer: str) -> Tensor:
-        """What is added to its weight: fp32 [out, in]."""
+    def weight_delta(self, layer: str) -> Tensor:
+        """Return what the adapters add to the layer's weight, fp32 [out, in]."""
         row = self._rows[layer]
-        parts = row.form.split(self._whole[layer], self._sizes)
-        changes = [
-            self._change(name.removesuffix(WEIGHT), part.shape, row.form.is_inputs_first)
-            for name, part in zip(row.theirs, parts, strict=True)
+        parts = row.form.split(self._weights[layer], self._sizes)
+        deltas = [
+            self._module_delta(module, part.shape, row.form.is_transposed)
+            for module, part in zip(_module_names(row), parts, strict=True)
         ]
-        return row.form.join(changes, self._sizes).contiguous()
+        return row.form.join(deltas, self._sizes).contiguous()
 
-    def _change(self, theirs: str, shape: torch.Size, is_inputs_first: bool) -> Tensor:
-        names = _names(theirs)
+    def _module_delta(self, module: str, shape: torch.Size, is_transposed: bool) -> Tensor:
+        names = _adapter_names(module)
         if names[0] not in self._facts:
             return torch.zeros(shape)
-        thin, wide = (self._tensors.read(name).float() for name in names)
-        change = wide @ thin * self._scaling
-        return change.T if is_inputs_first else change
+        lora_a, lora_b = (self._tensors.read(name).float() for name in names)
+        delta = lora_b @ lora_a * self._scaling
+        return delta.T if is_transposed else delta
+
+    def _has_adapter(self, row: NameRow) -> bool:
+        return any(_adapter_names(module)[0] in self._facts for module in _module_names(row))
 
     def _check(self) -> None:
-        known: dict[str, tuple[list[int], str]] = {}  # shape, and the one that belongs to it
+        expected_shapes: dict[str, list[int]] = {}
+        partners: dict[str, str] = {}  # A's name by B's, and B's by A's
         for layer, row in self._rows.items():
-            parts = row.form.split_rows(self._whole[layer], self._sizes)
-            for theirs, part in zip(row.theirs, parts, strict=True):
-                thin, wide = _names(theirs.removesuffix(WEIGHT))
-                known[thin] = [self._rank, part.shape[1]], wide
-                known[wide] = [part.shape[0], self._rank], thin
+            parts = row.form.split_rows(self._weights[layer], self._sizes)
+            for module, part in zip(_module_names(row), parts, strict=True):
+                name_a, name_b = _adapter_names(module)
+                expected_shapes[name_a] = [self._rank, part.shape[1]]
+                expected_shapes[name_b] = [part.shape[0], self._rank]
+                partners[name_a] = name_b
+                partners[name_b] = name_a
         lines = []
         for name, facts in self._facts.items():
-            shape, other = known.get(name, (None, name))
-            if shape is None:
+            if name not in expected_shapes:
                 lines.append(f"extra: {name}")
-            elif list(facts.shape) != shape:
-                lines.append(f"{name} has shape {list(facts.shape)}, expected {shape}")
-            if other not in self._facts:
-                lines.append(f"missing: {other}")
+                continue
+            shape, expected = list(facts.shape), expected_shapes[name]
+            if shape != expected:
+                lines.append(f"{name} has shape {shape}, expected {expected}")
+            if partners[name] not in self._facts:
+                lines.append(f"missing: {partners[name]}")
         if lines or not self._facts:
-            more = [f"and {len(lines) - MOST_LINES} more"] * (len(lines) > MOST_LINES)
-            shown = "\n  ".join([*lines[:MOST_LINES], *more])
             raise InputError(
-                f"{self.place}: its tensors are not adapters of the model's layers:\n  {shown}"
+                f"{self.location}: its tensors are not adapters of the model's layers:\n  "
+                f"{first_lines(lines)}"
             )
 
 
-def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """The content of adapter_config.json; InputError for what is no plain LoRA."""
+def read_peft_config(folder: Path) -> dict[str, Any]:
+    """Return the content of adapter_config.json; raises InputError for anything but plain LoRA."""
     path = folder / CONFIG
-    content = read_json(path, "the adapters'")
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: expected an object in braces")
-    odd = [f"{key} is {content[key]!r}, not {only!r}" for key, only in ONLY.items()
-           if content.get(key, only) != only]  # fmt: skip
-    odd += [f"{key} is {content[key]!r}" for key in WITHOUT if content.get(key)]
-    if odd:
-        raise InputError(f"{path}: only plain LoRA is read here: {first_few(odd)}")
-    for key, kinds, expected in NUMBERS:
-        value = content.get(key, PEFT_DEFAULT)
-        is_number = isinstance(value, kinds) and not isinstance(value, bool)
-        if not is_number or not 0 < value < MOST:
+    content = read_json_object(path, "the adapters'")
+    problems = [
+        f"{key} is {content[key]!r}, not {required!r}"
+        for key, required in REQUIRED.items()
+        if content.get(key, required) != required
+    ]
+    problems += [f"{key} is {content[key]!r}" for key in UNSUPPORTED if content.get(key)]
+    if problems:
+        raise InputError(f"{path}: only plain LoRA is supported: {first_few(problems)}")
+    for key, types, expected in NUMBERS:
+        value = content.get(key, DEFAULT_NUMBER)
+        is_number = isinstance(value, types) and not isinstance(value, bool)
+        if not is_number or not 0 < value < MAX_NUMBER:
             raise InputError(f"{path}: {key} is {value!r}; expected {expected} above 0")
     base = content.get(BASE)
     if base is not None and not isinstance(base, str):
@@ -202,28 +203,42 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _items(
-    adapters: Adapters, layer: str, theirs: list[str], split_rows: Any, sizes: Sizes
-) -> list[Item]:
-    thin, wide = (adapters.facts[f"{layer}.{part}{WEIGHT}"] for part in (A, B))
+def _items(adapters: CheckpointAdapters, layer: str, row: NameRow, sizes: Sizes) -> list[Item]:
+    facts_a, facts_b = (adapters.facts[f"{layer}.{factor}{WEIGHT}"] for factor in (A, B))
+
+    def read_a() -> Tensor:
+        return adapters.pair(layer)[0]
+
+    def read_b(index: int) -> Tensor:
+        return row.form.split_rows(adapters.pair(layer)[1], sizes)[index]
+
     items = []
-    for index, (name, rows) in enumerate(zip(theirs, split_rows(wide, sizes), strict=True)):
-        first, second = _names(name)
+    parts = row.form.split_rows(facts_b, sizes)
+    for index, (module, part) in enumerate(zip(_module_names(row), parts, strict=True)):
+        name_a, name_b = _adapter_names(module)
         items += [
-            Item(name=first, shape=tuple(thin.shape), dtype=thin.dtype,
-                 read=lambda: adapters.pair(layer)[0]),
-            Item(name=second, shape=tuple(rows.shape), dtype=wide.dtype,
-                 read=lambda index=index: split_rows(adapters.pair(layer)[1], sizes)[index]),
-        ]  # fmt: skip
+            Item(name=name_a, shape=tuple(facts_a.shape), dtype=facts_a.dtype, read=read_a),
+            Item(
+                name=name_b,
+                shape=tuple(part.shape),
+                dtype=facts_b.dtype,
+                read=partial(read_b, index),
+            ),
+        ]
     return items
 
 
-def _names(theirs: str) -> tuple[str, str]:
-    """PEFT's names of A and B of a layer."""
-    return f"{PREFIX}{theirs}.{A}{WEIGHT}", f"{PREFIX}{theirs}.{B}{WEIGHT}"
+def _module_names(row: NameRow) -> list[str]:
+    """Return Hugging Face's modules whose weights are in a row; none for a bias."""
+    return [name.removesuffix(WEIGHT) for name in row.hf_names if name.endswith(WEIGHT)]
 
 
-def _endings(name: str) -> list[str]:
-    """A name's endings between dots, the shortest first."""
+def _adapter_names(module: str) -> tuple[str, str]:
+    """Return PEFT's names of the A and B of one of Hugging Face's modules."""
+    return f"{PREFIX}{module}.{A}{WEIGHT}", f"{PREFIX}{module}.{B}{WEIGHT}"
+
+
+def _suffixes(name: str) -> list[str]:
+    """Return the suffixes of a name that begin after a dot, the shortest first, the name last."""
     parts = name.split(".")
     return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]

@@ -1,7 +1,8 @@
-"""How one of our tensors is made of Hugging Face's, and these of it again.
+"""How a weight of our GPT is laid out in Hugging Face's tensors, converted in both directions.
 
-A form only moves numbers, so both directions are exact; on the meta device it tells shapes. Legend:
-N query heads, K key-value heads, Q = N/K of one group, D channels of a head.
+A form only moves numbers, so both directions are exact. On the meta device it computes shapes.
+Legend: N query heads, K key-value heads, Q = N/K query heads of one group, D channels of a head, H
+hidden size.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,10 @@ from megatron_zpp.settings.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What forms need to know: the model, the rows of their vocabulary, and of ours, padded."""
+    """What forms need to know: the model, and the rows of its vocabulary in files and in the GPT.
+
+    `vocab_rows` counts the rows in Hugging Face's tensors, `padded_rows` those of the GPT.
+    """
 
     model: ModelConfig
     vocab_rows: int
@@ -24,59 +28,71 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """`join` makes our tensor of theirs, `split` theirs of ours, which may lie inputs first."""
+    """A pair of conversions: `join` of Hugging Face's tensors into one of ours, `split` back.
+
+    `is_transposed`: Hugging Face stores the matrix as [in, out], ours is [out, in].
+    """
 
     join: Callable[[Sequence[Tensor], Sizes], Tensor]
     split: Callable[[Tensor, Sizes], tuple[Tensor, ...]]
-    is_inputs_first: bool = False
+    is_transposed: bool = False
 
-    def split_rows(self, ours: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
-        """`split` of a matrix whose rows alone are those of our weight [out, ...], as LoRA's B."""
-        parts = self.split(ours, sizes)
-        return tuple(part.T for part in parts) if self.is_inputs_first else parts
+    def split_rows(self, matrix: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+        """Split a matrix that has the rows of our weight but other columns, such as LoRA's B."""
+        parts = self.split(matrix, sizes)
+        if self.is_transposed:
+            return tuple(part.T for part in parts)
+        return parts
 
 
-def _pad(parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
-    """Add rows of zeros: [vocabulary, H] → [padded vocabulary, H]."""
-    (rows,) = parts
+def _pad_vocabulary(parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
+    """Add rows of zeros: [vocab_rows, H] → [padded_rows, H]."""
+    (embedding,) = parts
     if sizes.padded_rows == sizes.vocab_rows:
-        return rows
-    padded = rows.new_zeros(sizes.padded_rows, *rows.shape[1:])
-    padded[: sizes.vocab_rows] = rows
+        return embedding
+    padded = embedding.new_zeros(sizes.padded_rows, *embedding.shape[1:])
+    padded[: sizes.vocab_rows] = embedding
     return padded
 
 
-def _group(parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
+def _unpad_vocabulary(padded: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+    return (padded[: sizes.vocab_rows],)
+
+
+def _join_qkv(parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
     """Queries [N * D, ...], keys and values [K * D, ...] → [K * (Q + 2) * D, ...], by groups."""
-    kv_heads, tail = sizes.model.kv_heads, parts[0].shape[1:]
-    groups = [part.reshape(kv_heads, -1, *tail) for part in parts]
+    kv_heads = sizes.model.kv_heads
+    columns = parts[0].shape[1:]
+    groups = [part.reshape(kv_heads, -1, *columns) for part in parts]
     return torch.cat(groups, dim=1).flatten(0, 1)
 
 
-def _ungroup(ours: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
-    kv_heads, width = sizes.model.kv_heads, sizes.model.head_dim
-    groups = ours.unflatten(0, (kv_heads, -1))  # [K, (Q + 2) * D, ...]
-    queries = sizes.model.num_attention_heads // kv_heads * width
-    return tuple(part.flatten(0, 1) for part in groups.split((queries, width, width), dim=1))
+def _split_qkv(qkv: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+    kv_heads, head_dim = sizes.model.kv_heads, sizes.model.head_dim
+    groups = qkv.unflatten(0, (kv_heads, -1))  # [K, (Q + 2) * D, ...]
+    query_rows = sizes.model.num_attention_heads // kv_heads * head_dim
+    parts = groups.split((query_rows, head_dim, head_dim), dim=1)
+    return tuple(part.flatten(0, 1) for part in parts)
 
 
-def _group_columns(parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
-    """GPT-2's [H, 3 * N * D] or [3 * N * D]: all queries, all keys, all values; inputs first."""
+def _join_transposed_qkv(parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
+    """GPT-2's weight [H, 3 * N * D] or bias [3 * N * D]: all queries, all keys, all values."""
     (fused,) = parts
-    return _group(fused.T.chunk(3) if fused.ndim == 2 else fused.chunk(3), sizes)
+    rows = fused.T if fused.ndim == 2 else fused
+    return _join_qkv(rows.chunk(3), sizes)
 
 
-def _ungroup_columns(ours: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
-    fused = torch.cat(_ungroup(ours, sizes))
-    return (fused.T if fused.ndim == 2 else fused,)
+def _split_transposed_qkv(qkv: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+    rows = torch.cat(_split_qkv(qkv, sizes))
+    return (rows.T if rows.ndim == 2 else rows,)
 
 
-SAME = Form(join=lambda parts, sizes: parts[0], split=lambda ours, sizes: (ours,))
+SAME = Form(join=lambda parts, sizes: parts[0], split=lambda tensor, sizes: (tensor,))
 TRANSPOSED = Form(
     join=lambda parts, sizes: parts[0].T,
-    split=lambda ours, sizes: (ours.T,),
-    is_inputs_first=True,
+    split=lambda tensor, sizes: (tensor.T,),
+    is_transposed=True,
 )
-VOCABULARY = Form(join=_pad, split=lambda ours, sizes: (ours[: sizes.vocab_rows],))
-GROUPED = Form(join=_group, split=_ungroup)
-GROUPED_COLUMNS = Form(join=_group_columns, split=_ungroup_columns, is_inputs_first=True)
+PADDED_VOCABULARY = Form(join=_pad_vocabulary, split=_unpad_vocabulary)
+QKV = Form(join=_join_qkv, split=_split_qkv)
+QKV_TRANSPOSED = Form(join=_join_transposed_qkv, split=_split_transposed_qkv, is_transposed=True)

@@ -1,19 +1,21 @@
-"""The files of a tokenizer that travel with a model, and which of our flags they are for."""
+"""The files of a tokenizer that accompany a model, and the TokenizerConfig that reads them."""
 
-import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from megatron_zpp.models.hf_folder import write_json
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer
 from zeropp.atomic import write_atomically
 
-FAST, VOCABULARY, MERGES, PIECES = "tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model"
-SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
+TOKENIZER_JSON = "tokenizer.json"
+VOCABULARY = "vocab.json"
+MERGES = "merges.txt"
+SENTENCEPIECE = "tokenizer.model"
+SETTINGS = "tokenizer_config.json"
+GENERATION = "generation_config.json"
 FILES = (
-    FAST, VOCABULARY, MERGES, PIECES, SETTINGS,
+    TOKENIZER_JSON, VOCABULARY, MERGES, SENTENCEPIECE, SETTINGS,
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
     GENERATION,
 )  # fmt: skip
@@ -21,17 +23,16 @@ TYPES_WITH_TOKENIZER_JSON = ("HFTokenizer", "HuggingFaceTokenizer")
 
 
 def copy_files(source: Path, target: Path, names: tuple[str, ...] = FILES) -> list[str]:
-    """Copy those of the files that there are, each complete or not at all; returns their names."""
+    """Copy those of the files that exist, each complete or not at all; returns their names."""
     present = [name for name in names if (source / name).is_file()]
     for name in present:
-        with open(source / name, "rb") as content:
-            write_atomically(target / name, lambda file, c=content: shutil.copyfileobj(c, file))
+        _copy_file(source / name, target / name)
     return present
 
 
-def tokenizer_in(folder: Path) -> TokenizerConfig | None:
-    """The flags for the tokenizer in a Hugging Face folder, or None if there is none."""
-    if (folder / FAST).is_file():
+def tokenizer_config_of(folder: Path) -> TokenizerConfig | None:
+    """Return the settings for the tokenizer in a Hugging Face folder, or None without one."""
+    if (folder / TOKENIZER_JSON).is_file():
         return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
     if (folder / VOCABULARY).is_file() and (folder / MERGES).is_file():
         return TokenizerConfig(
@@ -39,15 +40,16 @@ def tokenizer_in(folder: Path) -> TokenizerConfig | None:
             vocab_file=str(folder / VOCABULARY),
             merge_file=str(folder / MERGES),
         )
-    if (folder / PIECES).is_file():
+    if (folder / SENTENCEPIECE).is_file():
         return TokenizerConfig(
-            tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=str(folder / PIECES)
+            tokenizer_type="GPTSentencePieceTokenizer",
+            tokenizer_model=str(folder / SENTENCEPIECE),
         )
     return None
 
 
-def settings_folder(config: TokenizerConfig) -> Path | None:
-    """The folder that holds a tokenizer.json, and perhaps a config.json beside it."""
+def tokenizer_json_folder(config: TokenizerConfig) -> Path | None:
+    """Return the folder of the tokenizer.json that `config` names; None if it names none."""
     if config.tokenizer_type not in TYPES_WITH_TOKENIZER_JSON:
         return None
     path = Path(config.tokenizer_model)
@@ -55,46 +57,42 @@ def settings_folder(config: TokenizerConfig) -> Path | None:
 
 
 def write_tokenizer(config: TokenizerConfig, tokenizer: Tokenizer, target: Path) -> list[str]:
-    """Write the files of one of our tokenizers for Hugging Face's; returns their names.
+    """Write the files of a tokenizer as Hugging Face's libraries read them; returns their names.
 
-    Nothing is written of a tokenizer that needs no files.
+    Writes nothing for a tokenizer that needs no files.
     """
     if config.tokenizer_type in TYPES_WITH_TOKENIZER_JSON:
-        return _write_fast(config, tokenizer, target)
-    sources = {VOCABULARY: config.vocab_file, MERGES: config.merge_file}
-    kind = "GPT2Tokenizer"
-    if config.tokenizer_type != "GPT2BPETokenizer":
-        sources, kind = {PIECES: config.tokenizer_model}, "LlamaTokenizer"
+        return _write_tokenizer_json(config, tokenizer, target)
+    if config.tokenizer_type == "GPT2BPETokenizer":
+        sources = {VOCABULARY: config.vocab_file, MERGES: config.merge_file}
+        end = tokenizer.decode([tokenizer.eod])
+        special_tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
+        settings = {"tokenizer_class": "GPT2Tokenizer", **special_tokens}
+    else:
+        sources = {SENTENCEPIECE: config.tokenizer_model}
+        settings = {"tokenizer_class": "LlamaTokenizer"}
     if None in sources.values():
         return []
     for name, source in sources.items():
-        with open(source, "rb") as content:
-            write_atomically(target / name, lambda file, c=content: shutil.copyfileobj(c, file))
-    if kind == "GPT2Tokenizer":
-        end = tokenizer.decode([tokenizer.eod])
-        words = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
-        _write_json(target / SETTINGS, {"tokenizer_class": kind, **words})
-        return [*sources, SETTINGS]
-    _write_json(target / SETTINGS, {"tokenizer_class": kind})
+        _copy_file(Path(source), target / name)
+    write_json(target / SETTINGS, settings, ensure_ascii=False)
     return [*sources, SETTINGS]
 
 
-def _write_fast(config: TokenizerConfig, tokenizer: Tokenizer, target: Path) -> list[str]:
-    given, folder = Path(config.tokenizer_model), settings_folder(config)
-    written = copy_files(folder, target)
-    if given.is_file() and given.name != FAST:
-        with open(given, "rb") as content:
-            write_atomically(target / FAST, lambda file: shutil.copyfileobj(content, file))
-        written.append(FAST)
+def _write_tokenizer_json(config: TokenizerConfig, tokenizer: Tokenizer, target: Path) -> list[str]:
+    source = Path(config.tokenizer_model)
+    written = copy_files(tokenizer_json_folder(config), target)
+    if source.is_file() and source.name != TOKENIZER_JSON:
+        _copy_file(source, target / TOKENIZER_JSON)
+        written.append(TOKENIZER_JSON)
     if SETTINGS not in written:
         end = tokenizer.decode([tokenizer.eod])
-        _write_json(
-            target / SETTINGS, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-        )
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+        write_json(target / SETTINGS, settings, ensure_ascii=False)
         written.append(SETTINGS)
     return written
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
+def _copy_file(source: Path, target: Path) -> None:
+    with open(source, "rb") as content:
+        write_atomically(target, lambda file: shutil.copyfileobj(content, file))

@@ -1,7 +1,9 @@
-"""Which of our tensors is which of Hugging Face's; `{}` is the number of the block.
+"""The names of a GPT's weights in Hugging Face's files, one table for each kind of model.
 
-The one table for both directions. A row counts where our model has its tensor: biases, positions
-and an output layer of its own follow from the configuration.
+Each row pairs a parameter of `megatron_zpp.model.gpt.GPT` with the Hugging Face tensors that hold
+the same numbers; `{}` stands for the number of the block. The tables are read in both directions,
+by import and export. A model uses only the rows whose parameter it has: biases, learned positions
+and a separate output layer depend on its configuration.
 """
 
 import re
@@ -10,128 +12,149 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megatron_zpp.models.tensor_forms import (
-    GROUPED,
-    GROUPED_COLUMNS,
+    PADDED_VOCABULARY,
+    QKV,
+    QKV_TRANSPOSED,
     SAME,
     TRANSPOSED,
-    VOCABULARY,
     Form,
 )
 
 
 @dataclass(frozen=True)
-class Row:
-    """One of our tensors, theirs that hold the same numbers, and the form that leads over."""
+class NameRow:
+    """A GPT parameter, the Hugging Face tensors with the same numbers, and how they are laid out.
 
-    ours: str
-    theirs: tuple[str, ...]
+    `form` converts between the two.
+    """
+
+    gpt_name: str
+    hf_names: tuple[str, ...]
     form: Form = SAME
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
-    """The rows of one kind of model.
+class NameTable:
+    """The names of all weights of one kind of model.
 
-    `prefix` stands before the names of all but the head, or nowhere in files of the bare model;
-    `embedding` is what a tied `head` repeats; what `ignored` matches are constants that old
-    versions saved.
+    `prefix` begins every name but that of the head; files of the bare model, without the head,
+    leave it out. `embedding` is the tensor that a tied `head` shares. `constants` is a regular
+    expression for tensors that old versions of transformers saved though they are not weights.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[NameRow, ...]
     prefix: str
     embedding: str
-    ignored: str
+    constants: str
     head: str = "lm_head.weight"
 
-    def row(self, ours: str) -> Row:
-        """The row of one of our parameters, with the block's number filled in.
+    def row(self, gpt_name: str) -> NameRow:
+        """Return the row of a GPT parameter, with the block's number filled in.
 
         Raises KeyError for a parameter that this kind of model does not have.
         """
-        number = re.search(r"\.(\d+)\.", ours)
-        pattern = ours.replace(number[0], ".{}.", 1) if number else ours
+        number = re.search(r"\.(\d+)\.", gpt_name)
+        pattern = gpt_name.replace(number[0], ".{}.", 1) if number else gpt_name
         for row in self.rows:
-            if row.ours == pattern:
-                index = number[1] if number else ""
-                return Row(ours, tuple(name.format(index) for name in row.theirs), row.form)
-        raise KeyError(ours)
+            if row.gpt_name == pattern:
+                block = number[1] if number else ""
+                hf_names = tuple(name.format(block) for name in row.hf_names)
+                return NameRow(gpt_name, hf_names, row.form)
+        raise KeyError(gpt_name)
 
-    def is_constant(self, theirs: str) -> bool:
-        """Whether a tensor, with the prefix or without, is a constant and not of the weights."""
-        return any(re.fullmatch(self.ignored, name) for name in (theirs, self.prefix + theirs))
+    def is_constant(self, hf_name: str) -> bool:
+        """Whether a tensor, named with or without the prefix, is a constant and not a weight."""
+        return any(re.fullmatch(self.constants, name) for name in (hf_name, self.prefix + hf_name))
 
 
-def _both(ours: str, theirs: tuple[str, ...], form: Form, bias_form: Form) -> tuple[Row, Row]:
-    """The rows of a layer's weight and of its bias."""
-    return (
-        Row(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs), form),
-        Row(f"{ours}.bias", tuple(f"{name}.bias" for name in theirs), bias_form),
+def _weight_and_bias(
+    gpt_name: str, hf_names: tuple[str, ...], weight_form: Form, bias_form: Form
+) -> tuple[NameRow, NameRow]:
+    """Return the rows of a layer's weight and of its bias."""
+    return tuple(
+        NameRow(f"{gpt_name}.{kind}", tuple(f"{name}.{kind}" for name in hf_names), form)
+        for kind, form in (("weight", weight_form), ("bias", bias_form))
     )
 
 
-GPT2 = Table(
+GPT2_BLOCK = "transformer.h.{}."
+GPT2 = NameTable(
     rows=(
-        Row("tokens.weight", ("transformer.wte.weight",), VOCABULARY),
-        Row("positions.weight", ("transformer.wpe.weight",)),
-        *_both("blocks.{}.norm1", ("transformer.h.{}.ln_1",), SAME, SAME),
-        *_both(
-            "blocks.{}.attention.qkv", ("transformer.h.{}.attn.c_attn",),
-            GROUPED_COLUMNS, GROUPED_COLUMNS,
+        NameRow("tokens.weight", ("transformer.wte.weight",), PADDED_VOCABULARY),
+        NameRow("positions.weight", ("transformer.wpe.weight",)),
+        *_weight_and_bias("blocks.{}.norm1", (GPT2_BLOCK + "ln_1",), SAME, SAME),
+        *_weight_and_bias(
+            "blocks.{}.attention.qkv", (GPT2_BLOCK + "attn.c_attn",),
+            QKV_TRANSPOSED, QKV_TRANSPOSED,
         ),
-        *_both("blocks.{}.attention.output", ("transformer.h.{}.attn.c_proj",), TRANSPOSED, SAME),
-        *_both("blocks.{}.norm2", ("transformer.h.{}.ln_2",), SAME, SAME),
-        *_both("blocks.{}.mlp.input", ("transformer.h.{}.mlp.c_fc",), TRANSPOSED, SAME),
-        *_both("blocks.{}.mlp.output", ("transformer.h.{}.mlp.c_proj",), TRANSPOSED, SAME),
-        *_both("norm", ("transformer.ln_f",), SAME, SAME),
-        Row("head.weight", ("lm_head.weight",), VOCABULARY),
+        *_weight_and_bias(
+            "blocks.{}.attention.output", (GPT2_BLOCK + "attn.c_proj",), TRANSPOSED, SAME
+        ),
+        *_weight_and_bias("blocks.{}.norm2", (GPT2_BLOCK + "ln_2",), SAME, SAME),
+        *_weight_and_bias("blocks.{}.mlp.input", (GPT2_BLOCK + "mlp.c_fc",), TRANSPOSED, SAME),
+        *_weight_and_bias("blocks.{}.mlp.output", (GPT2_BLOCK + "mlp.c_proj",), TRANSPOSED, SAME),
+        *_weight_and_bias("norm", ("transformer.ln_f",), SAME, SAME),
+        NameRow("head.weight", ("lm_head.weight",), PADDED_VOCABULARY),
     ),
     prefix="transformer.",
     embedding="transformer.wte.weight",
-    ignored=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
+    constants=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
 )  # fmt: skip
 
-_BLOCK = "model.layers.{}."
-LLAMA = Table(
+LLAMA_BLOCK = "model.layers.{}."
+LLAMA = NameTable(  # SmolLM2 too
     rows=(
-        Row("tokens.weight", ("model.embed_tokens.weight",), VOCABULARY),
-        Row("blocks.{}.norm1.weight", (_BLOCK + "input_layernorm.weight",)),
-        *_both(
+        NameRow("tokens.weight", ("model.embed_tokens.weight",), PADDED_VOCABULARY),
+        NameRow("blocks.{}.norm1.weight", (LLAMA_BLOCK + "input_layernorm.weight",)),
+        *_weight_and_bias(
             "blocks.{}.attention.qkv",
-            tuple(f"{_BLOCK}self_attn.{part}_proj" for part in "qkv"),
-            GROUPED, GROUPED,
+            tuple(f"{LLAMA_BLOCK}self_attn.{part}_proj" for part in "qkv"),
+            QKV, QKV,
         ),
-        *_both("blocks.{}.attention.output", (_BLOCK + "self_attn.o_proj",), SAME, SAME),
-        Row("blocks.{}.norm2.weight", (_BLOCK + "post_attention_layernorm.weight",)),
-        *_both("blocks.{}.mlp.gate", (_BLOCK + "mlp.gate_proj",), SAME, SAME),
-        *_both("blocks.{}.mlp.input", (_BLOCK + "mlp.up_proj",), SAME, SAME),
-        *_both("blocks.{}.mlp.output", (_BLOCK + "mlp.down_proj",), SAME, SAME),
-        Row("norm.weight", ("model.norm.weight",)),
-        Row("head.weight", ("lm_head.weight",), VOCABULARY),
+        *_weight_and_bias(
+            "blocks.{}.attention.output", (LLAMA_BLOCK + "self_attn.o_proj",), SAME, SAME
+        ),
+        NameRow("blocks.{}.norm2.weight", (LLAMA_BLOCK + "post_attention_layernorm.weight",)),
+        *_weight_and_bias("blocks.{}.mlp.gate", (LLAMA_BLOCK + "mlp.gate_proj",), SAME, SAME),
+        *_weight_and_bias("blocks.{}.mlp.input", (LLAMA_BLOCK + "mlp.up_proj",), SAME, SAME),
+        *_weight_and_bias("blocks.{}.mlp.output", (LLAMA_BLOCK + "mlp.down_proj",), SAME, SAME),
+        NameRow("norm.weight", ("model.norm.weight",)),
+        NameRow("head.weight", ("lm_head.weight",), PADDED_VOCABULARY),
     ),
     prefix="model.",
     embedding="model.embed_tokens.weight",
-    ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+    constants=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
 )  # fmt: skip
 
-_LAYER = "gpt_neox.layers.{}."
-NEOX = Table(
+GPT_NEOX_BLOCK = "gpt_neox.layers.{}."
+GPT_NEOX = NameTable(
     rows=(
-        Row("tokens.weight", ("gpt_neox.embed_in.weight",), VOCABULARY),
-        *_both("blocks.{}.norm1", (_LAYER + "input_layernorm",), SAME, SAME),
-        *_both("blocks.{}.attention.qkv", (_LAYER + "attention.query_key_value",), SAME, SAME),
-        *_both("blocks.{}.attention.output", (_LAYER + "attention.dense",), SAME, SAME),
-        *_both("blocks.{}.norm2", (_LAYER + "post_attention_layernorm",), SAME, SAME),
-        *_both("blocks.{}.mlp.input", (_LAYER + "mlp.dense_h_to_4h",), SAME, SAME),
-        *_both("blocks.{}.mlp.output", (_LAYER + "mlp.dense_4h_to_h",), SAME, SAME),
-        *_both("norm", ("gpt_neox.final_layer_norm",), SAME, SAME),
-        Row("head.weight", ("embed_out.weight",), VOCABULARY),
+        NameRow("tokens.weight", ("gpt_neox.embed_in.weight",), PADDED_VOCABULARY),
+        *_weight_and_bias("blocks.{}.norm1", (GPT_NEOX_BLOCK + "input_layernorm",), SAME, SAME),
+        *_weight_and_bias(
+            "blocks.{}.attention.qkv", (GPT_NEOX_BLOCK + "attention.query_key_value",), SAME, SAME
+        ),
+        *_weight_and_bias(
+            "blocks.{}.attention.output", (GPT_NEOX_BLOCK + "attention.dense",), SAME, SAME
+        ),
+        *_weight_and_bias(
+            "blocks.{}.norm2", (GPT_NEOX_BLOCK + "post_attention_layernorm",), SAME, SAME
+        ),
+        *_weight_and_bias(
+            "blocks.{}.mlp.input", (GPT_NEOX_BLOCK + "mlp.dense_h_to_4h",), SAME, SAME
+        ),
+        *_weight_and_bias(
+            "blocks.{}.mlp.output", (GPT_NEOX_BLOCK + "mlp.dense_4h_to_h",), SAME, SAME
+        ),
+        *_weight_and_bias("norm", ("gpt_neox.final_layer_norm",), SAME, SAME),
+        NameRow("head.weight", ("embed_out.weight",), PADDED_VOCABULARY),
     ),
     prefix="gpt_neox.",
     embedding="gpt_neox.embed_in.weight",
-    ignored=r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",
+    constants=r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",
     head="embed_out.weight",
 )
 
-TABLES: Mapping[str, Table] = MappingProxyType(
-    {"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA, "gpt_neox": NEOX}
+TABLES: Mapping[str, NameTable] = MappingProxyType(  # by the model_type of config.json
+    {"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA, "gpt_neox": GPT_NEOX}
 )

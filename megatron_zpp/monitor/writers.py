@@ -111,7 +111,7 @@ class WeightsAndBiases:
         self, config: LogConfig, names: ScalarNames, settings: Mapping[str, object]
     ) -> None:
         try:
-            import wandb
+            import wandb  # noqa: PLC0415  (optional)
         except ImportError as error:
             raise InputError(
                 f"--wandb-project {config.wandb_project} needs the package wandb, which is not "

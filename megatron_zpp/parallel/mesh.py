@@ -1,6 +1,6 @@
-"""The grid of ranks: one axis today, `data`, whose ranks are node-contiguous.
+"""The mesh of ranks: one axis, `data`, on which the ranks of a node are consecutive.
 
-Made once and passed as a value. The device comes from `zeropp.ranks.process_group`.
+It is built once and passed as a value. `zeropp.ranks.process_group` chooses the device.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among the others: its place, device, mesh, and the store they met at."""
+    """This process among the ranks of a run: its environment, device, mesh, and shared store."""
 
     environment: Environment
     device: torch.device
@@ -39,35 +39,35 @@ class Ranks:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether the device computes what was asked of it while the host goes on."""
+        """Whether the device computes while the host continues."""
         return self.device.type != "cpu"
 
     def sum(self, *values: float) -> list[float]:
-        """Each value summed over all ranks, in fp64; one collective, of the hosts."""
-        return self.summed(torch.tensor(values, dtype=torch.float64)).tolist()
+        """Return each value summed over all ranks in fp64, with one collective of CPU tensors."""
+        return self.sum_tensor(torch.tensor(values, dtype=torch.float64)).tolist()
 
-    def summed(self, values: torch.Tensor) -> torch.Tensor:
-        """A tensor, of this rank's device or of its host, summed over all ranks in fp64."""
+    def sum_tensor(self, values: torch.Tensor) -> torch.Tensor:
+        """Return a tensor, on this rank's device or CPU, summed over all ranks in fp64."""
         total = values.to(torch.float64, copy=True)
         if self.num_ranks > 1:
             dist.all_reduce(total)
         return total
 
     def rank_zero_first(self, build: Callable[[], Result]) -> Result:
-        """Call `build` on rank 0, then on the others, which find what rank 0 left in a cache.
+        """Return `build()`, called on rank 0 first so that the others find what it has cached.
 
-        What it raises on one rank, it raises on all.
+        An error on one rank is raised on all.
         """
         result = None
         with fail_together():
             if self.rank == 0:
                 result = build()
         with fail_together():
-            return build() if result is None else result
+            return result if self.rank == 0 else build()
 
 
 def join_ranks(environment: Environment, config: ParallelConfig) -> Ranks:
-    """Start the process group and lay all ranks on the `data` axis."""
+    """Start the process group and build a mesh of all ranks, with the axis `data`."""
     device = pick_device(environment)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     store = start_process_group(environment, device, timeout, config.distributed_backend)

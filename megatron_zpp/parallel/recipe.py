@@ -1,7 +1,7 @@
-"""The recipe: from a configuration to a sharded, initialised model, without a whole copy anywhere.
+"""Build the sharded, initialized model and its optimizer from a configuration.
 
-Built on the meta device, wrapped (recompute, compile), sharded, given memory, then filled shard by
-shard: no rank ever holds more than its shards and one block.
+The model is built on the meta device, wrapped (recompute, compile), sharded, allocated, and then
+filled shard by shard: no rank ever holds more than its shards and one block.
 """
 
 from collections.abc import Callable
@@ -28,9 +28,10 @@ def build_model(
     apex: Apex | None,
     fill: Callable[[torch.nn.Module], None] | None = None,
 ) -> Sharding:
-    """The GPT that `config.model` describes, sharded over `ranks` by `config.zero`.
+    """Build the GPT of `config.model`, sharded over `ranks` as `config.zero` says.
 
-    Its weights are drawn, or come from `fill`, with LoRA's adapters as `config.lora` says.
+    `fill` writes the weights; without it they are drawn. LoRA adapters are added and drawn as
+    `config.lora` says. Returns what `zeropp.shard` returns.
     """
     with torch.device("meta"):
         model = GPT(config.model, vocab_size)
@@ -41,7 +42,7 @@ def build_model(
     recompute(model, config.recompute)
     if config.training.compile:
         compile_blocks(model)
-    # The residual stream may be fp32 (--fp32-residual-connection): blocks cast their own inputs.
+    # Blocks cast their own inputs, as the residual may be fp32 (--fp32-residual-connection).
     sharding = shard(model, ranks.mesh, config.zero, cast_forward_inputs=False)
     sharding = allocate_parameters(sharding, config.zero, ranks.device)
     if fill is None:
@@ -56,8 +57,12 @@ def build_model(
 def build_optimizer(
     sharding: Sharding, config: Config, device: torch.device, apex: Apex | None
 ) -> torch.optim.Optimizer:
-    """AdamW, on the host where it is offloaded; the 16-bit weights are then moved to `device`."""
-    groups, settings = parameter_groups(sharding.model), adam_settings(config)
+    """Build AdamW on the device, or on the host if `config.zero` offloads the optimizer.
+
+    Offloaded, the 16-bit weights are moved to `device`.
+    """
+    groups = parameter_groups(sharding.model)
+    settings = adam_settings(config)
     if config.zero.offloads_optimizer:
         return offloaded_adamw(sharding, groups, device, config.zero, **settings)
     if apex:
@@ -66,17 +71,20 @@ def build_optimizer(
 
 
 def parameter_groups(model: torch.nn.Module) -> list[dict]:
-    """Megatron's two groups: matrices decay, biases and normalization gains do not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    """Return Megatron's groups of trained parameters: matrices decay, biases and gains do not."""
+    matrices, vectors = [], []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            (matrices if parameter.ndim >= 2 else vectors).append(parameter)
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "decays": True},
-        {"params": [p for p in parameters if p.ndim < 2], "decays": False},
+        {"params": matrices, "decays": True},
+        {"params": vectors, "decays": False},
     ]
     return [group for group in groups if group["params"]]
 
 
 def adam_settings(config: Config) -> dict:
-    """What the flags say of Adam."""
+    """Return the arguments of Adam that the flags set."""
     return {
         "lr": config.optimizer.lr,
         "betas": (config.optimizer.adam_beta1, config.optimizer.adam_beta2),

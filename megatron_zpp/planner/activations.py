@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layers import rotary_table
-from megatron_zpp.model.recompute import checkpointed
+from megatron_zpp.model.recompute import call_checkpointed
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim.step import local_part
 
@@ -114,7 +114,7 @@ def _trace_block(
     block: nn.Module, config: ModelConfig, micro_batch: int, dtype: torch.dtype, selective: bool
 ) -> Passes:
     if selective:
-        block.attention.call = checkpointed
+        block.attention.call = call_checkpointed
     weights = _weights(block, dtype)
     given = _stream(config, micro_batch, dtype).requires_grad_()
     rotary = None
@@ -172,7 +172,7 @@ def _trace_ends(
 
 
 def _losses(logits: Tensor, labels: Tensor, mask: Tensor, chunk: int) -> Tensor:
-    """The memory of `megatron_zpp.model.loss.by_rows`, without going through all rows."""
+    """Use the memory of `loss.chunked_cross_entropy`, without computing all rows."""
     rows = max(1, chunk // logits.shape[1])
     wide = logits[:rows].float()
     assert wide.dtype == torch.float32

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import torch
 
 from megatron_zpp.data.text_source import vocab_size
-from megatron_zpp.models.pretrained import adapters, with_named_model
+from megatron_zpp.models.pretrained_model import lora_summary, with_initial_model
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.planner import estimate as kinds
 from megatron_zpp.planner.estimate import Estimate, estimate
@@ -58,7 +58,7 @@ def dry_run(requested: Config, environment: Environment, console: Console) -> in
 
     Raises InputError for mistakes of the user.
     """
-    config, _ = with_named_model(requested)
+    config, _ = with_initial_model(requested)
     gpu = find_gpu(environment)
     nodes, ranks_here = _ranks(config, environment)
     entries = vocab_size(config.data, config.tokenizer)
@@ -114,7 +114,7 @@ def _rows(config: Config, foretold: Estimate, entries: int) -> list[tuple[str, o
     places = ("device", "host") if foretold.device else ("host",)
     return [
         ("model", f"{shape}: {foretold.parameters:,} parameters"),
-        *adapters(config, sharding),
+        *lora_summary(config, sharding),
         ("batch", batch),
         ("precision", str(sharding.compute_dtype).removeprefix("torch.")),
         ("ZeRO stage", sharding.stage),

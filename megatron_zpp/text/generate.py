@@ -198,7 +198,7 @@ def _pieces(
                 yield row.advance(token)
             unfinished = [index for index, row in enumerate(rows) if not row.finish_reason]
             if 0 < len(unfinished) < len(rows):
-                cache.keep(unfinished)
+                cache.select_rows(unfinished)
             rows = [rows[index] for index in unfinished]
     finally:
         model.train(was_training)
@@ -219,7 +219,7 @@ def _logits(model: GPT, cache: KeyValueCache, rows: Sequence[_Row], is_empty: bo
     new = [row.tokens[-limit:] for row in rows]
     counts = [len(tokens) for tokens in new]
     padded = [tokens + [0] * (max(counts) - len(tokens)) for tokens in new]
-    cache.expect(counts, device)
+    cache.prepare(counts, device)
     logits = model(torch.tensor(padded, device=device), cache=cache)[:, -1]
     if not logits.isfinite().all():
         raise InputError("the model's logits are not finite: its weights are damaged")

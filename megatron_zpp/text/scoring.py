@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.loss import by_rows
+from megatron_zpp.model.loss import chunked_cross_entropy
 from zeropp.ranks.coordination import gather_objects, rank, world_size
 
 
@@ -86,7 +86,7 @@ def _score_batch(model: GPT, passages: Sequence[Passage]) -> list[Score]:
     tokens, is_scored = tokens.to(device), is_scored.to(device)
     labels = tokens[:, 1:][is_scored]  # [T], T = sum of counts
     logits = model(tokens[:, :-1].contiguous())[is_scored]  # [T, V]
-    losses = by_rows(logits, labels, None).double()  # [T]
+    losses = chunked_cross_entropy(logits, labels, None).double()  # [T]
     is_likeliest = logits.argmax(dim=1) == labels  # [T]
     return [
         Score(

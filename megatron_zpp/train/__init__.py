@@ -1,1 +1,5 @@
-"""The training run from the command line to its end: build, loop, step, evaluate, stop, resume."""
+"""A training run from its command line to its end.
+
+Read in this order: `pretrain` (the program), `inputs` and `build` (before the first iteration),
+`run` (what was built), `loop`, `step`, `pending_iteration`, `evaluate`, `stop`, `resume`.
+"""

@@ -1,11 +1,11 @@
-"""From a configuration and the ranks to a run: data, model, optimizer, checkpoint, log."""
+"""Builds a run from its configuration: data, model, optimizer, checkpoint, log."""
 
 import torch
 
 from megatron_zpp.checkpoint.training_state import run_settings
 from megatron_zpp.model.apex import find_apex
 from megatron_zpp.model.flops import TokenFlops
-from megatron_zpp.models.pretrained import adapters
+from megatron_zpp.models.pretrained_model import lora_summary
 from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate
@@ -26,9 +26,10 @@ from zeropp.wire.route import require_fit
 
 
 def build_run(requested: Config, ranks: Ranks, console: Console, stopping: Stopping) -> Run:
-    """Everything up to the first iteration, from the configuration that `parse` returned.
+    """Do everything that comes before the first iteration; all ranks call it.
 
-    Raises InputError for mistakes of the user.
+    `requested` is what `parse` returned; the run's configuration also has what the pretrained model
+    and the data determine. Raises InputError for what does not fit together or cannot be read.
     """
     require_fit(requested.zero, find_nodes(ranks.mesh, requested.zero))
     inputs = open_inputs(requested, ranks)
@@ -38,9 +39,9 @@ def build_run(requested: Config, ranks: Ranks, console: Console, stopping: Stopp
     sharding = build_model(config, tokenizer.vocab_size, ranks, apex, fill)
     optimizer = build_optimizer(sharding, config, ranks.device, apex)
     scaler = build_scaler(config.precision)
-    start = load(config, sharding, optimizer, scaler, tokenizer.fingerprint)
+    starting_point = load(config, sharding, optimizer, scaler, tokenizer.fingerprint)
     with fail_together():
-        metrics = open_metrics(config, ranks, console, tokenizer, start)
+        metrics = open_metrics(config, ranks, console, tokenizer, starting_point)
     run = Run(
         config=config,
         ranks=ranks,
@@ -50,10 +51,10 @@ def build_run(requested: Config, ranks: Ranks, console: Console, stopping: Stopp
         sharding=sharding,
         optimizer=optimizer,
         scaler=scaler,
-        schedules=start.schedules,
+        schedules=starting_point.schedules,
         metrics=metrics,
         stopping=stopping,
-        counters=start.counters,
+        counters=starting_point.counters,
         communication=CommunicationMeter(sharding, ranks),
     )
     console.table("Megatron-Z++", summary(run))
@@ -75,10 +76,14 @@ def build_scaler(precision: PrecisionConfig) -> LossScaler | None:
 
 
 def open_metrics(
-    config: Config, ranks: Ranks, console: Console, tokenizer: Tokenizer, start: StartingPoint
+    config: Config,
+    ranks: Ranks,
+    console: Console,
+    tokenizer: Tokenizer,
+    starting_point: StartingPoint,
 ) -> Metrics:
-    """The log and its writers, continuing where the checkpoint ends."""
-    counters = start.counters
+    """Open the log and its writers; those of a resumed run continue after its checkpoint."""
+    counters = starting_point.counters
     writers = open_writers(
         config.log,
         rank=ranks.rank,
@@ -99,13 +104,13 @@ def open_metrics(
         rate=rate,
         writers=writers,
     )
-    if start.history:
-        metrics.history.load_state_dict(start.history)
+    if starting_point.history:
+        metrics.history.load_state_dict(starting_point.history)
     return metrics
 
 
 def summary(run: Run) -> list[tuple[str, object]]:
-    """Rows that say what is about to run, with the collectives as they really are."""
+    """Rows of the table printed before training, as (name, value)."""
     config, sharding, model = run.config, run.sharding, run.config.model
     batch = run.schedules.batch_size.final
     micro_batches = batch // (config.batch.micro_batch_size * run.ranks.num_ranks)
@@ -116,36 +121,39 @@ def summary(run: Run) -> list[tuple[str, object]]:
     sources = config.data.data_path or config.data.train_data_path or ("made-up samples",)
     return [
         ("model", f"{shape}: {sharding.model.num_parameters():,} parameters"),
-        *adapters(config, sharding),
+        *lora_summary(config, sharding),
         ("data", " ".join(sources)),
         ("batch", f"{batch} samples of {model.seq_length} tokens, {micro_batches} micro-batches "
                   f"of {config.batch.micro_batch_size} on each of {run.ranks.num_ranks} ranks"),
         ("length", f"{run.schedules.length.iterations:,} iterations"),
-        ("precision", precision(sharding)),
+        ("precision", precision_text(sharding)),
         ("device", f"{run.ranks.device}, {torch.get_num_threads()} threads"),
         *matmul_rate_rows(run.metrics.matmul_rate),
         ("ZeRO stage", sharding.stage),
-        *offloaded(config),
+        *offload_rows(config),
         *sharding.describe(micro_batches),
     ]
 
 
-def offloaded(config: Config) -> list[tuple[str, str]]:
-    """Where the optimizer is, if not on the device."""
+def offload_rows(config: Config) -> list[tuple[str, str]]:
+    """A row that says where the optimizer is, if it is not on the device."""
     if not config.zero.offloads_optimizer:
         return []
     ratio = config.zero.zero_optimization.offload_optimizer.ratio
-    part = "" if ratio == 1.0 else f" for {ratio:.0%} of the weights"
-    shards = "\nand the shards, fetched for each use" if config.zero.offloads_weights else ""
-    delay, late = config.zero.zeropp, ""
-    if delay.delayed_param_update:
-        late = f"\nbeside the next step, after {delay.delayed_param_update_warmup} steps"
-    what = "fp32 weights, gradients, moments, step"
-    return [("optimizer", f"on the host{part}: {what}{late}{shards}")]
+    text = "on the host"
+    if ratio < 1.0:
+        text += f" for {ratio:.0%} of the weights"
+    text += ": fp32 weights, gradients, moments, step"
+    if config.zero.zeropp.delayed_param_update:
+        warmup = config.zero.zeropp.delayed_param_update_warmup
+        text += f"\nbeside the next step, after {warmup} steps"
+    if config.zero.offloads_weights:
+        text += "\nand the shards, fetched for each use"
+    return [("optimizer", text)]
 
 
 def matmul_rate_rows(rate: MatmulRate | None) -> list[tuple[str, str]]:
-    """How fast the device multiplies matrices, where it was measured."""
+    """A row with the rate of matrix products, if it was measured."""
     if rate is None:
         return []
     text = f"{rate.measured / 1e12:.3g} TFLOP/s, measured"
@@ -154,6 +162,6 @@ def matmul_rate_rows(rate: MatmulRate | None) -> list[tuple[str, str]]:
     return [("matrix products", text)]
 
 
-def precision(sharding: Sharding) -> str:
-    """The format of the computation, and that of the weights the optimizer holds."""
+def precision_text(sharding: Sharding) -> str:
+    """The format of the computation, and that of the weights that the optimizer updates."""
     return f"{str(sharding.compute_dtype).removeprefix('torch.')}, weights and Adam in float32"

@@ -1,4 +1,4 @@
-"""What a run reads before anything is built: model descriptions, tokenizer and datasets."""
+"""Opens what a run reads: the description of a pretrained model, the tokenizer, the datasets."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from megatron_zpp.data.gpt_dataset import build_datasets
 from megatron_zpp.data.instructions.dataset import build_instructions
 from megatron_zpp.data.text_source import open_source
 from megatron_zpp.models.open_model import OpenedModel
-from megatron_zpp.models.pretrained import with_named_model
+from megatron_zpp.models.pretrained_model import with_initial_model
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.data import names_examples
@@ -21,11 +21,11 @@ log = logging.getLogger("megatron_zpp")
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The configuration of a run, complete, and what it was completed from.
+    """The complete configuration of a run, and what it reads.
 
-    `config` has the shape of the model that the flags name and the paths of the data that is read.
-    `datasets` are training, validation and test, None where there is none. `pretrained` is the
-    model to start from, if the flags name one.
+    `config` is the configuration from `parse` with the shape of the pretrained model and the paths
+    of the data filled in. `datasets` are training, validation and test, None for a split without
+    data. `pretrained` is the model of `--pretrained-checkpoint`, if any.
     """
 
     config: Config
@@ -35,11 +35,11 @@ class Inputs:
 
 
 def open_inputs(requested: Config, ranks: Ranks) -> Inputs:
-    """Open what the configuration from `parse` names; all ranks call it.
+    """Open the tokenizer, the datasets and the pretrained model; all ranks call it.
 
-    Raises InputError for what cannot be opened or does not fit together.
+    Raises InputError for a file that cannot be read and for inputs that do not fit together.
     """
-    with_model, pretrained = with_named_model(requested)
+    with_model, pretrained = with_initial_model(requested)
     data, tokenizer = ranks.rank_zero_first(
         lambda: open_source(with_model.data, with_model.tokenizer)
     )
@@ -54,7 +54,7 @@ def open_inputs(requested: Config, ranks: Ranks) -> Inputs:
 
 
 def open_datasets(config: Config, tokenizer: Tokenizer) -> tuple:
-    """Training, validation and test datasets, as long as Megatron makes them."""
+    """Training, validation and test datasets, of the same sizes as in Megatron."""
     length, evaluation = Schedules.of(config).length, config.evaluation
     batch = config.batch.global_batch_size
     rounds = length.iterations // evaluation.eval_interval + 1 + evaluation.eval_at_start
@@ -73,7 +73,7 @@ def open_datasets(config: Config, tokenizer: Tokenizer) -> tuple:
 
 
 def require_data(config: Config, datasets: tuple) -> None:
-    """Raise InputError without training data; log that nothing is held out."""
+    """Raise InputError if there is no training data; log a line if there is no validation data."""
     data = config.data
     if datasets[0] is None and not config.training.skip_train:
         raise InputError(

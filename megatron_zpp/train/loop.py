@@ -14,8 +14,8 @@ TRAIN, VALIDATION, TEST = range(3)
 def train(run: Run) -> bool:
     """Train from `run.counters` on; returns whether the last iteration was reached.
 
-    A GPU computes an iteration while the host logs the one before: `pending` is the iteration whose
-    numbers have not been read yet.
+    On a GPU, an iteration is computed while the host logs the one before: `pending` is the
+    iteration whose numbers have not been read yet.
     """
     config, counters = run.config, run.counters
     if config.evaluation.eval_at_start and counters.iteration == 0:
@@ -56,7 +56,7 @@ def log_iteration(run: Run, pending: PendingIteration | None) -> None:
 def evaluate_split(run: Run, split: int, moment: str) -> None:
     """Log the loss on the next `--eval-iters` global batches of `VALIDATION` or `TEST`, if any.
 
-    `moment` says when, in the words of the log line.
+    `moment` is the log line's description of when this happens.
     """
     config, counters = run.config, run.counters
     if run.datasets[split] is None or config.evaluation.eval_iters == 0:
@@ -64,7 +64,7 @@ def evaluate_split(run: Run, split: int, moment: str) -> None:
     num_samples = config.evaluation.eval_iters * run.schedules.batch_size(counters.consumed_samples)
     consumed = counters.consumed_valid_samples if split == VALIDATION else 0
     if consumed + num_samples > len(run.datasets[split]):
-        consumed = 0  # a checkpoint's evaluations were more or larger than this run's
+        consumed = 0  # this run has fewer validation samples than the one that saved the checkpoint
     samples_per_pass = config.batch.micro_batch_size * run.ranks.num_ranks
     with loader(run, split, consumed) as batches:
         loss = evaluate(run.sharding, run.ranks, batches, num_samples // samples_per_pass)

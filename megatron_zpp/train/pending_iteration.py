@@ -1,4 +1,4 @@
-"""What one iteration measured, part of which is still on its way from the device."""
+"""The measurements of an iteration, some of which the device is still computing."""
 
 import math
 import time
@@ -17,11 +17,12 @@ from zeropp.optim.step import global_norm, local_part
 
 
 class PendingIteration:
-    """An iteration whose work is queued; a GPU may still be computing it, or the one before.
+    """An iteration whose work is queued; a GPU may still be computing it or the one before.
 
-    `host_fields` are the fields of `Iteration` that the host knows already (see `host_fields`),
-    `started` the `time.perf_counter()` at its beginning, `previous` the iteration before if its
-    result has not been read yet.
+    `host_fields` are the fields of `Iteration` that are available without the device (see
+    `host_fields`), `started` is `time.perf_counter()` at its beginning, `previous` the iteration
+    before if its result has not been read yet. `result` sets `ended`, the time when the host
+    received the numbers.
     """
 
     def __init__(
@@ -36,10 +37,10 @@ class PendingIteration:
         self._host_fields, self._loss, self._update = host_fields, HostValues(loss), update
         self._has_loss_scaler = run.scaler is not None
         self._started, self._previous = started, previous
-        self._ended: float | None = None
+        self.ended: float | None = None
 
     def result(self) -> Iteration:
-        """Wait for the device's numbers; to be called after `result` of the previous iteration.
+        """Wait for the device's numbers; call it after `result` of the previous iteration.
 
         Raises InputError for a loss or a norm that is not finite: the weights were not updated.
         With a loss scaler such a step is skipped instead.
@@ -48,14 +49,14 @@ class PendingIteration:
         grad_norm = self._update.grad_norm
         self._require_finite("the loss", loss)
         self._require_finite("the norm of the gradients", grad_norm)
-        self._ended = time.perf_counter()
+        self.ended = time.perf_counter()
         started = self._started
         if self._previous is not None:  # the device began this iteration after that one
-            started = max(started, self._previous._ended)
+            started = max(started, self._previous.ended)
             self._previous = None
         return Iteration(
             **self._host_fields,
-            seconds=self._ended - started,
+            seconds=self.ended - started,
             loss=loss,
             grad_norm=grad_norm,
             num_zeros=self._update.num_zeros,
@@ -76,8 +77,8 @@ def host_fields(
 ) -> dict[str, object]:
     """Fields of `Iteration` for the step just counted, without waiting for the device.
 
-    `seconds` are the timers' fields. Every rank must call this: what the flags ask for beyond the
-    log line (norms of parameters and optimizer states) takes collectives, and waits.
+    `seconds` are the fields of the timers. All ranks call it: the norms of parameters and optimizer
+    states, if the flags ask for them, take collectives and wait for the device.
     """
     config, counters, log = run.config, run.counters, run.config.log
     writes_norms = log.log_optimizer_states_to_tensorboard and is_due(
@@ -105,7 +106,7 @@ def host_fields(
 
 
 def parameters_norm(run: Run) -> float:
-    """L2 norm of all parameters, in fp32 where the optimizer holds them so."""
+    """L2 norm of all parameters, of the optimizer's fp32 copies where it has them."""
     masters = masters_of(run.optimizer)
     weights = [
         local_part(masters.get(parameter, parameter).detach())

@@ -1,4 +1,4 @@
-"""What `pretrain_gpt.py` and `megatron-zpp pretrain` run: argv to exit status, each error once."""
+"""The program behind `pretrain_gpt.py` and `megatron-zpp pretrain`; each error is printed once."""
 
 import logging
 import signal
@@ -28,10 +28,10 @@ USAGE_ERROR, FAILED = 2, 1
 def main(
     argv: Sequence[str], program: str = "pretrain_gpt.py", *, needs_pretrained: bool = False
 ) -> int:
-    """Train as the flags in `argv` say; return the exit status.
+    """Pretrain a GPT with the flags in `argv`; return the exit status.
 
-    `--help` and messages name `program`. With `needs_pretrained` it is an error to leave out
-    `--pretrained-checkpoint`.
+    `program` is the name in `--help` and in messages. `needs_pretrained` makes
+    `--pretrained-checkpoint` a required flag.
     """
     with Console() as console:
         environment = Environment()
@@ -60,7 +60,7 @@ def main(
 
 
 def pretrain(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> None:
-    """The whole job: build, train, evaluate, generate a sample, print a summary."""
+    """Build the run, train, evaluate, generate a sample and print a summary."""
     run = build_run(config, ranks, console, stopping)
     resumed_complete = run.counters.iteration >= run.schedules.length.iterations
     if resumed_complete:
@@ -79,7 +79,7 @@ def pretrain(config: Config, ranks: Ranks, console: Console, stopping: Stopping)
 
 
 def sample_text(run: Run) -> str:
-    """Return the sample prompt with the model's continuation; every rank must call this."""
+    """Return the sample prompt with the model's continuation; all ranks call it."""
     evaluation = run.config.evaluation
     text = generate(
         run.sharding.model,
@@ -95,12 +95,12 @@ def sample_text(run: Run) -> str:
 
 
 def how_to_resume(checkpoint: CheckpointConfig) -> str:
-    """What to type after an early stop."""
+    """How to continue a run that stopped early."""
     if checkpoint.save is None:
-        return "nothing was saved (--save FOLDER would)"
+        return "nothing was saved: --save FOLDER saves checkpoints"
     if checkpoint.load == checkpoint.save:
-        return "the same command goes on"
-    return f"--load {checkpoint.save} goes on"
+        return "run the same command again to continue"
+    return f"continue with --load {checkpoint.save}"
 
 
 def output_folders(config: Config) -> list[tuple[str, str]]:
@@ -110,20 +110,20 @@ def output_folders(config: Config) -> list[tuple[str, str]]:
 
 
 def _with_heartbeat(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> int:
-    """Run `pretrain` while this rank and the others watch each other; returns the exit status."""
+    """Run `pretrain` while the ranks detect each other's failures; return the exit status."""
     heartbeat = Heartbeat(ranks.store, ranks.rank, ranks.num_ranks) if ranks.num_ranks > 1 else None
-    status = _report_failure(config, ranks, console, stopping, heartbeat)
+    status = _pretrain_and_report(config, ranks, console, stopping, heartbeat)
     if heartbeat:
         heartbeat.close()
-    if status == 0 or heartbeat is None:  # this could wait for a rank that is dead
+    if status == 0 or heartbeat is None:  # after a failure this could wait for a rank that has died
         dist.destroy_process_group()
     return status
 
 
-def _report_failure(
+def _pretrain_and_report(
     config: Config, ranks: Ranks, console: Console, stopping: Stopping, heartbeat: Heartbeat | None
 ) -> int:
-    """Run `pretrain`; of several ranks that fail together, only the first one says why."""
+    """Run `pretrain` and report its failure, on several ranks only the first one's."""
     try:
         pretrain(config, ranks, console, stopping)
         return 0

@@ -1,4 +1,4 @@
-"""Save a run as a checkpoint, and start a run from a checkpoint."""
+"""Saves a run as a checkpoint, and starts a run from a checkpoint."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ STATE_COUNTERS = tuple(
     for field in dataclasses.fields(Counters)
     if field.name not in ("scheduled_samples", "saved_iteration")
 )
-# The settings that determine the order of the samples, by section.
+# Settings that determine the order of the samples, by section.
 SAMPLE_ORDER = (
     ("training", ("seed",)),
     ("model", ("seq_length",)),
@@ -35,7 +35,7 @@ log = logging.getLogger("megatron_zpp")
 
 @dataclass(frozen=True, kw_only=True)
 class StartingPoint:
-    """Where a run starts: at iteration 0, or at that of the loaded checkpoint."""
+    """What a run continues from: the state in a checkpoint, or that of iteration 0."""
 
     counters: Counters
     schedules: Schedules
@@ -124,7 +124,7 @@ def load(
 
 
 def sample_order_changes(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Describe the changes of settings that give a resumed run another order of samples."""
+    """Describe the changed settings that give a resumed run another order of samples."""
     current = json.loads(json.dumps(settings))  # tuples become lists, as in the checkpoint
     return [
         f"{name} is {current[section][name]} now, {saved[section][name]} in the checkpoint"
@@ -135,7 +135,7 @@ def sample_order_changes(settings: Mapping[str, Any], saved: Mapping[str, Any]) 
 
 
 def _require_same_adapters(config: Config, state: TrainingState) -> None:
-    """Raise InputError if loaded LoRA adapters would be scaled otherwise than in their training.
+    """Raise InputError if the loaded LoRA adapters were trained with another scaling.
 
     Logs a line if they were trained with another base model.
     """

@@ -1,4 +1,4 @@
-"""A training run: everything it consists of, and how far it is."""
+"""The parts of a training run, and the counters of its progress."""
 
 from dataclasses import dataclass
 
@@ -17,10 +17,10 @@ from zeropp import LossScaler, Sharding
 
 @dataclass(kw_only=True)
 class Counters:
-    """How far a run is; checkpoints contain it, so that a resumed run computes the same digits.
+    """The progress of a run, saved in checkpoints so that a resumed run computes the same digits.
 
-    `scheduled_samples`, which the schedules follow, leaves out the samples of skipped updates, as
-    Megatron does.
+    `scheduled_samples`, which the schedules follow, does not count the samples of skipped updates,
+    as in Megatron.
     """
 
     iteration: int = 0
@@ -44,13 +44,13 @@ class Counters:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Made by `build_run`; while training only the state inside of its members changes."""
+    """A training run, built by `build_run`; training changes only the state of its members."""
 
     config: Config
     ranks: Ranks
     console: Console
     tokenizer: Tokenizer
-    datasets: tuple  # training, validation, test; None where there is none
+    datasets: tuple  # training, validation, test; None for a split without data
     sharding: Sharding
     optimizer: torch.optim.Optimizer
     scaler: LossScaler | None
@@ -62,5 +62,5 @@ class Run:
 
 
 def is_due(iteration: int, interval: int | None) -> bool:
-    """Whether something done every `interval` iterations (None: never) is done after this one."""
+    """Whether to do after `iteration` what is done every `interval` iterations; None: never."""
     return interval is not None and iteration % interval == 0

@@ -16,10 +16,11 @@ def train_step(
 ) -> PendingIteration:
     """Train on one global batch; on a GPU this queues the work and returns before it is done.
 
-    `previous` is the iteration before if its numbers have not been read yet. NaN does not reach the
-    weights: unless the loss and the norm of the gradients are finite, the update is left out.
+    `previous` is the iteration before if its numbers have not been read yet. The optimizer does not
+    update the weights unless the loss and the norm of the gradients are finite.
     """
-    started, waited = time.perf_counter(), batches.waited
+    started = time.perf_counter()
+    waited_before = batches.waited
     config, counters = run.config, run.counters
     global_batch_size = run.schedules.batch_size(counters.consumed_samples)
     loss_scale = run.scaler.scale if run.scaler else 1.0
@@ -42,7 +43,7 @@ def train_step(
         loss_scale,
         skipped,
         forward_backward_seconds=backward_ended - started,
-        batch_generator_seconds=batches.waited - waited,
+        batch_generator_seconds=batches.waited - waited_before,
     )
     return PendingIteration(run, fields, loss, update, started, previous)
 
@@ -68,7 +69,7 @@ def forward_backward(
             (loss * (loss_scale / num_micro_batches)).backward()
         total_loss += loss.detach()
     run.communication.end_step(num_micro_batches)
-    return ranks.summed(total_loss) / (num_micro_batches * ranks.num_ranks)
+    return ranks.sum_tensor(total_loss) / (num_micro_batches * ranks.num_ranks)
 
 
 def set_schedule(run: Run) -> None:
@@ -84,7 +85,7 @@ def set_schedule(run: Run) -> None:
 def seed_dropout(seed: int, first_sample: int) -> None:
     """Seed dropout with the number of a micro-batch's first sample.
 
-    A resumed run, and a run on another number of ranks, thus drops the same elements.
+    A resumed run, and a run on another number of ranks, then drop the same elements.
     """
     digest = hashlib.blake2b(f"{seed}/{first_sample}".encode(), digest_size=4).digest()
     torch.manual_seed(int.from_bytes(digest, "little"))  # mt19937 takes 32 bits

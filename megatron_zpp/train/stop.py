@@ -26,9 +26,7 @@ class Interrupted(BaseException):
 
 
 class Stopping(AbstractContextManager):
-    """Knows when to stop early; `reason` is the same on every rank.
-
-    As a context it handles the signals.
+    """Decides when to stop early, the same way on every rank; a context that handles the signals.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
@@ -66,7 +64,7 @@ class Stopping(AbstractContextManager):
         return f"--exit-duration-in-mins {config.exit_duration_in_mins}" if num_clocks else None
 
     def ignore_signals(self) -> None:
-        """Only record signals from now on: this process is ending already."""
+        """Only record signals from now on, as this process is already ending."""
         self._immediate = False
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -80,11 +80,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
     """Return everything that must survive, whole and copied."""
     state = model.state_dict()
-    found = {f"model.{name}": whole(value) for name, value in state.items()}
+    tensors = {f"model.{name}": whole(value) for name, value in state.items()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"optimizer.{name}.{key}"] = whole(value)
-    return found
+            tensors[f"optimizer.{name}.{key}"] = whole(value)
+    return tensors
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ def fail_together() -> Iterator[None]:
     error = None
     try:
         yield
-    except Exception as exception:
+    except Exception as exception:  # noqa: BLE001  (raised again on all ranks)
         error = exception
     errors = gather_objects(None if error is None else _picklable(error))
     if error is not None:

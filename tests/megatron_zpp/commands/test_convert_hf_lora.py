@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megatron_zpp.commands.convert_hf import main
 from megatron_zpp.models.lora_adapters import MergedWeights
 from megatron_zpp.models.open_model import load_model, open_model
-from megatron_zpp.models.peft_adapters import CONFIG, TENSORS, targets
+from megatron_zpp.models.peft_adapters import CONFIG, TENSORS, target_modules
 from tests.megatron_zpp.models.foreign_models import (
     gpt2,
     llama,
@@ -22,7 +22,7 @@ from tests.megatron_zpp.models.foreign_models import (
     save_own,
     saved,
 )
-from tests.megatron_zpp.train.tuned import tuned
+from tests.megatron_zpp.train.lora_checkpoint import save_lora_checkpoint
 
 # Two fp32 forward passes differ by rounding: 2^-24 of the largest of the sums, a few hundred terms
 # of size 1, in each of a dozen operations one after another.
@@ -49,7 +49,7 @@ def error(capsys: pytest.CaptureFixture, *arguments: object) -> str:
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_adapters_give_the_same_logits_in_peft(make: callable, is_whole: bool, tmp_path: Path):
     base, save, out = saved(make(), tmp_path / "base"), tmp_path / "save", tmp_path / "adapters"
-    ours = tuned(base, save, is_whole=is_whole)
+    ours = save_lora_checkpoint(base, save, is_whole=is_whole)
     expected = logits(ours)
     run("--load", save, "--to-peft", out)
     theirs = peft.AutoPeftModelForCausalLM.from_pretrained(out).eval()  # knows its base
@@ -81,7 +81,7 @@ def test_adapters_give_the_same_logits_in_peft(make: callable, is_whole: bool, t
 )
 def test_only_some_layers(layers: tuple[str, ...], expected: list[str], tmp_path: Path) -> None:
     base, save, out = saved(llama(), tmp_path / "base"), tmp_path / "save", tmp_path / "adapters"
-    ours = tuned(base, save, targets=layers)
+    ours = save_lora_checkpoint(base, save, targets=layers)
     run("--load", save, "--to-peft", out, "--dtype", "bf16", "--base-name", "someone/llama")
     content = json.loads((out / CONFIG).read_text())
     assert content["target_modules"] == expected
@@ -94,9 +94,9 @@ def test_only_some_layers(layers: tuple[str, ...], expected: list[str], tmp_path
 
 def test_endings_are_as_short_as_they_can_be() -> None:
     modules = [f"h.{block}.{name}" for block in (1, 11) for name in ("attn.c_proj", "mlp.c_proj")]
-    assert targets(modules, modules) == ["c_proj"]
-    assert targets(modules[1::2], modules) == ["mlp.c_proj"]
-    assert targets(modules[:1], modules) == ["1.attn.c_proj"]
+    assert target_modules(modules, modules) == ["c_proj"]
+    assert target_modules(modules[1::2], modules) == ["mlp.c_proj"]
+    assert target_modules(modules[:1], modules) == ["1.attn.c_proj"]
 
 
 OTHER = {
@@ -142,7 +142,7 @@ def test_gpt2_adapters_that_peft_trained(tmp_path: Path) -> None:
 
 def test_16_bit_bases_lose_nothing_unless_asked(tmp_path: Path) -> None:
     base, save = saved(llama().bfloat16(), tmp_path / "base"), tmp_path / "save"
-    ours = tuned(base, save, is_whole=False)
+    ours = save_lora_checkpoint(base, save, is_whole=False)
     opened = open_model(save)
     assert {fact.dtype for fact in opened.weights.facts().values()} == {torch.float32}
     assert isinstance(opened.weights, MergedWeights) and opened.base == base
@@ -157,7 +157,7 @@ def test_16_bit_bases_lose_nothing_unless_asked(tmp_path: Path) -> None:
 
 def test_a_base_that_has_gone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     base, save, out = saved(llama(), tmp_path / "base"), tmp_path / "save", tmp_path / "adapters"
-    expected = logits(tuned(base, save, is_whole=False))
+    expected = logits(save_lora_checkpoint(base, save, is_whole=False))
     moved = base.rename(tmp_path / "moved")
     said = error(capsys, "--load", save, "--to-peft", out)
     assert f"adapters of the model {base}, which cannot be opened" in said and "--base" in said
@@ -191,7 +191,7 @@ def test_a_base_of_another_shape(
     change: dict, named: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     base, save = saved(llama(), tmp_path / "base"), tmp_path / "save"
-    tuned(base, save)  # all weights: --base is not needed, and may be given
+    save_lora_checkpoint(base, save)  # all weights: --base is not needed, and may be given
     other = saved(llama(**change), tmp_path / "other")
     said = error(capsys, "--load", save, "--to-hf", tmp_path / "out", "--base", other)
     assert f"{other} is not the model that the adapters in {save}" in said and named in said
@@ -261,7 +261,7 @@ def test_spoilt_folders_of_adapters(
     spoil: callable, named: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     base, save, out = saved(llama(), tmp_path / "base"), tmp_path / "save", tmp_path / "adapters"
-    tuned(base, save)
+    save_lora_checkpoint(base, save)
     run("--load", save, "--to-peft", out)
     spoil(out)
     said = error(capsys, "--load", out, "--to-hf", tmp_path / "merged")

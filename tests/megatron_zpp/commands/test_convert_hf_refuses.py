@@ -75,18 +75,20 @@ def test_a_head_that_is_not_the_tied_embedding(tiny: Path, capsys: pytest.Captur
 
 
 SETTINGS = {
-    "model type": ({"model_type": "mamba2", "architectures": None}, "type 'mamba2' is not known"),
+    "model type": (
+        {"model_type": "mamba2", "architectures": None}, "type 'mamba2' is not supported"
+    ),
     "known ones": ({"model_type": "mamba2"}, "gpt2 (GPT2LMHeadModel), llama (LlamaForCausalLM)"),
     "class": ({"architectures": ["GPT2ForTokenClassification"]}, "(GPT2ForTokenClassification)"),
     "no type": ({"model_type": None}, "type None"),
-    "activation": ({"activation_function": "mish"}, "activation_function 'mish' is not known"),
-    "switch": ({"scale_attn_by_inverse_layer_idx": True}, "only False is known"),
+    "activation": ({"activation_function": "mish"}, "activation_function 'mish' is not supported"),
+    "switch": ({"scale_attn_by_inverse_layer_idx": True}, "only False is supported"),
     "word": ({"n_layer": "two"}, "n_layer is 'two'; expected a whole number"),
     "zero": ({"n_head": 0}, "n_head is 0"),
     "sizes": ({"n_head": 5}, "--hidden-size 32 is not divisible"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config"),
     "no list": ({"architectures": "GPT2LMHeadModel"}, "expected a list of names"),
-    "no names": ({"architectures": [["GPT2LMHeadModel"]]}, "is not known here"),
+    "no names": ({"architectures": [["GPT2LMHeadModel"]]}, "is not supported"),
     "tied": ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; expected true or false"),
     "width": ({"n_embd": 10**30}, "expected a whole number above 0"),
     "depth": ({"n_layer": 2 * 10**9}, "28 tensors cannot be 2,000,000,000 layers"),
@@ -102,8 +104,10 @@ def test_settings_we_do_not_have(
 
 
 LLAMAS = {
-    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' are not known"),
-    "old key": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "known are default, llama3"),
+    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' are not supported"),
+    "old key": (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}}, "supported are default, llama3"
+    ),
     "llama3": (
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
         "low_freq_factor of the llama3 scaling is 2.0; only 1.0",
@@ -143,18 +147,19 @@ def test_a_gpt_neox_of_two_branches_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     source = saved(neox(use_parallel_residual=True), tmp_path / "source")
-    said = "use_parallel_residual is True; only False is known"
+    said = "use_parallel_residual is True; only False is supported"
     assert said in import_error(source, capsys)
     set_config(source, use_parallel_residual=None)
     assert said in import_error(source, capsys)
     set_config(source, use_parallel_residual=False, rope_parameters=None, rotary_pct=2)
-    assert "rotary_pct is 2; only a share of 1 is known" in import_error(source, capsys)
+    said = "rotary_pct is 2; only a share above 0 and up to 1 is supported"
+    assert said in import_error(source, capsys)
 
 
 def test_a_mistral_with_a_window(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     source = saved(mistral(), tmp_path / "source")
     set_config(source, sliding_window=16)
-    assert "sliding_window is 16; only None is known" in import_error(source, capsys)
+    assert "sliding_window is 16; only None is supported" in import_error(source, capsys)
 
 
 def test_a_file_that_is_cut_off(tiny: Path, capsys: pytest.CaptureFixture) -> None:

@@ -38,6 +38,7 @@ def dataset(tmp_path: Path) -> Path:
     return tmp_path / "x_text_document"
 
 
+@pytest.mark.new_interpreter
 def test_merging_and_inspecting_a_dataset(dataset: Path, tmp_path: Path) -> None:
     arguments = ("--input", dataset, dataset, "--output-prefix", tmp_path / "both")
     assert not imported("merge", arguments) & SLOW

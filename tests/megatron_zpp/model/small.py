@@ -1,4 +1,4 @@
-"""Small models for the tests beside this file: a GPT-2 shape, a Llama shape, and their tokens."""
+"""Small models for tests, a GPT-2 and a Llama, and tokens for them."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.settings.config import ModelConfig
 
-VOCABULARY = 50  # not a multiple of anything: the vocabulary is padded to 64
+VOCABULARY = 50  # padded to 64
 
 GPT2 = ModelConfig(
     num_layers=3,
@@ -29,7 +29,7 @@ LLAMA = replace(
 
 
 def build(config: ModelConfig, seed: int = 1) -> GPT:
-    """The model as a run builds it: on meta, then storage, then values."""
+    """Build a model as a run does: on the meta device, then allocated, then initialized."""
     config.check()
     with torch.device("meta"):
         model = GPT(config, VOCABULARY)
@@ -39,6 +39,6 @@ def build(config: ModelConfig, seed: int = 1) -> GPT:
 
 
 def rows(count: int = 2, length: int = 16, seed: int = 2) -> torch.Tensor:
-    """Token ids int64 [count, length + 1]."""
+    """Return token ids int64 [count, length + 1]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCABULARY, (count, length + 1), generator=generator)

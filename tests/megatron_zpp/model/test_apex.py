@@ -1,7 +1,7 @@
-"""Apex with stand-ins for the two packages of that name; the real one needs a GPU to run.
+"""Apex, with fake packages for both of that name; the real one needs a GPU.
 
-The stand-in for NVIDIA's has its constructor arguments, its parameter names and its habit of
-counting steps by group, and computes with plain torch.
+NVIDIA's fake has the constructor arguments and parameter names of the real one, counts steps by
+group as it does, and computes with plain torch.
 """
 
 import copy
@@ -72,11 +72,11 @@ def install(folder: Path, files: dict[str, str]) -> None:
     package.mkdir()
     for name, text in files.items():
         (package / f"{name}.py").write_text(text)
-    forget()
+    unload_apex()
     sys.path.insert(0, str(folder))
 
 
-def forget() -> None:
+def unload_apex() -> None:
     importlib.invalidate_caches()
     for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
         del sys.modules[name]
@@ -87,15 +87,15 @@ def clean_path() -> Iterator[None]:
     before = list(sys.path)
     yield
     sys.path[:] = before
-    forget()
+    unload_apex()
 
 
-def said(caplog: pytest.LogCaptureFixture) -> str:
+def logged(caplog: pytest.LogCaptureFixture) -> str:
     return " | ".join(record.getMessage() for record in caplog.records)
 
 
 @pytest.fixture(autouse=True)
-def listening(caplog: pytest.LogCaptureFixture) -> None:
+def log_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="megatron_zpp")
 
 
@@ -105,26 +105,26 @@ def test_nvidia(tmp_path: Path, caplog) -> None:
     assert apex.layer_norm.__name__ == "FusedLayerNorm"
     assert apex.rms_norm.__name__ == "FusedRMSNorm"
     assert apex.adam.__module__ == "apex.optimizers"
-    assert said(caplog) == "NVIDIA Apex: its fused normalization and Adam are used"
+    assert logged(caplog) == "NVIDIA Apex: its fused normalization and Adam are used"
 
 
 def test_nvidia_on_a_cpu(tmp_path: Path, caplog) -> None:
     install(tmp_path, NVIDIA)
     assert find_apex(CPU) is None
-    assert "apex" not in sys.modules and not said(caplog)
+    assert "apex" not in sys.modules and not logged(caplog)
 
 
 def test_the_other_package(tmp_path: Path, caplog) -> None:
-    """It is not even imported; the log says why it is left alone."""
+    """It is not imported; the log says why it is not used."""
     install(tmp_path, PYRAMID)
     assert find_apex(CUDA) is None
     assert "apex" not in sys.modules
-    assert "not NVIDIA Apex (no apex.normalization)" in said(caplog)
+    assert "not NVIDIA Apex (no apex.normalization)" in logged(caplog)
 
 
 def test_no_package(caplog) -> None:
     assert find_apex(CUDA) is None
-    assert not said(caplog)
+    assert not logged(caplog)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_no_package(caplog) -> None:
 def test_unusable(files: dict[str, str], reason: str, tmp_path: Path, caplog) -> None:
     install(tmp_path, files)
     assert find_apex(CUDA) is None
-    assert "not usable" in said(caplog) and reason in said(caplog)
+    assert "not usable" in logged(caplog) and reason in logged(caplog)
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["LayerNorm", "RMSNorm"])
@@ -181,18 +181,18 @@ def train(model: GPT, optimizer: torch.optim.Optimizer, steps: range) -> list[fl
 
 
 def compare_to_torch(models: list[GPT]) -> None:
-    """Four steps with each optimizer, then the state of one goes on in the other."""
+    """Four steps with each optimizer; then Apex continues with the state of torch's."""
     theirs = torch.optim.AdamW(two_groups(models[0]), **SETTINGS)
     ours = ApexAdam(find_apex(CUDA), two_groups(models[1]), **SETTINGS)
     expected = train(models[0], theirs, range(4))
     assert train(models[1], ours, range(4)) == pytest.approx(expected, rel=1e-5)
     torch_state, state = theirs.state_dict()["state"], ours.state_dict()["state"]
     assert {k: set(v) for k, v in state.items()} == {k: set(v) for k, v in torch_state.items()}
-    again = ApexAdam(find_apex(CUDA), two_groups(models[1]), **SETTINGS)
-    groups = again.state_dict()["param_groups"]
-    again.load_state_dict({"state": copy.deepcopy(torch_state), "param_groups": groups})
+    resumed = ApexAdam(find_apex(CUDA), two_groups(models[1]), **SETTINGS)
+    groups = resumed.state_dict()["param_groups"]
+    resumed.load_state_dict({"state": copy.deepcopy(torch_state), "param_groups": groups})
     expected = train(models[0], theirs, range(4, 7))
-    assert train(models[1], again, range(4, 7)) == pytest.approx(expected, rel=1e-5)
+    assert train(models[1], resumed, range(4, 7)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_adam(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_adam(tmp_path: Path) -> None:
 
 @ranks(3)
 def test_adam_on_shards(tmp_path: Path) -> None:
-    """Apex sees plain local parts, even where a rank has no row of a parameter."""
+    """Apex gets plain local parts, also where a rank has no row of a parameter."""
     folder = tmp_path / str(dist.get_rank())
     folder.mkdir()
     install(folder, NVIDIA)
@@ -215,10 +215,10 @@ def test_adam_on_shards(tmp_path: Path) -> None:
         fully_shard(model, mesh=mesh)
     compare_to_torch(models)
     sys.path.remove(str(folder))
-    forget()
+    unload_apex()
 
 
-def test_uneven_steps_are_noticed(tmp_path: Path) -> None:
+def test_uneven_steps_raise(tmp_path: Path) -> None:
     install(tmp_path, NVIDIA)
     model = build(GPT2)
     optimizer = ApexAdam(find_apex(CUDA), model.parameters(), **SETTINGS)

@@ -1,9 +1,10 @@
-"""The key-value cache: the logits of a row do not depend on how its tokens came, or with whom.
+"""The key-value cache: logits of a row depend neither on how its tokens are divided among forward
+passes, nor on the other rows.
 
-Tolerance: one logit goes through some 40 sums of at most 64 terms; in another order each may differ
-by 64 roundings of 2^-24 of its size, all together by 40 * 64 * 2^-24 = 1.5e-4 of the largest logit.
-A token at a wrong place, or one too many or too few to see, moves logits by far more than that: see
-`test_the_tolerance_finds_a_token_at_a_wrong_place`.
+Tolerance: a logit passes through about 40 sums of at most 64 terms. In another order each may
+differ by 64 roundings of 2^-24 of its size, together by 40 * 64 * 2^-24 = 1.5e-4 of the largest
+logit. A token at a wrong position, or one token too many or too few in attention, changes logits by
+far more: see `test_the_tolerance_detects_a_wrong_position`.
 """
 
 from dataclasses import replace
@@ -29,14 +30,14 @@ SHAPES = {
 SHAPES = {name: replace(shape, init_method_std=0.2) for name, shape in SHAPES.items()}
 
 
-def whole(model: GPT, tokens: Tensor) -> Tensor:
-    """Logits [V] of what follows tokens [S], without a cache."""
+def logits_without_cache(model: GPT, tokens: Tensor) -> Tensor:
+    """Return the logits [V] after tokens [S], without a cache."""
     return model(tokens[None])[0, -1]
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
+def assert_close(logits: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(
-        found, expected, rtol=0, atol=RELATIVE * float(expected.abs().max())
+        logits, expected, rtol=0, atol=RELATIVE * float(expected.abs().max())
     )
 
 
@@ -48,82 +49,82 @@ def no_grad():
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_rows_of_different_lengths_one_token_at_a_time(shape: ModelConfig) -> None:
-    """Prompts of 5, 1 and 9 tokens padded with whatever; then six more tokens each."""
+    """Prompts of 5, 1 and 9 tokens with arbitrary padding; then six more tokens each."""
     model, tokens, lengths = build(shape).eval(), rows(3), [5, 1, 9]
     cache = KeyValueCache(shape.num_layers, 3, 15)
     new, counts = tokens[:, :9], lengths
     for _ in range(7):
-        logits = model(new, cache=cache.expect(counts, tokens.device))
+        logits = model(new, cache=cache.prepare(counts, tokens.device))
         assert logits.shape == (3, 1, model.padded_vocab_size) and cache.lengths == lengths
         for row in range(3):
-            assert_close(logits[row, 0], whole(model, tokens[row, : lengths[row]]))
+            assert_close(logits[row, 0], logits_without_cache(model, tokens[row, : lengths[row]]))
         new = torch.stack([row[n : n + 1] for row, n in zip(tokens, lengths, strict=True)])
         lengths, counts = [length + 1 for length in lengths], [1, 1, 1]
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_pieces_of_any_size(shape: ModelConfig) -> None:
-    """Several new tokens behind kept ones, in rows that stand at different places."""
+    """Several new tokens after cached ones, in rows of different lengths."""
     model, tokens = build(shape).eval(), rows(2)
-    cache, done = KeyValueCache(shape.num_layers, 2, 16), [0, 0]
+    cache, lengths = KeyValueCache(shape.num_layers, 2, 16), [0, 0]
     for counts in ([3, 1], [2, 4], [1, 1], [5, 2]):
         new = torch.zeros(2, max(counts), dtype=torch.int64)
-        for row, (start, count) in enumerate(zip(done, counts, strict=True)):
+        for row, (start, count) in enumerate(zip(lengths, counts, strict=True)):
             new[row, :count] = tokens[row, start : start + count]
-        done = [start + count for start, count in zip(done, counts, strict=True)]
-        logits = model(new, cache=cache.expect(counts, tokens.device))
+        lengths = [start + count for start, count in zip(lengths, counts, strict=True)]
+        logits = model(new, cache=cache.prepare(counts, tokens.device))
         for row in range(2):
-            assert_close(logits[row, 0], whole(model, tokens[row, : done[row]]))
+            assert_close(logits[row, 0], logits_without_cache(model, tokens[row, : lengths[row]]))
 
 
-def test_rows_that_end_leave() -> None:
+def test_finished_rows_are_removed() -> None:
     model, tokens = build(SHAPES["rotary, groups"]).eval(), rows(3)
     cache = KeyValueCache(3, 3, 8)
-    model(tokens[:, :4], cache=cache.expect([4, 2, 3], tokens.device))
-    cache.keep([2, 0])
+    model(tokens[:, :4], cache=cache.prepare([4, 2, 3], tokens.device))
+    cache.select_rows([2, 0])
     new = torch.stack([tokens[2, 3:4], tokens[0, 4:5]])
-    logits = model(new, cache=cache.expect([1, 1], tokens.device))
-    assert_close(logits[0, 0], whole(model, tokens[2, :4]))
-    assert_close(logits[1, 0], whole(model, tokens[0, :5]))
+    logits = model(new, cache=cache.prepare([1, 1], tokens.device))
+    assert_close(logits[0, 0], logits_without_cache(model, tokens[2, :4]))
+    assert_close(logits[1, 0], logits_without_cache(model, tokens[0, :5]))
 
 
-def test_a_full_cache_says_so() -> None:
+def test_a_full_cache_raises() -> None:
     cache = KeyValueCache(1, 2, 4)
-    cache.expect([3, 1], torch.device("cpu"))
+    cache.prepare([3, 1], torch.device("cpu"))
     with pytest.raises(ValueError, match="5 tokens, but the cache has 4 slots"):
-        cache.expect([2, 1], torch.device("cpu"))
+        cache.prepare([2, 1], torch.device("cpu"))
 
 
 def test_compiled_and_recomputing_models_run_their_blocks_as_written() -> None:
-    """A compiled block would be compiled anew for every length."""
+    """A compiled block would be recompiled for every length."""
     plain, tokens = build(SHAPES["learned"]).eval(), rows(2)
-    compiled, redone = build(SHAPES["learned"]).eval(), build(SHAPES["learned"]).eval()
-    for block in compiled.blocks:  # as `compile_blocks` leaves them
+    compiled, recomputed = build(SHAPES["learned"]).eval(), build(SHAPES["learned"]).eval()
+    for block in compiled.blocks:  # `forward` must not call it
         block.compute = None
-    recompute(redone, RecomputeConfig(recompute_granularity="full", recompute_method="uniform"))
-    expected = plain(tokens[:, :7], cache=KeyValueCache(3, 2, 7).expect([7, 4], tokens.device))
-    for model in (compiled, redone):
-        cache = KeyValueCache(3, 2, 7).expect([7, 4], tokens.device)
+    recompute(recomputed, RecomputeConfig(recompute_granularity="full", recompute_method="uniform"))
+    expected = plain(tokens[:, :7], cache=KeyValueCache(3, 2, 7).prepare([7, 4], tokens.device))
+    for model in (compiled, recomputed):
+        cache = KeyValueCache(3, 2, 7).prepare([7, 4], tokens.device)
         assert torch.equal(model(tokens[:, :7], cache=cache), expected)
 
 
-def test_memory_is_taken_once_and_in_the_type_of_the_keys() -> None:
+def test_memory_is_allocated_once_and_in_the_dtype_of_the_keys() -> None:
     model, tokens = build(SHAPES["rotary, groups"]).eval().to(torch.bfloat16), rows(2)
     cache = KeyValueCache(3, 2, 16)
-    model(tokens[:, :4], cache=cache.expect([4, 2], tokens.device))
+    model(tokens[:, :4], cache=cache.prepare([4, 2], tokens.device))
     memory = [layer._memory for layer in cache.layers]
     assert {(part.shape, part.dtype) for part in memory} == {((2, 2, 2, 16, 8), torch.bfloat16)}
-    model(tokens[:, 4:5], cache=cache.expect([1, 1], tokens.device))
+    model(tokens[:, 4:5], cache=cache.prepare([1, 1], tokens.device))
     assert all(layer._memory is part for layer, part in zip(cache.layers, memory, strict=True))
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_the_tolerance_finds_a_token_at_a_wrong_place(shape: ModelConfig) -> None:
-    """One slot too far, which is also a slot too many to see; both move the logits."""
+def test_the_tolerance_detects_a_wrong_position(shape: ModelConfig) -> None:
+    """A token one slot too far attends to one slot too many; both change the logits."""
     model, tokens = build(shape).eval(), rows(1)
     cache = KeyValueCache(shape.num_layers, 1, 16)
-    model(tokens[:, :6], cache=cache.expect([6], tokens.device))
+    model(tokens[:, :6], cache=cache.prepare([6], tokens.device))
     cache.lengths = [7]
-    logits = model(tokens[:, 6:7], cache=cache.expect([1], tokens.device))
+    logits = model(tokens[:, 6:7], cache=cache.prepare([1], tokens.device))
     with pytest.raises(AssertionError):
-        assert_close(logits[0, 0], whole(model, tokens[0, :7]))
+        assert_close(logits[0, 0], logits_without_cache(model, tokens[0, :7]))

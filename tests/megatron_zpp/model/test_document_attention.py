@@ -1,7 +1,7 @@
-"""Attention per document against a dense mask in fp64; and whole models that keep them apart.
+"""Attention per document against a dense mask in fp64, and whole models with several documents.
 
-A document of the GPU's kernel is compared at 16 bit: one rounding of the output is 2^-8 (bf16) of
-it, softmax weights add up to 1, so the difference stays below 2 ** -6 times the largest value.
+The GPU's kernel is compared in 16 bit: rounding the output changes it by 2^-8 (bf16) of its size,
+and softmax weights sum to 1, so the difference stays below 2^-6 times the largest value.
 """
 
 import pytest
@@ -20,7 +20,7 @@ EDGES = [0, 2, 5, 6, 8, 16]
 
 
 def dense(q, k, v) -> torch.Tensor:
-    """Attention [B, S, N, D] under the mask that Megatron's rule makes for `TOKENS`."""
+    """Attention [B, S, N, D] under the mask of Megatron's rule for `TOKENS`."""
     rows = []
     for row, tokens in enumerate(TOKENS):
         mask = torch.ones(8, 8, dtype=torch.bool, device=q.device).tril()
@@ -31,7 +31,7 @@ def dense(q, k, v) -> torch.Tensor:
     return torch.stack(rows).transpose(1, 2)
 
 
-def made(heads: int, **more) -> torch.Tensor:
+def random_heads(heads: int, **more) -> torch.Tensor:
     return torch.randn(2, 8, heads, 16, generator=torch.Generator().manual_seed(heads)).to(**more)
 
 
@@ -42,15 +42,15 @@ def test_edges_are_where_documents_begin() -> None:
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_values_and_gradients_are_those_of_a_dense_mask(kv_heads: int) -> None:
-    parts = [made(heads, dtype=torch.float64) for heads in (4, kv_heads, kv_heads)]
+    parts = [random_heads(heads, dtype=torch.float64) for heads in (4, kv_heads, kv_heads)]
     results = []
     for attend in (dense, lambda *p: attend_documents(*p, document_edges(TOKENS, EOD), 0.0)):
         leaves = [part.clone().requires_grad_() for part in parts]
         out = attend(*leaves)
-        (out * made(4, dtype=torch.float64).cos()).sum().backward()
+        (out * random_heads(4, dtype=torch.float64).cos()).sum().backward()
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    for tensor, expected in zip(*results, strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.gpu
@@ -58,24 +58,24 @@ def test_values_and_gradients_are_those_of_a_dense_mask(kv_heads: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_kernel_of_a_gpu(dtype: torch.dtype, kv_heads: int) -> None:
-    parts = [made(h, dtype=dtype, device="cuda") for h in (4, kv_heads, kv_heads)]
-    found = attend_documents(*parts, document_edges(TOKENS, EOD).cuda(), 0.0)
+    parts = [random_heads(heads, dtype=dtype, device="cuda") for heads in (4, kv_heads, kv_heads)]
+    attended = attend_documents(*parts, document_edges(TOKENS, EOD).cuda(), 0.0)
     expected = dense(*(part.double() for part in parts))
-    assert (found - expected).abs().max() < 2**-6 * expected.abs().max()
+    assert (attended - expected).abs().max() < 2**-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["GPT-2", "Llama"])
-def test_what_a_model_says_of_a_document_depends_on_it_alone(config) -> None:
+def test_logits_of_a_document_depend_on_that_document_only(config) -> None:
     model = build(config).eval()
     changed = TOKENS.clone()
     changed[0, 2:5] = torch.tensor([30, 31, EOD])  # the second document of the first row
     edges = document_edges(TOKENS, EOD)
     with torch.no_grad():
-        one, other = (model(tokens, edges=edges) for tokens in (TOKENS, changed))
+        logits, changed_logits = (model(tokens, edges=edges) for tokens in (TOKENS, changed))
         mixed = model(changed)
-    same = (one == other).all(dim=2)
+    same = (logits == changed_logits).all(dim=2)
     assert same.tolist() == [[True] * 2 + [False] * 3 + [True] * 3, [True] * 8]
-    assert not torch.equal(mixed[0, 5:], one[0, 5:])
+    assert not torch.equal(mixed[0, 5:], logits[0, 5:])
 
 
 @pytest.mark.parametrize(
@@ -96,4 +96,4 @@ def test_recomputation_gives_the_same_gradients(settings: dict) -> None:
         labels = (TOKENS + 1) % VOCABULARY
         model(TOKENS, labels, edges=document_edges(TOKENS, EOD)).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*gradients, strict=True))

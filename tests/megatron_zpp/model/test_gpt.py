@@ -1,4 +1,4 @@
-"""Every variant of the model trains, is causal, and counts its own weights and operations."""
+"""Every variant of the model trains and is causal; its weights and operations are counted."""
 
 from dataclasses import replace
 
@@ -67,15 +67,15 @@ def test_loss_is_the_cross_entropy_of_the_logits(config: ModelConfig) -> None:
     model = build(replace(config, init_method_std=0.2)).eval()
     data = rows(3)
     mask = (torch.rand(3, 16, generator=torch.Generator().manual_seed(3)) < 0.6).float()
-    for chosen in (mask, None):
-        loss = model(data[:, :-1], labels=data[:, 1:], loss_mask=chosen)
+    for loss_mask in (mask, None):
+        loss = model(data[:, :-1], labels=data[:, 1:], loss_mask=loss_mask)
         loss.backward()
         gradients = [parameter.grad for parameter in model.parameters()]
         model.zero_grad()
         logits = model(data[:, :-1])
-        weights = torch.ones(3, 16) if chosen is None else chosen
-        each = F.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten(), reduction="none")
-        expected = (each * weights.flatten()).sum() / weights.sum()
+        weights = torch.ones(3, 16) if loss_mask is None else loss_mask
+        losses = F.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten(), reduction="none")
+        expected = (losses * weights.flatten()).sum() / weights.sum()
         expected.backward()
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
         for gradient, parameter in zip(gradients, model.parameters(), strict=True):
@@ -85,8 +85,8 @@ def test_loss_is_the_cross_entropy_of_the_logits(config: ModelConfig) -> None:
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 @torch.no_grad()
-def test_given_positions(config: ModelConfig) -> None:
-    """Positions counted up are the default; restarted ones give what a row of its own gives."""
+def test_position_ids(config: ModelConfig) -> None:
+    """Counted positions are the default; restarted ones change the logits."""
     model = build(replace(config, init_method_std=0.2)).eval()
     tokens = rows()[:, :-1]
     counted = torch.arange(16).expand(2, 16)
@@ -111,7 +111,7 @@ def test_more_tokens_than_positions() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
-    """In 16 bit the loss is fp32 and near the fp32 one; an fp32 residual is kept in fp32."""
+    """In 16 bit the loss is fp32 and near the fp32 model's; an fp32 residual stays fp32."""
     data = rows()
     for config in (GPT2, replace(LLAMA, fp32_residual_connection=True)):
         model = build(config).eval()
@@ -122,16 +122,18 @@ def test_half_precision(dtype: torch.dtype) -> None:
         # 16 additions to the residual of relative error 2^-9 each, on logits of order 0.1
         assert loss.item() == pytest.approx(exact.item(), rel=2e-3)
         assert all(parameter.grad.dtype == dtype for parameter in model.parameters())
-        seen = []
-        model.blocks[1].register_forward_hook(lambda *call, seen=seen: seen.append(call[2].dtype))
+        dtypes = []
+        model.blocks[1].register_forward_hook(
+            lambda module, inputs, output, dtypes=dtypes: dtypes.append(output.dtype)
+        )
         model(data[:, :-1])
-        assert seen == [torch.float32 if config.fp32_residual_connection else dtype]
+        assert dtypes == [torch.float32 if config.fp32_residual_connection else dtype]
 
 
-def test_narrowed_residual_is_noticed() -> None:
-    """Whatever casts the inputs of blocks would undo an fp32 residual in silence."""
+def test_a_residual_cast_to_16_bit_raises() -> None:
+    """Casting the inputs of blocks would silently undo an fp32 residual."""
     block = build(replace(GPT2, fp32_residual_connection=True)).to(torch.bfloat16).blocks[0]
-    with pytest.raises(AssertionError, match="narrowed"):
+    with pytest.raises(AssertionError, match="fp32 residual was cast to 16 bit"):
         block(torch.zeros(1, 2, 32, dtype=torch.bfloat16))
 
 

@@ -1,6 +1,6 @@
-"""First weights: the same bits on any ranks and placements, with the right spread, in little space.
+"""Initial weights: bitwise equal on any ranks and placements, of the right spread, little memory.
 
-Blocks of rows are made small here, so that shards cut them at every offset.
+Blocks of rows are small in these tests, so that shards begin and end inside of them.
 """
 
 import hashlib
@@ -38,20 +38,20 @@ def sharded(config: ModelConfig, mesh, seed: int = 1) -> GPT:
     model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.to_local().fill_(torch.nan)  # whatever is left out shows
+            parameter.to_local().fill_(torch.nan)  # to notice what is not initialized
     initialize(model, seed, config)
     return model
 
 
 def digest(model: nn.Module) -> str:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, value in model.state_dict().items():
         value = value.full_tensor() if isinstance(value, DTensor) else value
-        found.update(name.encode() + value.numpy().tobytes())
-    return found.hexdigest()
+        hasher.update(name.encode() + value.numpy().tobytes())
+    return hasher.hexdigest()
 
 
-def same_as_one_process(mesh_shape: tuple[int, ...]) -> None:
+def check_equal_to_one_process(mesh_shape: tuple[int, ...]) -> None:
     names = ("replica", "shard")[-len(mesh_shape) :]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     with block_elements(SMALL_BLOCK):
@@ -70,24 +70,24 @@ def block_elements(count: int) -> Iterator[None]:
 
 @ranks(1)
 def test_one_rank() -> None:
-    same_as_one_process((1,))
+    check_equal_to_one_process((1,))
 
 
 @ranks(2)
 def test_two_ranks() -> None:
-    same_as_one_process((2,))
+    check_equal_to_one_process((2,))
 
 
 @ranks(4)
 def test_four_ranks() -> None:
-    same_as_one_process((4,))
+    check_equal_to_one_process((4,))
 
 
 @ranks(4)
 def test_two_axes() -> None:
     """Replicas of shards, and replicas only (one shard each)."""
-    same_as_one_process((2, 2))
-    same_as_one_process((4, 1))
+    check_equal_to_one_process((2, 2))
+    check_equal_to_one_process((4, 1))
 
 
 @ranks(4)
@@ -120,9 +120,9 @@ def test_any_placement() -> None:
             ((2, 2), [Shard(1), Replicate()]),
         ]:
             mesh = init_device_mesh("cpu", shape)
-            cut = distribute_tensor(index, mesh, placements)
-            expected = index[tuple(slice(*part) for part in local_ranges(cut))]
-            assert torch.equal(cut.to_local(), expected), placements
+            part = distribute_tensor(index, mesh, placements)
+            expected = index[tuple(slice(start, end) for start, end in local_ranges(part))]
+            assert torch.equal(part.to_local(), expected), placements
             model = nn.Module()
             empty = distribute_tensor(torch.zeros(37, 10), mesh, placements)
             model.weight = nn.Parameter(empty)
@@ -141,26 +141,26 @@ def test_placement_that_is_not_a_part() -> None:
 
 @ranks(2)
 def test_no_rank_holds_a_whole_parameter() -> None:
-    """While drawing 64 Ki elements in blocks of 4 Ki, nothing larger than a shard is made."""
+    """While drawing 64 Ki elements in blocks of 4 Ki, no allocation is larger than a block."""
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Module()
     model.weight = nn.Parameter(distribute_tensor(torch.zeros(512, 128), mesh, [Shard(0)]))
-    with block_elements(4096), Sizes() as sizes:
+    with block_elements(4096), AllocationSizes() as allocations:
         initialize(model, 1, GPT2)
-    assert max(sizes.made) == 4096
+    assert max(allocations.sizes) == 4096
 
 
-class Sizes(TorchDispatchMode):
-    """Notes the elements of every new storage."""
+class AllocationSizes(TorchDispatchMode):
+    """Records the number of elements of every allocation."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[int] = [0]
+        self.sizes: list[int] = [0]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if "empty" in str(func) or "zeros" in str(func) or "clone" in str(func):
-            self.made.append(out.numel())
+            self.sizes.append(out.numel())
         return out
 
 
@@ -178,9 +178,9 @@ def test_distribution() -> None:
         count = value.numel()
         assert abs(value.mean()) < 5 * std / math.sqrt(count), name
         assert value.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * count)), name
-    matrices = [v.flatten()[:4096] / v.std() for v in values.values() if v.ndim > 1]
-    alike = torch.corrcoef(torch.stack(matrices)).fill_diagonal_(0)
-    assert alike.abs().max() < 5 / math.sqrt(4096)  # no two parameters share their numbers
+    matrices = [value.flatten()[:4096] / value.std() for value in values.values() if value.ndim > 1]
+    correlations = torch.corrcoef(torch.stack(matrices)).fill_diagonal_(0)
+    assert correlations.abs().max() < 5 / math.sqrt(4096)  # no two parameters share their numbers
 
 
 @block_elements(32 * 8)
@@ -200,6 +200,6 @@ def test_default_generator_is_left_alone() -> None:
 
 
 def test_known_weights() -> None:
-    """The scheme is part of the product: the same seed gives these weights in every version."""
+    """Every version gives these weights for this seed."""
     weights = build(GPT2).tokens.weight[0, :4].tolist()
     assert weights == pytest.approx([0.01010059, -0.00748389, -0.02208067, 0.01773415], abs=1e-7)

@@ -1,4 +1,4 @@
-"""The parts one by one, against the formula they stand for."""
+"""Each layer against its formula."""
 
 import math
 from dataclasses import replace
@@ -61,7 +61,7 @@ def test_rotate_is_exact_in_16_bit() -> None:
 
 @torch.no_grad()
 def test_share_of_rotary_channels() -> None:
-    """Half of 8 channels turn: the model must differ from full and from no rotation."""
+    """With half of 8 channels rotated, logits differ from those of full and of no rotation."""
     tokens = rows()[:, :-1]
     logits = []
     for change in (
@@ -74,17 +74,21 @@ def test_share_of_rotary_channels() -> None:
 
 
 @torch.no_grad()
-def test_where_the_residual_branches_off() -> None:
+def test_residual_connection() -> None:
     x = torch.randn(2, 4, 32)
-    for after, narrow in ((False, False), (True, False), (True, True)):
-        config = replace(GPT2, apply_residual_connection_post_layernorm=after, init_method_std=0.3)
-        config = replace(config, fp32_residual_connection=narrow)
+    for after_norm, is_bf16 in ((False, False), (True, False), (True, True)):
+        config = replace(
+            GPT2,
+            apply_residual_connection_post_layernorm=after_norm,
+            fp32_residual_connection=is_bf16,
+            init_method_std=0.3,
+        )
         block = build(config).blocks[0].eval()
-        block = block.bfloat16() if narrow else block
-        normal = block.norm1(x.to(block.norm1.weight.dtype))
-        middle = (normal if after else x).float() + block.attention(normal)
-        normal = block.norm2(middle.to(normal.dtype))
-        expected = (normal if after else middle).float() + block.mlp(normal)
+        block = block.bfloat16() if is_bf16 else block
+        normalized = block.norm1(x.to(block.norm1.weight.dtype))
+        middle = (normalized if after_norm else x).float() + block.attention(normalized)
+        normalized = block.norm2(middle.to(normalized.dtype))
+        expected = (normalized if after_norm else middle).float() + block.mlp(normalized)
         assert torch.equal(block(x), expected)
 
 
@@ -95,16 +99,16 @@ def test_grouped_queries_share_their_key_and_value() -> None:
     grouped = build(config).eval().blocks[0].attention
     full = build(replace(config, num_query_groups=4)).eval().blocks[0].attention
     weight = grouped.qkv.weight.view(2, 4, 8, 32)  # [K, Q + 2, D, H]
-    each = [torch.cat((weight[g, q : q + 1], weight[g, 2:])) for g in (0, 1) for q in (0, 1)]
-    full.qkv.weight.copy_(torch.cat(each).flatten(0, 1))
+    heads = [torch.cat((weight[g, q : q + 1], weight[g, 2:])) for g in (0, 1) for q in (0, 1)]
+    full.qkv.weight.copy_(torch.cat(heads).flatten(0, 1))
     full.output.weight.copy_(grouped.output.weight)
     x = torch.randn(2, 6, 32)
     torch.testing.assert_close(grouped(x), full(x), rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
-def test_every_dropout_is_there() -> None:
-    """After the embedding, on attention weights, and on both branches; none in evaluation."""
+def test_all_dropouts() -> None:
+    """Dropout of embeddings, of attention weights and of both branches; none in evaluation."""
     tokens = rows()[:, :-1]
 
     def changes(config: ModelConfig, blocks: bool) -> bool:
@@ -113,11 +117,11 @@ def test_every_dropout_is_there() -> None:
             model.blocks = torch.nn.ModuleList()
         return not torch.allclose(model.train()(tokens), model.eval()(tokens))
 
-    none = replace(GPT2, hidden_dropout=0.0, attention_dropout=0.0)
-    assert not changes(none, blocks=True)
-    assert changes(replace(none, attention_dropout=0.5), blocks=True)
-    assert changes(replace(none, hidden_dropout=0.5), blocks=False)
-    assert not changes(replace(none, attention_dropout=0.5), blocks=False)
+    no_dropout = replace(GPT2, hidden_dropout=0.0, attention_dropout=0.0)
+    assert not changes(no_dropout, blocks=True)
+    assert changes(replace(no_dropout, attention_dropout=0.5), blocks=True)
+    assert changes(replace(no_dropout, hidden_dropout=0.5), blocks=False)
+    assert not changes(replace(no_dropout, attention_dropout=0.5), blocks=False)
     block = build(replace(GPT2, hidden_dropout=1.0)).blocks[0]
     x = torch.randn(1, 4, 32)
     assert torch.equal(block.train()(x), x)
@@ -126,7 +130,7 @@ def test_every_dropout_is_there() -> None:
 
 @torch.no_grad()
 def test_attention_softmax_is_fp32_in_16_bit() -> None:
-    """With and without dropout's other kernel: as exact as one rounding of the output allows."""
+    """As exact as one rounding of the output allows, with dropout's kernel and without."""
     attention = build(replace(GPT2, attention_dropout=1e-9)).blocks[0].attention
     q, k, v = (torch.randn(2, 16, 4, 8).mul_(4).bfloat16() for _ in range(3))
     exact = attention.eval().attend(q.double(), k.double(), v.double())

@@ -1,4 +1,4 @@
-"""LoRA beside the linear layers: begins as the model was, trains the adapters alone."""
+"""LoRA adapters: the model starts unchanged, and only the adapters are trained."""
 
 import pytest
 import torch
@@ -29,14 +29,16 @@ def model_with(config: LoraConfig) -> GPT:
     return model
 
 
-def test_begins_as_the_model_was_with_the_same_names():
+def test_the_model_starts_unchanged_with_the_same_names():
     plain = GPT(CONFIG, 64)
     initialize(plain, 1, CONFIG)
     model = model_with(lora())
     assert torch.equal(model(TOKENS), plain(TOKENS))
     names = {name for name, _ in model.named_parameters() if not is_adapter(name)}
     assert names == {name for name, _ in plain.named_parameters()}
-    assert all(p.requires_grad == is_adapter(name) for name, p in model.named_parameters())
+    assert all(
+        parameter.requires_grad == is_adapter(name) for name, parameter in model.named_parameters()
+    )
 
 
 def test_adds_the_scaled_product_of_dropped_inputs():
@@ -46,10 +48,10 @@ def test_adds_the_scaled_product_of_dropped_inputs():
     expected = F.linear(x, layer.weight + 3.0 / 2 * up @ down, layer.bias)
     assert torch.allclose(layer.eval()(x), expected, atol=1e-6)
     torch.manual_seed(4)
-    found = layer.train()(x)
+    output = layer.train()(x)
     torch.manual_seed(4)
     expected = F.linear(x, layer.weight, layer.bias) + 1.5 * F.dropout(x, 0.5) @ down.T @ up.T
-    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(output, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -61,23 +63,23 @@ def test_targets_are_endings_of_names(targets, count):
     assert len(add_lora(model, lora(lora_target_modules=targets))) == 2 * count
 
 
-def test_a_target_that_names_nothing_is_answered_with_the_nearest():
+def test_an_unknown_target_raises_with_the_nearest_names():
     with pytest.raises(InputError, match=r"mlp\.gates names no.*did you mean mlp\.gate.*there are"):
         add_lora(GPT(CONFIG, 64), lora(lora_target_modules=("qkv", "mlp.gates")))
 
 
-def test_adapters_are_drawn_as_pefts_are_spread():
+def test_adapters_have_the_standard_deviation_of_pefts():
     layer = GPT(ModelConfig(num_layers=1, hidden_size=256, num_attention_heads=2), 64)
     add_lora(layer, LoraConfig(pretrained_checkpoint="m", lora_rank=64))
     initialize_adapters(layer, 7)
-    drawn = layer.blocks[0].attention.qkv.lora_A.weight
-    # 64 * 256 draws: the sample's standard deviation is within 4 of its own, 1 / sqrt(2 n).
-    assert drawn.std().item() == pytest.approx((3 * 256) ** -0.5, rel=4 * (2 * 64 * 256) ** -0.5)
+    lora_a = layer.blocks[0].attention.qkv.lora_A.weight
+    # The standard deviation of n = 64 * 256 draws has itself one of 1 / sqrt(2 n); 4 are allowed.
+    assert lora_a.std().item() == pytest.approx((3 * 256) ** -0.5, rel=4 * (2 * 64 * 256) ** -0.5)
     assert not layer.blocks[0].attention.qkv.lora_B.weight.any()
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("fields", "message"),
     [
         ({"lora_rank": 4}, "--pretrained-checkpoint"),
         ({"lora_target_modules": ("qkv",)}, "needs --lora-rank"),
@@ -85,6 +87,6 @@ def test_adapters_are_drawn_as_pefts_are_spread():
         ({"lora_alpha": 0.0}, "more than 0"),
     ],
 )
-def test_settings_that_cannot_be(given, named):
-    with pytest.raises(InputError, match=named):
-        LoraConfig(**given).check()
+def test_invalid_settings_raise(fields, message):
+    with pytest.raises(InputError, match=message):
+        LoraConfig(**fields).check()

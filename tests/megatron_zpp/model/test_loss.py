@@ -1,4 +1,4 @@
-"""The fused output layer and loss against torch's own, and its promises on memory."""
+"""The fused output layer and loss against torch's own, and the memory that they allocate."""
 
 import re
 from functools import partial
@@ -10,7 +10,12 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.model import loss as module
-from megatron_zpp.model.loss import at_once, by_rows, head_loss, turn_logits
+from megatron_zpp.model.loss import (
+    chunked_cross_entropy,
+    head_loss,
+    logits_to_gradient,
+    whole_cross_entropy,
+)
 
 TOKENS, HIDDEN, VOCABULARY = 40, 8, 1000
 
@@ -30,29 +35,29 @@ def reference(hidden, weight, labels, mask) -> torch.Tensor:
     return (each * mask).sum() / mask.sum()
 
 
-class Largest(TorchDispatchMode):
-    """Notes the bytes of each new tensor as large as the logits."""
+class LargeTensors(TorchDispatchMode):
+    """Records the dtype of each new tensor that is at least as large as the logits."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[torch.dtype] = []
+        self.dtypes: list[torch.dtype] = []
         self.storages: set[int] = set()
-        self.kept: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []  # kept alive, so that no address is used twice
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor) and out.numel() >= TOKENS * VOCABULARY:
             if out.untyped_storage().data_ptr() not in self.storages:
                 self.storages.add(out.untyped_storage().data_ptr())
-                self.made.append(out.dtype)
-                self.kept.append(out)
+                self.dtypes.append(out.dtype)
+                self.tensors.append(out)
         return out
 
 
 @pytest.mark.parametrize("chunk", [1, 3 * VOCABULARY, 2**18], ids=["1 row", "3 rows", "all rows"])
 @pytest.mark.parametrize("scale", [1.0, 100.0], ids=["flat", "peaked"])
 def test_equals_cross_entropy(chunk: int, scale: float, monkeypatch) -> None:
-    """Value and both gradients, whatever the chunk; large logits do not overflow."""
+    """Value and both gradients, for any chunk size; large logits do not overflow."""
     monkeypatch.setattr(module, "CPU_CHUNK", chunk)
     results = []
     for function in (head_loss, reference):
@@ -85,9 +90,9 @@ def test_logits_exist_once(dtype: torch.dtype, monkeypatch) -> None:
     """Forward and backward make one tensor of the size of the logits, in their own dtype."""
     monkeypatch.setattr(module, "CPU_CHUNK", 8 * VOCABULARY)
     hidden, weight, labels, mask = example(dtype)
-    with Largest() as watch:
+    with LargeTensors() as large_tensors:
         head_loss(hidden, weight, labels, mask).backward()
-    assert watch.made == [dtype]
+    assert large_tensors.dtypes == [dtype]
 
 
 def test_without_gradient() -> None:
@@ -106,7 +111,7 @@ def test_frozen_weight() -> None:
     assert weight.grad is None and hidden.grad.abs().sum() > 0
 
 
-def test_nothing_to_learn() -> None:
+def test_all_zero_mask() -> None:
     """An all-zero mask is a loss of zero with zero gradients, not a division by zero."""
     hidden, weight, labels, _ = example()
     loss = head_loss(hidden, weight, labels, torch.zeros(TOKENS))
@@ -114,7 +119,7 @@ def test_nothing_to_learn() -> None:
     assert loss.item() == 0 and hidden.grad.abs().sum() == 0 == weight.grad.abs().sum()
 
 
-def test_nan_comes_out() -> None:
+def test_nan_is_propagated() -> None:
     hidden, weight, labels, mask = example()
     with torch.no_grad():
         hidden[mask.argmax()] = torch.nan
@@ -122,7 +127,7 @@ def test_nan_comes_out() -> None:
 
 
 def test_second_backward_is_refused() -> None:
-    """The logits have become their gradient: going back again must not give wrong gradients."""
+    """The logits were overwritten with their gradient, so a second pass would be wrong."""
     loss = head_loss(*example())
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -138,15 +143,16 @@ def test_under_autocast() -> None:
     assert hidden.grad.dtype == weight.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["as it stands", "compiled"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_at_once_is_by_rows(dtype: torch.dtype, compiled: bool) -> None:
-    """The same losses; gradients apart by a rounding of the logits' type, in place."""
-    hidden, weight, labels, mask = (one.detach() for one in example(dtype, scale=3.0))
+def test_whole_cross_entropy_equals_the_chunked_one(dtype: torch.dtype, compiled: bool) -> None:
+    """Equal losses; gradients differ by a rounding of the logits' dtype."""
+    hidden, weight, labels, mask = (tensor.detach() for tensor in example(dtype, scale=3.0))
     expected, logits = hidden @ weight.t(), hidden @ weight.t()
-    turn = torch.compile(turn_logits) if compiled else None
-    losses = at_once(logits, labels, mask, turn)
-    torch.testing.assert_close(losses, by_rows(expected, labels, mask), rtol=1e-5, atol=1e-5)
+    kernel = torch.compile(logits_to_gradient) if compiled else None
+    losses = whole_cross_entropy(logits, labels, mask, kernel)
+    expected_losses = chunked_cross_entropy(expected, labels, mask)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-5)
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(logits, expected, rtol=max(step, 1e-5), atol=1e-7)
 
@@ -157,11 +163,11 @@ def test_the_compiled_loss_has_both_gradients_and_makes_no_wide_copy() -> None:
     expected = hidden.grad, weight.grad
     torch._dynamo.reset()
     hidden, weight, labels, mask = example(torch.bfloat16)
-    compiled = partial(at_once, turn=torch.compile(turn_logits))
+    compiled = partial(whole_cross_entropy, kernel=torch.compile(logits_to_gradient))
     _, (code,) = run_and_get_code(
         lambda: head_loss(hidden, weight, labels, mask, compiled).backward()
     )
-    made = re.findall(r"= empty_strided\w*\(\(([^)]*)\)", code)
-    assert made and not any(str(VOCABULARY) in shape for shape in made), code
+    shapes = re.findall(r"= empty_strided\w*\(\(([^)]*)\)", code)
+    assert shapes and not any(str(VOCABULARY) in shape for shape in shapes), code
     for ours, theirs in zip((hidden.grad, weight.grad), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Recomputation changes memory only: losses and gradients stay bit for bit, dropout included."""
+"""Recomputation only changes memory: losses and gradients are bitwise equal, with dropout too."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,13 +52,12 @@ def assert_same(first: tuple, second: tuple) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
 
 
-def count_forwards(model: GPT, kind: str) -> list[int]:
-    """A list that grows by one number, the block's, for each run of its `compute` or attention."""
-    seen: list[int] = []
+def count_forwards(model: GPT) -> list[int]:
+    """Return a list to which each run of a block's `compute` appends the block's number."""
+    block_numbers: list[int] = []
     for number, block in enumerate(model.blocks):
-        part = block.mlp if kind == "block" else block.attention.qkv
-        part.register_forward_pre_hook(lambda *_, number=number: seen.append(number))
-    return seen
+        block.mlp.register_forward_pre_hook(lambda *_, number=number: block_numbers.append(number))
+    return block_numbers
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
@@ -80,38 +79,38 @@ def test_bitwise(config: ModelConfig, plan: RecomputeConfig) -> None:
         ("selective", [0, 1, 2, 3, 4]),
     ],
 )
-def test_what_runs_twice(plan: str, expected: list[int]) -> None:
+def test_blocks_that_run_twice(plan: str, expected: list[int]) -> None:
     model = build(FIVE)
     recompute(model, PLANS[plan])
-    seen = count_forwards(model, "block")
+    block_numbers = count_forwards(model)
     train(model, steps=1)
-    assert seen == expected
+    assert block_numbers == expected
 
 
-def kept_elements(plan: RecomputeConfig, config: ModelConfig = FIVE) -> int:
-    """Elements that the forward pass keeps for backward, the weights left out."""
+def saved_bytes(plan: RecomputeConfig, config: ModelConfig = FIVE) -> int:
+    """Return the bytes that the forward pass saves for backward, without the weights."""
     model = build(config)
     recompute(model, plan)
     weights = {parameter.data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.data_ptr() not in weights:
             storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
+            sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     data = rows()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(data[:, :-1], labels=data[:, 1:])
     assert loss.requires_grad
-    return sum(kept.values())
+    return sum(sizes.values())
 
 
-def test_less_is_kept() -> None:
-    """Everything, all but the attention matrices, inputs of blocks, inputs of groups."""
+def test_less_is_saved() -> None:
+    """Saved: everything, all but core attention, inputs of 2 blocks, of all blocks, of groups."""
     plans = [RecomputeConfig(), *(PLANS[p] for p in ("selective", "first 2", "full", "one group"))]
-    sizes = [kept_elements(plan) for plan in plans]
+    sizes = [saved_bytes(plan) for plan in plans]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
     assert sizes[3] < sizes[0] / 2
 
@@ -119,20 +118,20 @@ def test_less_is_kept() -> None:
 def test_default_changes_nothing() -> None:
     model = build(FIVE)
     recompute(model, RecomputeConfig())
-    seen = count_forwards(model, "block")
+    block_numbers = count_forwards(model)
     train(model, steps=1)
-    assert seen == [0, 1, 2, 3, 4]
+    assert block_numbers == [0, 1, 2, 3, 4]
 
 
 @ranks(2)
 def test_sharded(plan: str) -> None:
-    """Inside fully_shard, block by block, gathered anew for backward: bitwise the same too."""
+    """With fully_shard on each block, gathered again for backward: bitwise equal too."""
     mesh = init_device_mesh("cpu", (2,))
     rank = mesh.get_local_rank()
     results = []
-    for chosen in (RecomputeConfig(), PLANS[plan]):
+    for config in (RecomputeConfig(), PLANS[plan]):
         model = build(FIVE)
-        recompute(model, chosen)
+        recompute(model, config)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
@@ -156,7 +155,7 @@ def compiled_pair(change: Callable[[GPT], None], config: ModelConfig) -> None:
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_compiled_without_breaks(config: ModelConfig) -> None:
-    """All blocks share one graph, the loss is another, and nothing in them falls back to Python."""
+    """All blocks share one graph, the loss is another, and neither has graph breaks."""
     torch._dynamo.reset()
     graphs = []
 
@@ -197,7 +196,7 @@ def test_compiled_sharded_recomputed() -> None:
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-5)
 
 
-def test_block_is_what_gets_sharded() -> None:
+def test_modules_and_names_stay() -> None:
     """Recomputation and compilation leave module tree and parameter names as they were."""
     model = build(FIVE)
     names = [name for name, _ in model.named_parameters()]

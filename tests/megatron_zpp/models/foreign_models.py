@@ -1,4 +1,4 @@
-"""Tiny models made by transformers, and their folders, for several test files."""
+"""Tiny models of transformers, and their folders, for several test files."""
 
 import json
 from pathlib import Path
@@ -38,32 +38,32 @@ WORDS = "<|endoftext|> the cat sat on mat and a dog ran to it".split()
 
 
 def gpt2(**changes: object) -> PreTrainedModel:
-    """A GPT-2 of two blocks, in eval mode; sizes are all different where they can be."""
+    """Return a GPT-2 of two blocks, in eval mode; its sizes differ from each other."""
     sizes = dict(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=48, n_inner=80)
     ends = dict(bos_token_id=0, eos_token_id=0)
-    return drawn(GPT2LMHeadModel(GPT2Config(**sizes | ends | changes)))
+    return randomized(GPT2LMHeadModel(GPT2Config(**sizes | ends | changes)))
 
 
 def llama(**changes: object) -> PreTrainedModel:
-    """A Llama of two blocks with two key-value heads for six query heads."""
+    """Return a Llama of two blocks with two key-value heads for six query heads."""
     sizes = _llama_sizes(max_position_embeddings=48)
-    return drawn(LlamaForCausalLM(LlamaConfig(**sizes | changes)))
+    return randomized(LlamaForCausalLM(LlamaConfig(**sizes | changes)))
 
 
 def mistral(**changes: object) -> PreTrainedModel:
-    """A Mistral without a window."""
+    """Return a Mistral without a window."""
     sizes = _llama_sizes(max_position_embeddings=48) | {"sliding_window": None}
-    return drawn(MistralForCausalLM(MistralConfig(**sizes | changes)))
+    return randomized(MistralForCausalLM(MistralConfig(**sizes | changes)))
 
 
 def neox(**changes: object) -> PreTrainedModel:
-    """A GPT-NeoX whose attention comes before its MLP, all channels turned."""
+    """Return a GPT-NeoX with the MLP after the attention, and all channels rotated."""
     sizes = dict(
         vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=80, max_position_embeddings=48, use_parallel_residual=False,
         rope_parameters={"partial_rotary_factor": 1.0, "rope_theta": 500.0}, eos_token_id=0,
     )  # fmt: skip
-    return drawn(GPTNeoXForCausalLM(GPTNeoXConfig(**sizes | changes)))
+    return randomized(GPTNeoXForCausalLM(GPTNeoXConfig(**sizes | changes)))
 
 
 MODELS = {
@@ -79,15 +79,15 @@ MODELS = {
     "llama 3.1": lambda: llama(rope_parameters=LLAMA3, head_dim=32),
     "mistral": mistral,
     "gpt_neox": neox,
-    "gpt_neox, tied, a quarter turned": lambda: neox(
+    "gpt_neox, tied, a quarter rotated": lambda: neox(
         tie_word_embeddings=True, hidden_act="gelu_new",
         rope_parameters={"partial_rotary_factor": 0.25, "rope_theta": 100.0},
     ),
 }  # fmt: skip
 
 
-def drawn(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with other numbers in every tensor, biases and gains too."""
+def randomized(model: PreTrainedModel) -> PreTrainedModel:
+    """Draw every tensor of the model, biases and gains too; return it in eval mode."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -97,13 +97,13 @@ def drawn(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def saved(model: PreTrainedModel, folder: Path, shards: str = "5GB") -> Path:
-    """The folder, with the model in it."""
+    """Save the model in a folder; return the folder."""
     model.save_pretrained(folder, max_shard_size=shards)
     return folder
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """Everything in a folder's safetensors files."""
+    """Return all tensors in a folder's safetensors files."""
     return {
         name: tensor
         for path in sorted(folder.glob("*.safetensors"))
@@ -112,7 +112,7 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
 
 
 def change(folder: Path, drop: tuple[str, ...] = (), **put: Tensor) -> None:
-    """Drop tensors of a folder with one file, and put in others (dots written as __)."""
+    """Remove tensors from a folder with one file, and add others (with __ for each dot)."""
     tensors = load_file(folder / ONE_FILE)
     for name in drop:
         del tensors[name]
@@ -124,14 +124,16 @@ def set_config(folder: Path, **entries: object) -> None:
     """Change entries of a folder's config.json; None removes one."""
     path = folder / "config.json"
     content = json.loads(path.read_text()) | entries
-    path.write_text(json.dumps({name: value for name, value in content.items()
-                                if value is not None or name not in entries}))  # fmt: skip
+    for key, value in entries.items():
+        if value is None:
+            del content[key]
+    path.write_text(json.dumps(content))
 
 
 def add_tokenizer(folder: Path, words: list[str] = WORDS, opens: bool = False) -> None:
-    """Put a tokenizer of whole words, the settings beside it and a chat template in a folder.
+    """Write a tokenizer of whole words, its settings and a chat template to a folder.
 
-    One that opens a text puts the first word, its end of document, before each.
+    With `opens` it puts the first word, the end of document, before each text.
     """
     model = models.WordLevel({word: number for number, word in enumerate(words)}, words[0])
     tokenizer = FastTokenizer(model)
@@ -147,16 +149,16 @@ def add_tokenizer(folder: Path, words: list[str] = WORDS, opens: bool = False) -
 
 
 def save_own(
-    model: ModelConfig, save: Path, chosen: TokenizerConfig = NUMBERS
+    model: ModelConfig, save: Path, tokenizer_config: TokenizerConfig = NUMBERS
 ) -> tuple[Path, Tokenizer]:
-    """A checkpoint of a model of ours, and its tokenizer: 97 numbers, if no other is chosen."""
-    tokenizer = build_tokenizer(tokenizer_of(None, chosen))
+    """Save a checkpoint of one of our models; return its folder and its tokenizer."""
+    tokenizer = build_tokenizer(tokenizer_of(None, tokenizer_config))
     gpt = GPT(model, tokenizer.vocab_size)
     initialize(gpt, 5, model)
     state = TrainingState(
         iteration=3, consumed_samples=3, consumed_tokens=3, seed=1, world_size=1, stage=0,
         tokenizer=tokenizer.fingerprint, architecture=architecture(model, tokenizer.vocab_size),
-        configuration=run_settings(Config(model=model, tokenizer=chosen)),
+        configuration=run_settings(Config(model=model, tokenizer=tokenizer_config)),
     )  # fmt: skip
     checkpoint.save(save, gpt, None, state)
     return save, tokenizer
@@ -171,12 +173,12 @@ def _llama_sizes(**more: int) -> dict[str, object]:
 
 
 def tokens() -> Tensor:
-    """[2, 40], the same each time: ids that all vocabularies here have."""
+    """Return the same ids [2, 40] each time, which all these vocabularies have."""
     return torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(3))
 
 
 def logits(model: torch.nn.Module) -> Tensor:
-    """What a model, theirs or ours, makes of them."""
+    """Return the logits of `tokens` by one of our models or of transformers' models."""
     with torch.no_grad():
-        found = model(tokens())
-    return found if isinstance(found, Tensor) else found.logits
+        output = model(tokens())
+    return output if isinstance(output, Tensor) else output.logits

@@ -1,7 +1,7 @@
-"""The model against an independent one: Hugging Face's GPT-2 and Llama with the same weights.
+"""The model against Hugging Face's GPT-2 and Llama with the same weights.
 
-Both compute in fp32 (unit round-off 6e-8) through some tens of operations on values of order one,
-so logits agree to well under 1e-5 unless a formula differs.
+Both compute in fp32 (unit round-off 6e-8), with some tens of operations on values of order one, so
+logits agree to well under 1e-5 unless a formula differs.
 """
 
 import pytest
@@ -13,14 +13,14 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.settings.config import ModelConfig
 
 VOCABULARY, LAYERS, HIDDEN, HEADS, POSITIONS = 96, 3, 48, 4, 24
-GPT2_PARTS = {  # ours: theirs
+GPT2_LAYERS = {  # our name: Hugging Face's
     "norm1": "ln_1",
     "attention.output": "attn.c_proj",
     "norm2": "ln_2",
     "mlp.input": "mlp.c_fc",
     "mlp.output": "mlp.c_proj",
 }
-LLAMA_PARTS = {
+LLAMA_LAYERS = {
     "norm1": "input_layernorm",
     "attention.output": "self_attn.o_proj",
     "norm2": "post_attention_layernorm",
@@ -30,8 +30,8 @@ LLAMA_PARTS = {
 }
 
 
-def shape(**changes: object) -> dict:
-    """Fields of a small ModelConfig without dropout."""
+def model_fields(**changes: object) -> dict:
+    """Return fields of a small ModelConfig without dropout."""
     fields = dict(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
@@ -61,7 +61,7 @@ def gpt2_pair(exact_gelu: bool = False) -> tuple[GPT, nn.Module]:
         )
     )
     perturb(theirs)
-    ours = GPT(ModelConfig(**shape(bias_gelu_fusion=not exact_gelu)), VOCABULARY)
+    ours = GPT(ModelConfig(**model_fields(bias_gelu_fusion=not exact_gelu)), VOCABULARY)
     source = theirs.state_dict()
     state = {
         "tokens.weight": source["transformer.wte.weight"],
@@ -70,12 +70,12 @@ def gpt2_pair(exact_gelu: bool = False) -> tuple[GPT, nn.Module]:
     for kind in ("weight", "bias"):
         state[f"norm.{kind}"] = source[f"transformer.ln_f.{kind}"]
         for layer in range(LAYERS):
-            block, other = f"blocks.{layer}.", f"transformer.h.{layer}."
-            for ours_name, name in GPT2_PARTS.items():
-                value = source[f"{other}{name}.{kind}"]
-                state[f"{block}{ours_name}.{kind}"] = value.t() if value.ndim > 1 else value
-            parts = source[f"{other}attn.c_attn.{kind}"].t().chunk(3)
-            state[f"{block}attention.qkv.{kind}"] = by_group(*parts, HEADS)
+            block, hf_block = f"blocks.{layer}.", f"transformer.h.{layer}."
+            for name, hf_name in GPT2_LAYERS.items():
+                value = source[f"{hf_block}{hf_name}.{kind}"]
+                state[f"{block}{name}.{kind}"] = value.t() if value.ndim > 1 else value
+            parts = source[f"{hf_block}attn.c_attn.{kind}"].t().chunk(3)
+            state[f"{block}attention.qkv.{kind}"] = join_groups(*parts, HEADS)
     ours.load_state_dict(state)
     return ours, theirs
 
@@ -99,7 +99,7 @@ def llama_pair(groups: int, base: int = 10000) -> tuple[GPT, nn.Module]:
     )
     perturb(theirs)
     config = ModelConfig(
-        **shape(
+        **model_fields(
             num_query_groups=groups,
             ffn_hidden_size=64,
             normalization="RMSNorm",
@@ -119,25 +119,25 @@ def llama_pair(groups: int, base: int = 10000) -> tuple[GPT, nn.Module]:
         "head.weight": source["lm_head.weight"],
     }
     for layer in range(LAYERS):
-        block, other = f"blocks.{layer}.", f"model.layers.{layer}."
-        for ours_name, name in LLAMA_PARTS.items():
-            state[f"{block}{ours_name}.weight"] = source[f"{other}{name}.weight"]
-        parts = [source[f"{other}self_attn.{part}_proj.weight"] for part in "qkv"]
-        state[f"{block}attention.qkv.weight"] = by_group(*parts, groups)
+        block, hf_block = f"blocks.{layer}.", f"model.layers.{layer}."
+        for name, hf_name in LLAMA_LAYERS.items():
+            state[f"{block}{name}.weight"] = source[f"{hf_block}{hf_name}.weight"]
+        parts = [source[f"{hf_block}self_attn.{part}_proj.weight"] for part in "qkv"]
+        state[f"{block}attention.qkv.weight"] = join_groups(*parts, groups)
     ours.load_state_dict(state)
     return ours, theirs
 
 
 def perturb(model: nn.Module) -> None:
-    """Move biases and gains off 0 and 1, so that a mix-up of two of them shows."""
+    """Change biases and gains from 0 and 1, so that swapping two of them changes the logits."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
 
 
-def by_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int) -> torch.Tensor:
-    """Rows of queries, keys and values, interleaved group by group as our attention keeps them."""
+def join_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int) -> torch.Tensor:
+    """Return rows of queries, keys and values, ordered by groups as in our attention."""
     parts = [part.reshape(groups, -1, *part.shape[1:]) for part in (q, k, v)]
     return torch.cat(parts, dim=1).flatten(0, 1)
 
@@ -148,7 +148,7 @@ def compare_logits(ours: GPT, theirs: nn.Module) -> None:
     with torch.no_grad():
         expected = theirs.eval()(tokens).logits
         logits = ours.eval()(tokens)
-    assert expected.std() > 0.5  # else closeness would mean nothing
+    assert expected.std() > 0.5  # otherwise the tolerance would be too large
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
@@ -160,7 +160,7 @@ def test_gpt2_logits(exact_gelu: bool) -> None:
 
 
 def test_tanh_gelu_is_not_exact_gelu() -> None:
-    """The comparison above is sharp enough to tell the two GELUs apart."""
+    """The comparison is precise enough to distinguish the two GELUs."""
     (ours, _), (_, theirs) = gpt2_pair(False), gpt2_pair(True)
     with pytest.raises(AssertionError, match="not close"):
         compare_logits(ours, theirs)

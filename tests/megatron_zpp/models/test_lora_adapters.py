@@ -1,11 +1,11 @@
-"""Adapters in files, and weights with changes merged into them."""
+"""The adapters of a checkpoint, and weights with adapters merged."""
 
 import pytest
 import torch
 
-from megatron_zpp.models.lora_adapters import Adapters, MergedWeights
+from megatron_zpp.models.lora_adapters import CheckpointAdapters, MergedWeights
 from megatron_zpp.settings.config import LoraConfig
-from tests.megatron_zpp.train.tuned import Held
+from tests.megatron_zpp.train.lora_checkpoint import InMemoryWeights
 from zeropp import InputError
 
 LORA = LoraConfig(pretrained_checkpoint="base", lora_rank=2, lora_alpha=3.0)
@@ -20,10 +20,10 @@ BASE = {
 }
 
 
-def test_changes_are_added_in_fp32_and_nothing_else_changes():
-    merged = MergedWeights(Held(BASE), Adapters(Held(PAIR), LORA, "checkpoint"))
+def test_adapters_are_merged_in_fp32_and_other_weights_stay():
+    merged = MergedWeights(InMemoryWeights(BASE), CheckpointAdapters(InMemoryWeights(PAIR), LORA, "checkpoint"))
     facts = merged.facts()
-    assert facts.keys() == BASE.keys() and all(one.is_meta for one in facts.values())
+    assert facts.keys() == BASE.keys() and all(tensor.is_meta for tensor in facts.values())
     weight = merged.read("blocks.0.mlp.input.weight")
     assert torch.equal(weight, torch.tensor([[2.5, 4.0, 5.5], [1.0, 7.0, 1.0]]))
     assert weight.dtype == facts["blocks.0.mlp.input.weight"].dtype == torch.float32
@@ -33,26 +33,26 @@ def test_changes_are_added_in_fp32_and_nothing_else_changes():
 
 
 @pytest.mark.parametrize(
-    ("base", "named"),
+    ("base", "message"),
     [
         ({"blocks.0.mlp.input.weight": torch.ones(3, 3)},
          r"blocks\.0\.mlp\.input\.weight has shape \[3, 3\], expected \[2, 3\]"),
         ({}, r"checkpoint: its adapters are of another model:\n  missing: blocks\.0\.mlp\.input"),
     ],
 )  # fmt: skip
-def test_a_model_of_another_shape_is_named(base: dict, named: str):
-    with pytest.raises(InputError, match=named):
-        MergedWeights(Held(base), Adapters(Held(PAIR), LORA, "checkpoint"))
+def test_layers_of_another_shape_are_named(base: dict, message: str):
+    with pytest.raises(InputError, match=message):
+        MergedWeights(InMemoryWeights(base), CheckpointAdapters(InMemoryWeights(PAIR), LORA, "checkpoint"))
 
 
 @pytest.mark.parametrize(
-    ("tensors", "named"),
+    ("tensors", "message"),
     [
         ({}, "checkpoint: no adapters"),
-        ({name: one for name, one in PAIR.items() if "lora_A" in name},
+        ({name: tensor for name, tensor in PAIR.items() if "lora_A" in name},
          r"no lora_B for blocks\.0\.mlp\.input"),
     ],
 )  # fmt: skip
-def test_files_without_adapters_are_named(tensors: dict, named: str):
-    with pytest.raises(InputError, match=named):
-        Adapters(Held(tensors), LORA, "checkpoint")
+def test_checkpoints_without_adapters_raise(tensors: dict, message: str):
+    with pytest.raises(InputError, match=message):
+        CheckpointAdapters(InMemoryWeights(tensors), LORA, "checkpoint")

@@ -1,4 +1,4 @@
-"""Opened models fill whole and sharded GPTs, and training goes on with them."""
+"""Opened models fill whole and sharded GPTs, and training continues from them."""
 
 import shutil
 from pathlib import Path
@@ -13,7 +13,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layers import rotary_table
 from megatron_zpp.models import gguf
 from megatron_zpp.models import hf_rope as rope
-from megatron_zpp.models.convert import export_model, import_model
+from megatron_zpp.models.conversion import export_model, import_model
 from megatron_zpp.models.hf_folder import FolderTensors, read_config
 from megatron_zpp.models.open_model import load_model, open_model
 from megatron_zpp.models.tokenizer_files import copy_files
@@ -21,7 +21,7 @@ from megatron_zpp.settings.config import ModelConfig, TokenizerConfig
 from megatron_zpp.text.chat_template import ChatTemplate
 from megatron_zpp.text.text_model import TextModelConfig, open_text_model
 from tests.megatron_zpp.models.foreign_models import LLAMA3, add_tokenizer, llama, saved
-from tests.megatron_zpp.train.pretraining import assembled
+from tests.megatron_zpp.train.training_runs import built_run
 from tests.ranks import ranks
 from zeropp import ZeroConfig, shard
 from zeropp.errors import InputError
@@ -31,7 +31,7 @@ from zeropp.ranks.topology import Environment
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bf16 Llama with sizes that four ranks do not divide, and its tokenizer."""
+    """A bf16 Llama, whose sizes four ranks do not divide evenly, and its tokenizer."""
     folder = saved(llama().bfloat16(), tmp_path_factory.mktemp("llama"))
     add_tokenizer(folder)
     return folder
@@ -64,16 +64,16 @@ def test_shards_are_filled(source: Path, imported: Path) -> None:
             assert torch.equal(whole, opened.weights.read(name).float()), name
 
 
-@pytest.mark.parametrize("how", ["--finetune", "--no-load-optim"])
+@pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
 @ranks(2)
-def test_a_run_begins_with_an_imported_model(how: str, imported: Path) -> None:
+def test_a_run_starts_from_an_imported_model(flag: str, imported: Path) -> None:
     flags = (
-        f"--load {imported} {how} --use-checkpoint-args --mock-data --train-iters 5 "
+        f"--load {imported} {flag} --use-checkpoint-args --mock-data --train-iters 5 "
         "--micro-batch-size 1 --tokenizer-type HuggingFaceTokenizer "
         f"--tokenizer-model {imported}/hugging_face"
     )
     weights = open_model(imported).weights
-    with assembled(flags) as run:
+    with built_run(flags) as run:
         assert (run.counters.iteration, run.counters.scheduled_samples) == (0, 0)
         for name, parameter in run.sharding.model.named_parameters():
             assert torch.equal(parameter.full_tensor(), weights.read(name).float()), name
@@ -93,14 +93,14 @@ def test_shapes_that_do_not_fit_are_named(imported: Path) -> None:
     assert torch.equal(model.tokens.weight, before)
 
 
-def test_a_tokenizer_given_by_hand(source: Path) -> None:
-    given = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=99)
-    _, tokenizer = load_model(source, tokenizer=given)
+def test_another_tokenizer(source: Path) -> None:
+    config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=99)
+    _, tokenizer = load_model(source, tokenizer_config=config)
     assert (tokenizer.name, tokenizer.vocab_size) == ("NullTokenizer", 99)
 
 
-class Gguf(FolderTensors):
-    """A .gguf as transformers would read it, made of a folder."""
+class FakeGguf(FolderTensors):
+    """A fake GgufModel that reads a Hugging Face folder instead."""
 
     folder: Path
 
@@ -112,12 +112,12 @@ class Gguf(FolderTensors):
         copy_files(self.folder, folder)
 
 
-def test_the_tokenizer_of_a_gguf_is_there_as_long_as_the_model(
+def test_the_tokenizer_of_a_gguf_lives_as_long_as_the_model(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes out with the model, and its chat template serves."""
-    monkeypatch.setattr(Gguf, "folder", source, raising=False)
-    monkeypatch.setattr(gguf, "GgufModel", Gguf)
+    """It is exported with the model, and its chat template is used."""
+    monkeypatch.setattr(FakeGguf, "folder", source, raising=False)
+    monkeypatch.setattr(gguf, "GgufModel", FakeGguf)
     opened = open_model(tmp_path / "a.gguf")
     export_model(opened, tmp_path / "out")
     for name in ("tokenizer.json", "chat_template.jinja", "tokenizer_config.json"):
@@ -130,7 +130,7 @@ def test_the_tokenizer_of_a_gguf_is_there_as_long_as_the_model(
     assert not model.tokenizer_path.exists()
 
 
-def test_damage_is_said(imported: Path, tmp_path: Path) -> None:
+def test_damage_is_named(imported: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(imported, tmp_path / "copied")
     (copied / "iter_0000000" / "__0_3.distcp").write_bytes(b"")
     for folder in (copied, copied / "iter_0000000"):
@@ -138,29 +138,29 @@ def test_damage_is_said(imported: Path, tmp_path: Path) -> None:
             open_model(folder)
 
 
-def test_a_checkpoint_from_a_script_says_too_little(imported: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_program_raises(imported: Path, tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     state = TrainingState(
         iteration=1, consumed_samples=0, consumed_tokens=0, seed=1, world_size=1, stage=0,
         tokenizer="",
     )  # fmt: skip
     checkpoint.save(tmp_path, model, None, state)
-    with pytest.raises(InputError, match="says too little of its model"):
+    with pytest.raises(InputError, match="does not describe its model"):
         open_model(tmp_path)
 
 
-def test_the_scaling_of_llama_3_1_is_transformers() -> None:
+def test_the_scaling_of_llama_3_1_equals_transformers() -> None:
     """Both are fp32: angles up to 1 differ by a few units of 2^-24."""
     model = llama(rope_parameters=LLAMA3, head_dim=32)
-    theirs = model.model.rotary_emb.inv_freq
+    expected = model.model.rotary_emb.inv_freq
     fields = rope.read_rope(model.config.to_dict(), rope.LLAMA, "")
     assert fields == {
         "rotary_base": 5000, "rotary_percent": 1.0, "use_rope_scaling": True,
         "rope_scaling_factor": 8.0,
     }  # fmt: skip
-    plain = 1 / 5000 ** (torch.arange(0, 32, 2) / 32)
-    moved = (theirs / plain - 1).abs() > 1e-3
-    assert 3 < moved.sum() < 16
+    unscaled = 1 / 5000 ** (torch.arange(0, 32, 2) / 32)
+    is_scaled = (expected / unscaled - 1).abs() > 1e-3
+    assert 3 < is_scaled.sum() < 16
     cosines, sines = rotary_table(torch.tensor([[1]]), 32, 5000, 8.0)
-    torch.testing.assert_close(sines[0, 0, 0, 0, 16:], theirs.sin(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(cosines[0, 0, 0, 0, 16:], theirs.cos(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(sines[0, 0, 0, 0, 16:], expected.sin(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(cosines[0, 0, 0, 0, 16:], expected.cos(), rtol=1e-6, atol=0)

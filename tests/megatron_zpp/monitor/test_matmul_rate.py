@@ -7,7 +7,7 @@ import torch
 
 from megatron_zpp.monitor import matmul_rate
 from megatron_zpp.monitor.gpu_peaks import BY_NAME, peak_flops, peak_of
-from tests.megatron_zpp.train.pretraining import field, log_of
+from tests.megatron_zpp.train.training_runs import field, log_of
 from tests.ranks import ranks
 
 

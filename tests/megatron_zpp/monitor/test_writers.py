@@ -21,7 +21,7 @@ from megatron_zpp.monitor.metrics import Iteration, Validation, Writer, summariz
 from megatron_zpp.monitor.tensorboard_names import Axis, Position
 from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.settings.config import LogConfig
-from tests.megatron_zpp.train.pretraining import log_of
+from tests.megatron_zpp.train.training_runs import log_of
 from tests.ranks import ranks
 from zeropp.errors import InputError
 

@@ -145,10 +145,10 @@ def test_a_text_does_not_depend_on_its_neighbours() -> None:
 
 def test_only_the_context_is_recomputed_beyond_the_positions() -> None:
     """Tokens in each forward pass: the prompt, one by one up to 16 positions, then 16 at once."""
-    model, seen = build(PEAKED), []
-    model.register_forward_pre_hook(lambda module, inputs: seen.append(tuple(inputs[0].shape)))
+    model, shapes = build(PEAKED), []
+    model.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape)))
     complete(model, NoEnd(), [request("1 2 3", 0.0, max_new_tokens=17)])
-    assert seen == [(1, 3), *[(1, 1)] * 13, *[(1, 16)] * 3]
+    assert shapes == [(1, 3), *[(1, 1)] * 13, *[(1, 16)] * 3]
 
 
 def test_texts_end_by_tokens_texts_and_length_and_leave_the_batch() -> None:
@@ -278,14 +278,14 @@ def test_only_the_first_rank_draws_and_is_asked() -> None:
     expected = complete(model, NoEnd(), [request("5 6", 1.0)])[0]
     if dist.get_rank() == 1:
         model = build(PEAKED, seed=77)
-    asked: list[int] = []
+    asked_rows: list[int] = []
 
     def is_cancelled(row: int) -> bool:
-        asked.append(row)
-        return len(asked) == 4
+        asked_rows.append(row)
+        return len(asked_rows) == 4
 
     pieces = list(stream(model, NoEnd(), [request("5 6", 1.0)], is_cancelled=is_cancelled))
     text = "".join(piece.text for piece in pieces)
     assert expected.startswith(text) and len(ids(text)) == 3
     assert pieces[-1].finish_reason == "cancelled"
-    assert len(asked) == (4 if dist.get_rank() == 0 else 0)
+    assert len(asked_rows) == (4 if dist.get_rank() == 0 else 0)

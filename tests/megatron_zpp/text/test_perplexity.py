@@ -49,9 +49,9 @@ def test_a_text_longer_than_the_model(tmp_path: Path) -> None:
 
 def test_examples(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "Why?", "answer": " So."}, {"text": "Yes"})
-    asked, text = ([*b"Why? So.", EOD], 4), ([*b"Yes", EOD], 1)
-    assert measure_perplexity(MODEL, path) == expected(asked, text)
-    assert measure_perplexity(MODEL, path, limit=1) == expected(asked)
+    question, answer = ([*b"Why? So.", EOD], 4), ([*b"Yes", EOD], 1)
+    assert measure_perplexity(MODEL, path) == expected(question, answer)
+    assert measure_perplexity(MODEL, path, limit=1) == expected(question)
 
 
 def test_an_indexed_dataset(tmp_path: Path) -> None:

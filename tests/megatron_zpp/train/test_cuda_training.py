@@ -9,7 +9,7 @@ import torch
 
 from tests.gpu import GPU, MARKS
 from tests.launched import ROOT, zeropp
-from tests.megatron_zpp.train.pretraining import TINY, log_of, losses, numbers
+from tests.megatron_zpp.train.training_runs import TINY, log_of, loss_values, losses
 from tests.ranks import ranks
 
 pytestmark = MARKS
@@ -24,8 +24,8 @@ SHARED_GPU_NCCL = (2, 30)
 @ranks(1, timeout=180)
 def test_losses_in_fp32_are_those_of_the_cpu(flags):
     """Sums in another order: 1e-7 each, which 20 steps of Adam at 1e-2 make 1e-4."""
-    expected = numbers(log_of(QUIET + flags.replace("--compile", "")))
-    assert numbers(log_of(QUIET + flags, GPU)) == pytest.approx(expected, rel=1e-4)
+    expected = loss_values(log_of(QUIET + flags.replace("--compile", "")))
+    assert loss_values(log_of(QUIET + flags, GPU)) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_losses_in_fp32_are_those_of_the_cpu(flags):
 def test_losses_in_16_bit_follow_those_in_fp32(flags):
     """16-bit weights and activations: 1% of a loss that falls by a fifth."""
     mask = "--reset-attention-mask" if "mask" in flags else ""
-    wide, narrow = numbers(log_of(QUIET + mask, GPU)), numbers(log_of(QUIET + flags, GPU))
+    wide, narrow = loss_values(log_of(QUIET + mask, GPU)), loss_values(log_of(QUIET + flags, GPU))
     assert narrow == pytest.approx(wide, rel=1e-2) and narrow[-1] < narrow[0]
 
 
@@ -44,14 +44,14 @@ def test_losses_in_16_bit_follow_those_in_fp32(flags):
 @ranks(4, timeout=180)
 def test_four_ranks_share_the_gpu(stage):
     flags = f"{QUIET} --zero-stage {stage}"
-    assert numbers(log_of(flags, GPU)) == pytest.approx(numbers(log_of(flags)), rel=1e-4)
+    assert loss_values(log_of(flags, GPU)) == pytest.approx(loss_values(log_of(flags)), rel=1e-4)
 
 
 @ranks(4, timeout=180)
 def test_zeropp_on_four_ranks_follows_the_cpu():
     """The same codes but for those that a last bit flips."""
     flags = QUIET + ALL_THREE
-    assert numbers(log_of(flags, GPU)) == pytest.approx(numbers(log_of(flags)), rel=3e-2)
+    assert loss_values(log_of(flags, GPU)) == pytest.approx(loss_values(log_of(flags)), rel=3e-2)
 
 
 @pytest.mark.parametrize("flags", ["--bf16", "--bf16 --compile", "--bf16 --reset-attention-mask"])
@@ -85,4 +85,4 @@ def launched(backend: str, folder: Path) -> list[float]:
         cwd=folder, capture_output=True, text=True, timeout=180,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return numbers(done.stdout)
+    return loss_values(done.stdout)

@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 from megatron_zpp.data.text_source import vocab_size
 from megatron_zpp.models.open_model import open_model
-from megatron_zpp.models.pretrained import with_pretrained_model
+from megatron_zpp.models.pretrained_model import with_pretrained_model
 from megatron_zpp.planner.activations import LiveBytes
 from megatron_zpp.planner.estimate import estimate
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.train.pretrain import main
 from tests.launched import ROOT
 from tests.megatron_zpp.models.foreign_models import add_tokenizer, llama, saved
-from tests.megatron_zpp.train.pretraining import TINY, assembled, log_of, losses, numbers
+from tests.megatron_zpp.train.training_runs import TINY, built_run, log_of, loss_values, losses
 from tests.ranks import ranks
 from zeropp import InputError
 from zeropp.wire.frozen_weights import is_quantized
@@ -36,8 +36,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = saved(llama(), tmp_path_factory.mktemp("llama"))
     add_tokenizer(folder)
     examples = folder / "examples.jsonl"
-    lines = [{"prompt": one[: len(one) // 2], "answer": one[len(one) // 2 :]} for one in SENTENCES]
-    examples.write_text("".join(json.dumps(one) + "\n" for one in lines * 20))
+    lines = [
+        {"prompt": sentence[: len(sentence) // 2], "answer": sentence[len(sentence) // 2 :]}
+        for sentence in SENTENCES
+    ]
+    examples.write_text("".join(json.dumps(line) + "\n" for line in lines * 20))
     tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
     return f"{tokenizer} --pretrained-checkpoint {folder} --data-path {examples} {RUN}"
 
@@ -55,18 +58,18 @@ def test_adapters_learn_beside_weights_stored_as_codes(base, tmp_path):
     if dist.get_rank() == 0:
         assert "frozen weights are stored and gathered as INT8 (MixZ++)" in log
         assert "parameters are trained" in log
-        found, expected = numbers(log), numbers(exact)
-        assert found[0] == pytest.approx(expected[0], rel=0.005)  # what INT8 may move a loss by
-        assert found[-1] < found[0]
+        quantized, expected = loss_values(log), loss_values(exact)
+        assert quantized[0] == pytest.approx(expected[0], rel=0.005)  # what INT8 may move a loss by
+        assert quantized[-1] < quantized[0]
 
 
 def test_a_dry_run_says_what_is_trained_and_what_is_stored(base, capsys):
     config = ROOT / "examples" / "ds_mixz_config.json"
     flags = f"{base} --seq-length 16 --dry-run --dry-run-ranks 4 --deepspeed_config {config}"
     assert main(flags.split()) == 0
-    said = capsys.readouterr().out
-    assert "frozen weights are stored and gathered as INT8" in said and "are trained" in said
-    assert "secondary copies (hpZ)" in said and "fits" in said
+    output = capsys.readouterr().out
+    assert "frozen weights are stored and gathered as INT8" in output and "are trained" in output
+    assert "secondary copies (hpZ)" in output and "fits" in output
 
 
 @pytest.mark.parametrize("zero", [MIXZ, {"stage": 2}], ids=["MixZ++", "whole"])
@@ -108,12 +111,12 @@ def test_adapters_go_on_as_they_were(base, tmp_path):
 
 @ranks(2)
 def test_only_adapters_are_trained_and_matrices_are_codes(base, tmp_path):
-    with assembled(base + with_json(tmp_path, MIXZ)) as run:
-        for name, one in run.sharding.model.named_parameters():
-            assert one.requires_grad == (".lora_" in name)
-            assert is_quantized(one) == (one.ndim >= 2 and ".lora_" not in name)
+    with built_run(base + with_json(tmp_path, MIXZ)) as run:
+        for name, parameter in run.sharding.model.named_parameters():
+            assert parameter.requires_grad == (".lora_" in name)
+            assert is_quantized(parameter) == (parameter.ndim >= 2 and ".lora_" not in name)
         held = sum(len(group["params"]) for group in run.optimizer.param_groups)
-        assert held == sum(one.requires_grad for one in run.sharding.model.parameters())
+        assert held == sum(parameter.requires_grad for parameter in run.sharding.model.parameters())
 
 
 @ranks(2, timeout=120)
@@ -140,8 +143,8 @@ def test_what_is_saved_opens_with_its_adapters_merged(base, stored, tmp_path):
             merged = after.weights.read(name)
             moved = (merged - tensor).abs().max().item()
             assert (moved > 1e-3) == (name.removesuffix(".weight") in after.adapters.layers), name
-    beside = numbers(log_of(f"{flags} --load {tmp_path}/first --finetune"))
-    merged = numbers(log_of(again))
+    beside = loss_values(log_of(f"{flags} --load {tmp_path}/first --finetune"))
+    merged = loss_values(log_of(again))
     if dist.get_rank() == 0:  # the first loss, with the same adapters beside and merged
         close = 0.005 if stored == MIXZ else 1e-5  # what INT8 may move a loss by; rounding
         assert merged[0] == pytest.approx(beside[0], rel=close)
@@ -159,7 +162,7 @@ def test_what_is_saved_opens_with_its_adapters_merged(base, stored, tmp_path):
 def test_bad_input(base, change, named):
     folder = base.split("--pretrained-checkpoint ")[1].split()[0]
     flags = f"{base} {change.format(folder=folder)}"
-    with pytest.raises(InputError, match=named), assembled(flags):
+    with pytest.raises(InputError, match=named), built_run(flags):
         pass
 
 
@@ -185,4 +188,4 @@ def test_nothing_frozen_to_store_is_an_error():
 def test_all_weights_may_be_trained_too(base):
     log = log_of(base.replace("--lora-rank 4", "--zero-stage 2"))
     if dist.get_rank() == 0:
-        assert "LoRA" not in log and numbers(log)[-1] < numbers(log)[0]
+        assert "LoRA" not in log and loss_values(log)[-1] < loss_values(log)[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.megatron_zpp.train.pretraining import field, log_of, losses, numbers, write_log
+from tests.megatron_zpp.train.training_runs import field, log_of, loss_values, losses, write_log
 from tests.ranks import ranks
 
 BATCH = "--micro-batch-size 2 --global-batch-size 16 "
@@ -47,11 +47,11 @@ def run(num_ranks: int, flags: str, folder: Path) -> str:
 
 def test_20_losses_agree_at_every_stage_and_on_one_rank(tmp_path):
     flags = BATCH + NO_DROPOUT + "--train-iters 20 "
-    expected = numbers(run(1, flags, tmp_path))
+    expected = loss_values(run(1, flags, tmp_path))
     assert len(expected) == 20 and expected[-1] < expected[0]
     for stage in range(4):
         log = run(4, f"{flags} --zero-stage {stage}", tmp_path)
-        assert numbers(log) == pytest.approx(expected, rel=RELATIVE)
+        assert loss_values(log) == pytest.approx(expected, rel=RELATIVE)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -89,14 +89,14 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_resuming_on_other_ranks_and_another_stage(then, stopped, tmp_path):
     saved, straight = stopped
     second = run(then[0], f"{RESUMED} --load {saved} --zero-stage {then[1]}", tmp_path)
-    assert numbers(second) == pytest.approx(numbers(straight)[6:], rel=RELATIVE)
+    assert loss_values(second) == pytest.approx(loss_values(straight)[6:], rel=RELATIVE)
 
 
 def test_dropout_does_not_depend_on_the_number_of_ranks(tmp_path):
     flags = BATCH + "--train-iters 4 "
     alone = run(1, flags, tmp_path)
-    assert numbers(run(2, flags + "--zero-stage 2", tmp_path)) == pytest.approx(
-        numbers(alone), rel=RELATIVE
+    assert loss_values(run(2, flags + "--zero-stage 2", tmp_path)) == pytest.approx(
+        loss_values(alone), rel=RELATIVE
     )
 
 

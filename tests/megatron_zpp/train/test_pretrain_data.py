@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
-from tests.megatron_zpp.train.pretraining import log_of, losses, numbers, write_log
+from tests.megatron_zpp.train.training_runs import log_of, loss_values, losses, write_log
 from tests.ranks import ranks
 
 VOCAB, EOD = 50, 49  # of the NullTokenizer in these runs; it takes the last id for the end
@@ -46,22 +46,26 @@ def blend(corpus: Path) -> str:
     return f"--data-path 0.3 {corpus}/a 0.7 {corpus}/b --split 80,10,10 "
 
 
-@pytest.mark.parametrize("apart", ["", BY_DOCUMENT])
-def test_ranks_and_stages_see_the_same_documents(corpus: Path, apart: str, tmp_path: Path) -> None:
-    flags = f"{BATCH} {apart} {blend(corpus)} --train-iters 6 "
+@pytest.mark.parametrize("by_document", ["", BY_DOCUMENT])
+def test_ranks_and_stages_see_the_same_documents(
+    corpus: Path, by_document: str, tmp_path: Path
+) -> None:
+    flags = f"{BATCH} {by_document} {blend(corpus)} --train-iters 6 "
     on_1(flags=flags, path=tmp_path / "1")
     on_4(flags=flags + "--zero-stage 3 --num-workers 1", path=tmp_path / "4")
     alone, together = ((tmp_path / name).read_text() for name in "14")
-    assert len(numbers(alone)) == 6 and numbers(alone)[-1] < numbers(alone)[0]
-    assert numbers(together) == pytest.approx(numbers(alone), rel=RELATIVE)
+    assert len(loss_values(alone)) == 6 and loss_values(alone)[-1] < loss_values(alone)[0]
+    assert loss_values(together) == pytest.approx(loss_values(alone), rel=RELATIVE)
 
 
 def test_documents_apart_are_another_loss(corpus: Path, tmp_path: Path) -> None:
     flags = f"{BATCH} {blend(corpus)} --train-iters 1 "
     for name, mode in enumerate(("", "--reset-attention-mask", "--eod-mask-loss")):
         on_1(flags=f"{flags} {mode}", path=tmp_path / str(name))
-    found = [numbers((tmp_path / str(name)).read_text())[0] for name in range(3)]
-    assert len(set(found)) == 3 and all(abs(one - found[0]) < 0.1 for one in found)
+    first_losses = [loss_values((tmp_path / str(name)).read_text())[0] for name in range(3)]
+    assert len(set(first_losses)) == 3 and all(
+        abs(loss - first_losses[0]) < 0.1 for loss in first_losses
+    )
 
 
 @pytest.mark.parametrize("order", ["single", "cyclic"])

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.megatron_zpp.data.instructions.test_examples import write
-from tests.megatron_zpp.train.pretraining import log_of, losses, numbers, write_log
+from tests.megatron_zpp.train.training_runs import log_of, loss_values, losses, write_log
 from tests.ranks import ranks
 
 BATCH = "--micro-batch-size 2 --global-batch-size 8 --hidden-dropout 0 --attention-dropout 0 "
@@ -29,7 +29,9 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Prompts are random numbers, the answer is the first of them again."""
     random = np.random.default_rng(0)
     drawn = [random.integers(1, 49, random.integers(1, 6)) for _ in range(200)]
-    lines = [{"prompt": " ".join(map(str, one)), "answer": str(one[0])} for one in drawn]
+    lines = [
+        {"prompt": " ".join(map(str, numbers)), "answer": str(numbers[0])} for numbers in drawn
+    ]
     return write(tmp_path_factory.mktemp("examples") / "sums.jsonl", *lines)
 
 
@@ -38,8 +40,8 @@ def test_ranks_and_stages_see_the_same_examples(sums: str, tmp_path: Path) -> No
     on_1(flags=flags, path=tmp_path / "1")
     on_4(flags=flags + "--zero-stage 3 --num-workers 1", path=tmp_path / "4")
     alone, together = ((tmp_path / name).read_text() for name in "14")
-    assert len(numbers(alone)) == 8 and numbers(alone)[-1] < numbers(alone)[0]
-    assert numbers(together) == pytest.approx(numbers(alone), rel=RELATIVE)
+    assert len(loss_values(alone)) == 8 and loss_values(alone)[-1] < loss_values(alone)[0]
+    assert loss_values(together) == pytest.approx(loss_values(alone), rel=RELATIVE)
     assert alone.count("keep them apart") == together.count("keep them apart") == 1
     assert "validation loss at the end of training" in alone
 
@@ -49,6 +51,6 @@ def test_a_stop_in_the_middle_changes_no_digit(sums: str, tmp_path: Path) -> Non
     flags = f"{BATCH} --data-path {sums} --split 80,20 --train-iters 8 --zero-stage 2 "
     straight = log_of(flags)
     folder = f"--save {tmp_path} --load {tmp_path} "
-    found = losses(log_of(flags + folder + "--exit-interval 5")) + losses(log_of(flags + folder))
+    resumed = losses(log_of(flags + folder + "--exit-interval 5")) + losses(log_of(flags + folder))
     if dist.get_rank() == 0:
-        assert len(found) == 8 and found == losses(straight)
+        assert len(resumed) == 8 and resumed == losses(straight)

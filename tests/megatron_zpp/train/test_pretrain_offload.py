@@ -11,7 +11,7 @@ from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.recipe import build_model
 from megatron_zpp.settings.arguments import parse
 from tests.launched import ROOT
-from tests.megatron_zpp.train.pretraining import TINY, field, log_of, losses, numbers
+from tests.megatron_zpp.train.training_runs import TINY, field, log_of, loss_values, losses
 from tests.ranks import ranks
 from zeropp.ranks.topology import Environment
 
@@ -54,8 +54,8 @@ def test_frozen_weights_are_on_the_device(more, frozen):
         environment=Environment.read(), device=torch.device("meta"), mesh=mesh, store=None
     )
     model = build_model(config, 50, joined, apex=None, fill=lambda _: None).model
-    for name, one in model.named_parameters():
-        assert one.device.type == ("cpu" if one.requires_grad else frozen), name
+    for name, parameter in model.named_parameters():
+        assert parameter.device.type == ("cpu" if parameter.requires_grad else frozen), name
 
 
 @ranks(2, timeout=180)
@@ -72,9 +72,9 @@ def test_a_stop_changes_no_digit_and_offload_may_be_switched_off(tmp_path):
 def test_offload_may_be_switched_on_at_another_stage(tmp_path):
     off, on = (f"{FLAGS} --zero-stage {stage} " for stage in (1, 3))
     saved = f"--save {tmp_path} --save-interval 4 --exit-interval 4"
-    whole = numbers(log_of(off))
-    first = numbers(log_of(off + saved))
-    rest = numbers(log_of(f"{on} --cpu-optimizer --load {tmp_path}"))
+    whole = loss_values(log_of(off))
+    first = loss_values(log_of(off + saved))
+    rest = loss_values(log_of(f"{on} --cpu-optimizer --load {tmp_path}"))
     assert first + rest == pytest.approx(whole, rel=1e-3)
 
 

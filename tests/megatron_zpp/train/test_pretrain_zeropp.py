@@ -14,12 +14,12 @@ from megatron_zpp.train.evaluate import evaluate
 from megatron_zpp.train.loop import VALIDATION, loader
 from megatron_zpp.train.resume import load
 from megatron_zpp.train.run import Run
-from tests.megatron_zpp.train.pretraining import (
-    assembled,
+from tests.megatron_zpp.train.training_runs import (
+    built_run,
     field,
     log_of,
+    loss_values,
     losses,
-    numbers,
     write_log,
 )
 from tests.ranks import ranks
@@ -115,10 +115,13 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def test_losses_stay_close_to_the_unquantized_ones(stopped, tmp_path):
-    expected = numbers(run(4, f"{UNQUANTIZED} --zero-stage 3", tmp_path))
+    expected = loss_values(run(4, f"{UNQUANTIZED} --zero-stage 3", tmp_path))
     _, log = stopped
-    assert numbers(log) != expected and expected[-1] < expected[0] - 0.05
-    differences = [abs(one - other) for one, other in zip(numbers(log), expected, strict=True)]
+    assert loss_values(log) != expected and expected[-1] < expected[0] - 0.05
+    differences = [
+        abs(loss - expected_loss)
+        for loss, expected_loss in zip(loss_values(log), expected, strict=True)
+    ]
     assert all(map(lt, differences, close(log, expected)))
 
 
@@ -126,9 +129,9 @@ def test_losses_stay_close_to_the_unquantized_ones(stopped, tmp_path):
 def test_resuming_on_other_ranks(num_ranks, stopped, tmp_path):
     saved, straight = stopped
     second = run(num_ranks, f"{QUANTIZED} --load {saved}", tmp_path)
-    expected = numbers(straight)
-    pairs = zip(numbers(second), expected[10:], strict=True)
-    differences = [abs(one - other) for one, other in pairs]
+    expected = loss_values(straight)
+    pairs = zip(loss_values(second), expected[10:], strict=True)
+    differences = [abs(loss - expected_loss) for loss, expected_loss in pairs]
     assert all(map(lt, differences, close(straight, expected)[10:]))
 
 
@@ -141,12 +144,18 @@ def test_stages_1_and_2_quantize_and_send_what_the_formula_says(stage, tmp_path)
         json.dumps({"zero_optimization": quantized, "zeropp": {"ranks_per_node": 2}})
     )
     flags = f"{BATCH} {NO_DROPOUT} {NUMBERS} --train-iters 10 "
-    expected = numbers(log_of(f"{flags} --zero-stage {stage}"))
+    expected = loss_values(log_of(f"{flags} --zero-stage {stage}"))
     log = log_of(f"{flags} --deepspeed_config {path} --tensorboard-dir {tmp_path}")
     if dist.get_rank() != 0:
         return
-    apart = [abs(one - other) for one, other in zip(numbers(log), expected, strict=True)]
-    assert all(one < most for one, most in zip(apart, close(log, expected), strict=True))
+    differences = [
+        abs(loss - expected_loss)
+        for loss, expected_loss in zip(loss_values(log), expected, strict=True)
+    ]
+    assert all(
+        difference < most
+        for difference, most in zip(differences, close(log, expected), strict=True)
+    )
     for record in written(tmp_path):
         assert record["comm/across_nodes"] == record["comm/expected_across_nodes"] > 0
         assert record["comm/weights_backward_in_node"] == 0
@@ -155,7 +164,7 @@ def test_stages_1_and_2_quantize_and_send_what_the_formula_says(stage, tmp_path)
 @ranks(4)
 def test_what_is_logged_is_the_formula_but_where_an_evaluation_left_copies(tmp_path):
     flags = f"{BATCH} {ALL_THREE} --train-iters 4 --eval-interval 2 --tensorboard-dir {tmp_path}"
-    with assembled(flags) as run:
+    with built_run(flags) as run:
         formula = run.sharding.forecast.node(num_micro_batches=2)
     log = log_of(flags)
     if dist.get_rank() != 0:
@@ -180,10 +189,10 @@ def test_the_weights_cross_once_for_a_step_whatever_its_micro_batches(tmp_path):
         if dist.get_rank() == 0:
             by_batch.append(written(folder)[0])
     if dist.get_rank() == 0:
-        one, four = by_batch
+        one_micro_batch, four_micro_batches = by_batch
         weights, gradients = "comm/weights_forward_across_nodes", "comm/gradients_across_nodes"
-        assert four[weights] == one[weights] > 0
-        assert four[gradients] == 4 * one[gradients] > 0
+        assert four_micro_batches[weights] == one_micro_batch[weights] > 0
+        assert four_micro_batches[gradients] == 4 * one_micro_batch[gradients] > 0
 
 
 @pytest.mark.parametrize(
@@ -193,7 +202,7 @@ def test_the_weights_cross_once_for_a_step_whatever_its_micro_batches(tmp_path):
 )  # fmt: skip
 @ranks(4)
 def test_what_does_not_fit_the_ranks_ends_before_data_is_opened(
-    partition, ranks_per_node, said, tmp_path
+    partition, ranks_per_node, message, tmp_path
 ):
     path = tmp_path / f"rank-{dist.get_rank()}.json"
     zero = {"stage": 3, "zero_hpz_partition_size": partition}
@@ -202,8 +211,8 @@ def test_what_does_not_fit_the_ranks_ends_before_data_is_opened(
     opened = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_zpp.train.inputs.open_source", lambda *_: opened.append(True))
-        with pytest.raises(InputError, match=said):
-            with assembled(f"{BATCH} --train-iters 1 --deepspeed_config {path}"):
+        with pytest.raises(InputError, match=message):
+            with built_run(f"{BATCH} --train-iters 1 --deepspeed_config {path}"):
                 pass
     assert not opened
 
@@ -212,9 +221,9 @@ def test_what_does_not_fit_the_ranks_ends_before_data_is_opened(
 def test_weights_loaded_in_place_are_the_ones_that_are_evaluated(tmp_path):
     flags = f"{BATCH} {ALL_THREE} --train-iters 3 "
     log_of(f"{flags} --save {tmp_path}")
-    with assembled(f"{flags} --load {tmp_path}") as run:
+    with built_run(f"{flags} --load {tmp_path}") as run:
         fresh = validation_loss(run)
-    with assembled(flags) as run:
+    with built_run(flags) as run:
         untrained = validation_loss(run)  # leaves copies of the untrained weights
         from_folder = replace(run.config.checkpoint, load=str(tmp_path))
         config = replace(run.config, checkpoint=from_folder)

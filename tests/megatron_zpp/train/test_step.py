@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_zpp.train.loop import TRAIN, loader
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.step import train_step
-from tests.megatron_zpp.train.pretraining import assembled, log_behind, log_of
+from tests.megatron_zpp.train.training_runs import built_run, log_of, log_of_asynchronous
 from tests.ranks import ranks
 from zeropp import InputError
 from zeropp.optim import FusedAdam
@@ -31,10 +31,10 @@ class NoWaiting:
     """
 
     def __init__(self, counts: list[torch.Tensor]) -> None:
-        places = {one.data_ptr() for one in counts}
+        places = {count.data_ptr() for count in counts}
 
-        def check(name: str, reading: set[str], args: tuple) -> None:
-            if name in reading and args[0].data_ptr() not in places:
+        def check(name: str, reads: set[str], args: tuple) -> None:
+            if name in reads and args[0].data_ptr() not in places:
                 raise AssertionError(f"{name} of a tensor: the host waits for the device")
 
         class Calls(TorchFunctionMode):
@@ -59,12 +59,12 @@ class NoWaiting:
 
 
 def read_nothing(flags: str, optimizer: Callable[[Run], torch.optim.Optimizer]) -> None:
-    with assembled(f"--train-iters 3 --log-interval 100 --clip-grad 0.1 {flags}") as run:
+    with built_run(f"--train-iters 3 --log-interval 100 --clip-grad 0.1 {flags}") as run:
         run = dataclasses.replace(run, optimizer=optimizer(run))
         with loader(run, TRAIN, 0) as batches:
             train_step(run, batches).result()
             run.optimizer.state_dict()  # FusedAdam looks back at its step before, if any
-            with NoWaiting([one["step"] for one in run.optimizer.state.values()]):
+            with NoWaiting([state["step"] for state in run.optimizer.state.values()]):
                 begun = train_step(run, batches)
             assert begun.result().grad_norm > 0.1
 
@@ -103,13 +103,14 @@ def test_numbers_read_an_iteration_later_are_the_same_and_in_their_place(stop, t
         f"--log-interval 2 {stop}"
     )
     first, second = (
-        read(flags + f"--save {Path(tmp_path, read.__name__)}") for read in (log_of, log_behind)
+        read(flags + f"--save {Path(tmp_path, read.__name__)}")
+        for read in (log_of, log_of_asynchronous)
     )
     first, second = (re.sub(r"log_(of|behind)", "", numbers_of(log)) for log in (first, second))
     assert first == second
 
 
-@pytest.mark.parametrize("log", [log_of, log_behind])
+@pytest.mark.parametrize("log", [log_of, log_of_asynchronous])
 @ranks(1)
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_iteration(log):
     with pytest.raises(InputError, match=r"is (nan|inf) at iteration \d+, and no update was made"):

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import ranks
-from tests.zeropp.deepspeed.engines import engine_of, run, whole
-from tests.zeropp.given import ALL_THREE
-from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
+from tests.zeropp.deepspeed.small_engine import engine_of, gathered_parameters, run
+from tests.zeropp.prescribed_gradients import ALL_THREE
+from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import Engine, InputError
 
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.02}}
@@ -23,7 +23,7 @@ SETTINGS = {
 
 def blank() -> torch.nn.Module:
     """The stack with other weights than `fresh_stack`."""
-    model = fresh_stack()
+    model = small_model()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.25)
@@ -45,8 +45,8 @@ def test_a_resumed_run_equals_one_that_never_stopped(name, tmp_path):
     assert (second.global_steps, second.loss_scale) == (3, first.loss_scale)
     assert second.get_lr() == first.get_lr()
     assert run(second, steps=3, first=3) == expected[3:]
-    for key, weight in whole(through.module).items():
-        assert torch.equal(whole(second.module)[key], weight)
+    for key, weight in gathered_parameters(through.module).items():
+        assert torch.equal(gathered_parameters(second.module)[key], weight)
 
 
 @ranks(4, ranks_per_node=2)
@@ -113,14 +113,14 @@ def test_parts_can_be_loaded_alone(tmp_path):
     some.load_checkpoint(tmp_path, load_optimizer_states=False, load_lr_scheduler_states=False)
     assert some.global_steps == 3 and not some.optimizer.state and some.get_lr() == [0.0]
     del some.module.blocks[2]
-    shorter = fresh_stack()
+    shorter = small_model()
     del shorter.blocks[2]
     shorter = engine_of(shorter)
     with pytest.raises(InputError, match="only in the checkpoint: blocks.2"):
         shorter.load_checkpoint(tmp_path, load_optimizer_states=False)
     shorter.load_checkpoint(tmp_path, load_module_strict=False, load_optimizer_states=False)
-    for name, weight in whole(shorter.module).items():
-        assert torch.equal(weight, whole(engine.module)[name])
+    for name, weight in gathered_parameters(shorter.module).items():
+        assert torch.equal(weight, gathered_parameters(engine.module)[name])
 
 
 @ranks(2)

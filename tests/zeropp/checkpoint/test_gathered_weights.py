@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import ranks
-from tests.zeropp.deepspeed.engines import engine_of, whole
-from tests.zeropp.stack import Stack, fresh_stack
+from tests.zeropp.deepspeed.small_engine import engine_of, gathered_parameters
+from tests.zeropp.small_model import SmallModel, small_model
 
 
-class Tied(Stack):
+class Tied(SmallModel):
     """The stack with its head as a module of its own and a buffer that is no float."""
 
     def __init__(self) -> None:
@@ -30,7 +30,10 @@ def tied() -> Tied:
 @ranks(2)
 def test_the_plain_model_loads_what_a_sharded_one_saved(stage, tmp_path):
     engine = engine_of(tied(), stage=stage, bf16={"enabled": True})
-    expected = {name: weight.bfloat16().float() for name, weight in whole(engine.module).items()}
+    expected = {
+        name: weight.bfloat16().float()
+        for name, weight in gathered_parameters(engine.module).items()
+    }
     engine.save_16bit_model(tmp_path / "new")
     engine.save_16bit_model(tmp_path / "new", "model.safetensors")
     dist.barrier()
@@ -39,8 +42,8 @@ def test_the_plain_model_loads_what_a_sharded_one_saved(stage, tmp_path):
     assert saved["embedding.weight"].dtype == torch.bfloat16
     assert saved["embedding.weight"].data_ptr() == saved["head.weight"].data_ptr()
     by_torch.load_state_dict(saved)
-    kept = safetensors.torch.load_file(tmp_path / "new/model.safetensors")
-    assert {"embedding.weight", "head.weight"} & set(kept) == {"embedding.weight"}
+    stored = safetensors.torch.load_file(tmp_path / "new/model.safetensors")
+    assert {"embedding.weight", "head.weight"} & set(stored) == {"embedding.weight"}
     safetensors.torch.load_model(by_safetensors, tmp_path / "new/model.safetensors")
     for model in (by_torch, by_safetensors):
         assert model.head.weight is model.embedding.weight and model.seen.tolist() == [0, 1, 2]
@@ -53,5 +56,5 @@ def test_one_rank_in_fp16_writes_fp16(tmp_path):
     engine = engine_of(fp16={"enabled": True})
     path = engine.save_16bit_model(tmp_path)
     saved = torch.load(path, weights_only=True)
-    for name, weight in fresh_stack().named_parameters():
+    for name, weight in small_model().named_parameters():
         assert torch.equal(saved[name], weight.detach().half())

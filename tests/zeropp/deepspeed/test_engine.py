@@ -15,23 +15,23 @@ from torch.utils.data import TensorDataset
 
 import zeropp
 from tests.ranks import ranks
-from tests.zeropp.deepspeed.engines import (
+from tests.zeropp.deepspeed.small_engine import (
     ADAMW,
     adamw,
     config_of,
     engine_of,
+    gathered_parameters,
     run,
-    run_plainly,
-    whole,
+    run_without_engine,
 )
-from tests.zeropp.stack import Stack, fresh_stack, loss_of, tokens_of
+from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
 from zeropp import InputError
 
 SAME = 1e-5
 
 
 def check_like_plain_loop(stage: int, micro_batches: int) -> None:
-    losses, norms, model = run_plainly()
+    losses, norms, model = run_without_engine()
     engine = engine_of(stage=stage, micro_batches=micro_batches)
     assert engine.zero_optimization_stage() == stage
     assert run(engine) == pytest.approx(losses, rel=SAME)
@@ -39,7 +39,9 @@ def check_like_plain_loop(stage: int, micro_batches: int) -> None:
     assert norms[-1] > 0.5  # so clipping was at work
     assert (engine.global_steps, engine.micro_steps) == (4, 4 * micro_batches)
     for name, weight in model.named_parameters():
-        torch.testing.assert_close(whole(engine.module)[name], weight.detach(), rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            gathered_parameters(engine.module)[name], weight.detach(), rtol=0, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -58,7 +60,7 @@ def test_one_rank_trains_as_one_process(stage):
 def test_batch_sizes_and_counters():
     engine, optimizer, loader, schedule = zeropp.initialize(
         SimpleNamespace(deepspeed_config=config_of(micro_batches=2)),
-        fresh_stack(),
+        small_model(),
         training_data=TensorDataset(torch.arange(11)),
     )
     assert engine.optimizer is optimizer and schedule is None
@@ -85,17 +87,17 @@ def test_batch_sizes_and_counters():
 def test_an_optimizer_made_before_sharding_trains_as_one_named_in_the_json():
     expected = run(engine_of())
     unnamed = config_of() | {"optimizer": {}}
-    model = fresh_stack()
+    model = small_model()
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     early = adamw(model.parameters())
     engine, returned, *_ = zeropp.initialize(model=model, optimizer=early, config=unnamed)
     assert returned is early
     assert run(engine) == expected
-    after = whole(engine.module)
+    after = gathered_parameters(engine.module)
     assert all(not torch.equal(before[name], after[name]) for name in before)
-    engine, *_ = zeropp.initialize(model=fresh_stack(), optimizer=adamw, config=unnamed)
+    engine, *_ = zeropp.initialize(model=small_model(), optimizer=adamw, config=unnamed)
     assert run(engine) == expected
-    model = fresh_stack()
+    model = small_model()
     chosen = [{"params": model.embedding.parameters()}, {"params": model.blocks.parameters()}]
     engine, *_ = zeropp.initialize(model=model, model_parameters=chosen, config=config_of())
     assert len(engine.optimizer.param_groups) == 2
@@ -111,12 +113,12 @@ def test_groups_keep_their_options_and_parameters_left_out_stay():
         ]
         return torch.optim.SGD(groups, lr=1.0, momentum=0.5)
 
-    model = fresh_stack()
+    model = small_model()
     unnamed = config_of() | {"optimizer": {}}
     engine, *_ = zeropp.initialize(model=model, optimizer=partly(model), config=unnamed)
     losses = run(engine)
-    before = dict(fresh_stack().named_parameters())
-    after = whole(engine.module)
+    before = dict(small_model().named_parameters())
+    after = gathered_parameters(engine.module)
     changed = {name for name in before if not torch.equal(before[name].detach(), after[name])}
     assert changed == {"blocks.0.up.weight"} and losses[0] != losses[1]
 
@@ -124,15 +126,15 @@ def test_groups_keep_their_options_and_parameters_left_out_stay():
 @ranks(2)
 def test_frozen_parameters_stay_and_the_rest_trains_as_alone():
     def frozen() -> torch.nn.Module:
-        model = fresh_stack()
+        model = small_model()
         model.embedding.requires_grad_(False)
         model.blocks[1].requires_grad_(False)
         return model
 
-    losses, _, plain = run_plainly(model=frozen())
+    losses, _, plain = run_without_engine(model=frozen())
     engine = engine_of(frozen())
     assert run(engine) == pytest.approx(losses, rel=SAME)
-    for name, weight in whole(engine.module).items():
+    for name, weight in gathered_parameters(engine.module).items():
         if name.startswith(("embedding", "blocks.1")):
             assert torch.equal(weight, dict(plain.named_parameters())[name].detach())
 
@@ -149,18 +151,18 @@ def test_evaluation_anywhere_sees_the_newest_weights_and_changes_nothing(stage):
 
     expected = run(engine_of(stage=stage, micro_batches=2))
     engine = engine_of(stage=stage, micro_batches=2)
-    seen, losses = [evaluate()], []
+    evaluations, losses = [evaluate()], []
     for step in range(3):
         mine = tokens_of(step).chunk(2)[dist.get_rank()]
         for tokens in mine.chunk(2):
             loss = loss_of(engine, tokens)
-            assert evaluate() == seen[-1]
+            assert evaluate() == evaluations[-1]
             engine.backward(loss)
-            assert evaluate() == seen[-1]
+            assert evaluate() == evaluations[-1]
             engine.step()
             losses.append(loss.item() / 2)
-        seen.append(evaluate())
-    assert len(set(seen)) == 4
+        evaluations.append(evaluate())
+    assert len(set(evaluations)) == 4
     total = torch.tensor(losses).view(3, 2).sum(dim=1)
     dist.all_reduce(total)
     assert (total / 2).tolist() == pytest.approx(expected[:3], rel=SAME)
@@ -171,11 +173,13 @@ def test_fp16_overflow_skips_the_step_and_the_schedule():
     fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
     engine = engine_of(fp16=fp16, scheduler=schedule, micro_batches=2)
-    before = whole(engine.module)
+    before = gathered_parameters(engine.module)
     run(engine, steps=1)
     assert engine.skipped_steps == 1 and engine.global_steps == 1
     assert engine.loss_scale == 2.0**23 and engine.lr_scheduler.last_epoch == 0
-    assert all(torch.equal(before[name], now) for name, now in whole(engine.module).items())
+    assert all(
+        torch.equal(before[name], now) for name, now in gathered_parameters(engine.module).items()
+    )
     losses = run(engine, steps=30)
     assert 1 < engine.skipped_steps < 25 and losses[-1] < losses[0]
     assert engine.lr_scheduler.last_epoch == engine.global_steps - engine.skipped_steps
@@ -185,11 +189,13 @@ def test_fp16_overflow_skips_the_step_and_the_schedule():
 @ranks(2)
 def test_gradients_that_are_not_numbers_end_with_an_error_and_no_update():
     engine = engine_of()
-    before = whole(engine.module)
+    before = gathered_parameters(engine.module)
     engine.backward(loss_of(engine, tokens_of(0)) * float("nan"))
     with pytest.raises(InputError, match="nan at step 1, and no update was made"):
         engine.step()
-    assert all(torch.equal(before[name], now) for name, now in whole(engine.module).items())
+    assert all(
+        torch.equal(before[name], now) for name, now in gathered_parameters(engine.module).items()
+    )
 
 
 @ranks(2)
@@ -203,11 +209,11 @@ def test_two_engines_in_one_process_do_not_disturb_each_other():
 @ranks(2)
 def test_all_ranks_get_the_first_ranks_weights():
     torch.manual_seed(100 + dist.get_rank())
-    engine = engine_of(Stack())
+    engine = engine_of(SmallModel())
     torch.manual_seed(100)
-    plain = Stack()
+    plain = SmallModel()
     for name, weight in plain.named_parameters():
-        assert torch.equal(whole(engine.module)[name], weight.detach())
+        assert torch.equal(gathered_parameters(engine.module)[name], weight.detach())
 
 
 @ranks(1)

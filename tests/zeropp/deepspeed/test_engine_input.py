@@ -7,8 +7,8 @@ from torch import nn
 
 import zeropp
 from tests.ranks import ranks
-from tests.zeropp.deepspeed.engines import adamw, config_of, engine_of, run
-from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
+from tests.zeropp.deepspeed.small_engine import adamw, config_of, engine_of, run
+from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError
 
 UNNAMED = config_of() | {"optimizer": {}}
@@ -59,13 +59,13 @@ ARGUMENTS = {
 def test_arguments_that_cannot_be_served():
     for arguments, message in ARGUMENTS.values():
         with pytest.raises(InputError) as raised:
-            zeropp.initialize(**{"model": fresh_stack(), "config": config_of(), **arguments})
+            zeropp.initialize(**{"model": small_model(), "config": config_of(), **arguments})
         assert message in str(raised.value)
 
 
 @ranks(2)
 def test_an_optimizer_that_has_stepped_is_refused():
-    model = fresh_stack()
+    model = small_model()
     optimizer = adamw(model.parameters())
     loss_of(model, tokens_of(0)).backward()
     optimizer.step()
@@ -79,14 +79,14 @@ def test_an_optimizer_that_has_stepped_is_refused():
 def test_ranks_are_joined_unless_that_is_refused():
     dist.destroy_process_group()
     with pytest.raises(InputError, match="dist_init_required=False, and"):
-        zeropp.initialize(model=fresh_stack(), config=config_of(), dist_init_required=False)
+        zeropp.initialize(model=small_model(), config=config_of(), dist_init_required=False)
     assert not dist.is_initialized()
 
 
 @ranks(1)
 def test_a_model_on_the_meta_device_is_refused():
     with torch.device("meta"):
-        model = fresh_stack()
+        model = small_model()
     with pytest.raises(InputError, match="inside zeropp.zero.Init"):
         zeropp.initialize(model=model, config=config_of())
 
@@ -104,7 +104,7 @@ def test_calls_in_the_wrong_order():
     engine.step()
     with pytest.raises(InputError, match=r"save where micro_steps \(1\) is a multiple"):
         engine.save_checkpoint("nowhere")
-    without, *_ = zeropp.initialize(model=fresh_stack(), config=UNNAMED)
+    without, *_ = zeropp.initialize(model=small_model(), config=UNNAMED)
     assert run(engine_of(), steps=1)[0] == loss_of(without, tokens_of(0)).item()
     with pytest.raises(InputError, match="needs an optimizer"):
         without.step()

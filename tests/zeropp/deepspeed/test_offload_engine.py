@@ -8,8 +8,8 @@ import torch
 
 import zeropp
 from tests.ranks import ranks
-from tests.zeropp.deepspeed.engines import CLIP, SAMPLES, run
-from tests.zeropp.stack import Stack, fresh_stack, loss_of, tokens_of
+from tests.zeropp.deepspeed.small_engine import CLIP, SAMPLES, run
+from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
 from zeropp import Engine, FusedAdam, InputError
 
 ON_HOST = {"offload_optimizer": {"device": "cpu"}}
@@ -23,15 +23,15 @@ def settings_of(zero: dict, **more: object) -> dict:
     } | more  # fmt: skip
 
 
-def engine_of(zero: dict, model: Stack | None = None, **more: object) -> Engine:
+def engine_of(zero: dict, model: SmallModel | None = None, **more: object) -> Engine:
     """An engine whose optimizer, our Adam, was made of all the model's parameters."""
-    model = fresh_stack() if model is None else model
-    given = FusedAdam(model.parameters(), lr=LR)
-    return zeropp.initialize(model=model, optimizer=given, config=settings_of(zero, **more))[0]
+    model = small_model() if model is None else model
+    optimizer = FusedAdam(model.parameters(), lr=LR)
+    return zeropp.initialize(model=model, optimizer=optimizer, config=settings_of(zero, **more))[0]
 
 
-def partly_frozen() -> Stack:
-    model = fresh_stack()
+def partly_frozen() -> SmallModel:
+    model = small_model()
     model.blocks[1].requires_grad_(False)
     model.blocks[2].down.requires_grad_(False)
     return model
@@ -70,12 +70,12 @@ def test_what_is_frozen_later_stays_as_it_is():
 @ranks(2)
 def test_a_schedule_of_the_given_optimizer_goes_on_after_loading(tmp_path):
     def scheduled() -> Engine:
-        model = fresh_stack()
-        given = FusedAdam(model.parameters(), lr=LR)
-        schedule = torch.optim.lr_scheduler.LambdaLR(given, lambda step: 1 / (step + 1))
+        model = small_model()
+        adam = FusedAdam(model.parameters(), lr=LR)
+        schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 / (step + 1))
         settings = settings_of({"stage": 2} | ON_HOST)
         return zeropp.initialize(
-            model=model, optimizer=given, lr_scheduler=schedule, config=settings
+            model=model, optimizer=adam, lr_scheduler=schedule, config=settings
         )[0]
 
     engine, again = scheduled(), scheduled()
@@ -91,24 +91,24 @@ def test_a_schedule_of_the_given_optimizer_goes_on_after_loading(tmp_path):
 @pytest.mark.parametrize("zero", [{}, ON_HOST], ids=["on the device", "offloaded"])
 @ranks(2)
 def test_moments_of_another_optimizer_are_named_when_they_are_loaded(zero, tmp_path):
-    model = fresh_stack()
-    given = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    model = small_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     settings = settings_of({"stage": 3})
-    other = zeropp.initialize(model=model, optimizer=given, config=settings)[0]
-    run(other, 1)
-    other.save_checkpoint(tmp_path)
+    sgd_engine = zeropp.initialize(model=model, optimizer=sgd, config=settings)[0]
+    run(sgd_engine, 1)
+    sgd_engine.save_checkpoint(tmp_path)
     with pytest.raises(InputError, match="holds momentum_buffer.*Adam.*exp_avg, exp_avg_sq"):
         engine_of({"stage": 3} | zero).load_checkpoint(tmp_path)
 
 
 @ranks(1)
 def test_one_rank_with_weights_that_somebody_refers_to_weakly():
-    model = fresh_stack()
-    known = [weakref.ref(one) for one in model.parameters()]
+    model = small_model()
+    references = [weakref.ref(parameter) for parameter in model.parameters()]
     late = {"delayed_param_update": True, "delayed_param_update_warmup": 0}
     engine = engine_of({"stage": 2} | ON_HOST, model, zeropp=late)
     run(engine, 2)
-    assert all(one() is own for one, own in zip(known, model.parameters(), strict=True))
+    assert all(one() is own for one, own in zip(references, model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("clear", ["engine", "optimizer"])

@@ -20,8 +20,8 @@ from megatron_zpp.models.weight_names import TABLES
 from megatron_zpp.settings.config import LoraConfig, TokenizerConfig
 from tests.megatron_zpp.models.foreign_models import gpt2, llama, saved
 from tests.ranks import ranks
-from tests.zeropp import lora
-from tests.zeropp.lora import local_of, rounded
+from tests.zeropp import lora_model
+from tests.zeropp.lora_model import local_tensor, with_quantized_weights
 from zeropp.wire.frozen_weights import is_quantized
 
 RANK, ALPHA, STEPS = 4, 8, 4
@@ -51,24 +51,24 @@ def own_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def plain_losses(model: nn.Module) -> list[float]:
     """Of one process with PyTorch's AdamW."""
-    return lora.expected_losses(model, STEPS, 2, 2, loss_of, tokens_of)
+    return lora_model.expected_losses(model, STEPS, 2, 2, loss_of, tokens_of)
 
 
 def config_of(zero: dict) -> dict:
-    optimizer = {"type": "AdamW", "params": {"lr": lora.LR, "weight_decay": 0.01}}
+    optimizer = {"type": "AdamW", "params": {"lr": lora_model.LR, "weight_decay": 0.01}}
     batch = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
     return batch | {"zero_optimization": zero, "optimizer": optimizer}
 
 
 def losses_of(engine: zeropp.Engine, loss_of: Callable = loss_of) -> list[float]:
     engine.train()
-    return lora.engine_losses(engine, STEPS, loss_of, tokens_of)
+    return lora_model.engine_losses(engine, STEPS, loss_of, tokens_of)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @ranks(2)
 def test_frozen_before_and_after(when: str) -> None:
-    expected = plain_losses(rounded(converted(llama()), 2))
+    expected = plain_losses(with_quantized_weights(converted(llama()), 2))
     if when == "before":
         engine, *_ = zeropp.initialize(model=converted(llama()), config=config_of(MIXZ))
     else:
@@ -76,10 +76,10 @@ def test_frozen_before_and_after(when: str) -> None:
         converted(engine.module)
         engine.optimizer.quantize_nontrainable_params()
     parameters = dict(engine.module.named_parameters())
-    frozen = {name: one for name, one in parameters.items() if ".lora_" not in name}
-    assert all(is_quantized(one) == (one.ndim > 1) for one in frozen.values())
+    frozen = {name: parameter for name, parameter in parameters.items() if ".lora_" not in name}
+    assert all(is_quantized(parameter) == (parameter.ndim > 1) for parameter in frozen.values())
     wide = parameters[next(name for name in parameters if "gate_proj.lora_B" in name)]
-    assert wide.shape == (40, RANK) and len(local_of(wide)) == 20
+    assert wide.shape == (40, RANK) and len(local_tensor(wide)) == 20
     assert losses_of(engine) == pytest.approx(expected, rel=CLOSE)
     assert expected[-1] < expected[0] - 0.05
 
@@ -122,7 +122,7 @@ CONVERSIONS = {
 @ranks(2)
 def test_whatever_peft_adds_is_gathered(kind: str, when: str) -> None:
     make, convert = CONVERSIONS[kind]
-    expected = plain_losses(rounded(convert(make()), 2))
+    expected = plain_losses(with_quantized_weights(convert(make()), 2))
     engine, *_ = zeropp.initialize(
         model=convert(make()) if when == "before" else make(), config=config_of(MIXZ)
     )
@@ -140,17 +140,17 @@ def test_transformers_generate(when: str) -> None:
     """PEFT's asks the model inside it, whose embeddings are the whole's; once they cross nodes."""
     config = config_of(MIXZ | {"zero_hpz_partition_size": 2})
     config["train_micro_batch_size_per_gpu"] = 1
-    asked = {"input_ids": tokens_of(0)[:2, :6], "max_new_tokens": 6, "do_sample": False}
-    expected = rounded(converted(llama()), 4).generate(**asked)
+    arguments = {"input_ids": tokens_of(0)[:2, :6], "max_new_tokens": 6, "do_sample": False}
+    expected = with_quantized_weights(converted(llama()), 4).generate(**arguments)
     if when == "before":
         engine, *_ = zeropp.initialize(model=converted(llama()), config=config)
     else:
         engine, *_ = zeropp.initialize(model=llama(), config=config)
         converted(engine.module)
         engine.optimizer.quantize_nontrainable_params()
-    assert torch.equal(engine.eval().generate(**asked), expected)
+    assert torch.equal(engine.eval().generate(**arguments), expected)
     engine.sharding.traffic.take()
-    assert torch.equal(engine.generate(**asked), expected)
+    assert torch.equal(engine.generate(**arguments), expected)
     sent = engine.sharding.traffic.take()
     assert sent["weights_forward", "across_nodes"] == 0 < sent["weights_forward", "in_node"]
 
@@ -161,24 +161,26 @@ def test_adapters_are_saved_as_peft_saves_them(tmp_path: object) -> None:
     model = converted(engine.module)
     engine.optimizer.quantize_nontrainable_params()
     losses_of(engine)
-    trained = [one for one in engine.module.parameters() if one.requires_grad]
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     with zeropp.zero.GatheredParameters(trained):
         if dist.get_rank() == 0:
             model.save_pretrained(tmp_path / "adapters")
     dist.barrier()
-    base = rounded(llama().requires_grad_(False), 2)
+    base = with_quantized_weights(llama().requires_grad_(False), 2)
     plain = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
     with torch.no_grad():
-        found, expected = (one(input_ids=tokens_of(9)).logits for one in (engine.eval(), plain))
-    assert torch.allclose(found, expected, atol=1e-5)
+        logits, expected = (
+            model(input_ids=tokens_of(9)).logits for model in (engine.eval(), plain)
+        )
+    assert torch.allclose(logits, expected, atol=1e-5)
 
 
 @ranks(2)
 def test_the_snippet_of_the_tutorial() -> None:
     """MixZ++'s tutorial: a base model is initialized, converted to LoRA, and one call follows."""
-    expected = plain_losses(rounded(converted(llama()), 2))
+    expected = plain_losses(with_quantized_weights(converted(llama()), 2))
     model, args = llama(), SimpleNamespace(local_rank=0, deepspeed_config=None)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lora.LR, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lora_model.LR, weight_decay=0.01)
     lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     ds_config = {name: value for name, value in config_of(MIXZ).items() if name != "optimizer"}
 
@@ -194,8 +196,8 @@ def test_the_snippet_of_the_tutorial() -> None:
     model.optimizer.quantize_nontrainable_params()
 
     assert losses_of(model) == pytest.approx(expected, rel=CLOSE)
-    assert {one for group in optimizer.param_groups for one in group["params"]} == {
-        one for name, one in model.module.named_parameters() if ".lora_" in name
+    assert {parameter for group in optimizer.param_groups for parameter in group["params"]} == {
+        adapter for name, adapter in model.module.named_parameters() if ".lora_" in name
     }
 
 
@@ -222,7 +224,7 @@ def copy_adapters(theirs: peft.PeftModel, ours: GPT) -> None:
     for name, parameter in ours.named_parameters():
         layer = name.split(".lora_")[0]
         if ".lora_A." in name:
-            (weight,) = table.row(f"{layer}.weight").theirs
+            (weight,) = table.row(f"{layer}.weight").hf_names
             parameter.copy_(there[weight.removesuffix("weight") + "lora_A.default.weight"])
         elif ".lora_B." in name:
             parameter.zero_()
@@ -237,6 +239,6 @@ def test_our_lora_learns_as_pefts(kind: str, tmp_path: object) -> None:
     copy_adapters(theirs, ours)
     zero = config_of({"stage": 3})
     expected = losses_of(zeropp.initialize(model=theirs, config=zero)[0])
-    found = losses_of(zeropp.initialize(model=ours, config=zero)[0], own_loss)
-    assert found == pytest.approx(expected, rel=CLOSE)
+    own_losses = losses_of(zeropp.initialize(model=ours, config=zero)[0], own_loss)
+    assert own_losses == pytest.approx(expected, rel=CLOSE)
     assert expected[-1] < expected[0] - 0.05

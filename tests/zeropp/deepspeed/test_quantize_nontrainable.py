@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 import zeropp
 from tests.ranks import ranks
-from tests.zeropp.lora import adapt, adapted_stack, engine_losses, rounded
-from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
+from tests.zeropp.lora_model import add_adapters, engine_losses, lora_model, with_quantized_weights
+from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError
 from zeropp.wire.frozen_weights import is_quantized
 
@@ -18,26 +18,28 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 
 @ranks(2)
 def test_a_model_without_an_optimizer_is_stored_so_too():
-    engine, *_ = zeropp.initialize(model=fresh_stack(), config=CONFIG)
+    engine, *_ = zeropp.initialize(model=small_model(), config=CONFIG)
     engine.module.requires_grad_(False)
     engine.quantize_nontrainable_params()
     assert is_quantized(engine.module.blocks[0].up.weight)
     with torch.no_grad():
-        found = loss_of(engine, tokens_of(0)).item()
-        expected = loss_of(rounded(fresh_stack().requires_grad_(False), 2), tokens_of(0)).item()
-    assert found == pytest.approx(expected, rel=1e-5)
+        loss = loss_of(engine, tokens_of(0)).item()
+        expected = loss_of(
+            with_quantized_weights(small_model().requires_grad_(False), 2), tokens_of(0)
+        ).item()
+    assert loss == pytest.approx(expected, rel=1e-5)
 
 
 @ranks(1)
 def test_an_optimizer_of_nothing_is_an_error():
-    frozen = fresh_stack().requires_grad_(False)
+    frozen = small_model().requires_grad_(False)
     with pytest.raises(InputError, match="all parameters are frozen"):
         zeropp.initialize(model=frozen, config=CONFIG | {"optimizer": ADAMW})
 
 
 @ranks(2)
 def test_names_in_an_optimizer_stay_those_of_its_parameters():
-    model = fresh_stack()
+    model = small_model()
     optimizer = torch.optim.SGD(
         [
             {"params": list(model.blocks.named_parameters(prefix="blocks"))},
@@ -46,7 +48,7 @@ def test_names_in_an_optimizer_stay_those_of_its_parameters():
         lr=0.1,
     )
     engine, *_ = zeropp.initialize(model=model, optimizer=optimizer, config=CONFIG)
-    adapt(engine.module)
+    add_adapters(engine.module)
     engine.optimizer.quantize_nontrainable_params()
     first, second = optimizer.param_groups
     named = dict(engine.module.named_parameters())
@@ -56,7 +58,7 @@ def test_names_in_an_optimizer_stay_those_of_its_parameters():
 
 @ranks(2)
 def test_more_may_be_frozen_later_and_gains_trained_again():
-    engine, *_ = zeropp.initialize(model=adapted_stack(), config=CONFIG | {"optimizer": ADAMW})
+    engine, *_ = zeropp.initialize(model=lora_model(), config=CONFIG | {"optimizer": ADAMW})
     engine_losses(engine, 1)
     gain, thin = engine.module.blocks[0].norm.weight, engine.module.blocks[1].up.down.weight
     gain.requires_grad_(True)

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 import zeropp
 from tests.ranks import ranks
-from tests.zeropp.deepspeed.engines import config_of, engine_of, run, whole
-from tests.zeropp.stack import Stack, fresh_stack, loss_of, tokens_of
+from tests.zeropp.deepspeed.small_engine import config_of, engine_of, gathered_parameters, run
+from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
 from zeropp import InputError
 from zeropp.deepspeed.zero import GatheredParameters, Init
 from zeropp.sharding.recorded_tensor import RecordedTensor
@@ -24,11 +24,11 @@ def test_a_model_built_later_trains_as_one_built_at_once(stage):
     expected = run(engine_of(stage=stage))
     with Init(config_dict_or_path=config_of()):
         torch.manual_seed(5 + dist.get_rank())  # the first rank's seed is fresh_stack's
-        model = Stack()
-    assert all(isinstance(one, RecordedTensor) for one in model.parameters())
+        model = SmallModel()
+    assert all(isinstance(parameter, RecordedTensor) for parameter in model.parameters())
     engine = engine_of(model, stage=stage)
-    plain = dict(fresh_stack().named_parameters())
-    for name, weight in whole(engine.module).items():
+    plain = dict(small_model().named_parameters())
+    for name, weight in gathered_parameters(engine.module).items():
         assert torch.equal(weight, plain[name].detach())
     assert run(engine) == expected
 
@@ -38,7 +38,7 @@ def test_the_optimizer_of_a_model_built_later_may_be_offloaded():
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     expected = run(engine_of(zero_optimization=zero))
     with Init():
-        model = fresh_stack()
+        model = small_model()
     assert run(engine_of(model, zero_optimization=zero)) == expected
 
 
@@ -46,7 +46,7 @@ def test_the_optimizer_of_a_model_built_later_may_be_offloaded():
 def test_an_optimizer_may_hold_parameters_that_do_not_exist_yet():
     expected = run(engine_of())
     with Init():
-        model = fresh_stack()
+        model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01, fused=True)
     unnamed = config_of() | {"optimizer": {}}
     engine, *_ = zeropp.initialize(model=model, optimizer=optimizer, config=unnamed)
@@ -55,32 +55,36 @@ def test_an_optimizer_may_hold_parameters_that_do_not_exist_yet():
 
 @ranks(2)
 def test_shard_gives_memory_too_and_only_the_first_rank_makes_whole_tensors():
-    made = []
+    materialized_shapes = []
 
     with Init():
-        model = fresh_stack()
+        model = small_model()
     original = RecordedTensor.materialize
-    RecordedTensor.materialize = lambda self: made.append(self.shape) or original(self)
+    RecordedTensor.materialize = lambda self: (
+        materialized_shapes.append(self.shape) or original(self)
+    )
     try:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
         config = zeropp.ZeroConfig.from_json({"zero_optimization": {"stage": 3}})
         sharding = zeropp.shard(model, mesh, config)
     finally:
         RecordedTensor.materialize = original
-    assert len(made) == (19 if dist.get_rank() == 0 else 0)
-    assert all(isinstance(one, DTensor) for one in sharding.model.parameters())
+    assert len(materialized_shapes) == (19 if dist.get_rank() == 0 else 0)
+    assert all(isinstance(parameter, DTensor) for parameter in sharding.model.parameters())
     with torch.no_grad():
-        assert loss_of(model, tokens_of(0)) == loss_of(fresh_stack(), tokens_of(0))
+        assert loss_of(model, tokens_of(0)) == loss_of(small_model(), tokens_of(0))
 
 
 @ranks(1)
 def test_one_rank_and_a_disabled_block_build_ordinary_models():
     with Init(enabled=False):
-        assert not any(isinstance(one, RecordedTensor) for one in fresh_stack().parameters())
+        assert not any(
+            isinstance(parameter, RecordedTensor) for parameter in small_model().parameters()
+        )
     with Init():
-        model = fresh_stack()
+        model = small_model()
     assert run(engine_of(model)) == run(engine_of())
-    assert all(type(one) is nn.Parameter for one in model.parameters())
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
 def test_arguments_without_a_meaning_here_are_refused():
@@ -98,14 +102,14 @@ def test_arguments_without_a_meaning_here_are_refused():
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @ranks(2)
 def test_gathered_parameters_are_whole_in_place_and_changes_are_discarded(stage):
-    engine, plain = engine_of(stage=stage), fresh_stack()
+    engine, plain = engine_of(stage=stage), small_model()
     run(engine, steps=0)
     weight = engine.module.blocks[0].up.weight
     before = weight.to_local().clone()
     with GatheredParameters(list(engine.parameters())):
-        for one, expected in zip(engine.parameters(), plain.parameters(), strict=True):
-            assert not isinstance(one, DTensor) and isinstance(one, nn.Parameter)
-            assert torch.equal(one.detach(), expected.detach())
+        for parameter, expected in zip(engine.parameters(), plain.parameters(), strict=True):
+            assert not isinstance(parameter, DTensor) and isinstance(parameter, nn.Parameter)
+            assert torch.equal(parameter.detach(), expected.detach())
         assert engine.module.blocks[0].up.weight is weight and weight.shape == (19, 12)
         nn.init.ones_(weight)
     assert isinstance(weight, DTensor) and torch.equal(weight.to_local(), before)
@@ -120,12 +124,12 @@ def test_changes_of_one_rank_are_written_back_on_all(stage):
             weight[1:5].add_(by)
         weight.data = weight.data * 2
 
-    engine, plain = engine_of(stage=stage), fresh_stack()
+    engine, plain = engine_of(stage=stage), small_model()
     changed(plain.blocks[1].up.weight, by=1.0)
-    run_before = whole(engine.module)
+    run_before = gathered_parameters(engine.module)
     with GatheredParameters(engine.module.blocks[1].up.weight, modifier_rank=1):
         changed(engine.module.blocks[1].up.weight, by=float(dist.get_rank()))
-    for name, weight in whole(engine.module).items():
+    for name, weight in gathered_parameters(engine.module).items():
         assert torch.equal(weight, dict(plain.named_parameters())[name].detach())
         assert torch.equal(weight, run_before[name]) == (name != "blocks.1.up.weight")
     with torch.no_grad():
@@ -138,7 +142,7 @@ def test_changes_of_one_rank_are_written_back_on_all(stage):
 @ranks(4, ranks_per_node=2)
 def test_secondary_copies_do_not_outlive_a_change(frozen):
     def built() -> nn.Module:
-        model = fresh_stack()
+        model = small_model()
         model.blocks.requires_grad_(not frozen)
         return model
 
@@ -162,7 +166,9 @@ def test_an_error_inside_leaves_the_shards_as_they_were():
         with GatheredParameters([weight], modifier_rank=0):
             nn.init.zeros_(weight)
             raise ZeroDivisionError
-    assert torch.equal(whole(engine.module)["embedding.weight"], fresh_stack().embedding.weight)
+    assert torch.equal(
+        gathered_parameters(engine.module)["embedding.weight"], small_model().embedding.weight
+    )
     for wrong in (2, -1):
         with pytest.raises(InputError, match="expected a rank from 0 to 1"):
             with GatheredParameters([weight], modifier_rank=wrong):
@@ -173,7 +179,7 @@ def test_an_error_inside_leaves_the_shards_as_they_were():
 
 
 def test_parameters_that_are_not_sharded_stay_as_they_are():
-    model = fresh_stack()
+    model = small_model()
     with GatheredParameters(model.parameters(), modifier_rank=0):
         nn.init.zeros_(model.embedding.weight)
     assert model.embedding.weight.abs().sum() == 0

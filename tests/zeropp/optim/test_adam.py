@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.ranks import ranks
 from tests.zeropp.quant.packed_rows import bits_of
-from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
+from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import FusedAdam, InputError, ZeroConfig, optim, optimizer_step, shard
 from zeropp.optim import adam as adam_module
 from zeropp.optim.adam import fastest_adamw
@@ -46,8 +46,8 @@ def give_gradients(*several: list[nn.Parameter], step: int, scale: float = 1.0) 
 
 
 def bits_alike(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    for one, other in zip(mine, theirs, strict=True):
-        assert torch.equal(bits_of(one.detach()), bits_of(other.detach()))
+    for own, torchs_own in zip(mine, theirs, strict=True):
+        assert torch.equal(bits_of(own.detach()), bits_of(torchs_own.detach()))
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -61,11 +61,11 @@ def test_twenty_steps_are_those_of_torch(decoupled, decay):
         give_gradients(mine, theirs, step=step)
         ours.step()
         torchs.step()
-    for one, other in zip(mine, theirs, strict=True):
-        assert one.abs().max() < LARGEST
-        torch.testing.assert_close(one, other, rtol=0, atol=CLOSE)
+    for parameter, torch_parameter in zip(mine, theirs, strict=True):
+        assert parameter.abs().max() < LARGEST
+        torch.testing.assert_close(parameter, torch_parameter, rtol=0, atol=CLOSE)
         for name in ("exp_avg", "exp_avg_sq"):
-            first, second = ours.state[one][name], torchs.state[other][name]
+            first, second = ours.state[parameter][name], torchs.state[torch_parameter][name]
             torch.testing.assert_close(first, second, rtol=4e-6, atol=4e-6 * second.abs().max())
 
 
@@ -88,23 +88,23 @@ def test_each_goes_on_from_the_others_state(fused):
     ours.step()
     torchs.step()
     assert set(ours.state_dict()["param_groups"][0]) == set(torchs.state_dict()["param_groups"][0])
-    saved, saved_by_torch = (copy.deepcopy(one.state_dict()) for one in (ours, torchs))
+    saved, saved_by_torch = (copy.deepcopy(optimizer.state_dict()) for optimizer in (ours, torchs))
     ours.load_state_dict(saved_by_torch)
     torchs.load_state_dict(saved)
     give_gradients(mine, theirs, step=1)
     ours.step()
     torchs.step()
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=CLOSE)
-        state = ours.state[one]
-        assert state["step"] == torchs.state[other]["step"] == 2
+    for parameter, torch_parameter in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(parameter, torch_parameter, rtol=0, atol=CLOSE)
+        state = ours.state[parameter]
+        assert state["step"] == torchs.state[torch_parameter]["step"] == 2
         assert (state["step"].dtype, state["step"].shape) == (torch.float32, ())
-        assert set(state) == set(torchs.state[other])
+        assert set(state) == set(torchs.state[torch_parameter])
 
 
 def test_a_copy_of_the_optimizer_goes_on_alike():
     mine = parameters_of()
-    halves = [torch.zeros_like(one, dtype=torch.bfloat16) for one in mine]
+    halves = [torch.zeros_like(parameter, dtype=torch.bfloat16) for parameter in mine]
     pairs = dict(zip(mine, halves, strict=True))
     ours = FusedAdam(mine, lr=LR, bias_correction=False, copies=pairs)
     give_gradients(mine, step=0)
@@ -119,9 +119,9 @@ def test_a_copy_of_the_optimizer_goes_on_alike():
 
 def test_parameters_have_their_own_step_counts(monkeypatch):
     """One of them had no gradient in every other step; those of one count share a call."""
-    mine, apart = parameters_of(), parameters_of()
-    each = [FusedAdam([one], lr=LR) for one in apart]
-    alternate(apart, each)
+    mine, separate = parameters_of(), parameters_of()
+    optimizers = [FusedAdam([parameter], lr=LR) for parameter in separate]
+    alternate(separate, optimizers)
     sizes = []
 
     def counting(arrays: Arrays, *others: object) -> None:
@@ -132,8 +132,8 @@ def test_parameters_have_their_own_step_counts(monkeypatch):
     ours = FusedAdam(mine, lr=LR)
     alternate(mine, [ours])
     assert sizes == [4, 3, *(3, 1), 3, *(3, 1), 3]
-    bits_alike(mine, apart)
-    assert [int(ours.state[one]["step"]) for one in mine] == [6, 3, 6, 6]
+    bits_alike(mine, separate)
+    assert [int(ours.state[parameter]["step"]) for parameter in mine] == [6, 3, 6, 6]
 
 
 def alternate(parameters: list[nn.Parameter], optimizers: list[FusedAdam]) -> None:
@@ -164,12 +164,12 @@ def test_a_step_of_no_finite_factor_changes_nothing_and_does_not_count(factor):
     ours = FusedAdam(mine, lr=LR, copies=halves)
     give_gradients(mine, step=0)
     ours.step()
-    before = copy.deepcopy([[one, *ours.state[one].values()] for one in mine])
+    before = copy.deepcopy([[parameter, *ours.state[parameter].values()] for parameter in mine])
     half = halves[mine[0]].clone()
     ours.step(factor=torch.tensor(factor))
     ours.state_dict()
-    for one, old in zip(mine, before, strict=True):
-        bits_alike([one, *ours.state[one].values()], old)
+    for parameter, state_before in zip(mine, before, strict=True):
+        bits_alike([parameter, *ours.state[parameter].values()], state_before)
     assert torch.equal(halves[mine[0]], half)
 
 
@@ -203,9 +203,9 @@ def test_gradients_of_16_bits(dtype):
     for parameter in mine:
         parameter.grad_dtype = None  # any
     give_gradients(mine, theirs, step=0)
-    for one, other in zip(mine, theirs, strict=True):
-        one.grad = one.grad.to(dtype)
-        other.grad = one.grad.float()
+    for parameter, fp32_parameter in zip(mine, theirs, strict=True):
+        parameter.grad = parameter.grad.to(dtype)
+        fp32_parameter.grad = parameter.grad.float()
     for parameters in (mine, theirs):
         FusedAdam(parameters, lr=LR).step()
     bits_alike(mine, theirs)
@@ -216,7 +216,7 @@ def test_tensors_that_lie_otherwise_in_memory():
     mine, theirs = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Conv2d(3, 4, 3)
     theirs.load_state_dict(mine.state_dict())
     assert not mine.weight.is_contiguous() and theirs.weight.is_contiguous()
-    optimizers = [FusedAdam(one.parameters(), lr=LR) for one in (mine, theirs)]
+    optimizers = [FusedAdam(model.parameters(), lr=LR) for model in (mine, theirs)]
     for step in range(3):
         gradient = torch.randn(4, 3, 3, 3)
         mine.weight.grad = gradient if step else gradient.to(memory_format=torch.channels_last)
@@ -248,23 +248,25 @@ def test_shards_are_updated_as_the_whole_is():
     torch.manual_seed(0)
     whole = [nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (1, 4), (8,))]
     shards = [
-        nn.Parameter(distribute_tensor(one.detach().clone(), mesh, [placement]))
-        for one, placement in zip(whole, (Shard(0), Shard(0), Replicate()), strict=True)
+        nn.Parameter(distribute_tensor(parameter.detach().clone(), mesh, [placement]))
+        for parameter, placement in zip(whole, (Shard(0), Shard(0), Replicate()), strict=True)
     ]
     plain, sharded = FusedAdam(whole, lr=LR), FusedAdam(shards, lr=LR)
     for step in range(3):
         give_gradients(whole, step=step)
-        for one, other in zip(whole, shards, strict=True):
-            other.grad = distribute_tensor(one.grad.clone(), mesh, other.placements)
+        for parameter, own in zip(whole, shards, strict=True):
+            own.grad = distribute_tensor(parameter.grad.clone(), mesh, own.placements)
         plain.step()
         sharded.step(factor=torch.tensor(1.0))
-    local = [one.to_local().numel() for one in shards]
+    local = [parameter.to_local().numel() for parameter in shards]
     assert local == ([5, 0, 8] if dist.get_rank() else [10, 4, 8])
-    bits_alike([one.full_tensor() for one in shards], whole)
-    moments = [sharded.state[one]["exp_avg"] for one in shards]
-    assert all(isinstance(one, DTensor) for one in moments)
-    bits_alike([one.full_tensor() for one in moments], [plain.state[p]["exp_avg"] for p in whole])
-    assert all(int(sharded.state[one]["step"]) == 3 for one in shards)
+    bits_alike([parameter.full_tensor() for parameter in shards], whole)
+    moments = [sharded.state[parameter]["exp_avg"] for parameter in shards]
+    assert all(isinstance(moment, DTensor) for moment in moments)
+    bits_alike(
+        [moment.full_tensor() for moment in moments], [plain.state[p]["exp_avg"] for p in whole]
+    )
+    assert all(int(sharded.state[parameter]["step"]) == 3 for parameter in shards)
 
 
 @pytest.mark.parametrize("ours_saves", [True, False])
@@ -277,8 +279,10 @@ def test_distributed_checkpoints_serve_both(ours_saves, tmp_path):
     into = dcp_state.get_optimizer_state_dict(*loader, options=FLAT)
     dcp.load(into, checkpoint_id=tmp_path)
     dcp_state.set_optimizer_state_dict(*loader, into, options=FLAT)
-    for one, other in zip(saver[0].parameters(), loader[0].parameters(), strict=True):
-        state, restored = saver[1].state[one], loader[1].state[other]
+    for saved_parameter, loaded_parameter in zip(
+        saver[0].parameters(), loader[0].parameters(), strict=True
+    ):
+        state, restored = saver[1].state[saved_parameter], loader[1].state[loaded_parameter]
         assert state["step"] == restored["step"] == 2
         for name in ("exp_avg", "exp_avg_sq"):
             bits_alike([restored[name].to_local()], [state[name].to_local()])
@@ -301,19 +305,19 @@ def stepped(kind: type, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def test_a_step_of_a_sharded_model():
     """Unscaled and clipped by `optimizer_step`, as with torch's AdamW."""
-    models = [fresh_stack(), fresh_stack()]
+    models = [small_model(), small_model()]
     for model, kind in zip(models, (FusedAdam, torch.optim.AdamW), strict=True):
         sharding = shard(model, None, ZeroConfig())
         optimizer = kind(model.parameters(), lr=LR)
         for step in range(3):
             loss_of(model, tokens_of(step)).backward()
             assert not optimizer_step(optimizer, sharding, clip_grad=0.25).skipped
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=LR * 1e-3)
+    for parameter, expected in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=0, atol=LR * 1e-3)
 
 
 def test_a_loss_that_is_not_finite_skips_a_step_of_a_sharded_model():
-    model = fresh_stack()
+    model = small_model()
     sharding = shard(model, None, ZeroConfig())
     optimizer = FusedAdam(model.parameters(), lr=LR)
     before = copy.deepcopy(list(model.parameters()))
@@ -353,19 +357,23 @@ def test_a_state_that_asks_for_what_is_not_there():
 @pytest.mark.parametrize(
     ("dtype", "built", "said"),
     [
-        (torch.float32, True, "AdamW: unscaling, clipping and the update run in one kernel of ours"),
+        (
+            torch.float32,
+            True,
+            "AdamW: unscaling, clipping and the update run in one kernel of ours",
+        ),
         (torch.float32, False, "AdamW: PyTorch's fused one (ours is not built for this {})"),
         (torch.bfloat16, True, "AdamW: PyTorch's fused one (not all weights are fp32)"),
     ],
 )
-def test_the_fastest(dtype, built, said, device, monkeypatch, caplog):
+def test_the_fastest(dtype, built, message, device, monkeypatch, caplog):
     monkeypatch.setattr(adam_module, "kernel_for", lambda device: built or None)
     with FakeTensorMode(), caplog.at_level(logging.INFO, "zeropp"):
         groups = [{"params": [nn.Parameter(torch.empty(3, dtype=dtype, device=device))]}]
-        made = fastest_adamw(groups, lr=LR, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
-    assert isinstance(made, FusedAdam) == (dtype == torch.float32 and built)
-    assert made.param_groups[0]["weight_decay"] == 0.1
-    assert caplog.messages == [said.format({"cpu": "CPU", "cuda": "GPU"}[device])]
+        optimizer = fastest_adamw(groups, lr=LR, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    assert isinstance(optimizer, FusedAdam) == (dtype == torch.float32 and built)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert caplog.messages == [message.format({"cpu": "CPU", "cuda": "GPU"}[device])]
 
 
 @pytest.mark.parametrize(
@@ -374,11 +382,11 @@ def test_the_fastest(dtype, built, said, device, monkeypatch, caplog):
 )
 def test_the_fastest_is_torchs_where_it_must_be(devices, reason, caplog):
     with caplog.at_level(logging.INFO, "zeropp"):
-        made = fastest_adamw(
+        optimizer = fastest_adamw(
             [nn.Parameter(torch.empty(3, device=device)) for device in devices],
             lr=LR, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, torch_on_cpu=True,
         )  # fmt: skip
-    assert type(made) is torch.optim.AdamW and made.defaults["fused"]
+    assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]
     assert caplog.messages[0].startswith(f"AdamW: PyTorch's fused one ({reason}")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.zeropp.optim.adam_arrays import (
+from tests.zeropp.optim.adam_checks import (
     ADAM,
     ADAMW,
     COPIES,
@@ -19,10 +19,10 @@ from tests.zeropp.optim.adam_arrays import (
     SIZES,
     Run,
     arrays_of,
+    assert_same_bits,
     check_against_reference,
-    edges,
-    moved,
-    same,
+    copied,
+    edge_arrays,
 )
 from zeropp.native.library import ADDRESS
 from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernel_for, reference, run_kernel
@@ -57,7 +57,7 @@ def scalar_adam(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_every_edge_against_every_other(scalar_adam, dtype, copy):
     for settings in (ADAMW, ADAM, PLAIN):
         for factor in FACTORS:
-            check_against_reference(scalar_adam, edges(dtype, copy), factor, settings)
+            check_against_reference(scalar_adam, edge_arrays(dtype, copy), factor, settings)
 
 
 @pytest.mark.parametrize("settings", [ADAMW, ADAM, PLAIN, replace(ADAMW, step=100_000)])
@@ -80,8 +80,8 @@ def test_a_hundred_thousand_ordinary_numbers(scalar_adam):
 def test_a_factor_that_is_not_finite_leaves_every_bit(scalar_adam, factor):
     for run in (scalar_adam, adam):
         for dtype in FLOATS:
-            before = edges(dtype, torch.float16)
-            after = moved(before)
+            before = edge_arrays(dtype, torch.float16)
+            after = copied(before)
             run_with(run, after, factor)
             for name, tensors in before._asdict().items():
                 for old, now in zip(tensors, getattr(after, name), strict=True):
@@ -113,10 +113,10 @@ def test_the_scalars_are_rounded_once_from_fp64():
 
 
 def test_the_op_runs_the_reference_where_there_is_no_kernel():
-    given, expected = moved(edges(torch.float32)), moved(edges(torch.float32))
-    adam(given, torch.tensor([0.5]), ADAM)
+    actual, expected = copied(edge_arrays(torch.float32)), copied(edge_arrays(torch.float32))
+    adam(actual, torch.tensor([0.5]), ADAM)
     reference(expected, torch.tensor(0.5), ADAM.scalars())
-    same(given, expected)
+    assert_same_bits(actual, expected)
     adam(Arrays([], [], [], [], []), torch.tensor(0.5), ADAM)
 
 
@@ -129,10 +129,10 @@ def test_the_op_passes_torchs_own_checks():
 
 def test_fake_tensors_have_it_and_are_checked():
     with FakeTensorMode():
-        one = torch.empty(5)
-        adam(Arrays([one], [one.bfloat16()], [one], [one], []), None, ADAMW)
+        tensor = torch.empty(5)
+        adam(Arrays([tensor], [tensor.bfloat16()], [tensor], [tensor], []), None, ADAMW)
         with pytest.raises(ValueError, match="its parameter"):
-            adam(Arrays([one], [one], [one], [one[:4]], []), None, ADAMW)
+            adam(Arrays([tensor], [tensor], [tensor], [tensor[:4]], []), None, ADAMW)
 
 
 def one_of(**changes: object) -> Arrays:
@@ -154,8 +154,8 @@ def one_of(**changes: object) -> Arrays:
         (one_of(), torch.zeros((), dtype=torch.float64), "factor has 1 of torch.float64"),
     ],
 )
-def test_other_tensors_are_refused(arrays, factor, said):
-    with pytest.raises((TypeError, ValueError), match=said):
+def test_other_tensors_are_refused(arrays, factor, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         adam(arrays, factor, ADAMW)
 
 

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.zeropp.optim.adam_arrays import (
+from tests.zeropp.optim.adam_checks import (
     ADAM,
     ADAMW,
     COPIES,
     PLAIN,
     Run,
     arrays_of,
+    assert_same_bits,
     check_against_reference,
-    edges,
-    moved,
-    same,
+    copied,
+    edge_arrays,
 )
 from zeropp import InputError, optim
 from zeropp.native.kernels import ISAS, use_isa
@@ -65,7 +65,9 @@ def set_threads() -> Iterator[None]:
 
 def halved(arrays: Arrays) -> Arrays:
     """The same with moments in bf16."""
-    means, squares = ([one.bfloat16() for one in two] for two in (arrays.means, arrays.squares))
+    means, squares = (
+        [tensor.bfloat16() for tensor in two] for two in (arrays.means, arrays.squares)
+    )
     return arrays._replace(means=means, squares=squares)
 
 
@@ -82,13 +84,13 @@ def test_ragged_tensors_that_begin_anywhere(run, dtype, copies):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_every_edge_against_every_other(run, dtype):
     for settings, factor in zip(SETTINGS, (0.37, None, 1e-40), strict=True):
-        check_against_reference(run, edges(dtype, torch.float16), factor, settings)
+        check_against_reference(run, edge_arrays(dtype, torch.float16), factor, settings)
 
 
 @pytest.mark.parametrize("factor", [float("inf"), -float("inf"), float("nan")])
 def test_a_factor_that_is_not_finite_leaves_every_bit(run, factor):
-    for before in (edges(torch.float16, torch.bfloat16), halved(edges(torch.float32))):
-        after = moved(before)
+    for before in (edge_arrays(torch.float16, torch.bfloat16), halved(edge_arrays(torch.float32))):
+        after = copied(before)
         run(after, torch.tensor(factor), ADAMW)
         for name, tensors in before._asdict().items():
             for old, now in zip(tensors, getattr(after, name), strict=True):
@@ -110,7 +112,7 @@ def test_moments_in_bf16_are_right_on_average():
     size, steps = 1 << 14, 100
     moments = [torch.ones(size, dtype=torch.bfloat16) for _ in range(2)]
     fp32 = [torch.zeros(size)], [torch.full((size,), 2.0)]
-    arrays = Arrays(*fp32, *([one] for one in moments), [])
+    arrays = Arrays(*fp32, *([moment] for moment in moments), [])
     rate = 2.0**-7 / 100  # bf16 has 2^-7 between 1 and 2
     for step in range(1, steps + 1):
         adam(arrays, None, AdamSettings(
@@ -163,17 +165,17 @@ def test_state_dicts_serve_torch_too(fp32):
     torchs = torch.optim.AdamW(theirs, lr=0.01, fused=True)
     for seed in range(3):
         step_alike((mine, ours), (theirs, torchs), seed=seed)
-        saved, torch_saved = (copy.deepcopy(one.state_dict()) for one in (ours, torchs))
+        saved, torch_saved = (copy.deepcopy(optimizer.state_dict()) for optimizer in (ours, torchs))
         ours.load_state_dict(torch_saved)
         torchs.load_state_dict(saved)
-    for one, other in zip(mine, theirs, strict=True):
-        state, kind = ours.state[one], torch.float32 if fp32 else torch.bfloat16
+    for parameter, torch_parameter in zip(mine, theirs, strict=True):
+        state, kind = ours.state[parameter], torch.float32 if fp32 else torch.bfloat16
         assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == kind
-        assert torchs.state[other]["exp_avg"].dtype == torch.float32
-        assert state["step"] == torchs.state[other]["step"] == 3
+        assert torchs.state[torch_parameter]["exp_avg"].dtype == torch.float32
+        assert state["step"] == torchs.state[torch_parameter]["step"] == 3
         # A mean and a square root that are each off by at most 2^-7, in each of three steps.
         far = 3 * 0.01 * (1e-5 if fp32 else 2.0**-5)
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=far)
+        torch.testing.assert_close(parameter, torch_parameter, rtol=1e-6, atol=far)
 
 
 def test_moments_in_bf16_go_on_from_a_state_as_if_never_stopped():
@@ -182,13 +184,13 @@ def test_moments_in_bf16_go_on_from_a_state_as_if_never_stopped():
     resumed = CPUAdam(again, fp32_optimizer_states=False, seed=5)
     step_alike((mine, ours), seed=0)
     resumed.load_state_dict(copy.deepcopy(ours.state_dict()))
-    for one, other in zip(again, mine, strict=True):
-        one.data.copy_(other.data)
+    for parameter, source in zip(again, mine, strict=True):
+        parameter.data.copy_(source.data)
     step_alike((mine, ours), (again, resumed), seed=1)
     copied = copy.deepcopy(ours)
     step_alike((mine, ours), (again, resumed), (copied.param_groups[0]["params"], copied), seed=2)
-    for one, *others in zip(mine, again, copied.param_groups[0]["params"], strict=True):
-        assert all(torch.equal(one, other) for other in others)
+    for parameter, *others in zip(mine, again, copied.param_groups[0]["params"], strict=True):
+        assert all(torch.equal(parameter, other) for other in others)
 
 
 def test_adam_with_the_decay_in_the_gradient():
@@ -198,8 +200,8 @@ def test_adam_with_the_decay_in_the_gradient():
     torchs = torch.optim.Adam(theirs, **options)
     for seed in range(3):
         step_alike((mine, ours), (theirs, torchs), seed=seed)
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    for parameter, torch_parameter in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(parameter, torch_parameter, rtol=1e-6, atol=1e-7)
 
 
 def test_parameters_that_are_not_on_the_cpu():
@@ -215,10 +217,10 @@ def test_parameters_that_are_not_on_the_cpu():
 
 
 def test_16_bit_moments_are_for_cpus_only():
-    one = torch.empty(3, device="meta")
-    half = one.bfloat16()
+    tensor = torch.empty(3, device="meta")
+    half = tensor.bfloat16()
     with pytest.raises(TypeError, match="moments are torch.bfloat16; give torch.float32, all"):
-        adam(Arrays([one], [one], [half], [half], []), None, ADAMW)
+        adam(Arrays([tensor], [tensor], [half], [half], []), None, ADAMW)
     with pytest.raises(TypeError, match="moments are torch.bfloat16 and torch.float32"):
         real = torch.zeros(3)
         adam(Arrays([real], [real], [real], [real.bfloat16()], []), None, ADAMW)
@@ -227,11 +229,11 @@ def test_16_bit_moments_are_for_cpus_only():
 def test_the_op_is_the_reference_with_any_number_of_tensors():
     """The place of an element counts on over the tensors of a call."""
     whole = halved(arrays_of((64,), torch.float32, None, 2))
-    parts = Arrays(*([half.clone() for half in one[0].split(24)] for one in whole[:4]), [])
+    parts = Arrays(*([half.clone() for half in tensors[0].split(24)] for tensors in whole[:4]), [])
     reference(whole, None, ADAMW.scalars())
     reference(parts, None, ADAMW.scalars())
-    joined = Arrays(*([torch.cat(one)] for one in parts[:4]), [])
-    same(joined, whole)
+    joined = Arrays(*([torch.cat(part)] for part in parts[:4]), [])
+    assert_same_bits(joined, whole)
 
 
 def test_the_package_of_optimizers_names_it():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.gpu import MARKS
-from tests.zeropp.optim.adam_arrays import (
+from tests.zeropp.optim.adam_checks import (
     ADAM,
     ADAMW,
     COPIES,
@@ -15,10 +15,10 @@ from tests.zeropp.optim.adam_arrays import (
     SIZES,
     Run,
     arrays_of,
+    assert_same_bits,
     check_against_reference,
-    edges,
-    moved,
-    same,
+    copied,
+    edge_arrays,
 )
 from tests.zeropp.optim.test_cuda_adam_emulated import SHIFTS, WIDE
 from zeropp import FusedAdam, InputError
@@ -59,7 +59,7 @@ def test_ragged_and_wide_tensors(run, dtype, copy_type, shifts):
 def test_every_edge_against_every_other(run, dtype, copy_type):
     for settings in (ADAMW, ADAM, PLAIN):
         for factor in (None, 0.37, 1e-40):
-            check_against_reference(run, edges(dtype, copy_type), factor, settings, GPU)
+            check_against_reference(run, edge_arrays(dtype, copy_type), factor, settings, GPU)
 
 
 @pytest.mark.parametrize("count", [75, 76, 77, 300])
@@ -78,8 +78,8 @@ def test_roots_and_quotients_round_alike(run):
 
 @pytest.mark.parametrize("factor", NOT_FINITE)
 def test_a_factor_that_is_not_finite_leaves_every_bit(run, factor):
-    before = edges(torch.float16, torch.bfloat16)
-    after = moved(before, GPU)
+    before = edge_arrays(torch.float16, torch.bfloat16)
+    after = copied(before, GPU)
     run(after, torch.tensor(factor, device=GPU), ADAMW)
     for old, now in zip(sum(before, []), sum(after, []), strict=True):
         assert torch.equal(old.view(torch.uint8), now.cpu().view(torch.uint8))
@@ -87,65 +87,67 @@ def test_a_factor_that_is_not_finite_leaves_every_bit(run, factor):
 
 def test_the_op_uses_the_kernel(run):
     arrays = arrays_of((1024, 0, 77), torch.bfloat16, torch.float16, 2)
-    mine, right = moved(arrays, GPU), moved(arrays)
+    mine, right = copied(arrays, GPU), copied(arrays)
     adam(mine, torch.tensor(0.5, device=GPU), ADAMW)
     reference(right, torch.tensor(0.5), ADAMW.scalars())
-    same(mine, right)
+    assert_same_bits(mine, right)
 
 
 def test_the_reference_gives_the_same_bits_on_the_gpu(run):
     for dtype in FLOATS:
         check_against_reference(
             lambda arrays, factor, by: reference(arrays, factor, by.scalars()),
-            edges(dtype, torch.bfloat16), 0.37, ADAMW, GPU,
+            edge_arrays(dtype, torch.bfloat16), 0.37, ADAMW, GPU,
         )  # fmt: skip
 
 
 def test_it_runs_on_the_current_stream_and_waits_for_nothing(run):
     """The gradients and the factor are written behind a long wait."""
     arrays = arrays_of((1 << 16, 77), torch.float32, torch.bfloat16, 2)
-    late = [one.pin_memory() for one in (*arrays.gradients, torch.tensor(0.5))]
-    mine, factor = moved(arrays, GPU), torch.zeros((), device=GPU)
-    for one in mine.gradients:
-        one.zero_()
+    late = [gradient.pin_memory() for gradient in (*arrays.gradients, torch.tensor(0.5))]
+    mine, factor = copied(arrays, GPU), torch.zeros((), device=GPU)
+    for gradient in mine.gradients:
+        gradient.zero_()
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(CYCLES)
-        for to, given in zip((*mine.gradients, factor), late, strict=True):
-            to.copy_(given, non_blocking=True)
+        for target, source in zip((*mine.gradients, factor), late, strict=True):
+            target.copy_(source, non_blocking=True)
         adam(mine, factor, ADAMW)
         finished = side.record_event()
     assert not finished.query()
     side.synchronize()
     reference(arrays, torch.tensor(0.5), ADAMW.scalars())
-    same(mine, arrays)
+    assert_same_bits(mine, arrays)
 
 
 def test_a_graph_holds_it_and_replays_it_on_new_gradients(run):
     arrays = arrays_of((4096, 77, 300), torch.bfloat16, torch.bfloat16, 2)
-    mine, factor = moved(arrays, GPU), torch.ones((), device=GPU)
+    mine, factor = copied(arrays, GPU), torch.ones((), device=GPU)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         adam(mine, factor, ADAMW)
-    for given in (0.5, float("nan"), 2.0):
+    for value in (0.5, float("nan"), 2.0):
         for to, fresh in zip(mine.gradients, arrays.gradients, strict=True):
             fresh.neg_()
             to.copy_(fresh)
-        factor.fill_(given)
+        factor.fill_(value)
         graph.replay()
-        reference(arrays, torch.tensor(given), ADAMW.scalars())
-        same(mine, arrays)
+        reference(arrays, torch.tensor(value), ADAMW.scalars())
+        assert_same_bits(mine, arrays)
 
 
 def test_the_same_bits_every_time(run):
-    arrays = moved(arrays_of((1 << 20, 333), torch.bfloat16, None, 2), GPU)
-    first = moved(arrays, GPU)
+    arrays = copied(arrays_of((1 << 20, 333), torch.bfloat16, None, 2), GPU)
+    first = copied(arrays, GPU)
     run(first, None, ADAMW)
     for _ in range(5):
-        again = moved(arrays, GPU)
+        again = copied(arrays, GPU)
         run(again, None, ADAMW)
-        same(again, Arrays(*([one.cpu() for one in tensors] for tensors in first)))
+        assert_same_bits(
+            again, Arrays(*([tensor.cpu() for tensor in tensors] for tensors in first))
+        )
 
 
 def test_elements_beyond_2_to_the_31(run):
@@ -160,7 +162,7 @@ def test_elements_beyond_2_to_the_31(run):
         whole[-tail:] = part.to(GPU)
     run(mine, None, ADAMW)
     reference(end, None, ADAMW.scalars())
-    same(Arrays(*([one[-tail:] for one in tensors] for tensors in mine)), end)
+    assert_same_bits(Arrays(*([tensor[-tail:] for tensor in tensors] for tensors in mine)), end)
 
 
 def test_steps_of_the_optimizer_are_those_on_the_cpu_and_never_wait(run):
@@ -169,9 +171,9 @@ def test_steps_of_the_optimizer_are_those_on_the_cpu_and_never_wait(run):
     models[1].to(GPU)
     optimizers = [FusedAdam(model.parameters(), lr=1e-2) for model in models]
     for _ in range(3):
-        for one, other in zip(*(model.parameters() for model in models), strict=True):
-            one.grad = torch.randn_like(one)
-            other.grad = one.grad.to(GPU)
+        for parameter, gpu_parameter in zip(*(model.parameters() for model in models), strict=True):
+            parameter.grad = torch.randn_like(parameter)
+            gpu_parameter.grad = parameter.grad.to(GPU)
         factors = torch.tensor(0.5), torch.tensor(0.5, device=GPU)
         optimizers[0].step(factor=factors[0])
         torch.cuda.set_sync_debug_mode("error")
@@ -179,9 +181,9 @@ def test_steps_of_the_optimizer_are_those_on_the_cpu_and_never_wait(run):
             optimizers[1].step(factor=factors[1])
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(one, other.cpu())
-        assert optimizers[1].state[other]["step"].device.type == "cpu"
+    for parameter, gpu_parameter in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(parameter, gpu_parameter.cpu())
+        assert optimizers[1].state[gpu_parameter]["step"].device.type == "cpu"
 
 
 def test_a_state_of_torchs_fused_adamw_on_the_gpu(run):
@@ -211,5 +213,5 @@ def test_a_step_in_a_capture_is_refused(run):
 
 def test_it_is_what_runs_on_a_gpu(run):
     parameter = nn.Parameter(torch.ones(300, device=GPU))
-    made = fastest_adamw([parameter], lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
-    assert isinstance(made, FusedAdam)
+    optimizer = fastest_adamw([parameter], lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    assert isinstance(optimizer, FusedAdam)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.zeropp.optim.adam_arrays import (
+from tests.zeropp.optim.adam_checks import (
     ADAM,
     ADAMW,
     COPIES,
@@ -13,10 +13,10 @@ from tests.zeropp.optim.adam_arrays import (
     Run,
     arrays_of,
     check_against_reference,
-    edges,
-    moved,
+    copied,
+    edge_arrays,
 )
-from tests.zeropp.quant.emulated import Emulated
+from tests.zeropp.quant.emulated_kernels import EmulatedLibrary
 from zeropp.optim.adam_op import AdamSettings, Arrays, run_kernel
 from zeropp.quant.packing import FLOATS
 
@@ -27,7 +27,7 @@ SHIFTS = ((1, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 2, 0, 0), (0, 0, 0, 3, 0), (0
 
 
 @pytest.fixture
-def run(emulated: Emulated) -> Run:
+def run(emulated: EmulatedLibrary) -> Run:
     def launch(arrays: Arrays, factor: Tensor | None, settings: AdamSettings) -> None:
         library = emulated.library
         run_kernel(
@@ -61,13 +61,13 @@ def test_more_tensors_than_a_launch_takes(run, count):
 
 def test_every_edge_against_every_other(run):
     for settings in (ADAMW, ADAM, PLAIN):
-        check_against_reference(run, edges(torch.float32, torch.float16), 0.37, settings)
+        check_against_reference(run, edge_arrays(torch.float32, torch.float16), 0.37, settings)
 
 
 @pytest.mark.parametrize("factor", [float("inf"), -float("inf"), float("nan")])
 def test_a_factor_that_is_not_finite_leaves_every_bit(run, factor):
     before = arrays_of((1024, 5), torch.float16, torch.bfloat16, 1)
-    after = moved(before)
+    after = copied(before)
     run(after, torch.tensor(factor), ADAMW)
     for old, now in zip(sum(before, []), sum(after, []), strict=True):
         assert torch.equal(old.view(torch.uint8), now.view(torch.uint8))
@@ -77,8 +77,8 @@ def test_nothing_beside_the_tensors_is_written(run):
     """Tensors one after another in one piece of memory, a number between them."""
     memory = [torch.full((4100,), 7.0) for _ in range(4)]
     places = (slice(0, 1023), slice(1024, 2048), slice(2049, 4099))
-    arrays = Arrays(*([one[place] for place in places] for one in memory), [])
+    arrays = Arrays(*([tensor[place] for place in places] for tensor in memory), [])
     check_against_reference(run, arrays, None, ADAMW)
     run(arrays, None, ADAMW)
-    for one in (memory[0], memory[2], memory[3]):
-        assert (one[[1023, 2048, 4099]] == 7).all()
+    for tensor in (memory[0], memory[2], memory[3]):
+        assert (tensor[[1023, 2048, 4099]] == 7).all()

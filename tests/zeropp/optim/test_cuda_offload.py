@@ -5,9 +5,9 @@ import torch
 
 from tests.gpu import GPU, MARKS
 from tests.ranks import ranks
-from tests.zeropp.given import ALL_THREE
 from tests.zeropp.optim.test_offload import FORMATS, OFFLOAD, offloaded, plain, sharded, trained
-from tests.zeropp.stack import loss_of, tokens_of
+from tests.zeropp.prescribed_gradients import ALL_THREE
+from tests.zeropp.small_model import loss_of, tokens_of
 from zeropp.optim.offload import HOST
 
 pytestmark = MARKS
@@ -35,10 +35,10 @@ def test_losses_are_those_of_adam_on_the_gpu(zero, settings):
 def test_a_part_on_the_gpu(ratio):
     bf16 = FORMATS["bf16"]
     expected = trained(on_gpu, {"stage": 2}, bf16, steps=10, device=GPU)
-    found = trained(
-        lambda one: offloaded(one, ratio, GPU), {"stage": 2}, bf16, steps=10, device=GPU
+    losses = trained(
+        lambda sharding: offloaded(sharding, ratio, GPU), {"stage": 2}, bf16, steps=10, device=GPU
     )
-    assert found == pytest.approx(expected, rel=1e-3)
+    assert losses == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("zero", [{"stage": 2}, ON_HOST])

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 import zeropp
 from tests.ranks import ranks
-from tests.zeropp.deepspeed.engines import config_of, run
-from tests.zeropp.given import ALL_THREE
+from tests.zeropp.deepspeed.small_engine import config_of, run
 from tests.zeropp.optim.test_offload import ADAM, FORMATS, offloaded, plain, sharded
-from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
+from tests.zeropp.prescribed_gradients import ALL_THREE
+from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, LossScaler, Sharding, ZeroConfig, optimizer_step, shard
 from zeropp.optim.offload import HOST, Offload
 from zeropp.optim.offloaded import DelayedAdam
@@ -47,13 +47,13 @@ def late_by_hand(zero: dict) -> list[float]:
     """
     sharding = sharded(zero, FORMATS["fp32"])
     optimizer = plain(sharding)
-    own = [local_part(one.detach()) for one in sharding.model.parameters()]
-    newest, losses = [one.clone() for one in own], []
+    own = [local_part(parameter.detach()) for parameter in sharding.model.parameters()]
+    newest, losses = [weight.clone() for weight in own], []
     for step in range(STEPS):
         losses.append(backward(sharding, step))
         torch._foreach_copy_(own, newest)
         optimizer_step(optimizer, sharding, clip_grad=0.5)
-        updated = [one.clone() for one in own]
+        updated = [weight.clone() for weight in own]
         if step >= WARMUP:
             torch._foreach_copy_(own, newest)
         newest = updated
@@ -77,11 +77,11 @@ def test_is_adam_one_step_late(zero):
 def test_without_end_of_warm_up_it_is_offload(settings):
     def losses(make) -> list[float]:
         sharding = sharded({"stage": 2}, settings)
-        optimizer, found = make(sharding), []
+        optimizer, step_losses = make(sharding), []
         for step in range(4):
-            found.append(backward(sharding, step))
+            step_losses.append(backward(sharding, step))
             optimizer_step(optimizer, sharding)
-        return found
+        return step_losses
 
     assert losses(lambda sharding: delayed(sharding, warmup=100)) == losses(offloaded)
 
@@ -92,9 +92,9 @@ def test_the_next_step_does_not_wait_for_the_update(monkeypatch):
     optimizer = delayed(sharding, warmup=0)
     go, update = threading.Event(), optimizer._update_all
 
-    def held_up(*given) -> None:
+    def held_up(*arguments) -> None:
         assert go.wait(60)
-        update(*given)
+        update(*arguments)
 
     monkeypatch.setattr(optimizer, "_update_all", held_up)
     weight = next(sharding.model.parameters())
@@ -131,16 +131,19 @@ def test_a_step_that_overflows_leaves_an_update_under_way_alone():
     optimizer, scaler = delayed(sharding, warmup=0), LossScaler(scale=2.0**8, hysteresis=1)
     backward(sharding, 0, scaler.scale)
     assert not optimizer_step(optimizer, sharding, scaler=scaler).skipped
-    expected = {name: one.clone() for name, one in named_masters(sharding, optimizer).items()}
+    expected = {name: master.clone() for name, master in named_masters(sharding, optimizer).items()}
     backward(sharding, 1, float("inf"))
     assert optimizer_step(optimizer, sharding, scaler=scaler).skipped
-    found = named_masters(sharding, optimizer)
-    assert all(torch.equal(found[name], one) for name, one in expected.items())
+    masters = named_masters(sharding, optimizer)
+    assert all(torch.equal(masters[name], master) for name, master in expected.items())
 
 
 def named_masters(sharding: Sharding, optimizer: DelayedAdam) -> dict[str, torch.Tensor]:
     masters = optimizer.masters
-    return {n: local_part(masters[one].detach()) for n, one in sharding.model.named_parameters()}
+    return {
+        name: local_part(masters[parameter].detach())
+        for name, parameter in sharding.model.named_parameters()
+    }
 
 
 @ranks(1)
@@ -149,11 +152,13 @@ def test_weights_written_by_others_are_not_overwritten_by_an_update_under_way():
     optimizer = delayed(sharding, warmup=0)
     backward(sharding, 0)
     optimizer_step(optimizer, sharding)
-    state = {name: torch.full_like(one, 0.5) for name, one in sharding.model.state_dict().items()}
+    state = {
+        name: torch.full_like(tensor, 0.5) for name, tensor in sharding.model.state_dict().items()
+    }
     sharding.model.load_state_dict(state)
-    assert all((one == 0.5).all() for one in named_masters(sharding, optimizer).values())
+    assert all((master == 0.5).all() for master in named_masters(sharding, optimizer).values())
     optimizer.step()  # begins with what is left to send
-    assert all((local_part(one) == 0.5).all() for one in sharding.model.parameters())
+    assert all((local_part(parameter) == 0.5).all() for parameter in sharding.model.parameters())
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.4])
@@ -193,7 +198,7 @@ def test_the_delay_may_be_switched_off_and_on(tmp_path):
 
 
 def engine_of(config: dict) -> zeropp.Engine:
-    return zeropp.initialize(model=fresh_stack(), config=config)[0]
+    return zeropp.initialize(model=small_model(), config=config)[0]
 
 
 def test_it_needs_the_optimizer_on_the_host():
@@ -203,8 +208,8 @@ def test_it_needs_the_optimizer_on_the_host():
 
 def test_its_memory_is_said(caplog):
     with caplog.at_level(logging.INFO, "zeropp"):
-        delayed(shard(fresh_stack(), None, ZeroConfig()))
-    elements = sum(one.numel() for one in fresh_stack().parameters())
+        delayed(shard(small_model(), None, ZeroConfig()))
+    elements = sum(parameter.numel() for parameter in small_model().parameters())
     size = elements * (16 + 4) / 2**30
     assert f"{elements:,} parameters of this rank in host memory, {size:.2f} GiB" in caplog.text
 
@@ -215,6 +220,9 @@ def test_the_16_bit_model_has_the_newest_weights(tmp_path):
     run(engine, WARMUP + 2)
     path = engine.save_16bit_model(tmp_path)
     masters = engine.optimizer.masters
-    expected = {n: masters[one].full_tensor() for n, one in engine.module.named_parameters()}
+    expected = {
+        name: masters[parameter].full_tensor()
+        for name, parameter in engine.module.named_parameters()
+    }
     saved = torch.load(path, weights_only=True)
-    assert all(torch.equal(saved[name], one.bfloat16()) for name, one in expected.items())
+    assert all(torch.equal(saved[name], tensor.bfloat16()) for name, tensor in expected.items())

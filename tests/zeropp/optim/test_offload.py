@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 import zeropp
 from tests.ranks import ranks
-from tests.zeropp.deepspeed.engines import SAMPLES, config_of, run
-from tests.zeropp.given import ALL_THREE, configured, data_mesh
-from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
+from tests.zeropp.deepspeed.small_engine import SAMPLES, config_of, run
+from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
+from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, LossScaler, Sharding, ZeroConfig, optimizer_step, shard
 from zeropp.optim import CPUAdam, FusedAdam
 from zeropp.optim import offload as module
@@ -33,8 +33,8 @@ ADAM = dict(lr=1e-2, weight_decay=0.1)
 
 def sharded(zero: dict, settings: dict, device: str = "cpu") -> Sharding:
     per_node = min(2, dist.get_world_size())
-    config = configured(zero, per_node, **settings)
-    model = fresh_stack().to("cpu" if config.offloads_weights else device)
+    config = zero_config(zero, per_node, **settings)
+    model = small_model().to("cpu" if config.offloads_weights else device)
     return shard(model, data_mesh(device), config)
 
 
@@ -56,7 +56,7 @@ def trained(
     optimizer = make(sharding)
     overflows = sharding.compute_dtype == torch.float16
     scaler = LossScaler(scale=2.0**22, hysteresis=1, window=6) if overflows else None
-    losses, told = [], []
+    losses, norms_and_skips = [], []
     for step in range(steps):
         mine = tokens_of(step).to(device).chunk(sharding.num_ranks)[dist.get_rank()].chunk(2)
         for index, tokens in enumerate(mine):
@@ -65,9 +65,11 @@ def trained(
                 (loss / 2 * (scaler.scale if scaler else 1.0)).backward()
             losses.append(loss.item())
         result = optimizer_step(optimizer, sharding, clip_grad=0.5, scaler=scaler)
-        told += [result.grad_norm, float(result.skipped)]
-    assert any(told[1::2]) == overflows and not all(told[1::2])
-    return losses + [one for one in told if one == one and abs(one) != float("inf")]
+        norms_and_skips += [result.grad_norm, float(result.skipped)]
+    assert any(norms_and_skips[1::2]) == overflows and not all(norms_and_skips[1::2])
+    return losses + [
+        value for value in norms_and_skips if value == value and abs(value) != float("inf")
+    ]
 
 
 def check(zero: dict, settings: dict, steps: int = STEPS) -> None:
@@ -104,7 +106,7 @@ def test_one_rank_with_the_weights_on_the_host_frees_them_after_use(settings):
     sharding = sharded(on_host, settings)
     offloaded(sharding)
     loss_of(sharding.model, tokens_of(0))
-    assert all(isinstance(one, DTensor) for one in sharding.model.blocks.parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in sharding.model.blocks.parameters())
 
 
 @pytest.mark.parametrize("settings", [FORMATS["fp32"], FORMATS["bf16"]], ids=["fp32", "bf16"])
@@ -118,8 +120,8 @@ def test_with_all_of_zeropp(settings):
 @ranks(2)
 def test_a_part_on_the_device(ratio):
     expected = trained(plain, {"stage": 3}, FORMATS["bf16"], steps=5)
-    found = trained(lambda s: offloaded(s, ratio), {"stage": 3}, FORMATS["bf16"], steps=5)
-    assert found == expected
+    losses = trained(lambda s: offloaded(s, ratio), {"stage": 3}, FORMATS["bf16"], steps=5)
+    assert losses == expected
 
 
 def test_ratio_is_the_part_of_the_weights_on_the_host():
@@ -161,14 +163,16 @@ def test_masters_follow_weights_that_others_write():
         if dist.get_rank() == 0:
             torch.nn.init.constant_(weight, 0.25)
     assert (optimizer.masters[weight].to_local() == 0.25).all()
-    state = {name: torch.full_like(one, 0.5) for name, one in sharding.model.state_dict().items()}
+    state = {
+        name: torch.full_like(tensor, 0.5) for name, tensor in sharding.model.state_dict().items()
+    }
     sharding.model.load_state_dict(state)
-    assert all((one.to_local() == 0.5).all() for one in optimizer.masters.values())
+    assert all((master.to_local() == 0.5).all() for master in optimizer.masters.values())
 
 
 def test_too_little_memory_is_said_before_any_is_taken(monkeypatch):
     monkeypatch.setattr(module, "free_bytes", lambda: 1000)
-    sharding = shard(fresh_stack(), None, ZeroConfig())
+    sharding = shard(small_model(), None, ZeroConfig())
     with pytest.raises(InputError, match=r"needs 0\.0 GiB of host memory for the 1 ranks.*ratio"):
         offloaded(sharding)
 
@@ -176,7 +180,7 @@ def test_too_little_memory_is_said_before_any_is_taken(monkeypatch):
 @ranks(1)
 def test_page_locked_memory_is_counted_as_pytorch_takes_it():
     """A power of two for each tensor: of 33 numbers in 4 bytes 256, in 2 bytes 128."""
-    config, elsewhere = configured({"stage": 2}, **FORMATS["bf16"]), torch.device("meta")
+    config, elsewhere = zero_config({"stage": 2}, **FORMATS["bf16"]), torch.device("meta")
     for pin, needed in ((False, 33 * 18), (True, 33 * 8 + 2 * 256 + 128)):
         for free in (needed, needed - 1):
             sharding = shard(torch.nn.Linear(33, 1, bias=False), data_mesh(), config)
@@ -204,27 +208,27 @@ def test_a_model_that_has_run_cannot_be_offloaded():
 
 
 def test_pageable_memory_where_none_can_be_pinned(caplog, monkeypatch):
-    sharding = shard(fresh_stack(), None, ZeroConfig())
+    sharding = shard(small_model(), None, ZeroConfig())
     monkeypatch.setattr(torch, "empty", refusing(torch.empty))
     offload = Offload(sharding, HOST, ratio=1.0, pin_memory=False)
     offload._pinned = True
     with caplog.at_level(logging.WARNING, "zeropp"):
         for _ in range(2):
             assert offload._empty(torch.ones(3), HOST, torch.float32).shape == (3,)
-    warnings = [one for one in caplog.records if one.levelno >= logging.WARNING]
-    assert [one.message for one in warnings] == [
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [warning.message for warning in warnings] == [
         "offload: the system gives no page-locked memory (no more of it); the rest is pageable: "
         "copies then wait for each other and for the computation"
     ]
 
 
 def refusing(empty):
-    def made(*args, pin_memory: bool = False, **facts):
+    def allocate(*args, pin_memory: bool = False, **facts):
         if pin_memory:
             raise RuntimeError("no more of it\nwith a trace")
         return empty(*args, **facts)
 
-    return made
+    return allocate
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -250,18 +254,18 @@ def test_an_engine_by_its_json(stage, tmp_path):
         assert first != second or rest == whole[second][3:]
 
 
-def engine_of(config: dict, **given: object) -> zeropp.Engine:
-    return zeropp.initialize(model=fresh_stack(), config=config, **given)[0]
+def engine_of(config: dict, **options: object) -> zeropp.Engine:
+    return zeropp.initialize(model=small_model(), config=config, **options)[0]
 
 
 @ranks(1)
 def test_an_engine_takes_over_an_optimizer_and_its_schedule():
     config = {"train_batch_size": SAMPLES, "zero_optimization": {"stage": 2} | OFFLOAD}
-    model = fresh_stack()
-    given = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(given, gamma=0.5)
+    model = small_model()
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(adam, gamma=0.5)
     engine, optimizer, *_ = zeropp.initialize(
-        model=model, config=config, optimizer=given, lr_scheduler=schedule
+        model=model, config=config, optimizer=adam, lr_scheduler=schedule
     )
     assert isinstance(optimizer, OffloadedAdam) and engine.optimizer is optimizer
     assert optimizer.defaults["decoupled_weight_decay"] is False
@@ -272,27 +276,27 @@ def test_an_engine_takes_over_an_optimizer_and_its_schedule():
 @ranks(1)
 def test_an_adam_of_ours_is_taken_over_with_its_options():
     config = {"train_batch_size": SAMPLES, "zero_optimization": {"stage": 2} | OFFLOAD}
-    model = fresh_stack()
-    given = CPUAdam(
+    model = small_model()
+    adam = CPUAdam(
         model.parameters(), bias_correction=False, fp32_optimizer_states=False, adamw_mode=False,
         seed=7,
     )  # fmt: skip
-    engine, optimizer, *_ = zeropp.initialize(model=model, config=config, optimizer=given)
+    engine, optimizer, *_ = zeropp.initialize(model=model, config=config, optimizer=adam)
     run(engine, 1)
     assert isinstance(optimizer, OffloadedAdam) and not optimizer.bias_correction
     assert optimizer.seed == 7 and not optimizer.defaults["decoupled_weight_decay"]
-    assert {one["exp_avg"].dtype for one in optimizer.state.values()} == {torch.bfloat16}
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
 
 
 @ranks(1)
 def test_an_optimizer_with_state_is_not_offloaded():
     config = {"train_batch_size": SAMPLES, "zero_optimization": {"stage": 2} | OFFLOAD}
-    model = fresh_stack()
-    given = torch.optim.AdamW(model.parameters())
+    model = small_model()
+    adam = torch.optim.AdamW(model.parameters())
     loss_of(model, tokens_of(0)).backward()
-    given.step()
+    adam.step()
     with pytest.raises(InputError, match="AdamW given to zeropp.initialize has state already"):
-        zeropp.initialize(model=model, config=config, optimizer=given)
+        zeropp.initialize(model=model, config=config, optimizer=adam)
 
 
 @ranks(1)
@@ -300,6 +304,6 @@ def test_an_optimizer_that_cannot_be_offloaded_is_named():
     config = {"train_batch_size": SAMPLES, "zero_optimization": {"stage": 2} | OFFLOAD}
     with pytest.raises(InputError, match="SGD cannot be offloaded.*torch.optim.AdamW"):
         zeropp.initialize(
-            model=(model := fresh_stack()), config=config,
+            model=(model := small_model()), config=config,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         )  # fmt: skip

@@ -6,13 +6,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import ranks
-from tests.zeropp.stack import WIDTH, WORDS, fresh_stack, loss_of, tokens_of
+from tests.zeropp.small_model import HIDDEN_SIZE, VOCAB_SIZE, loss_of, small_model, tokens_of
 from zeropp import LossScaler, ZeroConfig, optimizer_step, shard
 from zeropp.optim.step import global_zeros
 
 
 def one_process(scale: float = 1.0):
-    sharding = shard(fresh_stack(), None, ZeroConfig())
+    sharding = shard(small_model(), None, ZeroConfig())
     optimizer = torch.optim.SGD(sharding.model.parameters(), lr=1.0)
     (loss_of(sharding.model, tokens_of(0)) * scale).backward()
     return sharding, optimizer
@@ -20,7 +20,7 @@ def one_process(scale: float = 1.0):
 
 def test_norm_and_clipping_agree_with_torch():
     sharding, optimizer = one_process()
-    expected = fresh_stack()
+    expected = small_model()
     loss_of(expected, tokens_of(0)).backward()
     norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.25)
     result = optimizer_step(optimizer, sharding, clip_grad=0.25)
@@ -39,15 +39,17 @@ def test_a_power_of_two_loss_scale_changes_nothing():
         scaled_optimizer, scaled, clip_grad=0.0, scaler=LossScaler(scale=1024.0)
     )
     assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-6)
-    for one, other in zip(plain.model.parameters(), scaled.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for parameter, scaled_parameter in zip(
+        plain.model.parameters(), scaled.model.parameters(), strict=True
+    ):
+        assert torch.equal(parameter, scaled_parameter)
 
 
 @ranks(2)
 def test_overflow_on_one_rank_skips_the_update_on_all():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
     config = ZeroConfig.from_json({"zero_optimization": {"stage": 2}})
-    sharding = shard(fresh_stack(), mesh, config)
+    sharding = shard(small_model(), mesh, config)
     optimizer = torch.optim.SGD(sharding.model.parameters(), lr=1.0)
     before = [p.full_tensor().clone() for p in sharding.model.parameters()]
     loss = loss_of(sharding.model, tokens_of(0))
@@ -65,14 +67,14 @@ def test_overflow_on_one_rank_skips_the_update_on_all():
 def test_zeros_are_counted_once_over_all_ranks(stage):
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
     config = ZeroConfig.from_json({"zero_optimization": {"stage": stage}})
-    sharding = shard(fresh_stack(), mesh, config)
+    sharding = shard(small_model(), mesh, config)
     optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.0)
     few_words(sharding.model).backward()
     result = optimizer_step(optimizer, sharding, count_zeros=True)
-    expected = fresh_stack()
+    expected = small_model()
     few_words(expected).backward()
     zeros = sum((p.grad == 0).sum().item() for p in expected.parameters())
-    assert result.num_zeros == zeros >= (WORDS - 7) * WIDTH
+    assert result.num_zeros == zeros >= (VOCAB_SIZE - 7) * HIDDEN_SIZE
 
 
 @ranks(4)
@@ -94,7 +96,7 @@ def test_a_rank_without_any_part_of_the_model_takes_part():
 
 def test_more_zeros_than_fp32_can_count():
     zeros = [torch.zeros(2**24), torch.zeros(1)]
-    assert global_zeros(zeros, shard(fresh_stack(), None, ZeroConfig())).item() == 2**24 + 1
+    assert global_zeros(zeros, shard(small_model(), None, ZeroConfig())).item() == 2**24 + 1
 
 
 def few_words(model: torch.nn.Module) -> torch.Tensor:

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zeropp.quant.reference
-from tests.zeropp.quant.against_reference import check_rows, check_sums, other_bits
-from tests.zeropp.quant.functional import Functional, reference
+from tests.zeropp.quant.layout_ops import LayoutOps, reference
 from tests.zeropp.quant.packed_rows import (
     FEW,
     RAGGED,
@@ -23,6 +22,7 @@ from tests.zeropp.quant.packed_rows import (
     seeds,
     widths,
 )
+from tests.zeropp.quant.reference_checks import check_rows, check_sums, other_bits
 from zeropp.native import kernels as native_kernels
 from zeropp.native.kernels import ISAS, use_isa
 from zeropp.quant import cpu
@@ -35,16 +35,16 @@ MANY_BYTES = 3 << 20  # enough for several threads
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[Functional]:
+def kernels() -> Iterator[LayoutOps]:
     backend = cpu.backend()
     if not isinstance(backend, CpuKernels):
         pytest.skip("csrc/ is not built here: make setup builds it where there is a compiler")
-    yield Functional(backend)
+    yield LayoutOps(backend)
     use_isa(None)
 
 
 @pytest.fixture(params=ISAS)
-def of_isa(request: pytest.FixtureRequest, kernels: Functional) -> Iterator[Functional]:
+def of_isa(request: pytest.FixtureRequest, kernels: LayoutOps) -> Iterator[LayoutOps]:
     """The kernels of one instruction set."""
     if not use_isa(request.param):
         pytest.skip(f"this processor has no {request.param}")

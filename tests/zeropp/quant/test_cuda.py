@@ -6,21 +6,21 @@ import pytest
 import torch
 
 from tests.gpu import MARKS
-from tests.zeropp.quant.against_reference import (
-    UNTOUCHED,
-    check_rows,
-    check_sums,
-    many_segments,
-    other_bits,
-    with_dirty_gaps,
-)
-from tests.zeropp.quant.functional import Functional, reference
+from tests.zeropp.quant.layout_ops import LayoutOps, reference
 from tests.zeropp.quant.packed_rows import (
     RAGGED,
     any_rows,
     bytes_of,
     every_16_bit_number,
     ragged_layouts,
+)
+from tests.zeropp.quant.reference_checks import (
+    UNTOUCHED,
+    check_rows,
+    check_sums,
+    many_segments,
+    other_bits,
+    with_dirty_gaps,
 )
 from zeropp.quant import cuda
 from zeropp.quant.cuda import CudaKernels
@@ -34,11 +34,11 @@ pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Functional:
+def kernels() -> LayoutOps:
     backend = cuda.backend()
     if not isinstance(backend, CudaKernels):
         pytest.skip("csrc/ is not built for this GPU: install again where nvcc is")
-    return Functional(backend)
+    return LayoutOps(backend)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 3])

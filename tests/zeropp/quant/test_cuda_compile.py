@@ -52,8 +52,8 @@ def test_code_for_gpus_that_the_toolkit_knows_and_ptx_for_later_ones():
     [("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = '12.6'", "12.6")]
     + [("cuda: Optional[str] = None", None), ("hip = '6.4'", None)],
 )
-def test_the_torch_at_hand_says_whether_it_has_cuda(line, found, monkeypatch, tmp_path):
+def test_the_torch_at_hand_says_whether_it_has_cuda(line, version, monkeypatch, tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/version.py").write_text(f"__version__ = '2.13.0'\n{line}\nrocm = None\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert torch_cuda() == found
+    assert torch_cuda() == version

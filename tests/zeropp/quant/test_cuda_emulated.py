@@ -9,24 +9,24 @@ from array import array
 import pytest
 import torch
 
-from tests.zeropp.quant.against_reference import (
+from tests.zeropp.quant.emulated_kernels import EmulatedLibrary
+from tests.zeropp.quant.layout_ops import LayoutOps
+from tests.zeropp.quant.packed_rows import RAGGED, any_rows, ragged_layouts
+from tests.zeropp.quant.reference_checks import (
     check_rows,
     check_sums,
     many_segments,
     other_bits,
     with_dirty_gaps,
 )
-from tests.zeropp.quant.emulated import Emulated
-from tests.zeropp.quant.functional import Functional
-from tests.zeropp.quant.packed_rows import RAGGED, any_rows, ragged_layouts
 from zeropp.native import kernels as native_kernels
 from zeropp.quant import cuda, reference
 from zeropp.quant.packing import FLOATS, Layout
 
 
 @pytest.fixture
-def kernels(emulated: Emulated) -> Functional:
-    return emulated.functional()
+def kernels(emulated: EmulatedLibrary) -> LayoutOps:
+    return emulated.layout_ops()
 
 
 @pytest.mark.parametrize("shift", [0, 3])

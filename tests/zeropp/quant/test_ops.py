@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from tests.zeropp.quant.functional import Functional
+from tests.zeropp.quant.layout_ops import LayoutOps
 from tests.zeropp.quant.packed_rows import any_rows, bits_of
 from zeropp.quant import cpu, reference
 from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
@@ -87,7 +87,7 @@ def test_the_functions_that_take_layouts_compile_without_a_break():
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_inputs_are_left_as_they_are(dtype, backend):
     """In fp32 `.float()` is the tensor itself: what is done to it in place is done to the input."""
-    functions = Functional(backend())
+    functions = LayoutOps(backend())
     for bits in (4, 8, 16):
         layout = Layout(sizes=(300,), bits=(bits,), wire=dtype)
         rows = any_rows(4, 300, dtype, bits)
@@ -156,8 +156,8 @@ OUT = torch.zeros(4, LAYOUT.elements)
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(call, error, said):
-    with pytest.raises(error, match=said):
+def test_what_does_not_fit_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
         call()
 
 

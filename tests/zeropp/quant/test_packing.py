@@ -131,7 +131,7 @@ def test_the_same_arguments_give_the_same_layout():
         ({"wire": torch.int8}, TypeError, "torch.int8: give"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(changed, error, said):
+def test_a_layout_that_cannot_be_is_refused(changed, error, message):
     right = {"sizes": (3, 4), "bits": (8, 16), "wire": torch.bfloat16}
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         Layout(**right | changed)

@@ -52,10 +52,10 @@ def test_the_error_is_half_a_step_or_what_the_last_code_cuts_off(layout, dtype, 
     """
     rows = finite_rows(3, layout.elements, dtype, seed)
     packed, values = quantize(rows, layout), there_and_back(rows, layout)
-    for one in layout.segments:
-        part = slice(one.start, one.start + one.size)
-        scales, exact, found = scales_of(packed, one), rows[:, part].double(), values[:, part]
-        top = 1 << (one.bits - 1)
+    for segment in layout.segments:
+        part = slice(segment.start, segment.start + segment.size)
+        scales, exact, found = scales_of(packed, segment), rows[:, part].double(), values[:, part]
+        top = 1 << (segment.bits - 1)
         zeros = scales == 0
         assert (exact[zeros].abs() < TINY).all() and (found[zeros] == 0).all()
         steps = torch.where(zeros, 0.0, exact / scales)
@@ -167,13 +167,13 @@ def test_a_non_finite_number_makes_its_block_non_finite_and_no_other(layout, dty
 @pytest.mark.parametrize("bits", [(8, 4), (4, 8), (16, 4), (8, 16)])
 def test_overflow_of_one_term_is_in_the_sum_of_its_block_alone(bits, bad):
     size = 4 * BLOCK[8]
-    source, onto = (Layout(sizes=(size,), bits=(one,), wire=torch.float16) for one in bits)
+    source, onto = (Layout(sizes=(size,), bits=(bit,), wire=torch.float16) for bit in bits)
     rows = torch.ones(6, size)  # 3 terms of 2 rows
     rows[3, 2 * BLOCK[8] + 3] = bad  # term 1, row 1
     packed = quantize(rows, source)
     values = torch.empty(2, size)
     dequantize(reduce_quantize(packed, source, onto, terms=3), values, onto)
-    wide = max(BLOCK.get(one, 1) for one in bits)
+    wide = max(BLOCK.get(bit, 1) for bit in bits)
     first = (2 * BLOCK[8] + 3) // wide * wide
     assert not values[1, first : first + wide].isfinite().any()
     values[1, first : first + wide] = 3

@@ -66,6 +66,7 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
     ) -> subprocess.Popen:
         command = [script, str(tmp_path), action, *arguments]
         # Ignored signals are inherited, and shells ignore SIGINT in background jobs.
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
         process = subprocess.Popen(
             [sys.executable, "-m", "zeropp.ranks.launcher", *options, *command],
             cwd=folder,
@@ -76,8 +77,8 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
+        signal.signal(signal.SIGINT, handler)
         processes.append(process)
         return process
 
@@ -119,6 +120,7 @@ def last_lines(process: subprocess.Popen) -> list[str]:
     return errors.splitlines()
 
 
+@pytest.mark.new_interpreter
 def test_every_rank_runs_the_script_as_python_would(start: Callable, tmp_path: Path) -> None:
     options = ("--num_nodes", "1", "--num_ranks", "4", "--ranks_per_node", "2")
     process = start("show", *options, arguments=("--num-layers", "2", "--num_ranks"))

@@ -25,8 +25,8 @@ def place(world_size: int, **parts: int) -> Environment:
         (4, 1, 4, "gloo", "gloo"),
     ],
 )
-def test_backend(ranks, machines, num_gpus, wanted, expected):
-    assert choose_backend(place(ranks, machines=machines), num_gpus, wanted) == expected
+def test_backend(ranks, machines, num_gpus, requested, expected):
+    assert choose_backend(place(ranks, machines=machines), num_gpus, requested) == expected
 
 
 def test_nccl_without_a_gpu():

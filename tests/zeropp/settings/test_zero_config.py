@@ -243,8 +243,8 @@ def test_every_key_says_what_it_does_and_its_default_is_acceptable() -> None:
             if reason.when is not None:
                 assert reason.when(ZeroConfig()), entry.dotted  # the key it needs exists
     for old, (names, _) in OLD_NAMES.items():
-        known = {entry.dotted for entry in all_keys(ZeroConfig)}
-        assert old not in known and set(names) <= known
+        keys = {entry.dotted for entry in all_keys(ZeroConfig)}
+        assert old not in keys and set(names) <= keys
 
 
 @pytest.mark.parametrize(("stage", "lines"), [(0, 1), (1, 0)])

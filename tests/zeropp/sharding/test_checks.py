@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import ranks
-from tests.zeropp.given import ALL_THREE, configured, data_mesh
-from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
+from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
+from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, Sharding, shard
 from zeropp.wire.route import Nodes
 
@@ -29,11 +29,13 @@ class Wrapped(torch.Tensor):
 
 def refused(message: str, zero: dict, ranks_per_node: int | None, model=None) -> None:
     """`shard` raises an InputError that says `message` and leaves the model as it was."""
-    model = model or fresh_stack()
+    model = model or small_model()
     before = list(model.parameters())
     with pytest.raises(InputError, match=re.escape(message)):
-        shard(model, data_mesh(), configured(zero, ranks_per_node))
-    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
+        shard(model, data_mesh(), zero_config(zero, ranks_per_node))
+    assert all(
+        parameter is current for parameter, current in zip(before, model.parameters(), strict=True)
+    )
 
 
 @contextmanager
@@ -54,8 +56,10 @@ def log_lines() -> Iterator[list[str]]:
 @ranks(4)
 def test_settings_that_do_not_fit_the_ranks():
     hpz = ALL_THREE | {"zero_hpz_partition_size": 3}
-    said = "zero_hpz_partition_size = 3 does not divide the 4 ranks: use the ranks of one node, 2"
-    refused(said, hpz, 2)
+    message = (
+        "zero_hpz_partition_size = 3 does not divide the 4 ranks: use the ranks of one node, 2"
+    )
+    refused(message, hpz, 2)
     for zero in ({"stage": 3}, {"stage": 1}, ALL_THREE):
         refused("ranks_per_node = 3 does not divide the 4 ranks", zero, 3)
         refused("set ranks_per_node to a divisor of the number of ranks", zero, 3)
@@ -64,12 +68,12 @@ def test_settings_that_do_not_fit_the_ranks():
 @ranks(4)
 def test_nodes_of_different_sizes_are_refused_on_every_rank():
     """DeepSpeed issues #5054; each rank knows only how many there are on its own node."""
-    said = "nodes have different numbers of ranks, 1 to 3: start the same number"
+    message = "nodes have different numbers of ranks, 1 to 3: start the same number"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "3" if dist.get_rank() < 3 else "1")
-        refused(said, ALL_THREE, None)
-        refused(said, {"stage": 3}, None)
-        sharding = shard(fresh_stack(), data_mesh(), configured(ALL_THREE, 2))  # as is proposed
+        refused(message, ALL_THREE, None)
+        refused(message, {"stage": 3}, None)
+        sharding = shard(small_model(), data_mesh(), zero_config(ALL_THREE, 2))  # as is proposed
     assert sharding.forecast.weights.nodes == Nodes(num_ranks=4, ranks_per_node=2)
 
 
@@ -109,63 +113,63 @@ UNKNOWN = {
 def test_parameters_that_cannot_be_gathered_as_numbers(kind):
     make, message = UNKNOWN[kind]
     for zero in ({"stage": 0}, {"stage": 3}):
-        model = fresh_stack()
+        model = small_model()
         model.blocks[1].extra = make()
         refused(message, zero, None, model)
 
 
 @ranks(2)
 def test_integer_buffers_stay_whole_on_every_rank():
-    model = fresh_stack()
+    model = small_model()
     model.blocks[1].register_buffer("extra", torch.arange(3))
-    sharding = shard(model, data_mesh(), configured({"stage": 3}))
+    sharding = shard(model, data_mesh(), zero_config({"stage": 3}))
     assert torch.equal(sharding.model.blocks[1].extra, torch.arange(3))
 
 
 @ranks(2)
 def test_trainable_parameters_of_two_types_in_one_unit():
     """FSDP2: trainable parameters of a group need one original dtype; frozen ones may differ."""
-    model = fresh_stack()
+    model = small_model()
     model.blocks[1].up.bfloat16()
     refused(
         "blocks.1.norm.weight is torch.float32 and blocks.1.up.weight torch.bfloat16: the "
         "parameters of a unit that are trained must have one type", {"stage": 3}, None, model,
     )  # fmt: skip
     model.blocks[1].up.requires_grad_(False)
-    shard(model, data_mesh(), configured({"stage": 3}))
-    other = fresh_stack()
+    shard(model, data_mesh(), zero_config({"stage": 3}))
+    other = small_model()
     other.blocks[1].bfloat16()  # another type in another unit
-    shard(other, data_mesh(), configured({"stage": 3}))
+    shard(other, data_mesh(), zero_config({"stage": 3}))
 
 
 @ranks(2)
 def test_a_weight_that_two_units_share():
     """FSDP2: parameters tied across groups raise; tied inside one group they work."""
-    model = fresh_stack()
+    model = small_model()
     model.blocks[2].up.weight = model.blocks[0].up.weight
-    said = "blocks.0.up.weight and blocks.2.up.weight are one parameter in two units"
-    refused(said, {"stage": 3}, None, model)
-    apart = shard(model, data_mesh(), configured({"stage": 3}), units=[model.blocks[1]])
+    message = "blocks.0.up.weight and blocks.2.up.weight are one parameter in two units"
+    refused(message, {"stage": 3}, None, model)
+    sharding = shard(model, data_mesh(), zero_config({"stage": 3}), units=[model.blocks[1]])
     assert model.blocks[2].up.weight is model.blocks[0].up.weight
-    loss_of(apart.model, tokens_of(0)).backward()
+    loss_of(sharding.model, tokens_of(0)).backward()
     assert model.blocks[0].up.weight.grad is not None
-    headed = fresh_stack()
+    headed = small_model()
     headed.blocks[2].head = headed.embedding
     refused("embedding.weight and blocks.2.head.weight are one", {"stage": 3}, None, headed)
-    inside = fresh_stack()
+    inside = small_model()
     inside.blocks[0].again = inside.blocks[0].up
-    shard(inside, data_mesh(), configured({"stage": 3}))
+    shard(inside, data_mesh(), zero_config({"stage": 3}))
 
 
 @ranks(2)
 def test_a_model_that_is_sharded_already():
-    model = fresh_stack()
-    shard(model, data_mesh(), configured({"stage": 3}))
+    model = small_model()
+    shard(model, data_mesh(), zero_config({"stage": 3}))
     with pytest.raises(InputError, match="zeropp.shard, it, is sharded already: give a new one"):
-        shard(model, data_mesh(), configured({"stage": 3}))
+        shard(model, data_mesh(), zero_config({"stage": 3}))
     larger = nn.Sequential(nn.Linear(1, 1), model)
     with pytest.raises(InputError, match="zeropp.shard, its 1, is sharded already"):
-        shard(larger, data_mesh(), configured({"stage": 3}))
+        shard(larger, data_mesh(), zero_config({"stage": 3}))
 
 
 @ranks(4, ranks_per_node=2)
@@ -176,10 +180,10 @@ def test_the_size_of_a_node_is_the_launchers_and_not_a_count_of_devices():
         patch.setattr(torch.cuda, "device_count", lambda: 4)
         patch.setattr(torch.accelerator, "device_count", lambda: 4)
         for zero in ({"stage": 3}, ALL_THREE):
-            forecast = shard(fresh_stack(), data_mesh(), configured(zero)).forecast
+            forecast = shard(small_model(), data_mesh(), zero_config(zero)).forecast
             assert forecast.weights.nodes == forecast.gradients.nodes == nodes
-        given = shard(fresh_stack(), data_mesh(), configured({"stage": 3}, 1)).forecast
-    assert given.gradients.nodes.ranks_per_node == 1
+        forecast = shard(small_model(), data_mesh(), zero_config({"stage": 3}, 1)).forecast
+    assert forecast.gradients.nodes.ranks_per_node == 1
 
 
 def described(sharding: Sharding) -> dict[str, str]:
@@ -202,7 +206,7 @@ def described(sharding: Sharding) -> dict[str, str]:
 def test_what_really_runs_on_each_hop_is_said(stage, ranks_per_node, weights, gradients):
     """DeepSpeed 0.19.8: qgZ on one node, and at stage 2, is ignored in silence."""
     zero = ALL_THREE | {"stage": stage, "zero_hpz_partition_size": 1}
-    rows = described(shard(fresh_stack(), data_mesh(), configured(zero, ranks_per_node)))
+    rows = described(shard(small_model(), data_mesh(), zero_config(zero, ranks_per_node)))
     assert rows["weights"] == weights
     assert rows["gradients"].splitlines()[0] == gradients
 
@@ -211,24 +215,24 @@ def test_what_really_runs_on_each_hop_is_said(stage, ranks_per_node, weights, gr
 def test_a_copy_larger_than_a_node_is_said_to_cross_nodes():
     """D2: a size other than `ranks_per_node` is allowed and the log says what crosses nodes."""
     zero = {"stage": 3, "zero_hpz_partition_size": 2}
-    inside = described(shard(fresh_stack(), data_mesh(), configured(zero, 2)))["weights"]
+    inside = described(shard(small_model(), data_mesh(), zero_config(zero, 2)))["weights"]
     assert "then 32 bit among 2 of a node\nkept" in inside
-    apart = described(shard(fresh_stack(), data_mesh(), configured(zero, 1)))["weights"]
-    assert "then 32 bit among 2 across nodes\nkept" in apart
-    larger = configured(ALL_THREE | {"zero_hpz_partition_size": 4}, 2)
+    weights = described(shard(small_model(), data_mesh(), zero_config(zero, 1)))["weights"]
+    assert "then 32 bit among 2 across nodes\nkept" in weights
+    larger = zero_config(ALL_THREE | {"zero_hpz_partition_size": 4}, 2)
     with log_lines() as lines:
-        whole = described(shard(fresh_stack(), data_mesh(), larger))["weights"]
+        whole = described(shard(small_model(), data_mesh(), larger))["weights"]
     assert "INT8 among 4 ranks in and across nodes" in whole
     assert len(lines) == 1 and "zero_hpz_partition_size = 4 is all ranks" in lines[0]
     with log_lines() as lines:
-        one_node = shard(fresh_stack(), data_mesh(), configured(ALL_THREE | TUTORIAL, 4))
+        one_node = shard(small_model(), data_mesh(), zero_config(ALL_THREE | TUTORIAL, 4))
     assert one_node.copies is None and "INT8 among 4" in described(one_node)["weights"]
     assert len(lines) == 1 and "using the 4 of one node; a copy split over all ranks" in lines[0]
 
 
 @ranks(2)
 def test_a_parameter_that_is_not_contiguous():
-    model = fresh_stack()
+    model = small_model()
     weight = model.blocks[1].up.weight
     model.blocks[1].up.weight = nn.Parameter(weight.detach().t().contiguous().t())
     refused("blocks.1.up.weight lies in memory with strides [1, 19]", {"stage": 2}, 2, model)

@@ -5,32 +5,32 @@ import torch
 from torch import nn
 
 from tests.ranks import ranks
-from tests.zeropp.given import ALL_THREE
-from tests.zeropp.stack import Stack, fresh_stack
-from tests.zeropp.stepping import evaluate, sharded, step
+from tests.zeropp.prescribed_gradients import ALL_THREE
+from tests.zeropp.sharded_training import evaluate, shard_on_nodes, step
+from tests.zeropp.small_model import SmallModel, small_model
 
 
-def wrapped(model: Stack) -> None:
+def wrapped(model: SmallModel) -> None:
     model.blocks = nn.ModuleList(
-        [torch.compile(one, backend="eager", fullgraph=True) for one in model.blocks]
+        [torch.compile(block, backend="eager", fullgraph=True) for block in model.blocks]
     )
 
 
-def in_place(model: Stack) -> None:
+def in_place(model: SmallModel) -> None:
     for block in model.blocks:
         block.compile(backend="eager")
 
 
 def losses(zero: dict, compiled=lambda model: None) -> list[float]:
-    model = fresh_stack()
+    model = small_model()
     compiled(model)
-    sharding = sharded(zero, model)
+    sharding = shard_on_nodes(zero, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    found: list[float] = []
+    values: list[float] = []
     for number in range(3):
-        found += step(sharding, optimizer, number, micro_batches=2) + [evaluate(sharding)]
+        values += step(sharding, optimizer, number, micro_batches=2) + [evaluate(sharding)]
     assert sharding.traffic.sent["gradients", "across_nodes"] > 0
-    return found
+    return values
 
 
 @pytest.mark.parametrize("way", [wrapped, in_place], ids=["wrapped", "in place"])

@@ -12,12 +12,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import ranks
-from tests.zeropp.given import ALL_THREE
-from tests.zeropp.stack import Stack, fresh_stack
-from tests.zeropp.stepping import evaluate, sharded, step
+from tests.zeropp.prescribed_gradients import ALL_THREE
+from tests.zeropp.sharded_training import evaluate, shard_on_nodes, step
+from tests.zeropp.small_model import SmallModel, small_model
 
 
-class Outside(Stack):
+class Outside(SmallModel):
     """The whole call of a block is done again in backward: its gather too, as Hugging Face does."""
 
     reentrant = False
@@ -32,9 +32,9 @@ class Outside(Stack):
         return nn.functional.linear(x, self.embedding.weight)
 
 
-def inside(reentrant: bool) -> Stack:
+def inside(reentrant: bool) -> SmallModel:
     """What is done again lies inside the unit."""
-    model = fresh_stack()
+    model = small_model()
     for block in model.blocks:
         block.wrapped = block.forward
         block.forward = lambda x, block=block: checkpoint(
@@ -43,38 +43,38 @@ def inside(reentrant: bool) -> Stack:
     return model
 
 
-def outside(reentrant: bool) -> Stack:
+def outside(reentrant: bool) -> SmallModel:
     torch.manual_seed(5)
     model = Outside()
     model.reentrant = reentrant
     return model
 
 
-def wrapped(reentrant: bool) -> Stack:
+def wrapped(reentrant: bool) -> SmallModel:
     """As PyTorch's own wrapper does it."""
     kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
-    model = fresh_stack()
-    model.blocks = nn.ModuleList([checkpoint_wrapper(one, kind) for one in model.blocks])
+    model = small_model()
+    model.blocks = nn.ModuleList([checkpoint_wrapper(block, kind) for block in model.blocks])
     return model
 
 
 WAYS = {"inside": inside, "outside": outside, "wrapper": wrapped}
 
 
-def story(model: Stack, zero: dict) -> tuple[list[float], dict[str, int]]:
+def story(model: SmallModel, zero: dict) -> tuple[list[float], dict[str, int]]:
     """Losses, gradients' norms and weights of two steps, and bytes by hop and pass."""
-    sharding = sharded(zero, model)
+    sharding = shard_on_nodes(zero, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    found: list[float] = []
-    optimizer.register_step_pre_hook(lambda *_: found.extend(norms(model)))
+    losses: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: losses.extend(norms(model)))
     for number in range(2):
-        found += step(sharding, optimizer, number, micro_batches=2)
-        found.append(evaluate(sharding))
-    return found, sharding.traffic.sent
+        losses += step(sharding, optimizer, number, micro_batches=2)
+        losses.append(evaluate(sharding))
+    return losses, sharding.traffic.sent
 
 
 def norms(model: nn.Module) -> list[float]:
-    return [one.grad.full_tensor().double().norm().item() for one in model.parameters()]
+    return [parameter.grad.full_tensor().double().norm().item() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def norms(model: nn.Module) -> list[float]:
 @ranks(4)
 def test_recomputation_changes_no_bit_and_no_byte(zero):
     """DeepSpeed issues #4784; FSDP2: the wrapping goes inside `fully_shard`."""
-    expected, sent = story(fresh_stack(), zero)
+    expected, sent = story(small_model(), zero)
     for way, reentrant in product(WAYS, (False, True)):
         values, sent_again = story(WAYS[way](reentrant), zero)
         assert values == expected, (way, reentrant)

@@ -64,11 +64,13 @@ def test_every_tensor_and_the_generator_are_as_without_recording():
     assert model.tied.weight is model.copies[0].weight
     later = tensors_of(model)
     for name, expected in tensors_of(plain).items():
-        found = later[name]
-        assert isinstance(found, RecordedTensor) != (name in GIVEN)
-        assert isinstance(found, nn.Parameter) == isinstance(expected, nn.Parameter)
-        assert (found.requires_grad, found.dtype) == (expected.requires_grad, expected.dtype)
-        assert torch.equal(found.materialize() if isinstance(found, RecordedTensor) else found, expected)
+        recorded = later[name]
+        assert isinstance(recorded, RecordedTensor) != (name in GIVEN)
+        assert isinstance(recorded, nn.Parameter) == isinstance(expected, nn.Parameter)
+        assert (recorded.requires_grad, recorded.dtype) == (expected.requires_grad, expected.dtype)
+        assert torch.equal(
+            recorded.materialize() if isinstance(recorded, RecordedTensor) else recorded, expected
+        )
     assert torch.equal(torch.rand(3), torch.rand(3)) is False  # making them did not reseed
 
 
@@ -83,12 +85,12 @@ def test_a_thousand_gigabytes_take_none():
 def test_what_is_written_after_the_block_counts_too():
     with recording():
         weight = nn.Parameter(torch.zeros(3))
-    kept = torch.tensor([1.0, 2.0, 3.0])
+    values = torch.tensor([1.0, 2.0, 3.0])
     with torch.no_grad():
-        weight.add_(kept)
-        kept.zero_()
-        kept += weight
-    assert weight.materialize().tolist() == kept.tolist() == [1.0, 2.0, 3.0]
+        weight.add_(values)
+        values.zero_()
+        values += weight
+    assert weight.materialize().tolist() == values.tolist() == [1.0, 2.0, 3.0]
     assert repr(weight) == "RecordedTensor(shape=[3], dtype=torch.float32)"
 
 

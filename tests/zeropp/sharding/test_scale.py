@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.cluster.fake_ranks import counted_step, fake_rank
-from tests.zeropp.given import ALL_THREE, configured
+from tests.zeropp.prescribed_gradients import ALL_THREE, zero_config
 
 NODES, PER_NODE = 6, 4
 RANKS = NODES * PER_NODE
@@ -38,7 +38,7 @@ def loss(model: nn.Module) -> torch.Tensor:
 def sent_by_a_node(zero: dict, num_micro_batches: int = 1) -> Counter:
     """Bytes by (purpose, hop) that the ranks of one node send, each counted by its own ledger."""
     total: Counter[tuple[str, str]] = Counter()
-    config = configured(zero, PER_NODE, bf16={"enabled": True})
+    config = zero_config(zero, PER_NODE, bf16={"enabled": True})
     for rank in range(PER_NODE, 2 * PER_NODE):
         with fake_rank(rank, RANKS) as mesh:
             sharding = counted_step(Wide, loss, mesh, config, num_micro_batches)

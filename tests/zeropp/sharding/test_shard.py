@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import ranks
-from tests.zeropp.stack import Block, Stack, fresh_stack, loss_of, tokens_of, train
+from tests.zeropp.small_model import Block, SmallModel, loss_of, small_model, tokens_of, train
 from zeropp import InputError, Sharding, ZeroConfig, shard
 from zeropp.sharding.shard import outermost_blocks
 
@@ -20,11 +20,11 @@ SAME = 1e-5
 def sharded(stage: int, **settings: object) -> Sharding:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     config = ZeroConfig.from_json({"zero_optimization": {"stage": stage}, **settings})
-    return shard(fresh_stack(), mesh, config)
+    return shard(small_model(), mesh, config)
 
 
 def alone() -> Sharding:
-    return shard(fresh_stack(), None, ZeroConfig())
+    return shard(small_model(), None, ZeroConfig())
 
 
 def mean_over_ranks(values: list[float]) -> list[float]:
@@ -62,7 +62,7 @@ def test_bf16_gradients_are_averaged_in_fp32(stage):
 
 def loss_gradients(tokens: torch.Tensor) -> list[torch.Tensor]:
     """The bf16 gradients of an unsharded bf16 copy of the model."""
-    model = fresh_stack().bfloat16()
+    model = small_model().bfloat16()
     loss_of(model, tokens).backward()
     return [parameter.grad for parameter in model.parameters()]
 
@@ -80,7 +80,7 @@ def test_communication_data_type_widens_the_wire():
 def test_parameters_are_split_by_rows_and_freed_after_a_forward_pass(stage):
     sharding = sharded(stage)
     weights = dict(sharding.model.named_parameters())
-    for name, whole in fresh_stack().named_parameters():
+    for name, whole in small_model().named_parameters():
         slices = whole.chunk(4)
         mine = slices[dist.get_rank()] if dist.get_rank() < len(slices) else whole[:0]
         assert isinstance(weights[name], DTensor)
@@ -96,25 +96,25 @@ def test_parameters_are_split_by_rows_and_freed_after_a_forward_pass(stage):
 def test_a_forward_pass_between_steps_sees_the_newest_weights(stage):
     sharding = sharded(stage)
     optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
-    seen = []
+    losses = []
     for _ in range(2):
         with torch.no_grad():
-            seen.append(loss_of(sharding.model, tokens_of(1)).item())
+            losses.append(loss_of(sharding.model, tokens_of(1)).item())
         with sharding.micro_step(last=True):
             loss = loss_of(sharding.model, tokens_of(1))
             loss.backward()
-        assert loss.item() == seen[-1]
+        assert loss.item() == losses[-1]
         optimizer.step()
         optimizer.zero_grad()
-    assert seen[1] < seen[0]
+    assert losses[1] < losses[0]
 
 
 def test_one_rank_in_fp32_is_left_alone():
-    model = fresh_stack()
+    model = small_model()
     before = list(model.parameters())
     assert shard(model, None, ZeroConfig()).units == ()
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
-    assert type(model) is Stack
+    assert type(model) is SmallModel
 
 
 @ranks(2)
@@ -137,7 +137,7 @@ def test_description_counts_the_bytes_a_node_sends():
 def test_a_mesh_of_two_axes_is_refused():
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
     with pytest.raises(InputError, match="one axis"):
-        shard(fresh_stack(), mesh, ZeroConfig())
+        shard(small_model(), mesh, ZeroConfig())
 
 
 def test_units_are_the_outermost_module_lists():
@@ -149,8 +149,8 @@ def test_units_are_the_outermost_module_lists():
 @pytest.mark.parametrize("stage", [1, 3])
 @ranks(2)
 def test_a_block_that_is_used_twice_is_one_unit(stage):
-    def twice() -> Stack:
-        model = fresh_stack()
+    def twice() -> SmallModel:
+        model = small_model()
         model.blocks = nn.ModuleList([model.blocks[0], model.blocks[1], model.blocks[0]])
         return model
 

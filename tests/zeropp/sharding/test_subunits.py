@@ -6,8 +6,8 @@ from torch import nn
 
 import zeropp
 from tests.ranks import ranks
-from tests.zeropp.lora import engine_losses, expected_losses, rounded
-from tests.zeropp.stack import WIDTH, Stack, fresh_stack
+from tests.zeropp.lora_model import engine_losses, expected_losses, with_quantized_weights
+from tests.zeropp.small_model import HIDDEN_SIZE, SmallModel, small_model
 from zeropp import InputError
 from zeropp.sharding.subunits import trained_subunits
 from zeropp.wire.frozen_weights import is_quantized
@@ -39,29 +39,29 @@ class Attending(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.core = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.core = nn.MultiheadAttention(HIDDEN_SIZE, 2, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.core(x, x, x, need_weights=False)[0]
 
 
-def with_dicts() -> Stack:
-    model = fresh_stack().requires_grad_(False)
+def with_dicts() -> SmallModel:
+    model = small_model().requires_grad_(False)
     for block in model.blocks:
         block.up = Gated(block.up)
     return model
 
 
-def with_trained_biases() -> Stack:
+def with_trained_biases() -> SmallModel:
     """Layers that own a trained and a frozen parameter each."""
-    model = fresh_stack()
+    model = small_model()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith("bias"))
     return model
 
 
-def with_attention() -> Stack:
-    model = fresh_stack()
+def with_attention() -> SmallModel:
+    model = small_model()
     for index in range(3):
         model.blocks[index] = Attending()
     for name, parameter in model.named_parameters():
@@ -77,7 +77,7 @@ MODELS = {"dicts": with_dicts, "biases": with_trained_biases, "attention": with_
 @ranks(4, ranks_per_node=2)
 def test_training_is_that_of_the_rounded_weights(kind, more):
     config = CONFIG | {"zero_optimization": MIXZ | more, "train_micro_batch_size_per_gpu": 1}
-    expected = expected_losses(rounded(MODELS[kind](), 4), STEPS, 2, 4)
+    expected = expected_losses(with_quantized_weights(MODELS[kind](), 4), STEPS, 2, 4)
     engine, *_ = zeropp.initialize(model=MODELS[kind](), config=config)
     assert engine_losses(engine, STEPS) == pytest.approx(expected, rel=1e-5)
     for parameter in engine.module.parameters():
@@ -88,8 +88,8 @@ def test_training_is_that_of_the_rounded_weights(kind, more):
 def test_attention_that_is_frozen_afterwards():
     """Nothing is apart where all is trained when it is sharded."""
     model = with_attention()
-    expected = expected_losses(rounded(model, 2), STEPS, 2, 2)
-    trained = {name for name, one in model.named_parameters() if one.requires_grad}
+    expected = expected_losses(with_quantized_weights(model, 2), STEPS, 2, 2)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     engine, *_ = zeropp.initialize(model=model.requires_grad_(True), config=CONFIG)
     for name, parameter in engine.module.named_parameters():
         parameter.requires_grad_(name in trained)
@@ -99,9 +99,9 @@ def test_attention_that_is_frozen_afterwards():
 
 @ranks(2)
 def test_a_parameter_that_nothing_would_gather_is_named():
-    engine, *_ = zeropp.initialize(model=fresh_stack(), config=CONFIG)
+    engine, *_ = zeropp.initialize(model=small_model(), config=CONFIG)
     engine.module.requires_grad_(False)
-    engine.module.blocks[1].extra = nn.ParameterDict({"gain": torch.ones(WIDTH)})
+    engine.module.blocks[1].extra = nn.ParameterDict({"gain": torch.ones(HIDDEN_SIZE)})
     with pytest.raises(InputError, match=r"blocks\.1\.extra\.gain was added"):
         engine.optimizer.quantize_nontrainable_params()
 
@@ -109,7 +109,11 @@ def test_a_parameter_that_nothing_would_gather_is_named():
 def test_what_is_trained_in_one_place_and_shared_with_the_unit_stays_in_it():
     model = with_trained_biases().blocks[0]
     model.shared = model.up.bias
-    names = {one: name for name, one in model.named_parameters()}
-    found = {names[one] for used in trained_subunits(model, ()).values() for one in used}
-    assert found == {"norm.bias", "down.bias"}
-    assert trained_subunits(fresh_stack().blocks[0], ()) == {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    trained = {
+        names[parameter]
+        for parameters in trained_subunits(model, ()).values()
+        for parameter in parameters
+    }
+    assert trained == {"norm.bias", "down.bias"}
+    assert trained_subunits(small_model().blocks[0], ()) == {}

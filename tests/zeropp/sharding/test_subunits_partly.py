@@ -9,9 +9,14 @@ import zeropp
 from tests.megatron_zpp.models.foreign_models import llama
 from tests.ranks import ranks
 from tests.zeropp.deepspeed import test_peft
-from tests.zeropp.lora import adapt, engine_losses, expected_losses, rounded
+from tests.zeropp.lora_model import (
+    add_adapters,
+    engine_losses,
+    expected_losses,
+    with_quantized_weights,
+)
 from tests.zeropp.sharding.test_subunits import CONFIG, STEPS
-from tests.zeropp.stack import WIDTH, Stack, fresh_stack
+from tests.zeropp.small_model import HIDDEN_SIZE, SmallModel, small_model
 
 
 class Experts(nn.Module):
@@ -19,22 +24,25 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = (
+            nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE),
+            nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(x)
 
 
-def with_experts() -> Stack:
-    model = fresh_stack()
+def with_experts() -> SmallModel:
+    model = small_model()
     for index in range(3):
         model.blocks[index] = Experts()
-    return adapt(model)
+    return add_adapters(model)
 
 
 @ranks(2)
 def test_the_first_may_not_run():
-    expected = expected_losses(rounded(with_experts(), 2), STEPS, 2, 2)
+    expected = expected_losses(with_quantized_weights(with_experts(), 2), STEPS, 2, 2)
     engine, *_ = zeropp.initialize(model=with_experts(), config=CONFIG)
     assert engine_losses(engine, STEPS) == pytest.approx(expected, rel=1e-5)
 
@@ -48,7 +56,9 @@ def two_of_which_one_is_active(model: nn.Module) -> peft.PeftModel:
 
 @ranks(2)
 def test_an_adapter_that_is_not_active():
-    expected = test_peft.plain_losses(rounded(two_of_which_one_is_active(llama()), 2))
+    expected = test_peft.plain_losses(
+        with_quantized_weights(two_of_which_one_is_active(llama()), 2)
+    )
     config = test_peft.config_of(test_peft.MIXZ)
     engine, *_ = zeropp.initialize(model=llama(), config=config)
     two_of_which_one_is_active(engine.module)

@@ -6,60 +6,62 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import ranks
-from tests.zeropp.given import ALL_THREE
-from tests.zeropp.stack import Stack, fresh_stack, loss_of, tokens_of
-from tests.zeropp.stepping import (
+from tests.zeropp.prescribed_gradients import ALL_THREE
+from tests.zeropp.sharded_training import (
     BOTH,
     HPZ,
     QWZ,
     evaluate,
     freeze,
-    like,
-    load_whole,
-    sharded,
+    load_random_weights,
+    random_like,
+    shard_on_nodes,
     step,
 )
+from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
 from zeropp import Sharding
 
 
 def load_submodule(sharding: Sharding, seed: int) -> None:
     for part in (sharding.model.blocks[1].up, sharding.model.embedding):
-        part.load_state_dict({name: like(one, seed) for name, one in part.state_dict().items()})
+        part.load_state_dict(
+            {name: random_like(tensor, seed) for name, tensor in part.state_dict().items()}
+        )
 
 
 def write_data(sharding: Sharding, seed: int) -> None:
     for weight in sharding.model.parameters():
-        weight.to_local().data.copy_(like(weight, seed).to_local())
+        weight.to_local().data.copy_(random_like(weight, seed).to_local())
     sharding.weights_changed()
 
 
-WRITERS = {"load": load_whole, "submodule": load_submodule, "data": write_data}
+WRITERS = {"load": load_random_weights, "submodule": load_submodule, "data": write_data}
 
 
 @pytest.mark.parametrize("writer", list(WRITERS))
 @ranks(4)
 def test_written_weights_are_seen_by_the_next_pass(writer):
-    def seen(zero: dict) -> list[float]:
-        sharding = sharded(zero)
-        found = []
+    def losses(zero: dict) -> list[float]:
+        sharding = shard_on_nodes(zero)
+        values = []
         for seed in range(3):
             WRITERS[writer](sharding, seed)
-            found += [evaluate(sharding), evaluate(sharding)]
+            values += [evaluate(sharding), evaluate(sharding)]
             with sharding.micro_step(last=True):
                 loss = loss_of(sharding.model, tokens_of(1))
                 loss.backward()
-            found.append(loss.item())
-        return found
+            values.append(loss.item())
+        return values
 
-    assert seen(BOTH) == seen(QWZ)
-    assert seen(HPZ) == seen({"stage": 3})
+    assert losses(BOTH) == losses(QWZ)
+    assert losses(HPZ) == losses({"stage": 3})
 
 
 @pytest.mark.parametrize("zero", [BOTH, HPZ])
 @ranks(4)
 def test_weights_frozen_after_their_backward_are_stepped_and_seen(zero):
     def losses(zero: dict) -> list[float]:
-        sharding = sharded(zero)
+        sharding = shard_on_nodes(zero)
         optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
         loss_of(sharding.model, tokens_of(0)).backward()
         freeze(sharding.model.blocks[0])  # its gradients are there, so it is stepped
@@ -73,16 +75,16 @@ def test_weights_frozen_after_their_backward_are_stepped_and_seen(zero):
 @ranks(4)
 def test_weights_trained_after_they_were_frozen_are_seen():
     def losses(zero: dict) -> list[float]:
-        model = fresh_stack()
+        model = small_model()
         freeze(model.blocks[0])
-        sharding = sharded(zero, model)
+        sharding = shard_on_nodes(zero, model)
         optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
-        found = []
+        values = []
         for number, trained in enumerate((False, True, False, True)):
             for parameter in model.blocks[0].parameters():
                 parameter.requires_grad_(trained)
-            found += step(sharding, optimizer, number, micro_batches=2) + [evaluate(sharding)]
-        return found
+            values += step(sharding, optimizer, number, micro_batches=2) + [evaluate(sharding)]
+        return values
 
     assert losses(BOTH) == losses(QWZ)
 
@@ -93,9 +95,11 @@ def test_two_models_that_train_in_turn(zero):
     """DeepSpeed issues #4901 #7066: two models in a process; here each feeds the other's loss."""
 
     def losses(zero: dict) -> list[float]:
-        maker, judge = (sharded(zero, model) for model in (fresh_stack(), fresh_stack()))
-        steppers = [torch.optim.SGD(one.model.parameters(), lr=0.3) for one in (maker, judge)]
-        found = []
+        maker, judge = (shard_on_nodes(zero, model) for model in (small_model(), small_model()))
+        steppers = [
+            torch.optim.SGD(sharding.model.parameters(), lr=0.3) for sharding in (maker, judge)
+        ]
+        values = []
         for number in range(3):
             tokens = tokens_of(number).chunk(4)[dist.get_rank()]
             for mine, other, stepper in ((maker, judge, 0), (judge, maker, 1)):
@@ -107,8 +111,8 @@ def test_two_models_that_train_in_turn(zero):
                     loss.backward()
                 steppers[stepper].step()
                 steppers[stepper].zero_grad()
-                found.append(loss.item())
-        return found
+                values.append(loss.item())
+        return values
 
     expected = losses({k: v for k, v in zero.items() if k != "zero_hpz_partition_size"})
     assert losses(zero) == expected
@@ -118,34 +122,38 @@ def test_two_models_that_train_in_turn(zero):
 @ranks(4)
 def test_one_model_steps_between_the_other_s_forward_and_backward(stage):
     def losses(zero: dict) -> list[float]:
-        first, second = sharded(zero), sharded(zero)
-        steppers = [torch.optim.SGD(one.model.parameters(), lr=0.3) for one in (first, second)]
-        tokens, found = tokens_of(0).chunk(4)[dist.get_rank()], []
+        first, second = shard_on_nodes(zero), shard_on_nodes(zero)
+        steppers = [
+            torch.optim.SGD(sharding.model.parameters(), lr=0.3) for sharding in (first, second)
+        ]
+        tokens, values = tokens_of(0).chunk(4)[dist.get_rank()], []
         for _ in range(3):
             with first.micro_step(last=True), second.micro_step(last=True):
-                one, other = (loss_of(model.model, tokens) for model in (first, second))
-                one.backward()
+                first_loss, second_loss = (
+                    loss_of(model.model, tokens) for model in (first, second)
+                )
+                first_loss.backward()
                 steppers[0].step()
-                other.backward()
+                second_loss.backward()
                 steppers[1].step()
-            found += [one.item(), other.item()]
+            values += [first_loss.item(), second_loss.item()]
             for stepper in steppers:
                 stepper.zero_grad()
-        assert found[0::2] == found[1::2]
-        return found
+        assert values[0::2] == values[1::2]
+        return values
 
     quantized = {"stage": stage, "zero_quantized_weights": True}
-    kept = quantized | {"zero_hpz_partition_size": 2 if stage == 3 else 1}
-    assert losses(kept) == losses(quantized)
+    with_copies = quantized | {"zero_hpz_partition_size": 2 if stage == 3 else 1}
+    assert losses(with_copies) == losses(quantized)
 
 
 @ranks(4)
 def test_an_optimizer_s_step_between_evaluation_and_forward_is_seen_at_every_stage():
     """Weights that an evaluation left gathered, without `release`, are not used after a step."""
     for stage in (0, 1, 2, 3):
-        found = []
+        evaluations = []
         for released in (True, False):
-            sharding = sharded({"stage": stage})
+            sharding = shard_on_nodes({"stage": stage})
             optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
             loss_of(sharding.model, tokens_of(0)).backward()
             with torch.no_grad():
@@ -154,8 +162,8 @@ def test_an_optimizer_s_step_between_evaluation_and_forward_is_seen_at_every_sta
                 sharding.release()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(evaluate(sharding))
-        assert found[0] == found[1], stage
+            evaluations.append(evaluate(sharding))
+        assert evaluations[0] == evaluations[1], stage
 
 
 @pytest.mark.parametrize("zero", [ALL_THREE, {"stage": 3}, {"stage": 2}])
@@ -164,7 +172,7 @@ def test_a_step_for_each_gradient_within_the_backward_pass(zero):
     """Whole weights that backward still needs stay; what was kept of them does not."""
 
     def losses_and_bytes(*, within: bool) -> tuple[list[float], dict]:
-        sharding = sharded(zero)
+        sharding = shard_on_nodes(zero)
         weights = list(sharding.model.parameters())
         optimizers = {weight: torch.optim.SGD([weight], lr=0.5) for weight in weights}
 
@@ -175,7 +183,7 @@ def test_a_step_for_each_gradient_within_the_backward_pass(zero):
         if within:
             for weight in weights:
                 weight.register_post_accumulate_grad_hook(update)
-        found = []
+        values = []
         for number in range(3):
             with sharding.micro_step(last=True):
                 loss = loss_of(sharding.model, tokens_of(number).chunk(4)[dist.get_rank()])
@@ -183,8 +191,8 @@ def test_a_step_for_each_gradient_within_the_backward_pass(zero):
             if not within:
                 for weight in weights:
                     update(weight)
-            found += [loss.item(), evaluate(sharding)]
-        return found, sharding.traffic.sent
+            values += [loss.item(), evaluate(sharding)]
+        return values, sharding.traffic.sent
 
     losses, sent = losses_and_bytes(within=True)
     expected, usual = losses_and_bytes(within=False)
@@ -192,7 +200,7 @@ def test_a_step_for_each_gradient_within_the_backward_pass(zero):
     assert sent == usual or zero == ALL_THREE  # whose copies the first step of a pass ends
 
 
-class Skipping(Stack):
+class Skipping(SmallModel):
     """A stack that may leave out its last blocks, or come back to its first."""
 
     order = (0, 1, 2)
@@ -216,26 +224,26 @@ def test_a_gather_begun_for_a_block_that_was_not_used_is_not_used_later(zero, or
     Without `release` it is still under way then, and hpZ must not keep what arrives.
     """
     torch.manual_seed(5)
-    sharding = sharded(zero, Skipping())
-    load_whole(sharding, 1)
+    sharding = shard_on_nodes(zero, Skipping())
+    load_random_weights(sharding, 1)
     sharding.model.order = order
     with torch.no_grad():
         loss_of(sharding.model, tokens_of(5))
     if released:
         sharding.release()
-    load_whole(sharding, 2)
+    load_random_weights(sharding, 2)
     sharding.model.order = (0, 1, 2)
-    seen = evaluate(sharding)
-    other = sharded(zero)
-    load_whole(other, 2)
-    assert seen == evaluate(other)
+    loss = evaluate(sharding)
+    other = shard_on_nodes(zero)
+    load_random_weights(other, 2)
+    assert loss == evaluate(other)
 
 
 @ranks(4)
 def test_a_gather_under_way_when_the_optimizer_steps_is_not_kept():
-    def seen(*, released: bool) -> float:
+    def loss_after_step(*, released: bool) -> float:
         torch.manual_seed(5)
-        sharding = sharded(BOTH, Skipping())
+        sharding = shard_on_nodes(BOTH, Skipping())
         optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
         loss_of(sharding.model, tokens_of(0)).backward()
         optimizer.step()  # no copies now
@@ -248,4 +256,4 @@ def test_a_gather_under_way_when_the_optimizer_steps_is_not_kept():
         sharding.model.order = (0, 1, 2)
         return evaluate(sharding)
 
-    assert seen(released=False) == seen(released=True)
+    assert loss_after_step(released=False) == loss_after_step(released=True)

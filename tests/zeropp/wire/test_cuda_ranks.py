@@ -14,8 +14,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.gpu import GPU, MARKS
 from tests.ranks import ranks
-from tests.zeropp.given import ALL_THREE, GivenStack, backward, configured, data_mesh, gradient_of
-from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
+from tests.zeropp.prescribed_gradients import (
+    ALL_THREE,
+    PrescribedModel,
+    backward,
+    data_mesh,
+    gradient_of,
+    zero_config,
+)
+from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import Sharding, optimizer_step, shard
 
 pytestmark = MARKS
@@ -37,33 +44,33 @@ FORMATS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"e
 def on(device: str, zero: dict, settings: dict) -> list[torch.Tensor]:
     """The weights every unit computes with in two micro-batches, then the averaged gradients."""
     torch.manual_seed(0)
-    model, seen = GivenStack(SHAPES).to(device), []
-    sharding = shard(model, data_mesh(device), configured(zero, 2, **settings))
+    model, gathered = PrescribedModel(SHAPES).to(device), []
+    sharding = shard(model, data_mesh(device), zero_config(zero, 2, **settings))
     for unit in model.units:
         unit.register_forward_pre_hook(
-            lambda unit, _: seen.extend(one.detach().clone() for one in unit.weights)
+            lambda unit, _: gathered.extend(weight.detach().clone() for weight in unit.weights)
         )
     dtype = sharding.compute_dtype
     for number in range(2):
         mine = [gradient_of(dist.get_rank() + 4 * number, i, s) for i, s in enumerate(FLAT)]
-        backward(sharding, [one.to(device, dtype) for one in mine], last=number == 1)
+        backward(sharding, [gradient.to(device, dtype) for gradient in mine], last=number == 1)
     means = [weight.grad.to_local() for weight in model.parameters()]
-    return [one.cpu() for one in (*seen, *means)]
+    return [mean.cpu() for mean in (*gathered, *means)]
 
 
 @pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("zero", ZERO.values(), ids=ZERO)
 @ranks(4, ranks_per_node=2)
 def test_weights_and_gradients_are_those_of_the_cpu_to_the_last_bit(zero, settings):
-    for found, expected in zip(on(GPU, zero, settings), on("cpu", zero, settings), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(on(GPU, zero, settings), on("cpu", zero, settings), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def trained(
     device: str, zero: dict, steps: int, after: Callable[[], None] | None = None, **settings: dict
 ) -> list[float]:
     """This rank's losses over steps of two micro-batches; `after` is called behind every unit."""
-    sharding = shard(fresh_stack().to(device), data_mesh(device), configured(zero, 2, **settings))
+    sharding = shard(small_model().to(device), data_mesh(device), zero_config(zero, 2, **settings))
     if after:
         for unit in sharding.units:
             unit.register_forward_hook(lambda *_: after())
@@ -100,7 +107,7 @@ def test_waiting_for_the_device_behind_every_unit_changes_no_bit(settings):
 @ranks(4, ranks_per_node=2)
 def test_a_copy_gathered_on_one_stream_is_read_on_another():
     """`unshard` called by hand gathers on the current stream, backward on a stream of FSDP2's."""
-    sharding = shard(Wide().to(GPU), data_mesh(GPU), configured(ALL_THREE, 2))
+    sharding = shard(Wide().to(GPU), data_mesh(GPU), zero_config(ALL_THREE, 2))
     x = torch.ones(4, 1024, device=GPU)
     losses = [step_of(sharding, x)]  # FSDP2 makes its streams
     for block in sharding.model.blocks:
@@ -140,7 +147,7 @@ def step_of(sharding: Sharding, x: torch.Tensor) -> float:
 @ranks(2, ranks_per_node=1)
 def test_kernels_run_on_other_streams_than_products():
     """So the next gather and the last reduction can overlap with computation."""
-    model = shard(Wide().to(GPU), data_mesh(GPU), configured({"stage": 3} | QWZ | QGZ, 1))
+    model = shard(Wide().to(GPU), data_mesh(GPU), zero_config({"stage": 3} | QWZ | QGZ, 1))
     x = torch.ones(4, 1024, device=GPU)
     step_of(model, x)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:

@@ -7,16 +7,16 @@ from torch import nn
 
 import zeropp
 from tests.ranks import ranks
-from tests.zeropp.given import configured, data_mesh
-from tests.zeropp.lora import (
-    adapt,
-    adapted_stack,
+from tests.zeropp.lora_model import (
+    add_adapters,
     engine_losses,
     expected_losses,
-    local_of,
-    rounded,
+    local_tensor,
+    lora_model,
+    with_quantized_weights,
 )
-from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
+from tests.zeropp.prescribed_gradients import data_mesh, zero_config
+from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, optimizer_step, shard
 from zeropp.checkpoint import state_tensors as named
 from zeropp.optim.step import local_part
@@ -32,7 +32,7 @@ STEPS = 4
 
 def losses_of(sharding, steps: int = STEPS, micro_batches: int = 2) -> list[float]:
     """The mean over ranks of each step's losses."""
-    trained = [one for one in sharding.model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in sharding.model.parameters() if parameter.requires_grad]
     optimizer, losses = torch.optim.AdamW(trained, lr=1e-2, fused=True), []
     for step in range(steps):
         mine = tokens_of(step).chunk(sharding.num_ranks)[dist.get_rank()].chunk(micro_batches)
@@ -72,8 +72,8 @@ def test_only_whole_copies_may_be_written():
     for write in (stored.zero_, lambda: torch._foreach_add_([stored], 1.0)):
         with pytest.raises(InputError, match="is stored quantized"):
             write()
-    kept = stored.detach().clone()
-    assert isinstance(kept, QuantizedShard) and torch.equal(kept.packed, stored.packed)
+    copy = stored.detach().clone()
+    assert isinstance(copy, QuantizedShard) and torch.equal(copy.packed, stored.packed)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -81,8 +81,8 @@ def test_only_whole_copies_may_be_written():
 @ranks(2)
 def test_training_is_that_of_the_rounded_weights(stage, more):
     zero = MIXZ | {"stage": stage} | ({} if stage < 3 else more)
-    sharding = shard(adapted_stack(), data_mesh(), configured(zero))
-    expected = expected_losses(rounded(adapted_stack(), 2), STEPS, 2, 2)
+    sharding = shard(lora_model(), data_mesh(), zero_config(zero))
+    expected = expected_losses(with_quantized_weights(lora_model(), 2), STEPS, 2, 2)
     close = 1e-5 if not more or stage < 3 else 1e-3  # qwZ rounds the adapters on their way
     assert losses_of(sharding) == pytest.approx(expected, rel=close)
 
@@ -91,8 +91,8 @@ def test_training_is_that_of_the_rounded_weights(stage, more):
 @pytest.mark.parametrize("more", [{}, HPZ], ids=["flat", "hpZ"])
 @ranks(4, ranks_per_node=2)
 def test_on_two_nodes(settings, more):
-    sharding = shard(adapted_stack(), data_mesh(), configured(MIXZ | more, 2, **settings))
-    expected = expected_losses(rounded(adapted_stack(), 4), STEPS, 2, 4)
+    sharding = shard(lora_model(), data_mesh(), zero_config(MIXZ | more, 2, **settings))
+    expected = expected_losses(with_quantized_weights(lora_model(), 4), STEPS, 2, 4)
     close = 1e-2 if settings else 1e-5  # of a loss, in 8 or 11 bits of mantissa
     assert losses_of(sharding) == pytest.approx(expected, rel=close)
 
@@ -100,10 +100,10 @@ def test_on_two_nodes(settings, more):
 @pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 @ranks(1)
 def test_one_rank_stores_them_quantized_too(settings):
-    sharding = shard(adapted_stack(), data_mesh(), configured(MIXZ, **settings))
+    sharding = shard(lora_model(), data_mesh(), zero_config(MIXZ, **settings))
     frozen = [p for p in sharding.model.parameters() if not p.requires_grad and p.ndim >= 2]
     assert frozen and all(map(is_quantized, frozen))
-    expected = expected_losses(rounded(adapted_stack(), 1), STEPS, 2, 1)
+    expected = expected_losses(with_quantized_weights(lora_model(), 1), STEPS, 2, 1)
     assert losses_of(sharding) == pytest.approx(expected, rel=1e-2 if settings else 1e-5)
 
 
@@ -112,7 +112,7 @@ def test_memory_falls_to_a_byte_and_a_scale():
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     model.requires_grad_(False)
     model.append(nn.Linear(512, 4))
-    sharding = shard(model, data_mesh(), configured(MIXZ, bf16={"enabled": True}))
+    sharding = shard(model, data_mesh(), zero_config(MIXZ, bf16={"enabled": True}))
     num_bytes, elements = stored_bytes(sharding.model)
     assert elements == 4 * 512 * 512 // 2
     assert num_bytes == elements * (1 + 2 / BLOCK[8])  # 0.504 of bf16
@@ -121,14 +121,16 @@ def test_memory_falls_to_a_byte_and_a_scale():
 @pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 @ranks(3)
 def test_what_is_loaded_is_quantized_on_its_way(settings):
-    config, whole = configured(MIXZ, **settings), adapted_stack()
-    expected = losses_of(shard(adapted_stack(), data_mesh(), config), micro_batches=1)
+    config, whole = zero_config(MIXZ, **settings), lora_model()
+    expected = losses_of(shard(lora_model(), data_mesh(), config), micro_batches=1)
     with torch.device("meta"):
-        model = adapted_stack()
+        model = lora_model()
     sharding = allocate_parameters(shard(model, data_mesh(), config), config, torch.device("cpu"))
     parameters = dict(model.named_parameters())
-    for one in parameters.values():
-        assert not one.is_meta and is_quantized(one) == (not one.requires_grad and one.ndim >= 2)
+    for parameter in parameters.values():
+        assert not parameter.is_meta and is_quantized(parameter) == (
+            not parameter.requires_grad and parameter.ndim >= 2
+        )
     with torch.no_grad():
         for name, values in whole.named_parameters():
             local_part(parameters[name]).copy_(part_for_rank(values, parameters[name]))
@@ -138,10 +140,10 @@ def test_what_is_loaded_is_quantized_on_its_way(settings):
 
 @ranks(2)
 def test_a_model_of_deferred_weights_is_stored_quantized():
-    expected = losses_of(shard(adapted_stack(), data_mesh(), configured(MIXZ)))
+    expected = losses_of(shard(lora_model(), data_mesh(), zero_config(MIXZ)))
     with zeropp.zero.Init():
-        model = adapted_stack()
-    sharding = shard(model, data_mesh(), configured(MIXZ))
+        model = lora_model()
+    sharding = shard(model, data_mesh(), zero_config(MIXZ))
     assert sharding.stores_frozen and stored_bytes(sharding.model)[1]
     assert losses_of(sharding) == expected
 
@@ -149,7 +151,7 @@ def test_a_model_of_deferred_weights_is_stored_quantized():
 @pytest.mark.parametrize("more", [{}, HPZ], ids=["flat", "hpZ"])
 @ranks(4, ranks_per_node=2)
 def test_frozen_weights_cross_nodes_once_in_a_run_with_hpz(more):
-    sharding = shard(adapted_stack(), data_mesh(), configured(MIXZ | more, 2))
+    sharding = shard(lora_model(), data_mesh(), zero_config(MIXZ | more, 2))
     crossed = []
     for _ in range(3):
         sharding.traffic.take()
@@ -180,20 +182,20 @@ def crossing(sharding) -> int:
 @ranks(4, ranks_per_node=2)
 def test_what_is_foretold_is_sent():
     for more in ({}, HPZ, {"zero_quantized_weights": True}):
-        sharding = shard(adapted_stack(), data_mesh(), configured(MIXZ | more, 2))
+        sharding = shard(lora_model(), data_mesh(), zero_config(MIXZ | more, 2))
         losses_of(sharding, steps=1)
         sharding.traffic.take()
         losses_of(sharding, steps=1)
         sent = {key: value for key, value in sharding.traffic.take().items() if value}
         foretold = {key: value for key, value in sharding.expected_traffic(2).items() if value}
         assert sent == foretold
-    unquantized = shard(adapted_stack(), data_mesh(), configured({"stage": 3}, 2))
+    unquantized = shard(lora_model(), data_mesh(), zero_config({"stage": 3}, 2))
     assert sharding.plain_traffic(2) == unquantized.plain_traffic(2)
 
 
 @ranks(2)
 def test_a_stored_weight_that_is_made_trainable_is_named():
-    sharding = shard(adapted_stack(), data_mesh(), configured(MIXZ))
+    sharding = shard(lora_model(), data_mesh(), zero_config(MIXZ))
     sharding.model.blocks[1].up.base.weight.requires_grad_(True)
     with pytest.raises(InputError, match=r"blocks\.1\.up\.base\.weight requires gradients"):
         losses_of(sharding)
@@ -201,10 +203,10 @@ def test_a_stored_weight_that_is_made_trainable_is_named():
 
 @ranks(2)
 def test_whole_weights_can_be_read_and_written():
-    sharding = shard(adapted_stack(), data_mesh(), configured(MIXZ))
+    sharding = shard(lora_model(), data_mesh(), zero_config(MIXZ))
     weight = sharding.model.blocks[0].up.base.weight
     whole = weight.full_tensor()
-    assert torch.allclose(whole, adapted_stack().blocks[0].up.base.weight, atol=4e-3)
+    assert torch.allclose(whole, lora_model().blocks[0].up.base.weight, atol=4e-3)
     with zeropp.zero.GatheredParameters(weight, modifier_rank=0):
         if dist.get_rank() == 0:
             weight.data.fill_(0.5)
@@ -228,16 +230,16 @@ def test_an_engine_of_a_model_that_is_frozen_before_or_after(when, settings):
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
     } | settings
     if when == "before":
-        engine, *_ = zeropp.initialize(model=adapted_stack(), config=config)
+        engine, *_ = zeropp.initialize(model=lora_model(), config=config)
     else:
-        engine, *_ = zeropp.initialize(model=fresh_stack(), config=config)
-        adapt(engine.module)
+        engine, *_ = zeropp.initialize(model=small_model(), config=config)
+        add_adapters(engine.module)
         engine.optimizer.quantize_nontrainable_params()
-    found = engine_losses(engine, STEPS)
-    expected = expected_losses(rounded(adapted_stack(), 2), STEPS, 2, 2)
-    assert found == pytest.approx(expected, rel=1e-2 if settings else 1e-5)
+    losses = engine_losses(engine, STEPS)
+    expected = expected_losses(with_quantized_weights(lora_model(), 2), STEPS, 2, 2)
+    assert losses == pytest.approx(expected, rel=1e-2 if settings else 1e-5)
     held = [p for group in engine.optimizer.param_groups for p in group["params"]]
-    assert all(p.requires_grad and not isinstance(local_of(p), QuantizedShard) for p in held)
+    assert all(p.requires_grad and not isinstance(local_tensor(p), QuantizedShard) for p in held)
 
 
 @ranks(2)
@@ -246,13 +248,13 @@ def test_a_checkpoint_holds_what_is_trained(tmp_path):
     config = {
         "train_batch_size": 4, "zero_optimization": MIXZ, "optimizer": {"type": "AdamW"},
     }  # fmt: skip
-    engine, *_ = zeropp.initialize(model=adapted_stack(), config=config)
+    engine, *_ = zeropp.initialize(model=lora_model(), config=config)
     first = loss_of(engine, tokens_of(0))
     engine.backward(first)
     engine.step()
     engine.save_checkpoint(tmp_path)
     expected = loss_of(engine, tokens_of(1)).item()
-    again, *_ = zeropp.initialize(model=adapted_stack(), config=config)
+    again, *_ = zeropp.initialize(model=lora_model(), config=config)
     again.load_checkpoint(tmp_path)
     assert loss_of(again, tokens_of(1)).item() == expected
     saved = named.model_tensors(again.module)
@@ -263,7 +265,7 @@ def test_a_checkpoint_holds_what_is_trained(tmp_path):
 def test_nothing_frozen_is_said():
     config = {"train_batch_size": 8, "zero_optimization": MIXZ}
     config["optimizer"] = {"type": "AdamW"}
-    engine, *_ = zeropp.initialize(model=fresh_stack(), config=config)
+    engine, *_ = zeropp.initialize(model=small_model(), config=config)
     with pytest.raises(InputError, match="all weights are trained"):
         engine.optimizer.quantize_nontrainable_params()
 
@@ -272,14 +274,14 @@ def test_nothing_frozen_is_said():
 def test_the_call_needs_its_key_and_a_model_that_has_not_run():
     config = {"train_batch_size": 8, "optimizer": {"type": "AdamW"}}
     engine, *_ = zeropp.initialize(
-        model=fresh_stack(), config=config | {"zero_optimization": {"stage": 3}}
+        model=small_model(), config=config | {"zero_optimization": {"stage": 3}}
     )
     with pytest.raises(InputError, match="needs zero_optimization.zero_quantized_nontrainable"):
         engine.quantize_nontrainable_params()
     engine, *_ = zeropp.initialize(
-        model=fresh_stack(), config=config | {"zero_optimization": MIXZ}
+        model=small_model(), config=config | {"zero_optimization": MIXZ}
     )
     loss_of(engine, tokens_of(0))
-    adapt(engine.module)
+    add_adapters(engine.module)
     with pytest.raises(InputError, match="before the first forward pass"):
         engine.quantize_nontrainable_params()

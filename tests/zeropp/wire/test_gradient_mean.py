@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.ranks import ranks
-from tests.zeropp.given import (
+from tests.zeropp.prescribed_gradients import (
     ALL_THREE,
-    GivenStack,
+    PrescribedModel,
     backward,
-    configured,
     data_mesh,
     gradient_of,
-    own_rows,
-    shard_given,
+    own_shard,
+    shard_prescribed,
+    zero_config,
 )
 
 NOISE = 0.115  # relative L2 error of INT8 then INT4 on Gaussian gradients, at most
@@ -32,7 +32,7 @@ FLAT = [shape for unit in SHAPES for shape in unit]
 
 def averaged(shapes: Sequence, rank_gradients: Sequence[torch.Tensor], config) -> list:
     """This rank's shards of the averaged gradients, from its own gradients."""
-    sharding = shard_given(shapes, config)
+    sharding = shard_prescribed(shapes, config)
     backward(sharding, rank_gradients)
     return [weight.grad for weight in sharding.model.parameters()]
 
@@ -41,13 +41,13 @@ def moments(shapes: Sequence, dtype: torch.dtype, config) -> torch.Tensor:
     """(weights, 3) fp64: <a, b>, <b, b> and <a, a> of averages a and their reference b."""
     flat = [shape for unit in shapes for shape in unit]
     mine = [gradient_of(dist.get_rank(), i, shape).to(dtype) for i, shape in enumerate(flat)]
-    found = averaged(shapes, mine, config)
+    means = averaged(shapes, mine, config)
     table = torch.zeros(len(flat), 3, dtype=torch.float64)
-    for index, (gradient, own) in enumerate(zip(found, mine, strict=True)):
+    for index, (gradient, own) in enumerate(zip(means, mine, strict=True)):
         reference = own.float()
         dist.all_reduce(reference)
         a = gradient.to_local().double()
-        b = own_rows(reference / dist.get_world_size()).double()
+        b = own_shard(reference / dist.get_world_size()).double()
         table[index] = torch.stack([(a * b).sum(), (b * b).sum(), (a * a).sum()])
     dist.all_reduce(table)
     return table
@@ -71,7 +71,7 @@ def check(table: torch.Tensor, sizes: Sequence[int], *, as_they_are: bool = True
 
 
 def check_on_odd_shapes(ranks_per_node: int) -> None:
-    config = configured(ALL_THREE | {"zero_hpz_partition_size": ranks_per_node}, ranks_per_node,
+    config = zero_config(ALL_THREE | {"zero_hpz_partition_size": ranks_per_node}, ranks_per_node,
                         bf16={"enabled": True})
     check(moments(SHAPES, torch.bfloat16, config), [math.prod(shape) for shape in FLAT])
 
@@ -97,7 +97,7 @@ def test_mean_on_4_nodes_of_2():
 @ranks(4)
 def test_mean_in_every_dtype_and_stage(settings, stage):
     zero = {"stage": stage, "zero_quantized_gradients": True, "zero_quantized_weights": True}
-    config = configured(zero, 2, **settings)
+    config = zero_config(zero, 2, **settings)
     sizes = [math.prod(shape) for unit in ODD for shape in unit]
     # ten times as large a tensor of each kind: the whole model's gain is known to 3 * 0.115 / 75
     large = [[(700, 51), *ODD[0]], *ODD[1:]]
@@ -109,13 +109,13 @@ def test_mean_in_every_dtype_and_stage(settings, stage):
 @ranks(4)
 def test_every_pair_of_widths_keeps_the_gain(bits):
     zero = {"stage": 3, "zero_quantized_gradients": True}
-    config = configured(zero, 2, zeropp={"gradient_bits": bits})
+    config = zero_config(zero, 2, zeropp={"gradient_bits": bits})
     table = moments([[(700, 51), (64,)]], torch.float32, config)
     product, square, own_square = table[0].tolist()
     error = math.sqrt(max(0.0, own_square - 2 * product + square) / square)
     # Blocks of Gaussian data: 0.0068 (256 of INT8), 0.108 (128 of INT4), at most once per hop.
     # The inner hop's errors of R ranks add up as their gradients do, so they count once.
-    worst = math.hypot(*({16: 1e-6, 8: 0.0075, 4: 0.12}[one] for one in bits))
+    worst = math.hypot(*({16: 1e-6, 8: 0.0075, 4: 0.12}[bit] for bit in bits))
     assert 0.5 * worst < error < 1.1 * worst or bits == [16, 16] and error < 1e-6
     assert product / square == pytest.approx(1, abs=0.005)
     exact = table[1]  # one dim: travels as it is
@@ -131,21 +131,21 @@ WIDE = {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
 @ranks(4)
 def test_without_quantization_gradients_are_plain_fsdp2_s(stage, count, settings):
     """To 1e-6 of each tensor's largest, however small its gradients are."""
-    config = configured({"stage": stage}, count, **settings)
+    config = zero_config({"stage": stage}, count, **settings)
     flat = [shape for unit in ODD for shape in unit]
     dtype = getattr(torch, config.compute_format)
     mine = [gradient_of(dist.get_rank(), i, shape).to(dtype) for i, shape in enumerate(flat)]
-    found = averaged(ODD, mine, config)
+    means = averaged(ODD, mine, config)
     torch.manual_seed(0)
-    plain = GivenStack(ODD)
+    plain = PrescribedModel(ODD)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for unit in (*plain.units, plain):
         fully_shard(unit, mesh=data_mesh(), mp_policy=policy)
-    rest = list(mine)
+    remaining = list(mine)
     for unit in plain.units:
-        unit.given = [rest.pop(0) for _ in unit.given]
+        unit.gradients = [remaining.pop(0) for _ in unit.gradients]
     plain().backward()
-    for ours, theirs in zip(found, plain.parameters(), strict=True):
+    for ours, theirs in zip(means, plain.parameters(), strict=True):
         largest = theirs.grad.full_tensor().abs().max().item()
         assert largest > 0
         torch.testing.assert_close(
@@ -158,7 +158,7 @@ def test_without_quantization_gradients_are_plain_fsdp2_s(stage, count, settings
 def test_no_parameter_is_left_out(zero):
     flat = [shape for unit in ODD for shape in unit]
     ones = [torch.full(shape, 0.5 + dist.get_rank()) for shape in flat]
-    for gradient, shape in zip(averaged(ODD, ones, configured(zero, 2)), flat, strict=True):
+    for gradient, shape in zip(averaged(ODD, ones, zero_config(zero, 2)), flat, strict=True):
         assert gradient is not None, shape
         assert torch.equal(gradient.full_tensor(), torch.full(shape, 2.0)), shape
 
@@ -169,11 +169,11 @@ def test_rows_without_a_gradient_stay_exactly_zero(zero):
     shape = (50, 16)
     sparse = torch.zeros(shape)
     sparse[[3, 17, 44]] = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
-    (gradient,) = averaged([[shape]], [sparse], configured(zero, 2))
+    (gradient,) = averaged([[shape]], [sparse], zero_config(zero, 2))
     whole = gradient.full_tensor()
     untouched = [row for row in range(50) if row not in (3, 17, 44)]
     assert (whole[untouched] == 0).all() and (whole[[3, 17, 44]] != 0).any(1).all()
-    (nothing,) = averaged([[shape]], [torch.zeros(shape)], configured(zero, 2))
+    (nothing,) = averaged([[shape]], [torch.zeros(shape)], zero_config(zero, 2))
     assert (nothing.full_tensor() == 0).all()
 
 
@@ -186,6 +186,6 @@ def test_overflow_of_one_rank_in_any_parameter_is_seen(bad, zero):
         mine = [torch.ones(shape) for unit in shapes for shape in unit]
         if dist.get_rank() == 3:
             mine[index].view(-1)[-1] = bad
-        found = averaged(shapes, mine, configured(zero, 2, fp16={"enabled": True}))
-        finite = [torch.isfinite(one.full_tensor()).all().item() for one in found]
+        means = averaged(shapes, mine, zero_config(zero, 2, fp16={"enabled": True}))
+        finite = [torch.isfinite(mean.full_tensor()).all().item() for mean in means]
         assert finite == [other != index for other in range(3)]

@@ -13,14 +13,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import ranks
-from tests.zeropp.given import (
+from tests.zeropp.prescribed_gradients import (
     ALL_THREE,
-    GivenStack,
+    PrescribedModel,
     backward,
-    configured,
     data_mesh,
     gradient_of,
-    shard_given,
+    shard_prescribed,
+    zero_config,
 )
 from zeropp import InputError, Sharding, optimizer_step, shard
 
@@ -35,23 +35,25 @@ QUANTIZED_ERROR = 0.15
 def mean_of(seeds: Sequence[int], index: int) -> torch.Tensor:
     """The mean over all ranks of the sum of a weight's gradients over micro-batches."""
     world = range(dist.get_world_size())
-    return sum(given(seed, rank, index) for seed in seeds for rank in world) / len(world)
+    return sum(prescribed_gradient(seed, rank, index) for seed in seeds for rank in world) / len(
+        world
+    )
 
 
-def given(seed: int, rank: int, index: int) -> torch.Tensor:
+def prescribed_gradient(seed: int, rank: int, index: int) -> torch.Tensor:
     return gradient_of(100 * seed + rank, index, FLAT[index])
 
 
 def one_pass(sharding: Sharding, seed: int, absent: Sequence[int], *, last: bool = True) -> None:
     """A micro-batch in which the weights at `absent` get no gradient, on any rank."""
     rank = dist.get_rank()
-    mine = [None if i in absent else given(seed, rank, i) for i in range(len(FLAT))]
+    mine = [None if i in absent else prescribed_gradient(seed, rank, i) for i in range(len(FLAT))]
     backward(sharding, mine, last=last)
 
 
 def check(weight: nn.Parameter, expected: torch.Tensor, worst: float) -> None:
-    found = weight.grad.full_tensor().float()
-    error = (found - expected).norm() / expected.norm()
+    actual = weight.grad.full_tensor().float()
+    error = (actual - expected).norm() / expected.norm()
     assert error <= worst, (tuple(expected.shape), error.item())
 
 
@@ -68,7 +70,7 @@ ZEROS += [ALL_THREE]
 @ranks(4)
 def test_parameters_without_a_gradient_shift_no_other_s(zero):
     """FSDP2: only parameters that have a gradient are in the buffer that is reduced."""
-    sharding = shard_given(SHAPES, configured(zero, 2))
+    sharding = shard_prescribed(SHAPES, zero_config(zero, 2))
     weights = list(sharding.model.parameters())
     for seed, absent in enumerate([(), (0,), (1, 2), (3, 4), (), (7,), (0, 1, 2, 3)]):
         one_pass(sharding, seed, absent)
@@ -83,7 +85,7 @@ def test_parameters_without_a_gradient_shift_no_other_s(zero):
 @pytest.mark.parametrize("zero", ZEROS, ids=str)
 @ranks(4)
 def test_micro_batches_add_up_and_may_leave_out_different_parameters(zero):
-    sharding = shard_given(SHAPES, configured(zero, 2))
+    sharding = shard_prescribed(SHAPES, zero_config(zero, 2))
     for _ in range(2):  # what is left of one step is not in the next
         absent = [(1, 3), (0,), (3,)]
         for seed, without in enumerate(absent):
@@ -98,10 +100,10 @@ def test_micro_batches_add_up_and_may_leave_out_different_parameters(zero):
 @ranks(4)
 def test_frozen_parameters_inside_a_unit(zero):
     torch.manual_seed(0)
-    model, frozen = GivenStack(SHAPES), (0, 1, 6)
+    model, frozen = PrescribedModel(SHAPES), (0, 1, 6)
     for index, weight in enumerate(model.parameters()):
         weight.requires_grad_(index not in frozen)
-    sharding = shard(model, data_mesh(), configured(zero, 2))
+    sharding = shard(model, data_mesh(), zero_config(zero, 2))
     for _ in range(2):
         one_pass(sharding, 3, frozen)
         for index, weight in enumerate(model.parameters()):
@@ -120,7 +122,7 @@ def test_frozen_parameters_inside_a_unit(zero):
 def test_parameters_of_other_types_get_the_same_mean(zero, dtype):
     """FSDP2: reduced gradients are cast to the parameter's type, right after the collective."""
     torch.manual_seed(0)
-    sharding = shard(GivenStack(SHAPES).to(dtype), data_mesh(), configured(zero, 2))
+    sharding = shard(PrescribedModel(SHAPES).to(dtype), data_mesh(), zero_config(zero, 2))
     for seed in (1, 2):
         one_pass(sharding, seed, (), last=seed == 2)
     for index, weight in enumerate(sharding.model.parameters()):
@@ -133,16 +135,16 @@ def test_parameters_of_other_types_get_the_same_mean(zero, dtype):
 @ranks(4)
 def test_hooks_that_read_a_gradient_as_soon_as_it_is_there(zero):
     """An optimizer may step each parameter when its gradient has been accumulated."""
-    sharding = shard_given(SHAPES, configured(zero, 2))
-    weights, seen = list(sharding.model.parameters()), {}
+    sharding = shard_prescribed(SHAPES, zero_config(zero, 2))
+    weights, gradients = list(sharding.model.parameters()), {}
     for index, weight in enumerate(weights):
         weight.register_post_accumulate_grad_hook(
-            lambda weight, index=index: seen.update({index: weight.grad.to_local().clone()})
+            lambda weight, index=index: gradients.update({index: weight.grad.to_local().clone()})
         )
     one_pass(sharding, 5, ())
-    assert set(seen) == set(range(len(FLAT)))
+    assert set(gradients) == set(range(len(FLAT)))
     for index, weight in enumerate(weights):
-        assert torch.equal(seen[index], weight.grad.to_local())
+        assert torch.equal(gradients[index], weight.grad.to_local())
         check(weight, mean_of([5], index), worst_of(zero, index))
 
 
@@ -152,7 +154,7 @@ def test_hooks_that_read_a_gradient_as_soon_as_it_is_there(zero):
 def test_one_hop_is_quantized_too_and_keeps_the_gain(stage, ranks_per_node, width):
     """DeepSpeed 0.19.8: qgZ on one node is silently ignored; here it is INT8, or INT4."""
     zero = {"stage": stage, "zero_quantized_gradients": True}
-    sharding = shard_given(SHAPES, configured(zero, ranks_per_node))
+    sharding = shard_prescribed(SHAPES, zero_config(zero, ranks_per_node))
     one_pass(sharding, 1, ())
     products = squares = errors = 0.0
     for index, weight in enumerate(sharding.model.parameters()):
@@ -161,10 +163,10 @@ def test_one_hop_is_quantized_too_and_keeps_the_gain(stage, ranks_per_node, widt
             check(weight, expected, EXACT)
             continue
         unit = expected.norm()
-        found, expected = weight.grad.full_tensor() / unit, expected / unit
-        products += (found * expected).sum().item() * expected.numel()
+        actual, expected = weight.grad.full_tensor() / unit, expected / unit
+        products += (actual * expected).sum().item() * expected.numel()
         squares += expected.numel()
-        errors += (found - expected).square().sum().item() * expected.numel()
+        errors += (actual - expected).square().sum().item() * expected.numel()
     assert products / squares == pytest.approx(1, abs=0.005)
     # One quantization of Gaussian blocks: 0.0075 at INT8, 0.12 at INT4; small blocks have less.
     assert 0.3 < math.sqrt(errors / squares) / {8: 0.0075, 4: 0.12}[width] < 1.2
@@ -176,8 +178,8 @@ def test_one_hop_is_quantized_too_and_keeps_the_gain(stage, ranks_per_node, widt
 def test_a_mean_of_large_fp16_gradients_does_not_overflow(ranks_per_node):
     """FSDP2: fp16 divides before and after the sum, as 4 times 6e4 is no fp16 number."""
     for zero in ({"stage": 3}, {"stage": 1}, ALL_THREE):
-        config = configured(zero, ranks_per_node, fp16={"enabled": True})
-        sharding = shard_given([[(8, 64), (4,)]], config)
+        config = zero_config(zero, ranks_per_node, fp16={"enabled": True})
+        sharding = shard_prescribed([[(8, 64), (4,)]], config)
         backward(sharding, [torch.full((8, 64), 4e4), torch.full((4,), 6e4)])
         for weight, value in zip(sharding.model.parameters(), (4e4, 6e4), strict=True):
             whole = weight.grad.full_tensor()
@@ -188,9 +190,9 @@ def test_a_mean_of_large_fp16_gradients_does_not_overflow(ranks_per_node):
 def test_an_optimizer_made_before_sharding_is_told_to_be_made_after():
     """FSDP2: an optimizer built before `fully_shard` silently trains nothing."""
     torch.manual_seed(0)
-    model = GivenStack(SHAPES)
+    model = PrescribedModel(SHAPES)
     early = torch.optim.SGD(model.parameters(), lr=1.0)
-    sharding = shard(model, data_mesh(), configured({"stage": 3}))
+    sharding = shard(model, data_mesh(), zero_config({"stage": 3}))
     one_pass(sharding, 1, ())
     with pytest.raises(InputError, match="make the optimizer after zeropp.shard"):
         optimizer_step(early, sharding)

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import ranks
-from tests.zeropp.given import ALL_THREE, configured, data_mesh
-from tests.zeropp.stack import Stack, fresh_stack, loss_of, tokens_of
-from tests.zeropp.stepping import sharded
+from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
+from tests.zeropp.sharded_training import shard_on_nodes
+from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
 from zeropp import Sharding, shard
 
 SHORT = {"weights_forward": "w", "weights_backward": "w", "gradients": "g"}
 
 
-class Watched(Stack):
+class Watched(SmallModel):
     """A stack whose blocks write down when they compute, in forward and in backward."""
 
     def __init__(self, events: list[str]) -> None:
@@ -39,7 +39,7 @@ def watched(zero: dict, ranks_per_node: int) -> tuple[Sharding, list[str]]:
     """A sharded stack and what happens in it, in order."""
     torch.manual_seed(5)
     events: list[str] = []
-    sharding = shard(Watched(events), data_mesh(), configured(zero, ranks_per_node))
+    sharding = shard(Watched(events), data_mesh(), zero_config(zero, ranks_per_node))
     entered = sharding.traffic.add
 
     def add(purpose: str, by_hop: dict[str, int]) -> None:
@@ -85,20 +85,20 @@ def test_each_gather_begins_before_the_two_blocks_before_compute(zero, ranks_per
     sharding, events = watched(zero, ranks_per_node)
     with sharding.micro_step(last=True):
         loss_of(sharding.model, tokens_of(0)).backward()
-    assert events == [one.strip() for one in order.split(",")]
+    assert events == [word.strip() for word in order.split(",")]
 
 
 @ranks(4)
 def test_every_hop_has_one_process_group_for_each_direction_whatever_the_blocks():
     """FSDP2: the integer form of `reshard_after_forward` makes two for every wrapped module."""
-    mesh, made = data_mesh(), []
+    mesh, groups = data_mesh(), []
     new_group = dist.new_group
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "new_group", lambda *a, **k: made.append(a) or new_group(*a, **k))
+        patch.setattr(dist, "new_group", lambda *a, **k: groups.append(a) or new_group(*a, **k))
         for num_blocks in (1, 5):
-            made.clear()
-            sharding = shard(Stack(num_blocks), mesh, configured(ALL_THREE, 2))
-            assert len(made) == 4 and len(sharding.units) == num_blocks + 1
+            groups.clear()
+            sharding = shard(SmallModel(num_blocks), mesh, zero_config(ALL_THREE, 2))
+            assert len(groups) == 4 and len(sharding.units) == num_blocks + 1
 
 
 @ranks(4)
@@ -106,16 +106,19 @@ def test_two_models_in_one_backward_pass():
     """DeepSpeed issues #4901 #7066: each has its own gathers, copies and reductions under way."""
 
     def gradients(together: bool) -> list[torch.Tensor]:
-        models = [sharded(ALL_THREE, fresh_stack()) for _ in range(2)]
+        models = [shard_on_nodes(ALL_THREE, small_model()) for _ in range(2)]
         mine = [tokens_of(number).chunk(4)[dist.get_rank()] for number in (0, 1)]
         for _ in range(2):  # the second time gradients are there already
-            losses = (loss_of(one.model, some) for one, some in zip(models, mine, strict=True))
+            losses = (
+                loss_of(sharding.model, tokens)
+                for sharding, tokens in zip(models, mine, strict=True)
+            )
             if together:
                 sum(losses).backward()
             else:
                 for loss in losses:
                     loss.backward()
-        return [w.grad.full_tensor() for one in models for w in one.model.parameters()]
+        return [w.grad.full_tensor() for model in models for w in model.model.parameters()]
 
-    for one, other in zip(gradients(True), gradients(False), strict=True):
-        assert torch.equal(one, other) and one.any()
+    for sharding, expected in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(sharding, expected) and sharding.any()

@@ -9,14 +9,23 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import ranks
-from tests.zeropp.given import configured, data_mesh
-from tests.zeropp.stack import Stack, fresh_stack, loss_of, tokens_of
-from tests.zeropp.stepping import BOTH, HPZ, QWZ, evaluate, freeze, load_whole, sharded, step
+from tests.zeropp.prescribed_gradients import data_mesh, zero_config
+from tests.zeropp.sharded_training import (
+    BOTH,
+    HPZ,
+    QWZ,
+    evaluate,
+    freeze,
+    load_random_weights,
+    shard_on_nodes,
+    step,
+)
+from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
 from zeropp import Sharding, shard
 from zeropp.wire.collectives import weight_layout
 
 
-class Recomputed(Stack):
+class Recomputed(SmallModel):
     """A stack whose blocks compute their activations again in backward."""
 
     def __init__(self) -> None:
@@ -49,24 +58,24 @@ OPTIMIZERS = {
 
 def story(zero: dict, optimizer: str, model: nn.Module, **settings: object) -> tuple[list, int]:
     """Losses of training with accumulation and of evaluations in between; bytes across nodes."""
-    sharding = sharded(zero, model, **settings)
+    sharding = shard_on_nodes(zero, model, **settings)
     stepper = OPTIMIZERS[optimizer](sharding.model.parameters())
-    seen = [evaluate(sharding)]
+    losses = [evaluate(sharding)]
     for number in range(3):
-        seen += step(sharding, stepper, number, micro_batches=2)
-        seen += [evaluate(sharding), evaluate(sharding)]
-    seen += [weight.full_tensor().double().sum().item() for weight in sharding.model.parameters()]
+        losses += step(sharding, stepper, number, micro_batches=2)
+        losses += [evaluate(sharding), evaluate(sharding)]
+    losses += [weight.full_tensor().double().sum().item() for weight in sharding.model.parameters()]
     sent = sharding.traffic.sent.items()
     across = torch.tensor([n for (_, hop), n in sent if hop == "across_nodes"])
     dist.all_reduce(across)
-    return seen, across.sum().item()
+    return losses, across.sum().item()
 
 
 @pytest.mark.parametrize(
     ("kind", "optimizer", "settings"),
     [
-        (Stack, "own", {}),
-        (Stack, "fused", {"bf16": {"enabled": True}}),
+        (SmallModel, "own", {}),
+        (SmallModel, "fused", {"bf16": {"enabled": True}}),
         (Recomputed, "sgd", {}),
         (Recomputed, "fused", {"bf16": {"enabled": True}}),
     ],
@@ -78,14 +87,14 @@ def test_a_copy_changes_no_bit(kind, optimizer, settings):
         torch.manual_seed(5)
         expected, more = story(without, optimizer, kind(), **settings)
         torch.manual_seed(5)
-        seen, fewer = story(with_copy, optimizer, kind(), **settings)
-        assert seen == expected
+        losses, fewer = story(with_copy, optimizer, kind(), **settings)
+        assert losses == expected
         assert fewer < more
 
 
 @ranks(4)
 def test_weights_cross_the_nodes_once_per_step():
-    sharding = sharded(BOTH)
+    sharding = shard_on_nodes(BOTH)
     optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2, fused=True)
     once = sharding.expected_traffic(1)["weights_forward", "across_nodes"]
     for number in range(3):
@@ -100,10 +109,10 @@ def test_weights_cross_the_nodes_once_per_step():
 
 @ranks(4)
 def test_evaluation_keeps_no_copy_where_that_is_set():
-    kept = sharded(BOTH)
-    evaluate(kept)
-    assert kept.copies.nbytes > 0
-    fresh = sharded(BOTH, zeropp={"secondary_in_evaluation": False})
+    sharding = shard_on_nodes(BOTH)
+    evaluate(sharding)
+    assert sharding.copies.nbytes > 0
+    fresh = shard_on_nodes(BOTH, zeropp={"secondary_in_evaluation": False})
     evaluate(fresh)
     assert fresh.copies.nbytes == 0
     optimizer = torch.optim.SGD(fresh.model.parameters(), lr=0.1)
@@ -122,22 +131,22 @@ def packed_rows(sharding: Sharding) -> list[int]:
 @ranks(4)
 def test_the_copy_is_packed_and_half_of_16_bit():
     torch.manual_seed(0)
-    model = Stack()
+    model = SmallModel()
     model.blocks = nn.ModuleList([nn.Linear(512, 512) for _ in range(2)])
     model.forward = lambda x: model.blocks[1](model.blocks[0](x))
-    sharding = sharded(BOTH, model, bf16={"enabled": True})
+    sharding = shard_on_nodes(BOTH, model, bf16={"enabled": True})
     sharding.model(torch.randn(2, 512)).sum().backward()
     assert sharding.copies.nbytes == sum(packed_rows(sharding))
-    elements = sum(one.elements for unit in sharding.forecast.units for one in unit)
+    elements = sum(part.elements for unit in sharding.forecast.units for part in unit)
     sixteen_bit = 2 * 2 * elements  # of both nodes
     assert sharding.copies.nbytes / sixteen_bit == pytest.approx(0.5, abs=0.01)
 
 
 @ranks(4)
 def test_copies_of_frozen_units_survive_steps():
-    model = fresh_stack()
+    model = small_model()
     freeze(model.blocks[1])
-    sharding = sharded(BOTH, model)
+    sharding = shard_on_nodes(BOTH, model)
     optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2, fused=True)
     whole = packed_rows(sharding)
     step(sharding, optimizer, 0)
@@ -150,9 +159,9 @@ def test_copies_of_frozen_units_survive_steps():
 
 @ranks(4)
 def test_a_frozen_model_crosses_the_nodes_once_for_ever():
-    model = fresh_stack()
+    model = small_model()
     freeze(model)
-    sharding = sharded(BOTH, model)
+    sharding = shard_on_nodes(BOTH, model)
     first, across = evaluate(sharding), ("weights_forward", "across_nodes")
     assert sharding.traffic.take()[across] > 0
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
@@ -160,7 +169,7 @@ def test_a_frozen_model_crosses_the_nodes_once_for_ever():
         optimizer.step()
         assert evaluate(sharding) == first
     assert sharding.traffic.take()[across] == 0
-    load_whole(sharding, 3)
+    load_random_weights(sharding, 3)
     assert evaluate(sharding) != first
 
 
@@ -173,18 +182,18 @@ def test_any_size_gives_the_same_bits(size, ranks_per_node):
     """D2: smaller than a node, larger, across nodes, the world, more than the world."""
 
     def losses(zero: dict) -> list[float]:
-        sharding = shard(fresh_stack(), data_mesh(), configured(zero, ranks_per_node))
+        sharding = shard(small_model(), data_mesh(), zero_config(zero, ranks_per_node))
         optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
-        found = []
+        values = []
         for number in range(2):
             loss = loss_of(sharding.model, tokens_of(number))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(loss.item())
+            values.append(loss.item())
         sent = sharding.traffic.sent
         assert sent == {key: 2 * n for key, n in sharding.expected_traffic().items()}
-        return found
+        return values
 
     zero = {"stage": 3, "zero_hpz_partition_size": size}
     assert losses(zero | QWZ) == losses(QWZ)
@@ -200,10 +209,10 @@ def test_more_than_the_world_is_the_node_with_one_line_in_the_log():
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        sharding = sharded(BOTH | {"zero_hpz_partition_size": 16})
+        sharding = shard_on_nodes(BOTH | {"zero_hpz_partition_size": 16})
     finally:
         logger.removeHandler(handler)
     assert sharding.forecast.weights.inner == 2
     assert [line for line in records if "zero_hpz_partition_size = 16" in line] == records[:1]
     assert len(records) == 1
-    assert sharded(BOTH | {"zero_hpz_partition_size": 4}).copies is None  # nothing to keep
+    assert shard_on_nodes(BOTH | {"zero_hpz_partition_size": 4}).copies is None  # nothing to keep

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import ranks
-from tests.zeropp.given import configured, data_mesh
-from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
-from tests.zeropp.stepping import BOTH, QWZ, sharded
+from tests.zeropp.prescribed_gradients import data_mesh, zero_config
+from tests.zeropp.sharded_training import BOTH, QWZ, shard_on_nodes
+from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import Sharding, ZeroConfig, shard
 from zeropp.quant.ops import dequantize, quantize
 from zeropp.quant.packing import Layout
@@ -61,15 +61,15 @@ def quantized_alone(whole: torch.Tensor, bits: int, dtype: torch.dtype) -> torch
 
 def computed_with(sharding: Sharding, *, passes: int = 1) -> list[list[torch.Tensor]]:
     """The whole weights of each use of a block, forward and backward alike."""
-    seen = []
+    weights = []
     for block in sharding.model.blocks:
         block.register_forward_pre_hook(
-            lambda block, _: seen.append([one.detach().clone() for one in block.weights])
+            lambda block, _: weights.append([weight.detach().clone() for weight in block.weights])
         )
     for _ in range(passes):
         with sharding.micro_step(last=True):
             sharding.model().backward()
-    return seen
+    return weights
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -81,11 +81,11 @@ def test_every_rank_computes_with_the_same_weights_each_quantized_alone(settings
     FSDP2: the own shard is dequantized too; the quantizer does not write its input.
     """
     for ranks_per_node, zero in ((2, QWZ), (2, BOTH), (1, QWZ), (4, QWZ), (4, QWZ | {"stage": 1})):
-        config = configured(zero, ranks_per_node, zeropp={"weight_bits": bits}, **settings)
+        config = zero_config(zero, ranks_per_node, zeropp={"weight_bits": bits}, **settings)
         sharding = shard_odds(config)
         dtype = getattr(torch, config.compute_format)
-        for seen in computed_with(sharding, passes=2):
-            for weight, whole in zip(seen, Odd().weights, strict=True):
+        for weights in computed_with(sharding, passes=2):
+            for weight, whole in zip(weights, Odd().weights, strict=True):
                 expected = whole.to(dtype)
                 if whole.dim() >= 2:
                     expected = quantized_alone(whole.detach(), bits, dtype)
@@ -103,19 +103,19 @@ def shard_odds(config: ZeroConfig) -> Sharding:
 @ranks(4)
 def test_without_quantization_weights_arrive_as_they_are():
     for zero in ({"stage": 3}, {"stage": 3, "zero_hpz_partition_size": 2}):
-        for seen in computed_with(shard_odds(configured(zero, 2)), passes=2):
-            for weight, whole in zip(seen, Odd().weights, strict=True):
+        for weights in computed_with(shard_odds(zero_config(zero, 2)), passes=2):
+            for weight, whole in zip(weights, Odd().weights, strict=True):
                 assert torch.equal(weight, whole)
 
 
 @ranks(4)
 def test_weights_frozen_before_sharding_keep_their_values():
     """DeepSpeed 0.19.8: they become all zeros there."""
-    model = fresh_stack()
+    model = small_model()
     model.requires_grad_(False)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
-    sharding = sharded(BOTH, model)
-    expected = loss_of(fresh_stack(), tokens_of(0)).item()
+    sharding = shard_on_nodes(BOTH, model)
+    expected = loss_of(small_model(), tokens_of(0)).item()
     for _ in range(2):
         assert loss_of(sharding.model, tokens_of(0)).item() == pytest.approx(expected, rel=0.01)
     sharding.release()
@@ -128,19 +128,19 @@ def test_frozen_weights_of_another_type_in_a_unit():
     """FSDP2: mixed types in a group turn the buffer into bytes, unless all are cast alike."""
 
     def losses(zero: dict, **settings: object) -> list[float]:
-        model = fresh_stack()
+        model = small_model()
         model.blocks[1].up.bfloat16().requires_grad_(False)
         model.blocks[2].norm.double().requires_grad_(False)
-        sharded(zero, model, **settings)
+        shard_on_nodes(zero, model, **settings)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        found = []
+        values = []
         for number in range(3):
             loss = loss_of(model, tokens_of(number).chunk(4)[dist.get_rank()])
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(loss.item())
-        return found
+            values.append(loss.item())
+        return values
 
     for settings in ({}, {"bf16": {"enabled": True}}):
         exact = losses({"stage": 3}, **settings)

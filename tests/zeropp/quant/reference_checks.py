@@ -2,35 +2,35 @@
 
 import torch
 
-from tests.zeropp.quant.functional import Functional, reference
+from tests.zeropp.quant.layout_ops import LayoutOps, reference
 from tests.zeropp.quant.packed_rows import bits_of, bytes_of
 from zeropp.quant.packing import FLOATS, Layout
 
 UNTOUCHED = 0xCD  # in memory that a kernel must fill, including its gaps
 
 
-def same(packed: torch.Tensor, expected: torch.Tensor, layout: Layout) -> None:
+def assert_same_bytes(packed: torch.Tensor, expected: torch.Tensor, layout: Layout) -> None:
     assert torch.equal(bytes_of(packed.cpu(), layout), bytes_of(expected, layout)), layout
 
 
-def moved(values: torch.Tensor, device: str, shift: int) -> torch.Tensor:
+def copied(values: torch.Tensor, device: str, shift: int) -> torch.Tensor:
     """A copy on a device, `shift` elements after the start of its memory."""
     memory = torch.empty(values.numel() + shift, dtype=values.dtype, device=device)
     return memory[shift:].view(values.shape).copy_(values)
 
 
 def check_rows(
-    kernels: Functional, rows: torch.Tensor, layout: Layout, fold: int, device: str = "cpu",
+    kernels: LayoutOps, rows: torch.Tensor, layout: Layout, fold: int, device: str = "cpu",
     shift: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """Quantize and, into every type, dequantize; returns the packed rows, on the CPU."""
     packed = torch.empty(len(rows), layout.packed_bytes, dtype=torch.uint8, device=device)
-    kernels.quantize_into(moved(rows, device, shift), packed.fill_(UNTOUCHED), layout, fold)
+    kernels.quantize_into(copied(rows, device, shift), packed.fill_(UNTOUCHED), layout, fold)
     right = reference.quantize(rows, layout, fold)
-    same(packed, right, layout)
+    assert_same_bytes(packed, right, layout)
     for dtype in FLOATS:
         expected = torch.full(rows.shape, 7, dtype=dtype)
-        own = moved(expected, device, shift)
+        own = copied(expected, device, shift)
         kernels.dequantize(packed, own, layout, fold)
         reference.dequantize(right, expected, layout, fold)
         assert torch.equal(bits_of(own.cpu()), bits_of(expected)), dtype
@@ -38,7 +38,7 @@ def check_rows(
 
 
 def check_sums(
-    kernels: Functional, packed: torch.Tensor, layout: Layout, onto: Layout, terms: int,
+    kernels: LayoutOps, packed: torch.Tensor, layout: Layout, onto: Layout, terms: int,
     device: str = "cpu", shift: int = 0,
 ) -> None:  # fmt: skip
     """Sums of `terms` rows of `packed`, which is on the CPU, packed again; sums of all of them."""
@@ -46,10 +46,10 @@ def check_sums(
     count = len(packed) // terms
     reduced = torch.empty(count, onto.packed_bytes, dtype=torch.uint8, device=device)
     kernels.reduce_quantize_into(on_device, reduced.fill_(UNTOUCHED), layout, onto)
-    same(reduced, reference.reduce_quantize(packed, layout, onto, terms), onto)
+    assert_same_bytes(reduced, reference.reduce_quantize(packed, layout, onto, terms), onto)
     for dtype in FLOATS:
         expected = torch.full((layout.elements,), 7, dtype=dtype)
-        own = moved(expected, device, shift)
+        own = copied(expected, device, shift)
         kernels.reduce_dequantize(on_device, own, layout)
         reference.reduce_dequantize(packed, expected, layout)
         assert torch.equal(bits_of(own.cpu()), bits_of(expected)), dtype

@@ -1,4 +1,4 @@
-"""Checkpoints as LoRA leaves them, without a run: the adapters are drawn."""
+"""A checkpoint as fine-tuning with LoRA writes it, with random adapters and without a run."""
 
 from pathlib import Path
 
@@ -13,20 +13,20 @@ from megatron_zpp.models.open_model import open_model
 from megatron_zpp.settings.config import Config, LoraConfig
 
 
-class Held:
+class InMemoryWeights:
     """Weights in memory."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
 
     def facts(self) -> dict[str, Tensor]:
-        return {name: one.to("meta") for name, one in self.tensors.items()}
+        return {name: tensor.to("meta") for name, tensor in self.tensors.items()}
 
     def read(self, name: str) -> Tensor:
         return self.tensors[name]
 
 
-def tuned(
+def save_lora_checkpoint(
     base: Path, save: Path, *, is_whole: bool = True, targets: tuple[str, ...] | None = None
 ) -> GPT:
     """A model with adapters of rank 4 that count twice; its checkpoint is in `save`.
@@ -53,9 +53,9 @@ def tuned(
         architecture=architecture(opened.config, opened.tokenizer.vocab_size),
     )  # fmt: skip
     tensors = {
-        name: one.detach()
-        for name, one in model.named_parameters()
-        if is_whole or is_adapter(name) or one.ndim < 2
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if is_whole or is_adapter(name) or parameter.ndim < 2
     }
-    checkpoint.save_weights(save, Held(tensors), state)
+    checkpoint.save_weights(save, InMemoryWeights(tensors), state)
     return model.eval()

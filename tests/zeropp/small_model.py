@@ -1,4 +1,4 @@
-"""A small model with blocks, an uneven width and a tied head, and what training it should give."""
+"""A small model with blocks, an odd vocabulary and a tied head, and a loop that trains it."""
 
 import torch
 from torch import nn
@@ -6,24 +6,24 @@ from torch.nn import functional as F
 
 from zeropp import Sharding, optimizer_step
 
-WORDS, WIDTH, INNER = 37, 12, 19  # no multiple of 2 or 4 among rows: every shard is uneven
+VOCAB_SIZE, HIDDEN_SIZE, FFN_SIZE = 37, 12, 19
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, INNER)
-        self.down = nn.Linear(INNER, WIDTH)
+        self.norm = nn.LayerNorm(HIDDEN_SIZE)
+        self.up = nn.Linear(HIDDEN_SIZE, FFN_SIZE)
+        self.down = nn.Linear(FFN_SIZE, HIDDEN_SIZE)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Stack(nn.Module):
+class SmallModel(nn.Module):
     def __init__(self, num_blocks: int = 3) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.embedding = nn.Embedding(VOCAB_SIZE, HIDDEN_SIZE)
         self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -33,15 +33,15 @@ class Stack(nn.Module):
         return F.linear(x, self.embedding.weight)  # tied head
 
 
-def fresh_stack() -> Stack:
+def small_model() -> SmallModel:
     torch.manual_seed(5)
-    return Stack()
+    return SmallModel()
 
 
 def tokens_of(step: int, samples: int = 8) -> torch.Tensor:
     """(samples, 6) tokens, the same on every rank."""
     generator = torch.Generator().manual_seed(step)
-    return torch.randint(0, WORDS, (samples, 6), generator=generator)
+    return torch.randint(0, VOCAB_SIZE, (samples, 6), generator=generator)
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Runs the whole job on the ranks of a test, in process, and reads its log."""
+"""Runs `pretrain` on the ranks of a test, in process, and reads its log."""
 
 import io
 import re
@@ -38,19 +38,19 @@ def log_of(flags: str, device: str = "cpu", kind: type[Ranks] = Ranks) -> str:
     return printed.getvalue()
 
 
-def log_behind(flags: str) -> str:
+def log_of_asynchronous(flags: str) -> str:
     """`log_of`, the numbers of an iteration read while the next one runs, as with a GPU."""
-    return log_of(flags, kind=Behind)
+    return log_of(flags, kind=AsynchronousRanks)
 
 
-class Behind(Ranks):
-    """Ranks of CPUs that are told to be like those of GPUs."""
+class AsynchronousRanks(Ranks):
+    """Ranks on CPUs that log an iteration while the next one runs, as ranks on GPUs do."""
 
     asynchronous = True
 
 
 @contextmanager
-def assembled(flags: str) -> Iterator[Run]:
+def built_run(flags: str) -> Iterator[Run]:
     """The run of `TINY` and `flags` on these ranks, before its first iteration."""
     with _job(flags, io.StringIO()) as job:
         yield build_run(*job)
@@ -73,7 +73,7 @@ def field(log: str, name: str) -> list[str]:
     return re.findall(rf"{re.escape(name)}: *(\S+) \|", log)
 
 
-def numbers(log: str) -> list[float]:
+def loss_values(log: str) -> list[float]:
     return [float(loss) for loss in losses(log)]
 
 

@@ -1,4 +1,4 @@
-"""Engines over the small stack, and the plain PyTorch loop that they must equal."""
+"""Engines over the small model, and the plain PyTorch loop that they must equal."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeropp
-from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
+from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import Engine
 
 LR, CLIP, SAMPLES = 1e-2, 0.5, 8
@@ -28,13 +28,13 @@ def config_of(stage: int = 3, micro_batches: int = 1, **others: Any) -> dict:
 
 
 def engine_of(model: nn.Module | None = None, **settings: Any) -> Engine:
-    """An engine over the small stack; settings are those of `config_of`."""
-    model = fresh_stack() if model is None else model
+    """An engine over the small model; settings are those of `config_of`."""
+    model = small_model() if model is None else model
     return zeropp.initialize(model=model, config=config_of(**settings))[0]
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """What the JSON names, made by hand."""
+    """The optimizer that the JSON of `config_of` names."""
     return torch.optim.AdamW(parameters, lr=LR, weight_decay=0.01, fused=True)
 
 
@@ -55,13 +55,13 @@ def run(engine: Engine, steps: int = 4, first: int = 0) -> list[float]:
     return (everywhere / dist.get_world_size()).tolist()
 
 
-def run_plainly(
+def run_without_engine(
     steps: int = 4,
     optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = lambda m: adamw(m.parameters()),
     model: nn.Module | None = None,
 ) -> tuple[list[float], list[float], nn.Module]:
-    """Losses, gradient norms and the model of a loop that knows nothing of zeropp."""
-    model = fresh_stack() if model is None else model
+    """Losses, gradient norms and the model of a loop in plain PyTorch."""
+    model = small_model() if model is None else model
     optimizer, losses, norms = optimizer_of(model), [], []
     for step in range(steps):
         loss = loss_of(model, tokens_of(step, SAMPLES))
@@ -73,10 +73,10 @@ def run_plainly(
     return losses, norms, model
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+def gathered_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter, gathered."""
-    found = {}
+    weights = {}
     for name, parameter in model.named_parameters():
         with zeropp.zero.GatheredParameters(parameter):
-            found[name] = parameter.detach().clone().as_subclass(torch.Tensor)
-    return found
+            weights[name] = parameter.detach().clone().as_subclass(torch.Tensor)
+    return weights

@@ -1,4 +1,4 @@
-"""The small stack with LoRA beside its linear layers, and what training it should give."""
+"""The small model with LoRA beside its linear layers, and loops that train it."""
 
 import copy
 from collections.abc import Callable
@@ -9,13 +9,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zeropp
-from tests.zeropp.stack import Stack, fresh_stack, loss_of, tokens_of
+from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
 from zeropp.wire.frozen_weights import QuantizedShard
 
 RANK, LR = 2, 1e-2
 
 
-class Adapted(nn.Module):
+class LoraLinear(nn.Module):
     """A frozen linear layer and a product of two thin trained ones."""
 
     def __init__(self, base: nn.Linear) -> None:
@@ -28,20 +28,20 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def adapt(model: Stack) -> Stack:
+def add_adapters(model: SmallModel) -> SmallModel:
     """Freeze everything, and put seeded adapters beside all linear layers."""
     model.requires_grad_(False)
     torch.manual_seed(9)
     for block in model.blocks:
-        block.up, block.down = Adapted(block.up), Adapted(block.down)
+        block.up, block.down = LoraLinear(block.up), LoraLinear(block.down)
     return model
 
 
-def adapted_stack() -> Stack:
-    return adapt(fresh_stack())
+def lora_model() -> SmallModel:
+    return add_adapters(small_model())
 
 
-def rounded(model: nn.Module, num_ranks: int, bits: int = 8) -> nn.Module:
+def with_quantized_weights(model: nn.Module, num_ranks: int, bits: int = 8) -> nn.Module:
     """The model with its frozen matrices as `num_ranks` ranks would store them, as numbers."""
     model = copy.deepcopy(model)
     for parameter in model.parameters():
@@ -63,7 +63,7 @@ def expected_losses(
     tokens_of: Callable = tokens_of,
 ) -> list[float]:
     """Mean losses of plain training with AdamW on whole batches."""
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, losses = torch.optim.AdamW(trained, lr=LR), []
     for step in range(steps):
         parts = tokens_of(step).chunk(ranks * micro_batches)
@@ -96,5 +96,5 @@ def engine_losses(
     return losses
 
 
-def local_of(parameter: torch.Tensor) -> torch.Tensor:
+def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.zeropp.quant.functional import Functional
+from tests.zeropp.quant.layout_ops import LayoutOps
 from zeropp.native.kernels import load_cuda
 from zeropp.native.source_hash import source_hash
 from zeropp.quant.cpu import CpuKernels
@@ -27,7 +27,7 @@ FLAGS = (
 
 
 @dataclass(frozen=True)
-class Emulated:
+class EmulatedLibrary:
     """The library that a GPU would run, on the CPU, called as the library for CPUs is.
 
     Its functions take a device and a stream where those take the number of threads.
@@ -39,12 +39,12 @@ class Emulated:
         function = getattr(self.library, name)
         return lambda *arguments: function(*arguments[:-1], 0, None)
 
-    def functional(self) -> Functional:
+    def layout_ops(self) -> LayoutOps:
         """The four ops."""
-        return Functional(CpuKernels(self))
+        return LayoutOps(CpuKernels(self))
 
 
-def build(folder: Path) -> Emulated:
+def build(folder: Path) -> EmulatedLibrary:
     """Compile the CUDA sources into `folder`; skips the test if there is no compiler."""
     compiler = shutil.which("g++")
     if compiler is None:
@@ -58,4 +58,4 @@ def build(folder: Path) -> Emulated:
          "-o", str(target)],
         check=True,
     )  # fmt: skip
-    return Emulated(load_cuda(folder))
+    return EmulatedLibrary(load_cuda(folder))

@@ -1,4 +1,4 @@
-"""A backend of the ops with functions that take layouts and return their results."""
+"""The ops of a backend as functions that take layouts and return their results."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from zeropp.quant.packing import Layout
 
 
 @dataclass(frozen=True)
-class Functional:
+class LayoutOps:
     """The four ops of a backend, called directly."""
 
     backend: Backend
@@ -44,4 +44,4 @@ class Functional:
         self.backend.reduce_dequantize(packed, out, layout.table)
 
 
-reference = Functional(zeropp.quant.reference)
+reference = LayoutOps(zeropp.quant.reference)

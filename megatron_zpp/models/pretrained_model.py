@@ -1,4 +1,4 @@
-"""A run that begins with a model trained before: its shape, its tokenizer, its weights."""
+"""A run that starts from a pretrained model: the model's shape, its tokenizer, its weights."""
 
 import logging
 from dataclasses import replace
@@ -13,10 +13,10 @@ from zeropp import InputError, Sharding
 log = logging.getLogger("megatron_zpp")
 
 
-def with_named_model(config: Config) -> tuple[Config, OpenedModel | None]:
-    """`config` with the shape of the model that its flags name, and the model to start from.
+def with_initial_model(config: Config) -> tuple[Config, OpenedModel | None]:
+    """Return `config` with the shape of the model that its flags name, and that model if opened.
 
-    `--use-checkpoint-args` names the model in `--load`, `--pretrained-checkpoint` any other.
+    `--use-checkpoint-args` takes the shape from `--load`; `--pretrained-checkpoint` opens a model.
     """
     if config.checkpoint.use_checkpoint_args:
         config = with_checkpoint_model(config)
@@ -24,11 +24,11 @@ def with_named_model(config: Config) -> tuple[Config, OpenedModel | None]:
 
 
 def with_pretrained_model(config: Config) -> tuple[Config, OpenedModel | None]:
-    """`config` with the shape and the tokenizer of `--pretrained-checkpoint`, and that model.
+    """Return `config` with shape and tokenizer of `--pretrained-checkpoint`, and that model.
 
-    Sequences stay as long as the flags say; which checkpoint was opened is kept. Raises InputError
-    for what cannot be opened, for sequences longer than the model's positions, where there is no
-    text for its tokenizer, and for a run that would save beside its base, newer than that.
+    The sequence length stays as the flags set it; the path of the checkpoint that was opened is
+    recorded. Raises InputError for a model that cannot be opened, for sequences longer than its
+    positions, without data to tokenize for it, and for a run that would save into the same folder.
     """
     folder = config.lora.pretrained_checkpoint
     if folder is None:
@@ -36,52 +36,54 @@ def with_pretrained_model(config: Config) -> tuple[Config, OpenedModel | None]:
     save = config.checkpoint.save
     if save is not None and Path(save).resolve() == Path(folder).resolve():
         raise InputError(
-            f"--save {save} is the folder of --pretrained-checkpoint, and the newest checkpoint in "
-            "it would then be another: save elsewhere"
+            f"--save {save} is the folder of --pretrained-checkpoint, where a newer checkpoint "
+            "would replace the pretrained one: save to another folder"
         )
     if Path(folder).suffix == SUFFIX:
         raise InputError(
             f"--pretrained-checkpoint {folder}: import it first, once for all ranks: "
             f"tools/convert_hf.py --from-hf {folder} --save FOLDER"
         )
-    named = None if config.tokenizer == TokenizerConfig() else config.tokenizer
-    _require_text(config.data, folder)
-    opened = open_model(folder, named)
-    length, positions = config.model.seq_length, opened.config.num_positions
-    if length > positions:
+    _require_data(config.data, folder)
+    has_tokenizer_flags = config.tokenizer != TokenizerConfig()
+    opened = open_model(folder, config.tokenizer if has_tokenizer_flags else None)
+    seq_length, num_positions = config.model.seq_length, opened.config.num_positions
+    if seq_length > num_positions:
         raise InputError(
-            f"--seq-length {length} is more than the {positions} positions of the model in {folder}"
+            f"--seq-length {seq_length} is more than the {num_positions} positions of the model in "
+            f"{folder}"
         )
     log.info(
         "%s: %d layers, hidden size %d, %s", opened.path, opened.config.num_layers,
         opened.config.hidden_size, opened.tokenizer.name,
     )  # fmt: skip
-    model = replace(opened.config, seq_length=length)
+    model = replace(opened.config, seq_length=seq_length)
     lora = replace(config.lora, pretrained_checkpoint=str(opened.path.resolve()))
     config = replace(config, model=model, tokenizer=opened.tokenizer_config, lora=lora)
     return config, opened
 
 
-def adapters(config: Config, sharding: Sharding) -> list[tuple[str, str]]:
-    """What of the model is trained, if not all."""
+def lora_summary(config: Config, sharding: Sharding) -> list[tuple[str, str]]:
+    """Return a (name, text) row for the summary of a LoRA run; empty for any other run."""
     lora = config.lora
     if not lora.lora_rank:
         return []
-    trained = sum(
+    num_trained = sum(
         parameter.numel() for parameter in sharding.model.parameters() if parameter.requires_grad
     )
-    stored = ""
+    text = (
+        f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}: {num_trained:,} parameters are trained"
+    )
     if sharding.stores_frozen:
         bits = config.zero.zeropp.nontrainable_weight_bits
-        stored = f"\nthe frozen weights are stored and gathered as INT{bits} (MixZ++)"
-    what = f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}: {trained:,} parameters are trained"
-    return [("LoRA", what + stored)]
+        text += f"\nthe frozen weights are stored and gathered as INT{bits} (MixZ++)"
+    return [("LoRA", text)]
 
 
-def _require_text(data: DataConfig, folder: str) -> None:
+def _require_data(data: DataConfig, folder: str) -> None:
     paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
     if not any(paths) and not data.mock_data:
         raise InputError(
             f"--pretrained-checkpoint {folder} needs text for the model's tokenizer: give "
-            "--data-path, examples in .jsonl or what tools/preprocess_data.py makes"
+            "--data-path with .jsonl files or the output of tools/preprocess_data.py"
         )

@@ -1,12 +1,12 @@
-"""What the tests of hpZ's copies and of fresh weights share: steps, evaluations, other weights."""
+"""Steps and evaluations of a sharded small model, and random weights for it."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tests.zeropp.given import configured, data_mesh
-from tests.zeropp.stack import fresh_stack, loss_of, tokens_of
+from tests.zeropp.prescribed_gradients import data_mesh, zero_config
+from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import Sharding, shard
 
 QWZ = {"stage": 3, "zero_quantized_weights": True}
@@ -14,8 +14,8 @@ HPZ = {"stage": 3, "zero_hpz_partition_size": 2}
 BOTH = QWZ | HPZ
 
 
-def sharded(zero: dict, model: nn.Module | None = None, **settings: object) -> Sharding:
-    return shard(model or fresh_stack(), data_mesh(), configured(zero, 2, **settings))
+def shard_on_nodes(zero: dict, model: nn.Module | None = None, **settings: object) -> Sharding:
+    return shard(model or small_model(), data_mesh(), zero_config(zero, 2, **settings))
 
 
 def step(sharding: Sharding, optimizer, number: int, *, micro_batches: int = 1) -> list[float]:
@@ -41,7 +41,7 @@ def evaluate(sharding: Sharding) -> float:
     return loss
 
 
-def like(sharded_weight: DTensor, seed: int) -> DTensor:
+def random_like(sharded_weight: DTensor, seed: int) -> DTensor:
     """Other values of the same shape, sharded alike."""
     torch.manual_seed(seed)
     whole = 0.3 * torch.randn(sharded_weight.shape)
@@ -49,9 +49,11 @@ def like(sharded_weight: DTensor, seed: int) -> DTensor:
     return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 
-def load_whole(sharding: Sharding, seed: int) -> None:
+def load_random_weights(sharding: Sharding, seed: int) -> None:
     state = sharding.model.state_dict()
-    sharding.model.load_state_dict({name: like(one, seed) for name, one in state.items()})
+    sharding.model.load_state_dict(
+        {name: random_like(tensor, seed) for name, tensor in state.items()}
+    )
 
 
 def freeze(module: nn.Module) -> None:

@@ -1,6 +1,6 @@
-"""A model whose gradients are prescribed, so that what became of them on the wire can be measured.
+"""A model with prescribed gradients, to measure how the wire changes them.
 
-The gradient of each weight is the tensor given for it: the loss is the sum of weight times given.
+The loss is the sum of each weight times a constant, which is thus the gradient of the weight.
 """
 
 from collections.abc import Sequence
@@ -20,27 +20,27 @@ ALL_THREE = {
 }
 
 
-class Given(nn.Module):
-    """A unit with weights of any shape; `given` holds a gradient, or None, for each of them."""
+class PrescribedUnit(nn.Module):
+    """A unit with weights of any shape; `gradients` has a gradient, or None, for each of them."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         super().__init__()
         self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
-        self.given: list[torch.Tensor | None] = [None] * len(shapes)
+        self.gradients: list[torch.Tensor | None] = [None] * len(shapes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for weight, given in zip(self.weights, self.given, strict=True):
-            if given is not None:
-                x = x + (weight * given.to(weight.dtype)).sum()
+        for weight, gradient in zip(self.weights, self.gradients, strict=True):
+            if gradient is not None:
+                x = x + (weight * gradient.to(weight.dtype)).sum()
         return x
 
 
-class GivenStack(nn.Module):
-    """Units after each other; `shapes` are those of each unit's weights."""
+class PrescribedModel(nn.Module):
+    """Units one after another; `shapes` has the shapes of the weights of each unit."""
 
     def __init__(self, shapes: Sequence[Sequence[tuple[int, ...]]]) -> None:
         super().__init__()
-        self.units = nn.ModuleList([Given(one) for one in shapes])
+        self.units = nn.ModuleList([PrescribedUnit(shape) for shape in shapes])
 
     def forward(self) -> torch.Tensor:
         x = torch.zeros((), device=next(self.parameters()).device)
@@ -53,17 +53,17 @@ def data_mesh(device: str = "cpu") -> DeviceMesh:
     return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("data",))
 
 
-def configured(zero: dict, ranks_per_node: int | None = None, **settings: object) -> ZeroConfig:
-    """A configuration of the section `zero_optimization`, nodes of some ranks, and other keys."""
+def zero_config(zero: dict, ranks_per_node: int | None = None, **settings: object) -> ZeroConfig:
+    """A configuration with `zero` as its `zero_optimization`; `settings` are further keys."""
     zeropp = {"zeropp": {"ranks_per_node": ranks_per_node, **settings.pop("zeropp", {})}}
     if ranks_per_node is None:
         del zeropp["zeropp"]["ranks_per_node"]
     return ZeroConfig.from_json({"zero_optimization": zero, **zeropp, **settings})
 
 
-def shard_given(shapes: Sequence, config: ZeroConfig) -> Sharding:
+def shard_prescribed(shapes: Sequence, config: ZeroConfig) -> Sharding:
     torch.manual_seed(0)
-    return shard(GivenStack(shapes), data_mesh(), config)
+    return shard(PrescribedModel(shapes), data_mesh(), config)
 
 
 def gradient_of(rank: int, index: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -74,14 +74,14 @@ def gradient_of(rank: int, index: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 def backward(sharding: Sharding, gradients: Sequence[torch.Tensor], *, last: bool = True) -> None:
     """One micro-batch, with one gradient, or None, for each weight of the model in order."""
-    rest = list(gradients)
+    remaining = list(gradients)
     for unit in sharding.model.units:
-        unit.given = [rest.pop(0) for _ in unit.given]
+        unit.gradients = [remaining.pop(0) for _ in unit.gradients]
     with sharding.micro_step(last=last):
         sharding.model().backward()
 
 
-def own_rows(whole: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a whole tensor."""
-    slices = whole.chunk(dist.get_world_size())
-    return slices[dist.get_rank()] if dist.get_rank() < len(slices) else whole[:0]
+def own_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of a full tensor that this rank stores."""
+    slices = tensor.chunk(dist.get_world_size())
+    return slices[dist.get_rank()] if dist.get_rank() < len(slices) else tensor[:0]

@@ -1,4 +1,4 @@
-"""Tensors for Adam, awkward ones too, and backends held against the reference, bit by bit."""
+"""Tensors for Adam, also with extreme values, and comparisons with the reference, bit by bit."""
 
 from collections.abc import Callable, Sequence
 
@@ -37,37 +37,40 @@ def arrays_of(
         )
         for index, size in enumerate(sizes)
     ]
-    parameters, gradients, means, squares = (list(one) for one in zip(*filled, strict=True))
-    copies = [torch.full_like(one, 7, dtype=copy) for one in parameters] if copy else []
-    gradients = [one.to(dtype) for one in gradients]
-    return Arrays(parameters, gradients, means, [one.abs() for one in squares], copies)
+    parameters, gradients, means, squares = (list(column) for column in zip(*filled, strict=True))
+    copies = [torch.full_like(parameter, 7, dtype=copy) for parameter in parameters] if copy else []
+    gradients = [gradient.to(dtype) for gradient in gradients]
+    return Arrays(parameters, gradients, means, [square.abs() for square in squares], copies)
 
 
-def edges(dtype: torch.dtype, copy: torch.dtype | None = None) -> Arrays:
-    """Every edge as parameter, gradient, mean and square against every other."""
-    given = torch.tensor(EDGES)
-    grid = list(torch.meshgrid(given, given, given, given.abs(), indexing="ij"))
+def edge_arrays(dtype: torch.dtype, copy: torch.dtype | None = None) -> Arrays:
+    """All combinations of the extreme values as parameter, gradient, mean and square."""
+    values = torch.tensor(EDGES)
+    grid = list(torch.meshgrid(values, values, values, values.abs(), indexing="ij"))
     grid[1] = grid[1].to(dtype)
-    flat = [one.flatten().contiguous() for one in grid]
+    flat = [axis.flatten().contiguous() for axis in grid]
     copies = [torch.full_like(flat[0], 7, dtype=copy)] if copy else []
-    return Arrays(*([one] for one in flat), copies)
+    return Arrays(*([tensor] for tensor in flat), copies)
 
 
-def moved(arrays: Arrays, device: str = "cpu", shifts: Sequence[int] = (0,) * 5) -> Arrays:
+def copied(arrays: Arrays, device: str = "cpu", shifts: Sequence[int] = (0,) * 5) -> Arrays:
     """Copies on a device, each kind some elements behind the beginning of a piece of memory."""
 
-    def one(tensor: Tensor, shift: int) -> Tensor:
+    def copy(tensor: Tensor, shift: int) -> Tensor:
         memory = torch.empty(tensor.numel() + shift, dtype=tensor.dtype, device=device)
         return memory[shift:].view(tensor.shape).copy_(tensor)
 
     pairs = zip(arrays, shifts, strict=True)
-    return Arrays(*([one(tensor, shift) for tensor in tensors] for tensors, shift in pairs))
+    return Arrays(*([copy(tensor, shift) for tensor in tensors] for tensors, shift in pairs))
 
 
-def same(given: Arrays, expected: Arrays) -> None:
+def assert_same_bits(actual: Arrays, expected: Arrays) -> None:
     for name, tensors in expected._asdict().items():
-        for mine, right in zip(getattr(given, name), tensors, strict=True):
-            assert torch.equal(bits_of(mine.cpu()), bits_of(right)), (name, right.shape)
+        for tensor, expected_tensor in zip(getattr(actual, name), tensors, strict=True):
+            assert torch.equal(bits_of(tensor.cpu()), bits_of(expected_tensor)), (
+                name,
+                expected_tensor.shape,
+            )
 
 
 def check_against_reference(
@@ -75,7 +78,7 @@ def check_against_reference(
     shifts: Sequence[int] = (0,) * 5,
 ) -> None:  # fmt: skip
     """`run` on copies of `arrays` on a device gives what the reference gives on the CPU."""
-    mine, right = moved(arrays, device, shifts), moved(arrays)
+    mine, right = copied(arrays, device, shifts), copied(arrays)
     run(mine, None if factor is None else torch.tensor(factor, device=device), settings)
     reference(right, None if factor is None else torch.tensor(factor), settings.scalars())
-    same(mine, right)
+    assert_same_bits(mine, right)

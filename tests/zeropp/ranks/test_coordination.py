@@ -1,0 +1,91 @@
+"""What ranks do together; collectives are also exercised by the tests of those that call them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.ranks import ranks
+from zeropp.errors import InputError
+from zeropp.ranks.coordination import (
+    RankError,
+    broadcast_object,
+    fail_together,
+    gather_objects,
+    rank,
+    report_once,
+    world_size,
+)
+from zeropp.ranks.topology import Environment
+
+ROOT = Path(__file__).resolve().parents[3]
+LAUNCHER = "import sys; from zeropp.ranks.launcher import main; sys.exit(main())"
+REPORTING = """
+import sys
+from datetime import timedelta
+
+from zeropp.ranks import coordination
+from zeropp.ranks.topology import Environment
+
+environment = Environment.read()
+if sys.argv[1] == "rank 1 alone":
+    coordination.REPORT_TIMEOUT = timedelta(seconds=1)
+    if environment.rank == 0:
+        import time; time.sleep(60)
+message = f"reported by rank {environment.rank}\\n"
+coordination.report_once(environment, lambda: sys.stdout.write(message))
+sys.exit(7)
+"""
+
+
+def test_without_a_process_group_there_is_one_rank():
+    assert (rank(), world_size()) == (0, 1)
+    assert gather_objects("value") == ["value"] and broadcast_object("value") == "value"
+    with pytest.raises(ZeroDivisionError), fail_together():
+        raise ZeroDivisionError
+    reports = []
+    report_once(Environment(), lambda: reports.append("error"))
+    assert reports == ["error"]
+
+
+@ranks(2)
+def test_objects_are_exchanged():
+    assert gather_objects(("rank", dist.get_rank())) == [("rank", 0), ("rank", 1)]
+    assert broadcast_object(dist.get_rank()) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (InputError("no such corpus"), InputError),
+        (OSError(28, "No space left", "/full"), OSError),
+        (ValueError("neither"), RankError),
+    ],
+)
+@ranks(2)
+def test_what_raises_on_one_rank_raises_on_all(error, expected):
+    kind = type(error) if dist.get_rank() == 1 else expected
+    with pytest.raises(kind) as caught, fail_together():
+        if dist.get_rank() == 1:
+            raise error
+    assert str(error) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "reporter"), [("all ranks", "rank 0"), ("rank 1 alone", "rank 1")]
+)
+def test_an_error_before_the_ranks_have_joined_is_reported_once(scenario, reporter, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(REPORTING)
+    finished = subprocess.run(
+        [sys.executable, "-c", LAUNCHER, "--num_ranks", "2", str(script), scenario],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert finished.stdout == f"reported by {reporter}\n", finished.stderr
+    assert finished.returncode == 7
