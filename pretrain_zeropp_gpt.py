@@ -3,7 +3,7 @@
 import sys
 
 from megatron_zpp.train.pretrain import main
-from zeropp.ranks.process_group import leave
+from zeropp.ranks.process_group import exit_process
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:], "pretrain_zeropp_gpt.py"))
+    exit_process(main(sys.argv[1:], "pretrain_zeropp_gpt.py"))

@@ -25,7 +25,7 @@ from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.train.run import Run, is_due
 from zeropp.errors import InputError
 from zeropp.ranks.coordination import report_once
-from zeropp.ranks.process_group import leave
+from zeropp.ranks.process_group import exit_process
 from zeropp.ranks.topology import Environment
 
 
@@ -92,4 +92,4 @@ def report(run: Run, iteration: int, training: float, held_out: float) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

@@ -30,8 +30,8 @@ from benchmarks.shared.interleaved import time_interleaved
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading
 from benchmarks.shared.timers import CpuTimer
 from megatron_zpp.data.blend import blend_in_stretches
-from megatron_zpp.data.compiled_index import native
-from megatron_zpp.data.sample_index import fill_starts
+from megatron_zpp.data.native_index import native_index
+from megatron_zpp.data.sample_index import sample_starts
 
 ROOT = Path(__file__).resolve().parents[2]
 MEAN_TOKENS = 660  # of a document
@@ -77,7 +77,7 @@ def main() -> int:
     if options.only_build:
         print(json.dumps(memory_of(task)))
         return 0
-    if native() is None:
+    if native_index() is None:
         sys.exit("error: csrc/ is not built; make setup builds it where there is a compiler")
     result = {
         **begin(__spec__.name),
@@ -117,19 +117,19 @@ def builders(task: Task, part: str, document: np.ndarray, core: ModuleType | Non
     if part in ("document", "shuffle"):
         ordered = task.entries if part == "document" else task.numbers
         return {
-            OURS: partial(_shuffled, ordered, native().shuffle),
+            OURS: partial(_shuffled, ordered, native_index().shuffle),
             CORE if core else NUMPY: partial(_shuffled, ordered, _numpy_shuffle),
         }
     if part == "sample":
         implementations = {
-            OURS: partial(_starts, task, document, native().starts),
-            NUMPY: partial(_starts, task, document, fill_starts),
+            OURS: partial(_starts, task, document, native_index().sample_starts),
+            NUMPY: partial(_starts, task, document, sample_starts),
         }
         core_build = partial(_core_starts, task, document, core)
     else:
         size = len(document)
         implementations = {
-            OURS: partial(native().blend, SHARES, size),
+            OURS: partial(native_index().blend, SHARES, size),
             NUMPY: partial(blend_in_stretches, SHARES, size),
         }
         core_build = partial(_core_blend, size, core)
@@ -139,7 +139,7 @@ def builders(task: Task, part: str, document: np.ndarray, core: ModuleType | Non
 def measure(task: Task, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """CPU-seconds of each implementation of each part, round by round."""
     core = load_helpers(options.megatron) if options.megatron else None
-    (document,) = _shuffled(task.entries, native().shuffle)
+    (document,) = _shuffled(task.entries, native_index().shuffle)
     timer = CpuTimer(time.process_time)
     seconds = {}
     for part in PARTS:
@@ -176,9 +176,9 @@ def memory_of(task: Task) -> dict[str, int]:
     """Bytes held before the index is built, and the peak while it is built."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak: proc(5)
     before = _peak()
-    (document,) = _shuffled(task.entries, native().shuffle)
-    arrays = [document, *_starts(task, document, native().starts)]
-    arrays += _shuffled(task.numbers, native().shuffle)
+    (document,) = _shuffled(task.entries, native_index().shuffle)
+    arrays = [document, *_starts(task, document, native_index().sample_starts)]
+    arrays += _shuffled(task.numbers, native_index().shuffle)
     return {"before": before, "peak": _peak(), "arrays": sum(array.nbytes for array in arrays)}
 
 

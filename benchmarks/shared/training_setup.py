@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.data.loader import Batch, Loader
-from megatron_zpp.data.mock import MockDataset
+from megatron_zpp.data.mock_dataset import MockDataset
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config

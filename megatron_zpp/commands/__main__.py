@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = COMMANDS[name]
     status = import_module(command.module).main(words[1:], f"{PROGRAM} {name}")
     if command.joins_ranks:
-        import_module("zeropp.ranks.process_group").leave(status)
+        import_module("zeropp.ranks.process_group").exit_process(status)
     return status
 
 

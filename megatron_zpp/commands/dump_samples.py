@@ -26,9 +26,9 @@ from megatron_zpp.commands.run_command import build_section, run_command
 from megatron_zpp.data.blend import BlendedDataset
 from megatron_zpp.data.gpt_dataset import GPTDataset, build_datasets
 from megatron_zpp.data.masks import loss_mask, position_ids
-from megatron_zpp.data.mock import MockDataset
+from megatron_zpp.data.mock_dataset import MockDataset
 from megatron_zpp.data.split import SPLITS, parse_split
-from megatron_zpp.data.text_source import open_source
+from megatron_zpp.data.text_source import resolve_data
 from megatron_zpp.settings.command_line import Assignment
 from megatron_zpp.settings.config import DataConfig, ModelConfig, TokenizerConfig, TrainingConfig
 from megatron_zpp.settings.flag import Section, flag, shared
@@ -88,7 +88,7 @@ def dump(config: DumpConfig, data: DataConfig, tokenizer_config: TokenizerConfig
 
     Raises InputError for data that cannot be read and for a file that cannot be written.
     """
-    data, tokenizer = open_source(data, tokenizer_config)
+    data, tokenizer = resolve_data(data, tokenizer_config)
     if data.mock_data and None in config.sizes:
         raise InputError(
             "--mock-data has no end: give --train-samples, --valid-samples and --test-samples"
@@ -192,7 +192,7 @@ def pieces(dataset: Dataset, number: int, length: int) -> Iterator[tuple[str, in
         yield "made-up tokens", 0, length
         return
     source, start = dataset.source, 0
-    for sequence, offset, count in dataset.places(number):
+    for sequence, offset, count in dataset.spans(number):
         if not count:
             continue
         document = int(np.searchsorted(source.document_index, sequence, side="right")) - 1

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_zpp.commands.run_command import require_writable, run_on_ranks
-from megatron_zpp.data.instructions.examples import read_objects, text_of
+from megatron_zpp.data.instructions.examples import read_objects, text_field
 from megatron_zpp.settings.command_line import read, vocabulary
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.settings.data import EXAMPLES_SUFFIX
@@ -322,7 +322,7 @@ def print_speed(num_tokens: int, seconds: float) -> None:
 def _prompt_of(fields: dict[str, Any], where: str) -> str:
     if PROMPT not in fields:
         raise InputError(f'{where}: expected {{"{PROMPT}": "some text"}}')
-    return text_of(fields, PROMPT, where)
+    return text_field(fields, PROMPT, where)
 
 
 def _read_standard_input() -> str:

@@ -18,10 +18,10 @@ from types import FrameType
 
 from megatron_zpp.commands.run_command import INTERRUPTED, build_section, run_command
 from megatron_zpp.preprocess import PreprocessConfig, preprocess
-from megatron_zpp.preprocess.run import Stopped
+from megatron_zpp.preprocess.pipeline import Stopped
 from megatron_zpp.settings.command_line import Assignment
 from megatron_zpp.settings.config import TokenizerConfig
-from zeropp.ranks.topology import one_rust_thread
+from zeropp.ranks.topology import use_one_rust_thread
 
 USAGE = (
     "usage: {program} --input FILE|FOLDER --output-prefix PREFIX --tokenizer-type TYPE [flags]"
@@ -31,7 +31,7 @@ USAGE = (
 def main(argv: Sequence[str], program: str = "megatron-zpp preprocess") -> int:
     """Run the command; return the exit status."""
     signal.signal(signal.SIGTERM, _interrupt)
-    one_rust_thread()
+    use_one_rust_thread()
     try:
         return run_command(
             argv,

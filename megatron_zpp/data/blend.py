@@ -1,36 +1,37 @@
-"""Several datasets in one, in the proportions of their weights, as megatron-core blends them.
+"""Blend several datasets in proportion to their weights, as megatron-core does.
 
-Before each sample k the dataset that is furthest behind its share, argmax of w * max(k, 1) - taken,
-gives the next of its own samples; the first one wins a tie.
+Sample k is the next sample of the dataset that is furthest behind its share, that is, with the
+largest w * max(k, 1) - taken; the first such dataset wins a tie.
 
-csrc/index/index.cpp does this sample by sample. If it was not built, NumPy does: the recurrence soon
-forgets where it started, so many stretches of it run side by side from guessed counts, and every
-stretch that did not start where the one before it ended is run again from there, until all fit.
-The result is exactly the sequential one.
+csrc/index computes this sample by sample. Without it, NumPy computes it in parallel: the recurrence
+soon forgets its initial counts, so many stretches of samples are computed side by side from guessed
+counts, and every stretch that did not start from the counts at the end of the previous one is
+computed again, until all match. The result is exactly the sequential one.
 """
 
 import math
 
 import numpy as np
 
-from megatron_zpp.data.compiled_index import native
+from megatron_zpp.data.native_index import native_index
 from megatron_zpp.data.split import normalize
 from zeropp.errors import InputError
 
 MAX_DATASETS = 32766  # the index is int16, as in megatron-core
-CHUNK = 1 << 20  # samples counted at once: a blend is larger than memory should be
-MIN_STRETCH = 512  # samples; below that there is nothing to gain
+CHUNK = 1 << 20  # samples that are counted at once, as an index may be larger than memory
+MIN_STRETCH = 512  # samples; shorter stretches are not faster
 
 
 def parse_blend(paths: tuple[str, ...]) -> tuple[list[str], list[float] | None]:
-    """Prefixes and weights of `weight prefix weight prefix ...`, or of prefixes alone (None).
+    """Return the prefixes and normalized weights of `weight prefix weight prefix ...`.
 
-    As in megatron-core an odd count, or no number where weights would stand, means prefixes alone.
-    Raises InputError for a mixture and for weights that are not above 0.
+    The weights are None for prefixes alone: as in megatron-core, that is an odd number of paths, or
+    no number in place of any weight. Raises InputError if only some weights are numbers, or if a
+    weight is not above 0.
     """
     if not paths:
         raise InputError("no data path given: expected a prefix, or weight and prefix pairs")
-    weights = [_number(text) for text in paths[::2]]
+    weights = [_parse_number(text) for text in paths[::2]]
     if len(paths) % 2 or all(weight is None for weight in weights):
         return [path.strip() for path in paths], None
     for text, weight in zip(paths[::2], weights, strict=True):
@@ -43,116 +44,124 @@ def parse_blend(paths: tuple[str, ...]) -> tuple[list[str], list[float] | None]:
 
 
 def blend_index(weights: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each of `size` samples: dataset int16 [size], and sample in that dataset int64 [size]."""
+    """Return the dataset of each of `size` samples, and the sample in that dataset.
+
+    They are int16 [size] and int64 [size].
+    """
     assert 0 < len(weights) <= MAX_DATASETS
     shares = np.array(normalize(weights))
-    return native().blend(shares, size) if native() else blend_in_stretches(shares, size)
+    native = native_index()
+    return native.blend(shares, size) if native else blend_in_stretches(shares, size)
 
 
 def blend_in_stretches(
     shares: np.ndarray, size: int, min_stretch: int = MIN_STRETCH
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As `blend_index`, in NumPy, for shares [n] that add up to 1."""
+    """Return the arrays of `blend_index`, computed in NumPy, for shares [n] that add up to 1."""
     stretch = max(min_stretch, math.isqrt(size))
-    firsts = np.arange(0, size, stretch)
-    starts = _guess(shares, firsts)
-    picks = np.empty((len(firsts), stretch), dtype=np.int16)
-    ends = np.empty_like(starts)
-    wrong = np.arange(len(firsts))
-    while len(wrong):
-        picks[wrong], ends[wrong] = _run(shares, firsts[wrong], starts[wrong], stretch)
-        wrong = 1 + np.flatnonzero((starts[1:] != ends[:-1]).any(axis=1))
-        starts[wrong] = ends[wrong - 1]
-    dataset = picks.reshape(-1)[:size]
-    return dataset, _numbered(dataset, len(shares))
+    first_samples = np.arange(0, size, stretch)
+    initial_counts = _guess_counts(shares, first_samples)
+    dataset = np.empty((len(first_samples), stretch), dtype=np.int16)
+    final_counts = np.empty_like(initial_counts)
+    stale = np.arange(len(first_samples))
+    while len(stale):
+        dataset[stale], final_counts[stale] = _compute_stretches(
+            shares, first_samples[stale], initial_counts[stale], stretch
+        )
+        stale = 1 + np.flatnonzero((initial_counts[1:] != final_counts[:-1]).any(axis=1))
+        initial_counts[stale] = final_counts[stale - 1]
+    dataset = dataset.reshape(-1)[:size]
+    return dataset, _sample_numbers(dataset, len(shares))
 
 
 def exhaustive_blend_index(sizes: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """As `blend_index` with the sizes as weights, each dataset taken exactly `sizes` times.
+    """Return the arrays of `blend_index` with weights `sizes`, with every sample exactly once.
 
-    Exact shares never overdraw a dataset before all are used up: the sum of w * k - taken is 0, so
-    its largest is not negative, and a dataset used up is below. Rounded ones may by one sample.
+    With exact shares no dataset is exhausted before the others: w * k - taken adds up to 0, so that
+    its maximum is not negative, while an exhausted dataset is negative. Rounded shares may take one
+    sample too many.
     """
     shares, size = np.array(normalize(sizes)), sum(sizes)
-    if native():
-        return native().blend(shares, size, np.array(sizes))
+    native = native_index()
+    if native:
+        return native.blend(shares, size, np.array(sizes))
     dataset, sample = blend_in_stretches(shares, size)
     if np.bincount(dataset, minlength=len(sizes)).tolist() != sizes:
-        dataset = _one_by_one(sizes)
-        sample = _numbered(dataset, len(sizes))
+        dataset = _blend_sequentially(sizes)
+        sample = _sample_numbers(dataset, len(sizes))
     return dataset, sample
 
 
-def times_taken(dataset: np.ndarray, datasets: int) -> list[int]:
-    """How many samples of each of the `datasets` a blend takes, for its index int16 [n]."""
-    counts = np.zeros(datasets, dtype=np.int64)
+def count_samples(dataset: np.ndarray, num_datasets: int) -> list[int]:
+    """Return how many samples of each dataset are in a blend with the index `dataset` int16 [n]."""
+    counts = np.zeros(num_datasets, dtype=np.int64)
     for start in range(0, len(dataset), CHUNK):
-        counts += np.bincount(dataset[start : start + CHUNK], minlength=datasets)
+        counts += np.bincount(dataset[start : start + CHUNK], minlength=num_datasets)
     return counts.tolist()
 
 
 class BlendedDataset:
-    """Samples of `datasets` in the order of a `blend_index`."""
+    """The samples of `datasets` in the order of a `blend_index`."""
 
     def __init__(self, datasets: list, index: tuple[np.ndarray, np.ndarray]) -> None:
         self.datasets = datasets
         self.dataset_index, self.dataset_sample_index = index
-        taken = times_taken(self.dataset_index, len(datasets))
-        assert all(len(dataset) >= count for dataset, count in zip(datasets, taken, strict=True))
+        counts = count_samples(self.dataset_index, len(datasets))
+        assert all(len(dataset) >= count for dataset, count in zip(datasets, counts, strict=True))
 
     def __len__(self) -> int:
         return len(self.dataset_index)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Sample `index`: dict(tokens int64 [S + 1])."""
+        """Return sample `index`: dict(tokens int64 [S + 1])."""
         dataset = self.datasets[self.dataset_index[index]]
         return dataset[int(self.dataset_sample_index[index])]
 
 
-def _numbered(dataset: np.ndarray, num_datasets: int) -> np.ndarray:
-    """For each entry of `dataset` [n] how often the same one came before it; int64 [n]."""
+def _sample_numbers(dataset: np.ndarray, num_datasets: int) -> np.ndarray:
+    """Return for each entry of `dataset` [n] the number of earlier entries of the same dataset."""
     order = np.argsort(dataset, kind="stable")
-    taken = np.bincount(dataset, minlength=num_datasets)
+    counts = np.bincount(dataset, minlength=num_datasets)
     sample = np.empty(len(dataset), dtype=np.int64)
-    sample[order] = np.arange(len(dataset)) - np.repeat(np.cumsum(taken) - taken, taken)
+    sample[order] = np.arange(len(dataset)) - np.repeat(np.cumsum(counts) - counts, counts)
     return sample
 
 
-def _one_by_one(sizes: list[int]) -> np.ndarray:
-    """The recurrence with datasets that drop out when they are used up; int16 [sum of sizes]."""
-    shares, left = np.array(normalize(sizes)), np.array(sizes)
-    counts, picks = np.zeros(len(sizes)), np.empty(sum(sizes), dtype=np.int16)
-    for k in range(len(picks)):
-        behind = np.where(left > 0, shares * max(k, 1) - counts, -np.inf)
-        picks[k] = behind.argmax()
-        counts[picks[k]] += 1
-        left[picks[k]] -= 1
-    return picks
+def _blend_sequentially(sizes: list[int]) -> np.ndarray:
+    """Return the dataset of each sample, skipping exhausted datasets; int16 [sum of sizes]."""
+    shares, remaining = np.array(normalize(sizes)), np.array(sizes)
+    counts, dataset = np.zeros(len(sizes)), np.empty(sum(sizes), dtype=np.int16)
+    for k in range(len(dataset)):
+        deficits = np.where(remaining > 0, shares * max(k, 1) - counts, -np.inf)
+        dataset[k] = deficits.argmax()
+        counts[dataset[k]] += 1
+        remaining[dataset[k]] -= 1
+    return dataset
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
         return None
 
 
-def _guess(shares: np.ndarray, firsts: np.ndarray) -> np.ndarray:
-    """Plausible counts [stretches, datasets] before the samples `firsts`; rows add up to them."""
-    ideal = shares * firsts[:, None]
-    counts = np.floor(ideal).astype(np.int64)
-    rank = np.argsort(np.argsort(counts - ideal, axis=1, kind="stable"), axis=1)
-    return counts + (rank < (firsts - counts.sum(axis=1))[:, None])
+def _guess_counts(shares: np.ndarray, first_samples: np.ndarray) -> np.ndarray:
+    """Return likely counts [stretches, datasets] before `first_samples`, to which rows add up."""
+    exact = shares * first_samples[:, None]
+    counts = np.floor(exact).astype(np.int64)
+    rank = np.argsort(np.argsort(counts - exact, axis=1, kind="stable"), axis=1)
+    return counts + (rank < (first_samples - counts.sum(axis=1))[:, None])
 
 
-def _run(
-    shares: np.ndarray, firsts: np.ndarray, starts: np.ndarray, steps: int
+def _compute_stretches(
+    shares: np.ndarray, first_samples: np.ndarray, initial_counts: np.ndarray, num_samples: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Picks int16 [stretches, steps] of stretches side by side, and the counts at their ends."""
-    counts, rows = starts.astype(np.float64), np.arange(len(firsts))
-    picks = np.empty((steps, len(firsts)), dtype=np.int16)
-    for step in range(steps):
-        behind = shares * np.maximum(firsts + step, 1)[:, None] - counts
-        picks[step] = behind.argmax(axis=1)
-        counts[rows, picks[step]] += 1
-    return picks.T, counts.astype(np.int64)
+    """Return the datasets int16 [stretches, num_samples], and the counts after each stretch."""
+    counts, rows = initial_counts.astype(np.float64), np.arange(len(first_samples))
+    dataset = np.empty((num_samples, len(first_samples)), dtype=np.int16)
+    for step in range(num_samples):
+        deficits = shares * np.maximum(first_samples + step, 1)[:, None] - counts
+        dataset[step] = deficits.argmax(axis=1)
+        counts[rows, dataset[step]] += 1
+    return dataset.T, counts.astype(np.int64)

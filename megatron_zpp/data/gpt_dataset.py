@@ -1,8 +1,8 @@
 """Samples of S + 1 tokens for training, validation and test, the same as megatron-core 0.19.2's.
 
-`build_datasets` opens the files, divides their sequences by `--split` (or takes one blend for each
-split), and blends. Every rank calls it; the index arrays are cached on disk and built once for all
-that share the folder.
+`build_datasets` opens the files, divides their sequences by `--split` (or uses one blend for each
+split), and blends. Every rank calls it; the index arrays are cached on disk, and built once for all
+processes that share the folder.
 """
 
 import logging
@@ -12,23 +12,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_zpp.data.blend import BlendedDataset, parse_blend, times_taken
+from megatron_zpp.data.blend import BlendedDataset, count_samples, parse_blend
 from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.data.mock import MockDataset
+from megatron_zpp.data.mock_dataset import MockDataset
 from megatron_zpp.data.sample_index import SampleRequest
 from megatron_zpp.data.split import SPLITS, parse_split, sequence_range
 from megatron_zpp.settings.config import DataConfig
 from zeropp.errors import InputError
 
-SURPLUS = 0.005  # a blended dataset is built this much longer than its share, as in megatron-core
+SURPLUS = 0.005  # fraction by which a dataset exceeds its share of a blend, as in megatron-core
 
 logger = logging.getLogger("megatron_zpp")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSpec:
-    """What is the same for all datasets of a run."""
+    """The settings that all datasets of a run share."""
 
     seq_length: int
     seed: int
@@ -36,8 +36,8 @@ class SampleSpec:
     cache: IndexCache
 
 
-class Place(NamedTuple):
-    """A piece of one sequence of a file: `length` tokens from `offset` on."""
+class Span(NamedTuple):
+    """A part of one sequence of a file: `length` tokens from `offset` on."""
 
     sequence: int
     offset: int
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 class GPTDataset:
     """At least `num_samples` shuffled samples (None: those of one epoch) of a range of sequences.
 
-    Without a single token in the range there is nothing to build: the caller sees to that.
+    The range must contain at least one token. Raises InputError for tokens that are not integers.
     """
 
     def __init__(
@@ -76,33 +76,36 @@ class GPTDataset:
         return len(self.index.shuffle)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Sample `index`: dict(tokens int64 [S + 1]); InputError for a foreign token id."""
-        parts = [self.source.get(*place) for place in self.places(index)]
+        """Return sample `index`: dict(tokens int64 [S + 1]).
+
+        Raises InputError for a token id outside the vocabulary.
+        """
+        parts = [self.source.get(*span) for span in self.spans(index)]
         tokens = np.concatenate(parts, dtype=np.int64)
         self._check_vocabulary(tokens)
         return {"tokens": tokens}
 
-    def places(self, index: int) -> list[Place]:
-        """The pieces of the file that sample `index` is made of, in order."""
+    def spans(self, index: int) -> list[Span]:
+        """Return the parts of the file that make up sample `index`, in order."""
         row = int(self.index.shuffle[index])
         (first, offset), (last, end) = self.index.sample[row : row + 2].tolist()
         sequences = self.index.document[first : last + 1].tolist()
         if first == last:
-            return [Place(sequences[0], offset, end + 1 - offset)]
-        whole = [int(self.source.lengths[sequence]) for sequence in sequences[:-1]]
-        starts = [offset] + [0] * (len(whole) - 1)
-        pieces = zip(sequences[:-1], starts, whole, strict=True)
-        places = [Place(sequence, start, length - start) for sequence, start, length in pieces]
-        return [*places, Place(sequences[-1], 0, end + 1)]
+            return [Span(sequences[0], offset, end + 1 - offset)]
+        spans = []
+        for sequence in sequences[:-1]:
+            spans.append(Span(sequence, offset, int(self.source.lengths[sequence]) - offset))
+            offset = 0
+        return [*spans, Span(sequences[-1], 0, end + 1)]
 
     def _check_vocabulary(self, tokens: np.ndarray) -> None:
-        # Here and not once for the whole file: a file of terabytes is never read twice.
+        # Not checked once for the whole file, so that a file of terabytes is not read twice.
         vocab_size = self.spec.vocab_size
         if tokens.max() < vocab_size and tokens.min() >= 0:
             return
-        wrong = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+        invalid = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
         raise InputError(
-            f"{self.source.bin_path} holds token id {wrong}, but the tokenizer's vocabulary has "
+            f"{self.source.bin_path} holds token id {invalid}, but the tokenizer's vocabulary has "
             f"{vocab_size} entries (ids 0 to {vocab_size - 1}): preprocess the text with this "
             "tokenizer, or give the tokenizer that wrote it"
         )
@@ -116,17 +119,17 @@ def build_datasets(
     vocab_size: int,
     cache_required: bool = True,
 ) -> "tuple[GPTDataset | BlendedDataset | MockDataset | None, ...]":
-    """Training, validation and test data of at least `sizes` samples; None for a split without.
+    """Return training, validation and test data of at least `sizes` samples.
 
-    A size of None means every sample of one epoch once. Prefixes without weights never make more
-    than that. Raises InputError for missing, damaged or insufficient data, for weights without a
-    size, and if the indices cannot be kept (without `cache_required` a warning says so).
+    A split without data is None. A size of None means every sample of one epoch once; prefixes
+    without weights never give more than that. Raises InputError for missing, damaged or
+    insufficient data, for weights without a size, and if the indices cannot be cached (a warning if
+    not `cache_required`).
     """
     if data.mock_data:
-        seeds = [(seed, number) for number in range(len(SPLITS))]
         return tuple(
-            MockDataset(size, seq_length, vocab_size, key) if size else None
-            for size, key in zip(sizes, seeds, strict=True)
+            MockDataset(size, seq_length, vocab_size, (seed, split_number)) if size else None
+            for split_number, size in enumerate(sizes)
         )
     spec = SampleSpec(
         seq_length=seq_length,
@@ -146,46 +149,50 @@ def build_datasets(
             "no data for the tokenizer that was named: give --data-path, --train-data-path or "
             "--mock-data (the default text has a tokenizer of its own)"
         )
-    return tuple(
-        builder.build(path, portion, size) if portion else None
-        for path, portion, size in zip(paths, map(_portion, SPLITS, bounds), sizes, strict=True)
-    )
+    datasets = []
+    for split, split_paths, split_bounds, size in zip(SPLITS, paths, bounds, sizes, strict=True):
+        if split_bounds is None:
+            datasets.append(None)
+        else:
+            datasets.append(builder.build(split_paths, _SplitBounds(split, *split_bounds), size))
+    return tuple(datasets)
 
 
-class _Portion(NamedTuple):
-    """One split: its name, and where it begins and ends as fractions of each dataset."""
+class _SplitBounds(NamedTuple):
+    """A split, and its bounds as fractions of each dataset."""
 
-    split: str
-    bounds: tuple[float, float]
+    name: str
+    low: float
+    high: float
 
 
 class _Builder:
-    """Builds the datasets of all splits; a file that several of them use is opened once."""
+    """Builds the datasets of all splits, and opens each file once."""
 
     def __init__(self, spec: SampleSpec, split_text: str | None) -> None:
         self.spec, self.split_text = spec, split_text
         self.sources: dict[str, IndexedDataset] = {}
 
     def build(
-        self, paths: tuple[str, ...], portion: _Portion, size: int | None
+        self, paths: tuple[str, ...], split: _SplitBounds, size: int | None
     ) -> "GPTDataset | BlendedDataset | None":
-        """One split's data; None if no sample is asked for and none can be made."""
+        """Return the data of a split; None if no sample is requested and none can be made."""
         prefixes, weights = parse_blend(paths)
-        # With one blend per split the weight of a single prefix says nothing (as megatron-core).
+        # With one blend per split the weight of a single prefix is ignored, as in megatron-core.
         if len(prefixes) == 1 and (weights is None or self.split_text is None):
-            sequences = self._sequences(prefixes[0], portion)
-            if not size and self._tokens(prefixes[0], sequences) <= self.spec.seq_length:
+            sequences = self._sequences(prefixes[0], split)
+            if not size and self._num_tokens(prefixes[0], sequences) <= self.spec.seq_length:
                 return None
-            dataset = self._single(prefixes[0], portion, size)
+            dataset = self._single(prefixes[0], split, size)
         elif size == 0:
             return None
         elif weights is None:
-            dataset = self._unweighted(prefixes, portion, size)
+            dataset = self._unweighted(prefixes, split, size)
         else:
-            dataset = self._weighted(prefixes, weights, portion, size)
+            dataset = self._weighted(prefixes, weights, split, size)
         logger.info(
             "%s: %d samples of %d tokens from %s",
-            portion.split,
+            split.name,
             len(dataset),
             self.spec.seq_length,
             ", ".join(prefixes),
@@ -193,73 +200,70 @@ class _Builder:
         return dataset
 
     def _unweighted(
-        self, prefixes: list[str], portion: _Portion, size: int | None
+        self, prefixes: list[str], split: _SplitBounds, size: int | None
     ) -> BlendedDataset:
-        """One epoch of every dataset, blended by length."""
-        datasets = [self._single(prefix, portion, None) for prefix in prefixes]
+        """Return one epoch of every dataset, blended in proportion to their lengths."""
+        datasets = [self._single(prefix, split, None) for prefix in prefixes]
         lengths = [len(dataset) for dataset in datasets]
         size = None if size is None else min(size, sum(lengths))
-        index = self.spec.cache.blend_index(lengths, size, prefixes[0], portion.split)
+        index = self.spec.cache.blend_index(lengths, size, prefixes[0], split.name)
         return BlendedDataset(datasets, index)
 
     def _weighted(
-        self, prefixes: list[str], weights: list[float], portion: _Portion, size: int | None
+        self, prefixes: list[str], weights: list[float], split: _SplitBounds, size: int | None
     ) -> BlendedDataset:
         if size is None:
             raise InputError(
-                f"{portion.split}: datasets with weights need a number of samples; give it, or "
+                f"{split.name}: datasets with weights need a number of samples; give it, or "
                 f"leave the weights of {', '.join(prefixes)} out to take every sample once"
             )
         shares = [math.ceil(size * weight) for weight in weights]
-        index = self.spec.cache.blend_index(weights, sum(shares), prefixes[0], portion.split)
-        taken = times_taken(index[0], len(prefixes))
+        index = self.spec.cache.blend_index(weights, sum(shares), prefixes[0], split.name)
+        counts = count_samples(index[0], len(prefixes))
         datasets = []
-        for prefix, share, count in zip(prefixes, shares, taken, strict=True):
-            dataset = self._single(prefix, portion, math.ceil(share * (1 + SURPLUS)))
-            # Where the surplus is too small megatron-core gives up; here the dataset gets longer.
+        for prefix, share, count in zip(prefixes, shares, counts, strict=True):
+            dataset = self._single(prefix, split, math.ceil(share * (1 + SURPLUS)))
+            # If the surplus is too small, megatron-core fails; here the dataset is extended.
             if len(dataset) < count:
-                dataset = self._single(prefix, portion, count)
+                dataset = self._single(prefix, split, count)
             datasets.append(dataset)
         return BlendedDataset(datasets, index)
 
-    def _single(self, prefix: str, portion: _Portion, size: int | None) -> GPTDataset:
-        """The samples of one prefix; `size` None: one epoch."""
-        sequences, needed = self._sequences(prefix, portion), self.spec.seq_length + 1
-        tokens, total = self._tokens(prefix, sequences), len(self.sources[prefix])
-        if not tokens and self.split_text is not None:
+    def _single(self, prefix: str, split: _SplitBounds, size: int | None) -> GPTDataset:
+        """Return the samples of one prefix; a `size` of None means one epoch."""
+        sequences, sample_tokens = self._sequences(prefix, split), self.spec.seq_length + 1
+        num_tokens = self._num_tokens(prefix, sequences)
+        if not num_tokens and self.split_text is not None:
             raise InputError(
-                f"--split {self.split_text!r} leaves no document for {portion.split} of the "
-                f"{total} in {prefix}: give {portion.split} a larger weight, or 0"
+                f"--split {self.split_text!r} leaves no document for {split.name} of the "
+                f"{len(self.sources[prefix])} in {prefix}: give {split.name} a larger weight, or 0"
             )
-        if size is None and tokens < needed:
+        if size is None and num_tokens < sample_tokens:
             raise InputError(
-                f"{prefix} has {tokens} tokens for {portion.split}, fewer than one sample of "
+                f"{prefix} has {num_tokens} tokens for {split.name}, fewer than one sample of "
                 f"--seq-length {self.spec.seq_length} + 1: give more text or a shorter length"
             )
-        if tokens < needed:
+        if num_tokens < sample_tokens:
             logger.warning(
                 "%s: the %d tokens of %s are fewer than one sample of %d; they are repeated in it",
-                *(portion.split, tokens, prefix, needed),
+                *(split.name, num_tokens, prefix, sample_tokens),
             )
-        return GPTDataset(self.sources[prefix], sequences, portion.split, size, self.spec)
+        return GPTDataset(self.sources[prefix], sequences, split.name, size, self.spec)
 
-    def _sequences(self, prefix: str, portion: _Portion) -> range:
+    def _sequences(self, prefix: str, split: _SplitBounds) -> range:
         if prefix not in self.sources:
             self.sources[prefix] = IndexedDataset(prefix)
-        return sequence_range(portion.bounds, len(self.sources[prefix]))
+        return sequence_range((split.low, split.high), len(self.sources[prefix]))
 
-    def _tokens(self, prefix: str, sequences: range) -> int:
+    def _num_tokens(self, prefix: str, sequences: range) -> int:
         lengths = self.sources[prefix].lengths[sequences.start : sequences.stop]
         return int(np.sum(lengths, dtype=np.int64))
 
 
 def refuse_split(text: str) -> None:
+    """Raise InputError if --split was set, for data that has one path for each split."""
     if text != DataConfig().split:
         raise InputError(
             f"--split {text!r} divides --data-path; --train-data-path, --valid-data-path and "
             "--test-data-path are taken whole: leave --split out"
         )
-
-
-def _portion(split: str, bounds: tuple[float, float] | None) -> _Portion | None:
-    return None if bounds is None else _Portion(split, bounds)

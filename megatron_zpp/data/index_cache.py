@@ -1,9 +1,9 @@
-"""Indices of samples and blends on disk, in Megatron's place: built once, then mapped by all.
+"""Cache the indices of samples and blends in files, where Megatron stores them.
 
-A name contains a hash of all that the arrays depend on, so other data, another seed or another
-version of this code never meet an old file. Files appear complete or not at all. Whoever builds
-holds a lock on the folder; others that want the same arrays wait for it, on this machine and on
-every other that shares the folder.
+An index is built once and then mapped by all processes. The names of its files contain a hash of
+everything that the arrays depend on, so that other data, another seed or another version of this
+code never use it. The files appear complete or not at all. The process that builds an index holds a
+lock; others that need the same index wait for it, on all machines that share the folder.
 """
 
 import errno
@@ -32,169 +32,171 @@ from zeropp.errors import InputError
 
 PARTS = ("document", "sample", "shuffle")
 BLEND_PARTS = ("dataset", "dataset_sample")
-FORMAT = 1  # raised when the same request gives other arrays
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems without them
+FORMAT = 1  # increment it if the same request gives other arrays
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems without locks
 
 logger = logging.getLogger("megatron_zpp")
 
 
 class IndexCache:
-    """Keeps the indices in `folder`, or beside each dataset if that is None.
+    """Indices in `folder`, or next to each dataset if it is None.
 
-    One process builds an index, the others wait and say so. Where it cannot be kept InputError is
-    raised; with `required` False it is built in memory, and a warning says so once.
+    One process builds an index, and the others log that they wait. If an index cannot be written,
+    InputError is raised; with `required` False, the index is built in memory, with one warning.
     """
 
     def __init__(self, folder: str | Path | None, required: bool = True) -> None:
         self._folder = None if folder is None else Path(folder)
         self._required = required
-        self._said = False
+        self._has_warned = False
 
     def sample_index(
         self, lengths: np.ndarray, request: SampleRequest, prefix: str, split: str
     ) -> SampleIndex:
-        """As `build_sample_index`, of the dataset `prefix`; its arrays are mapped, not read.
+        """Return `build_sample_index` of the dataset `prefix`, with memory-mapped arrays.
 
-        Raises InputError for files in the folder that are damaged or made from something else.
+        Raises InputError for files in the folder that are damaged or belong to other data.
         """
         entry = _Entry(
-            folder=self._place(prefix, "GPTDataset"),
+            folder=self._entry_folder(prefix, "GPTDataset"),
             stem=f"GPTDataset-{split}",
-            made_from=_described(lengths, request),
-            shapes=dict(zip(PARTS, _shapes(lengths, request), strict=True)),
+            inputs=_index_inputs(lengths, request),
+            shapes=dict(zip(PARTS, _index_shapes(lengths, request), strict=True)),
         )
 
         def build() -> list[np.ndarray]:
             try:
                 index = build_sample_index(lengths, request)
-            except (MemoryError, OverflowError, ValueError) as error:  # NumPy has one for each size
+            except (MemoryError, OverflowError, ValueError) as error:  # depending on the size
                 raise InputError(
                     f"the index of {request.num_samples} {split} samples of {request.seq_length} "
-                    f"tokens from the {request.tokens(lengths)} of {prefix} does not fit into "
+                    f"tokens from the {request.num_tokens(lengths)} of {prefix} does not fit into "
                     f"memory ({error}): ask for fewer samples, or give more text"
                 ) from error
             return [getattr(index, part) for part in PARTS]
 
-        return SampleIndex(**dict(zip(PARTS, self._kept(entry, build), strict=True)))
+        return SampleIndex(**dict(zip(PARTS, self._load_or_build(entry, build), strict=True)))
 
     def blend_index(
         self, weights: Sequence[float], size: int | None, prefix: str, split: str
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As `blend_index`; with `size` None as `exhaustive_blend_index`. Mapped, not read.
+        """Return `blend_index`, or `exhaustive_blend_index` if `size` is None, memory-mapped.
 
-        `prefix` is the first dataset: the index lies beside it where no folder is named.
+        `prefix` is the first dataset; without a folder the index is stored next to it.
         """
         total = sum(weights) if size is None else size
         entry = _Entry(
-            folder=self._place(prefix, "BlendedDataset"),
+            folder=self._entry_folder(prefix, "BlendedDataset"),
             stem=f"BlendedDataset-{split}",
-            made_from={"format": FORMAT, "weights": list(weights), "size": size},
+            inputs={"format": FORMAT, "weights": list(weights), "size": size},
             shapes={part: (total,) for part in BLEND_PARTS},
         )
 
         def build() -> tuple[np.ndarray, np.ndarray]:
-            return exhaustive_blend_index(weights) if size is None else blend_index(weights, size)
+            if size is None:
+                return exhaustive_blend_index(weights)
+            return blend_index(weights, size)
 
-        dataset, sample = self._kept(entry, build)
+        dataset, sample = self._load_or_build(entry, build)
         return dataset, sample
 
-    def _place(self, prefix: str, kind: str) -> Path:
+    def _entry_folder(self, prefix: str, kind: str) -> Path:
         return self._folder or Path(prefix, "cache", f"{kind}_indices")
 
-    def _kept(
+    def _load_or_build(
         self, entry: "_Entry", build: Callable[[], Sequence[np.ndarray]]
     ) -> Sequence[np.ndarray]:
-        """The arrays of an entry from its files, which `build` fills where there are none."""
+        """Return the arrays of an entry, from its files or, if they are missing, from `build`."""
         if not entry.is_complete():
             try:
                 entry.folder.mkdir(parents=True, exist_ok=True)
-                with _alone(entry):
+                with _locked(entry):
                     if not entry.is_complete():
                         _write(build(), entry)
             except OSError as error:
-                self._refuse_or_say(entry.folder, error)
+                self._raise_or_warn(entry.folder, error)
                 return build()
         return _load(entry)
 
-    def _refuse_or_say(self, folder: Path, error: OSError) -> None:
-        why = f"cannot keep the sample index in {folder} ({error.strerror or error})"
+    def _raise_or_warn(self, folder: Path, error: OSError) -> None:
+        problem = f"cannot keep the sample index in {folder} ({error.strerror or error})"
         if self._required:
             raise InputError(
-                f"{why}: name a folder with room and write access with --data-cache-path"
+                f"{problem}: name a folder with room and write access with --data-cache-path"
             ) from error
-        if not self._said:
-            logger.warning("%s; it is built in memory each time", why)
-        self._said = True
+        if not self._has_warned:
+            logger.warning("%s; it is built in memory each time", problem)
+        self._has_warned = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """The files of one index: where, what they are made from, and the shape of each array."""
+    """The files of one index: their folder, the inputs of the arrays, and the shape of each."""
 
     folder: Path
     stem: str
-    made_from: Mapping[str, Any]
+    inputs: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
 
     @property
     def description(self) -> str:
-        """What the arrays are made from; their names contain its hash."""
-        return json.dumps(self.made_from, indent=1)
+        """Return everything that the arrays depend on; the file names contain its hash."""
+        return json.dumps(self.inputs, indent=1)
 
     @property
     def name(self) -> str:
-        """How the names of all files begin."""
+        """Return the prefix of all file names."""
         digest = hashlib.md5(self.description.encode(), usedforsecurity=False).hexdigest()
         return f"{digest}-{self.stem}"
 
     @property
-    def arrays(self) -> list[Path]:
-        """The files of the arrays."""
+    def array_paths(self) -> list[Path]:
+        """Return the paths of the arrays."""
         return [self.folder / f"{self.name}-{part}_index.npy" for part in self.shapes]
 
     @property
-    def text(self) -> Path:
-        """The file that says what the arrays are made from."""
+    def description_path(self) -> Path:
+        """Return the path of the file with `description`."""
         return self.folder / f"{self.name}-description.txt"
 
     def is_complete(self) -> bool:
-        """Whether all files are there."""
-        return all(path.is_file() for path in (self.text, *self.arrays))
+        """Return whether all files exist."""
+        return all(path.is_file() for path in (self.description_path, *self.array_paths))
 
     def remove(self) -> None:
-        """Remove what is there of it, the leftovers of processes that were killed included."""
+        """Remove all files, and temporary files of processes that were killed."""
         leftovers = self.folder.glob(f".{self.name}-*.tmp")
-        for path in (self.text, *self.arrays, *leftovers):
+        for path in (self.description_path, *self.array_paths, *leftovers):
             path.unlink(missing_ok=True)
 
 
 @contextmanager
-def _alone(entry: _Entry) -> Iterator[None]:
-    """Hold the lock of an entry; without locks on this file system, go on and say so."""
+def _locked(entry: _Entry) -> Iterator[None]:
+    """Hold the lock of an entry; on a file system without locks, continue with a message."""
     path = entry.folder / f".{entry.name}.lock"
-    descriptor = _locked(path, entry)
+    descriptor = _open_locked(path, entry)
     try:
         yield
     finally:
         path.unlink(missing_ok=True)
-        os.close(descriptor)  # and with it the lock
+        os.close(descriptor)  # releases the lock
 
 
-def _locked(path: Path, entry: _Entry) -> int:
-    """A descriptor of the file `path` that holds its lock."""
+def _open_locked(path: Path, entry: _Entry) -> int:
+    """Return a descriptor of the file `path` that holds its lock."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             _lock(descriptor, entry)
-            if _is_open(path, descriptor):
+            if _is_same_file(path, descriptor):
                 return descriptor
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # who held it before has removed the file: that lock is nobody's
+        os.close(descriptor)  # the previous holder has removed the file, so the lock is void
 
 
-def _is_open(path: Path, descriptor: int) -> bool:
+def _is_same_file(path: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -216,29 +218,30 @@ def _lock(descriptor: int, entry: _Entry) -> None:
 
 
 def _write(arrays: Sequence[np.ndarray], entry: _Entry) -> None:
-    """Write all files of an entry, or none."""
+    """Write all files of an entry, or none of them."""
     entry.remove()
     try:
-        for path, array in zip(entry.arrays, arrays, strict=True):
+        for path, array in zip(entry.array_paths, arrays, strict=True):
             write_atomically(path, lambda file, array=array: _save(file, array))
-        write_atomically(entry.text, lambda file: file.write(entry.description.encode()))
+        write_atomically(entry.description_path, lambda file: file.write(entry.description.encode()))
     except BaseException:
         entry.remove()
         raise
 
 
 def _save(file: BinaryIO, array: np.ndarray) -> None:
-    """Write an .npy file; np.save does not notice when the disk is full at its last bytes."""
+    """Write an .npy file; np.save does not report a disk that is full at the last bytes."""
     np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
     file.write(np.ascontiguousarray(array).data)
 
 
 def _load(entry: _Entry) -> list[np.ndarray]:
+    """Map the arrays of an entry; raise InputError if they are damaged or of other data."""
     advice = "delete it and start again"
-    if entry.text.read_text() != entry.description:
-        raise InputError(f"the cached index {entry.text} is of other data or settings: {advice}")
+    if entry.description_path.read_text() != entry.description:
+        raise InputError(f"the cached index {entry.description_path} is of other data or settings: {advice}")
     arrays = []
-    for path, shape in zip(entry.arrays, entry.shapes.values(), strict=True):
+    for path, shape in zip(entry.array_paths, entry.shapes.values(), strict=True):
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError, EOFError) as error:
@@ -252,12 +255,12 @@ def _load(entry: _Entry) -> list[np.ndarray]:
     return arrays
 
 
-def _described(lengths: np.ndarray, request: SampleRequest) -> dict[str, Any]:
-    """All that the arrays of a request depend on, for `lengths` int32 [all sequences]."""
-    used = np.ascontiguousarray(lengths[request.sequences.start : request.sequences.stop])
+def _index_inputs(lengths: np.ndarray, request: SampleRequest) -> dict[str, Any]:
+    """Return everything that the arrays depend on, for `lengths` int32 [all sequences]."""
+    split_lengths = np.ascontiguousarray(lengths[request.sequences.start : request.sequences.stop])
     return {
         "format": FORMAT,
-        "lengths": hashlib.md5(used.tobytes(), usedforsecurity=False).hexdigest(),
+        "lengths": hashlib.md5(split_lengths.tobytes(), usedforsecurity=False).hexdigest(),
         "sequences": [request.sequences.start, request.sequences.stop],
         "seq_length": request.seq_length,
         "num_samples": request.num_samples,
@@ -265,9 +268,9 @@ def _described(lengths: np.ndarray, request: SampleRequest) -> dict[str, Any]:
     }
 
 
-def _shapes(lengths: np.ndarray, request: SampleRequest) -> list[tuple[int, ...]]:
-    """Shapes of the three arrays."""
-    tokens = request.tokens(lengths)
-    count = plan_epochs(tokens, request.seq_length, request.num_samples).count
-    samples = (count * tokens - 1) // request.seq_length
-    return [(count * len(request.sequences),), (samples + 1, 2), (samples,)]
+def _index_shapes(lengths: np.ndarray, request: SampleRequest) -> list[tuple[int, ...]]:
+    """Return the shapes of the three arrays."""
+    num_tokens = request.num_tokens(lengths)
+    count = plan_epochs(num_tokens, request.seq_length, request.num_samples).count
+    num_samples = (count * num_tokens - 1) // request.seq_length
+    return [(count * len(request.sequences),), (num_samples + 1, 2), (num_samples,)]

@@ -1,10 +1,10 @@
-"""Megatron's pair of files: `.bin` holds token ids one after another, `.idx` says what is where.
+"""Megatron's pair of files: `.bin` holds the token ids, `.idx` the bounds of the sequences.
 
     .idx  MMIDIDX\\0\\0 | u64 version 1 | u8 type of a token | u64 sequences n | u64 entries d
           int32 lengths[n] (tokens) | int64 pointers[n] (bytes) | int64 documents[d] | int8 modes[n]
 
-Document j is the sequences documents[j] to documents[j + 1]; an empty document has none. The modes
-are optional and not used in training. All numbers are little endian.
+Document j consists of the sequences documents[j] to documents[j + 1] - 1; an empty document has
+none. The modes are optional and not used in training. All numbers are little endian.
 """
 
 import os
@@ -22,20 +22,21 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-CHUNK = 1 << 20  # sequences checked at once
-UINT16_LIMIT = 65500  # Megatron's bound on the vocabulary, below the type's own 65536
+CHUNK = 1 << 20  # sequences that are checked at once
+UINT16_LIMIT = 65500  # Megatron's bound on the vocabulary, below the 65536 of the type
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Type of a token on disk for a vocabulary, as Megatron chooses it."""
+    """Return the type of a token on disk for a vocabulary size, as in Megatron."""
     return np.dtype("<u2" if vocab_size < UINT16_LIMIT else "<i4")
 
 
 class IndexedDataset:
-    """A dataset on disk, mapped into memory: `lengths` int32 [n], `document_index` int64 [d].
+    """A memory-mapped dataset.
 
-    `pointers` int64 [n] are bytes in the .bin; `modes` are int8 [n], or None where there are none.
-    Raises InputError if a file is missing, is no Megatron file, or does not match the other one.
+    lengths: int32 [n], tokens of each sequence. document_index: int64 [d]. pointers: int64 [n],
+    byte offsets in the .bin. modes: int8 [n], or None if the file has none. Raises InputError if a
+    file is missing, is not a Megatron file, or does not match the other file.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -51,15 +52,15 @@ class IndexedDataset:
         self._tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r")
 
     def __reduce__(self) -> tuple:
-        # A process that receives a dataset maps the files itself; the arrays are not sent.
+        # The process that unpickles a dataset maps the files itself; the arrays are not sent.
         return IndexedDataset, (self.prefix,)
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         return len(self.lengths)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens [length] of one sequence from `offset` on; a read-only view of the file."""
+        """Return the tokens [length] of one sequence from `offset` on: a read-only view."""
         available = int(self.lengths[sequence]) - offset
         length = available if length is None else length
         assert 0 <= offset and 0 <= length <= available, (sequence, offset, length)
@@ -67,53 +68,53 @@ class IndexedDataset:
         return self._tokens[start : start + length]
 
     def _check_documents(self) -> None:
-        """Documents must cover the sequences in order."""
+        """Raise InputError unless the documents cover all sequences in order."""
         documents = self.document_index
         if not len(self.lengths):
             raise InputError(f"{self.idx_path} holds no sequence: the dataset is empty")
-        covered = len(documents) and documents[0] == 0 and documents[-1] == len(self.lengths)
-        if not covered or (documents[1:] < documents[:-1]).any():
+        covers_all = len(documents) and documents[0] == 0 and documents[-1] == len(self.lengths)
+        if not covers_all or (documents[1:] < documents[:-1]).any():
             raise InputError(
                 f"{self.idx_path} is damaged: its document index should rise from 0 to the "
                 f"{len(self.lengths)} sequences of the file; preprocess the text again"
             )
 
     def _check_extent(self) -> None:
-        """Each sequence must lie in the tokens' file, which must have no byte beyond them."""
-        size, expected = self.dtype.itemsize, 0
+        """Raise InputError unless the .bin ends with the last sequence."""
+        token_bytes, expected_bytes = self.dtype.itemsize, 0
         for start in range(0, len(self.lengths), CHUNK):
             lengths = self.lengths[start : start + CHUNK].astype(np.int64)
             pointers = self.pointers[start : start + CHUNK].astype(np.int64)
-            ends = pointers + lengths * size  # below 0 if it does not fit into 64 bits
-            if min(lengths.min(), pointers.min(), ends.min()) < 0 or (pointers % size).any():
+            ends = pointers + lengths * token_bytes  # negative if it exceeds 64 bits
+            if min(lengths.min(), pointers.min(), ends.min()) < 0 or (pointers % token_bytes).any():
                 raise InputError(
                     f"{self.idx_path} is damaged: a length or pointer is negative or too large, or "
-                    f"inside a token of {size} bytes; preprocess the text again"
+                    f"inside a token of {token_bytes} bytes; preprocess the text again"
                 )
-            expected = max(expected, int(ends.max()))
-        found = self.bin_path.stat().st_size
-        if expected == 0:
+            expected_bytes = max(expected_bytes, int(ends.max()))
+        num_bytes = self.bin_path.stat().st_size
+        if expected_bytes == 0:
             raise InputError(f"{self.bin_path} holds no token: the dataset is empty")
-        if found != expected:
+        if num_bytes != expected_bytes:
             raise InputError(
-                f"{self.bin_path} has {found} bytes, but {self.idx_path} describes {expected}: the "
-                "file is truncated, or the two belong to different datasets; copy or preprocess "
-                "both again"
+                f"{self.bin_path} has {num_bytes} bytes, but {self.idx_path} describes "
+                f"{expected_bytes}: the file is truncated, or the two belong to different datasets; "
+                "copy or preprocess both again"
             )
 
 
 class IndexedDatasetWriter:
-    """Writes a dataset sequence by sequence; both files appear at `finalize`, complete, or never.
+    """Write a dataset sequence by sequence; both files appear complete at `finalize`, or never.
 
-    As a context manager it finalizes at the end, and removes what it wrote after an exception.
+    Used as a context manager, it finalizes at the end, or aborts after an exception.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
         self.idx_path, self.bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
         self.vocab_size, self.dtype = vocab_size, token_dtype(vocab_size)
         self.bin_path.parent.mkdir(parents=True, exist_ok=True)
-        self._aside = self.bin_path.with_name(f".{self.bin_path.name}.{os.getpid()}.tmp")
-        self._file = open(self._aside, "wb")  # noqa: SIM115 (closed by finalize or abort)
+        self._temporary_path = self.bin_path.with_name(f".{self.bin_path.name}.{os.getpid()}.tmp")
+        self._file = open(self._temporary_path, "wb")  # noqa: SIM115 (closed by finalize or abort)
         self._lengths = array("i")  # int32
         self._documents = array("q", [0])  # int64
 
@@ -132,23 +133,23 @@ class IndexedDatasetWriter:
             self.finalize()
 
     def add_item(self, tokens: np.ndarray | list[int]) -> None:
-        """Append one sequence of token ids [length]; InputError if one is not in the vocabulary."""
+        """Append one sequence of token ids [length]; InputError if an id is not in the vocabulary."""
         tokens = np.asarray(tokens, dtype=np.int64)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
-            wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)][0]
+            invalid = tokens[(tokens < 0) | (tokens >= self.vocab_size)][0]
             raise InputError(
-                f"token id {wrong} does not fit {self.bin_path}: the vocabulary has "
+                f"token id {invalid} does not fit {self.bin_path}: the vocabulary has "
                 f"{self.vocab_size} entries (ids 0 to {self.vocab_size - 1})"
             )
         self._file.write(tokens.astype(self.dtype).tobytes())
         self._lengths.append(tokens.size)
 
     def end_document(self) -> None:
-        """Close the current document; without a sequence since the last one it is an empty one."""
+        """End the current document, which is empty if no sequence was added to it."""
         self._documents.append(len(self._lengths))
 
     def finalize(self) -> None:
-        """Put both files in their places; InputError if there is nothing in them."""
+        """Move both files to their final paths; raise InputError if there are no tokens."""
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         if not lengths.any():
             self.abort()
@@ -157,9 +158,9 @@ class IndexedDatasetWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            # Without an index there is no dataset: a new .bin never meets an old .idx.
+            # Without an index there is no dataset: a new .bin is never read with an old .idx.
             self.idx_path.unlink(missing_ok=True)
-            os.replace(self._aside, self.bin_path)
+            os.replace(self._temporary_path, self.bin_path)
         finally:
             self.abort()
         sync_folder(self.bin_path.parent)
@@ -169,9 +170,9 @@ class IndexedDatasetWriter:
         )
 
     def abort(self) -> None:
-        """Remove what was written so far; nothing is left."""
+        """Remove what was written so far."""
         self._file.close()
-        self._aside.unlink(missing_ok=True)
+        self._temporary_path.unlink(missing_ok=True)
 
 
 def _check_pair(prefix: str, idx_path: Path, bin_path: Path) -> None:
@@ -189,7 +190,10 @@ def _check_pair(prefix: str, idx_path: Path, bin_path: Path) -> None:
 
 
 def _parse(index: np.memmap, path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """Token type, lengths int32 [n], pointers int64 [n], document index int64 [d]; views."""
+    """Return the token type, and views of the lengths, the pointers and the document index.
+
+    They are int32 [n], int64 [n] and int64 [d]. Raises InputError for an invalid file.
+    """
     if len(index) < HEADER.size or bytes(index[: len(MAGIC)]) != MAGIC:
         raise InputError(
             f"{path} is no Megatron index: {len(index)} bytes that begin with "
@@ -217,7 +221,7 @@ def _parse(index: np.memmap, path: Path) -> tuple[np.dtype, np.ndarray, np.ndarr
 
 
 def index_header(dtype: np.dtype, num_sequences: int, num_entries: int) -> bytes:
-    """The first bytes of an .idx, for tokens of `dtype`."""
+    """Return the header of an .idx, for tokens of `dtype`."""
     code = next(code for code, name in CODES.items() if np.dtype(name) == dtype)
     return HEADER.pack(MAGIC, VERSION, code, num_sequences, num_entries)
 

@@ -1,10 +1,10 @@
-"""Which text a run reads: named files, made-up samples, or the standard library's own text."""
+"""The text and the tokenizer of a run: those that are configured, or the default corpus."""
 
 import dataclasses
 import logging
 from pathlib import Path
 
-from megatron_zpp.data.corpus import VOCAB_SIZE, Corpus, standard_library
+from megatron_zpp.data.corpus import VOCAB_SIZE, Corpus, load_standard_library
 from megatron_zpp.settings.config import DataConfig, TokenizerConfig
 from megatron_zpp.settings.data import names_examples
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
@@ -14,48 +14,56 @@ DEFAULT_CACHE = ".cache"  # in the current folder
 log = logging.getLogger("megatron_zpp")
 
 
-def open_source(data: DataConfig, tokenizer: TokenizerConfig) -> tuple[DataConfig, Tokenizer]:
-    """The data section with paths filled in where none were given, and the tokenizer.
+def resolve_data(data: DataConfig, tokenizer: TokenizerConfig) -> tuple[DataConfig, Tokenizer]:
+    """Return the data section with default paths filled in, and the tokenizer.
 
-    Without any path and any tokenizer the corpus is the Python standard library with a tokenizer
-    of its own, both built on the first call and cached. Documents are kept apart if the paths are
-    files of examples. Raises InputError for what is missing.
+    Without any path or tokenizer, the text is the default corpus, with a tokenizer trained on it;
+    both are built by the first call and cached. For files of examples, attention and positions are
+    reset at each example. Raises InputError if files are missing or invalid.
     """
     if names_examples(data) and not (data.reset_attention_mask and data.reset_position_ids):
         data = dataclasses.replace(data, reset_attention_mask=True, reset_position_ids=True)
         log.info("examples: --reset-attention-mask and --reset-position-ids keep them apart")
-    if _is_named(data, tokenizer):
+    if _is_configured(data, tokenizer):
         return data, build_tokenizer(tokenizer)
-    corpus = standard_library(Path(data.data_cache_path or DEFAULT_CACHE) / "standard-library")
-    unsplit = data.split == DataConfig().split
+    corpus = _load_default_corpus(data.data_cache_path)
+    has_default_split = data.split == DataConfig().split
     data = dataclasses.replace(
-        data, data_path=(str(corpus.prefix),), split=corpus.split if unsplit else data.split
+        data,
+        data_path=(str(corpus.prefix),),
+        split=corpus.split if has_default_split else data.split,
     )
-    return data, build_tokenizer(_of_corpus(corpus, tokenizer))
+    return data, build_tokenizer(_corpus_tokenizer(corpus, tokenizer))
 
 
-def tokenizer_of(cache: str | None, tokenizer: TokenizerConfig) -> TokenizerConfig:
-    """`tokenizer`, or where it names none, that of the standard library's text under `cache`."""
-    if tokenizer != TokenizerConfig(vocab_extra_ids=tokenizer.vocab_extra_ids):
+def resolve_tokenizer(cache: str | None, tokenizer: TokenizerConfig) -> TokenizerConfig:
+    """Return `tokenizer`, or if it is not configured, the one of the default corpus in `cache`."""
+    if _is_tokenizer_configured(tokenizer):
         return tokenizer
-    corpus = standard_library(Path(cache or DEFAULT_CACHE) / "standard-library")
-    return _of_corpus(corpus, tokenizer)
+    return _corpus_tokenizer(_load_default_corpus(cache), tokenizer)
 
 
-def vocab_size(data: DataConfig, tokenizer: TokenizerConfig) -> int:
-    """The entries of the tokenizer that `open_source` would open; no text is read for it."""
-    if _is_named(data, tokenizer):
+def resolve_vocab_size(data: DataConfig, tokenizer: TokenizerConfig) -> int:
+    """Return the vocabulary size of the tokenizer of `resolve_data`, without reading any text."""
+    if _is_configured(data, tokenizer):
         return build_tokenizer(tokenizer).vocab_size
     return VOCAB_SIZE + tokenizer.vocab_extra_ids
 
 
-def _of_corpus(corpus: Corpus, tokenizer: TokenizerConfig) -> TokenizerConfig:
+def _load_default_corpus(cache: str | None) -> Corpus:
+    return load_standard_library(Path(cache or DEFAULT_CACHE) / "standard-library")
+
+
+def _corpus_tokenizer(corpus: Corpus, tokenizer: TokenizerConfig) -> TokenizerConfig:
     return dataclasses.replace(
         tokenizer, tokenizer_type="HFTokenizer", tokenizer_model=str(corpus.tokenizer)
     )
 
 
-def _is_named(data: DataConfig, tokenizer: TokenizerConfig) -> bool:
+def _is_configured(data: DataConfig, tokenizer: TokenizerConfig) -> bool:
     paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
-    unnamed = TokenizerConfig(vocab_extra_ids=tokenizer.vocab_extra_ids)
-    return data.mock_data or any(paths) or tokenizer != unnamed
+    return data.mock_data or any(paths) or _is_tokenizer_configured(tokenizer)
+
+
+def _is_tokenizer_configured(tokenizer: TokenizerConfig) -> bool:
+    return tokenizer != TokenizerConfig(vocab_extra_ids=tokenizer.vocab_extra_ids)

@@ -25,7 +25,7 @@ from megatron_zpp.checkpoint.training_state import (
     read_state,
 )
 from megatron_zpp.checkpoint.weight_source import WeightSource, fill_parameters
-from megatron_zpp.data.text_source import tokenizer_of
+from megatron_zpp.data.text_source import resolve_tokenizer
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.lora import is_adapter
 from megatron_zpp.models import gguf
@@ -199,7 +199,7 @@ def _saved_tokenizer_config(path: Path, state: TrainingState) -> TokenizerConfig
     if config is not None:
         return config
     saved_config = _section(TokenizerConfig, state.configuration["tokenizer"], path)
-    return tokenizer_of(state.configuration["data"].get("data_cache_path"), saved_config)
+    return resolve_tokenizer(state.configuration["data"].get("data_cache_path"), saved_config)
 
 
 def _build_saved_tokenizer(path: Path, state: TrainingState, config: TokenizerConfig) -> Tokenizer:

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import torch
 
-from megatron_zpp.data.text_source import vocab_size
+from megatron_zpp.data.text_source import resolve_vocab_size
 from megatron_zpp.models.pretrained_model import lora_summary, with_initial_model
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.planner import estimate as kinds
@@ -61,7 +61,7 @@ def dry_run(requested: Config, environment: Environment, console: Console) -> in
     config, _ = with_initial_model(requested)
     gpu = find_gpu(environment)
     nodes, ranks_here = _ranks(config, environment)
-    entries = vocab_size(config.data, config.tokenizer)
+    entries = resolve_vocab_size(config.data, config.tokenizer)
     foretold = estimate(config, entries, nodes, is_cpu=gpu is None)
     places = _places(foretold, gpu, ranks_here)
     too_small = [place for place in places if not place.fits]

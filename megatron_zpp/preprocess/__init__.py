@@ -1,9 +1,10 @@
-"""Text to Megatron's `.bin` and `.idx`: read here, tokenized by worker processes, written in order.
+"""Convert text into Megatron's `.bin` and `.idx` files.
 
-source -> chunks of documents -> pool of encode -> partial datasets and a journal -> the two files
+input files -> chunks of documents -> worker processes that tokenize -> partial output with a
+journal -> the two files of each dataset
 """
 
-from megatron_zpp.preprocess.flags import PreprocessConfig
-from megatron_zpp.preprocess.run import preprocess
+from megatron_zpp.preprocess.pipeline import preprocess
+from megatron_zpp.preprocess.preprocess_config import PreprocessConfig
 
 __all__ = ["PreprocessConfig", "preprocess"]

@@ -1,8 +1,6 @@
-"""The input as chunks of about a megabyte, from any place in it on, in the order of its files.
+"""Read the input files in chunks of about one megabyte, starting at any position.
 
-Lines are only counted here; whoever encodes a chunk takes them apart. A place is where a chunk
-ends: the number of the file, and in the text of that file, decompressed, the byte (in a .parquet
-the row), and the number of the next line or row, from 1.
+Lines are only counted here; the worker that encodes a chunk splits it into lines.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,22 +9,26 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_zpp.preprocess.flags import PreprocessConfig
+from megatron_zpp.preprocess.preprocess_config import PreprocessConfig
 from megatron_zpp.preprocess.text_file import GZIP, ZSTANDARD, TextFile
 from megatron_zpp.tokenizer.base import load_package
 from zeropp.errors import InputError
 
-LINES, WHOLE, TABLE = (".jsonl", ".json", ".ndjson"), ".txt", ".parquet"
-WANTED = f"{', '.join((*LINES, WHOLE))} (also .gz or .zst), {TABLE}"
-CHUNK_BYTES = 1 << 20  # of text that goes to a worker at once
-ROWS = 64  # of a table, read at once
+JSON_LINES, PLAIN_TEXT, PARQUET = (".jsonl", ".json", ".ndjson"), ".txt", ".parquet"
+FORMATS = f"{', '.join((*JSON_LINES, PLAIN_TEXT))} (also .gz or .zst), {PARQUET}"
+CHUNK_BYTES = 1 << 20  # of text that is sent to a worker at once
+ROWS_PER_BATCH = 64  # rows of a parquet file that are read at once
 NEWLINE = ord("\n")
 BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where to go on reading."""
+class Position:
+    """A position in the input, at which reading can start.
+
+    file: index of the file. offset: byte in the decompressed text of the file, or row of a parquet
+    file. number: number of the next line or row, counted from 1.
+    """
 
     file: int = 0
     offset: int = 0
@@ -35,10 +37,12 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Some documents: lines as `data`, one whole text as `data`, or `rows` of texts by key.
+    """Consecutive documents of one file.
 
-    `end` is the place after it, `read` the bytes of its file on disk up to there. Where `data`
-    stands in the file as it is, at `offset`, it is not sent to a worker, who reads it there.
+    data: lines of JSON, or the whole text if `is_whole`. rows: the values of each row of a parquet
+    file, by key. first: number of the first line or row. end: position after the chunk. bytes_read:
+    bytes of the file on disk up to the end of the chunk. offset, size: where `data` is in an
+    uncompressed file; it is then not pickled, and the worker reads it from the file.
     """
 
     path: Path
@@ -48,14 +52,19 @@ class Chunk:
     size: int = 0
     rows: tuple[tuple[object, ...], ...] = ()
     is_whole: bool = False
-    end: Place
-    read: int
+    end: Position
+    bytes_read: int
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | ({} if self.offset is None else {"data": b""})
+        if self.offset is None:
+            return self.__dict__
+        return self.__dict__ | {"data": b""}
 
     def content(self) -> bytes:
-        """`data`, read again where it was not sent; InputError if it is not there any more."""
+        """Return `data`, read from the file if it was not pickled.
+
+        Raises InputError if the file became shorter.
+        """
         if self.data or self.offset is None:
             return self.data
         with open(self.path, "rb") as file:
@@ -67,104 +76,127 @@ class Chunk:
 
 
 def input_files(config: PreprocessConfig) -> list[Path]:
-    """The files that --input means, those of a folder in the order of their names."""
+    """Return the file of --input, or the files of the folder in the order of their names.
+
+    Raises InputError if there is none, or none in a format that can be read.
+    """
     path = Path(config.input)
     if not path.exists():
         raise InputError(f"--input {path}: no such file or folder")
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
-    files = [file for file in files if kind(file) in (*LINES, WHOLE, TABLE)]
+    files = [file for file in files if file_format(file) in (*JSON_LINES, PLAIN_TEXT, PARQUET)]
     if not files:
-        what = "no file in it is" if path.is_dir() else "it is not"
-        raise InputError(f"--input {path}: {what} one of {WANTED}")
-    if len(config.keys) > 1 and any(kind(file) == WHOLE for file in files):
-        raise InputError(f"--json-keys {' '.join(config.keys)}: a {WHOLE} file has one text only")
+        subject = "no file in it is" if path.is_dir() else "it is not"
+        raise InputError(f"--input {path}: {subject} one of {FORMATS}")
+    if len(config.keys) > 1 and any(file_format(file) == PLAIN_TEXT for file in files):
+        raise InputError(
+            f"--json-keys {' '.join(config.keys)}: a {PLAIN_TEXT} file has one text only"
+        )
     return files
 
 
-def kind(path: Path) -> str:
-    """What is in a file, by its name: the ending before .gz or .zst, in small letters."""
-    endings = [ending.lower() for ending in path.suffixes]
-    if endings and endings[-1] in (GZIP, *ZSTANDARD):
-        endings.pop()
-        return "" if endings[-1:] == [TABLE] else "".join(endings[-1:])
-    return "".join(endings[-1:])
+def file_format(path: Path) -> str:
+    """Return the format of a file: the suffix of its name before .gz or .zst, in lower case.
+
+    Return "" if there is no suffix, and for a compressed parquet file, which cannot be read.
+    """
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    is_compressed = bool(suffixes) and suffixes[-1] in (GZIP, *ZSTANDARD)
+    if is_compressed:
+        suffixes.pop()
+    if not suffixes or (is_compressed and suffixes[-1] == PARQUET):
+        return ""
+    return suffixes[-1]
 
 
-def chunks(files: Sequence[Path], keys: Sequence[str], start: Place) -> Iterator[Chunk]:
-    """The content of the files from a place on; InputError for a file that cannot be read."""
+def read_chunks(files: Sequence[Path], keys: Sequence[str], start: Position) -> Iterator[Chunk]:
+    """Yield the content of the files from `start` on, in the order of the files.
+
+    Raises InputError for a file that cannot be read.
+    """
     for number in range(start.file, len(files)):
-        path, place = files[number], start if number == start.file else Place(file=number)
-        if kind(path) == TABLE:
-            yield from _tables(path, keys, place)
-        elif kind(path) == WHOLE:
-            yield _whole(path, place)
+        path = files[number]
+        position = start if number == start.file else Position(file=number)
+        if file_format(path) == PARQUET:
+            yield from _parquet_chunks(path, keys, position)
+        elif file_format(path) == PLAIN_TEXT:
+            yield _whole_text_chunk(path, position)
         else:
-            yield from _lines(path, place)
+            yield from _line_chunks(path, position)
 
 
-def _whole(path: Path, place: Place) -> Chunk:
+def _whole_text_chunk(path: Path, position: Position) -> Chunk:
     with TextFile(path) as file:
-        text = file.rest().removeprefix(BOM)
-    end = Place(file=place.file + 1)
-    size = path.stat().st_size
-    return Chunk(path=path, first=1, data=text, is_whole=True, end=end, read=size)
+        text = file.read_rest().removeprefix(BOM)
+    return Chunk(
+        path=path, first=1, data=text, is_whole=True,
+        end=Position(file=position.file + 1), bytes_read=path.stat().st_size,
+    )  # fmt: skip
 
 
-def _lines(path: Path, place: Place) -> Iterator[Chunk]:
-    offset, number = place.offset, place.number
+def _line_chunks(path: Path, position: Position) -> Iterator[Chunk]:
+    offset, number = position.offset, position.number
     with TextFile(path) as file:
         file.skip(offset)
-        while data := file.lines(CHUNK_BYTES):
-            first, at_start = number, offset == 0
+        while data := file.read_lines(CHUNK_BYTES):
+            first, is_file_start = number, offset == 0
             offset += len(data)
             number += int(np.count_nonzero(np.frombuffer(data, np.uint8) == NEWLINE))
-            end = Place(file=place.file, offset=offset, number=number)
-            data = data.removeprefix(BOM) if at_start else data
+            end = Position(file=position.file, offset=offset, number=number)
+            data = data.removeprefix(BOM) if is_file_start else data
             yield Chunk(
-                path=path, first=first, data=data, size=len(data), end=end, read=file.read_bytes,
+                path=path, first=first, data=data, size=len(data), end=end,
+                bytes_read=file.bytes_read,
                 offset=offset - len(data) if file.is_plain else None,
             )  # fmt: skip
 
 
-def _tables(path: Path, keys: Sequence[str], place: Place) -> Iterator[Chunk]:
+def _parquet_chunks(path: Path, keys: Sequence[str], position: Position) -> Iterator[Chunk]:
     pyarrow = load_package("pyarrow", f"{path}")
-    library = load_package("pyarrow.parquet", f"{path}")
-    size, row = path.stat().st_size, place.offset
+    parquet = load_package("pyarrow.parquet", f"{path}")
+    file_bytes, row = path.stat().st_size, position.offset
     try:
-        with library.ParquetFile(path, pre_buffer=False) as table:
-            names, total = table.schema_arrow.names, table.metadata.num_rows
+        with parquet.ParquetFile(path, pre_buffer=False) as table:
+            names, num_rows = table.schema_arrow.names, table.metadata.num_rows
             missing = [key for key in keys if key not in names]
             if missing:
                 raise InputError(
                     f"{path}: no column {missing[0]!r} (its columns: {', '.join(names)}); "
                     "see --json-keys"
                 )
-            for rows in _gathered(table, keys, row):
+            for rows in _row_groups(table, keys, row):
                 first, row = row + 1, row + len(rows)
-                end = Place(file=place.file, offset=row, number=row + 1)
-                yield Chunk(path=path, first=first, rows=rows, end=end, read=size * row // total)
+                yield Chunk(
+                    path=path, first=first, rows=rows,
+                    end=Position(file=position.file, offset=row, number=row + 1),
+                    bytes_read=file_bytes * row // num_rows,
+                )  # fmt: skip
     except pyarrow.ArrowException as error:
         raise InputError(f"{path}: not a parquet file, or a damaged one ({error})") from error
 
 
-def _gathered(table: object, keys: Sequence[str], skipped: int) -> Iterator[tuple]:
-    """Rows of a table after the first `skipped`, about a megabyte at once."""
-    groups, sizes = [], [table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)]
-    for number, size in enumerate(sizes):
-        if skipped >= size and not groups:
-            skipped -= size
-        else:
-            groups.append(number)
-    rows, num_bytes = [], 0
+def _row_groups(table: object, keys: Sequence[str], num_skipped: int) -> Iterator[tuple]:
+    """Yield the rows of a table after the first `num_skipped`, about one megabyte at a time."""
+    first_group = 0
+    while first_group < table.num_row_groups:
+        group_rows = table.metadata.row_group(first_group).num_rows
+        if num_skipped < group_rows:
+            break
+        num_skipped -= group_rows
+        first_group += 1
+    groups = list(range(first_group, table.num_row_groups))
     if not groups:
         return
-    for batch in table.iter_batches(ROWS, row_groups=groups, columns=list(keys), use_threads=False):
-        if skipped >= batch.num_rows:
-            skipped -= batch.num_rows
+    rows, num_bytes = [], 0
+    for batch in table.iter_batches(
+        ROWS_PER_BATCH, row_groups=groups, columns=list(keys), use_threads=False
+    ):
+        if num_skipped >= batch.num_rows:
+            num_skipped -= batch.num_rows
             continue
-        batch, skipped = batch.slice(skipped), 0
+        batch, num_skipped = batch.slice(num_skipped), 0
         rows += zip(*(batch.column(key).to_pylist() for key in keys), strict=True)
         num_bytes += batch.nbytes
         if num_bytes >= CHUNK_BYTES:

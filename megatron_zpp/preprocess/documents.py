@@ -1,4 +1,4 @@
-"""The texts of a chunk, document by document; what cannot be read is named with file and line."""
+"""Parse the documents of a chunk; errors name the file and the line."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -12,40 +12,45 @@ import orjson
 from megatron_zpp.preprocess.chunks import NEWLINE, Chunk
 from zeropp.errors import InputError
 
-SHOWN = 60  # characters of a bad line
+MAX_SHOWN = 60  # characters of an invalid line that an error message shows
 BLANK = None
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """The texts of each key; more than one where the value is a list of texts."""
+    """The texts of one document, for each key; several if the value is a list of strings.
 
-    where: str
+    `location` is the file and the line or row, for error messages.
+    """
+
+    location: str
     texts: tuple[list[str], ...]
 
 
-def documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | InputError | None]:
-    """Each document, or what is wrong with it, or None for a blank line."""
+def parse_documents(
+    chunk: Chunk, keys: Sequence[str]
+) -> Iterator[Document | InputError | None]:
+    """Yield each document, or the InputError that it causes, or None for a blank line."""
     if chunk.is_whole:
-        yield _attempt(lambda: _whole(chunk))
+        yield _value_or_error(_parse_whole_text, chunk)
     elif chunk.rows:
         for number, row in enumerate(chunk.rows, start=chunk.first):
-            yield _attempt(_row, row, keys, f"{chunk.path}, row {number}")
+            yield _value_or_error(_parse_row, row, keys, f"{chunk.path}, row {number}")
     else:
-        for number, line in enumerate(_lines(chunk.content()), start=chunk.first):
-            yield _attempt(_line, line, keys, f"{chunk.path}, line {number}")
+        for number, line in enumerate(_split_lines(chunk.content()), start=chunk.first):
+            yield _value_or_error(_parse_line, line, keys, f"{chunk.path}, line {number}")
 
 
-def _attempt(read: Callable[..., T], *arguments: Any) -> T | InputError:
+def _value_or_error(parse: Callable[..., T], *arguments: Any) -> T | InputError:
     try:
-        return read(*arguments)
+        return parse(*arguments)
     except InputError as error:
         return error
 
 
-def _lines(data: bytes) -> Iterator[memoryview]:
-    """Each line where it stands, without its end."""
+def _split_lines(data: bytes) -> Iterator[memoryview]:
+    """Yield each line without its newline, as a view of `data`."""
     ends = np.flatnonzero(np.frombuffer(data, np.uint8) == NEWLINE).tolist()
     if not data.endswith(b"\n"):
         ends.append(len(data))
@@ -55,74 +60,76 @@ def _lines(data: bytes) -> Iterator[memoryview]:
         start = end + 1
 
 
-def _whole(chunk: Chunk) -> Document:
-    where = f"{chunk.path}"
-    return Document(where=where, texts=([_decoded(chunk.data, where)],))
+def _parse_whole_text(chunk: Chunk) -> Document:
+    location = f"{chunk.path}"
+    return Document(location=location, texts=([_decode(chunk.data, location)],))
 
 
-def _row(row: Sequence[Any], keys: Sequence[str], where: str) -> Document:
-    texts = tuple(_texts(value, key, where) for key, value in zip(keys, row, strict=True))
-    return Document(where=where, texts=texts)
+def _parse_row(row: Sequence[Any], keys: Sequence[str], location: str) -> Document:
+    texts = tuple(_texts(value, key, location) for key, value in zip(keys, row, strict=True))
+    return Document(location=location, texts=texts)
 
 
-def _line(line: memoryview, keys: Sequence[str], where: str) -> Document | None:
+def _parse_line(line: memoryview, keys: Sequence[str], location: str) -> Document | None:
+    is_strict = True
     try:
-        document, is_judged = orjson.loads(line), False
+        value = orjson.loads(line)
     except orjson.JSONDecodeError:
         content = bytes(line)
         if not content or content.isspace():
             return BLANK
-        document, is_judged = _judged(content, where), True
-    if not isinstance(document, dict):
-        raise InputError(f"{where}: expected a JSON object, got {_shortened(document)}")
+        value = _parse_leniently(content, location)
+        is_strict = False
+    if not isinstance(value, dict):
+        raise InputError(f"{location}: expected a JSON object, got {_shorten(value)}")
     for key in keys:
-        if key not in document:
-            found = ", ".join(map(repr, document)) or "none"
-            raise InputError(f"{where}: no key {key!r} (its keys: {found}); see --json-keys")
-    texts = tuple(_texts(document[key], key, where) for key in keys)
-    if is_judged:
-        _check_characters(texts, where)
-    return Document(where=where, texts=texts)
+        if key not in value:
+            names = ", ".join(map(repr, value)) or "none"
+            raise InputError(f"{location}: no key {key!r} (its keys: {names}); see --json-keys")
+    texts = tuple(_texts(value[key], key, location) for key in keys)
+    if not is_strict:
+        _check_characters(texts, location)
+    return Document(location=location, texts=texts)
 
 
-def _judged(line: bytes, where: str) -> Any:
-    """The value of a line that orjson refuses: json allows NaN, or says what is wrong."""
-    text = _decoded(line, where)
+def _parse_leniently(line: bytes, location: str) -> Any:
+    """Parse a line that orjson rejects with `json`, which accepts NaN and names the error."""
+    text = _decode(line, location)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not JSON ({error}): {text[:SHOWN].rstrip()}") from error
+        raise InputError(f"{location}: not JSON ({error}): {text[:MAX_SHOWN].rstrip()}") from error
 
 
-def _texts(value: Any, key: str, where: str) -> list[str]:
+def _texts(value: Any, key: str, location: str) -> list[str]:
     if isinstance(value, bytes):
-        value = _decoded(value, where)
+        value = _decode(value, location)
     texts = value if isinstance(value, list) else [value]
     for text in texts:
         if not isinstance(text, str):
-            raise InputError(f"{where}: {key!r} holds {_shortened(value)}, expected a string")
+            raise InputError(f"{location}: {key!r} holds {_shorten(value)}, expected a string")
     return texts
 
 
-def _check_characters(texts: Sequence[list[str]], where: str) -> None:
-    """json reads half a character, which orjson refuses; no tokenizer has an id for it."""
+def _check_characters(texts: Sequence[list[str]], location: str) -> None:
+    """Raise InputError for a lone surrogate, which `json` accepts and no tokenizer can encode."""
     for text in chain.from_iterable(texts):
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InputError(
-                f"{where}: half of a surrogate pair, {text[error.start]!r}, at character "
+                f"{location}: half of a surrogate pair, {text[error.start]!r}, at character "
                 f"{error.start}"
             ) from error
 
 
-def _decoded(line: bytes, where: str) -> str:
+def _decode(line: bytes, location: str) -> str:
     try:
         return line.decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"{where}: not UTF-8 ({error.reason}, byte {error.start})") from error
+        raise InputError(f"{location}: not UTF-8 ({error.reason}, byte {error.start})") from error
 
 
-def _shortened(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = json.dumps(value, default=repr)
-    return text if len(text) <= SHOWN else text[:SHOWN] + " ..."
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + " ..."

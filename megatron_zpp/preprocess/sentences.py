@@ -1,8 +1,9 @@
-"""Where an English sentence ends: by rules, without a trained model.
+"""Split English text into sentences by rules, without a trained model.
 
-A sentence ends with . ! ? or …, and the quotes and brackets that close after it, where white space
-and a capital, a digit or an opening sign follow; with an ideographic full stop; and at an empty
-line. It does not end after a usual abbreviation or a person's initial.
+A sentence ends with . ! ? or …, and the quotes and brackets that close after it, if white space
+and then a capital letter, a digit or an opening quote or bracket follow. It also ends with an
+ideographic full stop, and at an empty line. It does not end after a common abbreviation or a
+person's initial.
 """
 
 import re
@@ -12,58 +13,63 @@ OPENING = "\"'“‘(\\[«¿¡"
 END = re.compile(rf"[.!?…]+[{CLOSING}]*(?=\s)|[。！？]+[」』）]*|\n[^\S\n]*\n")
 BEGINNING = re.compile(rf"[{OPENING}]*[^\W_a-zß-öø-ÿ]")
 LAST_WORD = re.compile(r"[\w.]+\Z")
-LONGEST_WORD = 12  # characters that may belong to an abbreviation
+LONGEST_WORD = 12  # characters before a full stop that are searched for an abbreviation
 ABBREVIATIONS = frozenset(
     "mr mrs ms dr prof st gen col capt lt sgt rev hon sen rep gov pres jr sr vs etc e.g i.e cf al "
     "approx dept est fig figs eq eqs sec ch vol no nos p pp ed eds inc ltd co corp jan feb mar apr "
     "jun jul aug sep sept oct nov dec u.s u.k a.m p.m".split()
 )
-NEEDS_MORE = frozenset("etc al inc ltd co corp jr sr a.m p.m u.s u.k".split())  # may end one
+# Abbreviations after which a sentence may end.
+FINAL_ABBREVIATIONS = frozenset("etc al inc ltd co corp jr sr a.m p.m u.s u.k".split())
 
 
-def sentences(text: str, keep_newlines: bool) -> list[str]:
-    """The sentences of a text, without the white space around them.
+def split_sentences(text: str, keep_newlines: bool) -> list[str]:
+    """Return the sentences of a text, without the white space around them.
 
-    With `keep_newlines` each keeps the white space that follows it if there is a line end in it.
+    With `keep_newlines` a sentence keeps the white space after it if that contains a newline.
     """
-    found, start = [], 0
-    for end in _ends(text):
-        found.append(text[start:end])
+    sentences, start = [], 0
+    for end in _sentence_ends(text):
+        sentences.append(text[start:end])
         start = end
-    found.append(text[start:])
-    return [_trimmed(sentence, keep_newlines) for sentence in found if sentence.strip()]
+    sentences.append(text[start:])
+    return [_strip(sentence, keep_newlines) for sentence in sentences if sentence.strip()]
 
 
-def _ends(text: str) -> list[int]:
-    """Places at which a new sentence begins."""
-    places = []
+def _sentence_ends(text: str) -> list[int]:
+    """Return the offsets in `text` at which the next sentence begins."""
+    offsets = []
     for match in END.finditer(text):
-        place = _next_word(text, match.end())
-        if match[0][0] in "\n。！？" or _is_end(text, match, place):
-            places.append(place)
-    return places
+        offset = _skip_white_space(text, match.end())
+        if match[0][0] in "\n。！？" or _is_end(text, match, offset):
+            offsets.append(offset)
+    return offsets
 
 
-def _next_word(text: str, place: int) -> int:
-    while place < len(text) and text[place].isspace():
-        place += 1
-    return place
+def _skip_white_space(text: str, offset: int) -> int:
+    while offset < len(text) and text[offset].isspace():
+        offset += 1
+    return offset
 
 
-def _is_end(text: str, match: re.Match[str], place: int) -> bool:
-    if not BEGINNING.match(text, place):
+def _is_end(text: str, match: re.Match[str], next_word: int) -> bool:
+    """Return whether a sentence ends at `match`; `next_word` is the offset of the next word."""
+    if not BEGINNING.match(text, next_word):
         return False
     if match[0][0] != "." or len(match[0]) > 1:
         return True
     word = LAST_WORD.search(text[max(0, match.start() - LONGEST_WORD) : match.start()])
     if word is None:
         return True
-    initial = len(word[0]) == 1 and word[0].isupper() and word[0] != "I"
-    known = word[0].lower()
-    return not initial and (known not in ABBREVIATIONS or known in NEEDS_MORE)
+    is_initial = len(word[0]) == 1 and word[0].isupper() and word[0] != "I"
+    if is_initial:
+        return False
+    lower = word[0].lower()
+    return lower not in ABBREVIATIONS or lower in FINAL_ABBREVIATIONS
 
 
-def _trimmed(sentence: str, keep_newlines: bool) -> str:
-    core = sentence.strip()
-    after = sentence[len(sentence.rstrip()) :]
-    return core + after if keep_newlines and "\n" in after else core
+def _strip(sentence: str, keep_newlines: bool) -> str:
+    trailing_space = sentence[len(sentence.rstrip()) :]
+    if keep_newlines and "\n" in trailing_space:
+        return sentence.strip() + trailing_space
+    return sentence.strip()

@@ -1,31 +1,33 @@
-"""A file of text, plain or compressed (.gz, .zst), read from front to back in bounded memory."""
+"""A text file, plain or compressed (.gz, .zst), read from start to end in bounded memory."""
 
 import gzip
 import sys
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_zpp.tokenizer.base import load_package
 from zeropp.errors import InputError
 
 GZIP, ZSTANDARD = ".gz", (".zst", ".zstd")
-BLOCK = 1 << 20  # bytes
+BLOCK = 1 << 20  # bytes that are skipped at once
 
 
 class TextFile:
-    """Bytes of the text in a file; InputError names a file that is damaged or cut off."""
+    """The decompressed bytes of a file; InputError names a file that is damaged or truncated."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._raw = self._text = open(path, "rb")  # noqa: SIM115 (closed by __exit__)
         self._errors: tuple[type[Exception], ...] = (EOFError, gzip.BadGzipFile, zlib.error)
-        ending = path.suffix.lower()
-        if ending == GZIP:
+        suffix = path.suffix.lower()
+        if suffix == GZIP:
             self._text = gzip.GzipFile(fileobj=self._raw, mode="rb")
-        elif ending in ZSTANDARD and path.stat().st_size:
-            library = _zstandard(path)
-            self._errors += (library.ZstdError,)
-            self._text = library.ZstdFile(self._raw)
+        elif suffix in ZSTANDARD and path.stat().st_size:
+            zstd = _load_zstd(path)
+            self._errors += (zstd.ZstdError,)
+            self._text = zstd.ZstdFile(self._raw)
 
     def __enter__(self) -> "TextFile":
         return self
@@ -37,48 +39,49 @@ class TextFile:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the text is the file, not compressed."""
+        """Return whether the file is not compressed."""
         return self._text is self._raw
 
     @property
-    def read_bytes(self) -> int:
-        """Bytes of the file on disk that were read so far."""
+    def bytes_read(self) -> int:
+        """Return the bytes of the file on disk that were read so far."""
         return self._raw.tell()
 
-    def lines(self, size: int) -> bytes:
-        """The next lines, so many bytes and the rest of the last line; b"" at the end."""
-        try:
-            data = self._text.read(size)
-            return data if not data or data.endswith(b"\n") else data + self._text.readline()
-        except self._errors as error:
-            raise self._damaged(error) from error
+    def read_lines(self, num_bytes: int) -> bytes:
+        """Return the next `num_bytes` and the rest of the last line; b"" at the end of the file."""
+        with self._explain_errors():
+            data = self._text.read(num_bytes)
+            if not data or data.endswith(b"\n"):
+                return data
+            return data + self._text.readline()
 
-    def rest(self) -> bytes:
-        """All that was not read yet."""
-        try:
+    def read_rest(self) -> bytes:
+        """Return everything that was not read yet."""
+        with self._explain_errors():
             return self._text.read()
-        except self._errors as error:
-            raise self._damaged(error) from error
 
     def skip(self, offset: int) -> None:
-        """Go to a byte of the text: at once in a plain file, by reading in a compressed one."""
+        """Move to a byte of the text, from the start: a compressed file is read up to there."""
         if self.is_plain:
             self._raw.seek(offset)
             return
-        try:
+        with self._explain_errors():
             while offset > 0:
                 data = self._text.read(min(offset, BLOCK))
-                offset -= len(data) if data else offset
+                if not data:
+                    return
+                offset -= len(data)
+
+    @contextmanager
+    def _explain_errors(self) -> Iterator[None]:
+        """Raise InputError instead of an error of the decompression library."""
+        try:
+            yield
         except self._errors as error:
-            raise self._damaged(error) from error
-
-    def _damaged(self, error: Exception) -> InputError:
-        return InputError(f"{self.path}: damaged or cut off ({error})")
+            raise InputError(f"{self.path}: damaged or cut off ({error})") from error
 
 
-def _zstandard(path: Path) -> object:
-    """Python's own module from 3.14 on, the same as a package before."""
-    needed_by = f"the file {path}"
-    return load_package(
-        "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd", needed_by
-    )
+def _load_zstd(path: Path) -> object:
+    """Return the module of the standard library from Python 3.14 on, or its backport."""
+    package = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+    return load_package(package, f"the file {path}")

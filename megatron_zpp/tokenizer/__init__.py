@@ -1,6 +1,6 @@
-"""Text to token ids and back: one interface, one tokenizer a file."""
+"""Tokenizers: one interface, and one file for each tokenizer."""
 
 from megatron_zpp.tokenizer.base import Tokenizer
-from megatron_zpp.tokenizer.build import build_tokenizer
+from megatron_zpp.tokenizer.factory import build_tokenizer
 
 __all__ = ["Tokenizer", "build_tokenizer"]

@@ -1,8 +1,8 @@
-"""What every tokenizer offers, and how it proves that two of them are the same.
+"""The interface of all tokenizers, and functions to read their files.
 
-Ids run from 0 to vocab_size - 1. The end-of-document id `eod` is never made from text: a text that
-spells its name is ordinary text. Ids that the vocabulary files do not know (added by us, or by
---vocab-extra-ids) have a name in `reserved`, which is what they decode to.
+Ids run from 0 to vocab_size - 1. Encoding never returns the end-of-document id `eod`: its name in a
+text is ordinary text. Ids that are not in the vocabulary files (added by the tokenizer, or by
+--vocab-extra-ids) have a name in `reserved`, to which they decode.
 """
 
 import hashlib
@@ -23,9 +23,11 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 
 class Tokenizer(ABC):
-    """Turns text into ids and back; `fingerprint` is equal where the ids are.
+    """Convert text into ids and back.
 
-    `opening` are the ids that its model expects before a text, such as begin of sentence.
+    fingerprint: a hash that is equal for tokenizers that return the same ids. reserved: names of
+    the ids that are not in the vocabulary files. opening: the ids that the model expects before a
+    text, such as begin of sentence.
     """
 
     name: str
@@ -44,7 +46,11 @@ class Tokenizer(ABC):
         added: Iterable[str] = (),
         extra_ids: int = 0,
     ):
-        """Number the `added` names and the extra ids after the `size` ids of the vocabulary."""
+        """Assign ids to the `added` names and the extra ids, after the `size` ids of the files.
+
+        `identity` is everything that the ids depend on, for the fingerprint. Raises InputError for
+        negative `extra_ids`.
+        """
         if extra_ids < 0:
             raise InputError(f"--vocab-extra-ids is {extra_ids}: give 0 or more")
         names = [*added, *(f"<extra_id_{number}>" for number in range(extra_ids))]
@@ -55,36 +61,43 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without end of document."""
+        """Return the ids of `text`, without end of document."""
 
     def prompt(self, text: str) -> list[int]:
-        """Ids of a text as its model has seen texts begin: `opening`, then `encode`."""
+        """Return the ids of a prompt: `opening`, then the ids of `text`."""
         return [*self.opening, *self.encode(text)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text: `encode` of each, in parallel where the library can."""
+        """Return the ids of each text, encoded in parallel if the library supports it."""
         return [self.encode(text) for text in texts]
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of all texts, one after another, and how many each text has; on this core."""
-        return joined([np.array(self.encode(text), dtype=np.int64) for text in texts])
+        """Return the concatenated ids of all texts, and the number of ids of each text.
+
+        Only one core is used.
+        """
+        return concatenate([np.array(self.encode(text), dtype=np.int64) for text in texts])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; reserved ids give their names, broken UTF-8 gives U+FFFD.
+        """Return the text of `ids`; reserved ids give their names, invalid UTF-8 gives U+FFFD.
 
         Raises InputError for an id outside the vocabulary.
         """
         parts = []
-        for is_reserved, group in groupby(map(self._checked, ids), key=self.reserved.__contains__):
-            run = list(group)
-            parts += [self.reserved[token] for token in run] if is_reserved else [self._decode(run)]
+        checked_ids = [self._check_id(token) for token in ids]
+        for is_reserved, group in groupby(checked_ids, key=self.reserved.__contains__):
+            if is_reserved:
+                parts += [self.reserved[token] for token in group]
+            else:
+                parts.append(self._decode(list(group)))
         return "".join(parts)
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str:
-        """Text of ids of the vocabulary, none of them reserved."""
+        """Return the text of ids that are in the vocabulary files, none of them reserved."""
 
-    def _checked(self, token: int) -> int:
+    def _check_id(self, token: int) -> int:
+        """Return the id; raise InputError if it is outside the vocabulary."""
         if not 0 <= token < self.vocab_size:
             raise InputError(
                 f"token id {token} is outside the {self.vocab_size} ids of {self.name}"
@@ -92,14 +105,14 @@ class Tokenizer(ABC):
         return int(token)
 
 
-def joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Arrays of ids as one, and the length of each, int64 [len(parts)]."""
+def concatenate(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the concatenated arrays of ids, and the length of each array, int64 [len(parts)]."""
     counts = np.array([len(part) for part in parts], dtype=np.int64)
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64), counts
 
 
 def read_bytes(path: str | Path, flag: str) -> bytes:
-    """Content of a file a person named by `flag`; InputError names both if it cannot be read."""
+    """Return the content of the file that `flag` names; InputError names both on failure."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -107,7 +120,7 @@ def read_bytes(path: str | Path, flag: str) -> bytes:
 
 
 def read_text(path: str | Path, flag: str) -> str:
-    """UTF-8 text of a file a person named by `flag`; InputError says what is wrong with it."""
+    """Return the text of the file that `flag` names; raise InputError if it is not UTF-8."""
     try:
         return read_bytes(path, flag).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -117,7 +130,7 @@ def read_text(path: str | Path, flag: str) -> str:
 
 
 def read_json(path: str | Path, flag: str) -> Any:
-    """Value of a JSON file a person named by `flag`; InputError gives line and column."""
+    """Return the value of the JSON file that `flag` names; InputError gives line and column."""
     text = read_text(path, flag)
     try:
         return json.loads(text)
@@ -130,7 +143,7 @@ def read_json(path: str | Path, flag: str) -> Any:
 
 
 def load_package(package: str, needed_by: str) -> ModuleType:
-    """Import an optional package, or raise InputError with the pip command that brings it."""
+    """Import an optional package; raise InputError with the pip command that installs it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The tokenizer that needs no files: a byte of UTF-8 is an id, 256 ends a document."""
+"""A tokenizer without files: the ids are the bytes of UTF-8, and 256 ends a document."""
 
 from megatron_zpp.tokenizer.base import END_OF_DOCUMENT, Tokenizer
 
@@ -16,7 +16,7 @@ class ByteLevelTokenizer(Tokenizer):
         )
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of `text` in UTF-8."""
+        """Return the bytes of `text` in UTF-8."""
         return list(text.encode())
 
     def _decode(self, ids: list[int]) -> str:

@@ -1,9 +1,9 @@
-"""GPT-2's byte-level BPE from vocab.json and merges.txt, run by tiktoken.
+"""GPT-2's byte-level BPE from vocab.json and merges.txt, with tiktoken.
 
-tiktoken wants a rank for every token and joins the neighbours whose union has the lowest rank; the
-number of a line in merges.txt is such a rank. That gives GPT-2's own segmentation for whatever a
-training can write: lines joining tokens that exist by then, each into a new token (checked here).
-Where ranks differ from the ids in vocab.json, they are translated after encoding.
+tiktoken needs a rank for every token, and merges the neighbours whose union has the lowest rank;
+the line number in merges.txt is such a rank. The result is GPT-2's own segmentation if each line of
+merges.txt joins tokens of earlier lines into a new token, as every trainer writes it (checked
+here). Ranks that differ from the ids in vocab.json are translated after encoding.
 """
 
 import re
@@ -14,7 +14,7 @@ import numpy as np
 from megatron_zpp.tokenizer.base import (
     END_OF_DOCUMENT,
     Tokenizer,
-    joined,
+    concatenate,
     load_package,
     read_bytes,
     read_json,
@@ -22,9 +22,10 @@ from megatron_zpp.tokenizer.base import (
 )
 from zeropp.errors import InputError
 
-# GPT-2's words, written without backtracking: contractions, letters, digits, other signs, spaces.
+# GPT-2's pattern without backtracking: contractions, letters, digits, other signs, white space.
 WORDS = r"'(?:[smtd]|re|ve|ll)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# tiktoken's matcher overflows on a million blanks in a row: such runs are cut out. (\s is Rust's.)
+# tiktoken's matcher overflows on a million blanks in a row, so that long runs are encoded
+# separately. The class is \s as Rust defines it.
 LONG_RUN = 100_000
 BLANKS = re.compile(rf"[^\S\x1c-\x1f]{{{LONG_RUN},}}")
 SPECIAL = re.compile(r"<.+>|\[.+\]")
@@ -32,7 +33,10 @@ MAX_SHOWN = 3
 
 
 class GPT2BPETokenizer(Tokenizer):
-    """Ids of `vocab_file`, segmentation of `merge_file`; InputError where the two disagree."""
+    """Ids of `vocab_file`, segmentation of `merge_file`.
+
+    Raises InputError if the files cannot be read or do not belong together.
+    """
 
     name = "GPT2BPETokenizer"
 
@@ -41,7 +45,7 @@ class GPT2BPETokenizer(Tokenizer):
         if END_OF_DOCUMENT not in vocab:
             raise InputError(f"--vocab-file {vocab_file}: has no token {END_OF_DOCUMENT}")
         pieces = _ranked_pieces(vocab, merge_file, vocab_file)
-        _check_all_made(vocab, pieces, vocab_file, merge_file)
+        _check_all_mergeable(vocab, pieces, vocab_file, merge_file)
         super().__init__(
             size=max(vocab.values()) + 1,
             eod=vocab[END_OF_DOCUMENT],
@@ -56,7 +60,7 @@ class GPT2BPETokenizer(Tokenizer):
         self._bytes_of_id = dict(zip(ids, pieces.values(), strict=True))
         special = vocab.keys() - pieces.keys()
         self._bytes_of_id.update((vocab[token], token.encode()) for token in special)
-        # encode_to_numpy needs a special token to look for; none is ever allowed, so none is made.
+        # encode_to_numpy needs a special token; no text is ever encoded to it, as none is allowed.
         self._encoding = load_package("tiktoken", self.name).Encoding(
             name=self.name,
             pat_str=WORDS,
@@ -65,33 +69,37 @@ class GPT2BPETokenizer(Tokenizer):
         )
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; a literal <|endoftext|> is ordinary text."""
+        """Return the ids of `text`; a literal <|endoftext|> is ordinary text."""
         ranks = []
-        for part in _parts(text):
+        for part in _split_long_runs(text):
             ranks += self._encoding.encode_ordinary(part)
         if self._id_of_rank is None:
             return ranks
         return [self._id_of_rank[rank] for rank in ranks]
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """As the base class says, without a Python integer for every id."""
-        ids, counts = joined([self._ranks(text) for text in texts])
+        """See the base class; no Python integer is created for an id."""
+        ids, counts = concatenate([self._ranks(text) for text in texts])
         if self._id_of_rank is not None:
             ids = np.array(self._id_of_rank, dtype=np.uint32)[ids]
         return ids, counts
 
     def _ranks(self, text: str) -> np.ndarray:
-        parts = [
-            self._encoding.encode_to_numpy(part, disallowed_special=()) for part in _parts(text)
+        ranks = [
+            self._encoding.encode_to_numpy(part, disallowed_special=())
+            for part in _split_long_runs(text)
         ]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return ranks[0] if len(ranks) == 1 else np.concatenate(ranks)
 
     def _decode(self, ids: list[int]) -> str:
         return b"".join(self._bytes_of_id.get(token, b"") for token in ids).decode(errors="replace")
 
 
-def _parts(text: str) -> Iterator[str]:
-    """Cut `text` where GPT-2 cuts anyway: around long runs of blanks, but for their last blank."""
+def _split_long_runs(text: str) -> Iterator[str]:
+    """Yield the parts of `text` before, in and after long runs of blanks.
+
+    GPT-2 splits there anyway; the last blank of a run belongs to what follows.
+    """
     start = 0
     if len(text) > LONG_RUN:
         for run in BLANKS.finditer(text):
@@ -103,11 +111,11 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte -> the byte."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {
-        chr(256 + place): byte for place, byte in enumerate(hidden)
+    """Return the byte of each character that represents a byte in GPT-2's files."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
     }
 
 
@@ -126,7 +134,7 @@ def _read_vocab(path: str) -> dict[str, int]:
 
 
 def _ranked_pieces(vocab: Mapping[str, int], path: str, vocab_file: str) -> dict[str, bytes]:
-    """Token -> bytes: the 256 bytes in the order of their ids, then what merges.txt makes."""
+    """Return the bytes of each token: the single bytes by id, then the merges by line."""
     alphabet = _byte_alphabet()
     missing = [f"0x{byte:02x}" for character, byte in alphabet.items() if character not in vocab]
     if missing:
@@ -134,7 +142,8 @@ def _ranked_pieces(vocab: Mapping[str, int], path: str, vocab_file: str) -> dict
             f"--vocab-file {vocab_file}: has no token for {len(missing)} of the 256 bytes "
             f"({', '.join(missing[:MAX_SHOWN])}, ...); it is not a byte-level BPE vocabulary"
         )
-    pieces = {one: bytes([alphabet[one]]) for one in sorted(alphabet, key=vocab.__getitem__)}
+    characters = sorted(alphabet, key=vocab.__getitem__)
+    pieces = {character: bytes([alphabet[character]]) for character in characters}
     lines = [line.rstrip("\r") for line in read_text(path, "--merge-file").split("\n")]
     for number, line in enumerate(lines, start=1):
         left, _, right = line.partition(" ")
@@ -150,6 +159,7 @@ def _ranked_pieces(vocab: Mapping[str, int], path: str, vocab_file: str) -> dict
 
 
 def _merge_problem(line: str, pieces: Mapping[str, bytes], lines: Sequence[str]) -> str:
+    """Return what is wrong with a line of merges.txt, or "" if its token is not in the vocabulary."""
     parts = line.split(" ")
     if len(parts) != 2 or not all(parts):
         return f"expected two tokens and a space between them, got {line!r}"
@@ -159,18 +169,21 @@ def _merge_problem(line: str, pieces: Mapping[str, bytes], lines: Sequence[str])
     token = "".join(parts)
     if token not in pieces:
         return ""
-    made = [line.replace(" ", "", 1) for line in lines]
-    return f"makes {token!r} again, after line {made.index(token) + 1}"
+    tokens = [line.replace(" ", "", 1) for line in lines]
+    return f"makes {token!r} again, after line {tokens.index(token) + 1}"
 
 
-def _check_all_made(
-    vocab: Mapping[str, int], made: Mapping[str, bytes], vocab_file: str, merge_file: str
+def _check_all_mergeable(
+    vocab: Mapping[str, int], pieces: Mapping[str, bytes], vocab_file: str, merge_file: str
 ) -> None:
-    lost = sorted(vocab.keys() - made.keys(), key=vocab.__getitem__)
-    lost = [token for token in lost if not SPECIAL.fullmatch(token)]
-    if lost:
-        shown = ", ".join(map(repr, lost[:MAX_SHOWN]))
+    """Raise InputError if ordinary tokens of the vocabulary are not the result of any merge."""
+    unreachable = [
+        token for token in vocab if token not in pieces and not SPECIAL.fullmatch(token)
+    ]
+    if unreachable:
+        unreachable.sort(key=vocab.__getitem__)
+        examples = ", ".join(map(repr, unreachable[:MAX_SHOWN]))
         raise InputError(
-            f"--vocab-file {vocab_file}: {len(lost)} tokens ({shown}, ...) are made by no line of "
+            f"--vocab-file {vocab_file}: {len(unreachable)} tokens ({examples}, ...) are made by no line of "
             f"--merge-file {merge_file}; the files do not belong together, or one is cut off"
         )

@@ -1,10 +1,10 @@
-"""Any tokenizer.json of Hugging Face's `tokenizers`, with no tokens added around a text.
+"""Any tokenizer.json of Hugging Face's `tokenizers`, without special tokens around a text.
 
-What its post-processor would put before one, such as begin of sentence, is `opening`: prompts get
-it, documents to train on do not.
+The ids that its post-processor puts before a text, such as begin of sentence, are `opening`: they
+are added to prompts, but not to training documents.
 
-A tokenizer.json does not say which token ends a document. It is `eos_token` of the
-tokenizer_config.json beside it, or else the one token of the vocabulary that bears a usual name.
+A tokenizer.json does not declare which token ends a document. That is `eos_token` of the
+tokenizer_config.json in the same folder, or else the only token with one of the usual names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,10 @@ USUAL_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<EOD>")
 
 
 class HFTokenizer(Tokenizer):
-    """`model` is a tokenizer.json or a folder that holds one; InputError if no end is declared."""
+    """`model` is a tokenizer.json, or a folder with one.
+
+    Raises InputError if it cannot be read or does not determine the end of a document.
+    """
 
     name = "HFTokenizer"
 
@@ -44,11 +47,11 @@ class HFTokenizer(Tokenizer):
         self.opening = _opening(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; names of special tokens in it are ordinary text."""
+        """Return the ids of `text`; names of special tokens in it are ordinary text."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, encoded on all cores."""
+        """Return the ids of each text, encoded on all cores."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -60,7 +63,7 @@ def _load(path: Path, content: bytes, name: str) -> Any:
     library = load_package("tokenizers", name)
     try:
         tokenizer = library.Tokenizer.from_buffer(content)
-    # The library raises bare Exception for every kind of bad file.
+    # The library raises a bare Exception for every invalid file.
     except Exception as error:
         raise InputError(f"--tokenizer-model {path}: not a tokenizer.json ({error})") from error
     tokenizer.no_truncation()
@@ -70,36 +73,39 @@ def _load(path: Path, content: bytes, name: str) -> Any:
 
 
 def _opening(tokenizer: Any) -> tuple[int, ...]:
-    """What its post-processor puts before a text."""
-    found = tokenizer.encode("a", add_special_tokens=True)
-    added = found.special_tokens_mask
-    return tuple(found.ids[: added.index(0)]) if 0 in added else ()
+    """Return the ids that the post-processor puts before a text."""
+    encoding = tokenizer.encode("a", add_special_tokens=True)
+    is_special = encoding.special_tokens_mask
+    if 0 not in is_special:
+        return ()
+    return tuple(encoding.ids[: is_special.index(0)])
 
 
 def _end_of_document(path: Path, vocab: Mapping[str, int]) -> int:
-    beside = path.with_name("tokenizer_config.json")
-    declared = _declared_end(beside)
-    if declared is not None:
-        if declared not in vocab:
-            raise InputError(f"{beside}: eos_token {declared!r} is not in {path}")
-        return vocab[declared]
-    found = [token for token in USUAL_ENDS if token in vocab]
-    if len(found) != 1:
+    config_path = path.with_name("tokenizer_config.json")
+    eos_token = _eos_token(config_path)
+    if eos_token is not None:
+        if eos_token not in vocab:
+            raise InputError(f"{config_path}: eos_token {eos_token!r} is not in {path}")
+        return vocab[eos_token]
+    candidates = [token for token in USUAL_ENDS if token in vocab]
+    if len(candidates) != 1:
         raise InputError(
             f"--tokenizer-model {path}: which token ends a document? Of the usual names it has "
-            f"{' and '.join(found) or 'none'}; put a tokenizer_config.json "
+            f"{' and '.join(candidates) or 'none'}; put a tokenizer_config.json "
             'with {"eos_token": "..."} beside it'
         )
-    return vocab[found[0]]
+    return vocab[candidates[0]]
 
 
-def _declared_end(path: Path) -> str | None:
-    """`eos_token` of a tokenizer_config.json: a string, an object with `content`, or nothing."""
+def _eos_token(path: Path) -> str | None:
+    """Return `eos_token` of a tokenizer_config.json: a string, or the `content` of an object."""
     if not path.exists():
         return None
     config = read_json(path, "--tokenizer-model: the file beside it,")
-    end = config.get("eos_token") if isinstance(config, dict) else None
-    end = end.get("content") if isinstance(end, dict) else end
-    if end is not None and not isinstance(end, str):
-        raise InputError(f"{path}: eos_token is {end!r}, expected a string")
-    return end
+    token = config.get("eos_token") if isinstance(config, dict) else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    if token is not None and not isinstance(token, str):
+        raise InputError(f"{path}: eos_token is {token!r}, expected a string")
+    return token

@@ -1,11 +1,11 @@
-"""The tokenizer without text, for benchmarks and ready-made ids: "3 14 15" is [3, 14, 15]."""
+"""A tokenizer of numbers, for benchmarks and for ids as text: "3 14 15" gives [3, 14, 15]."""
 
 from megatron_zpp.tokenizer.base import Tokenizer
 from zeropp.errors import InputError
 
 
 class NullTokenizer(Tokenizer):
-    """Ids below `vocab_size`, of which the last ends a document."""
+    """Ids below `vocab_size`; the last one ends a document."""
 
     name = "NullTokenizer"
 
@@ -20,13 +20,13 @@ class NullTokenizer(Tokenizer):
         )
 
     def encode(self, text: str) -> list[int]:
-        """Whole numbers separated by white space; InputError names what is not one."""
-        return [self._number(word) for word in text.split()]
+        """Return the whole numbers in `text`, separated by white space; InputError for other words."""
+        return [self._parse_id(word) for word in text.split()]
 
     def _decode(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))
 
-    def _number(self, word: str) -> int:
+    def _parse_id(self, word: str) -> int:
         if not (word.isascii() and word.isdigit()):
             raise InputError(f"NullTokenizer reads whole numbers separated by spaces, not {word!r}")
-        return self._checked(int(word))
+        return self._check_id(int(word))

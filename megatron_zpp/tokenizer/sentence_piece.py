@@ -1,6 +1,6 @@
-"""SentencePiece models, under the three names Megatron knows, each with Megatron's ids.
+"""SentencePiece models, under Megatron's three names, each with Megatron's ids.
 
-SentencePieceTokenizer     adds <CLS> <SEP> <EOD> <MASK> (and <PAD> <BOS> <EOS> where the model has
+SentencePieceTokenizer     adds <CLS> <SEP> <EOD> <MASK> (and <PAD> <BOS> <EOS> if the model has
                            none) after the model's pieces; end of document is <EOD>
 GPTSentencePieceTokenizer  adds nothing; end of document is the model's end of sentence
 Llama2Tokenizer            the same, and every text starts with the model's begin of sentence
@@ -16,7 +16,7 @@ ADDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """The model's pieces, then Megatron's own tokens; end of document is <EOD>."""
+    """The pieces of the model, then Megatron's tokens; end of document is <EOD>."""
 
     name = "SentencePieceTokenizer"
 
@@ -24,7 +24,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._model = _load(model_file, self.name)
         size = self._model.get_piece_size()
         pieces = {self._model.id_to_piece(number): number for number in range(size)}
-        added = [token for token in self._added() if token not in pieces]
+        added = [token for token in self._added_tokens() if token not in pieces]
         ids = pieces | {token: number for number, token in enumerate(added, start=size)}
         super().__init__(
             size=size,
@@ -35,13 +35,13 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; names of special tokens in it are ordinary text."""
+        """Return the ids of `text`; names of special tokens in it are ordinary text."""
         return self._model.encode(text)
 
     def _decode(self, ids: list[int]) -> str:
         return self._model.decode(ids)
 
-    def _added(self) -> list[str]:
+    def _added_tokens(self) -> list[str]:
         special = {
             "<PAD>": self._model.pad_id(),
             "<BOS>": self._model.bos_id(),
@@ -54,11 +54,11 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class GPTSentencePieceTokenizer(SentencePieceTokenizer):
-    """The model's pieces and nothing else; end of document is its end of sentence."""
+    """The pieces of the model only; end of document is the model's end of sentence."""
 
     name = "GPTSentencePieceTokenizer"
 
-    def _added(self) -> list[str]:
+    def _added_tokens(self) -> list[str]:
         return []
 
     def _end_of_document(self, ids: dict[str, int], model_file: str) -> int:
@@ -71,7 +71,7 @@ class GPTSentencePieceTokenizer(SentencePieceTokenizer):
 
 
 class Llama2Tokenizer(GPTSentencePieceTokenizer):
-    """As GPTSentencePieceTokenizer, and every encoded text starts with begin of sentence."""
+    """GPTSentencePieceTokenizer with begin of sentence before every encoded text."""
 
     name = "Llama2Tokenizer"
 
@@ -84,7 +84,7 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
             )
 
     def encode(self, text: str) -> list[int]:
-        """Begin of sentence, then the ids of `text`."""
+        """Return begin of sentence, then the ids of `text`."""
         return [self._model.bos_id(), *super().encode(text)]
 
 

@@ -4,8 +4,8 @@ import logging
 from dataclasses import dataclass, replace
 
 from megatron_zpp.data.gpt_dataset import build_datasets
-from megatron_zpp.data.instructions.dataset import build_instructions
-from megatron_zpp.data.text_source import open_source
+from megatron_zpp.data.instructions.instruction_dataset import build_instructions
+from megatron_zpp.data.text_source import resolve_data
 from megatron_zpp.models.open_model import OpenedModel
 from megatron_zpp.models.pretrained_model import with_initial_model
 from megatron_zpp.parallel.mesh import Ranks
@@ -41,7 +41,7 @@ def open_inputs(requested: Config, ranks: Ranks) -> Inputs:
     """
     with_model, pretrained = with_initial_model(requested)
     data, tokenizer = ranks.rank_zero_first(
-        lambda: open_source(with_model.data, with_model.tokenizer)
+        lambda: resolve_data(with_model.data, with_model.tokenizer)
     )
     config = replace(with_model, data=data)
     if config.evaluation.sample_prompt is not None:

@@ -1,20 +1,23 @@
-"""How much memory of this machine a process can still have.
+"""The host memory that is available to this process.
 
-That is what the system counts as available, or less where a container or a batch system limits the
-process's control group, or one that this is in (Linux, versions 1 and 2).
+That is what the system reports as available, or less if a container or a batch system limits the
+control group of the process or one of its ancestors (Linux, versions 1 and 2).
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-MEMINFO, OWN_GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup")
-GROUPS = Path("/sys/fs/cgroup")
+MEMINFO, PROCESS_CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
 
 
-class Files(NamedTuple):
-    """Where a version of control groups has its numbers, and what it calls files in memory that
-    can be dropped."""
+class ControllerFiles(NamedTuple):
+    """The memory controller of one version of control groups.
+
+    root: its folder in `CGROUPS`. limit, used: names of the files with the limit and the usage in
+    bytes. droppable: entry of memory.stat with the bytes of cached files, which can be dropped.
+    """
 
     root: str
     limit: str
@@ -22,55 +25,62 @@ class Files(NamedTuple):
     droppable: str
 
 
-VERSIONS = {
-    "": Files("", "memory.max", "memory.current", "inactive_file"),
-    "memory": Files(
+CONTROLLERS = {  # by the controller's name in /proc/self/cgroup, which version 2 leaves empty
+    "": ControllerFiles("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ControllerFiles(
         "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
     ),
 }
 
 
 def free_bytes() -> int | None:
-    """Host memory that can be had, where the system says so."""
+    """Return the available host memory in bytes, or None if the system does not report it."""
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:
         return None
-    kilobytes = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    available = 1024 * int(next(kilobytes, 0))
-    return min([available, *_left_in_groups()]) if available else None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            available = 1024 * int(line.split()[1])
+            return min([available, *_bytes_left_in_groups()]) if available else None
+    return None
 
 
 def pinned_bytes(num_bytes: int) -> int:
-    """What a tensor of so many bytes takes of page-locked memory: PyTorch's allocator rounds each
-    request up to a power of two."""
+    """Return the page-locked memory that a tensor of `num_bytes` occupies, in bytes.
+
+    PyTorch's allocator rounds each request up to a power of two.
+    """
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
-def _left_in_groups() -> Iterator[int]:
-    """Bytes left of each limit that holds here."""
+def _bytes_left_in_groups() -> Iterator[int]:
+    """Yield the bytes left below each limit that applies to this process."""
     try:
-        lines = OWN_GROUPS.read_text().splitlines()
+        lines = PROCESS_CGROUPS.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         name = "memory" if "memory" in controllers.split(",") else controllers
-        if (files := VERSIONS.get(name)) is not None:
-            root = GROUPS / files.root
-            own = root / path.lstrip("/")
-            for folder in (own, *own.parents):
-                if folder.is_relative_to(root):
-                    yield from _left(folder, files)
+        files = CONTROLLERS.get(name)
+        if files is None:
+            continue
+        root = CGROUPS / files.root
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(root):
+                yield from _bytes_left(folder, files)
 
 
-def _left(folder: Path, files: Files) -> Iterator[int]:
-    """Bytes left of a group's limit; nothing where it has none, or is not shown in a container."""
+def _bytes_left(folder: Path, files: ControllerFiles) -> Iterator[int]:
+    """Yield the bytes left in a group; nothing if it has no limit or is not visible."""
     try:
         limit = (folder / files.limit).read_text().strip()
         used = int((folder / files.used).read_text())
-        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        stat_lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:
         return
+    statistics = dict(line.split() for line in stat_lines)
     if limit != "max":
-        yield max(0, int(limit) - used + int(counts.get(files.droppable, 0)))
+        yield max(0, int(limit) - used + int(statistics.get(files.droppable, 0)))

@@ -1,13 +1,13 @@
-"""The console script `zeropp`: starts one rank per GPU of this machine, or N ranks on its CPU.
+"""The command `zeropp`: start one rank per GPU of this machine, or N ranks on its CPU.
 
     zeropp [--num_gpus N | --num_ranks N] [--ranks_per_node N] [--bind_cores_to_rank]
            script.py [arguments of the script]
     zeropp [options] --module package.module [arguments of the module]
 
-A thin layer over torch's elastic agent. The ranks rendezvous on a free port. When a rank dies, the
-others are ended. SIGINT and SIGTERM are passed on to the ranks, which get time to save. Only the
-ranks' own output is printed, and one line at the end if they fail. To use several machines, start
-the script with torchrun or Slurm.
+It is a thin layer over PyTorch's elastic agent. The ranks rendezvous on a free port. If a rank
+fails, the others are terminated. SIGINT and SIGTERM are forwarded to the ranks, which have time to
+save. Only the output of the ranks is printed, and one line at the end if they fail. To use several
+machines, start the script with torchrun or Slurm.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from zeropp.errors import InputError
-from zeropp.ranks.topology import cores, share_cores
+from zeropp.ranks.topology import share_cores, usable_cores
 
-SAVE_SECONDS = 300  # for the ranks to save after SIGINT or SIGTERM, before SIGKILL
-ONE_MACHINE = "127.0.0.1"
-LOCAL_RANK = "${local_rank}"  # the agent puts the number in its place
+SAVE_SECONDS = 300  # between SIGINT or SIGTERM and SIGKILL, for the ranks to save
+LOCALHOST = "127.0.0.1"
+LOCAL_RANK = "${local_rank}"  # the agent replaces it with the number
 RANK_SCRIPT = Path(__file__).with_name("rank_main.py")
 
 
@@ -44,20 +44,20 @@ def main(arguments: list[str] | None = None) -> int:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
         num_ranks = _num_ranks(options)
         _check(options, num_ranks)
-    except InputError as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     share_cores(num_ranks)
     logging.disable(logging.CRITICAL)  # torch's agent; the ranks have their own logs
     program, *arguments = _command(options, num_ranks)
     try:
-        elastic_launch(_one_machine(num_ranks), program)(*arguments)
-    except ChildFailedError as failed:
-        return _report(failed.failures)
-    except SignalException as stopped:
-        return _stopped(stopped.sigval)
+        elastic_launch(_launch_config(num_ranks), program)(*arguments)
+    except ChildFailedError as error:
+        return _report_failure(error.failures)
+    except SignalException as error:
+        return _report_signal(error.sigval)
     except KeyboardInterrupt:
-        return _stopped(signal.SIGINT)
+        return _report_signal(signal.SIGINT)
     return 0
 
 
@@ -96,7 +96,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _num_ranks(options: argparse.Namespace) -> int:
-    """The number of ranks to start; prints it if no number was given and there is no GPU."""
+    """Return the number of ranks to start; print it if it was not given and there is no GPU."""
     num_gpus = torch.cuda.device_count()
     if options.num_ranks is not None:
         return options.num_ranks
@@ -122,13 +122,13 @@ def _check(options: argparse.Namespace, num_ranks: int) -> None:
         )
     if num_ranks < 1:
         raise InputError(f"{num_ranks} ranks: expected at least 1")
-    per_node = options.ranks_per_node
-    if per_node is not None and (per_node < 1 or num_ranks % per_node):
-        raise InputError(f"--ranks_per_node {per_node}: expected a divisor of {num_ranks} ranks")
-    if options.bind_cores_to_rank and num_ranks > len(cores()):
+    node_size = options.ranks_per_node
+    if node_size is not None and (node_size < 1 or num_ranks % node_size):
+        raise InputError(f"--ranks_per_node {node_size}: expected a divisor of {num_ranks} ranks")
+    if options.bind_cores_to_rank and num_ranks > len(usable_cores()):
         raise InputError(
             f"--bind_cores_to_rank: {num_ranks} ranks need {num_ranks} cores, and this process may "
-            f"use {len(cores())}; leave the option out or start fewer ranks"
+            f"use {len(usable_cores())}; leave the option out or start fewer ranks"
         )
     if not options.command:
         raise InputError("no script given: zeropp [options] script.py [arguments of the script]")
@@ -140,9 +140,9 @@ def _check(options: argparse.Namespace, num_ranks: int) -> None:
 
 
 def _can_run_module(name: str) -> bool:
-    """Whether `python -m name` would find a module, or a package with `__main__.py`.
+    """Return whether `python -m name` would find a module, or a package with `__main__.py`.
 
-    Nothing is imported: neither the module nor the packages it is in.
+    Neither the module nor its packages are imported.
     """
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
@@ -158,13 +158,13 @@ def _can_run_module(name: str) -> bool:
 
 
 def _program(options: argparse.Namespace) -> list[str]:
-    """The script or module with its arguments, as the command line of a rank ends."""
+    """Return the script or module with its arguments: the end of the command line of a rank."""
     return ["--module", *options.command] if options.module else options.command
 
 
 def _command(options: argparse.Namespace, num_ranks: int) -> list[str]:
-    """The command line of each rank; `env` overrides the node size that the agent sets."""
-    num_cores = len(cores()) // num_ranks if options.bind_cores_to_rank else 0
+    """Return the command line of each rank; `env` overrides the node size that the agent sets."""
+    num_cores = len(usable_cores()) // num_ranks if options.bind_cores_to_rank else 0
     command = [
         *(sys.executable, "-u", str(RANK_SCRIPT)),
         *(str(os.getpid()), str(num_cores), LOCAL_RANK),
@@ -175,8 +175,8 @@ def _command(options: argparse.Namespace, num_ranks: int) -> list[str]:
     return ["/usr/bin/env", f"LOCAL_WORLD_SIZE={options.ranks_per_node}", *command]
 
 
-def _one_machine(num_ranks: int) -> LaunchConfig:
-    """The agent's settings: one machine, a free port, no restarts."""
+def _launch_config(num_ranks: int) -> LaunchConfig:
+    """Return the settings of the agent: one machine, a free port, no restarts."""
     supported = {field.name for field in dataclasses.fields(LaunchConfig)}
     settings = {}
     if "shutdown_timeout" in supported:  # torch 2.11 always waits 30 s
@@ -187,26 +187,27 @@ def _one_machine(num_ranks: int) -> LaunchConfig:
         nproc_per_node=num_ranks,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint=f"{ONE_MACHINE}:0",
-        local_addr=ONE_MACHINE,
+        rdzv_endpoint=f"{LOCALHOST}:0",
+        local_addr=LOCALHOST,
         max_restarts=0,
         **settings,
     )
 
 
-def _report(failures: dict[int, ProcessFailure]) -> int:
-    """Print which rank failed first, in one line; return the exit code of the launcher.
+def _report_failure(failures: dict[int, ProcessFailure]) -> int:
+    """Print one line that names the rank that failed first; return the launcher's exit code.
 
-    When one rank fails, others may fail before the agent looks again, and the agent ends the rest
-    with SIGTERM. So the cause is a rank killed by another signal, else the one that exited first.
+    After one rank has failed, others may fail before the agent checks again, and the agent
+    terminates the rest with SIGTERM. The cause is therefore a rank that another signal killed, or
+    else the one that exited first.
     """
 
-    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, float, int]:
+    def sort_key(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, float, int]:
         rank, failure = item
         terminated = failure.exitcode == -signal.SIGTERM
         return terminated, failure.exitcode > 0, failure.timestamp, rank
 
-    rank, failure = min(failures.items(), key=order)
+    rank, failure = min(failures.items(), key=sort_key)
     code = failure.exitcode
     if code > 0:
         print(f"zeropp: rank {rank} exited with code {code}", file=sys.stderr)
@@ -217,7 +218,7 @@ def _report(failures: dict[int, ProcessFailure]) -> int:
     return 128 - code
 
 
-def _stopped(number: signal.Signals) -> int:
+def _report_signal(number: signal.Signals) -> int:
     print(f"zeropp: stopped by {number.name}", file=sys.stderr)
     return 128 + number
 

@@ -1,6 +1,7 @@
-"""The ranks in one group: this rank's device, and the backends that suit the machine."""
+"""The default process group: the device of this rank, and the backends that suit the machine."""
 
 import logging
+import math
 import os
 import sys
 from datetime import timedelta
@@ -12,13 +13,14 @@ import torch.distributed as dist
 from zeropp.errors import InputError
 from zeropp.ranks.topology import Environment
 
-BOTH = "cpu:gloo,cuda:nccl"  # numbers of the hosts do not wait for the GPUs
+# Collectives of CPU tensors do not wait for the GPUs.
+GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
 
 log = logging.getLogger("zeropp")
 
 
 def pick_device(environment: Environment) -> torch.device:
-    """This rank's GPU where there are GPUs, the CPU otherwise."""
+    """Return the GPU of this rank, after making it the current device; the CPU without GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", environment.local_rank % torch.cuda.device_count())
@@ -26,43 +28,49 @@ def pick_device(environment: Environment) -> torch.device:
     return device
 
 
-def choose_backend(environment: Environment, num_gpus: int, wanted: str | None) -> str:
-    """`wanted`, or what suits a machine of `num_gpus` GPUs, in torch's spelling.
+def choose_backend(environment: Environment, num_gpus: int, requested: str | None) -> str:
+    """Return `requested`, or the backend that suits a machine with `num_gpus` GPUs.
 
-    Without a GPU gloo; else NCCL for CUDA tensors with gloo beside it for CPU tensors, or gloo for
-    both where ranks share a GPU, which NCCL before 2.30 does not allow. Raises InputError for NCCL
-    without a GPU.
+    That is gloo without a GPU, else NCCL for CUDA tensors and gloo for CPU tensors. Ranks that
+    share a GPU use gloo for both, as NCCL before 2.30 does not support sharing. Raises InputError
+    for NCCL without a GPU.
     """
     if not num_gpus:
-        if wanted == "nccl":
+        if requested == "nccl":
             raise InputError("the backend nccl needs a GPU, and PyTorch sees none: use gloo")
-        return wanted or "gloo"
-    ranks_here = -(-environment.world_size // environment.machines)
-    if wanted is None and ranks_here > num_gpus:
-        log.info("%d ranks share %d GPU(s): they exchange data by gloo", ranks_here, num_gpus)
+        return requested or "gloo"
+    ranks_per_machine = math.ceil(environment.world_size / environment.machines)
+    if requested is None and ranks_per_machine > num_gpus:
+        log.info("%d ranks share %d GPU(s): they exchange data by gloo", ranks_per_machine, num_gpus)
         return "gloo"
-    return BOTH if wanted in (None, "nccl") else wanted
+    return GLOO_AND_NCCL if requested in (None, "nccl") else requested
 
 
 def start_process_group(
     environment: Environment, device: torch.device, timeout: timedelta, backend: str | None = None
 ) -> dist.Store:
-    """Join the ranks into the default process group and return the store they met at.
+    """Initialize the default process group, and return the store that its ranks share.
 
-    `backend` is torch's spelling ("gloo", "nccl", ...) or None for the one that suits the machine.
+    `backend` is a name that PyTorch knows ("gloo", "nccl", ...), or None for the one that suits the
+    machine.
     """
     num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     backend = choose_backend(environment, num_gpus, backend)
-    place = {"rank": environment.rank, "world_size": environment.world_size, "timeout": timeout}
     store = open_store(environment, timeout)
-    dist.init_process_group(backend, store=dist.PrefixStore("ranks", store), **place)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("ranks", store),
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=timeout,
+    )
     return store
 
 
 def open_store(environment: Environment, timeout: timedelta) -> dist.Store:
-    """Connect to the store through which the ranks meet, without joining a process group.
+    """Connect to the launcher's store, without joining a process group; return the store.
 
-    `timeout` also applies to later requests. Raises `dist.DistError` if the store is not there.
+    `timeout` also applies to later requests. Raises `dist.DistError` if there is no store.
     """
     if not environment.launched:
         return dist.HashStore()
@@ -71,12 +79,12 @@ def open_store(environment: Environment, timeout: timedelta) -> dist.Store:
     return store
 
 
-def leave(status: int) -> NoReturn:
-    """End this rank's process with an exit status, files written and closed, in one step.
+def exit_process(status: int) -> NoReturn:
+    """Flush logs and streams, and exit without finalizing the interpreter.
 
     A thread of gloo may still hold the last reference to a tensor, and in PyTorch 2.13 some groups
-    outlive `destroy_process_group`. Were it to let go while Python takes itself apart, the process
-    would end with SIGABRT. So Python does not take itself apart; `atexit` is not called.
+    outlive `destroy_process_group`. If the thread released it while Python is finalized, the
+    process would end with SIGABRT. `atexit` handlers are not called.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

@@ -1,7 +1,7 @@
-"""One rank of `zeropp`: runs a script or module as Python would, and ends with its launcher.
+"""The main program of a rank that `zeropp` starts: it runs a script or module as Python would.
 
-Started by path and written with the standard library alone, so that a rank imports nothing that its
-script does not need.
+It is started by its path and uses the standard library only, so that a rank imports nothing that
+its script does not need.
 """
 
 import ctypes
@@ -14,10 +14,13 @@ SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 def main(arguments: list[str]) -> None:
-    """Run `arguments`: launcher's process id, cores per rank (0: all), local rank, then either a
-    script and its arguments or `--module`, a module's name and its arguments."""
+    """Run a script or module.
+
+    `arguments` are the process id of the launcher, the number of cores per rank (0: all), the local
+    rank, and then a script with its arguments, or `--module` and a module with its arguments.
+    """
     launcher, num_cores, local_rank = (int(text) for text in arguments[:3])
-    _end_with(launcher)
+    _end_with_launcher(launcher)
     if num_cores:
         _pin_to_cores(num_cores, local_rank)
     if arguments[3] == "--module":
@@ -30,8 +33,8 @@ def main(arguments: list[str]) -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _end_with(launcher: int) -> None:
-    """Get SIGTERM when the launcher is gone, even by SIGKILL: a rank can still save then."""
+def _end_with_launcher(launcher: int) -> None:
+    """Receive SIGTERM when the launcher ends, even by SIGKILL, so that the rank can still save."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
@@ -40,7 +43,7 @@ def _end_with(launcher: int) -> None:
 
 
 def _pin_to_cores(num_cores: int, local_rank: int) -> None:
-    """Use only this rank's cores; threads and child processes inherit that."""
+    """Use only the cores of this rank; threads and child processes inherit the setting."""
     if hasattr(os, "sched_setaffinity"):
         first = num_cores * local_rank
         usable = sorted(os.sched_getaffinity(0))

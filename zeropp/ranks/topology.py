@@ -1,7 +1,8 @@
-"""Where this process stands among the others: the only place that reads the environment.
+"""The place of this process among the ranks, as the launcher describes it in the environment.
 
-Launchers (torchrun, `zeropp`, Slurm through torchrun) describe each process by four variables;
-without them there is one rank. A *node* is the set of ranks with fast links to each other.
+Launchers (torchrun, `zeropp`, Slurm through torchrun) describe each process by environment
+variables; without them there is one rank. A *node* is a set of ranks with fast links to each
+other. No other module reads the environment.
 """
 
 import os
@@ -12,9 +13,10 @@ from zeropp.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """One process's place: `rank` of `world_size`, `local_rank` of `local_world_size` on a node.
+    """The process is rank `rank` of `world_size`, and `local_rank` of `local_world_size` on its node.
 
-    `machines` is how many computers the ranks are spread over; a node may be a part of one.
+    `machines` is the number of computers that run the ranks; a node may be a part of one.
+    `launched` is whether a launcher started the process.
     """
 
     rank: int = 0
@@ -26,12 +28,15 @@ class Environment:
 
     @classmethod
     def read(cls) -> "Environment":
-        """The place the launcher gave this process; one rank where there was no launcher."""
+        """Return the environment that the launcher set; a single rank without a launcher.
+
+        Raises InputError if a variable is not a number, or RANK is not below WORLD_SIZE.
+        """
         if "WORLD_SIZE" not in os.environ:
             return cls()
         world_size = _number("WORLD_SIZE")
         local_world_size = _number("LOCAL_WORLD_SIZE", default=world_size)
-        place = cls(
+        environment = cls(
             rank=_number("RANK"),
             world_size=world_size,
             local_rank=_number("LOCAL_RANK"),
@@ -39,25 +44,25 @@ class Environment:
             machines=_number("GROUP_WORLD_SIZE", default=-(-world_size // local_world_size)),
             launched=True,
         )
-        if not 0 <= place.rank < world_size:
-            raise InputError(f"RANK={place.rank} is not below WORLD_SIZE={world_size}")
-        return place
+        if not 0 <= environment.rank < world_size:
+            raise InputError(f"RANK={environment.rank} is not below WORLD_SIZE={world_size}")
+        return environment
 
 
-def cores() -> list[int]:
-    """The numbers of the cores that this process may use."""
+def usable_cores() -> list[int]:
+    """Return the numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def share_cores(num_ranks: int) -> None:
-    """Give each of the ranks that this process starts its share of the cores, unless told."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores()) // num_ranks)))
+    """Divide the cores among the ranks that this process starts, unless OMP_NUM_THREADS is set."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(usable_cores()) // num_ranks)))
 
 
-def one_rust_thread() -> None:
-    """Let libraries written in Rust (tokenizers) use one thread; before the first use of one."""
+def use_one_rust_thread() -> None:
+    """Limit libraries written in Rust (tokenizers) to one thread; call it before their first use."""
     os.environ["RAYON_NUM_THREADS"] = "1"
 
 

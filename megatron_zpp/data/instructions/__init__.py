@@ -1,1 +1,1 @@
-"""Examples to fine-tune on, packed into rows, with the loss on the answers."""
+"""Fine-tuning examples, packed into rows, with a loss on the answers only."""

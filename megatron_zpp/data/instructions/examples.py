@@ -1,6 +1,6 @@
-"""Examples to fine-tune on, from files with a JSON object a line.
+"""Read fine-tuning examples from files with one JSON object per line.
 
-An example is a prompt with its answer, or a text. `FORMS` are the names that its fields may have.
+An example is a prompt with its answer, or a text. `FIELD_PAIRS` are possible names of the fields.
 """
 
 import json
@@ -11,83 +11,93 @@ from typing import Any
 
 from zeropp.errors import InputError
 
-# Prompt and answer, the first form that fits; a text is its own form.
-FORMS = (("prompt", "answer"), ("prompt", "completion"), ("question", "answer"))
+# Prompt and answer; the first pair that an object has is used.
+FIELD_PAIRS = (("prompt", "answer"), ("prompt", "completion"), ("question", "answer"))
 INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
 TEXT = "text"
 BLANK_LINE = "\n\n"  # after an instruction and after its input
-WANTED = "prompt and answer (or completion), instruction, input and output, or text"
+EXPECTED = "prompt and answer (or completion), instruction, input and output, or text"
 BOM = b"\xef\xbb\xbf"
-SHOWN = 60  # characters of a bad line
+MAX_SHOWN = 60  # characters of an invalid line that an error message shows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """A prompt and the answer to learn; without a prompt `answer` is a text, all to be learned."""
+    """A prompt with its answer; if the prompt is None, `answer` is a text.
 
-    where: str
+    `location` is the file and the line, for error messages.
+    """
+
+    location: str
     prompt: str | None
     answer: str
 
 
 def read_examples(paths: Sequence[str]) -> Iterator[Example]:
-    """Every example of the files, in their order; InputError names the file and the line."""
+    """Yield all examples in the order of the files; InputError names the file and the line."""
     for path in paths:
-        for where, fields in read_objects(path):
-            yield _example(fields, where)
+        for location, fields in read_objects(path):
+            yield _parse_example(fields, location)
 
 
 def read_objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """File and line, and the JSON object that stands there; blank lines are left out."""
+    """Yield the location (file and line) of each JSON object, and the object.
+
+    Blank lines are skipped. Raises InputError for a line that is not an object.
+    """
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 line = line.removeprefix(BOM) if number == 1 else line
                 if line.strip():
-                    where = f"{path}, line {number}"
-                    yield where, _object(line, where)
+                    location = f"{path}, line {number}"
+                    yield location, _parse_object(line, location)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; expected a file of examples") from error
 
 
-def text_of(fields: dict[str, Any], name: str, where: str) -> str:
-    """A field that must be a text; InputError if it is something else."""
+def text_field(fields: dict[str, Any], name: str, location: str) -> str:
+    """Return a field that must be a string; raise InputError if it is something else."""
     value = fields[name]
     if not isinstance(value, str):
-        raise InputError(f"{where}: {name!r} holds {json.dumps(value)[:SHOWN]}, expected a string")
+        raise InputError(f"{location}: {name!r} holds {json.dumps(value)[:MAX_SHOWN]}, expected a string")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"{where}: {name!r} has half of a surrogate pair at character {error.start}"
+            f"{location}: {name!r} has half of a surrogate pair at character {error.start}"
         ) from error
     return value
 
 
-def _object(line: bytes, where: str) -> dict[str, Any]:
+def _parse_object(line: bytes, location: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        shown = line[:SHOWN].decode(errors="replace").rstrip()
-        raise InputError(f"{where}: not JSON ({error}): {shown}") from error
+        excerpt = line[:MAX_SHOWN].decode(errors="replace").rstrip()
+        raise InputError(f"{location}: not JSON ({error}): {excerpt}") from error
     if not isinstance(fields, dict):
-        raise InputError(f"{where}: expected a JSON object, got {json.dumps(fields)[:SHOWN]}")
+        raise InputError(f"{location}: expected a JSON object, got {json.dumps(fields)[:MAX_SHOWN]}")
     return fields
 
 
-def _example(fields: dict[str, Any], where: str) -> Example:
-    pair = next((form for form in FORMS if all(name in fields for name in form)), None)
-    if pair:
-        prompt, name = text_of(fields, pair[0], where), pair[1]
+def _parse_example(fields: dict[str, Any], location: str) -> Example:
+    pairs = [pair for pair in FIELD_PAIRS if all(name in fields for name in pair)]
+    if pairs:
+        prompt_name, answer_name = pairs[0]
+        prompt = text_field(fields, prompt_name, location)
     elif INSTRUCTION in fields and OUTPUT in fields:
-        asked = [text_of(fields, one, where) for one in (INSTRUCTION, INPUT) if fields.get(one)]
-        prompt, name = "".join(part + BLANK_LINE for part in asked), OUTPUT
+        answer_name = OUTPUT
+        prompt = ""
+        for name in (INSTRUCTION, INPUT):
+            if fields.get(name):
+                prompt += text_field(fields, name, location) + BLANK_LINE
     elif TEXT in fields:
-        prompt, name = None, TEXT
+        prompt, answer_name = None, TEXT
     else:
-        found = ", ".join(map(repr, fields)) or "none"
-        raise InputError(f"{where}: expected {WANTED}; its fields are {found}")
-    answer = text_of(fields, name, where)
+        names = ", ".join(map(repr, fields)) or "none"
+        raise InputError(f"{location}: expected {EXPECTED}; its fields are {names}")
+    answer = text_field(fields, answer_name, location)
     if not answer.strip():
-        raise InputError(f"{where}: {name!r} is empty: there is nothing to learn from it")
-    return Example(where=where, prompt=prompt, answer=answer)
+        raise InputError(f"{location}: {answer_name!r} is empty: there is nothing to learn from it")
+    return Example(location=location, prompt=prompt, answer=answer)

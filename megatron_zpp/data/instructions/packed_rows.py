@@ -1,8 +1,8 @@
-"""Examples of different lengths in rows of one length, as few as best-fit decreasing finds.
+"""Pack examples of different lengths into rows of the same length, by best-fit decreasing.
 
-The longest comes first, each goes where it leaves least space, and the order of equals is kept: the
-same lengths give the same rows, at most 11/9 of the fewest that there can be, and 4 (Johnson and
-others, 1974, Worst-case performance bounds for simple one-dimensional packing algorithms).
+The examples are placed in order of decreasing length, each into the row in which it leaves the
+least space. The result is deterministic, and has at most 11/9 of the fewest possible rows, plus 4
+(Johnson et al., 1974, Worst-case performance bounds for simple one-dimensional packing algorithms).
 """
 
 from bisect import bisect_left, insort
@@ -11,26 +11,29 @@ import numpy as np
 
 
 def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """For each row of `capacity` tokens the numbers of its examples, of `lengths` int64 [n]."""
+    """Return the numbers of the examples in each row.
+
+    A row has space for `capacity` tokens; `lengths` int64 [n] are the tokens of the examples.
+    """
     assert not len(lengths) or 0 < lengths.min() <= lengths.max() <= capacity
     rows: list[list[int]] = []
-    by_space: dict[int, list[int]] = {}  # rows with so much space
-    spaces: list[int] = []  # those that any row has, sorted
+    rows_by_space: dict[int, list[int]] = {}  # rows that have the same number of free tokens
+    spaces: list[int] = []  # the keys of `rows_by_space`, sorted
     for example in np.argsort(-lengths, kind="stable").tolist():
         length, space, row = int(lengths[example]), capacity, len(rows)
-        place = bisect_left(spaces, length)
-        if place == len(spaces):
+        best = bisect_left(spaces, length)
+        if best == len(spaces):
             rows.append([])
         else:
-            space = spaces[place]
-            row = by_space[space].pop()
-            if not by_space[space]:
-                del spaces[place]
+            space = spaces[best]
+            row = rows_by_space[space].pop()
+            if not rows_by_space[space]:
+                del spaces[best]
         rows[row].append(example)
-        left = space - length
-        if left:
-            same = by_space.setdefault(left, [])
-            if not same:
-                insort(spaces, left)
-            same.append(row)
+        remaining = space - length
+        if remaining:
+            rows_with_remaining = rows_by_space.setdefault(remaining, [])
+            if not rows_with_remaining:
+                insort(spaces, remaining)
+            rows_with_remaining.append(row)
     return rows

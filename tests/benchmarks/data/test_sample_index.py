@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.data.compiled_index import native
+from megatron_zpp.data.native_index import native_index
 from tests.benchmarks.started import run_benchmark
 
 
-@pytest.mark.skipif(native() is None, reason="csrc/ is not built here")
+@pytest.mark.skipif(native_index() is None, reason="csrc/ is not built here")
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     flags = f"--documents 1000 --epochs 3 --rounds 2 --json {path}"

@@ -10,9 +10,9 @@ from megatron_zpp.data.blend import (
     BlendedDataset,
     blend_in_stretches,
     blend_index,
+    count_samples,
     exhaustive_blend_index,
     parse_blend,
-    times_taken,
 )
 from megatron_zpp.data.split import normalize
 from zeropp.errors import InputError
@@ -54,7 +54,7 @@ def test_an_exhaustive_blend_takes_every_sample_once(sizes: list[int]) -> None:
 
 def test_samples_are_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK", 3)
-    assert times_taken(np.array([0, 2, 2, 0, 0, 2, 0], dtype=np.int16), 4) == [4, 0, 3, 0]
+    assert count_samples(np.array([0, 2, 2, 0, 0, 2, 0], dtype=np.int16), 4) == [4, 0, 3, 0]
 
 
 def test_items_come_from_their_datasets() -> None:

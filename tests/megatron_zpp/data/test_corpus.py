@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.data import corpus as module
-from megatron_zpp.data.corpus import Corpus, standard_library, train_tokenizer
+from megatron_zpp.data.corpus import Corpus, load_standard_library, train_tokenizer
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
@@ -63,7 +63,7 @@ def tokenizer(corpus: Corpus) -> Tokenizer:
 
 
 def build(cache: Path, library: Path, **more: int) -> Corpus:
-    return standard_library(cache, source=library, vocab_size=VOCAB_SIZE, **more)
+    return load_standard_library(cache, source=library, vocab_size=VOCAB_SIZE, **more)
 
 
 def texts(corpus: Corpus, tokenizer: Tokenizer) -> list[str]:
@@ -91,7 +91,7 @@ def test_each_source_is_one_document(corpus: Corpus, tokenizer: Tokenizer) -> No
 def test_order_is_that_of_hashes(corpus: Corpus, tokenizer: Tokenizer, library: Path) -> None:
     found = texts(corpus, tokenizer)
     assert found != sorted(found)
-    assert found == [document.text for document in module._read_documents(library, module.SEED)]
+    assert found == [document.text for document in module._read_source_files(library, module.SEED)]
 
 
 def test_held_out_documents_do_not_shape_the_tokenizer(
@@ -151,7 +151,7 @@ def test_a_build_that_fails_leaves_nothing(
         assert (folder / module.TOKENIZER).exists()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "_encode", full)
+    monkeypatch.setattr(module, "_write_dataset", full)
     with pytest.raises(InputError, match=f"{tmp_path}: No space left .*--data-cache-path"):
         build(tmp_path, library)
     assert list(tmp_path.iterdir()) == []
@@ -192,9 +192,9 @@ def test_it_says_what_it_does(
 
 def test_the_real_library() -> None:
     source = Path(sysconfig.get_path("stdlib"))
-    documents = module._read_documents(source, module.SEED)
+    documents = module._read_source_files(source, module.SEED)
     sizes = [len(document.text) for document in documents]
-    held_out = module._held_out(len(documents))
+    held_out = module._validation_range(len(documents))
     assert len(documents) > 300
     assert sum(sizes) > 5_000_000
     assert 0.03 < sum(sizes[held_out.start :]) / sum(sizes) < 0.07

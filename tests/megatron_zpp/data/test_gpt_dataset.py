@@ -12,7 +12,7 @@ import pytest
 from megatron_zpp.data.gpt_dataset import GPTDataset, build_datasets
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.data.loader import Loader
-from megatron_zpp.data.mock import MockDataset
+from megatron_zpp.data.mock_dataset import MockDataset
 from megatron_zpp.data.split import parse_split
 from megatron_zpp.settings.config import DataConfig
 from zeropp.errors import InputError

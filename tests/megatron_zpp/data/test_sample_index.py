@@ -65,7 +65,7 @@ def test_a_last_epoch_apart_comes_last(tokens: int, seq_length: int, num_samples
 @pytest.mark.parametrize("compiled", [True, False])
 def test_tokens_beyond_32_bits(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
-        monkeypatch.setattr(module, "native", lambda: None)
+        monkeypatch.setattr(module, "native_index", lambda: None)
     longest, seq_length = 2**31 - 1, 2**30 - 3
     lengths = np.array([longest, 7, longest, longest - 5, 0, longest], dtype=np.int32)
     request = SampleRequest(
@@ -82,7 +82,7 @@ def test_tokens_beyond_32_bits(compiled: bool, monkeypatch: pytest.MonkeyPatch) 
 
 def test_numpy_alone_makes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [build_sample_index(LENGTHS, REQUEST)]
-    monkeypatch.setattr(module, "native", lambda: None)
+    monkeypatch.setattr(module, "native_index", lambda: None)
     wanted.append(build_sample_index(LENGTHS, REQUEST))
     for part in ("document", "sample", "shuffle"):
         one, other = (getattr(index, part) for index in wanted)

@@ -22,7 +22,7 @@ from transformers import (
 
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
-from megatron_zpp.data.text_source import tokenizer_of
+from megatron_zpp.data.text_source import resolve_tokenizer
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.settings.config import Config, ModelConfig, TokenizerConfig
@@ -152,7 +152,7 @@ def save_own(
     model: ModelConfig, save: Path, tokenizer_config: TokenizerConfig = NUMBERS
 ) -> tuple[Path, Tokenizer]:
     """Save a checkpoint of one of our models; return its folder and its tokenizer."""
-    tokenizer = build_tokenizer(tokenizer_of(None, tokenizer_config))
+    tokenizer = build_tokenizer(resolve_tokenizer(None, tokenizer_config))
     gpt = GPT(model, tokenizer.vocab_size)
     initialize(gpt, 5, model)
     state = TrainingState(

@@ -21,7 +21,9 @@ BASE = {
 
 
 def test_adapters_are_merged_in_fp32_and_other_weights_stay():
-    merged = MergedWeights(InMemoryWeights(BASE), CheckpointAdapters(InMemoryWeights(PAIR), LORA, "checkpoint"))
+    merged = MergedWeights(
+        InMemoryWeights(BASE), CheckpointAdapters(InMemoryWeights(PAIR), LORA, "checkpoint")
+    )
     facts = merged.facts()
     assert facts.keys() == BASE.keys() and all(tensor.is_meta for tensor in facts.values())
     weight = merged.read("blocks.0.mlp.input.weight")
@@ -42,7 +44,9 @@ def test_adapters_are_merged_in_fp32_and_other_weights_stay():
 )  # fmt: skip
 def test_layers_of_another_shape_are_named(base: dict, message: str):
     with pytest.raises(InputError, match=message):
-        MergedWeights(InMemoryWeights(base), CheckpointAdapters(InMemoryWeights(PAIR), LORA, "checkpoint"))
+        MergedWeights(
+            InMemoryWeights(base), CheckpointAdapters(InMemoryWeights(PAIR), LORA, "checkpoint")
+        )
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_zpp.preprocess import chunks as source
-from megatron_zpp.preprocess.chunks import Place, chunks
+from megatron_zpp.preprocess import chunks as module
+from megatron_zpp.preprocess.chunks import Position, read_chunks
 from tests.megatron_zpp.preprocess.runs import run, texts_of
 from zeropp.errors import InputError
 
@@ -66,17 +66,19 @@ def test_every_kind_of_file_gives_the_same_documents(
 def test_reading_goes_on_from_any_place(
     tmp_path: Path, write: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "CHUNK_BYTES", 5000)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 5000)
     path = write(tmp_path / "a.jsonl")
-    whole = list(chunks([path], ["text"], Place()))
+    whole = list(read_chunks([path], ["text"], Position()))
     assert len(whole) > 10
-    assert whole[-1].read >= path.stat().st_size * 0.9
+    assert whole[-1].bytes_read >= path.stat().st_size * 0.9
     for number in (0, 4, len(whole) - 2, len(whole) - 1):
-        rest = list(chunks([path], ["text"], whole[number].end))
+        rest = list(read_chunks([path], ["text"], whole[number].end))
         expected = whole[number + 1 :]
-        assert b"".join(c.data for c in rest) == b"".join(c.data for c in expected)
-        assert [r for c in rest for r in c.rows] == [r for c in expected for r in c.rows]
-        assert [c.first for c in rest[:1]] == [c.first for c in expected[:1]]
+        assert b"".join(chunk.data for chunk in rest) == b"".join(chunk.data for chunk in expected)
+        assert [row for chunk in rest for row in chunk.rows] == [
+            row for chunk in expected for row in chunk.rows
+        ]
+        assert [chunk.first for chunk in rest[:1]] == [chunk.first for chunk in expected[:1]]
     first = [chunk.first for chunk in whole[:2]]
     assert first == [1, 1 + (whole[0].data.count(b"\n") or len(whole[0].rows))]
 
@@ -85,11 +87,11 @@ def test_reading_goes_on_from_any_place(
 def test_a_worker_reads_a_plain_file_itself(
     tmp_path: Path, write: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "CHUNK_BYTES", 5000)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 5000)
     path = write(tmp_path / "a.jsonl")
     if write is json_lines:
-        path.write_bytes(source.BOM + path.read_bytes())
-    given = list(chunks([path], ["text"], Place()))
+        path.write_bytes(module.BOM + path.read_bytes())
+    given = list(read_chunks([path], ["text"], Position()))
     sent = [pickle.dumps(chunk) for chunk in given]
     assert (max(map(len, sent)) < 1000) is (write is json_lines)
     assert b"".join(pickle.loads(one).content() for one in sent) == _lines()
@@ -116,7 +118,7 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("a.jsonl.gz", gzip.compress(_lines())[:-20], "damaged or cut off (Compressed file ended"),
         ("a.jsonl.gz", b"plain", "damaged or cut off (Not a gzipped file"),
@@ -128,23 +130,23 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_file_is_named_and_nothing_is_left(
-    tmp_path: Path, name: str, content: bytes, said: str
+    tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
     path = _written(tmp_path / name, content)
     with pytest.raises(InputError) as caught:
         run(path, tmp_path / "x")
-    assert str(path) in str(caught.value) and said in str(caught.value)
+    assert str(path) in str(caught.value) and message in str(caught.value)
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_table_without_the_column_or_with_numbers(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"title": ["a", None], "n": [1, 2]}), path)
-    for key, said in (
+    for key, message in (
         ("text", "no column 'text' (its columns: title, n)"),
         ("n", "a.parquet, row 1: 'n' holds 1, expected a string"),
         ("title", "a.parquet, row 2: 'title' holds null, expected a string"),
     ):
         with pytest.raises(InputError) as caught:
             run(path, tmp_path / "x", json_keys=(key,))
-        assert said in str(caught.value)
+        assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""Lines of JSON: texts as json reads them, whichever library does, and what is said of others."""
+"""Lines of JSON: texts as json reads them, whichever library does, and what is message of others."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.preprocess.chunks import Chunk, Place
-from megatron_zpp.preprocess.documents import Document, documents
+from megatron_zpp.preprocess.chunks import Chunk, Position
+from megatron_zpp.preprocess.documents import Document, parse_documents
 from zeropp.errors import InputError
 
 TEXTS = st.text(st.characters(codec="utf-8"))
@@ -20,9 +20,9 @@ VALUES = st.recursive(
 
 def read(*lines: bytes) -> list[Document | InputError | None]:
     data = b"\n".join(lines) + b"\n"
-    end = Place(file=1)
-    chunk = Chunk(path=Path("a.jsonl"), first=7, data=data, size=len(data), end=end, read=len(data))
-    return list(documents(chunk, ["text"]))
+    end = Position(file=1)
+    chunk = Chunk(path=Path("a.jsonl"), first=7, data=data, size=len(data), end=end, bytes_read=len(data))
+    return list(parse_documents(chunk, ["text"]))
 
 
 @settings(max_examples=200, deadline=None)
@@ -35,11 +35,11 @@ def test_the_text_is_the_one_that_was_written(others: dict, text: str, ascii_onl
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1" * 100, "1e999", "-0.0"])
 def test_numbers_that_only_json_allows_are_no_mistake(number: str) -> None:
     (document,) = read(f'{{"n": {number}, "text": "a"}}'.encode())
-    assert document.texts == (["a"],) and document.where == "a.jsonl, line 7"
+    assert document.texts == (["a"],) and document.location == "a.jsonl, line 7"
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         (b'{"text": "a"', "a.jsonl, line 8: not JSON (Expecting ',' delimiter: line 1 column 13"),
         (b'{"text": "\\ud800"}', "a.jsonl, line 8: half of a surrogate pair, '\\ud800', at"),
@@ -50,7 +50,7 @@ def test_numbers_that_only_json_allows_are_no_mistake(number: str) -> None:
         (b'{"text": 1}', "a.jsonl, line 8: 'text' holds 1, expected a string"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_line(line: bytes, said: str) -> None:
+def test_what_is_wrong_is_said_with_its_line(line: bytes, message: str) -> None:
     blank, wrong, right = read(b" ", line, b'{"text": "a"}')
     assert blank is None and right.texts == (["a"],)
-    assert isinstance(wrong, InputError) and str(wrong).startswith(said)
+    assert isinstance(wrong, InputError) and str(wrong).startswith(message)

@@ -210,7 +210,7 @@ def test_what_does_not_fit_the_ranks_ends_before_data_is_opened(
     path.write_text(json.dumps({"zero_optimization": zero, "zeropp": nodes}))
     opened = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_zpp.train.inputs.open_source", lambda *_: opened.append(True))
+        patch.setattr("megatron_zpp.train.inputs.resolve_data", lambda *_: opened.append(True))
         with pytest.raises(InputError, match=message):
             with built_run(f"{BATCH} --train-iters 1 --deepspeed_config {path}"):
                 pass

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from zeropp.ranks.launcher import main
-from zeropp.ranks.topology import cores
+from zeropp.ranks.topology import usable_cores
 
 ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 90  # importing torch in the launcher and its ranks, on a busy machine
@@ -129,7 +129,7 @@ def test_every_rank_runs_the_script_as_python_would(start: Callable, tmp_path: P
     threads = max(1, len(os.sched_getaffinity(0)) // 4)
     assert sorted(output.splitlines()) == [
         f"RANK={rank} WORLD_SIZE=4 LOCAL_RANK={rank} LOCAL_WORLD_SIZE=2 OMP_NUM_THREADS={threads} "
-        f"cores={cores()} __main__ ['--num-layers', '2', '--num_ranks'] {tmp_path}"
+        f"cores={usable_cores()} __main__ ['--num-layers', '2', '--num_ranks'] {tmp_path}"
         for rank in range(4)
     ]
 
@@ -154,13 +154,13 @@ def test_every_rank_runs_a_module_as_python_would(start: Callable, tmp_path: Pat
 
 
 def test_ranks_are_pinned_to_their_own_cores_on_request(start: Callable) -> None:
-    count = min(2, len(cores()))
+    count = min(2, len(usable_cores()))
     process = start("show", "--num_ranks", str(count), "--bind_cores_to_rank")
     output, errors = process.communicate(timeout=START_SECONDS)
     assert (process.returncode, errors) == (0, "")
-    share = len(cores()) // count
+    share = len(usable_cores()) // count
     for rank, line in enumerate(sorted(output.splitlines())):
-        assert f"cores={cores()[rank * share : (rank + 1) * share]} " in line
+        assert f"cores={usable_cores()[rank * share : (rank + 1) * share]} " in line
 
 
 def test_a_rank_that_exits_ends_the_others_and_is_named(start: Callable, tmp_path: Path) -> None:

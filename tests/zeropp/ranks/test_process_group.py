@@ -6,32 +6,32 @@ import sys
 import pytest
 
 from zeropp.errors import InputError
-from zeropp.ranks.process_group import BOTH, choose_backend
+from zeropp.ranks.process_group import GLOO_AND_NCCL, choose_backend
 from zeropp.ranks.topology import Environment
 
 
-def place(world_size: int, **parts: int) -> Environment:
-    return Environment(world_size=world_size, **parts)
+def environment(world_size: int, **fields: int) -> Environment:
+    return Environment(world_size=world_size, **fields)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "machines", "num_gpus", "wanted", "expected"),
+    ("ranks", "machines", "num_gpus", "requested", "expected"),
     [
         (4, 1, 0, None, "gloo"),
-        (4, 1, 4, None, BOTH),
-        (16, 2, 8, None, BOTH),
+        (4, 1, 4, None, GLOO_AND_NCCL),
+        (16, 2, 8, None, GLOO_AND_NCCL),
         (4, 1, 1, None, "gloo"),  # NCCL refuses two ranks on one GPU
-        (4, 1, 1, "nccl", BOTH),  # asked for: NCCL 2.30 can be told to allow it
+        (4, 1, 1, "nccl", GLOO_AND_NCCL),  # asked for: NCCL 2.30 can be told to allow it
         (4, 1, 4, "gloo", "gloo"),
     ],
 )
 def test_backend(ranks, machines, num_gpus, requested, expected):
-    assert choose_backend(place(ranks, machines=machines), num_gpus, requested) == expected
+    assert choose_backend(environment(ranks, machines=machines), num_gpus, requested) == expected
 
 
 def test_nccl_without_a_gpu():
     with pytest.raises(InputError, match="nccl needs a GPU"):
-        choose_backend(place(2), 0, "nccl")
+        choose_backend(environment(2), 0, "nccl")
 
 
 def test_nodes_smaller_than_the_machine_do_not_hide_how_many_ranks_it_has():
@@ -39,18 +39,18 @@ def test_nodes_smaller_than_the_machine_do_not_hide_how_many_ranks_it_has():
     assert choose_backend(nodes_of_two, 2, None) == "gloo"
 
 
-LEAVING = """
+SCRIPT = """
 import atexit, logging, sys, threading
-from zeropp.ranks.process_group import leave
-atexit.register(print, "Python took itself apart")
+from zeropp.ranks.process_group import exit_process
+atexit.register(print, "Python was finalized")
 threading.Thread(target=threading.Event().wait).start()  # would be waited for, forever
 logging.getLogger().addHandler(logging.StreamHandler(sys.stdout))
 print("all of it")
 logging.warning("and this")
-leave(3)
+exit_process(3)
 """
 
 
-def test_leaving_writes_everything_and_waits_for_no_thread():
-    done = subprocess.run([sys.executable, "-c", LEAVING], stdout=subprocess.PIPE, text=True)
+def test_exiting_writes_everything_and_waits_for_no_thread():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
     assert (done.returncode, done.stdout) == (3, "all of it\nand this\n")

@@ -40,7 +40,7 @@ def test_files_in_their_order_without_blank_lines(tmp_path: Path) -> None:
     two = write(tmp_path / "a.jsonl", {"text": "3"})
     found = list(read_examples([one, two]))
     assert [example.answer for example in found] == ["1", "2", "3"]
-    assert found[1].where == f"{one}, line 3"
+    assert found[1].location == f"{one}, line 3"
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.data import compiled_index as module
+from megatron_zpp.data import native_index as module
 from megatron_zpp.data.blend import blend_in_stretches
-from megatron_zpp.data.compiled_index import NativeIndex, native
-from megatron_zpp.data.sample_index import fill_starts
+from megatron_zpp.data.native_index import NativeIndex, native_index
+from megatron_zpp.data.sample_index import sample_starts
 from megatron_zpp.data.split import normalize
 from zeropp.native import library
 
 
 @pytest.fixture(scope="module")
 def loops() -> NativeIndex:
-    built = native()
+    built = native_index()
     if built is None:
         pytest.skip("csrc/ is not built here: make setup builds it where there is a compiler")
     return built
@@ -56,8 +56,8 @@ def test_places_are_numpys(loops, lengths: list, seq_length: int, epochs: int, k
     rows = (int(lengths.sum()) * epochs - 1) // seq_length + 1
     found, expected = np.full((rows, 2), -1, dtype=kind), np.full((rows, 2), -1, dtype=kind)
     unaligned = np.frombuffer(b"..." + lengths.tobytes(), dtype=np.int32, offset=3)
-    loops.starts(unaligned, document.astype(np.int32), seq_length, found)
-    fill_starts(lengths, document, seq_length, expected)
+    loops.sample_starts(unaligned, document.astype(np.int32), seq_length, found)
+    sample_starts(lengths, document, seq_length, expected)
     assert (found == expected).all()
 
 
@@ -79,12 +79,12 @@ def test_a_dataset_that_is_used_up_drops_out(loops: NativeIndex) -> None:
 def test_without_a_library_it_says_so_and_numpy_does_the_work(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(module, "FOLDER", tmp_path)
     with caplog.at_level(logging.INFO, "megatron_zpp"):
-        assert native.__wrapped__() is None
+        assert native_index.__wrapped__() is None
     assert "built by NumPy" in caplog.text and "csrc/ was not built" in caplog.text
 
 
 def test_a_library_of_other_sources_is_not_used(loops, monkeypatch, caplog) -> None:
     monkeypatch.setattr(library, "expected_hash", lambda: "0" * 64)
     with caplog.at_level(logging.INFO, "megatron_zpp"):
-        assert native.__wrapped__() is None
+        assert native_index.__wrapped__() is None
     assert "was built from other sources; install again (make setup)" in caplog.text

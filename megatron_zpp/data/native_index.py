@@ -1,4 +1,4 @@
-"""The compiled loops of csrc/index/, where they were built; elsewhere NumPy does their work."""
+"""The compiled loops of csrc/index/, if they were built; otherwise NumPy is used instead."""
 
 import ctypes
 import logging
@@ -20,35 +20,37 @@ FUNCTIONS = MappingProxyType({
     # shares, limits, number of datasets, size, dataset, sample
     "zpp_index_blend": (ADDRESS, ADDRESS, INT, INT, ADDRESS, ADDRESS),
 })  # fmt: skip
-MAX_SHUFFLED = 1 << 31  # above it partners of a shuffle would need more than 32 bits
+MAX_SHUFFLED = 1 << 31  # a longer array would need more than 32 random bits for each swap
 
 log = logging.getLogger("megatron_zpp")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NativeIndex:
-    """The functions of the library; all arrays are contiguous."""
+    """The functions of the library."""
 
     library: ctypes.CDLL
 
-    def shuffle(self, data: np.ndarray, random: np.random.RandomState) -> None:
-        """`random.shuffle(data)` for data of 4-byte elements [n], in place; the same order."""
-        assert data.itemsize == 4 and data.flags.c_contiguous and len(data) <= MAX_SHUFFLED
-        name, key, position, *normal = random.get_state()
-        key, moved = np.ascontiguousarray(key, dtype=np.uint32).copy(), ctypes.c_int32(position)
+    def shuffle(self, array: np.ndarray, random: np.random.RandomState) -> None:
+        """Shuffle a contiguous array [n] of 4-byte elements in place, as `random.shuffle` does."""
+        assert array.itemsize == 4 and array.flags.c_contiguous and len(array) <= MAX_SHUFFLED
+        name, key, position, *gauss_state = random.get_state()
+        key = np.ascontiguousarray(key, dtype=np.uint32).copy()
+        new_position = ctypes.c_int32(position)
         self.library.zpp_index_shuffle(
-            data.ctypes.data, len(data), key.ctypes.data, ctypes.byref(moved)
+            array.ctypes.data, len(array), key.ctypes.data, ctypes.byref(new_position)
         )
-        random.set_state((name, key, moved.value, *normal))
+        random.set_state((name, key, new_position.value, *gauss_state))
 
-    def starts(
+    def sample_starts(
         self, lengths: np.ndarray, document: np.ndarray, seq_length: int, out: np.ndarray
     ) -> None:
-        """Fill `out` [n + 1, 2], int32 or int64, with the places of every seq_length-th token.
+        """Fill `out` [n + 1, 2], int32 or int64, with the start of each sample.
 
-        `lengths` int32 [sequences], `document` int32 [E * docs] of numbers below `len(lengths)`.
+        lengths: int32 [sequences]. document: int32 [E * docs], indices of `lengths`. A row of `out`
+        is an index of `document` and a token in that sequence; see `sample_index.sample_starts`.
         """
-        lengths = np.require(lengths, np.int32, ["C", "A"])  # in a mapped .idx it is not aligned
+        lengths = np.require(lengths, np.int32, ["C", "A"])  # not aligned in a mapped .idx file
         document = np.ascontiguousarray(document, dtype=np.int32)
         self.library.zpp_index_starts(
             *(lengths.ctypes.data, document.ctypes.data, len(document), seq_length),
@@ -58,23 +60,27 @@ class NativeIndex:
     def blend(
         self, shares: np.ndarray, size: int, limits: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Dataset int16 [size] and its sample int64 [size]; see `blend.blend_index`.
+        """Return the dataset int16 [size] and its sample int64 [size]; see `blend.blend_index`.
 
-        `shares` float64 [n] add up to 1; a dataset drops out after `limits` int64 [n] samples.
+        shares: float64 [n], which add up to 1. limits: int64 [n], the number of samples after which
+        each dataset is exhausted.
         """
         dataset, sample = np.empty(size, dtype=np.int16), np.empty(size, dtype=np.int64)
         shares = np.ascontiguousarray(shares, dtype=np.float64)
-        limits = None if limits is None else np.ascontiguousarray(limits, dtype=np.int64)
+        limits_address = None
+        if limits is not None:
+            limits = np.ascontiguousarray(limits, dtype=np.int64)
+            limits_address = limits.ctypes.data
         self.library.zpp_index_blend(
-            *(shares.ctypes.data, None if limits is None else limits.ctypes.data, len(shares)),
+            *(shares.ctypes.data, limits_address, len(shares)),
             *(size, dataset.ctypes.data, sample.ctypes.data),
         )
         return dataset, sample
 
 
 @cache
-def native() -> NativeIndex | None:
-    """The compiled loops, or `None` if there are none to use; says so once, at INFO."""
+def native_index() -> NativeIndex | None:
+    """Return the compiled loops, or None if they cannot be used, which is logged once."""
     try:
         return NativeIndex(library=load(FOLDER, "_index", FUNCTIONS))
     except LibraryError as error:

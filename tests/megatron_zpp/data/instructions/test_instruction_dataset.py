@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_zpp.data.instructions.dataset import build_instructions
+from megatron_zpp.data.instructions.instruction_dataset import build_instructions
 from megatron_zpp.data.loader import Batch, Loader
-from megatron_zpp.data.text_source import open_source
+from megatron_zpp.data.text_source import resolve_data
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.settings.config import DataConfig, ModelConfig, TokenizerConfig
@@ -241,10 +241,10 @@ def test_bad_input(lines: list, tokenizer: Tokenizer, said: str, tmp_path: Path)
 def test_documents_are_kept_apart_and_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "megatron_zpp")
     numbers = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=50)
-    data, _ = open_source(DataConfig(data_path=("a.jsonl",)), numbers)
+    data, _ = resolve_data(DataConfig(data_path=("a.jsonl",)), numbers)
     assert data.reset_attention_mask and data.reset_position_ids
     assert caplog.text.count("keep them apart") == 1
     caplog.clear()
-    assert open_source(data, numbers)[0] == data and not caplog.text
+    assert resolve_data(data, numbers)[0] == data and not caplog.text
     plain = DataConfig(data_path=("a",))
-    assert open_source(plain, numbers)[0] == plain
+    assert resolve_data(plain, numbers)[0] == plain

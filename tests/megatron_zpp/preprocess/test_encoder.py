@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.preprocess import encode
+from megatron_zpp.preprocess import encoder
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.base import END_OF_DOCUMENT
@@ -69,8 +69,8 @@ def test_invalid_lines_are_counted_and_the_first_is_named(
     source = tmp_path / "a.jsonl"
     source.write_bytes(b'{"text": "a"}\n' + b"\n".join(BAD_LINES) + b'\n{"text": "b"}\n')
     assert texts_of(run(source, tmp_path / "x", skip_invalid=True)) == ["a", "b"]
-    said = capsys.readouterr().out
-    assert f"5 invalid documents skipped; the first: {source}, line 2: not JSON" in said
+    message = capsys.readouterr().out
+    assert f"5 invalid documents skipped; the first: {source}, line 2: not JSON" in message
 
 
 def test_what_the_tokenizer_refuses_is_invalid_for_all_keys(
@@ -133,7 +133,7 @@ def test_other_ids_of_the_faster_library_end_the_run(
     exact = FastGPT2.encode_flat
     source = tmp_path / "a.jsonl"
     source.write_text(json.dumps({"text": TEXTS[0]}) + "\n")
-    monkeypatch.setattr(encode.FastGPT2, "encode_flat", wrong)
+    monkeypatch.setattr(encoder.FastGPT2, "encode_flat", wrong)
     for skip in (False, True):
         with pytest.raises(InputError, match=r"line 1 and what follows: fastokens makes other ids"):
             run(source, tmp_path / "x", config_of(bpe), bpe_library="fastokens", skip_invalid=skip)

@@ -1,0 +1,210 @@
+"""Tokenize the documents of a chunk, in a worker process.
+
+The ids of the faster library (`--bpe-library fastokens`) are compared with those of tiktoken: on
+many texts of the first chunk, then on a few texts of every `COMPARE_INTERVAL`-th chunk.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_zpp.data.indexed_dataset import token_dtype
+from megatron_zpp.preprocess.chunks import Chunk
+from megatron_zpp.preprocess.documents import BLANK, Document, parse_documents
+from megatron_zpp.preprocess.sentences import split_sentences
+from megatron_zpp.settings.config import TokenizerConfig
+from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
+from megatron_zpp.tokenizer.fast_gpt2 import FASTOKENS, FastGPT2
+from zeropp.errors import InputError
+
+COMPARE_INTERVAL = 16  # chunks
+FIRST_SAMPLES = 128  # texts of the first chunk that are compared
+SAMPLES = 8  # texts of a later chunk that are compared
+SAMPLE_CHARACTERS = 2048  # of each compared text
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderSettings:
+    """The settings that a worker needs."""
+
+    tokenizer: TokenizerConfig
+    bpe_library: str
+    keys: tuple[str, ...]
+    append_eod: bool
+    split_sentences: bool
+    keep_newlines: bool
+    skip_invalid: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedTexts:
+    """The texts of one key: `ids` of all documents, concatenated; `lengths` int32, the tokens of
+    each sequence; `sequences` int32, the number of sequences of each document."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    sequences: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedChunk:
+    """A tokenized chunk, with one `EncodedTexts` for each key, and the counts of skipped lines."""
+
+    datasets: tuple[EncodedTexts, ...]
+    num_blank: int
+    num_invalid: int
+    first_invalid: str
+
+
+@functools.cache
+def cached_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """Return the tokenizer, built once in each process; a forked worker inherits it."""
+    return build_tokenizer(config)
+
+
+def load_tokenizers(settings: EncoderSettings) -> None:
+    """Build the tokenizers that `encode_chunk` uses, so that forked workers inherit them."""
+    cached_tokenizer(settings.tokenizer)
+    if settings.bpe_library == FASTOKENS:
+        _fast_tokenizer(settings.tokenizer)
+
+
+def encode_chunk(settings: EncoderSettings, number: int, chunk: Chunk) -> EncodedChunk:
+    """Tokenize the documents of chunk `number`.
+
+    Raises InputError for an invalid document, unless `settings.skip_invalid`.
+    """
+    documents, num_blank, errors = [], 0, []
+    for document in parse_documents(chunk, settings.keys):
+        if document is BLANK:
+            num_blank += 1
+        elif isinstance(document, InputError):
+            errors.append(document)
+        else:
+            documents.append(document)
+    _raise_unless_skipped(errors, settings)
+    try:
+        datasets = _encode_documents(settings, number, documents)
+    except _LibraryMismatchError:
+        raise
+    except InputError:
+        documents, tokenizer_errors = _separate_invalid(settings, documents)
+        _raise_unless_skipped(tokenizer_errors, settings)
+        errors += tokenizer_errors
+        datasets = _encode_documents(settings, number, documents)
+    return EncodedChunk(
+        datasets=datasets, num_blank=num_blank, num_invalid=len(errors),
+        first_invalid=str(errors[0]) if errors else "",
+    )  # fmt: skip
+
+
+class _LibraryMismatchError(InputError):
+    """The faster library returns other ids than tiktoken; no document is to blame."""
+
+
+def _raise_unless_skipped(errors: Sequence[InputError], settings: EncoderSettings) -> None:
+    if errors and not settings.skip_invalid:
+        raise errors[0]
+
+
+def _separate_invalid(
+    settings: EncoderSettings, documents: Sequence[Document]
+) -> tuple[list[Document], list[InputError]]:
+    """Return the documents that the tokenizer accepts, and the errors of the others."""
+    tokenizer, valid, errors = cached_tokenizer(settings.tokenizer), [], []
+    for document in documents:
+        try:
+            for texts in document.texts:
+                _check_range(tokenizer.encode_flat(texts)[0], tokenizer)
+            valid.append(document)
+        except InputError as error:
+            errors.append(InputError(f"{document.location}: {error}"))
+    return valid, errors
+
+
+def _encode_documents(
+    settings: EncoderSettings, number: int, documents: Sequence[Document]
+) -> tuple[EncodedTexts, ...]:
+    return tuple(
+        _encode_key(settings, number, documents, key_index)
+        for key_index in range(len(settings.keys))
+    )
+
+
+def _encode_key(
+    settings: EncoderSettings, number: int, documents: Sequence[Document], key_index: int
+) -> EncodedTexts:
+    """Tokenize the texts of one key."""
+    tokenizer = cached_tokenizer(settings.tokenizer)
+    texts_by_document = [document.texts[key_index] for document in documents]
+    if settings.split_sentences:
+        texts_by_document = [
+            _sentences(texts, settings.keep_newlines) for texts in texts_by_document
+        ]
+    texts = [text for document_texts in texts_by_document for text in document_texts]
+    if settings.bpe_library == FASTOKENS:
+        _compare_libraries(settings, number, texts, documents[0].location if documents else "")
+        ids, counts = _fast_tokenizer(settings.tokenizer).encode_flat(texts)
+    else:
+        ids, counts = tokenizer.encode_flat(texts)
+    _check_range(ids, tokenizer)
+    num_documents = len(documents)
+    texts_per_document = np.array([len(texts) for texts in texts_by_document], dtype=int)
+    document_of_text = np.repeat(np.arange(num_documents), texts_per_document)
+    sequences = np.bincount(document_of_text[counts > 0], minlength=num_documents)
+    lengths = counts[counts > 0]
+    dtype = token_dtype(tokenizer.vocab_size)
+    if settings.append_eod and len(lengths):
+        last_sequences = np.cumsum(sequences)[sequences > 0] - 1
+        lengths[last_sequences] += 1
+        ids = _insert_eod(ids, np.cumsum(lengths)[last_sequences] - 1, tokenizer.eod, dtype)
+    return EncodedTexts(
+        ids=ids.astype(dtype, copy=False),
+        lengths=lengths.astype(np.int32),
+        sequences=sequences.astype(np.int32),
+    )
+
+
+def _sentences(texts: Sequence[str], keep_newlines: bool) -> list[str]:
+    return [sentence for text in texts for sentence in split_sentences(text, keep_newlines)]
+
+
+def _insert_eod(ids: np.ndarray, indices: np.ndarray, eod: int, dtype: np.dtype) -> np.ndarray:
+    """Insert `eod` into `ids` [n], so that it is at `indices` [k] of the result [n + k]."""
+    result = np.empty(len(ids) + len(indices), dtype=dtype)
+    is_text = np.ones(len(result), dtype=bool)
+    is_text[indices] = False
+    result[is_text] = ids
+    result[indices] = eod
+    return result
+
+
+def _check_range(ids: np.ndarray, tokenizer: Tokenizer) -> None:
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
+        raise InputError(
+            f"a token id outside the vocabulary's {tokenizer.vocab_size} entries: {int(ids.max())}"
+        )
+
+
+def _compare_libraries(
+    settings: EncoderSettings, number: int, texts: Sequence[str], location: str
+) -> None:
+    """Raise InputError if the libraries return different ids for a sample of the texts."""
+    if number % COMPARE_INTERVAL:
+        return
+    step = max(1, len(texts) // (SAMPLES if number else FIRST_SAMPLES))
+    sample = [text[:SAMPLE_CHARACTERS] for text in texts[::step]]
+    expected_ids, expected_counts = cached_tokenizer(settings.tokenizer).encode_flat(sample)
+    ids, counts = _fast_tokenizer(settings.tokenizer).encode_flat(sample)
+    if not (np.array_equal(expected_ids, ids) and np.array_equal(expected_counts, counts)):
+        raise _LibraryMismatchError(
+            f"{location} and what follows: {FASTOKENS} makes other ids of it than tiktoken; leave "
+            f"out --bpe-library {FASTOKENS}"
+        )
+
+
+@functools.cache
+def _fast_tokenizer(config: TokenizerConfig) -> FastGPT2:
+    return FastGPT2(config.vocab_file, config.merge_file)

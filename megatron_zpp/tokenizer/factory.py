@@ -1,0 +1,80 @@
+"""Build the tokenizer that the tokenizer section of the configuration describes."""
+
+import difflib
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megatron_zpp.settings.config import TokenizerConfig
+from megatron_zpp.tokenizer.base import Tokenizer
+from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
+from megatron_zpp.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from megatron_zpp.tokenizer.hugging_face import HFTokenizer
+from megatron_zpp.tokenizer.null import NullTokenizer
+from megatron_zpp.tokenizer.sentence_piece import (
+    GPTSentencePieceTokenizer,
+    Llama2Tokenizer,
+    SentencePieceTokenizer,
+)
+from zeropp.errors import InputError
+
+
+class TokenizerType(NamedTuple):
+    """A value of --tokenizer-type, and the fields of TokenizerConfig that its class takes."""
+
+    name: str
+    build: Callable[..., Tokenizer]
+    fields: tuple[str, ...]
+
+
+TOKENIZER_TYPES = (
+    TokenizerType("GPT2BPETokenizer", GPT2BPETokenizer, ("vocab_file", "merge_file")),
+    TokenizerType("SentencePieceTokenizer", SentencePieceTokenizer, ("tokenizer_model",)),
+    TokenizerType("GPTSentencePieceTokenizer", GPTSentencePieceTokenizer, ("tokenizer_model",)),
+    TokenizerType("Llama2Tokenizer", Llama2Tokenizer, ("tokenizer_model",)),
+    TokenizerType("HFTokenizer", HFTokenizer, ("tokenizer_model",)),
+    TokenizerType("HuggingFaceTokenizer", HFTokenizer, ("tokenizer_model",)),
+    TokenizerType("ByteLevelTokenizer", ByteLevelTokenizer, ()),
+    TokenizerType("NullTokenizer", NullTokenizer, ("vocab_size",)),
+)
+FIELDS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
+
+logger = logging.getLogger("megatron_zpp")
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """Return the tokenizer that --tokenizer-type names.
+
+    Without a type, --vocab-file and --merge-file select GPT2BPETokenizer, as in Megatron.
+    Raises InputError for an unknown type, a missing flag, and invalid files.
+    """
+    name = config.tokenizer_type
+    if name is None and config.vocab_file is not None and config.merge_file is not None:
+        name = "GPT2BPETokenizer"
+    types = {tokenizer_type.name: tokenizer_type for tokenizer_type in TOKENIZER_TYPES}
+    if name not in types:
+        raise _unknown_type_error(name, list(types))
+    tokenizer_type = types[name]
+    missing = [_flag(field) for field in tokenizer_type.fields if getattr(config, field) is None]
+    if missing:
+        raise InputError(f"--tokenizer-type {name} needs {' and '.join(missing)}")
+    for field in FIELDS:
+        value = getattr(config, field)
+        if field not in tokenizer_type.fields and value is not None:
+            logger.info(
+                "%s %s has no effect with --tokenizer-type %s", *(_flag(field), value, name)
+            )
+    arguments = [getattr(config, field) for field in tokenizer_type.fields]
+    return tokenizer_type.build(*arguments, config.vocab_extra_ids)
+
+
+def _unknown_type_error(name: str | None, names: list[str]) -> InputError:
+    if name is None:
+        return InputError(f"no tokenizer: give --tokenizer-type, one of {', '.join(names)}")
+    close_matches = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {close_matches[0]}?" if close_matches else ""
+    return InputError(f"--tokenizer-type {name}: not one of {', '.join(names)}{hint}")
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
