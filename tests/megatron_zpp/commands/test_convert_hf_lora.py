@@ -250,7 +250,7 @@ def setting(**entries: object) -> callable:
         (setting(lora_alpha=math.nan), ["lora_alpha is nan; expected a number above 0"]),
         (setting(lora_alpha=math.inf), ["lora_alpha is inf; expected a number above 0"]),
         (setting(base_model_name_or_path=["x"]), ["_path is ['x']; expected a name"]),
-        (setting(use_dora=True), ["only plain LoRA is read here: use_dora is True"]),
+        (setting(use_dora=True), ["only plain LoRA is supported: use_dora is True"]),
         (setting(peft_type="IA3"), ["peft_type is 'IA3', not 'LORA'"]),
         (setting(base_model_name_or_path=None), ["its base model None is no folder here"]),
         (lambda folder: (folder / CONFIG).write_text("[]"), ["expected an object in braces"]),
