@@ -10,9 +10,9 @@ from megatron_zpp.data.blend import (
     BlendedDataset,
     blend_in_stretches,
     blend_index,
+    count_samples,
     exhaustive_blend_index,
     parse_blend,
-    count_samples,
 )
 from megatron_zpp.data.split import normalize
 from zeropp.errors import InputError
