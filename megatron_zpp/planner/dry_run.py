@@ -119,7 +119,8 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
     )
     batch = (
         f"{memory_estimate.micro_batches} micro-batches of "
-        f"{config.batch.micro_batch_size} samples of {model.seq_length} tokens on each of {sharding.num_ranks} ranks"
+        f"{config.batch.micro_batch_size} samples of {model.seq_length} tokens "
+        f"on each of {sharding.num_ranks} ranks"
     )
     memory = {"host": memory_estimate.host}
     if memory_estimate.device:

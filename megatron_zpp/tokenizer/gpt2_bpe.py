@@ -182,6 +182,7 @@ def _check_all_mergeable(
         unreachable.sort(key=vocab.__getitem__)
         examples = ", ".join(map(repr, unreachable[:MAX_SHOWN]))
         raise InputError(
-            f"--vocab-file {vocab_file}: {len(unreachable)} tokens ({examples}, ...) are made by no "
-            f"line of --merge-file {merge_file}; the files do not belong together, or one is cut off"
+            f"--vocab-file {vocab_file}: {len(unreachable)} tokens ({examples}, ...) are "
+            f"made by no line of --merge-file {merge_file}; the files do not belong together, or "
+            "one is cut off"
         )
