@@ -79,8 +79,9 @@ def test_the_memory_of_a_run_is_foretold(base, zero, tmp_path):
     larger = base.replace("--micro-batch-size 1 --global-batch-size 4", "--micro-batch-size 8")
     flags = larger + with_json(tmp_path, zero, bf16={"enabled": True}, train_batch_size=32)
     config, _ = with_pretrained_model(parse((TINY + flags).split(), 2))
-    entries, nodes = resolve_vocab_size(config.data, config.tokenizer), Nodes(num_ranks=2, ranks_per_node=2)
-    foretold = estimate(config, entries, nodes, is_cpu=True)
+    vocab_size = resolve_vocab_size(config.data, config.tokenizer)
+    nodes = Nodes(num_ranks=2, ranks_per_node=2)
+    foretold = estimate(config, vocab_size, nodes, is_cpu=True)
     with LiveBytes() as live:
         log_of(flags)
     assert foretold.host_bytes == pytest.approx(live.peak, rel=0.1)
