@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.new_interpreter
+
 FILES = Path(__file__).resolve().parents[2] / "data" / "gpt2_part"
 SLOW = {"torch", "transformers", "pandas", "matplotlib"}
 BPE = ("--vocab-file", FILES / "vocab.json", "--merge-file", FILES / "merges.txt")
@@ -23,9 +25,9 @@ sys.exit(status)
 def imported(command: str, arguments: Sequence[object]) -> set[str]:
     """The packages that a run of the command has imported."""
     words = [sys.executable, "-c", RUN, command, *map(str, arguments)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return set(done.stderr.strip().split("\n")[-1].split())
+    process = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert process.returncode == 0, process.stderr
+    return set(process.stderr.strip().split("\n")[-1].split())
 
 
 @pytest.fixture

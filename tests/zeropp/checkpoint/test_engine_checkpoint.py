@@ -137,7 +137,7 @@ def test_a_checkpoint_saved_again_under_its_name_is_the_newer_one(tmp_path):
 
 
 @ranks(2)
-def test_what_is_wrong_is_said_on_every_rank(tmp_path):
+def test_errors_are_raised_on_every_rank(tmp_path):
     engine = engine_of()
 
     def refused(folder: Path, message: str, **arguments: object) -> None:

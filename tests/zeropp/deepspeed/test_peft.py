@@ -120,7 +120,7 @@ CONVERSIONS = {
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", CONVERSIONS)
 @ranks(2)
-def test_whatever_peft_adds_is_gathered(kind: str, when: str) -> None:
+def test_everything_that_peft_adds_is_gathered(kind: str, when: str) -> None:
     make, convert = CONVERSIONS[kind]
     expected = plain_losses(with_quantized_weights(convert(make()), 2))
     engine, *_ = zeropp.initialize(
@@ -232,7 +232,7 @@ def copy_adapters(theirs: peft.PeftModel, ours: GPT) -> None:
 
 @pytest.mark.parametrize("kind", ALIKE)
 @ranks(2)
-def test_our_lora_learns_as_pefts(kind: str, tmp_path: object) -> None:
+def test_our_lora_trains_like_pefts(kind: str, tmp_path: object) -> None:
     make, layers, targets = ALIKE[kind]
     theirs = converted(make(), layers)
     ours = own_copy(make(), tmp_path, targets)

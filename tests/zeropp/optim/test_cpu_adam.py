@@ -82,7 +82,7 @@ def test_ragged_tensors_that_begin_anywhere(run, dtype, copies):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_every_edge_against_every_other(run, dtype):
+def test_all_combinations_of_extreme_values(run, dtype):
     for settings, factor in zip(SETTINGS, (0.37, None, 1e-40), strict=True):
         check_against_reference(run, edge_arrays(dtype, torch.float16), factor, settings)
 
@@ -159,7 +159,7 @@ def step_alike(*pairs: tuple[list[nn.Parameter], torch.optim.Optimizer], seed: i
 
 
 @pytest.mark.parametrize("fp32", [True, False])
-def test_state_dicts_serve_torch_too(fp32):
+def test_state_dicts_load_into_torch(fp32):
     mine, theirs = parameters(), parameters()
     ours = CPUAdam(mine, lr=0.01, fp32_optimizer_states=fp32)
     torchs = torch.optim.AdamW(theirs, lr=0.01, fused=True)
@@ -178,7 +178,7 @@ def test_state_dicts_serve_torch_too(fp32):
         torch.testing.assert_close(parameter, torch_parameter, rtol=1e-6, atol=far)
 
 
-def test_moments_in_bf16_go_on_from_a_state_as_if_never_stopped():
+def test_resuming_with_bf16_moments_changes_nothing():
     mine, again = parameters(), parameters()
     ours = CPUAdam(mine, fp32_optimizer_states=False, seed=5)
     resumed = CPUAdam(again, fp32_optimizer_states=False, seed=5)
@@ -226,7 +226,7 @@ def test_16_bit_moments_are_for_cpus_only():
         adam(Arrays([real], [real], [real], [real.bfloat16()], []), None, ADAMW)
 
 
-def test_the_op_is_the_reference_with_any_number_of_tensors():
+def test_the_op_matches_the_reference_for_any_number_of_tensors():
     """The place of an element counts on over the tensors of a call."""
     whole = halved(arrays_of((64,), torch.float32, None, 2))
     parts = Arrays(*([half.clone() for half in tensors[0].split(24)] for tensors in whole[:4]), [])
@@ -236,5 +236,5 @@ def test_the_op_is_the_reference_with_any_number_of_tensors():
     assert_same_bits(joined, whole)
 
 
-def test_the_package_of_optimizers_names_it():
+def test_the_optim_package_exports_it():
     assert optim.CPUAdam is CPUAdam

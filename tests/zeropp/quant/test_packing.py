@@ -72,7 +72,7 @@ def test_parts_are_aligned_and_do_not_overlap_and_fill_the_row(layout):
 
 @FEW
 @given(layouts(), dtypes, seeds, st.integers(1, 3))
-def test_bytes_that_hold_nothing_are_zeros(layout, dtype, seed, count):
+def test_unused_bytes_are_zeros(layout, dtype, seed, count):
     packed = quantize(finite_rows(count, layout.elements, dtype, seed), layout)
     assert packed.shape == (count, layout.packed_bytes)
     for start, end in pieces(layout):
@@ -122,7 +122,7 @@ def test_the_same_arguments_give_the_same_layout():
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "said"),
+    ("changed", "error", "message"),
     [
         ({"sizes": (3,)}, ValueError, "1 sizes and 2 bits"),
         ({"sizes": (3, -1)}, ValueError, "-1 elements"),
@@ -131,7 +131,7 @@ def test_the_same_arguments_give_the_same_layout():
         ({"wire": torch.int8}, TypeError, "torch.int8: give"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(changed, error, message):
+def test_invalid_layouts_are_refused(changed, error, message):
     right = {"sizes": (3, 4), "bits": (8, 16), "wire": torch.bfloat16}
     with pytest.raises(error, match=message):
         Layout(**right | changed)

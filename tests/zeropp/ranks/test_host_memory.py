@@ -26,7 +26,7 @@ def limit(folder: Path, names: tuple[str, str, str], most: int | str, used: int,
     (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {files}\n")
 
 
-def test_without_limits_it_is_the_machines(tmp_path):
+def test_without_limits_it_is_the_memory_of_the_machine(tmp_path):
     assert host_memory.free_bytes() == 64 * MIB
     (tmp_path / "OWN_GROUPS").write_text("0::/job\n")
     limit(tmp_path / "GROUPS/job", V2, "max", 5 * MIB)

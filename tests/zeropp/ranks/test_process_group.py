@@ -51,6 +51,6 @@ leave(3)
 """
 
 
-def test_leaving_writes_everything_and_waits_for_no_thread():
+def test_leave_flushes_output_and_waits_for_no_thread():
     done = subprocess.run([sys.executable, "-c", LEAVING], stdout=subprocess.PIPE, text=True)
     assert (done.returncode, done.stdout) == (3, "all of it\nand this\n")

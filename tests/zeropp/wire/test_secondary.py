@@ -158,7 +158,7 @@ def test_copies_of_frozen_units_survive_steps():
 
 
 @ranks(4)
-def test_a_frozen_model_crosses_the_nodes_once_for_ever():
+def test_a_frozen_model_crosses_the_nodes_once():
     model = small_model()
     freeze(model)
     sharding = shard_on_nodes(BOTH, model)
