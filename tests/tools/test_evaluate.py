@@ -1,4 +1,4 @@
-"""The evaluation command: perplexity of our checkpoints and of Hugging Face folders, and tasks."""
+"""tools/evaluate.py: perplexity of checkpoints and of Hugging Face folders, and tasks."""
 
 import json
 import math

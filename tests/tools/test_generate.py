@@ -1,4 +1,4 @@
-"""Text on the command line: from flags, files and standard input, on ranks, and by hand."""
+"""tools/generate.py: prompts from flags, files, standard input and a terminal; several ranks."""
 
 import json
 import os

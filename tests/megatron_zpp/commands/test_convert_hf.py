@@ -1,4 +1,4 @@
-"""Models in and out: logits, tensors and settings the same, and bad input named."""
+"""Conversion from and to Hugging Face keeps logits, tensors and settings."""
 
 import json
 import resource

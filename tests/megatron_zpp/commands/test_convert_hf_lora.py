@@ -1,4 +1,4 @@
-"""LoRA's adapters out to PEFT and in again, merged models, and bad input named."""
+"""Conversion of LoRA adapters to and from PEFT, merged models, and bad input."""
 
 import json
 import math

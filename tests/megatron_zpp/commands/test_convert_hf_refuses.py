@@ -1,4 +1,4 @@
-"""What converting refuses: each with the file, the name and what to do, and nothing written."""
+"""Errors of the conversion: each names the file and the problem, and nothing is written."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Dumped samples: megatron-core's, array for array; as text with borders; what is refused."""
+"""Dumped samples equal those of megatron-core; the printed text; bad input."""
 
 import hashlib
 import json

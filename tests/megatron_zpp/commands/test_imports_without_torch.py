@@ -1,4 +1,4 @@
-"""Commands that only handle text start quickly: they do not import what takes seconds to import."""
+"""Commands that only handle text do not import packages that take seconds to import."""
 
 import json
 import subprocess

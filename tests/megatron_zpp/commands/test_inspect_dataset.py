@@ -1,4 +1,4 @@
-"""The report on a dataset: its counts, its problems, its picture; and what is refused."""
+"""The report on a dataset: its counts, its problems, its histogram, and bad input."""
 
 from pathlib import Path
 

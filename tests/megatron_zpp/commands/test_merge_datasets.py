@@ -1,4 +1,4 @@
-"""Merged datasets: byte for byte what writing all documents at once gives; and what is refused."""
+"""A merged dataset has the bytes of one that was written at once; bad input."""
 
 from pathlib import Path
 

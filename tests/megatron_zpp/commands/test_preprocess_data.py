@@ -1,4 +1,4 @@
-"""tools/preprocess_data.py as a person runs it: the files it writes, and its messages."""
+"""tools/preprocess_data.py as a program: the files it writes, and its messages."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Pieces of text: together they are the whole, characters never break, stops never show."""
+"""Pieces of text concatenate to the decoded text, without broken characters or stop texts."""
 
 from pathlib import Path
 

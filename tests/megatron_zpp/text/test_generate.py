@@ -1,4 +1,4 @@
-"""Generation: with the cache as without, each text for itself, ended by what shall end it."""
+"""Generation: with and without the cache, batches of independent texts, and what ends a text."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Scores do not depend on the batch, nor on the number of ranks; windows score each token once."""
+"""Scores do not depend on the batch or the number of ranks; windows score each token once."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A model on all ranks: the first one writes, the others follow, whatever ends a text."""
+"""A model on several ranks: rank 0 generates and scores, the other ranks follow."""
 
 import json
 from pathlib import Path

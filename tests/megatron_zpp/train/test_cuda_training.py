@@ -1,4 +1,4 @@
-"""The whole job on a GPU: the losses of a run on the CPU, and the same digits every time."""
+"""Training on a GPU: the losses of a run on the CPU, and the same digits every time."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Fine-tuning, the whole job: a Hugging Face model in, adapters trained beside frozen weights."""
+"""Fine-tuning a Hugging Face model, with LoRA adapters beside frozen weights."""
 
 import json
 import shutil

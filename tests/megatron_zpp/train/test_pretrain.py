@@ -1,4 +1,4 @@
-"""The whole job on real ranks: stages agree, and stopping in the middle changes nothing."""
+"""Pretraining on several ranks: all stages agree, and a resumed run prints the same losses."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The whole job on datasets of documents: workers, ranks and stops change no sample and no loss."""
+"""Training on indexed datasets: workers, ranks and resuming change no sample and no loss."""
 
 import json
 from pathlib import Path

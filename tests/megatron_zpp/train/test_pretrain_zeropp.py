@@ -1,4 +1,4 @@
-"""The whole job with quantized weights, secondary copies and quantized gradients, 2 x 2 ranks."""
+"""Training with quantized weights, secondary copies and quantized gradients on 2 nodes of 2."""
 
 import json
 import re

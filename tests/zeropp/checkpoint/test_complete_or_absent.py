@@ -1,4 +1,4 @@
-"""Checkpoint folders hold complete checkpoints only, whatever interrupted saves left there."""
+"""A folder of checkpoints holds only complete ones, however a save was interrupted."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What cannot be done with an engine ends with an error that says what to change."""
+"""Wrong uses of an engine end with an error that says what to change."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""ZeRO-Offload under `zeropp.initialize`, with models, optimizers and schedules as people have."""
+"""ZeRO-Offload under `zeropp.initialize`, with models, optimizers and schedules of the caller."""
 
 import warnings
 import weakref

@@ -1,4 +1,4 @@
-"""`quantize_nontrainable_params()`: what becomes of optimizers, and of models without one."""
+"""`quantize_nontrainable_params()`: its effect on optimizers, and on models without one."""
 
 import pytest
 import torch

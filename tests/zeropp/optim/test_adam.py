@@ -273,7 +273,9 @@ def test_shards_are_updated_like_the_full_tensor():
 @ranks(2)
 def test_distributed_checkpoints_load_into_both_optimizers(ours_saves, tmp_path):
     kinds = (FusedAdam, torch.optim.AdamW) if ours_saves else (torch.optim.AdamW, FusedAdam)
-    saver, loader = (stepped(kind, steps) for kind, steps in zip(kinds, (2, 1), strict=True))
+    saver, loader = (
+        model_after_steps(kind, steps) for kind, steps in zip(kinds, (2, 1), strict=True)
+    )
     saved = dcp_state.get_optimizer_state_dict(*saver, options=FLAT)
     dcp.save(saved, checkpoint_id=tmp_path)
     into = dcp_state.get_optimizer_state_dict(*loader, options=FLAT)
@@ -292,7 +294,7 @@ def test_distributed_checkpoints_load_into_both_optimizers(ours_saves, tmp_path)
 FLAT = dcp_state.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def stepped(kind: type, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def model_after_steps(kind: type, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))

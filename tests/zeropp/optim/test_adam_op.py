@@ -1,4 +1,4 @@
-"""Adam's arithmetic: plain PyTorch against C++ bit by bit, and what the op refuses."""
+"""Adam's arithmetic: the C++ op equals plain PyTorch bit by bit; unsupported arguments."""
 
 import ctypes
 import shutil

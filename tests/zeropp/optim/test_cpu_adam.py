@@ -63,7 +63,7 @@ def set_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def halved(arrays: Arrays) -> Arrays:
+def with_bf16_moments(arrays: Arrays) -> Arrays:
     """The same with moments in bf16."""
     means, squares = (
         [tensor.bfloat16() for tensor in two] for two in (arrays.means, arrays.squares)
@@ -78,7 +78,7 @@ def test_ragged_tensors_that_begin_anywhere(run, dtype, copies):
         arrays = arrays_of(RAGGED, dtype, copies, seed)
         factor, shifts = ((None, (0,) * 5), (0.37, SHIFTS), (1.0, SHIFTS))[seed]
         check_against_reference(run, arrays, factor, settings, shifts=shifts)
-        check_against_reference(run, halved(arrays), factor, settings, shifts=shifts)
+        check_against_reference(run, with_bf16_moments(arrays), factor, settings, shifts=shifts)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -89,7 +89,10 @@ def test_all_combinations_of_extreme_values(run, dtype):
 
 @pytest.mark.parametrize("factor", [float("inf"), -float("inf"), float("nan")])
 def test_a_factor_that_is_not_finite_leaves_every_bit(run, factor):
-    for before in (edge_arrays(torch.float16, torch.bfloat16), halved(edge_arrays(torch.float32))):
+    for before in (
+        edge_arrays(torch.float16, torch.bfloat16),
+        with_bf16_moments(edge_arrays(torch.float32)),
+    ):
         after = copied(before)
         run(after, torch.tensor(factor), ADAMW)
         for name, tensors in before._asdict().items():
@@ -102,7 +105,7 @@ def test_threads_share_the_work_and_change_nothing(run, threads, set_threads):
     """One tensor of many pieces among small ones: 4 to 7 MB, enough for three threads."""
     sizes = (5, 3 * PIECE + 3, *[9] * 40, PIECE)
     for arrays in (arrays_of(sizes, torch.float32, torch.bfloat16, 8),
-                   halved(arrays_of(sizes, torch.bfloat16, None, 6))):  # fmt: skip
+                   with_bf16_moments(arrays_of(sizes, torch.bfloat16, None, 6))):  # fmt: skip
         torch.set_num_threads(threads)
         check_against_reference(run, arrays, 0.5, ADAMW)
 
@@ -228,7 +231,7 @@ def test_16_bit_moments_are_for_cpus_only():
 
 def test_the_op_matches_the_reference_for_any_number_of_tensors():
     """The place of an element counts on over the tensors of a call."""
-    whole = halved(arrays_of((64,), torch.float32, None, 2))
+    whole = with_bf16_moments(arrays_of((64,), torch.float32, None, 2))
     parts = Arrays(*([half.clone() for half in tensors[0].split(24)] for tensors in whole[:4]), [])
     reference(whole, None, ADAMW.scalars())
     reference(parts, None, ADAMW.scalars())

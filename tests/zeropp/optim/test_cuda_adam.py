@@ -1,4 +1,4 @@
-"""Adam's CUDA kernel on a GPU: the reference's bits, on the stream and in the graph given."""
+"""Adam's CUDA kernel on a GPU: the bits of the reference, on any stream and in a CUDA graph."""
 
 import copy
 

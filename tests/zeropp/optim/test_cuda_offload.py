@@ -1,4 +1,4 @@
-"""ZeRO-Offload with a GPU: the host's arithmetic, and copies that overtake nothing."""
+"""ZeRO-Offload with a GPU: the losses of Adam on the GPU, and copies that wait for each other."""
 
 import pytest
 import torch
@@ -57,11 +57,13 @@ def test_devices_of_weights_masters_and_gradients(zero):
 
 @ranks(1)
 def test_synchronizing_everywhere_changes_no_bit():
-    hurried = trained(on_gpu, {"stage": 3}, FORMATS["bf16"], steps=20, device=GPU)
+    expected = trained(on_gpu, {"stage": 3}, FORMATS["bf16"], steps=20, device=GPU)
 
-    def patient(sharding):
+    def synchronizing_optimizer(sharding):
         for unit in sharding.units:
             unit.register_full_backward_hook(lambda *_: torch.cuda.synchronize())
         return on_gpu(sharding)
 
-    assert hurried == trained(patient, {"stage": 3}, FORMATS["bf16"], steps=20, device=GPU)
+    assert expected == trained(
+        synchronizing_optimizer, {"stage": 3}, FORMATS["bf16"], steps=20, device=GPU
+    )

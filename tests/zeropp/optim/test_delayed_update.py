@@ -1,4 +1,4 @@
-"""The delayed update: it runs beside the next step, and is what one step of delay should be."""
+"""The delayed update runs beside the next step and equals Adam delayed by one step."""
 
 import logging
 import threading
@@ -92,11 +92,11 @@ def test_the_next_step_does_not_wait_for_the_update(monkeypatch):
     optimizer = delayed(sharding, warmup=0)
     go, update = threading.Event(), optimizer._update_all
 
-    def held_up(*arguments) -> None:
+    def wait_and_update(*arguments) -> None:
         assert go.wait(60)
         update(*arguments)
 
-    monkeypatch.setattr(optimizer, "_update_all", held_up)
+    monkeypatch.setattr(optimizer, "_update_all", wait_and_update)
     weight = next(sharding.model.parameters())
     before = weight.detach().clone()
     backward(sharding, 0)

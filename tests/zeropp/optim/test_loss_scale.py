@@ -1,4 +1,4 @@
-"""The dynamic loss scale moves as Megatron's does."""
+"""The dynamic loss scale changes as in Megatron."""
 
 import pytest
 

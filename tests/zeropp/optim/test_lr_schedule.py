@@ -1,4 +1,4 @@
-"""The warm-up schedules give the rates in DeepSpeed's own table, step by step."""
+"""The warm-up schedules give the rates of DeepSpeed, step by step."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels on a GPU: the reference's bytes, on the current stream and in a graph."""
+"""The CUDA kernels on a GPU: the bytes of the reference, on any stream and in a CUDA graph."""
 
 from array import array
 

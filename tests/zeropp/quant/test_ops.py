@@ -1,4 +1,4 @@
-"""The four ops in PyTorch: schemas, fake kernels, compilation, untouched inputs, errors."""
+"""The four ops in PyTorch: schemas, fake kernels, compilation, unchanged inputs, errors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What quantization does to numbers: error bounds, zeros, non-finite values, order of sums."""
+"""The arithmetic of quantization: error bounds, zeros, non-finite values, order of sums."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""How much host memory can be had: by the machine, and by what limits a container or a job."""
+"""The host memory that is available: of the machine, and under the limits of a container or job."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the ranks' collectives run on."""
+"""The backend of the collectives, and how a process leaves its group."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from zeropp.ranks.process_group import BOTH, choose_backend
 from zeropp.ranks.topology import Environment
 
 
-def place(world_size: int, **parts: int) -> Environment:
+def environment(world_size: int, **parts: int) -> Environment:
     return Environment(world_size=world_size, **parts)
 
 
@@ -26,12 +26,12 @@ def place(world_size: int, **parts: int) -> Environment:
     ],
 )
 def test_backend(ranks, machines, num_gpus, requested, expected):
-    assert choose_backend(place(ranks, machines=machines), num_gpus, requested) == expected
+    assert choose_backend(environment(ranks, machines=machines), num_gpus, requested) == expected
 
 
 def test_nccl_without_a_gpu():
     with pytest.raises(InputError, match="nccl needs a GPU"):
-        choose_backend(place(2), 0, "nccl")
+        choose_backend(environment(2), 0, "nccl")
 
 
 def test_nodes_smaller_than_the_machine_do_not_hide_how_many_ranks_it_has():

@@ -1,4 +1,4 @@
-"""Reading a DeepSpeed JSON: every mistake is named with its place, and nothing is let through."""
+"""Reading a DeepSpeed JSON: every mistake is named with its place."""
 
 import re
 from pathlib import Path

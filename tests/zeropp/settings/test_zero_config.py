@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON: what is honoured, what is said to have no effect, what is refused."""
+"""The DeepSpeed JSON: keys that are used, keys that have no effect, and values that are refused."""
 
 import json
 import re

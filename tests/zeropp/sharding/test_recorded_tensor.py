@@ -1,4 +1,4 @@
-"""Tensors made later are, to the last bit, those that would have been made at once."""
+"""Recorded tensors materialize to the same bits as tensors that are made at once."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Trained parameters are gathered with the module that uses them, wherever they are kept."""
+"""Trained parameters are gathered with the module that uses them, wherever they are registered."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A unit of several modules of which a pass runs some: experts, adapters that are not active."""
+"""Units with modules that do not run in every pass: experts, and inactive adapters."""
 
 import peft
 import pytest

@@ -1,4 +1,4 @@
-"""Frozen weights stored quantized: right numbers, less memory, fewer bytes; nothing trains them."""
+"""Frozen weights stored quantized: values, memory, traffic, and that nothing trains them."""
 
 import pytest
 import torch

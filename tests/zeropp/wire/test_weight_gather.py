@@ -1,4 +1,4 @@
-"""The weights a unit computes with, on every rank, against quantizing each parameter alone."""
+"""The gathered weights, on every rank, against quantizing each parameter by itself."""
 
 import pytest
 import torch
