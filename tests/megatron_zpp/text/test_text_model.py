@@ -1,4 +1,4 @@
-"""A model on all ranks: the first one writes, the others follow, whatever ends a text."""
+"""A model on several ranks: rank 0 generates and scores, the other ranks follow."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_in_16_bit_the_weights_take_half(dtype: str, tmp_path: Path) -> None:
     assert [piece.finish_reason for piece in opened.stream(REQUESTS)][-1] in ("length", "stop")
 
 
-def test_what_is_asked_is_checked_before_the_other_ranks_hear_of_it(tmp_path: Path) -> None:
+def test_requests_are_checked_before_they_are_broadcast(tmp_path: Path) -> None:
     save_text_model(tmp_path)
     with pytest.raises(InputError, match="65 tokens, but the model has 64 positions"):
         alone(tmp_path).stream([*REQUESTS, Request(prompt=(1,) * 65)])

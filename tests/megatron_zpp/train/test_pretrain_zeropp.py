@@ -1,4 +1,4 @@
-"""The whole job with quantized weights, secondary copies and quantized gradients, 2 x 2 ranks."""
+"""Training with quantized weights, secondary copies and quantized gradients on 2 nodes of 2."""
 
 import json
 import re
@@ -196,7 +196,7 @@ def test_the_weights_cross_once_for_a_step_whatever_its_micro_batches(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("partition", "ranks_per_node", "said"),
+    ("partition", "ranks_per_node", "message"),
     [(3, 2, "zero_hpz_partition_size = 3 does not divide the 4 ranks"),
      (2, 3, "zeropp.ranks_per_node = 3 does not divide the 4 ranks")],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every ZeRO stage trains as one unsharded process does."""
+"""Every ZeRO stage trains like one unsharded process."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The averaged gradients against an fp32 all-reduce of the same gradients: gain, direction, all."""
+"""The averaged gradients against an fp32 all-reduce of the same gradients: gain and direction."""
 
 import math
 from collections.abc import Sequence
