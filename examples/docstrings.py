@@ -1,8 +1,8 @@
-"""Examples to fine-tune on that every machine has: the standard library's functions and docstrings.
+"""Write fine-tuning examples: functions of the standard library and their docstrings.
 
     python examples/docstrings.py runs/finetune/docstrings.jsonl
 
-Each line is {"prompt": a function without its docstring, "answer": the first paragraph of it}.
+Each line is {"prompt": a function without docstring, "answer": the docstring's first paragraph}.
 """
 
 import argparse
@@ -13,34 +13,37 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-LEFT_OUT = ("site-packages", "dist-packages", "test", "idlelib", "lib2to3")
-LONGEST = 600  # characters of a function that is shown
+EXCLUDED = ("site-packages", "dist-packages", "test", "idlelib", "lib2to3")
+MAX_CHARACTERS = 600  # of a function's source
 QUESTION = "Write the docstring of this Python function.\n\n{source}\n\nDocstring: "
 
 
 def main() -> None:
-    """Write the file that the command line names."""
+    """Write the examples to the file that is named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", type=Path, help="file to write, in .jsonl")
     target = parser.parse_args().target
     target.parent.mkdir(parents=True, exist_ok=True)
-    found = {one["prompt"]: one for path in sources() for one in examples(path)}
-    lines = [json.dumps(one) for one in sorted(found.values(), key=place)]
-    aside = target.with_suffix(".part")
-    aside.write_text("".join(f"{line}\n" for line in lines))
-    aside.rename(target)
+    unique = {example["prompt"]: example for path in sources() for example in examples(path)}
+    lines = [json.dumps(example) for example in sorted(unique.values(), key=sort_key)]
+    partial = target.with_suffix(".part")
+    partial.write_text("".join(f"{line}\n" for line in lines))
+    partial.rename(target)
     print(f"{len(lines):,} functions with docstrings in {target}")
 
 
 def sources() -> list[Path]:
-    """The library's own modules and packages."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    packages = [one for one in folder.iterdir() if one.is_dir() and one.name not in LEFT_OUT]
-    return [path for place in (folder, *packages) for path in sorted(place.glob("*.py"))]
+    """The source files of the library's own modules and packages."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    folders = [root]
+    for folder in root.iterdir():
+        if folder.is_dir() and folder.name not in EXCLUDED:
+            folders.append(folder)
+    return [path for folder in folders for path in sorted(folder.glob("*.py"))]
 
 
 def examples(path: Path) -> Iterator[dict[str, str]]:
-    """What the documented functions of a file make."""
+    """One example for each documented function of a file."""
     text = path.read_text(errors="replace")
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.FunctionDef) or ast.get_docstring(node) is None:
@@ -48,12 +51,12 @@ def examples(path: Path) -> Iterator[dict[str, str]]:
         answer = ast.get_docstring(node).split("\n\n")[0].strip()
         node.body = node.body[1:] or [ast.Pass()]
         source = ast.unparse(node)
-        if answer and len(source) <= LONGEST:
+        if answer and len(source) <= MAX_CHARACTERS:
             yield {"prompt": QUESTION.format(source=source), "answer": answer}
 
 
-def place(example: dict[str, str]) -> str:
-    """Where an example stands: the same order everywhere, and no file's examples together."""
+def sort_key(example: dict[str, str]) -> str:
+    """A hash: the same order on every machine, in which the examples of a file are not adjacent."""
     return hashlib.sha256(example["prompt"].encode()).hexdigest()
 
 

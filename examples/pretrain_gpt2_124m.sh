@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# GPT-2 of 124 million parameters on your own text, on all GPUs of this machine. Flags given to this
-# script come after those below, and the last one holds:
+# Pretrains GPT-2 with 124 million parameters on your own text, on all GPUs of this machine. Flags that
+# are passed to this script are appended and override those below:
 #
 #   examples/pretrain_gpt2_124m.sh --micro-batch-size 4 --train-iters 20000
 #
-# The text is made into data/corpus_text_document.bin and .idx by tools/preprocess_data.py.
+# tools/preprocess_data.py creates data/corpus_text_document.bin and .idx from text.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 
@@ -16,7 +16,7 @@ data=(
     --data-path data/corpus_text_document --split 990,8,2
     --vocab-file data/vocab.json --merge-file data/merges.txt
 )
-training=( # 512 x 1024 tokens a step, 52 billion in all
+training=( # 512 x 1024 tokens per step, 52 billion in total
     --micro-batch-size 8 --global-batch-size 512 --train-iters 100000
     --lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --lr-warmup-iters 2000
     --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0

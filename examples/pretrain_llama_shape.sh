@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A model in the shape of Llama, 1.1 billion parameters, on your own text and all GPUs of this
-# machine. Flags given to this script come after those below, and the last one holds:
+# Pretrains a model in the shape of Llama, with 1.1 billion parameters, on your own text and all GPUs of
+# this machine. Flags that are passed to this script are appended and override those below:
 #
 #   examples/pretrain_llama_shape.sh --tokenizer-model data/tokenizer.json --micro-batch-size 1
 #
-# The text is made into data/corpus_text_document.bin and .idx by tools/preprocess_data.py.
+# tools/preprocess_data.py creates data/corpus_text_document.bin and .idx from text.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 
@@ -19,7 +19,7 @@ data=(
     --data-path data/corpus_text_document --split 990,8,2
     --tokenizer-type HFTokenizer --tokenizer-model data/tokenizer.json
 )
-training=( # 512 x 2048 tokens a step, 105 billion in all; the last tenth lowers the rate
+training=( # 512 x 2048 tokens per step, 105 billion in total; the learning rate decays in the last tenth
     --micro-batch-size 4 --global-batch-size 512 --train-iters 100000
     --lr 4e-4 --min-lr 4e-5 --lr-warmup-iters 2000
     --lr-decay-style WSD --lr-wsd-decay-style minus_sqrt --lr-wsd-decay-iters 10000

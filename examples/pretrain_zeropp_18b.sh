@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# The GPT of the ZeRO++ tutorial, 18 billion parameters, on machines of 16 GPUs and your own text.
-# Run it on each of the machines, with their number and the name of the first:
+# Pretrains the GPT of the ZeRO++ tutorial, with 18 billion parameters, on your own text and machines with
+# 16 GPUs. Run it on each machine, with the number of machines and the name of the first one:
 #
 #   NODES=4 FIRST=first-machine examples/pretrain_zeropp_18b.sh --save checkpoints --load checkpoints
 #
-# ds_zeropp_config.json keeps a copy of the weights on every 16 ranks (zero_hpz_partition_size): with
-# 8 GPUs in a machine write 8 there, and set GPUS=8. Flags given to this script come last and hold.
-# The text is made into data/corpus_text_document.bin and .idx by tools/preprocess_data.py.
+# ds_zeropp_config.json keeps a copy of the weights in every 16 ranks (zero_hpz_partition_size). For
+# machines with 8 GPUs, change this number to 8 and set GPUS=8. Flags that are passed to this script are
+# appended and override those below. tools/preprocess_data.py creates data/corpus_text_document.bin and
+# .idx from text.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 
@@ -20,7 +21,7 @@ tutorial=( # the tutorial's own flags
     --zero-stage 3 --deepspeed_config "$root/examples/ds_zeropp_config.json"
     --deepspeed-activation-checkpointing --fp16 --checkpoint-activations
 )
-rest=( # what it leaves open
+rest=( # what the tutorial leaves open
     --data-path data/corpus_text_document --split 990,8,2
     --vocab-file data/vocab.json --merge-file data/merges.txt
     --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.006

@@ -1,9 +1,9 @@
-"""A Hugging Face GPT-2 under all of ZeRO++ by one call, trained from scratch on bytes of Python.
+"""Train a Hugging Face GPT-2 from scratch on bytes of Python source, with all of ZeRO++.
 
     zeropp --num_ranks 4 --ranks_per_node 2 examples/shard_hugging_face.py
 
-Four ranks, every two of them a node: weights cross nodes in INT8 and once per step, gradients in
-INT4. The last line says how many bytes this rank sent.
+Four ranks form two nodes of two ranks: weights cross nodes as INT8 and once per step, gradients as
+INT4. The last lines show how many bytes rank 0 sent.
 """
 
 import argparse
@@ -33,21 +33,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--config", default=Path(__file__).with_name("ds_hugging_face.json"))
     args = parser.parse_args()
-    place = Environment.read()
-    device = pick_device(place)
-    start_process_group(place, device, timedelta(minutes=10))
-    if place.rank == 0:
+    environment = Environment.read()
+    device = pick_device(environment)
+    start_process_group(environment, device, timedelta(minutes=10))
+    if environment.rank == 0:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
 
     torch.manual_seed(0)  # the same weights on every rank
     with zeropp.zero.Init():
         model = GPT2LMHeadModel(GPT2Config(**SHAPE, **NO_DROPOUT, **NO_WORDS))
-    mesh = init_device_mesh(device.type, (place.world_size,))
+    mesh = init_device_mesh(device.type, (environment.world_size,))
     sharding = zeropp.shard(model, mesh, zeropp.ZeroConfig.from_json(args.config))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
 
     text = StandardLibrary(LENGTH)
-    sampler = DistributedSampler(text, place.world_size, place.rank, drop_last=True)
+    sampler = DistributedSampler(text, environment.world_size, environment.rank, drop_last=True)
     batches = iter(DataLoader(text, SAMPLES, sampler=sampler))
     for step in range(1, args.steps + 1):
         inputs = next(batches)[0].to(device)
@@ -55,9 +55,9 @@ def main() -> None:
             loss = model(input_ids=inputs, labels=inputs, use_cache=False).loss
             loss.backward()
         result = zeropp.optimizer_step(optimizer, sharding, clip_grad=1.0)
-        if place.rank == 0 and (step == 1 or step % 10 == 0):
+        if environment.rank == 0 and (step == 1 or step % 10 == 0):
             print(f"step {step}, loss {loss.item():.3f}, gradient norm {result.grad_norm:.3f}")
-    if place.rank == 0:
+    if environment.rank == 0:
         for (purpose, hop), num_bytes in sharding.traffic.sent.items():
             per_step = num_bytes / args.steps / 2**10
             print(f"sent per step, {purpose}, {hop}: {per_step:.1f} KiB")

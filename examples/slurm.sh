@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# GPT-2 of 124 million parameters on 2 machines of 8 GPUs each, under Slurm. From the clone:
+# Pretrains GPT-2 with 124 million parameters on 2 machines of 8 GPUs each, under Slurm. In the clone,
 #
 #   sbatch --array=1-4%1 examples/slurm.sh
 #
-# runs four jobs, one after another. Each goes on from the checkpoint of the one before and stops by
-# itself before its time is up; one that comes after the end evaluates and says that training is
-# complete. The clone, `data/` and `checkpoints/` lie on a file system that all machines share.
+# runs four jobs, one after another. Each resumes from the previous job's checkpoint and stops by itself
+# before its time limit; a job that starts after the end of training evaluates and says that training is
+# complete. The clone, `data/` and `checkpoints/` must be on a file system that all machines share.
 #SBATCH --job-name=gpt2_124m
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

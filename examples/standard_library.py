@@ -1,4 +1,4 @@
-"""Real text that every machine has: the sources of Python's standard library, as bytes."""
+"""A dataset of real text that every machine has: the source code of Python's standard library."""
 
 import sysconfig
 from pathlib import Path
@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 
 class StandardLibrary(Dataset):
-    """Pieces of `length` bytes and the byte after each: samples of (length,) inputs and labels."""
+    """Samples of consecutive bytes: inputs of shape (length,), and labels shifted by one byte."""
 
     def __init__(self, length: int, most_bytes: int = 2_000_000) -> None:
         folder = Path(sysconfig.get_paths()["stdlib"])

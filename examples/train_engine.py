@@ -1,4 +1,4 @@
-"""DeepSpeed's training loop with another import: a small Transformer learns bytes of Python.
+"""DeepSpeed's training loop with another import: train a small Transformer on bytes of Python.
 
     zeropp --num_ranks 2 examples/train_engine.py --deepspeed_config examples/ds_train_engine.json
 """
@@ -18,7 +18,7 @@ LENGTH, WIDTH, LAYERS = 64, 96, 3
 
 
 class ByteModel(nn.Module):
-    """The mean loss of predicting each byte's successor: two (samples, LENGTH) -> ()."""
+    """The mean loss of predicting the next byte: inputs and labels (samples, LENGTH) -> ()."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,11 +44,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed_config", required=True)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--save", type=Path, help="where checkpoints go; one there is continued")
+    parser.add_argument("--save", type=Path, help="checkpoint folder; resumed if it exists")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
-    with zeropp.zero.Init():  # no memory is taken before the ranks share it
+    with zeropp.zero.Init():  # takes no memory until the weights are sharded
         net = ByteModel()
     model_engine, optimizer, trainloader, scheduler = zeropp.initialize(
         args=args,

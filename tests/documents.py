@@ -1,7 +1,7 @@
-"""What the project's Markdown says that can be checked: links, files, flags, tests and commands.
+"""Checks of the project's Markdown: links, files, flags, tests and commands.
 
-Each rule takes a `Document` and yields `line: what is wrong`; nothing is run, commands are parsed
-by the parsers of the programs they call.
+Each rule takes a `Document` and yields `line: problem`. Nothing is run; commands are parsed by the
+parsers of the programs that they call.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from zeropp.ranks import launcher as launch
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"zeropp", "megatron_zpp", "tests", "tools", "docs", "examples", "benchmarks", ".ci"}
-MADE_BY_RUNNING = (".", "runs", "build", "dist")  # beginnings of folders without documents of ours
+GENERATED = (".", "runs", "build", "dist")  # prefixes of folders without documents of ours
 PROGRAMS = ("make", "python", "torchrun", "zeropp", "megatron-zpp", "sbatch")
 PRETRAIN = ("pretrain_gpt.py", "pretrain_zeropp_gpt.py", "finetune_gpt.py")
 SECTIONS = {
@@ -47,11 +47,11 @@ SECTIONS = {
     "tools/inspect_dataset.py": (InspectConfig, TokenizerConfig),
     "tools/merge_datasets.py": (MergeConfig,),
 }
-GPUS = 8  # of the machine that a launcher without a number of ranks is meant for
+GPUS = 8  # of the machine, for a launcher without a number of ranks
 LM_EVAL_FLAGS = {
     "--tasks", "--num-fewshot", "--apply-chat-template", "--output-path", "--log-samples",
 }  # fmt: skip
-OTHER_FLAGS = {"--help", "--array"} | LM_EVAL_FLAGS  # every program's, Slurm's, lm-eval's
+OTHER_FLAGS = {"--help", "--array"} | LM_EVAL_FLAGS  # of every program, Slurm, lm-eval
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -68,17 +68,17 @@ class Document:
     text: str
 
     def line_of(self, position: int) -> int:
-        """The line of a character, from 1."""
+        """The line number of a character position, from 1."""
         return self.text.count("\n", 0, position) + 1
 
     def spans(self) -> Iterator[tuple[int, str]]:
-        """(line, code) of every `code` in a sentence."""
+        """(line, code) of every `code` outside of code blocks."""
         prose = FENCED.sub(lambda block: "\n" * block[0].count("\n"), self.text)
         for match in SPAN.finditer(prose):
             yield prose.count("\n", 0, match.start()) + 1, match[1]
 
     def commands(self) -> Iterator[tuple[int, list[str]]]:
-        """(line, words) of every call of a program of ours, in blocks and in sentences."""
+        """(line, words) of every call of one of `PROGRAMS`, in blocks and in sentences."""
         lines = list(self.spans())
         for block in FENCED.finditer(self.text):
             if block[1] in ("", "sh", "bash"):
@@ -93,38 +93,38 @@ class Document:
 def read_documents() -> list[Document]:
     """Every Markdown file of the clone."""
     paths = (path.relative_to(ROOT) for path in sorted(ROOT.rglob("*.md")))
-    ours = [path for path in paths if not path.parts[0].startswith(MADE_BY_RUNNING)]
+    ours = [path for path in paths if not path.parts[0].startswith(GENERATED)]
     return [Document(str(path), (ROOT / path).read_text()) for path in ours]
 
 
 def links(document: Document) -> Iterator[str]:
-    """Links to files and headings that are not there."""
+    """Links to files and headings that do not exist."""
     for match in LINK.finditer(document.text):
         target, _, anchor = match[1].partition("#")
         if re.match(r"[a-z]+:", target):
             continue
         path = (ROOT / document.path).parent / target if target else ROOT / document.path
-        where = document.line_of(match.start())
+        line = document.line_of(match.start())
         if not path.exists():
-            yield f"{where}: the link {match[1]} leads nowhere"
+            yield f"{line}: the link {match[1]} leads nowhere"
         elif anchor and anchor not in _anchors(path.read_text()):
-            yield f"{where}: {target or document.path} has no heading #{anchor}"
+            yield f"{line}: {target or document.path} has no heading #{anchor}"
 
 
 def files(document: Document) -> Iterator[str]:
-    """Files of ours that are named and do not exist."""
+    """Names of the project's files that do not exist."""
     for number, span in document.spans():
         if not FILE.fullmatch(span):
             continue
-        of_ours = span.split("/")[0] in FOLDERS
-        if of_ours and not (ROOT / span).exists():
+        has_folder = span.split("/")[0] in FOLDERS
+        if has_folder and not (ROOT / span).exists():
             yield f"{number}: there is no {span}"
-        elif not of_ours and span.endswith(".py") and not _exists(span):
+        elif not has_folder and span.endswith(".py") and not _exists(span):
             yield f"{number}: no file is called {span}"
 
 
 def flags(document: Document) -> Iterator[str]:
-    """Flags in sentences that no program here has."""
+    """Flags in sentences that no program of the project has."""
     for number, span in document.spans():
         for flag in FLAG.findall(span):
             if flag.replace("_", "-") not in known_flags():
@@ -132,22 +132,22 @@ def flags(document: Document) -> Iterator[str]:
 
 
 def tests(document: Document) -> Iterator[str]:
-    """Tests that are named and do not exist."""
+    """Names of tests that do not exist."""
     for number, span in document.spans():
         if re.fullmatch(r"test_\w+", span) and span not in _test_names():
             yield f"{number}: there is no test {span}"
 
 
 def commands(document: Document) -> Iterator[str]:
-    """Commands that their programs would refuse."""
+    """Commands that their programs would reject."""
     for number, words in document.commands():
-        trouble = problem(words)
-        if trouble:
-            yield f"{number}: {' '.join(words)[:60]}: {trouble}"
+        reason = problem(words)
+        if reason:
+            yield f"{number}: {' '.join(words)[:60]}: {reason}"
 
 
 def problem(words: Sequence[str]) -> str | None:
-    """Why a command, typed in the clone's folder, would be refused; None if it would not."""
+    """Why a command, typed in the root of the clone, would be rejected; None if it would not."""
     program, arguments = Path(words[0]).name, [word for word in words[1:] if word != "..."]
     if program == "make":
         return _make(arguments)
@@ -161,13 +161,13 @@ def problem(words: Sequence[str]) -> str | None:
     try:
         script, arguments, ranks = _launched(program, arguments)
         return _script(script, arguments, ranks)
-    except (InputError, SystemExit) as refusal:
-        return str(refusal)
+    except (InputError, SystemExit) as error:
+        return str(error)
 
 
 @functools.cache
 def known_flags() -> frozenset[str]:
-    """Every flag of every program here, with dashes only."""
+    """All flags of all programs of the project, with dashes instead of underscores."""
     words = set(vocabulary(FLAG_SECTIONS))
     for sections in SECTIONS.values():
         words |= set(vocabulary(sections))
@@ -194,11 +194,11 @@ def _launched(program: str, arguments: list[str]) -> tuple[str, list[str], int]:
         if options.module and options.command[0] == "megatron_zpp.commands":
             return *_script_of_command(options.command[1:]), ranks
         return options.command[0], options.command[1:], ranks
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as output:
         try:
             options = get_args_parser().parse_args(arguments)
         except SystemExit:
-            raise InputError(said.getvalue().strip().splitlines()[-1]) from None
+            raise InputError(output.getvalue().strip().splitlines()[-1]) from None
     ranks = int(options.nnodes.split(":")[-1]) * int(options.nproc_per_node)
     if options.module and options.training_script == "megatron_zpp.commands":
         return *_script_of_command(options.training_script_args), ranks
@@ -206,7 +206,7 @@ def _launched(program: str, arguments: list[str]) -> tuple[str, list[str], int]:
 
 
 def _script_of_command(arguments: list[str]) -> tuple[str, list[str]]:
-    """The script that is the same as a command of `megatron-zpp`, and its arguments."""
+    """The script that calls the same function as a command of `megatron-zpp`, and its arguments."""
     name = arguments[0] if arguments else ""
     if name in ("pretrain", "finetune"):
         return f"{name}_gpt.py", arguments[1:]
@@ -248,7 +248,7 @@ def _make(arguments: Sequence[str]) -> str | None:
 
 
 def _mentions(folder: Path, flag: str) -> bool:
-    """Whether a flag, or the name it is made from, stands in quotes in a folder's programs."""
+    """Whether the programs of a folder contain a flag, or the name of its field."""
     name = flag.removeprefix("--")
     pattern = rf"[\"'](--)?{re.escape(name)}[\"']|\b{re.escape(name.replace('-', '_'))}\b *[:=]"
     paths = [*folder.glob("*.py"), *folder.parent.glob("shared/*.py")]
@@ -274,6 +274,6 @@ def _test_names() -> frozenset[str]:
 
 
 def _anchors(text: str) -> set[str]:
-    """GitHub's names of the headings of a document."""
+    """The anchors that GitHub makes of a document's headings."""
     titles = re.findall(r"^#+ (.+)$", FENCED.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
