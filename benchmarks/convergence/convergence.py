@@ -69,18 +69,41 @@ def read_options() -> argparse.Namespace:
     add = parser.add_argument
     meanings = "; ".join(f"{name}: {variant.meaning}" for name, variant in VARIANTS.items())
     names = tuple(VARIANTS)
-    add("--variants", "--arms", nargs="+", choices=names, default=names, metavar="NAME",
-        help=meanings)
-    add("--seeds", nargs="+", type=int, default=(1, 2, 3), metavar="SEED",
-        help="the same for every variant (default: 1 2 3)")
+    add(
+        "--variants",
+        "--arms",
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="NAME",
+        help=meanings,
+    )
+    add(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=(1, 2, 3),
+        metavar="SEED",
+        help="the same for every variant (default: 1 2 3)",
+    )
     add("--steps", type=int, default=500, metavar="N", help="iterations of a run (default: 500)")
     add("--ranks", type=int, default=4, metavar="N", help="default: 4")
     add("--ranks-per-node", type=int, default=2, metavar="N", help="default: 2")
     add("--dtype", choices=("fp32", "bf16"), help="default: the one that multiplies faster")
-    add("--eval-interval", type=int, default=100, metavar="N",
-        help="iterations between held-out losses (default: 100)")
-    add("--eval-samples", type=int, default=512, metavar="N",
-        help="samples of each held-out loss, always the same (default: 512)")
+    add(
+        "--eval-interval",
+        type=int,
+        default=100,
+        metavar="N",
+        help="iterations between held-out losses (default: 100)",
+    )
+    add(
+        "--eval-samples",
+        type=int,
+        default=512,
+        metavar="N",
+        help="samples of each held-out loss, always the same (default: 512)",
+    )
     add("--flags", default="", help="further flags of pretrain_gpt.py, for every variant")
     add("--folder", default="runs/convergence", help="default: runs/convergence")
     add("--plot", type=Path, metavar="FILE.png", help="draw the curves (needs matplotlib)")
@@ -267,8 +290,7 @@ def seed_table(result: dict) -> str:
     for run in result["runs"]:
         finals.setdefault(run["variant"], {})[run["seed"]] = run["held_out"][-1][1]
     rows = [
-        [variant, *(f"{losses[seed]:.4f}" for seed in seeds)]
-        for variant, losses in finals.items()
+        [variant, *(f"{losses[seed]:.4f}" for seed in seeds)] for variant, losses in finals.items()
     ]
     return markdown_table(["", *(f"seed {seed}" for seed in seeds)], rows)
 

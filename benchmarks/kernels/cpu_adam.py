@@ -170,9 +170,7 @@ class Memory:
             parameter.grad = gradient
         return owned
 
-    def give_state(
-        self, optimizer: torch.optim.Optimizer, means: Tensor, squares: Tensor
-    ) -> None:
+    def give_state(self, optimizer: torch.optim.Optimizer, means: Tensor, squares: Tensor) -> None:
         """Give an optimizer over all parameters the moments, as after one step."""
         owned = optimizer.param_groups[0]["params"]
         for parameter, mean, square in zip(

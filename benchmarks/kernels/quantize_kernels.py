@@ -267,8 +267,10 @@ def show(result: dict) -> None:
 
 def show_peers(result: dict) -> None:
     """Print what other libraries take, in units of the kernel's time."""
-    print("other libraries: "
-          + ", ".join(f"{name} {version}" for name, version in result["libraries"].items()))
+    print(
+        "other libraries: "
+        + ", ".join(f"{name} {version}" for name, version in result["libraries"].items())
+    )
     for row in result["rows"]:
         for peer in row["peers"]:
             print(f"  {row['kernel']:28} {row['elements']:10} {peer['times_slower']:6.2f} x the "

@@ -101,9 +101,7 @@ def test_the_table_has_every_variant_and_its_numbers():
 
 def test_curves_are_drawn(tmp_path):
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
-    runs = {
-        variant: {1: result_of(5.0 + number / 100)} for number, variant in enumerate(VARIANTS)
-    }
+    runs = {variant: {1: result_of(5.0 + number / 100)} for number, variant in enumerate(VARIANTS)}
     drawn = curves(runs)
     assert drawn[1].held_out_difference[-1] == (40, pytest.approx(0.002))
     draw(drawn, tmp_path / "curves.png", "a title")

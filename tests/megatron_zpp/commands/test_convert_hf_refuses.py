@@ -63,9 +63,7 @@ def test_every_wrong_tensor_is_named(tiny: Path, capsys: pytest.CaptureFixture) 
     assert "missing: transformer.h.0.ln_1.bias" in text
     assert "missing: transformer.wpe.weight" in text
     assert "extra: transformer.h.2.ln_1.weight" in text
-    assert (
-        "transformer.h.1.attn.c_attn.weight has shape [96, 32], expected [32, 96]" in text
-    )
+    assert "transformer.h.1.attn.c_attn.weight has shape [96, 32], expected [32, 96]" in text
     assert len(text.strip().splitlines()) == 5
 
 
@@ -76,7 +74,8 @@ def test_a_head_that_is_not_the_tied_embedding(tiny: Path, capsys: pytest.Captur
 
 SETTINGS = {
     "model type": (
-        {"model_type": "mamba2", "architectures": None}, "type 'mamba2' is not supported"
+        {"model_type": "mamba2", "architectures": None},
+        "type 'mamba2' is not supported",
     ),
     "known ones": ({"model_type": "mamba2"}, "gpt2 (GPT2LMHeadModel), llama (LlamaForCausalLM)"),
     "class": ({"architectures": ["GPT2ForTokenClassification"]}, "(GPT2ForTokenClassification)"),
@@ -136,16 +135,12 @@ def test_settings_of_a_llama_we_do_not_have(
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"n_layer": 1%s}' % ("0" * 5000)])
-def test_a_config_that_is_not_json(
-    text: str, tiny: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_config_that_is_not_json(text: str, tiny: Path, capsys: pytest.CaptureFixture) -> None:
     (tiny / "config.json").write_text(text)
     assert "config.json: not JSON that can be read" in import_error(tiny, capsys)
 
 
-def test_a_gpt_neox_of_two_branches_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_gpt_neox_of_two_branches_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     source = saved(neox(use_parallel_residual=True), tmp_path / "source")
     message = "use_parallel_residual is True; only False is supported"
     assert message in import_error(source, capsys)

@@ -65,7 +65,9 @@ def test_zeropp_too_with_the_copies_of_a_node(tmp_path):
     path = tmp_path / f"{dist.get_rank()}.json"
     zero = {"stage": 3, **PLUS, "zero_hpz_partition_size": 2}
     path.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}}))
-    predicted, measured = predict_and_measure(f"{MODEL}--global-batch-size 8 --deepspeed-config {path}")
+    predicted, measured = predict_and_measure(
+        f"{MODEL}--global-batch-size 8 --deepspeed-config {path}"
+    )
     assert predicted.host_bytes == pytest.approx(measured, rel=LEEWAY)
 
 
@@ -77,7 +79,9 @@ def test_an_update_beside_the_next_step_has_its_own_gradients_and_copies(tmp_pat
     for settings, ratio in (({}, 1.0), (bf16, 1.0), ({}, 0.4), (bf16, 0.0)):
         zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
         path.write_text(json.dumps({"zero_optimization": zero, "zeropp": late} | settings))
-        predicted, measured = predict_and_measure(f"{MODEL}--global-batch-size 8 --deepspeed-config {path}")
+        predicted, measured = predict_and_measure(
+            f"{MODEL}--global-batch-size 8 --deepspeed-config {path}"
+        )
         assert predicted.host_bytes == pytest.approx(measured, rel=LEEWAY)
 
 

@@ -32,9 +32,7 @@ REQUESTS = [
 SHARDED = {
     "stage 3": {},
     "stage 1": {"zero_optimization": {"stage": 1}},
-    "ZeRO++": {
-        "zero_optimization": {"zero_quantized_weights": True, "zero_hpz_partition_size": 2}
-    },
+    "ZeRO++": {"zero_optimization": {"zero_quantized_weights": True, "zero_hpz_partition_size": 2}},
 }
 
 
@@ -93,9 +91,7 @@ def test_on_ranks(settings: dict, dtype: str, tmp_path: Path) -> None:
     expected = complete(whole, ByteLevelTokenizer(), REQUESTS)
     file = tmp_path / f"{dist.get_rank()}.json"
     file.write_text(json.dumps(settings))
-    config = TextModelConfig(
-        load=str(tmp_path / "saved"), dtype=dtype, deepspeed_config=str(file)
-    )
+    config = TextModelConfig(load=str(tmp_path / "saved"), dtype=dtype, deepspeed_config=str(file))
     model = shard_text_model(config, None, joined())
     assert model.sharding.num_ranks == 4
     if dist.get_rank():

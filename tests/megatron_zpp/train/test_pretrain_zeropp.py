@@ -140,9 +140,7 @@ def test_resuming_on_other_ranks(num_ranks, stopped, tmp_path):
 def test_stages_1_and_2_quantize_and_send_what_the_formula_says(stage, tmp_path):
     quantized = {"stage": stage, "zero_quantized_weights": True, "zero_quantized_gradients": True}
     path = tmp_path / f"rank-{dist.get_rank()}.json"
-    path.write_text(
-        json.dumps({"zero_optimization": quantized, "zeropp": {"ranks_per_node": 2}})
-    )
+    path.write_text(json.dumps({"zero_optimization": quantized, "zeropp": {"ranks_per_node": 2}}))
     flags = f"{BATCH} {NO_DROPOUT} {NUMBERS} --train-iters 10 "
     expected = loss_values(log_of(f"{flags} --zero-stage {stage}"))
     log = log_of(f"{flags} --deepspeed_config {path} --tensorboard-dir {tmp_path}")

@@ -58,9 +58,7 @@ def test_a_save_killed_between_the_two_renames_loses_nothing(tmp_path):
     assert names(tmp_path) == ["a", "latest"] and (tmp_path / "a/last").read_text() == "second"
 
 
-@pytest.mark.parametrize(
-    ("own_names", "left"), [(None, [".b.tmp", ".latest.7.tmp"]), ("*", [])]
-)
+@pytest.mark.parametrize(("own_names", "left"), [(None, [".b.tmp", ".latest.7.tmp"]), ("*", [])])
 def test_leftovers_of_other_jobs_are_left_alone(own_names, left, tmp_path):
     (tmp_path / ".a.tmp").mkdir()
     (tmp_path / ".b.tmp").mkdir()

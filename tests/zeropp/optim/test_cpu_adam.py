@@ -130,9 +130,7 @@ def test_moments_in_bf16_are_right_on_average():
 
 def test_the_random_bits_are_even_and_differ_by_seed_step_and_place():
     def bits(seed: int, step: int, place: int = 0) -> Tensor:
-        settings = AdamSettings(
-            lr=0, beta1=0, beta2=0, eps=0, weight_decay=0, step=step, seed=seed
-        )
+        settings = AdamSettings(lr=0, beta1=0, beta2=0, eps=0, weight_decay=0, step=step, seed=seed)
         words = random_words(settings.scalars().keys, place, torch.empty(SAMPLES))
         return (words[:, None] >> torch.arange(32) & 1).double()
 

@@ -37,9 +37,7 @@ def checkpoint_inside_blocks(reentrant: bool) -> SmallModel:
     model = small_model()
     for block in model.blocks:
         block.wrapped = block.forward
-        block.forward = lambda x, block=block: checkpoint(
-            block.wrapped, x, use_reentrant=reentrant
-        )
+        block.forward = lambda x, block=block: checkpoint(block.wrapped, x, use_reentrant=reentrant)
     return model
 
 

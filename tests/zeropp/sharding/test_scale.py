@@ -21,9 +21,7 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)]
-        )
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

@@ -278,9 +278,7 @@ def test_the_call_needs_its_key_and_a_model_that_has_not_run():
     )
     with pytest.raises(InputError, match="needs zero_optimization.zero_quantized_nontrainable"):
         engine.quantize_nontrainable_params()
-    engine, *_ = zeropp.initialize(
-        model=small_model(), config=config | {"zero_optimization": MIXZ}
-    )
+    engine, *_ = zeropp.initialize(model=small_model(), config=config | {"zero_optimization": MIXZ})
     loss_of(engine, tokens_of(0))
     add_adapters(engine.module)
     with pytest.raises(InputError, match="before the first forward pass"):

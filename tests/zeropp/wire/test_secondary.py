@@ -32,9 +32,7 @@ class Recomputed(SmallModel):
         super().__init__()
         for block in self.blocks:
             block.wrapped = block.forward
-            block.forward = lambda x, block=block: checkpoint(
-                block.wrapped, x, use_reentrant=False
-            )
+            block.forward = lambda x, block=block: checkpoint(block.wrapped, x, use_reentrant=False)
 
 
 class Halving(torch.optim.Optimizer):
