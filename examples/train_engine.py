@@ -1,6 +1,6 @@
 """DeepSpeed's training loop with another import: train a small Transformer on bytes of Python.
 
-    zeropp --num_ranks 2 examples/train_engine.py --deepspeed_config examples/ds_train_engine.json
+zeropp --num_ranks 2 examples/train_engine.py --deepspeed_config examples/ds_train_engine.json
 """
 
 import argparse

@@ -41,6 +41,7 @@ def test_imports_between_rooms_go_down_only() -> None:
 
 def test_ruff_finds_nothing() -> None:
     assert not (report := run_python("-m", "ruff", "check", "--no-cache", ".")), report
+    assert not (report := run_python("-m", "ruff", "format", "--check", "--no-cache", ".")), report
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -301,7 +301,5 @@ def test_loss_that_is_not_a_number(fails):
 
 
 def test_loss_scale_that_cannot_fall(fails):
-    message = fails(
-        f"{MOCK} --fp16 --initial-loss-scale 1e30 --min-loss-scale 1e30 --hysteresis 1"
-    )
+    message = fails(f"{MOCK} --fp16 --initial-loss-scale 1e30 --min-loss-scale 1e30 --hysteresis 1")
     assert "smallest loss scale" in message

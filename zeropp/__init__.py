@@ -21,8 +21,18 @@ if TYPE_CHECKING:
     from zeropp.sharding.sharding import Sharding
 
 __all__ = [
-    "Engine", "FusedAdam", "InputError", "LossScaler", "Sharding", "StepResult", "ZeroConfig",
-    "initialize", "optim", "optimizer_step", "shard", "zero",
+    "Engine",
+    "FusedAdam",
+    "InputError",
+    "LossScaler",
+    "Sharding",
+    "StepResult",
+    "ZeroConfig",
+    "initialize",
+    "optim",
+    "optimizer_step",
+    "shard",
+    "zero",
 ]
 __version__ = "0.1.0"
 

@@ -12,7 +12,11 @@ from collections.abc import Callable
 import torch
 
 PRODUCT_OPS = (
-    "mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu",
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 )
 SIZE, REPETITIONS = 512, 5

@@ -79,21 +79,33 @@ def read_options() -> argparse.Namespace:
     """The command line."""
     parser = benchmark_parser(__doc__)
     add = parser.add_argument
-    add("configurations", nargs="*", metavar="NAME",
+    add(
+        "configurations",
+        nargs="*",
+        metavar="NAME",
         help=f"of {', '.join(OUR_NAMES)} (default: {' '.join(DEFAULT_NAMES)}); the first is the "
-             "reference")
-    add("--rate", action="append", metavar="RATE",
+        "reference",
+    )
+    add(
+        "--rate",
+        action="append",
+        metavar="RATE",
         help="of each node's link, in each direction, as in 200mbit, or none; may be repeated "
-             "(default: none)")
+        "(default: none)",
+    )
     add("--nodes", type=int, default=2, metavar="N", help="default: 2")
     add("--ranks-per-node", type=int, default=2, metavar="N", help="default: 2")
     add("--rounds", type=int, default=10, metavar="N", help="timed steps of each (default: 10)")
     add("--warm-up", type=int, default=1, metavar="N", help="steps before them (default: 1)")
     add("--one-host", action="store_true", help="no namespaces: the ledger's bytes only")
     add("--deepspeed", action="store_true", help="add DeepSpeed's ZeRO-3, if it is installed")
-    add("--products", choices=("auto", "bf16", "fp32"), default="auto",
+    add(
+        "--products",
+        choices=("auto", "bf16", "fp32"),
+        default="auto",
         help="multiply bf16 matrices in this dtype; auto: in fp32 where that is faster, as on "
-             "processors without bf16 arithmetic")
+        "processors without bf16 arithmetic",
+    )
     add("--plot", type=Path, metavar="FILE.png", help="draw a chart (needs matplotlib)")
     add_shape_flags(parser, **SHAPE)
     return parser.parse_args()  # fmt: skip

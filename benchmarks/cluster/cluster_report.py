@@ -154,9 +154,11 @@ def _bytes(run: dict, model_bytes: int) -> Table:
         inside = largest(bytes_of(node["ledger"], INSIDE) for node in nodes)
         table.add_row(
             row["name"],
-            _in_models(sent, model_bytes), _in_megabytes(sent),
+            _in_models(sent, model_bytes),
+            _in_megabytes(sent),
             _in_models(received, model_bytes),
-            _in_models(ledger, model_bytes), _in_megabytes(ledger),
+            _in_models(ledger, model_bytes),
+            _in_megabytes(ledger),
             _farthest([node["difference"] for node in nodes]),
             _in_models(inside, model_bytes),
         )

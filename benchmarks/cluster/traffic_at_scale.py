@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from benchmarks.cluster.fake_ranks import counted_step, fake_rank
-from benchmarks.shared.result import begin, benchmark_parser, finish
+from benchmarks.shared.result import begin, benchmark_parser, finish, markdown_table
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.settings.arguments import parse
 from zeropp import ZeroConfig
@@ -128,25 +128,23 @@ def in_m(sent: Mapping[tuple[str, str], float], parameters: int) -> dict[str, fl
 def table(result: Mapping) -> str:
     """Markdown: across nodes by purpose, the sum, the formula's, and within the node."""
     shape, parameters = result["shape"], result["parameters"]
-    lines = [
+    title = (
         f"{parameters / 1e9:.2f} billion parameters, M = {2 * parameters / 1e9:.1f} GB; "
         f"{shape['nodes']} nodes of {shape['ranks_per_node']} ranks; "
-        f"{shape['micro_batches']} micro-batch(es) per step.",
-        "",
-        "| | weights, forward | weights, backward | gradients | across nodes | by formula "
-        "| within the node |",
-        "|---|---|---|---|---|---|---|",
-    ]
+        f"{shape['micro_batches']} micro-batch(es) per step."
+    )
+    columns = ["", "weights, forward", "weights, backward", "gradients", "across nodes"]
+    columns += ["by formula", "within the node"]
     plain = result["rows"][0]["plain"]
-    lines.append(_line("plain FSDP2 (formula)", plain, plain))
-    lines += [_line(row["name"], row["ledger"], row["forecast"]) for row in result["rows"]]
-    return "\n".join(lines)
+    rows = [_cells("plain FSDP2 (formula)", plain, plain)]
+    rows += [_cells(row["name"], row["ledger"], row["forecast"]) for row in result["rows"]]
+    return f"{title}\n\n{markdown_table(columns, rows)}"
 
 
-def _line(name: str, cells: Mapping[str, float], formula: Mapping[str, float]) -> str:
-    across = [cells[f"{purpose} across_nodes"] for purpose in PURPOSES]
-    numbers = [*across, cells["across_nodes"], formula["across_nodes"], cells["in_node"]]
-    return f"| {name} | " + " | ".join(f"{number:.4f}" for number in numbers) + " |"
+def _cells(name: str, sent: Mapping[str, float], formula: Mapping[str, float]) -> list[str]:
+    numbers = [sent[f"{purpose} across_nodes"] for purpose in PURPOSES]
+    numbers += [sent["across_nodes"], formula["across_nodes"], sent["in_node"]]
+    return [name, *(f"{number:.4f}" for number in numbers)]
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.convergence.variants import BASELINE, VARIANTS
+from benchmarks.shared.result import markdown_table
 
 WINDOW = 20  # iterations over which training losses are averaged before they are compared
 TARGET = 0.005  # relative: how far the held-out loss of all three components may be off
@@ -66,10 +67,9 @@ def smoothed(losses: Sequence[float]) -> list[Point]:
     return [(end, statistics.fmean(losses[end - window : end])) for end in ends]
 
 
-def markdown_table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
-    lines = [_HEADINGS, ("---",) * len(_HEADINGS), *(_cells(row) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(_COLUMNS, [_cells(row) for row in rows])
 
 
 def verdict(rows: Sequence[Row]) -> str | None:
@@ -84,7 +84,7 @@ def verdict(rows: Sequence[Row]) -> str | None:
     return None
 
 
-_HEADINGS = (
+_COLUMNS = (
     "", "held-out loss", "to baseline", "worst seed", "largest bump", "at iteration",
     "MB across nodes", "ms a step",
 )  # fmt: skip

@@ -24,7 +24,7 @@ from benchmarks.convergence.comparison import (
     Runs,
     compare,
     curves,
-    markdown_table,
+    table,
     verdict,
 )
 from benchmarks.convergence.convergence_chart import draw
@@ -32,7 +32,7 @@ from benchmarks.convergence.variants import BASELINE, FLAGS, VARIANTS, Recipe
 from benchmarks.shared.charts import require_matplotlib
 from benchmarks.shared.environment_report import environment_report
 from benchmarks.shared.rank_launch import RanksFailed, run_on_ranks
-from benchmarks.shared.result import begin, benchmark_parser, finish, write_text
+from benchmarks.shared.result import begin, benchmark_parser, finish, markdown_table, write_text
 from tools.faster_precision import MARGIN, seconds
 from zeropp.errors import InputError
 
@@ -69,18 +69,41 @@ def read_options() -> argparse.Namespace:
     add = parser.add_argument
     meanings = "; ".join(f"{name}: {variant.meaning}" for name, variant in VARIANTS.items())
     names = tuple(VARIANTS)
-    add("--variants", "--arms", nargs="+", choices=names, default=names, metavar="NAME",
-        help=meanings)
-    add("--seeds", nargs="+", type=int, default=(1, 2, 3), metavar="SEED",
-        help="the same for every variant (default: 1 2 3)")
+    add(
+        "--variants",
+        "--arms",
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="NAME",
+        help=meanings,
+    )
+    add(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=(1, 2, 3),
+        metavar="SEED",
+        help="the same for every variant (default: 1 2 3)",
+    )
     add("--steps", type=int, default=500, metavar="N", help="iterations of a run (default: 500)")
     add("--ranks", type=int, default=4, metavar="N", help="default: 4")
     add("--ranks-per-node", type=int, default=2, metavar="N", help="default: 2")
     add("--dtype", choices=("fp32", "bf16"), help="default: the one that multiplies faster")
-    add("--eval-interval", type=int, default=100, metavar="N",
-        help="iterations between held-out losses (default: 100)")
-    add("--eval-samples", type=int, default=512, metavar="N",
-        help="samples of each held-out loss, always the same (default: 512)")
+    add(
+        "--eval-interval",
+        type=int,
+        default=100,
+        metavar="N",
+        help="iterations between held-out losses (default: 100)",
+    )
+    add(
+        "--eval-samples",
+        type=int,
+        default=512,
+        metavar="N",
+        help="samples of each held-out loss, always the same (default: 512)",
+    )
     add("--flags", default="", help="further flags of pretrain_gpt.py, for every variant")
     add("--folder", default="runs/convergence", help="default: runs/convergence")
     add("--plot", type=Path, metavar="FILE.png", help="draw the curves (needs matplotlib)")
@@ -203,7 +226,7 @@ def write_everything(options: argparse.Namespace, recipe: Recipe, runs: Runs) ->
         "rows": [asdict(row) for row in rows],
         "runs": [run for of_seeds in runs.values() for run in of_seeds.values()],
     }
-    lines = [*heading(result), "", markdown_table(rows), *filter(None, [verdict(rows)])]
+    lines = [*heading(result), "", table(rows), *filter(None, [verdict(rows)])]
     finish(result, lambda _: print("\n".join(lines)), options.json)
     if options.plot:
         draw(curves(runs), options.plot, subject(result))
@@ -246,7 +269,7 @@ def results_page(result: dict, rows: Sequence[Row], plot: Path | None) -> str:
         f"- held-out loss: {recipe['eval_samples']} samples, the same for every variant of a seed; "
         f"{baseline.first:.3f} before training",
         "",
-        markdown_table(rows),
+        table(rows),
         "",
         verdict(rows) or "",
         "",
@@ -266,10 +289,10 @@ def seed_table(result: dict) -> str:
     seeds, finals = result["seeds"], {}
     for run in result["runs"]:
         finals.setdefault(run["variant"], {})[run["seed"]] = run["held_out"][-1][1]
-    lines = [["", *(f"seed {seed}" for seed in seeds)], ["---"] * (len(seeds) + 1)]
-    for variant, losses in finals.items():
-        lines.append([variant, *(f"{losses[seed]:.4f}" for seed in seeds)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    rows = [
+        [variant, *(f"{losses[seed]:.4f}" for seed in seeds)] for variant, losses in finals.items()
+    ]
+    return markdown_table(["", *(f"seed {seed}" for seed in seeds)], rows)
 
 
 def _commit(run: dict) -> str:

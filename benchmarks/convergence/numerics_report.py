@@ -1,7 +1,8 @@
 """The tables of benchmarks.convergence.numerics as Markdown, for the screen and as a page."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
+from benchmarks.shared.result import markdown_table
 from zeropp.quant.packing import BLOCK
 
 DATA = ("Gaussian", "weights", "gradients")
@@ -52,36 +53,33 @@ def tables(result: dict) -> str:
     for bits in (8, 4):
         for title, belongs in SECTIONS:
             rows = [row for row in result["one_hop"] if row["bits"] == bits and belongs(row)]
-            lines += [f"## INT{bits}: {title[0].lower()}{title[1:]}", "", *one_hop(rows), ""]
-    lines += ["## Two hops", "", *two_hops(result["two_hops"]), ""]
+            lines += [f"## INT{bits}: {title[0].lower()}{title[1:]}", "", one_hop(rows), ""]
+    lines += ["## Two hops", "", two_hops(result["two_hops"]), ""]
     return "\n".join(lines)
 
 
-def one_hop(rows: Iterable[dict]) -> Iterator[str]:
-    """The lines of a table of schemes."""
-    yield from _head(
-        "code", "scale", "block", "bytes",
-        *(f"error, {name}" for name in DATA), *(f"gain, {name}" for name in DATA),
-    )  # fmt: skip
+def one_hop(rows: Iterable[dict]) -> str:
+    """A table of schemes."""
+    columns = ["code", "scale", "block", "bytes"]
+    columns += [f"{quantity}, {name}" for quantity in ("error", "gain") for name in DATA]
+    lines = []
     for row in sorted(rows, key=lambda row: row["block"]):
         errors = [row["errors"][name] for name in DATA]
         cells = [row["code"], row["scale"], str(row["block"]), f"{row['bytes']:.4f}"]
         cells += [f"{each['error']:.3%}" for each in errors]
-        cells += [f"{each['gain']:.4f} ({each['worst_gain']:.4f})" for each in errors]
-        yield _row(*(f"**{cell}**" if is_zeropp(row) else cell for cell in cells))
+        cells += [_gain(each) for each in errors]
+        lines.append(_bold(cells) if is_zeropp(row) else cells)
+    return markdown_table(columns, lines)
 
 
-def two_hops(rows: Iterable[dict]) -> Iterator[str]:
-    """The lines of a table of pairs of widths."""
-    yield from _head("bits", "data", "error", "expected", "cosine", "gain")
+def two_hops(rows: Iterable[dict]) -> str:
+    """A table of pairs of widths."""
+    lines = []
     for row in rows:
-        cells = [
-            f"{row['bits'][0]}, {row['bits'][1]}", row["data"], f"{row['error']:.2%}",
-            f"{row['expected']:.2%}", f"{row['cosine']:.5f}",
-            f"{row['gain']:.4f} ({row['worst_gain']:.4f})",
-        ]  # fmt: skip
-        is_used = tuple(row["bits"]) == (8, 4)
-        yield _row(*(f"**{cell}**" if is_used else cell for cell in cells))
+        cells = [f"{row['bits'][0]}, {row['bits'][1]}", row["data"], f"{row['error']:.2%}"]
+        cells += [f"{row['expected']:.2%}", f"{row['cosine']:.5f}", _gain(row)]
+        lines.append(_bold(cells) if tuple(row["bits"]) == (8, 4) else cells)
+    return markdown_table(["bits", "data", "error", "expected", "cosine", "gain"], lines)
 
 
 def is_zeropp(row: dict) -> bool:
@@ -90,10 +88,9 @@ def is_zeropp(row: dict) -> bool:
     return (row["code"], row["scale"], row["block"]) == chosen
 
 
-def _head(*names: str) -> Iterator[str]:
-    yield _row(*names)
-    yield _row(*("---" for _ in names))
+def _gain(errors: dict) -> str:
+    return f"{errors['gain']:.4f} ({errors['worst_gain']:.4f})"
 
 
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+def _bold(cells: Iterable[str]) -> list[str]:
+    return [f"**{cell}**" for cell in cells]

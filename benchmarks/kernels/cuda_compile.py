@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.shared.environment_report import environment_report
+from benchmarks.shared.result import markdown_table, write_text
 from setup import CUDA_FLAGS, find_nvcc
-from zeropp.atomic import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = ("sm_80", "sm_90")
@@ -66,7 +66,7 @@ def main() -> int:
     text = report(nvcc, kernels, time.perf_counter() - started)
     print(text)
     if options.output:
-        write_atomically(options.output, lambda file: file.write(text.encode()))
+        write_text(options.output, text)
     return 0
 
 
@@ -94,11 +94,13 @@ def report(nvcc: str, kernels: list[Compiled], seconds: float) -> str:
     around = environment_report()
     changed = " and what was not committed yet" if around["uncommitted"] else ""
     version = re.search(r"V([\d.]+)", output).group(1)
-    rows = [
-        f"| `{kernel.name}` | {kernel.gpu} | {kernel.registers} | {kernel.warps} of {WARPS} "
-        f"| {kernel.shared} | {kernel.stack} | {kernel.spilled} |"
-        for kernel in sorted(kernels, key=lambda kernel: (kernel.gpu, kernel.name))
-    ]
+    columns = ["kernel", "GPU", "registers", "warps", "shared, bytes", "stack, bytes"]
+    columns.append("spilled, bytes")
+    rows = []
+    for kernel in sorted(kernels, key=lambda kernel: (kernel.gpu, kernel.name)):
+        sizes = (kernel.shared, kernel.stack, kernel.spilled)
+        cells = [f"`{kernel.name}`", kernel.gpu, kernel.registers, f"{kernel.warps} of {WARPS}"]
+        rows.append([str(cell) for cell in (*cells, *sizes)])
     return "\n".join(
         [
             f"# What nvcc reports of the CUDA kernels, {time.strftime('%-d %B %Y')}",
@@ -110,9 +112,7 @@ def report(nvcc: str, kernels: list[Compiled], seconds: float) -> str:
             f"{seconds:.0f} s. Nothing ran: there was no GPU. Warps are those that the registers "
             f"let a multiprocessor hold, in blocks of {THREADS} threads.",
             "",
-            "| kernel | GPU | registers | warps | shared, bytes | stack, bytes | spilled, bytes |",
-            "|---|---|---|---|---|---|---|",
-            *rows,
+            markdown_table(columns, rows),
             "",
         ]
     )

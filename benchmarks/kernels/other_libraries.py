@@ -109,9 +109,7 @@ def _affine_quantize(library: ModuleType, values: Tensor, block: int) -> tuple[T
 def _affine_dequantize(
     library: ModuleType, codes: Tensor, scale: Tensor, zero: Tensor, block: int, dtype: torch.dtype
 ) -> Tensor:
-    return library.dequantize_affine(
-        codes, (1, block), scale, zero, torch.int8, output_dtype=dtype
-    )
+    return library.dequantize_affine(codes, (1, block), scale, zero, torch.int8, output_dtype=dtype)
 
 
 def _compiled(function: Callable, values: Tensor) -> Callable:

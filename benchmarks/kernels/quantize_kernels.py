@@ -15,7 +15,6 @@ processor time of one thread.
 
 import argparse
 import ctypes
-import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -27,8 +26,15 @@ from torch import Tensor
 from benchmarks.kernels import other_libraries
 from benchmarks.kernels.adam_kernel import adam_cases, torch_adamw
 from benchmarks.kernels.other_libraries import Peer
-from benchmarks.shared.interleaved import quartiles
-from benchmarks.shared.result import begin, benchmark_parser, finish, heading
+from benchmarks.shared.interleaved import interleaved, ratio_summary
+from benchmarks.shared.result import (
+    add_device,
+    begin,
+    benchmark_parser,
+    choose_device,
+    finish,
+    heading,
+)
 from benchmarks.shared.timers import GpuTimer, Timer, thread_timer
 from zeropp.native.kernels import ISAS, use_isa
 from zeropp.quant import cpu, cuda, reference
@@ -91,7 +97,7 @@ def main() -> int:
 def read_options() -> argparse.Namespace:
     """The command line."""
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    add_device(parser)
     parser.add_argument(
         "--elements", type=int, nargs="+", metavar="N",
         help=f"multiples of {256 * ROWS}; default on the CPU: {CPU_ELEMENTS}, on a GPU: "
@@ -100,9 +106,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15, help="samples of each (default: 15)")
     parser.add_argument("--isa", choices=ISAS, help="of the CPU; default: the best it has")
     options = parser.parse_args()
-    if options.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    choose_device(parser, options)
     if any(count % (256 * ROWS) for count in options.elements or ()):
         parser.error(f"--elements: give multiples of {256 * ROWS}")
     if options.isa and options.device == "cuda":
@@ -126,8 +130,6 @@ def on_cpu(isa: str | None) -> Place:
 
 def on_gpu() -> Place:
     """The first GPU."""
-    if not torch.cuda.is_available():
-        sys.exit("error: PyTorch sees no GPU; give --device cpu")
     device = torch.device("cuda", 0)
     kernels = cuda.backend()
     if kernels is reference:
@@ -173,18 +175,16 @@ def time_case(place: Place, case: Case, elements: int, rounds: int) -> dict:
     """Time kernel, copy, plain torch and peers in turn; a row of the table."""
     peers, failed = working_peers(case)
     copy = place.copier(case.num_bytes // 2)(case.num_bytes // 2)
-    runners = [("kernel", case.run), ("copy", copy)]
-    runners += [("plain", lambda: case.expected(*case.inputs))]
-    runners += [(peer.name, peer.run) for peer in peers]
+    runs = {"kernel": case.run, "copy": copy, "plain": lambda: case.expected(*case.inputs)}
+    runs |= {peer.name: peer.run for peer in peers}
     times = max(1, min(place.most, place.sample // case.num_bytes))
-    seconds = {name: [] for name, _ in runners}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     cold = case.num_bytes > place.cache
-    for number in range(rounds):
-        for name, run in runners[:: -1 if number % 2 else 1]:
-            slow = name == "plain"
-            if not slow or number < place.plain_rounds:
-                mean = place.timer.mean_seconds(run, 1 if slow else times, cold=cold)
-                seconds[name].append(mean)
+    for name in interleaved(list(runs), rounds):
+        slow = name == "plain"
+        if not slow or len(seconds[name]) < place.plain_rounds:
+            mean = place.timer.mean_seconds(runs[name], 1 if slow else times, cold=cold)
+            seconds[name].append(mean)
     return row(case, elements, seconds) | {
         "in_cache": not cold if place.cache else None, "failed": failed,
         "peers": [
@@ -219,12 +219,11 @@ def working_peers(case: Case) -> tuple[list[Peer], list[str]]:
 def row(case: Case, elements: int, seconds: dict[str, list[float]]) -> dict:
     """The numbers of a kernel, the copy and plain torch."""
     own, copies = seconds["kernel"], seconds["copy"]
-    ratios = [other / each for each, other in zip(own, copies, strict=True)]
     return {
         "kernel": case.name, "elements": elements, "bytes": case.num_bytes,
         "gb_per_s": case.num_bytes / statistics.median(own) / 1e9,
         "copy_gb_per_s": case.num_bytes / statistics.median(copies) / 1e9,
-        "ratio": statistics.median(ratios), "quartiles": quartiles(ratios),
+        **ratio_summary(copies, own),
         "plain_times_slower": slower(seconds, "plain"),
         "seconds": own, "copy": copies, "plain": seconds["plain"],
     }  # fmt: skip
@@ -268,8 +267,10 @@ def show(result: dict) -> None:
 
 def show_peers(result: dict) -> None:
     """Print what other libraries take, in units of the kernel's time."""
-    print("other libraries: "
-          + ", ".join(f"{name} {version}" for name, version in result["libraries"].items()))
+    print(
+        "other libraries: "
+        + ", ".join(f"{name} {version}" for name, version in result["libraries"].items())
+    )
     for row in result["rows"]:
         for peer in row["peers"]:
             print(f"  {row['kernel']:28} {row['elements']:10} {peer['times_slower']:6.2f} x the "

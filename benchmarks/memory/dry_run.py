@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.shared.result import markdown_table
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.recipe import build_model, build_optimizer
 from megatron_zpp.planner.activations import LiveBytes
@@ -103,7 +104,7 @@ def main() -> None:
         paths = {name: Path(folder) / f"{name}.json" for name in JSONS}
         for name, zero in JSONS.items():
             paths[name].write_text(json.dumps(NODES | {"zero_optimization": zero}))
-        lines = ["| flags | predicted, MiB | measured, MiB | difference |", "|---|---|---|---|"]
+        rows = []
         environment = Environment.read()
         start_process_group(environment, CPU, timedelta(minutes=5), "gloo")
         for case in CASES:
@@ -112,10 +113,12 @@ def main() -> None:
                 flags = flags.replace(name, f"--deepspeed-config {path}")
             prediction, measured = predict_and_measure(MODEL + flags)
             total = prediction.host_bytes
-            sizes = f"{total / MIB:.1f} | {measured / MIB:.1f} | {total / measured - 1:+.1%}"
-            lines.append(f"| `{case}` | {sizes} |".replace("-0.0%", "0.0%"))
+            difference = f"{total / measured - 1:+.1%}".replace("-0.0%", "0.0%")
+            sizes = (f"{total / MIB:.1f}", f"{measured / MIB:.1f}")
+            rows.append([f"`{case}`", *sizes, difference])
         if environment.rank == 0:
-            print("\n".join(lines))
+            columns = ["flags", "predicted, MiB", "measured, MiB", "difference"]
+            print(markdown_table(columns, rows))
         dist.destroy_process_group()
 
 

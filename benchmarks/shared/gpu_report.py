@@ -117,9 +117,7 @@ def describe_build(result: CommandResult) -> tuple[str, str | None]:
     return f"{_ending(result)}\n\n{_fenced(_last_lines(output))}", None
 
 
-def describe_tests(
-    xml: Path, some_must_run: bool, result: CommandResult
-) -> tuple[str, str | None]:
+def describe_tests(xml: Path, some_must_run: bool, result: CommandResult) -> tuple[str, str | None]:
     """How many tests passed, failed and were skipped, and why, by pytest's JUnit file."""
     if not xml.exists():
         output = _last_lines(result.out + result.err)

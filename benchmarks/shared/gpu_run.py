@@ -111,8 +111,12 @@ def read_options() -> argparse.Namespace:
     add("--commit", help="the commit to report if this is not a git clone")
     add("--tiny", action="store_true", help="small sizes, to try the program")
     add("--kernels-flags", default="", metavar="FLAGS", help="further flags of quantize_kernels")
-    add("--train-flags", default="", metavar="FLAGS",
-        help='further flags of gpu_train, as in "--micro-batch 8"')
+    add(
+        "--train-flags",
+        default="",
+        metavar="FLAGS",
+        help='further flags of gpu_train, as in "--micro-batch 8"',
+    )
     options = parser.parse_args()  # fmt: skip
     if options.output is None:
         options.output = ROOT / f"benchmarks/results/{time.strftime('%Y-%m-%d')}-gpu.md"
@@ -225,9 +229,7 @@ def missing_libraries(device: str) -> list[str]:
     newest = max(path.stat().st_mtime for path in (ROOT / "csrc").rglob("*"))
     libraries = {stem: built_library(stem) for stem in LIBRARIES[device]}
     return [
-        stem
-        for stem, path in libraries.items()
-        if path is None or path.stat().st_mtime < newest
+        stem for stem, path in libraries.items() if path is None or path.stat().st_mtime < newest
     ]
 
 

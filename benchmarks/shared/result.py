@@ -5,7 +5,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -66,6 +66,12 @@ def save(result: dict, target: str | None) -> None:
 def write_text(path: Path | str, text: str) -> None:
     """Write a text file atomically, as UTF-8."""
     write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table of cells that are text already."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def heading(result: dict, *libraries: str) -> str:

@@ -101,9 +101,7 @@ def compiled_loss(part: str | None, model: nn.Module, logits_of: Logits) -> Loss
     return lambda batch: run(batch.tokens, batch.labels, batch.position_ids)
 
 
-def _same_layers(
-    setup: TrainingSetup, weights: Mapping[str, Tensor]
-) -> tuple[nn.Module, Logits]:
+def _same_layers(setup: TrainingSetup, weights: Mapping[str, Tensor]) -> tuple[nn.Module, Logits]:
     """Our layers in fp32, and a function that computes logits with them."""
     model = unsharded(setup).to_empty(device=setup.ranks.device)
     with torch.no_grad():

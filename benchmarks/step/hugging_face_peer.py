@@ -61,7 +61,7 @@ def copy_weights(
     values = {}
     for name, weight in weights.items():
         row = GPT2.row(name)
-        values |= dict(zip(row.theirs, row.form.split(weight, sizes), strict=True))
+        values |= dict(zip(row.hf_names, row.form.split(weight, sizes), strict=True))
     parameters = dict(model.named_parameters())
     if missing := set(parameters) ^ set(values):
         raise KeyError(f"not the same weights: {', '.join(sorted(missing))}")

@@ -184,9 +184,7 @@ def _new_checkpoint(
 def _write_state_and_manifest(partial: Path, state: TrainingState) -> None:
     """Write state.json and, as the last file, the manifest of all ranks' files."""
     with fail_together():
-        shards = {
-            path.name: manifest.file_entry(path) for path in partial.glob(f"__{rank()}_*")
-        }
+        shards = {path.name: manifest.file_entry(path) for path in partial.glob(f"__{rank()}_*")}
     entries = {name: entry for part in gather_objects(shards) for name, entry in part.items()}
     with fail_together():
         if rank() == 0:

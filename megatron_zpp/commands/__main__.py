@@ -43,9 +43,7 @@ COMMANDS = MappingProxyType(
         "inspect": Command(
             "megatron_zpp.commands.inspect_dataset", "print what an indexed dataset holds"
         ),
-        "merge": Command(
-            "megatron_zpp.commands.merge_datasets", "merge indexed datasets into one"
-        ),
+        "merge": Command("megatron_zpp.commands.merge_datasets", "merge indexed datasets into one"),
         "dump-samples": Command(
             "megatron_zpp.commands.dump_samples", "write or print the samples of a run"
         ),

@@ -57,9 +57,7 @@ class PerplexityConfig(Section):
     stride: int | None = flag(
         None, "tokens from one window to the next (default: --seq-length)", minimum=1
     )
-    limit: int | None = flag(
-        None, "only the first so many documents of each file", minimum=1
-    )
+    limit: int | None = flag(None, "only the first so many documents of each file", minimum=1)
     batch_size: int = flag(4, "passages computed at once", minimum=1)
     json: str | None = flag(None, "write the results to this file; - prints only them")
 

@@ -69,9 +69,7 @@ class SamplingConfig(Section):
     """How the tokens are drawn, and what ends a text"""
 
     max_new_tokens: int = flag(256, "most tokens of a text", minimum=1)
-    temperature: float = flag(
-        0.8, "0: always the likeliest token; above 1: more random", minimum=0
-    )
+    temperature: float = flag(0.8, "0: always the likeliest token; above 1: more random", minimum=0)
     top_k: int = flag(0, "draw from this many likeliest tokens (default: from all)", minimum=0)
     top_p: float = flag(
         1.0, "draw from the likeliest tokens whose probabilities sum to this", above=0, maximum=1
@@ -215,7 +213,10 @@ class Screen:
             out.reconfigure(errors="replace")
 
     def show(
-        self, model: TextModel, prompts: Sequence[str], requests: Sequence[Request],
+        self,
+        model: TextModel,
+        prompts: Sequence[str],
+        requests: Sequence[Request],
         interruption: Interruption,
     ) -> None:
         """Print each prompt followed by its text, and the speed at the end."""

@@ -131,9 +131,12 @@ def summary(lengths: Lengths) -> Iterator[tuple[str, str]]:
         yield "sequences by mode", ", ".join(f"{mode}: {count:,}" for mode, count in counts)
     if len(documents):
         shares = np.percentile(documents, (10, 50, 90), method="nearest").astype(int).tolist()
-        yield "tokens of a document", (
-            f"mean {documents.mean():,.1f}, median {shares[1]:,}, 80% of them {shares[0]:,} to "
-            f"{shares[2]:,}, at most {documents.max():,}"
+        yield (
+            "tokens of a document",
+            (
+                f"mean {documents.mean():,.1f}, median {shares[1]:,}, 80% of them {shares[0]:,} to "
+                f"{shares[2]:,}, at most {documents.max():,}"
+            ),
         )
 
 
@@ -183,9 +186,7 @@ def index_problems(lengths: Lengths) -> Iterator[str]:
         yield f"tokens of type {lengths.dataset.dtype.name} are not token ids"
 
 
-def token_problems(
-    lengths: Lengths, counts: TokenCounts, tokenizer: Tokenizer
-) -> Iterator[str]:
+def token_problems(lengths: Lengths, counts: TokenCounts, tokenizer: Tokenizer) -> Iterator[str]:
     """Likely mistakes that comparing the tokens with a tokenizer shows, one line for each."""
     if counts.out_of_vocabulary:
         yield (
@@ -260,4 +261,3 @@ def _with_unit(number: int) -> str:
 
 def _save(image: Image.Image, file: BinaryIO) -> None:
     image.save(file, "PNG")
-

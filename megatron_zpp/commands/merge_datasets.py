@@ -30,9 +30,7 @@ COPY_BYTES = 1 << 24  # bytes copied at once
 class MergeConfig(Section):
     """What to merge, and into what"""
 
-    input: tuple[str, ...] | None = flag(
-        None, "folders of datasets, or prefixes of single ones"
-    )
+    input: tuple[str, ...] | None = flag(None, "folders of datasets, or prefixes of single ones")
     output_prefix: str | None = flag(None, "names of the two files to write, without .bin and .idx")
 
 
@@ -139,4 +137,3 @@ def _total_counts(datasets: Sequence[IndexedDataset]) -> tuple[int, int]:
     sequences = sum(len(dataset) for dataset in datasets)
     documents = sum(len(dataset.document_index) - 1 for dataset in datasets)
     return sequences, documents
-

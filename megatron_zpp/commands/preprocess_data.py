@@ -23,9 +23,7 @@ from megatron_zpp.settings.command_line import Assignment
 from megatron_zpp.settings.config import TokenizerConfig
 from zeropp.ranks.topology import use_one_rust_thread
 
-USAGE = (
-    "usage: {program} --input FILE|FOLDER --output-prefix PREFIX --tokenizer-type TYPE [flags]"
-)
+USAGE = "usage: {program} --input FILE|FOLDER --output-prefix PREFIX --tokenizer-type TYPE [flags]"
 
 
 def main(argv: Sequence[str], program: str = "megatron-zpp preprocess") -> int:

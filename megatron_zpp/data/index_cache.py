@@ -223,7 +223,9 @@ def _write(arrays: Sequence[np.ndarray], entry: _Entry) -> None:
     try:
         for path, array in zip(entry.array_paths, arrays, strict=True):
             write_atomically(path, lambda file, array=array: _save(file, array))
-        write_atomically(entry.description_path, lambda file: file.write(entry.description.encode()))
+        write_atomically(
+            entry.description_path, lambda file: file.write(entry.description.encode())
+        )
     except BaseException:
         entry.remove()
         raise
@@ -239,7 +241,9 @@ def _load(entry: _Entry) -> list[np.ndarray]:
     """Map the arrays of an entry; raise InputError if they are damaged or of other data."""
     advice = "delete it and start again"
     if entry.description_path.read_text() != entry.description:
-        raise InputError(f"the cached index {entry.description_path} is of other data or settings: {advice}")
+        raise InputError(
+            f"the cached index {entry.description_path} is of other data or settings: {advice}"
+        )
     arrays = []
     for path, shape in zip(entry.array_paths, entry.shapes.values(), strict=True):
         try:

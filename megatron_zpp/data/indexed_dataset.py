@@ -98,8 +98,8 @@ class IndexedDataset:
         if num_bytes != expected_bytes:
             raise InputError(
                 f"{self.bin_path} has {num_bytes} bytes, but {self.idx_path} describes "
-                f"{expected_bytes}: the file is truncated, or the two belong to different datasets; "
-                "copy or preprocess both again"
+                f"{expected_bytes}: the file is truncated, or the two belong to different "
+                "datasets; copy or preprocess both again"
             )
 
 
@@ -133,7 +133,7 @@ class IndexedDatasetWriter:
             self.finalize()
 
     def add_item(self, tokens: np.ndarray | list[int]) -> None:
-        """Append one sequence of token ids [length]; InputError if an id is not in the vocabulary."""
+        """Append one sequence of token ids [length]; InputError for ids outside the vocabulary."""
         tokens = np.asarray(tokens, dtype=np.int64)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             invalid = tokens[(tokens < 0) | (tokens >= self.vocab_size)][0]

@@ -128,8 +128,8 @@ class Loader:
         self.close()
         if exit_code is not None:
             raise InputError(
-                f"a process that reads samples ahead has died (exit code {exit_code}); the system may "
-                f"have killed it as memory ran out: give fewer than --num-workers "
+                f"a process that reads samples ahead has died (exit code {exit_code}); the system "
+                f"may have killed it as memory ran out: give fewer than --num-workers "
                 f"{self._data.num_workers}, or 0, with which the rank reads for itself"
             ) from error
 

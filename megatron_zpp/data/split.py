@@ -11,7 +11,7 @@ SPLITS = ("train", "valid", "test")
 
 
 def normalize(weights: tuple[float, ...] | list[float]) -> list[float]:
-    """Return weights that add up to 1, in the arithmetic of megatron-core (its bits decide ties)."""
+    """Return weights that add up to 1, with the rounding of megatron-core, which decides ties."""
     array = np.array(weights, dtype=np.float64)
     return (array / np.sum(array)).tolist()
 

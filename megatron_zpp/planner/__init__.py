@@ -1,1 +1,1 @@
-"""What a run will need, before it is started."""
+"""Estimate the memory of a run before it is started."""

@@ -1,8 +1,8 @@
-"""Bytes of activations, found by running the GPT's own code on tensors without memory.
+"""Measure the memory of activations by running the model on fake tensors, without memory.
 
-A block, and the model without its blocks, each do one forward and one backward pass on fake tensors
-of the compute format, and the storages that are alive are counted after every op. So dropout,
-rotary positions, gated MLPs and what attention keeps are in it without a formula for each.
+A block, and the model without its blocks, each run one forward and one backward pass on fake
+tensors of the compute format, and the live storages are counted after every op. This includes
+dropout, rotary positions, gated MLPs and attention without a formula for each.
 """
 
 import copy
@@ -28,14 +28,14 @@ from zeropp.optim.step import local_part
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passes:
-    """Bytes of one part of the model, its weights not counted, nor what it was given.
+class PassMemory:
+    """Bytes of one part of the model, without its weights and inputs.
 
-    kept: alive after forward until backward. forward, backward: the most during each, `kept`
-    included; in backward the gradients of weights too. after: what is left after backward.
+    saved: alive from forward to backward. forward, backward: the peak during each pass, including
+    `saved`, and in backward the gradients of weights. after: alive after backward.
     """
 
-    kept: int
+    saved: int
     forward: int
     backward: int
     after: int = 0
@@ -43,23 +43,23 @@ class Passes:
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """One micro-batch's; `stream` is the residual between blocks.
+    """The activations of one micro-batch; `stream` is the bytes of the residual between blocks.
 
-    After the head's backward pass its weight's gradient and that of the stream are left.
+    After the backward pass of the head, the gradients of its weight and of the stream are alive.
     """
 
     stream: int
-    embedding: Passes
-    block: Passes
-    head: Passes
+    embedding: PassMemory
+    block: PassMemory
+    head: PassMemory
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages of tensors that ops return while it is on; not those of `apart`."""
+    """Count the bytes of tensors that ops return in this mode, except those of `excluded`."""
 
-    def __init__(self, apart: Iterable[Tensor] = ()) -> None:
+    def __init__(self, excluded: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self._apart = weakref.WeakSet(one.untyped_storage() for one in apart)
+        self._excluded = weakref.WeakSet(tensor.untyped_storage() for tensor in excluded)
         self._storages: weakref.WeakSet = weakref.WeakSet()
         self.peak = 0
 
@@ -67,44 +67,45 @@ class LiveBytes(TorchDispatchMode):
         self, func: Callable, types: Sequence, args: tuple = (), kwargs: Mapping | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = self._add(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        if made or func._schema.is_mutable:  # into a storage that may have been given memory
-            self.peak = max(self.peak, self.now)
+        has_new = self._add(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        if has_new or func._schema.is_mutable:  # a mutable op may have resized a storage
+            self.peak = max(self.peak, self.current)
         return result
 
     @property
-    def now(self) -> int:
-        """Bytes that are alive."""
+    def current(self) -> int:
+        """Return the bytes that are alive."""
         return sum(storage.nbytes() for storage in self._storages)
 
-    def lap(self) -> int:
-        """The peak since the last call."""
-        peak, self.peak = self.peak, self.now
+    def take_peak(self) -> int:
+        """Return the peak since the last call."""
+        peak, self.peak = self.peak, self.current
         return peak
 
     def _add(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of these has a storage that was not known."""
-        before = len(self._storages)
+        """Count the storages of `tensors`; return whether one of them is new."""
+        num_before = len(self._storages)
         for tensor in tensors:
             storage = local_part(tensor).untyped_storage()
-            if tensor.device.type != "meta" and storage not in self._apart:
+            if tensor.device.type != "meta" and storage not in self._excluded:
                 self._storages.add(storage)
-        return len(self._storages) != before
+        return len(self._storages) != num_before
 
 
-def trace(
+def trace_activations(
     config: ModelConfig, model: GPT, micro_batch: int, dtype: torch.dtype,
     *, selective: bool, chunk: int,
 ) -> Activations:  # fmt: skip
-    """One micro-batch of `micro_batch` samples; `selective`: the core attention is recomputed.
+    """Return the activations of one micro-batch of `micro_batch` samples.
 
-    model: as it is trained, on the meta device; its block with the most trained weights is traced,
-    with the dropout of `config`. chunk: how many logits the loss works on at a time.
+    model: the model on the meta device; its block with the most trained weights is traced, with the
+    dropout of `config`. selective: the core attention is recomputed. chunk: the number of logits
+    that the loss processes at a time.
     """
     largest = copy.deepcopy(max(model.blocks, key=_num_trained))
     largest.attention.dropout = config.attention_dropout
     with FakeTensorMode():
-        embedding, head = _trace_ends(config, model, micro_batch, dtype, chunk)
+        embedding, head = _trace_embedding_and_head(config, model, micro_batch, dtype, chunk)
         block = _trace_block(largest, config, micro_batch, dtype, selective)
         stream = _stream(config, micro_batch, dtype).nbytes
     return Activations(stream=stream, embedding=embedding, block=block, head=head)
@@ -112,70 +113,76 @@ def trace(
 
 def _trace_block(
     block: nn.Module, config: ModelConfig, micro_batch: int, dtype: torch.dtype, selective: bool
-) -> Passes:
+) -> PassMemory:
     if selective:
         block.attention.call = call_checkpointed
     weights = _weights(block, dtype)
-    given = _stream(config, micro_batch, dtype).requires_grad_()
+    stream = _stream(config, micro_batch, dtype).requires_grad_()
     rotary = None
     if config.position_embedding_type == "rope":
         positions = torch.arange(config.seq_length)[None]
         rotary = rotary_table(positions, int(config.head_dim * config.rotary_percent), 1.0)
-    with LiveBytes([*weights.values(), given, *(rotary or ())]) as live:
-        result = functional_call(block, weights, (given, rotary))
-        kept, forward = live.now, live.lap()
+    with LiveBytes([*weights.values(), stream, *(rotary or ())]) as live:
+        result = functional_call(block, weights, (stream, rotary))
+        saved, forward = live.current, live.take_peak()
         gradient = torch.empty_like(result)
         result.backward(gradient)
-        backward = live.lap() - result.nbytes
+        backward = live.take_peak() - result.nbytes
         del gradient
-        return Passes(kept=kept, forward=forward, backward=backward)
+        return PassMemory(saved=saved, forward=forward, backward=backward)
 
 
-def _trace_ends(
-    config: ModelConfig, whole: GPT, micro_batch: int, dtype: torch.dtype, chunk: int
-) -> tuple[Passes, Passes]:
+def _trace_embedding_and_head(
+    config: ModelConfig, full_model: GPT, micro_batch: int, dtype: torch.dtype, chunk: int
+) -> tuple[PassMemory, PassMemory]:
     with torch.device("meta"):
-        model = GPT(dataclasses.replace(config, num_layers=0), whole.vocab_size)
-    is_frozen = not whole.tokens.weight.requires_grad
+        model = GPT(dataclasses.replace(config, num_layers=0), full_model.vocab_size)
+    is_frozen = not full_model.tokens.weight.requires_grad
     model.requires_grad_(not is_frozen)
     model.blocks_per_call = 1
-    model.cross_entropy = partial(_losses, chunk=chunk)
+    model.cross_entropy = partial(_fake_losses, chunk=chunk)
     weights = _weights(model, dtype)
     shape = micro_batch, config.seq_length
     tokens = torch.zeros(shape, dtype=torch.int64)
-    marks: dict[str, int] = {}
+    measured: dict[str, int] = {}
     live = LiveBytes([*weights.values(), tokens])
 
-    def between(_: nn.Module, arguments: tuple[Tensor]) -> None:
+    def before_head(_: nn.Module, arguments: tuple[Tensor]) -> None:
         stream = arguments[0]
-        if is_frozen:  # blocks with adapters make it trained
+        if is_frozen:  # as after blocks with adapters
             stream.requires_grad_()
-        marks["embedded"], marks["embedding"] = live.now, live.lap()
-        stream.register_hook(returned)
+        measured["embedding_saved"] = live.current
+        measured["embedding_forward"] = live.take_peak()
+        stream.register_hook(after_head_backward)
 
-    def returned(_: Tensor) -> None:
-        marks["headless"], marks["head"] = live.now, live.lap()
+    def after_head_backward(_: Tensor) -> None:
+        measured["after_head"] = live.current
+        measured["head_backward"] = live.take_peak()
 
-    model.norm.register_forward_pre_hook(between)
+    model.norm.register_forward_pre_hook(before_head)
     with live:
         loss = functional_call(model, weights, (tokens, tokens, torch.ones(shape)))
-        kept, forward = live.now - marks["embedded"], live.lap() - marks["embedded"]
+        saved, forward = live.current, live.take_peak()
         loss.backward()
-        last = live.lap()
-    embedding = Passes(
-        kept=marks["embedded"], forward=marks["embedding"], backward=last, after=live.now
-    )
-    return embedding, Passes(
-        kept=kept, forward=forward, backward=marks["head"] - marks["embedded"],
-        after=marks["headless"] - marks["embedded"],
+        embedding_backward = live.take_peak()
+    embedding_saved = measured["embedding_saved"]
+    embedding = PassMemory(
+        saved=embedding_saved, forward=measured["embedding_forward"],
+        backward=embedding_backward, after=live.current,
     )  # fmt: skip
+    head = PassMemory(
+        saved=saved - embedding_saved, forward=forward - embedding_saved,
+        backward=measured["head_backward"] - embedding_saved,
+        after=measured["after_head"] - embedding_saved,
+    )  # fmt: skip
+    return embedding, head
 
 
-def _losses(logits: Tensor, labels: Tensor, mask: Tensor, chunk: int) -> Tensor:
-    """Use the memory of `loss.chunked_cross_entropy`, without computing all rows."""
+def _fake_losses(logits: Tensor, labels: Tensor, mask: Tensor, chunk: int) -> Tensor:
+    """Allocate what `loss.chunked_cross_entropy` does, without computing all rows."""
     rows = max(1, chunk // logits.shape[1])
-    wide = logits[:rows].float()
-    assert wide.dtype == torch.float32
+    fp32_logits = logits[:rows].float()
+    assert fp32_logits.dtype == torch.float32
     return torch.empty(len(logits), dtype=torch.float32)
 
 
@@ -185,12 +192,12 @@ def _num_trained(module: nn.Module) -> int:
 
 def _weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     return {
-        name: torch.empty(one.shape, dtype=dtype, requires_grad=one.requires_grad)
-        for name, one in module.named_parameters()
+        name: torch.empty(parameter.shape, dtype=dtype, requires_grad=parameter.requires_grad)
+        for name, parameter in module.named_parameters()
     }
 
 
 def _stream(config: ModelConfig, micro_batch: int, dtype: torch.dtype) -> Tensor:
-    """The residual stream [B, S, H]."""
-    wide = torch.float32 if config.fp32_residual_connection else dtype
-    return torch.empty(micro_batch, config.seq_length, config.hidden_size, dtype=wide)
+    """Return the residual stream [b, S, H]."""
+    dtype = torch.float32 if config.fp32_residual_connection else dtype
+    return torch.empty(micro_batch, config.seq_length, config.hidden_size, dtype=dtype)

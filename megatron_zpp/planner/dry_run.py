@@ -1,5 +1,6 @@
-"""`--dry-run`: what a run will take, and whether it fits, before anything of it is made."""
+"""`--dry-run`: print the memory that a run needs and whether it fits, without starting it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,27 +17,27 @@ from zeropp.ranks.host_memory import free_bytes
 from zeropp.ranks.topology import Environment
 from zeropp.wire.route import Nodes
 
-TOO_LARGE = 1  # exit status
+DOES_NOT_FIT = 1  # exit status
 MIB, GIB = 2**20, 2**30
-_STATE = "more ranks or a higher --zero-stage cut the state of the model into smaller parts"
-_FEWER = "a smaller --micro-batch-size and more micro-batches do the same in less"
+SHARD_MORE = "more ranks or a higher --zero-stage cut the state of the model into smaller parts"
+SMALLER_MICRO_BATCH = "a smaller --micro-batch-size and more micro-batches do the same in less"
 ADVICE = MappingProxyType(
     {
-        **dict.fromkeys((kinds.WEIGHTS, kinds.MOMENTS, kinds.GRADIENTS), _STATE),
+        **dict.fromkeys((kinds.WEIGHTS, kinds.MOMENTS, kinds.GRADIENTS), SHARD_MORE),
         kinds.GATHERED: "--zero-stage 3 gathers one block after the other",
         kinds.COPIES: "a larger zero_hpz_partition_size keeps smaller copies",
-        kinds.REDUCED: "--zero-stage 2 or 3 sums smaller gradients, and smaller blocks help",
-        kinds.KEPT: f"--recompute-granularity full keeps least, and {_FEWER}",
-        kinds.HEAD: _FEWER,
+        kinds.IN_FLIGHT: "--zero-stage 2 or 3 sums smaller gradients, and smaller blocks help",
+        kinds.ACTIVATIONS: f"--recompute-granularity full keeps least, and {SMALLER_MICRO_BATCH}",
+        kinds.HEAD: SMALLER_MICRO_BATCH,
     }
 )
-TO_HOST = "; --cpu-optimizer moves fp32 weights, gradients and moments to the host"
-FROM_HOST = "; offload_optimizer.ratio below 1 leaves some of it on the device"
+OFFLOAD_MORE = "; --cpu-optimizer moves fp32 weights, gradients and moments to the host"
+OFFLOAD_LESS = "; offload_optimizer.ratio below 1 leaves some of it on the device"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """A memory, in bytes: what `ranks` ranks need of it together; None: nobody knows its size."""
+class Memory:
+    """A memory that `ranks` ranks share: the bytes that each needs, and its size, if known."""
 
     name: str
     needed: int
@@ -45,6 +46,7 @@ class Place:
 
     @property
     def fits(self) -> bool:
+        """Return whether the ranks fit; a memory of unknown size is assumed to suffice."""
         return self.size is None or self.needed * self.ranks <= self.size
 
     def __str__(self) -> str:
@@ -54,27 +56,28 @@ class Place:
 
 
 def dry_run(requested: Config, environment: Environment, console: Console) -> int:
-    """Print what the run of `requested` will take; the exit status is 1 if it does not fit.
+    """Print the memory that a run of `requested` needs; return 1 if it does not fit, else 0.
 
-    Raises InputError for mistakes of the user.
+    Raises InputError for invalid settings.
     """
     config, _ = with_initial_model(requested)
     gpu = find_gpu(environment)
-    nodes, ranks_here = _ranks(config, environment)
-    entries = resolve_vocab_size(config.data, config.tokenizer)
-    foretold = estimate(config, entries, nodes, is_cpu=gpu is None)
-    places = _places(foretold, gpu, ranks_here)
-    too_small = [place for place in places if not place.fits]
-    rows = _rows(config, foretold, entries)
+    nodes, ranks_per_machine = _nodes(config, environment)
+    vocab_size = resolve_vocab_size(config.data, config.tokenizer)
+    memory_estimate = estimate(config, vocab_size, nodes, is_cpu=gpu is None)
+    memories = _memories(memory_estimate, gpu, ranks_per_machine)
+    too_small = [memory for memory in memories if not memory.fits]
+    rows = _rows(config, memory_estimate, vocab_size)
     verdict = "does not fit" if too_small else "fits"
-    console.table("Dry run", [*rows, (verdict, "\n".join(map(str, places)))])
-    for place in too_small:
-        console.line(f"error: does not fit, {place}: {_advice(place, foretold, config)}")
-    return TOO_LARGE if too_small else 0
+    console.table("Dry run", [*rows, (verdict, "\n".join(map(str, memories)))])
+    for memory in too_small:
+        advice = _advice(memory, memory_estimate, config)
+        console.line(f"error: does not fit, {memory}: {advice}")
+    return DOES_NOT_FIT if too_small else 0
 
 
 def find_gpu(environment: Environment) -> tuple[str, int] | None:
-    """The name of this rank's GPU and the bytes of its memory; None where there is none."""
+    """Return the name and the memory in bytes of this rank's GPU, or None without a GPU."""
     if not torch.cuda.is_available():
         return None
     index = environment.local_rank % torch.cuda.device_count()
@@ -82,67 +85,81 @@ def find_gpu(environment: Environment) -> tuple[str, int] | None:
     return properties.name, properties.total_memory
 
 
-def _ranks(config: Config, environment: Environment) -> tuple[Nodes, int]:
-    """The nodes of the run, and how many of its ranks share this machine's memory."""
-    asked, per_node = config.training.dry_run_ranks, config.zero.zeropp.ranks_per_node
-    count = asked or environment.world_size
-    launched = environment.launched and not asked
-    per_node = per_node or (environment.local_world_size if launched else count)
-    nodes = Nodes.of(range(count), min(per_node, count))
-    here = -(-count // environment.machines) if launched else nodes.ranks_per_node
-    return nodes, here
+def _nodes(config: Config, environment: Environment) -> tuple[Nodes, int]:
+    """Return the nodes of the run, and the number of ranks that share this machine's memory."""
+    num_ranks = config.training.dry_run_ranks or environment.world_size
+    is_launched = environment.launched and not config.training.dry_run_ranks
+    node_size = environment.local_world_size if is_launched else num_ranks
+    node_size = config.zero.zeropp.ranks_per_node or node_size
+    nodes = Nodes.of(range(num_ranks), min(node_size, num_ranks))
+    if is_launched:
+        return nodes, math.ceil(num_ranks / environment.machines)
+    return nodes, nodes.ranks_per_node
 
 
-def _places(foretold: Estimate, gpu: tuple[str, int] | None, ranks_here: int) -> list[Place]:
-    host = Place(name="host", needed=foretold.host_bytes, size=free_bytes(), ranks=ranks_here)
+def _memories(
+    memory_estimate: Estimate, gpu: tuple[str, int] | None, ranks_per_machine: int
+) -> list[Memory]:
+    """Return the memories that the run needs: the GPU, the host or both."""
+    host = Memory(
+        name="host", needed=memory_estimate.host_bytes, size=free_bytes(), ranks=ranks_per_machine
+    )
     if gpu is None:
         return [host]
-    device = Place(name=gpu[0], needed=foretold.device_bytes, size=gpu[1])
-    return [device, host] if foretold.host_bytes else [device]
+    name, size = gpu
+    device = Memory(name=name, needed=memory_estimate.device_bytes, size=size)
+    return [device, host] if memory_estimate.host_bytes else [device]
 
 
-def _rows(config: Config, foretold: Estimate, entries: int) -> list[tuple[str, object]]:
-    model, sharding = config.model, foretold.sharding
+def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tuple[str, object]]:
+    model, sharding = config.model, memory_estimate.sharding
     shape = (
         f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
-        f"heads, vocabulary {entries:,}"
+        f"heads, vocabulary {vocab_size:,}"
     )
     batch = (
-        f"{foretold.micro_batches} micro-batches of {config.batch.micro_batch_size} samples of "
-        f"{model.seq_length} tokens on each of {sharding.num_ranks} ranks"
+        f"{memory_estimate.micro_batches} micro-batches of "
+        f"{config.batch.micro_batch_size} samples of {model.seq_length} tokens "
+        f"on each of {sharding.num_ranks} ranks"
     )
-    places = ("device", "host") if foretold.device else ("host",)
+    memory = {"host": memory_estimate.host}
+    if memory_estimate.device:
+        memory = {"device": memory_estimate.device, **memory}
     return [
-        ("model", f"{shape}: {foretold.parameters:,} parameters"),
+        ("model", f"{shape}: {memory_estimate.parameters:,} parameters"),
         *lora_summary(config, sharding),
         ("batch", batch),
         ("precision", str(sharding.compute_dtype).removeprefix("torch.")),
         ("ZeRO stage", sharding.stage),
-        *sharding.describe(foretold.micro_batches),
-        ("memory", _table({place: getattr(foretold, place) for place in places})),
+        *sharding.describe(memory_estimate.micro_batches),
+        ("memory", _memory_table(memory)),
     ]
 
 
-def _table(places: Mapping[str, Mapping[str, int]]) -> str:
-    """Lines of MiB by kind, a column for each place; kinds that take nothing are left out."""
+def _memory_table(memory: Mapping[str, Mapping[str, int]]) -> str:
+    """Return lines of MiB by kind, with a column for each memory, without kinds that are zero."""
     title = "MiB of a rank, at most"
-    lines = [f"{title:<24}" + "".join(f"{place:>14}" for place in places)]
+    lines = [f"{title:<24}" + "".join(f"{name:>14}" for name in memory)]
     for kind in kinds.KINDS:
-        sizes = [place.get(kind, 0) for place in places.values()]
+        sizes = [bytes_by_kind.get(kind, 0) for bytes_by_kind in memory.values()]
         if any(sizes):
             lines.append(f"{kind:<24}" + "".join(f"{size / MIB:14.2f}" for size in sizes))
-    totals = "".join(f"{sum(place.values()) / MIB:14.2f}" for place in places.values())
+    totals = "".join(
+        f"{sum(bytes_by_kind.values()) / MIB:14.2f}" for bytes_by_kind in memory.values()
+    )
     return "\n".join([*lines, f"{'total':<24}{totals}"])
 
 
-def _advice(place: Place, foretold: Estimate, config: Config) -> str:
-    """What to do about a memory that is too small, by what takes most of it."""
-    held = foretold.host if place.name == "host" else foretold.device
-    advice = ADVICE[max(held, key=held.__getitem__)]
-    if place.ranks > 1:
+def _advice(memory: Memory, memory_estimate: Estimate, config: Config) -> str:
+    """Return advice for a memory that is too small, by the largest kind in it."""
+    is_host = memory.name == "host"
+    bytes_by_kind = memory_estimate.host if is_host else memory_estimate.device
+    largest_kind = max(bytes_by_kind, key=bytes_by_kind.__getitem__)
+    advice = ADVICE[largest_kind]
+    if memory.ranks > 1:
         advice += "; fewer ranks on a machine share its memory among fewer"
-    if not foretold.device:
+    if not memory_estimate.device:
         return advice
     if not config.zero.offloads_optimizer:
-        return advice + TO_HOST
-    return advice + (FROM_HOST if place.name == "host" else "")
+        return advice + OFFLOAD_MORE
+    return advice + (OFFLOAD_LESS if is_host else "")

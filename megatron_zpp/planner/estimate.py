@@ -1,7 +1,8 @@
-"""What a rank's memory will hold at the fullest moment of a step, by kind, before anything runs.
+"""Estimate the peak memory of a rank during a step, by kind, without running it.
 
-The step is gone through moment by moment: what FSDP2 and our collectives keep and free, unit by
-unit, is added up by formula (docs/memory.md), what a micro-batch keeps is traced without memory.
+The step is simulated event by event: what FSDP2 and the collectives allocate and free for each unit
+is added up by formula (docs/memory.md), and the activations of a micro-batch are traced on fake
+tensors.
 """
 
 import dataclasses
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megatron_zpp.model.loss import CPU_CHUNK, DEVICE_CHUNK
-from megatron_zpp.planner.activations import Activations, trace
-from megatron_zpp.planner.memory_plan import WIDE, Plan, Unit, plan_of
+from megatron_zpp.planner.activations import Activations, trace_activations
+from megatron_zpp.planner.planned_run import FP32_BYTES, PlannedRun, Unit, plan_run
 from megatron_zpp.settings.config import Config
 from zeropp.fsdp_adapter import AHEAD
 from zeropp.ranks.host_memory import pinned_bytes
@@ -22,16 +23,18 @@ from zeropp.wire.route import Nodes
 
 WEIGHTS, MOMENTS, GRADIENTS = "weights", "optimizer state", "gradients"
 GATHERED, COPIES = "gathered weights", "secondary copies (hpZ)"
-REDUCED, KEPT, HEAD = "gradients in flight", "activations", "logits and loss"
-KINDS = (WEIGHTS, MOMENTS, GRADIENTS, GATHERED, COPIES, REDUCED, KEPT, HEAD)
-TWO_MOMENTS = 2 * WIDE  # bytes of Adam's, in fp32
+IN_FLIGHT, ACTIVATIONS, HEAD = "gradients in flight", "activations", "logits and loss"
+KINDS = (WEIGHTS, MOMENTS, GRADIENTS, GATHERED, COPIES, IN_FLIGHT, ACTIVATIONS, HEAD)
+MOMENTS_BYTES = 2 * FP32_BYTES  # of Adam's two moments of a weight
+DISTINCT_MICRO_BATCHES = 3  # the first, the last, and one between them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Bytes of the fullest rank at its fullest moment, by kind; on the device and on the host.
+    """Bytes on the device and on the host at the peak of the fullest rank, by kind.
 
-    On a CPU all is on the host. `sharding` describes the collectives; its model has no memory.
+    On a CPU everything is on the host. `sharding` describes the collectives; its model is on the
+    meta device.
     """
 
     device: Mapping[str, int]
@@ -50,239 +53,285 @@ class Estimate:
 
 
 def estimate(config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool) -> Estimate:
-    """What `config` will take on a rank of `nodes`, on CPUs or on GPUs.
+    """Return the memory that `config` needs on a rank of `nodes`, on CPUs or on GPUs.
 
     Raises InputError for an hpZ partition that does not divide the ranks.
     """
-    plan = plan_of(config, vocab_size, nodes, is_cpu=is_cpu)
-    recompute = config.recompute.recompute_granularity
-    shape = config.model
-    if not is_cpu:  # a GPU's attention draws its dropout again; a CPU's keeps all scores
-        shape = dataclasses.replace(shape, attention_dropout=0.0)
-    activations = trace(
-        shape, plan.model, config.batch.micro_batch_size, plan.compute,
-        selective=recompute == "selective", chunk=CPU_CHUNK if is_cpu else DEVICE_CHUNK,
+    run = plan_run(config, vocab_size, nodes, is_cpu=is_cpu)
+    model_config = config.model
+    if not is_cpu:  # a GPU's attention regenerates its dropout mask; a CPU's saves all scores
+        model_config = dataclasses.replace(model_config, attention_dropout=0.0)
+    activations = trace_activations(
+        model_config, run.model, config.batch.micro_batch_size, run.compute_dtype,
+        selective=config.recompute.recompute_granularity == "selective",
+        chunk=CPU_CHUNK if is_cpu else DEVICE_CHUNK,
     )  # fmt: skip
-    step = Step(plan, activations)
-    step.run()
-    device, host = step.fullest, _on_host(plan) if plan.offloads else Counter()
+    simulation = StepSimulation(run, activations)
+    simulation.run_step()
+    device, host = simulation.peak, Counter()
+    if run.offloads:
+        host = _offloaded_bytes(run)
     if is_cpu:
         device, host = {}, device + host
-    copies = SecondaryCopies(in_evaluation=True) if plan.forecast.weights.keeps else None
+    copies = SecondaryCopies(in_evaluation=True) if run.forecast.weights.keeps else None
     sharding = Sharding(
-        model=plan.model, stage=plan.stage, num_ranks=plan.num_ranks, compute_dtype=plan.compute,
-        forecast=plan.forecast if plan.num_ranks > 1 else None, copies=copies,
+        model=run.model, stage=run.stage, num_ranks=run.num_ranks,
+        compute_dtype=run.compute_dtype,
+        forecast=run.forecast if run.num_ranks > 1 else None, copies=copies,
         stores_frozen=config.zero.stores_frozen,
     )  # fmt: skip
     return Estimate(
         device=MappingProxyType(device), host=MappingProxyType(host),
-        parameters=plan.model.num_parameters(), micro_batches=plan.micro_batches, sharding=sharding,
+        parameters=run.model.num_parameters(), micro_batches=run.num_micro_batches,
+        sharding=sharding,
     )  # fmt: skip
 
 
-class Step:
-    """Goes through a step with all moments of Adam in place; `fullest` is its fullest moment."""
+class StepSimulation:
+    """Simulates the memory of a step in which Adam's moments already exist.
 
-    def __init__(self, plan: Plan, activations: Activations) -> None:
-        self.plan, self.activations = plan, activations
-        self.held = _before(plan)
-        self.fullest = Counter({WEIGHTS: plan.built})
-        self._whole: set[int] = set()  # units whose gathered weights are there
-        self._copied: set[int] = set()  # units of which hpZ holds a copy
-        self._summed: set[int] = set()  # units with whole gradients of earlier micro-batches
+    `allocated` is the current bytes by kind, and `peak` the largest so far.
+    """
+
+    def __init__(self, run: PlannedRun, activations: Activations) -> None:
+        self.run, self.activations = run, activations
+        self.allocated = _initial_bytes(run)
+        self.peak = Counter({WEIGHTS: run.construction_bytes})
+        self._saved_by_block = _saved_bytes_by_block(run, activations)
+        self._root = len(run.units) - 1
+        self._gathered: set[int] = set()  # units with gathered weights
+        self._copied: set[int] = set()  # units with a secondary copy (hpZ)
+        self._accumulated: set[int] = set()  # units with whole gradients of earlier micro-batches
         self._reduced: set[int] = set()  # units with reduced gradients
-        self._flying: list[tuple[int, ...]] = []  # of each reduction, bytes at each hop
+        self._in_flight: list[tuple[int, ...]] = []  # bytes of each reduction, by remaining hop
 
-    def run(self) -> None:
-        """All micro-batches that differ."""
-        self._moment()
-        count = min(self.plan.micro_batches, 3)
+    def run_step(self) -> None:
+        """Simulate the micro-batches of a step, without repeating equal ones."""
+        self._record()
+        count = min(self.run.num_micro_batches, DISTINCT_MICRO_BATCHES)
         for index in range(count):
             self._forward()
-            self._backward(last=index == count - 1)
-        self._moment()
+            self._backward(is_last=index == count - 1)
+        self._record()
 
-    def _moment(self, **more: int) -> None:
-        now = self.held + Counter({MORE[name]: size for name, size in more.items()})
-        if now.total() > self.fullest.total():
-            self.fullest = now
+    def _record(self, temporary: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Update the peak, with temporary bytes by kind."""
+        current = self.allocated + Counter(temporary)
+        if current.total() > self.peak.total():
+            self.peak = current
 
     def _forward(self) -> None:
-        root, blocks = len(self.plan.units) - 1, range(len(self.plan.units) - 1)
-        self._gather(root, ahead=())
-        ends, kept = self.activations, _kept(self.plan, self.activations)
-        self._moment(kept=ends.embedding.forward, gathered=self._buffers(blocks[:AHEAD]))
-        self.held[KEPT] += ends.embedding.kept
-        ahead = AHEAD if self.plan.is_cpu else 1
+        run, activations, blocks = self.run, self.activations, range(self._root)
+        self._gather(self._root, prefetched=())
+        self._record({
+            ACTIVATIONS: activations.embedding.forward,
+            GATHERED: self._gather_buffers(blocks[:AHEAD]),
+        })  # fmt: skip
+        self.allocated[ACTIVATIONS] += activations.embedding.saved
+        num_prefetched = AHEAD if run.is_cpu else 1
         for index in blocks:
-            self._gather(index, blocks[index + 1 : index + ahead])
-            under_way = self._buffers(blocks[index + 1 : index + 1 + ahead])
-            self._moment(kept=ends.block.forward, gathered=under_way)
-            self.held[KEPT] += kept[index]
-            if self.plan.regathers:
-                self._drop(index)
-        self._moment(head=ends.head.forward)
-        self.held[HEAD] += ends.head.kept
+            self._gather(index, blocks[index + 1 : index + num_prefetched])
+            buffers = self._gather_buffers(blocks[index + 1 : index + 1 + num_prefetched])
+            self._record({ACTIVATIONS: activations.block.forward, GATHERED: buffers})
+            self.allocated[ACTIVATIONS] += self._saved_by_block[index]
+            if run.regathers:
+                self._free_gathered(index)
+        self._record({HEAD: activations.head.forward})
+        self.allocated[HEAD] += activations.head.saved
 
-    def _backward(self, *, last: bool) -> None:
-        ends, kept = self.activations, _kept(self.plan, self.activations)
-        self._moment(head=ends.head.backward - ends.head.kept)
-        self.held[HEAD] += ends.head.after - ends.head.kept
-        root = len(self.plan.units) - 1
-        for index in reversed(range(root)):
-            self._gather(index, ahead=())
-            self.held[KEPT] -= kept[index]
-            reran = self._rerun(index)
-            under_way = self._buffers([index - 1] if index else [])
-            self.held[GATHERED] += under_way
-            self._moment(kept=reran + ends.block.backward)
-            self._end(index, last=last, gradient=self.plan.units[index].gradient)
-            self.held[GATHERED] -= under_way
-        self.held[KEPT] = 0
-        self.held[HEAD] = 0
-        self._moment(head=ends.embedding.backward)
-        self._end(root, last=last, gradient=ends.embedding.after)
-        self._flying.clear()
-        self.held[REDUCED] = 0
+    def _backward(self, *, is_last: bool) -> None:
+        activations, head = self.activations, self.activations.head
+        self._record({HEAD: head.backward - head.saved})
+        self.allocated[HEAD] += head.after - head.saved
+        for index in reversed(range(self._root)):
+            self._gather(index, prefetched=())
+            self.allocated[ACTIVATIONS] -= self._saved_by_block[index]
+            recomputed = self._recompute(index)
+            buffers = self._gather_buffers([index - 1] if index else [])
+            self.allocated[GATHERED] += buffers
+            self._record({ACTIVATIONS: recomputed + activations.block.backward})
+            self._end_backward(index, is_last=is_last, gradient=self.run.units[index].gradient)
+            self.allocated[GATHERED] -= buffers
+        self.allocated[ACTIVATIONS] = 0
+        self.allocated[HEAD] = 0
+        self._record({HEAD: activations.embedding.backward})
+        self._end_backward(self._root, is_last=is_last, gradient=activations.embedding.after)
+        self._in_flight.clear()
+        self.allocated[IN_FLIGHT] = 0
 
-    def _rerun(self, index: int) -> int:
-        """What the blocks before block `index` of its group keep, which were recomputed with it."""
-        block, group = self.activations.block, self.plan.group
-        if group == 0 or index >= self.plan.recomputed:
+    def _recompute(self, index: int) -> int:
+        """Return the bytes that the earlier blocks of the group of block `index` have saved."""
+        block, group_size = self.activations.block, self.run.recompute_group
+        if group_size == 0 or index >= self.run.num_recomputed:
             return 0
-        place = index % group
-        if index % group == group - 1 or index == len(self.plan.units) - 2:
-            for one in range(index - place, index):  # they stay gathered until their backward
-                self._gather(one, ahead=())
-            self._moment(kept=place * block.kept + block.forward + self.activations.stream)
-        return place * block.kept
+        num_earlier = index % group_size
+        if num_earlier == group_size - 1 or index == self._root - 1:
+            # The whole group is recomputed, and stays gathered until its backward passes.
+            for earlier in range(index - num_earlier, index):
+                self._gather(earlier, prefetched=())
+            peak = num_earlier * block.saved + block.forward + self.activations.stream
+            self._record({ACTIVATIONS: peak})
+        return num_earlier * block.saved
 
-    def _gather(self, index: int, ahead: object) -> None:
-        """The unit's weights, whole, and while they are copied out the buffer they came in."""
-        if index in self._whole or not self.plan.is_wrapped:
+    def _gather(self, index: int, prefetched: Sequence[int]) -> None:
+        """Allocate the gathered weights of a unit and, until they are copied, their buffer."""
+        if index in self._gathered or not self.run.uses_engine:
             return
-        unit = self.plan.units[index]
+        unit = self.run.units[index]
         if index not in self._copied:
             self._copied.add(index)
-            self.held[COPIES] += unit.copy
-        if self.plan.shards > 1:
-            self._moment(gathered=unit.whole + unit.buffer + self._buffers(ahead))
-        self.held[GATHERED] += unit.whole
-        self._whole.add(index)
+            self.allocated[COPIES] += unit.secondary_copy
+        if self.run.num_shards > 1:
+            buffers = unit.gather_buffer + self._gather_buffers(prefetched)
+            self._record({GATHERED: unit.gathered + buffers})
+        self.allocated[GATHERED] += unit.gathered
+        self._gathered.add(index)
 
-    def _buffers(self, indices: object) -> int:
-        """Gathers under way."""
-        missing = [self.plan.units[index] for index in indices if index not in self._whole]
-        if self.plan.shards == 1:
+    def _gather_buffers(self, indices: Sequence[int]) -> int:
+        """Return the buffers of gathers that are in progress for these units."""
+        if self.run.num_shards == 1:
             return 0
-        return sum(one.buffer + one.arriving for one in missing)
+        units = [self.run.units[index] for index in indices if index not in self._gathered]
+        return sum(unit.gather_buffer + unit.packed_buffer for unit in units)
 
-    def _drop(self, index: int) -> None:
-        if index in self._whole:
-            self._whole.remove(index)
-            self.held[GATHERED] -= self.plan.units[index].whole
+    def _free_gathered(self, index: int) -> None:
+        if index in self._gathered:
+            self._gathered.remove(index)
+            self.allocated[GATHERED] -= self.run.units[index].gathered
 
-    def _end(self, index: int, *, last: bool, gradient: int) -> None:
-        """After a unit's backward pass, which left `gradient` bytes of whole gradients."""
-        plan, unit = self.plan, self.plan.units[index]
-        if not plan.is_wrapped:
-            self._sum(index, 0 if plan.offloads else unit.wide)
+    def _end_backward(self, index: int, *, is_last: bool, gradient: int) -> None:
+        """End the backward pass of a unit, which has produced `gradient` bytes of gradients."""
+        run, unit = self.run, self.run.units[index]
+        if not run.uses_engine:
+            self._accumulate(index, 0 if run.offloads else unit.fp32_gradient)
             return
-        if last or plan.stage == 3:
-            self._drop(index)
-        fresh = 0 if plan.compute.itemsize == WIDE and index in self._summed else gradient
-        if not last and plan.stage < 2:
-            self._moment(reduced=fresh + (plan.compute.itemsize < WIDE) * unit.wide)
-            self._sum(index, unit.wide)
+        if is_last or run.stage == 3:
+            self._free_gathered(index)
+        is_fp32 = run.compute_dtype.itemsize == FP32_BYTES
+        was_accumulated = index in self._accumulated
+        new_gradient = 0 if is_fp32 and was_accumulated else gradient
+        if not is_last and run.stage < 2:
+            converted = 0 if is_fp32 else unit.fp32_gradient
+            self._record({IN_FLIGHT: new_gradient + converted})
+            self._accumulate(index, unit.fp32_gradient)
             return
         if not unit.trained:
             return
-        was_summed = index in self._summed
-        self._moment(reduced=unit.wide + (0 if was_summed else fresh))
-        if was_summed:
-            self._summed.remove(index)
-            self.held[GRADIENTS] -= unit.wide
+        self._record({IN_FLIGHT: unit.fp32_gradient + (0 if was_accumulated else new_gradient)})
+        if was_accumulated:
+            self._accumulated.remove(index)
+            self.allocated[GRADIENTS] -= unit.fp32_gradient
         self._reduce(index, unit)
 
-    def _sum(self, index: int, wide: int) -> None:
-        if index not in self._summed:
-            self._summed.add(index)
-            self.held[GRADIENTS] += wide
+    def _accumulate(self, index: int, num_bytes: int) -> None:
+        if index not in self._accumulated:
+            self._accumulated.add(index)
+            self.allocated[GRADIENTS] += num_bytes
 
     def _reduce(self, index: int, unit: Unit) -> None:
-        """Send the unit's gradients; on a CPU others have the time until then to arrive."""
-        plan, first = self.plan, index not in self._reduced
-        mean = WIDE * unit.trained
-        later = plan.is_cpu and unit.sending and first and not plan.offloads
-        steps = tuple(unit.wide + one for one in unit.sending) if later else (unit.wide,)
-        before = sum(flying[0] for flying in self._flying)
-        busy = unit.sending[0] if unit.sending else 0
-        self._moment(reduced=unit.wide + busy + mean - self.held[REDUCED] + before)
-        self._flying = [rest[1:] for rest in self._flying if len(rest) > 1] if later else []
-        self._flying.append(steps)
-        self.held[REDUCED] = sum(flying[0] for flying in self._flying)
-        if first and not plan.offloads:
-            self.held[GRADIENTS] += mean
+        """Reduce the gradients of a unit; on a CPU earlier reductions may still be in flight."""
+        run, is_first = self.run, index not in self._reduced
+        mean_gradient = FP32_BYTES * unit.trained
+        is_asynchronous = run.is_cpu and unit.hop_buffers and is_first and not run.offloads
+        bytes_by_hop: tuple[int, ...] = (unit.fp32_gradient,)
+        if is_asynchronous:
+            bytes_by_hop = tuple(unit.fp32_gradient + buffer for buffer in unit.hop_buffers)
+        first_buffer = unit.hop_buffers[0] if unit.hop_buffers else 0
+        # `allocated` already contains the current hops of all reductions in flight.
+        in_flight_change = self._in_flight_bytes() - self.allocated[IN_FLIGHT]
+        self._record(
+            {IN_FLIGHT: unit.fp32_gradient + first_buffer + mean_gradient + in_flight_change}
+        )
+        if is_asynchronous:
+            self._in_flight = [hops[1:] for hops in self._in_flight if len(hops) > 1]
+        else:
+            self._in_flight = []
+        self._in_flight.append(bytes_by_hop)
+        self.allocated[IN_FLIGHT] = self._in_flight_bytes()
+        if is_first and not run.offloads:
+            self.allocated[GRADIENTS] += mean_gradient
         self._reduced.add(index)
 
-
-MORE = MappingProxyType({"kept": KEPT, "gathered": GATHERED, "head": HEAD, "reduced": REDUCED})
-
-
-def _before(plan: Plan) -> Counter:
-    """On the device before a step: this rank's weights, and of Adam's what is not offloaded."""
-    trained, frozen = _weights(plan)
-    if not plan.offloads:
-        return Counter({WEIGHTS: WIDE * trained + frozen, MOMENTS: TWO_MOMENTS * trained})
-    stays = _masters(plan, (trained - sum(plan.on_host),), apart=plan.is_delayed)
-    if plan.config.zero.offloads_weights and not plan.is_cpu:
-        return stays
-    return Counter({WEIGHTS: plan.compute.itemsize * trained + frozen}) + stays
+    def _in_flight_bytes(self) -> int:
+        return sum(hops[0] for hops in self._in_flight)
 
 
-def _weights(plan: Plan) -> tuple[int, int]:
-    """Of this rank's padded shards, elements that are trained and bytes that are frozen."""
-    return sum(unit.trained for unit in plan.units), sum(unit.frozen for unit in plan.units)
+def _initial_bytes(run: PlannedRun) -> Counter:
+    """Return what is on the device before a step: weights, and optimizer state if not offloaded."""
+    trained, frozen = _shard_sizes(run)
+    if not run.offloads:
+        return Counter({WEIGHTS: FP32_BYTES * trained + frozen, MOMENTS: MOMENTS_BYTES * trained})
+    not_offloaded = trained - sum(run.offloaded_shards)
+    masters = _master_bytes(run, (not_offloaded,), is_separate=run.has_delayed_update)
+    if run.config.zero.offloads_weights and not run.is_cpu:
+        return masters
+    return Counter({WEIGHTS: run.compute_dtype.itemsize * trained + frozen}) + masters
 
 
-def _on_host(plan: Plan) -> Counter:
-    """What is offloaded; with a GPU, gradients of later micro-batches arrive beside the first's."""
-    pins = plan.config.zero.zero_optimization.offload_optimizer.pin_memory and not plan.is_cpu
-    taken = pinned_bytes if pins else int
-    held = _masters(plan, plan.on_host, apart=plan.is_delayed or not plan.is_cpu, taken=taken)
-    if not plan.is_cpu and plan.stage >= 2 and plan.micro_batches > 1:
-        held[GRADIENTS] += sum(taken(WIDE * one) for one in plan.on_host)
-    if plan.config.zero.offloads_weights and not plan.is_cpu:
-        held[WEIGHTS] += _weights(plan)[1]
-    return held
+def _shard_sizes(run: PlannedRun) -> tuple[int, int]:
+    """Return the trained elements and the frozen bytes of this rank's padded shards."""
+    return sum(unit.trained for unit in run.units), sum(unit.frozen for unit in run.units)
 
 
-def _masters(
-    plan: Plan, sizes: Sequence[int], *, apart: bool, taken: Callable[[int], int] = int
-) -> Counter:
-    """Weights and gradients in fp32, and moments, of an offloaded optimizer's parameters.
+def _offloaded_bytes(run: PlannedRun) -> Counter:
+    """Return what is offloaded to the host.
 
-    apart: nothing of them may be the model's own memory, nor the 16-bit weights that are sent.
-    taken: what a tensor of so many bytes takes.
+    With a GPU, the gradients of later micro-batches have a buffer of their own.
     """
-    is_narrow = plan.compute.itemsize < WIDE
-    own, rounded = WIDE * (is_narrow or apart), plan.compute.itemsize * (is_narrow and apart)
-    gradients = sum(taken(WIDE * size) for size in sizes)
+    offload_optimizer = run.config.zero.zero_optimization.offload_optimizer
+    allocated_bytes: Callable[[int], int] = int
+    if offload_optimizer.pin_memory and not run.is_cpu:
+        allocated_bytes = pinned_bytes
+    offloaded = _master_bytes(
+        run,
+        run.offloaded_shards,
+        is_separate=run.has_delayed_update or not run.is_cpu,
+        allocated_bytes=allocated_bytes,
+    )
+    if not run.is_cpu and run.stage >= 2 and run.num_micro_batches > 1:
+        offloaded[GRADIENTS] += sum(
+            allocated_bytes(FP32_BYTES * elements) for elements in run.offloaded_shards
+        )
+    if run.config.zero.offloads_weights and not run.is_cpu:
+        _, frozen = _shard_sizes(run)
+        offloaded[WEIGHTS] += frozen
+    return offloaded
+
+
+def _master_bytes(
+    run: PlannedRun,
+    shard_sizes: Sequence[int],
+    *,
+    is_separate: bool,
+    allocated_bytes: Callable[[int], int] = int,
+) -> Counter:
+    """Return the fp32 weights, gradients and moments of an offloaded optimizer.
+
+    shard_sizes: elements of each parameter's shard. is_separate: the fp32 weights and the 16-bit
+    weights that are sent cannot share memory with the model. allocated_bytes: the bytes that are
+    allocated for a tensor of a size.
+    """
+    is_16_bit = run.compute_dtype.itemsize < FP32_BYTES
+    master_itemsize = FP32_BYTES if is_16_bit or is_separate else 0
+    rounded_itemsize = run.compute_dtype.itemsize if is_16_bit and is_separate else 0
+    weights = gradients = 0
+    for size in shard_sizes:
+        weights += allocated_bytes(master_itemsize * size)
+        weights += allocated_bytes(rounded_itemsize * size)
+        gradients += allocated_bytes(FP32_BYTES * size)
+    if run.has_delayed_update:
+        gradients *= 2
     return Counter(
-        {
-            WEIGHTS: sum(taken(own * size) + taken(rounded * size) for size in sizes),
-            MOMENTS: TWO_MOMENTS * sum(sizes),
-            GRADIENTS: gradients * (2 if plan.is_delayed else 1),
-        }
+        {WEIGHTS: weights, MOMENTS: MOMENTS_BYTES * sum(shard_sizes), GRADIENTS: gradients}
     )
 
 
-def _kept(plan: Plan, activations: Activations) -> list[int]:
-    """Bytes that each block keeps from forward to backward, its result included."""
-    blocks, group = len(plan.units) - 1, plan.group
-    kept = [activations.block.kept] * blocks
-    if group:
-        for index in range(plan.recomputed):
-            ends = index % group == group - 1 or index == blocks - 1
-            kept[index] = activations.stream if ends else 0
-    return kept
+def _saved_bytes_by_block(run: PlannedRun, activations: Activations) -> list[int]:
+    """Return the bytes that each block saves for backward, including its result."""
+    num_blocks, group_size = len(run.units) - 1, run.recompute_group
+    saved = [activations.block.saved] * num_blocks
+    if group_size:
+        for index in range(run.num_recomputed):
+            ends_group = index % group_size == group_size - 1 or index == num_blocks - 1
+            saved[index] = activations.stream if ends_group else 0
+    return saved

@@ -28,9 +28,7 @@ class Document:
     texts: tuple[list[str], ...]
 
 
-def parse_documents(
-    chunk: Chunk, keys: Sequence[str]
-) -> Iterator[Document | InputError | None]:
+def parse_documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | InputError | None]:
     """Yield each document, or the InputError that it causes, or None for a blank line."""
     if chunk.is_whole:
         yield _value_or_error(_parse_whole_text, chunk)

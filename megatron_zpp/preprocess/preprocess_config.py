@@ -15,7 +15,7 @@ class PreprocessConfig(Section):
 
     input: str | None = flag(
         None,
-        "a .jsonl, .json or .txt file (also .gz or .zst), a .parquet file, or a folder of such files",
+        "a .jsonl, .json, .txt (also .gz or .zst) or .parquet file, or a folder of them",
     )
     json_keys: tuple[str, ...] | None = flag(
         None,

@@ -108,9 +108,7 @@ def check(request: Request, num_positions: int, vocab_size: int) -> None:
             "positions: shorten the prompt"
         )
     outside = [
-        token
-        for token in (*request.prompt, *request.stop_tokens)
-        if not 0 <= token < vocab_size
+        token for token in (*request.prompt, *request.stop_tokens) if not 0 <= token < vocab_size
     ]
     if outside:
         raise InputError(f"token id {outside[0]} is outside the {vocab_size:,} ids of the model")

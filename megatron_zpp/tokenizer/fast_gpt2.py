@@ -31,9 +31,7 @@ class FastGPT2:
         lines = read_text(merge_file, "--merge-file").split("\n")
         lines = [line.rstrip("\r") for line in lines[lines[0].startswith("#version") :]]
         merges = [line for line in lines if line]
-        byte_tokens = sorted(
-            (token for token in vocab if len(token) == 1), key=vocab.__getitem__
-        )
+        byte_tokens = sorted((token for token in vocab if len(token) == 1), key=vocab.__getitem__)
         tokens = byte_tokens + [line.replace(" ", "", 1) for line in merges]
         # fastokens needs ids without gaps: it uses ranks, which equal GPT-2's ids except the last.
         self._id_of_rank = np.array([vocab[token] for token in tokens], dtype=np.uint32)

@@ -159,7 +159,7 @@ def _ranked_pieces(vocab: Mapping[str, int], path: str, vocab_file: str) -> dict
 
 
 def _merge_problem(line: str, pieces: Mapping[str, bytes], lines: Sequence[str]) -> str:
-    """Return what is wrong with a line of merges.txt, or "" if its token is not in the vocabulary."""
+    """Return what is wrong with a line of merges.txt; "" if only its token is unknown."""
     parts = line.split(" ")
     if len(parts) != 2 or not all(parts):
         return f"expected two tokens and a space between them, got {line!r}"
@@ -177,13 +177,12 @@ def _check_all_mergeable(
     vocab: Mapping[str, int], pieces: Mapping[str, bytes], vocab_file: str, merge_file: str
 ) -> None:
     """Raise InputError if ordinary tokens of the vocabulary are not the result of any merge."""
-    unreachable = [
-        token for token in vocab if token not in pieces and not SPECIAL.fullmatch(token)
-    ]
+    unreachable = [token for token in vocab if token not in pieces and not SPECIAL.fullmatch(token)]
     if unreachable:
         unreachable.sort(key=vocab.__getitem__)
         examples = ", ".join(map(repr, unreachable[:MAX_SHOWN]))
         raise InputError(
-            f"--vocab-file {vocab_file}: {len(unreachable)} tokens ({examples}, ...) are made by no line of "
-            f"--merge-file {merge_file}; the files do not belong together, or one is cut off"
+            f"--vocab-file {vocab_file}: {len(unreachable)} tokens ({examples}, ...) are "
+            f"made by no line of --merge-file {merge_file}; the files do not belong together, or "
+            "one is cut off"
         )

@@ -20,7 +20,7 @@ class NullTokenizer(Tokenizer):
         )
 
     def encode(self, text: str) -> list[int]:
-        """Return the whole numbers in `text`, separated by white space; InputError for other words."""
+        """Return the whole numbers in `text`, separated by spaces; InputError for other words."""
         return [self._parse_id(word) for word in text.split()]
 
     def _decode(self, ids: list[int]) -> str:

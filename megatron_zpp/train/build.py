@@ -123,8 +123,11 @@ def summary(run: Run) -> list[tuple[str, object]]:
         ("model", f"{shape}: {sharding.model.num_parameters():,} parameters"),
         *lora_summary(config, sharding),
         ("data", " ".join(sources)),
-        ("batch", f"{batch} samples of {model.seq_length} tokens, {micro_batches} micro-batches "
-                  f"of {config.batch.micro_batch_size} on each of {run.ranks.num_ranks} ranks"),
+        (
+            "batch",
+            f"{batch} samples of {model.seq_length} tokens, {micro_batches} micro-batches "
+            f"of {config.batch.micro_batch_size} on each of {run.ranks.num_ranks} ranks",
+        ),
         ("length", f"{run.schedules.length.iterations:,} iterations"),
         ("precision", precision_text(sharding)),
         ("device", f"{run.ranks.device}, {torch.get_num_threads()} threads"),

@@ -26,8 +26,7 @@ class Interrupted(BaseException):
 
 
 class Stopping(AbstractContextManager):
-    """Decides when to stop early, the same way on every rank; a context that handles the signals.
-    """
+    """Decides when to stop early, the same way on every rank; a context that handles the signals."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config

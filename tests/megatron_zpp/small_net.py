@@ -97,10 +97,16 @@ def equal(left: dict, right: dict) -> bool:
 
 def state_at(iteration: int, **other: object) -> TrainingState:
     facts = {
-        "iteration": iteration, "consumed_samples": 4 * iteration,
+        "iteration": iteration,
+        "consumed_samples": 4 * iteration,
         "consumed_tokens": 28 * iteration,
-        "seed": 1234, "world_size": 4, "stage": 3, "tokenizer": "abc", "architecture": ARCHITECTURE,
-        "loss_scaler": {"scale": 2.0**16, "hysteresis": 1}, "configuration": {"lr": 0.1 + 0.2},
+        "seed": 1234,
+        "world_size": 4,
+        "stage": 3,
+        "tokenizer": "abc",
+        "architecture": ARCHITECTURE,
+        "loss_scaler": {"scale": 2.0**16, "hysteresis": 1},
+        "configuration": {"lr": 0.1 + 0.2},
     }
     return TrainingState(**(facts | other))
 

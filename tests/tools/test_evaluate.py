@@ -1,4 +1,4 @@
-"""The evaluation command: perplexity of our checkpoints and of Hugging Face folders, and tasks."""
+"""tools/evaluate.py: perplexity of checkpoints and of Hugging Face folders, and tasks."""
 
 import json
 import math
@@ -176,9 +176,9 @@ def test_tasks(num_ranks: int, tmp_path: Path) -> None:
     )
     script = str(ROOT / "tools/evaluate.py")
     alone = [sys.executable, script, *flags.split()]
-    done = run_offline(alone if num_ranks == 1 else zeropp(2, script, flags), tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("|own_multiple_choice|") == 1
+    process = run_offline(alone if num_ranks == 1 else zeropp(2, script, flags), tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("|own_multiple_choice|") == 1
     samples = read_samples(tmp_path / "results", "own_multiple_choice")
     assert len(samples) == 3
     for sample, row in zip(samples, QUESTIONS, strict=True):
@@ -197,9 +197,9 @@ def test_tasks(num_ranks: int, tmp_path: Path) -> None:
 def test_an_unknown_task_ends_all_ranks(checkpoints: str, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason='pip install "megatron-zpp[eval]"')
     flags = f"--load {checkpoints} --tasks no_such_task"
-    done = run_offline(zeropp(2, "tools/evaluate.py", flags), tmp_path)
-    assert done.returncode != 0
-    assert re.search("no_such_task", done.stdout + done.stderr)
+    process = run_offline(zeropp(2, "tools/evaluate.py", flags), tmp_path)
+    assert process.returncode != 0
+    assert re.search("no_such_task", process.stdout + process.stderr)
 
 
 def run_offline(command: list[str], folder: Path) -> subprocess.CompletedProcess:

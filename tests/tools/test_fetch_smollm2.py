@@ -1,4 +1,4 @@
-"""The file is extracted whole and with the right content, or not at all."""
+"""The file is extracted completely and with the right content, or not at all."""
 
 import hashlib
 import zipfile

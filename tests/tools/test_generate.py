@@ -1,4 +1,4 @@
-"""Text on the command line: from flags, files and standard input, on ranks, and by hand."""
+"""tools/generate.py: prompts from flags, files, standard input and a terminal; several ranks."""
 
 import json
 import os
@@ -210,7 +210,7 @@ def test_files_that_hold_no_prompts(
     ("output", "message"),
     [("no/folder/x.jsonl", "there is no folder"), (".", "is a folder; name a file")],
 )
-def test_a_place_that_takes_no_file_is_named_first(
+def test_an_unwritable_output_is_an_error_before_generating(
     output: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     flags = ["--prompt", "a", "--output", str(tmp_path / output)]
@@ -237,7 +237,7 @@ def test_interrupted_all_ranks_end_at_once(
     assert " tokens/s]" in log.read_text() and "Traceback" not in log.read_text()
 
 
-def test_what_a_terminal_would_obey_is_not_sent_to_it() -> None:
+def test_control_characters_are_not_sent_to_a_terminal() -> None:
     text = "a\x1b[2Jb\tc\nd\x9b\x07\re\x7f世"
     assert text.translate(UNPRINTABLE) == "a�[2Jb\tc\nd���e�世"
 

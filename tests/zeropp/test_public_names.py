@@ -40,7 +40,7 @@ def test_shard_is_the_function_after_every_module_is_imported() -> None:
     assert output_of(code).split() == [str(name not in MODULES) for name in zeropp.__all__]
 
 
-def test_editors_are_told_where_the_names_are() -> None:
+def test_names_for_type_checkers_match_the_lazy_imports() -> None:
     tree = ast.parse(inspect.getsource(zeropp))
     module_of = {
         alias.name: f"{node.module}.{alias.name}" if node.module == "zeropp" else node.module
@@ -76,7 +76,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 @pytest.mark.new_interpreter
-def test_torch_comes_with_the_first_name_that_needs_it() -> None:
+def test_torch_is_imported_with_the_first_name_that_needs_it() -> None:
     code = "import sys, zeropp\nzeropp.ZeroConfig, zeropp.InputError, dir(zeropp)\n"
     code += "print('torch' in sys.modules)\nzeropp.Engine\nprint('torch' in sys.modules)"
     assert output_of(code).split() == ["False", "True"]

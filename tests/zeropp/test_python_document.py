@@ -1,4 +1,4 @@
-"""Every statement of docs/python.md runs, in the order in which it stands there."""
+"""Every statement of docs/python.md runs, in the order of the document."""
 
 import json
 import os

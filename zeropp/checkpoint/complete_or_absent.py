@@ -70,9 +70,7 @@ class CheckpointFolder:
         return pointer.read_text(errors="replace").strip()
 
     @contextmanager
-    def new_checkpoint(
-        self, name: str, num_bytes: int, pointer_text: str | None
-    ) -> Iterator[Path]:
+    def new_checkpoint(self, name: str, num_bytes: int, pointer_text: str | None) -> Iterator[Path]:
         """Yield the folder in which all ranks write checkpoint `name`; publish it at the end.
 
         To be entered by all ranks. `num_bytes` is the space that the checkpoint needs, over all

@@ -91,9 +91,7 @@ def load(
                     + "\n  ".join(differences[:40])
                 )
 
-        load_state(
-            path, model, optimizer, check=check, with_optimizer_state=with_optimizer_state
-        )
+        load_state(path, model, optimizer, check=check, with_optimizer_state=with_optimizer_state)
     return path, state
 
 

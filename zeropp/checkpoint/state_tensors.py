@@ -186,9 +186,7 @@ def _shape_differences(
     ]
     missing = [name.removeprefix(MODEL) for name in weights if name not in saved]
     extra = [
-        name.removeprefix(MODEL)
-        for name in saved
-        if name.startswith(MODEL) and name not in weights
+        name.removeprefix(MODEL) for name in saved if name.startswith(MODEL) and name not in weights
     ]
     if missing:
         lines.append(f"only in the model: {first_few(missing)}")
@@ -218,9 +216,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _parameter_names(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[nn.Parameter, str]:
+def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
     """Names of the parameters that the optimizer holds, which may be fp32 masters."""
     masters = masters_of(optimizer)
     return {

@@ -78,9 +78,7 @@ def _packed(backend: Backend, rows: Tensor, layout: Layout) -> Tensor:
     return packed
 
 
-def _quantize(
-    backend: Backend, name: str, rows: Tensor, layout: Layout, fold: int = 1
-) -> Case:
+def _quantize(backend: Backend, name: str, rows: Tensor, layout: Layout, fold: int = 1) -> Case:
     packed = torch.ones(ROWS, layout.packed_bytes, dtype=torch.uint8, device=rows.device)
 
     def expected(rows: Tensor) -> tuple[Tensor, ...]:

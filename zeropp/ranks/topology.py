@@ -13,7 +13,7 @@ from zeropp.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """The process is rank `rank` of `world_size`, and `local_rank` of `local_world_size` on its node.
+    """Rank `rank` of `world_size`, which is `local_rank` of `local_world_size` on its node.
 
     `machines` is the number of computers that run the ranks; a node may be a part of one.
     `launched` is whether a launcher started the process.
@@ -62,7 +62,7 @@ def share_cores(num_ranks: int) -> None:
 
 
 def use_one_rust_thread() -> None:
-    """Limit libraries written in Rust (tokenizers) to one thread; call it before their first use."""
+    """Limit libraries written in Rust (tokenizers) to one thread, if called before their use."""
     os.environ["RAYON_NUM_THREADS"] = "1"
 
 

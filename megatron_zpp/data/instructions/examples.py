@@ -60,7 +60,9 @@ def text_field(fields: dict[str, Any], name: str, location: str) -> str:
     """Return a field that must be a string; raise InputError if it is something else."""
     value = fields[name]
     if not isinstance(value, str):
-        raise InputError(f"{location}: {name!r} holds {json.dumps(value)[:MAX_SHOWN]}, expected a string")
+        raise InputError(
+            f"{location}: {name!r} holds {json.dumps(value)[:MAX_SHOWN]}, expected a string"
+        )
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -77,7 +79,9 @@ def _parse_object(line: bytes, location: str) -> dict[str, Any]:
         excerpt = line[:MAX_SHOWN].decode(errors="replace").rstrip()
         raise InputError(f"{location}: not JSON ({error}): {excerpt}") from error
     if not isinstance(fields, dict):
-        raise InputError(f"{location}: expected a JSON object, got {json.dumps(fields)[:MAX_SHOWN]}")
+        raise InputError(
+            f"{location}: expected a JSON object, got {json.dumps(fields)[:MAX_SHOWN]}"
+        )
     return fields
 
 

@@ -33,8 +33,8 @@ Pieces = list[np.ndarray]  # the tokens of one example: int32 [length], each fit
 class InstructionDataset:
     """At least `size` rows of pieces of examples (None: each row once).
 
-    With `shuffles` every epoch has its own order, otherwise all epochs have the same. `hides_labels`
-    declares to the loader that complements mark tokens without loss.
+    With `shuffles` every epoch has its own order, otherwise all epochs have the same.
+    `hides_labels` tells the loader that complements mark tokens without loss.
     """
 
     hides_labels = True

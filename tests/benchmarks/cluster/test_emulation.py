@@ -96,7 +96,10 @@ def test_what_a_killed_run_left_is_removed_by_the_next():
         "    input()\n"
     )
     run = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
     )
     assert run.stdout.readline() == "ready\n"

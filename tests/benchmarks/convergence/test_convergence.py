@@ -13,8 +13,8 @@ from benchmarks.convergence.comparison import (
     WINDOW,
     compare,
     curves,
-    markdown_table,
     smoothed,
+    table,
     verdict,
 )
 from benchmarks.convergence.convergence import RunFailed, add_run, read_runs, train_missing
@@ -95,15 +95,13 @@ def test_smoothing_is_a_mean_of_the_last_iterations():
 def test_the_table_has_every_variant_and_its_numbers():
     runs = {BASELINE: {3: result_of(5.0)}, "qwz": {3: result_of(5.01, across=2.5e6)}}
     rows = compare(runs)
-    line = next(line for line in markdown_table(rows).splitlines() if "qwz" in line)
+    line = next(line for line in table(rows).splitlines() if "qwz" in line)
     assert line == "| qwz | 5.0100 | +0.20% | +0.20% (3) | +0.20% | 20 | 2.50 | 200 |"
 
 
 def test_curves_are_drawn(tmp_path):
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
-    runs = {
-        variant: {1: result_of(5.0 + number / 100)} for number, variant in enumerate(VARIANTS)
-    }
+    runs = {variant: {1: result_of(5.0 + number / 100)} for number, variant in enumerate(VARIANTS)}
     drawn = curves(runs)
     assert drawn[1].held_out_difference[-1] == (40, pytest.approx(0.002))
     draw(drawn, tmp_path / "curves.png", "a title")

@@ -21,6 +21,6 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     done = run_benchmark("data.preprocess", *flags.split(), *files)
     assert "two workers against one: " in done.stdout and "datasets equal" in done.stdout
     result = json.loads(path.read_text())
-    assert (result["documents"], result["text_bytes"]) == (2, len("one text" "another text"))
+    assert (result["documents"], result["text_bytes"]) == (2, len("one textanother text"))
     runs = result["rounds"][0]["tiktoken"]
     assert runs["workers 1"]["cpu"] > 0 and runs["workers 2"]["memory"] > 10**7

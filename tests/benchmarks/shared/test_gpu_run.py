@@ -50,8 +50,13 @@ def test_the_script_runs_and_leaves_markdown(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr + report.read_text()
     text = report.read_text()
     for words in (
-        "| commit | abc123 |", "| GPU | not used |", "packages | torch ", "| Kernels | ok |",
-        "## Kernels", "`python -m benchmarks.kernels.quantize_kernels --device cpu", "GB/s",
+        "| commit | abc123 |",
+        "| GPU | not used |",
+        "packages | torch ",
+        "| Kernels | ok |",
+        "## Kernels",
+        "`python -m benchmarks.kernels.quantize_kernels --device cpu",
+        "GB/s",
         "there is no GPU",
     ):
         assert words in text, words
@@ -126,8 +131,12 @@ def test_the_steps_of_a_machine_without_a_gpu_know_it(tmp_path: Path) -> None:
     plan = {step.name: step for step in steps("cpu", options(tiny=True), tmp_path)}
     assert plan["memcheck"].why_not == plan["racecheck"].why_not == "there is no GPU"
     assert plan["tests"].environment == {"CUDA_VISIBLE_DEVICES": ""}
-    for path in ("zeropp/quant/test_cuda", "zeropp/optim/test_cuda_adam",
-                 "zeropp/wire/test_cuda_ranks", "megatron_zpp/train/test_cuda_training"):
+    for path in (
+        "zeropp/quant/test_cuda",
+        "zeropp/optim/test_cuda_adam",
+        "zeropp/wire/test_cuda_ranks",
+        "megatron_zpp/train/test_cuda_training",
+    ):
         assert f"tests/{path}.py" in plan["tests"].command  # fmt: skip
     assert "tiny" in plan["train"].command
     flags = {"kernels_flags": "--rounds 3", "train_flags": "--micro-batch 8"}

@@ -17,7 +17,12 @@ from tests.ranks import ranks
 from zeropp.ranks.topology import Environment
 
 TINY = {
-    "layers": 2, "hidden": 32, "heads": 2, "seq": 16, "vocab": 100, "micro-batch": 1,
+    "layers": 2,
+    "hidden": 32,
+    "heads": 2,
+    "seq": 16,
+    "vocab": 100,
+    "micro-batch": 1,
     "micro-batches": 2,
 }
 
@@ -59,7 +64,9 @@ def test_memory_is_within_a_tenth_of_the_formula(finished):
     rows = finished[0]["memory"]
     assert {(row["ranks"], row["dtype"], row["stage"]) for row in rows} == {
         (count, dtype, stage)
-        for count in (1, 2) for dtype in ("fp32", "bf16") for stage in range(4)
+        for count in (1, 2)
+        for dtype in ("fp32", "bf16")
+        for stage in range(4)
     }
     for row in rows:
         assert row["measured"] == pytest.approx(row["formula"], rel=0.1), row

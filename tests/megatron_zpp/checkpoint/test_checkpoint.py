@@ -136,9 +136,7 @@ def expect_other_architecture(folder: Path) -> None:
     model, optimizer = build(3, seed=2, size=8, num_layers=3)
     before = contents(model, optimizer)
     with pytest.raises(InputError) as error:
-        checkpoint.load(
-            folder, model, optimizer, architecture={"hidden_size": 8, "num_layers": 3}
-        )
+        checkpoint.load(folder, model, optimizer, architecture={"hidden_size": 8, "num_layers": 3})
     text = str(error.value)
     assert "hidden_size is 7 in the checkpoint, 8 in the model" in text
     assert "num_layers is 2 in the checkpoint, 3 in the model" in text

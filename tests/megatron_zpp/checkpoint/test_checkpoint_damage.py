@@ -70,7 +70,10 @@ DAMAGES = [
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
 def test_damaged_newest_is_named_and_the_one_before_used(
-    damage: Callable[[Path], None], message: str, two_checkpoints: Path, tmp_path: Path,
+    damage: Callable[[Path], None],
+    message: str,
+    two_checkpoints: Path,
+    tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = shutil.copytree(two_checkpoints, tmp_path / "copy")

@@ -101,7 +101,10 @@ def save_for_ever(folder: Path, rank: int, store: Path, progress: Path) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2,
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=2,
         timeout=timedelta(seconds=30),
     )
     model, optimizer = model_of(0)

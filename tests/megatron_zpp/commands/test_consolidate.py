@@ -1,4 +1,4 @@
-"""Consolidated files: the values, the types, the shards, the memory used, and bad input."""
+"""Consolidated files: values, dtypes, shards, memory use, and bad input."""
 
 import json
 import resource

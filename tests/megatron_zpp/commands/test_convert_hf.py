@@ -1,4 +1,4 @@
-"""Models in and out: logits, tensors and settings the same, and bad input named."""
+"""Conversion from and to Hugging Face keeps logits, tensors and settings."""
 
 import json
 import resource
@@ -45,7 +45,7 @@ def to_folder(load: Path, output: Path, *more: str) -> Path:
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_there_and_back(make: callable, tmp_path: Path) -> None:
+def test_round_trip(make: callable, tmp_path: Path) -> None:
     theirs = make()
     source = saved(theirs, tmp_path / "source", shards="15KB")
     assert len(list(source.glob("*.safetensors"))) > 2
@@ -107,14 +107,14 @@ def test_rows_of_zeros_on_request(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_the_tokenizer_comes_along(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_tokenizer_is_copied(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The tokenizer has 12 words and the model 101 rows: all rows are converted."""
     source = saved(llama(), tmp_path / "source")
     add_tokenizer(source)
     save = to_checkpoint(source, tmp_path / "save")
-    said = capsys.readouterr().out
-    assert f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {save}/hugging_face" in said
-    assert f"--load {save} --finetune --use-checkpoint-args" in said
+    printed = capsys.readouterr().out
+    assert f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {save}/hugging_face" in printed
+    assert f"--load {save} --finetune --use-checkpoint-args" in printed
     shutil.rmtree(source)
     moved = save.rename(tmp_path / "moved")
     opened = open_model(moved)

@@ -1,4 +1,4 @@
-"""LoRA's adapters out to PEFT and in again, merged models, and bad input named."""
+"""Conversion of LoRA adapters to and from PEFT, merged models, and bad input."""
 
 import json
 import math
@@ -92,7 +92,7 @@ def test_only_some_layers(layers: tuple[str, ...], expected: list[str], tmp_path
     torch.testing.assert_close(logits(theirs), logits(ours), atol=0.05, rtol=0)
 
 
-def test_endings_are_as_short_as_they_can_be() -> None:
+def test_target_module_names_are_as_short_as_possible() -> None:
     modules = [f"h.{block}.{name}" for block in (1, 11) for name in ("attn.c_proj", "mlp.c_proj")]
     assert target_modules(modules, modules) == ["c_proj"]
     assert target_modules(modules[1::2], modules) == ["mlp.c_proj"]
@@ -155,25 +155,27 @@ def test_16_bit_bases_lose_nothing_unless_asked(tmp_path: Path) -> None:
 # Bad input.
 
 
-def test_a_base_that_has_gone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_base_that_was_moved(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     base, save, out = saved(llama(), tmp_path / "base"), tmp_path / "save", tmp_path / "adapters"
     expected = logits(save_lora_checkpoint(base, save, is_whole=False))
     moved = base.rename(tmp_path / "moved")
-    said = error(capsys, "--load", save, "--to-peft", out)
-    assert f"adapters of the model {base}, which cannot be opened" in said and "--base" in said
+    message = error(capsys, "--load", save, "--to-peft", out)
+    assert (
+        f"adapters of the model {base}, which cannot be opened" in message and "--base" in message
+    )
     run("--load", save, "--to-peft", out, "--base", moved)
     theirs = peft.AutoPeftModelForCausalLM.from_pretrained(out).eval()
     torch.testing.assert_close(logits(theirs), expected, **LOGITS)
     assert "holds adapters already" in error(
         capsys, "--load", save, "--to-peft", out, "--base", moved
     )
-    said = error(capsys, "--load", save, "--to-peft", tmp_path / "no", "--base", save)
-    assert "cannot be its own base" in said
+    message = error(capsys, "--load", save, "--to-peft", tmp_path / "no", "--base", save)
+    assert "cannot be its own base" in message
     moved.rename(tmp_path / "gone")
-    said = error(capsys, "--load", out, "--to-hf", tmp_path / "merged")
-    assert f"its base model '{moved}' is no folder here" in said and "--base" in said
-    said = error(capsys, "--load", out, "--to-hf", tmp_path / "merged", "--base", moved)
-    assert f"--base {moved}: there is no model" in said
+    message = error(capsys, "--load", out, "--to-hf", tmp_path / "merged")
+    assert f"its base model '{moved}' is no folder here" in message and "--base" in message
+    message = error(capsys, "--load", out, "--to-hf", tmp_path / "merged", "--base", moved)
+    assert f"--base {moved}: there is no model" in message
     assert not (tmp_path / "merged").exists() and not (tmp_path / "no").exists()
 
 
@@ -193,21 +195,21 @@ def test_a_base_of_another_shape(
     base, save = saved(llama(), tmp_path / "base"), tmp_path / "save"
     save_lora_checkpoint(base, save)  # all weights: --base is not needed, and may be given
     other = saved(llama(**change), tmp_path / "other")
-    said = error(capsys, "--load", save, "--to-hf", tmp_path / "out", "--base", other)
-    assert f"{other} is not the model that the adapters in {save}" in said and named in said
+    message = error(capsys, "--load", save, "--to-hf", tmp_path / "out", "--base", other)
+    assert f"{other} is not the model that the adapters in {save}" in message and named in message
     out = tmp_path / "adapters"
     run("--load", save, "--to-peft", out)
     if "intermediate_size" in change:
-        said = error(capsys, "--load", out, "--to-hf", tmp_path / "out", "--base", other)
-        assert "not adapters of the model's layers" in said
-        assert "mlp.gate_proj.lora_B.weight has shape [40, 4], expected [48, 4]" in said
+        message = error(capsys, "--load", out, "--to-hf", tmp_path / "out", "--base", other)
+        assert "not adapters of the model's layers" in message
+        assert "mlp.gate_proj.lora_B.weight has shape [40, 4], expected [48, 4]" in message
 
 
 def test_checkpoints_without_adapters(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     base = saved(llama(), tmp_path / "base")
     own, _ = save_own(open_model(base).config, tmp_path / "own")
-    said = error(capsys, "--load", own, "--to-peft", tmp_path / "out")
-    assert "has no adapters of its own: expected a checkpoint of a run with --lora-rank" in said
+    message = error(capsys, "--load", own, "--to-peft", tmp_path / "out")
+    assert "has no adapters of its own: expected a checkpoint of a run with --lora-rank" in message
     assert "leave --base out" in error(
         capsys, "--load", own, "--to-hf", tmp_path / "out", "--base", base
     )
@@ -250,32 +252,32 @@ def setting(**entries: object) -> callable:
         (setting(lora_alpha=math.nan), ["lora_alpha is nan; expected a number above 0"]),
         (setting(lora_alpha=math.inf), ["lora_alpha is inf; expected a number above 0"]),
         (setting(base_model_name_or_path=["x"]), ["_path is ['x']; expected a name"]),
-        (setting(use_dora=True), ["only plain LoRA is read here: use_dora is True"]),
+        (setting(use_dora=True), ["only plain LoRA is supported: use_dora is True"]),
         (setting(peft_type="IA3"), ["peft_type is 'IA3', not 'LORA'"]),
         (setting(base_model_name_or_path=None), ["its base model None is no folder here"]),
         (lambda folder: (folder / CONFIG).write_text("[]"), ["expected an object in braces"]),
         (lambda folder: (folder / TENSORS).unlink(), [f"neither {TENSORS} nor"]),
     ],
 )  # fmt: skip
-def test_spoilt_folders_of_adapters(
+def test_damaged_folders_of_adapters(
     spoil: callable, named: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     base, save, out = saved(llama(), tmp_path / "base"), tmp_path / "save", tmp_path / "adapters"
     save_lora_checkpoint(base, save)
     run("--load", save, "--to-peft", out)
     spoil(out)
-    said = error(capsys, "--load", out, "--to-hf", tmp_path / "merged")
-    assert all(name in said for name in named), said
+    message = error(capsys, "--load", out, "--to-hf", tmp_path / "merged")
+    assert all(name in message for name in named), message
     assert not (tmp_path / "merged").exists()
 
 
-def test_bases_that_lead_in_a_circle(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_circular_bases(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for name, other in (("a", "b"), ("b", "a")):
         (tmp_path / name).mkdir()
         content = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / other)}
         (tmp_path / name / CONFIG).write_text(json.dumps(content))
-    said = error(capsys, "--load", tmp_path / "a", "--to-hf", tmp_path / "merged")
-    assert "leads back to it" in said
+    message = error(capsys, "--load", tmp_path / "a", "--to-hf", tmp_path / "merged")
+    assert "leads back to it" in message
 
 
 @pytest.mark.parametrize(

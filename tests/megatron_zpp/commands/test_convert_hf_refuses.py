@@ -1,4 +1,4 @@
-"""What converting refuses: each with the file, the name and what to do, and nothing written."""
+"""Errors of the conversion: each names the file and the problem, and nothing is written."""
 
 import json
 import math
@@ -63,9 +63,7 @@ def test_every_wrong_tensor_is_named(tiny: Path, capsys: pytest.CaptureFixture) 
     assert "missing: transformer.h.0.ln_1.bias" in text
     assert "missing: transformer.wpe.weight" in text
     assert "extra: transformer.h.2.ln_1.weight" in text
-    assert (
-        "transformer.h.1.attn.c_attn.weight has shape [96, 32], expected [32, 96]" in text
-    )
+    assert "transformer.h.1.attn.c_attn.weight has shape [96, 32], expected [32, 96]" in text
     assert len(text.strip().splitlines()) == 5
 
 
@@ -76,7 +74,8 @@ def test_a_head_that_is_not_the_tied_embedding(tiny: Path, capsys: pytest.Captur
 
 SETTINGS = {
     "model type": (
-        {"model_type": "mamba2", "architectures": None}, "type 'mamba2' is not supported"
+        {"model_type": "mamba2", "architectures": None},
+        "type 'mamba2' is not supported",
     ),
     "known ones": ({"model_type": "mamba2"}, "gpt2 (GPT2LMHeadModel), llama (LlamaForCausalLM)"),
     "class": ({"architectures": ["GPT2ForTokenClassification"]}, "(GPT2ForTokenClassification)"),
@@ -91,16 +90,16 @@ SETTINGS = {
     "no names": ({"architectures": [["GPT2LMHeadModel"]]}, "is not supported"),
     "tied": ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; expected true or false"),
     "width": ({"n_embd": 10**30}, "expected a whole number above 0"),
-    "depth": ({"n_layer": 2 * 10**9}, "28 tensors cannot be 2,000,000,000 layers"),
+    "depth": ({"n_layer": 2 * 10**9}, "28 tensors cannot be the 2,000,000,000 layers"),
 }
 
 
-@pytest.mark.parametrize(("entries", "said"), SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(("entries", "message"), SETTINGS.values(), ids=SETTINGS)
 def test_settings_we_do_not_have(
-    entries: dict, said: str, tiny: Path, capsys: pytest.CaptureFixture
+    entries: dict, message: str, tiny: Path, capsys: pytest.CaptureFixture
 ) -> None:
     set_config(tiny, **entries)
-    assert said in import_error(tiny, capsys)
+    assert message in import_error(tiny, capsys)
 
 
 LLAMAS = {
@@ -126,31 +125,27 @@ LLAMAS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("entries", "said"), LLAMAS.values(), ids=LLAMAS)
+@pytest.mark.parametrize(("entries", "message"), LLAMAS.values(), ids=LLAMAS)
 def test_settings_of_a_llama_we_do_not_have(
-    entries: dict, said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    entries: dict, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     source = saved(llama(), tmp_path / "source")
     set_config(source, **entries)
-    assert said in import_error(source, capsys)
+    assert message in import_error(source, capsys)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"n_layer": 1%s}' % ("0" * 5000)])
-def test_a_config_that_json_chokes_on(
-    text: str, tiny: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_config_that_is_not_json(text: str, tiny: Path, capsys: pytest.CaptureFixture) -> None:
     (tiny / "config.json").write_text(text)
     assert "config.json: not JSON that can be read" in import_error(tiny, capsys)
 
 
-def test_a_gpt_neox_of_two_branches_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_gpt_neox_of_two_branches_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     source = saved(neox(use_parallel_residual=True), tmp_path / "source")
-    said = "use_parallel_residual is True; only False is supported"
-    assert said in import_error(source, capsys)
+    message = "use_parallel_residual is True; only False is supported"
+    assert message in import_error(source, capsys)
     set_config(source, use_parallel_residual=None)
-    assert said in import_error(source, capsys)
+    assert message in import_error(source, capsys)
     set_config(source, use_parallel_residual=False, rope_parameters=None, rotary_pct=2)
     said = "rotary_pct is 2; only a share above 0 and up to 1 is supported"
     assert said in import_error(source, capsys)
@@ -176,21 +171,21 @@ def test_a_damaged_header(tiny: Path, capsys: pytest.CaptureFixture) -> None:
     assert "not a whole safetensors file" in import_error(tiny, capsys)
 
 
-def test_numbers_of_few_bits(tiny: Path, capsys: pytest.CaptureFixture) -> None:
+def test_quantized_weights_are_refused(tiny: Path, capsys: pytest.CaptureFixture) -> None:
     change(tiny, transformer__wpe__weight=torch.zeros(48, 32, dtype=torch.int8))
     text = import_error(tiny, capsys)
     assert "transformer.wpe.weight (I8)" in text and "dequantize" in text
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_weights_that_are_no_numbers(
+def test_weights_that_are_not_finite(
     number: float, tiny: Path, capsys: pytest.CaptureFixture
 ) -> None:
     bias = torch.zeros(32)
     bias[3] = number
     change(tiny, transformer__ln_f__bias=bias)
-    said = f"{tiny / ONE_FILE}: transformer.ln_f.bias holds NaN or infinity"
-    assert said in import_error(tiny, capsys)
+    message = f"{tiny / ONE_FILE}: transformer.ln_f.bias holds NaN or infinity"
+    assert message in import_error(tiny, capsys)
 
 
 @pytest.fixture
@@ -213,7 +208,7 @@ def test_a_truncated_shard(sharded: Path, capsys: pytest.CaptureFixture) -> None
 
 
 @pytest.mark.parametrize(
-    ("change_map", "said"),
+    ("change_map", "message"),
     [
         (lambda m: m.pop("model.norm.weight"), "model.norm.weight: not where the index says"),
         (lambda m: m.update(odd=m["lm_head.weight"]), "odd: not where the index says"),
@@ -222,13 +217,13 @@ def test_a_truncated_shard(sharded: Path, capsys: pytest.CaptureFixture) -> None
     ],
 )
 def test_an_index_that_does_not_fit(
-    change_map: callable, said: str, sharded: Path, capsys: pytest.CaptureFixture
+    change_map: callable, message: str, sharded: Path, capsys: pytest.CaptureFixture
 ) -> None:
     path = sharded / f"{ONE_FILE}.index.json"
     index = json.loads(path.read_text())
     change_map(index["weight_map"])
     path.write_text(json.dumps(index))
-    assert said in import_error(sharded, capsys)
+    assert message in import_error(sharded, capsys)
 
 
 def test_folders_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -284,7 +279,9 @@ def test_nothing_is_written_over(tiny: Path, tmp_path: Path, capsys: pytest.Capt
     assert "is a checkpoint of this program already" in text
 
 
-def test_a_model_that_is_none_of_theirs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_model_of_no_hugging_face_architecture(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     model = ModelConfig(num_layers=1, hidden_size=32, position_embedding_type="rope", swiglu=True)
     save, _ = save_own(model, tmp_path / "save")
     text = error_of(["--load", str(save), "--to-hf", str(tmp_path / "back")], capsys)
@@ -298,7 +295,7 @@ def test_a_model_that_is_none_of_theirs(tmp_path: Path, capsys: pytest.CaptureFi
     [[], ["--from-hf", "a"], ["--load", "a", "--save", "b"],
      ["--from-hf", "a", "--save", "b", "--to-hf", "c"]],
 )  # fmt: skip
-def test_what_is_not_said(arguments: list[str], capsys: pytest.CaptureFixture) -> None:
+def test_missing_flags(arguments: list[str], capsys: pytest.CaptureFixture) -> None:
     assert "give --from-hf and --save, or --load and --to-hf" in error_of(arguments, capsys)
 
 

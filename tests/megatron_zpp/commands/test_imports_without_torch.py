@@ -1,4 +1,4 @@
-"""Commands that only handle text start quickly: they do not import what takes seconds to import."""
+"""Commands that only handle text do not import packages that take seconds to import."""
 
 import json
 import subprocess
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.new_interpreter
 
 FILES = Path(__file__).resolve().parents[2] / "data" / "gpt2_part"
 SLOW = {"torch", "transformers", "pandas", "matplotlib"}
@@ -23,9 +25,9 @@ sys.exit(status)
 def imported(command: str, arguments: Sequence[object]) -> set[str]:
     """The packages that a run of the command has imported."""
     words = [sys.executable, "-c", RUN, command, *map(str, arguments)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return set(done.stderr.strip().split("\n")[-1].split())
+    process = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert process.returncode == 0, process.stderr
+    return set(process.stderr.strip().split("\n")[-1].split())
 
 
 @pytest.fixture

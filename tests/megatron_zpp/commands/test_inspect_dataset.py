@@ -1,4 +1,4 @@
-"""The report on a dataset: its counts, its problems, its picture; and what is refused."""
+"""The report on a dataset: its counts, its problems, its histogram, and bad input."""
 
 from pathlib import Path
 
@@ -79,7 +79,7 @@ def test_the_picture_has_a_bar_for_each_power_of_two(tmp_path: Path, capsys) -> 
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         ([], "give --input PREFIX"),
         (["--input", "nowhere"], "no dataset at nowhere"),
@@ -87,9 +87,9 @@ def test_the_picture_has_a_bar_for_each_power_of_two(tmp_path: Path, capsys) -> 
         (["--input", "text", "--histogramm", "x"], "did you mean --histogram?"),
     ],
 )
-def test_bad_input_is_named(argv: list[str], said: str, capsys) -> None:
+def test_bad_input_is_named(argv: list[str], message: str, capsys) -> None:
     assert main(argv) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_truncated_file_is_named(tmp_path: Path, capsys) -> None:

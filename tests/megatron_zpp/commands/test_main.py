@@ -1,4 +1,4 @@
-"""`megatron-zpp`: every command is found, named in its help, and mistakes are explained."""
+"""`megatron-zpp`: every command is listed, named in its help, and mistakes are explained."""
 
 import pytest
 

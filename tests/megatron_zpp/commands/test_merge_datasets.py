@@ -1,4 +1,4 @@
-"""Merged datasets: byte for byte what writing all documents at once gives; and what is refused."""
+"""A merged dataset has the bytes of one that was written at once; bad input."""
 
 from pathlib import Path
 
@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_named(parts: Path, tmp_path: Path, capsys) -> None
     half.mkdir()
     (half / "text.bin").write_bytes(b"1")
     a, output = str(parts / "a"), str(tmp_path / "all")
-    for inputs, target, said in (
+    for inputs, target, message in (
         ([a, wide], output, "tokens of type uint16 and"),
         ([a, moded], output, f"{moded} has a mode for each sequence and {a} has none"),
         ([a, str(parts / "b")], a, "is one of the datasets to merge"),
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_named(parts: Path, tmp_path: Path, capsys) -> None
         ([str(tmp_path / "none")], output, "no dataset at"),
     ):
         assert main(["--input", *inputs, "--output-prefix", target]) == 1
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
         assert not list(tmp_path.glob("all*"))
     assert main(["--input", a]) == 1
 

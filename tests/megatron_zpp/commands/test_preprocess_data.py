@@ -1,4 +1,4 @@
-"""tools/preprocess_data.py as a person runs it: the files it writes, and its messages."""
+"""tools/preprocess_data.py as a program: the files it writes, and its messages."""
 
 import json
 import os
@@ -51,9 +51,9 @@ def fail(
 ) -> str:
     """Run the script, which must fail without a traceback; returns its last line, the error."""
     assert run_here(monkeypatch, *arguments) == 1
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    line = said.strip().split("\n")[-1]
+    errors = capsys.readouterr().err
+    assert "Traceback" not in errors
+    line = errors.strip().split("\n")[-1]
     assert line.startswith("error: ")
     return line
 
@@ -82,13 +82,13 @@ def test_lines_become_documents_whatever_the_workers(tmp_path: Path) -> None:
     files = {}
     for workers in (1, 3):
         prefix = tmp_path / f"by{workers}"
-        done = run(
+        process = run(
             "--input", source, "--output-prefix", prefix, "--json-keys", "text", "id",
             *BYTES, "--append-eod", "--workers", workers, "--log-interval", 1000,
         )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert "3000 documents" in done.stdout and f"{prefix}_id_document.bin" in done.stdout
-        assert done.stderr.count(" documents/s, ") == 3
+        assert process.returncode == 0, process.stderr
+        assert "3000 documents" in process.stdout and f"{prefix}_id_document.bin" in process.stdout
+        assert process.stderr.count(" documents/s, ") == 3
         files[workers] = [
             Path(f"{prefix}_{key}_document.{end}").read_bytes()
             for key in ("text", "id")
@@ -146,7 +146,7 @@ GOOD = b'{"text": "good"}\n'
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (GOOD + b'{"text": "bad"\n', r"line 2: not JSON (Expecting ',' delimiter"),
         (GOOD + b"[" * 100_000, "line 2: not JSON ("),
@@ -167,12 +167,12 @@ def test_bad_lines_are_named_and_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     content: bytes,
-    said: str,
+    message: str,
 ) -> None:
     source = tmp_path / "a.jsonl"
     source.write_bytes(content)
     error = fail(monkeypatch, capsys, "--input", source, "--output-prefix", tmp_path / "x", *BYTES)
-    assert str(source) in error and said in error
+    assert str(source) in error and message in error
     assert list(tmp_path.iterdir()) == [source]
 
 
@@ -185,7 +185,7 @@ def test_other_mistakes(
     (tmp_path / "none").mkdir()
     output = ("--output-prefix", tmp_path / "none" / "x")
     null = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 10)
-    for arguments, said in (
+    for arguments, message in (
         ((*output, *BYTES), "give --input"),
         (("--input", tmp_path / "b.jsonl", *output, *BYTES), "b.jsonl: no such file or folder"),
         (("--input", tmp_path / "a.csv", *output, *BYTES), "a.csv: it is not one of .jsonl"),
@@ -202,7 +202,7 @@ def test_other_mistakes(
             "one text only",
         ),
     ):
-        assert said in fail(monkeypatch, capsys, *arguments)
+        assert message in fail(monkeypatch, capsys, *arguments)
     assert list((tmp_path / "none").iterdir()) == []
 
 
@@ -238,7 +238,7 @@ def stopped_run(source: Path, prefix: Path, number: signal.Signals) -> subproces
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_by_a_signal_it_goes_on_later(
+def test_it_resumes_after_a_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     number: signal.Signals,
 ) -> None:  # fmt: skip
@@ -247,9 +247,12 @@ def test_stopped_by_a_signal_it_goes_on_later(
     texts = [f"{n} " + "a" * 1000 for n in range(40_000)]
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     process = stopped_run(source, tmp_path / "x", number)
-    said = process.communicate(timeout=60)[1].strip().split("\n")[-1]
+    last_line = process.communicate(timeout=60)[1].strip().split("\n")[-1]
     assert process.returncode == 130
-    assert said.startswith("error: stopped; ") and "the same command goes on from there" in said
+    assert (
+        last_line.startswith("error: stopped; ")
+        and "the same command goes on from there" in last_line
+    )
     partial = tmp_path / "x.partial"
     assert sorted(tmp_path.iterdir()) == [source, partial]
     assert (partial / "0.bin").stat().st_size < 1000 * 2 * 40_000
@@ -291,25 +294,25 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
         env=environment(), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert limited.returncode == 1
-    said = f"error: cannot write in {tmp_path / 'x.partial'} (File too large): make room or give"
-    assert limited.stderr.strip().split("\n")[-1].startswith(said)
+    message = f"error: cannot write in {tmp_path / 'x.partial'} (File too large): make room or give"
+    assert limited.stderr.strip().split("\n")[-1].startswith(message)
     assert list(tmp_path.iterdir()) == [source]
 
 
 def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_here(monkeypatch, "--help") == 0
-    said = capsys.readouterr().out
-    assert "--json-keys" in said and "--tokenizer-type" in said
+    output = capsys.readouterr().out
+    assert "--json-keys" in output and "--tokenizer-type" in output
 
 
 def test_flags_without_effect_say_so(tmp_path: Path) -> None:
     source = lines_of(tmp_path / "a.jsonl", {"text": "a"}, {"text": "b"})
-    done = run(
+    process = run(
         "--input", source, "--output-prefix", tmp_path / "x", *BYTES, "--partitions", 2,
         "--keep-sequential-samples", "--workers", 1,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "--partitions 2 has no effect here: text is streamed" in done.stderr
+    assert process.returncode == 0, process.stderr
+    assert "--partitions 2 has no effect here: text is streamed" in process.stderr
     assert documents_of(tmp_path / "x_text_document") == [[97], [98]]
 
 
@@ -327,5 +330,7 @@ def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
         env=environment(), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert failed.returncode == 1
-    said = failed.stderr.strip().split("\n")[-1]
-    assert said.startswith(f"error: cannot write in {closed / 'x.partial'} (Permission denied): ")
+    last_line = failed.stderr.strip().split("\n")[-1]
+    assert last_line.startswith(
+        f"error: cannot write in {closed / 'x.partial'} (Permission denied): "
+    )

@@ -1,4 +1,4 @@
-"""The default corpus, built from a small library made here, and a look at the real one."""
+"""The default corpus, built from a small library corpora here, and a look at the real one."""
 
 import logging
 import shutil
@@ -80,18 +80,18 @@ def files_of(corpus: Corpus) -> dict[str, bytes]:
 
 
 def test_each_source_is_one_document(corpus: Corpus, tokenizer: Tokenizer) -> None:
-    found = texts(corpus, tokenizer)
-    assert sorted(found) == sorted(map(content, range(NUM_FILES)))
+    documents = texts(corpus, tokenizer)
+    assert sorted(documents) == sorted(map(content, range(NUM_FILES)))
     assert corpus.num_documents == NUM_FILES
-    assert corpus.num_bytes == sum(len(text.encode()) for text in found)
+    assert corpus.num_bytes == sum(len(text.encode()) for text in documents)
     assert corpus.num_tokens == IndexedDataset(corpus.prefix).lengths.sum()
     assert tokenizer.vocab_size == VOCAB_SIZE
 
 
 def test_order_is_that_of_hashes(corpus: Corpus, tokenizer: Tokenizer, library: Path) -> None:
-    found = texts(corpus, tokenizer)
-    assert found != sorted(found)
-    assert found == [document.text for document in module._read_source_files(library, module.SEED)]
+    documents = texts(corpus, tokenizer)
+    assert documents != sorted(documents)
+    assert documents == [file.text for file in module._read_source_files(library, module.SEED)]
 
 
 def test_held_out_documents_do_not_shape_the_tokenizer(
@@ -113,7 +113,7 @@ def test_second_call_finds_it(corpus: Corpus, library: Path) -> None:
 
 
 def test_same_files_on_another_machine(corpus: Corpus, tmp_path: Path) -> None:
-    """Another folder, files made in another order, line ends of Windows: the same bytes."""
+    """Another folder, files corpora in another order, line ends of Windows: the same bytes."""
     library = make_library(tmp_path / "library", list(reversed(range(NUM_FILES))))
     changed = library / "file4.py"
     changed.write_bytes(changed.read_bytes().replace(b"\n", b"\r\n"))
@@ -131,17 +131,17 @@ def test_other_text_or_seed_is_another_folder(library: Path, tmp_path: Path) -> 
     changed = shutil.copytree(library, tmp_path / "library")
     (changed / "file0.py").write_text(content(0) + "\n")
     cache = tmp_path / "cache"
-    made = [build(cache, library), build(cache, changed), build(cache, library, seed=9)]
-    assert len({corpus.prefix for corpus in made}) == 3
-    assert len({corpus.prefix.with_suffix(".bin").read_bytes() for corpus in made}) == 3
+    corpora = [build(cache, library), build(cache, changed), build(cache, library, seed=9)]
+    assert len({corpus.prefix for corpus in corpora}) == 3
+    assert len({corpus.prefix.with_suffix(".bin").read_bytes() for corpus in corpora}) == 3
 
 
 def test_builders_at_the_same_time(library: Path, corpus: Corpus, tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
-        made = list(pool.map(lambda _: build(tmp_path, library), range(3)))
-    assert made[0] == made[1] == made[2]
+        corpora = list(pool.map(lambda _: build(tmp_path, library), range(3)))
+    assert corpora[0] == corpora[1] == corpora[2]
     assert [path.name for path in tmp_path.iterdir()] == [corpus.prefix.parent.name]
-    assert files_of(made[0]) == files_of(corpus)
+    assert files_of(corpora[0]) == files_of(corpus)
 
 
 def test_a_build_that_fails_leaves_nothing(

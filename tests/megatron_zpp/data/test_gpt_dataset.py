@@ -145,8 +145,8 @@ def test_every_type_of_whole_numbers(kind: str, tmp_path: Path) -> None:
     index[34 + 4 * 4 : 34 + 12 * 4] = (np.arange(4, dtype="<i8") * 10 * width).tobytes()
     idx.write_bytes(index)
     bin.write_bytes(np.fromfile(bin, dtype="<u2").astype(kind).tobytes())
-    found = [sample["tokens"] for sample in samples(prefix)]
-    assert (np.array(found) == np.array(expected)).all() and found[0].dtype == np.int64
+    tokens = [sample["tokens"] for sample in samples(prefix)]
+    assert (np.array(tokens) == np.array(expected)).all() and tokens[0].dtype == np.int64
 
 
 def test_a_split_shorter_than_a_sample_repeats_its_text_and_says_so(tmp_path, caplog) -> None:

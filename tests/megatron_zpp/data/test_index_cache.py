@@ -102,16 +102,16 @@ def test_a_blend_is_built_once_and_found_again(tmp_path: Path, monkeypatch) -> N
     build_both()
     monkeypatch.setattr(module, "blend_index", None)
     monkeypatch.setattr(module, "exhaustive_blend_index", None)
-    for found, array in zip(build_both(), (*expected[0], *expected[1]), strict=True):
-        assert isinstance(found, np.memmap) and found.dtype == array.dtype
-        assert (found == array).all()
+    for cached, array in zip(build_both(), (*expected[0], *expected[1]), strict=True):
+        assert isinstance(cached, np.memmap) and cached.dtype == array.dtype
+        assert (cached == array).all()
     assert len(list(tmp_path.iterdir())) == 6
 
 
 @pytest.mark.parametrize(("weights", "size"), [([0.3, 0.7], 51), ([0.7, 0.3], 50), ([3, 7], None)])
 def test_another_blend_is_another_entry(weights: list, size: int | None, tmp_path: Path) -> None:
-    for given in (([0.3, 0.7], 50), (weights, size)):
-        IndexCache(tmp_path).blend_index(*given, "text", "train")
+    for request in (([0.3, 0.7], 50), (weights, size)):
+        IndexCache(tmp_path).blend_index(*request, "text", "train")
     assert len(list(tmp_path.iterdir())) == 6
 
 
@@ -163,10 +163,10 @@ def test_who_waited_for_a_builder_that_failed_builds(tmp_path: Path, monkeypatch
 
 
 def test_a_full_disk_is_named_and_nothing_stays(tmp_path: Path) -> None:
-    said = r"cannot keep the sample index .*--data-cache-path"
-    with full_disk(SECOND_ARRAY), pytest.raises(InputError, match=said):
+    message = r"cannot keep the sample index .*--data-cache-path"
+    with full_disk(SECOND_ARRAY), pytest.raises(InputError, match=message):
         build_cached(tmp_path)
-    with full_disk(SECOND_ARRAY), pytest.raises(InputError, match=said):
+    with full_disk(SECOND_ARRAY), pytest.raises(InputError, match=message):
         IndexCache(tmp_path).blend_index([0.5, 0.5], 100, "text", "train")
     assert not list(tmp_path.iterdir())
 
@@ -188,9 +188,9 @@ def test_where_nothing_has_to_be_kept_it_is_built_in_memory(
 ) -> None:
     cache, expected = IndexCache(tmp_path, required=False), build_sample_index(LENGTHS, REQUEST)
     with full_disk(SECOND_ARRAY):
-        found = [cache.sample_index(LENGTHS, REQUEST, "text", "train") for _ in range(2)]
+        indices = [cache.sample_index(LENGTHS, REQUEST, "text", "train") for _ in range(2)]
         dataset, _ = cache.blend_index([0.5, 0.5], 100, "text", "train")
-    assert all((index.shuffle == expected.shuffle).all() for index in found)
+    assert all((index.shuffle == expected.shuffle).all() for index in indices)
     assert dataset.tolist() == [0, 1] * 50
     assert caplog.text.count("it is built in memory") == 1 and str(tmp_path) in caplog.text
     assert not list(tmp_path.iterdir())

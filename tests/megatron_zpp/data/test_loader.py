@@ -101,11 +101,11 @@ def order(size: int, consumed: int, micro: int, world: int, steps: int, kind: st
         load(Numbered(size), consumed, micro, (rank, world), dataloader_type=kind)
         for rank in range(world)
     ]
-    found = []
+    numbers_read = []
     for _ in range(steps):
         for loader in loaders:
-            found += numbers(next(loader))
-    return found
+            numbers_read += numbers(next(loader))
+    return numbers_read
 
 
 @settings(max_examples=25, deadline=None)
@@ -136,8 +136,11 @@ def test_single_order_is_that_of_the_dataset(micro: int, world: int) -> None:
 
 
 def test_each_rank_takes_its_slice() -> None:
-    found = [[numbers(b) for b in islice(load(Numbered(20), 0, 2, (r, 2)), 2)] for r in (0, 1)]
-    assert found == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    slices = [
+        [numbers(batch) for batch in islice(load(Numbered(20), 0, 2, (rank, 2)), 2)]
+        for rank in (0, 1)
+    ]
+    assert slices == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
 def test_labels_are_the_next_tokens_and_all_count() -> None:
@@ -195,7 +198,11 @@ def test_workers_leave_signals_to_the_rank():
 
 def workers() -> list[multiprocessing.process.BaseProcess]:
     """Processes of this one that live, but for the ranks of tests that ran before."""
-    return [one for one in multiprocessing.active_children() if not one.name.startswith("rank ")]
+    return [
+        process
+        for process in multiprocessing.active_children()
+        if not process.name.startswith("rank ")
+    ]
 
 
 def test_a_killed_worker_is_named_and_none_is_left() -> None:

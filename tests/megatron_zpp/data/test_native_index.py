@@ -17,10 +17,10 @@ from zeropp.native import library
 
 @pytest.fixture(scope="module")
 def loops() -> NativeIndex:
-    built = native_index()
-    if built is None:
+    loops = native_index()
+    if loops is None:
         pytest.skip("csrc/ is not built here: make setup builds it where there is a compiler")
-    return built
+    return loops
 
 
 @settings(max_examples=60, deadline=None)
@@ -54,21 +54,21 @@ def test_places_are_numpys(loops, lengths: list, seq_length: int, epochs: int, k
     lengths = np.array(lengths, dtype=np.int32)
     document = np.random.RandomState(1).permutation(np.tile(np.arange(len(lengths)), epochs))
     rows = (int(lengths.sum()) * epochs - 1) // seq_length + 1
-    found, expected = np.full((rows, 2), -1, dtype=kind), np.full((rows, 2), -1, dtype=kind)
+    starts, expected = np.full((rows, 2), -1, dtype=kind), np.full((rows, 2), -1, dtype=kind)
     unaligned = np.frombuffer(b"..." + lengths.tobytes(), dtype=np.int32, offset=3)
-    loops.sample_starts(unaligned, document.astype(np.int32), seq_length, found)
+    loops.sample_starts(unaligned, document.astype(np.int32), seq_length, starts)
     sample_starts(lengths, document, seq_length, expected)
-    assert (found == expected).all()
+    assert (starts == expected).all()
 
 
 @settings(max_examples=60, deadline=None)
 @given(weights=st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=9), size=st.integers(0, 700))
 def test_a_blend_is_numpys(loops, weights: list, size: int) -> None:
     shares = np.array(normalize(weights))
-    for found, expected in zip(
+    for array, expected in zip(
         loops.blend(shares, size), blend_in_stretches(shares, size), strict=True
     ):
-        assert found.dtype == expected.dtype and (found == expected).all()
+        assert array.dtype == expected.dtype and (array == expected).all()
 
 
 def test_a_dataset_that_is_used_up_drops_out(loops: NativeIndex) -> None:

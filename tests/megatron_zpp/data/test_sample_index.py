@@ -81,12 +81,12 @@ def test_tokens_beyond_32_bits(compiled: bool, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_numpy_alone_makes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = [build_sample_index(LENGTHS, REQUEST)]
+    indices = [build_sample_index(LENGTHS, REQUEST)]
     monkeypatch.setattr(module, "native_index", lambda: None)
-    wanted.append(build_sample_index(LENGTHS, REQUEST))
+    indices.append(build_sample_index(LENGTHS, REQUEST))
     for part in ("document", "sample", "shuffle"):
-        one, other = (getattr(index, part) for index in wanted)
-        assert one.dtype == other.dtype and (one == other).all()
+        native, numpy = (getattr(index, part) for index in indices)
+        assert native.dtype == numpy.dtype and (native == numpy).all()
 
 
 def test_the_last_epoch_stands_apart_below_four_fifths() -> None:

@@ -14,10 +14,10 @@ SMALL = (
 
 def test_what_fits_ends_with_0(capsys):
     assert main(f"{SMALL}--dry-run --dry-run-ranks 4 --zero-stage 2 --bf16".split()) == 0
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     for words in ("4 ranks", "optimizer state", "activations", "gradients in flight", "fits"):
-        assert words in said
-    assert "error" not in said
+        assert words in message
+    assert "error" not in message
 
 
 def test_what_does_not_fit_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
@@ -34,12 +34,12 @@ def test_on_a_gpu_each_memory_is_judged_by_itself(capsys, monkeypatch):
     wide = SMALL.replace("hidden-size 64", "hidden-size 4096")  # 0.4 billion parameters
     flags = f"{wide}--dry-run --bf16 --zero-stage 2 "
     assert main(flags.split()) == 1
-    said = capsys.readouterr().out
-    assert "error: does not fit, Some GPU" in said and "--cpu-optimizer" in said
+    message = capsys.readouterr().out
+    assert "error: does not fit, Some GPU" in message and "--cpu-optimizer" in message
     assert main(f"{flags}--cpu-optimizer".split()) == 1
-    said = capsys.readouterr().out
-    assert "error: does not fit, host" in said and "ratio" in said
-    assert "fit, Some GPU" not in said
+    message = capsys.readouterr().out
+    assert "error: does not fit, host" in message and "ratio" in message
+    assert "fit, Some GPU" not in message
 
 
 def test_a_host_of_unknown_size_fits(capsys, monkeypatch):
@@ -58,13 +58,13 @@ def test_launched_it_takes_the_launched_ranks_and_says_it_once(capsys, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ("--dry-run-ranks 4", "--dry-run-ranks 4 needs --dry-run"),
         ("--dry-run --dry-run-ranks 0", "at least 1"),
         ("--dry-run --dry-run-ranks 3 --global-batch-size 4", "not divisible"),
     ],
 )
-def test_what_makes_no_sense_is_said(capsys, flags, said):
+def test_what_makes_no_sense_is_said(capsys, flags, message):
     assert main(f"{SMALL}{flags}".split()) == USAGE_ERROR
-    assert said in capsys.readouterr().out
+    assert message in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What --dry-run foretells is what the fullest moment of real steps holds."""
+"""What --dry-run predicts is what the fullest moment of real steps holds."""
 
 import json
 
@@ -6,7 +6,14 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.memory.dry_run import VOCABULARY, predict_and_measure
-from megatron_zpp.planner.estimate import GATHERED, GRADIENTS, KEPT, MOMENTS, WEIGHTS, estimate
+from megatron_zpp.planner.estimate import (
+    ACTIVATIONS,
+    GATHERED,
+    GRADIENTS,
+    MOMENTS,
+    WEIGHTS,
+    estimate,
+)
 from megatron_zpp.settings.arguments import parse
 from tests.ranks import ranks
 from zeropp.wire.route import Nodes
@@ -29,8 +36,8 @@ PLUS = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 )
 @ranks(4)
 def test_the_fullest_moment_is_foretold(flags):
-    foretold, measured = predict_and_measure(MODEL + flags)
-    assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
+    predicted, measured = predict_and_measure(MODEL + flags)
+    assert predicted.host_bytes == pytest.approx(measured, rel=LEEWAY)
 
 
 @pytest.mark.parametrize(
@@ -42,15 +49,15 @@ def test_the_fullest_moment_is_foretold(flags):
 )
 @ranks(2)
 def test_on_two_ranks_in_fp32_with_other_models(flags):
-    foretold, measured = predict_and_measure(MODEL + flags)
-    assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
+    predicted, measured = predict_and_measure(MODEL + flags)
+    assert predicted.host_bytes == pytest.approx(measured, rel=LEEWAY)
 
 
 @ranks(1)
 def test_one_rank_in_fp32_has_no_engine_and_offloads_too():
     for flags in ("--global-batch-size 6", "--zero-stage 2 --cpu-optimizer --global-batch-size 4"):
-        foretold, measured = predict_and_measure(MODEL + flags)
-        assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY), flags
+        predicted, measured = predict_and_measure(MODEL + flags)
+        assert predicted.host_bytes == pytest.approx(measured, rel=LEEWAY), flags
 
 
 @ranks(4, ranks_per_node=2)
@@ -58,8 +65,10 @@ def test_zeropp_too_with_the_copies_of_a_node(tmp_path):
     path = tmp_path / f"{dist.get_rank()}.json"
     zero = {"stage": 3, **PLUS, "zero_hpz_partition_size": 2}
     path.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}}))
-    foretold, measured = predict_and_measure(f"{MODEL}--global-batch-size 8 --deepspeed-config {path}")
-    assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
+    predicted, measured = predict_and_measure(
+        f"{MODEL}--global-batch-size 8 --deepspeed-config {path}"
+    )
+    assert predicted.host_bytes == pytest.approx(measured, rel=LEEWAY)
 
 
 @ranks(2)
@@ -70,15 +79,17 @@ def test_an_update_beside_the_next_step_has_its_own_gradients_and_copies(tmp_pat
     for settings, ratio in (({}, 1.0), (bf16, 1.0), ({}, 0.4), (bf16, 0.0)):
         zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
         path.write_text(json.dumps({"zero_optimization": zero, "zeropp": late} | settings))
-        foretold, measured = predict_and_measure(f"{MODEL}--global-batch-size 8 --deepspeed-config {path}")
-        assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
+        predicted, measured = predict_and_measure(
+            f"{MODEL}--global-batch-size 8 --deepspeed-config {path}"
+        )
+        assert predicted.host_bytes == pytest.approx(measured, rel=LEEWAY)
 
 
 @ranks(1)
 def test_one_rank_in_fp32_with_its_weights_on_the_host():
     flags = "--zero-stage 3 --cpu-optimizer --remote-device cpu --global-batch-size 6"
-    foretold, measured = predict_and_measure(MODEL + flags)
-    assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
+    predicted, measured = predict_and_measure(MODEL + flags)
+    assert predicted.host_bytes == pytest.approx(measured, rel=LEEWAY)
 
 
 LORA = "--lora-rank 4 --pretrained-checkpoint m --global-batch-size"
@@ -101,10 +112,10 @@ def test_adapters_beside_frozen_weights(zero, more, tmp_path):
     more than foretold may then be under way: another block's weights."""
     path = tmp_path / f"{dist.get_rank()}.json"
     path.write_text(json.dumps({"zero_optimization": zero} | more))
-    foretold, measured = predict_and_measure(f"{MODEL}{LORA} 24 --deepspeed-config {path}")
-    block, width = foretold.sharding.model.blocks[0], foretold.sharding.compute_dtype.itemsize
-    gather = width * sum(one.numel() for one in block.parameters())
-    low, high = foretold.host_bytes * (1 - LEEWAY), foretold.host_bytes * (1 + LEEWAY)
+    predicted, measured = predict_and_measure(f"{MODEL}{LORA} 24 --deepspeed-config {path}")
+    block, width = predicted.sharding.model.blocks[0], predicted.sharding.compute_dtype.itemsize
+    gather = width * sum(parameter.numel() for parameter in block.parameters())
+    low, high = predicted.host_bytes * (1 - LEEWAY), predicted.host_bytes * (1 + LEEWAY)
     assert low <= measured <= high + gather
 
 
@@ -113,9 +124,9 @@ def test_frozen_weights_become_codes_one_after_the_other(tmp_path):
     """All of them as numbers would be more than a step takes, where little is computed."""
     path = tmp_path / "zeropp.json"
     path.write_text(json.dumps({"zero_optimization": STORED, "bf16": {"enabled": True}}))
-    foretold, measured = predict_and_measure(f"{MODEL}{LORA} 2 --deepspeed-config {path}")
-    assert foretold.host_bytes == pytest.approx(measured, rel=LEEWAY)
-    assert foretold.host[WEIGHTS] < 2 * foretold.parameters
+    predicted, measured = predict_and_measure(f"{MODEL}{LORA} 2 --deepspeed-config {path}")
+    assert predicted.host_bytes == pytest.approx(measured, rel=LEEWAY)
+    assert predicted.host[WEIGHTS] < 2 * predicted.parameters
 
 
 def test_a_part_of_the_optimizer_on_the_host_is_counted_by_whole_parameters(tmp_path):
@@ -123,40 +134,43 @@ def test_a_part_of_the_optimizer_on_the_host_is_counted_by_whole_parameters(tmp_
     path = tmp_path / "zeropp.json"
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.15}}
     path.write_text(json.dumps({"zero_optimization": zero}))
-    whole = foretell("--zero-stage 2 --cpu-optimizer").host[MOMENTS]
-    part = foretell(f"--deepspeed-config {path}").host[MOMENTS] / whole
+    whole = predict("--zero-stage 2 --cpu-optimizer").host[MOMENTS]
+    part = predict(f"--deepspeed-config {path}").host[MOMENTS] / whole
     assert 0.1 < part < 0.15
 
 
 def test_on_a_gpu_what_is_offloaded_is_on_the_host():
-    plain, offloaded = foretell("--zero-stage 2"), foretell("--zero-stage 2 --cpu-optimizer")
+    plain, offloaded = predict("--zero-stage 2"), predict("--zero-stage 2 --cpu-optimizer")
     assert not plain.host_bytes
     assert offloaded.host[MOMENTS] == plain.device[MOMENTS]
     assert MOMENTS not in offloaded.device
     assert offloaded.device[WEIGHTS] == plain.device[WEIGHTS] // 2
     assert offloaded.device_bytes < plain.device_bytes
-    pinned = foretell("--zero-stage 2 --cpu-optimizer --use-pin-memory")
+    pinned = predict("--zero-stage 2 --cpu-optimizer --use-pin-memory")
     assert pinned.host[MOMENTS] == offloaded.host[MOMENTS]  # made later, pageable
     assert 1 < pinned.host[GRADIENTS] / offloaded.host[GRADIENTS] < 2
-    away = foretell("--zero-stage 3 --cpu-optimizer --remote-device cpu")
+    away = predict("--zero-stage 3 --cpu-optimizer --remote-device cpu")
     assert not away.device.get(WEIGHTS) and not away.device.get(GRADIENTS)
 
 
 def test_on_a_gpu_weights_that_are_offloaded_are_filled_on_the_host():
     deep = "--num-layers 60 --zero-stage 3 --cpu-optimizer"
-    assert not foretell(f"{deep} --remote-device cpu", count=1).device.get(WEIGHTS)
-    stays, whole = foretell(deep, count=1).device, foretell("--num-layers 60 --zero-stage 3", 1)
+    assert not predict(f"{deep} --remote-device cpu", count=1).device.get(WEIGHTS)
+    stays, whole = predict(deep, count=1).device, predict("--num-layers 60 --zero-stage 3", 1)
     assert stays[WEIGHTS] == whole.device[WEIGHTS] // 2
 
 
 def test_more_ranks_recomputing_and_stage_3_take_less():
-    whole = foretell("--zero-stage 2")
-    assert foretell("--zero-stage 2 --recompute-granularity full").device[KEPT] < whole.device[KEPT]
-    assert foretell("--zero-stage 3").device[GATHERED] < whole.device[GATHERED] / 2
-    assert foretell("--zero-stage 2", count=8).device[MOMENTS] < whole.device[MOMENTS] / 1.9
+    whole = predict("--zero-stage 2")
+    assert (
+        predict("--zero-stage 2 --recompute-granularity full").device[ACTIVATIONS]
+        < whole.device[ACTIVATIONS]
+    )
+    assert predict("--zero-stage 3").device[GATHERED] < whole.device[GATHERED] / 2
+    assert predict("--zero-stage 2", count=8).device[MOMENTS] < whole.device[MOMENTS] / 1.9
 
 
-def foretell(flags, count=4):
+def predict(flags, count=4):
     """The estimate of a small GPT on GPUs that are not there."""
     text = f"{MODEL}--bf16 --mock-data --lr 1 --train-iters 1 --global-batch-size 32 {flags}"
     config = parse(text.replace("--micro-batch-size 2", "--micro-batch-size 1").split(), count)

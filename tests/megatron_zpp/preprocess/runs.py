@@ -30,4 +30,6 @@ def documents_of(prefix: Path) -> list[list[list[int]]]:
 
 def texts_of(prefix: Path) -> list[str]:
     """The documents of a dataset of bytes, their sequences joined by |."""
-    return ["|".join(bytes(ids).decode() for ids in each) for each in documents_of(prefix)]
+    return [
+        "|".join(bytes(ids).decode() for ids in sequences) for sequences in documents_of(prefix)
+    ]

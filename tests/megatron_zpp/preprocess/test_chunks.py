@@ -91,16 +91,16 @@ def test_a_worker_reads_a_plain_file_itself(
     path = write(tmp_path / "a.jsonl")
     if write is json_lines:
         path.write_bytes(module.BOM + path.read_bytes())
-    given = list(read_chunks([path], ["text"], Position()))
-    sent = [pickle.dumps(chunk) for chunk in given]
-    assert (max(map(len, sent)) < 1000) is (write is json_lines)
-    assert b"".join(pickle.loads(one).content() for one in sent) == _lines()
-    for one, chunk in zip(sent, given, strict=True):
-        assert pickle.loads(one).content() == chunk.data
+    chunks = list(read_chunks([path], ["text"], Position()))
+    pickled = [pickle.dumps(chunk) for chunk in chunks]
+    assert (max(map(len, pickled)) < 1000) is (write is json_lines)
+    assert b"".join(pickle.loads(data).content() for data in pickled) == _lines()
+    for data, chunk in zip(pickled, chunks, strict=True):
+        assert pickle.loads(data).content() == chunk.data
     if write is json_lines:
         path.write_bytes(_lines()[:5000])
         with pytest.raises(InputError, match="became shorter while it was read"):
-            pickle.loads(sent[-1]).content()
+            pickle.loads(pickled[-1]).content()
 
 
 def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:

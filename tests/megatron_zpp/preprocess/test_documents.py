@@ -1,4 +1,4 @@
-"""Lines of JSON: texts as json reads them, whichever library does, and what is message of others."""
+"""Lines of JSON: texts as `json` reads them, and the errors of invalid lines."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,9 @@ VALUES = st.recursive(
 def read(*lines: bytes) -> list[Document | InputError | None]:
     data = b"\n".join(lines) + b"\n"
     end = Position(file=1)
-    chunk = Chunk(path=Path("a.jsonl"), first=7, data=data, size=len(data), end=end, bytes_read=len(data))
+    chunk = Chunk(
+        path=Path("a.jsonl"), first=7, data=data, size=len(data), end=end, bytes_read=len(data)
+    )
     return list(parse_documents(chunk, ["text"]))
 
 

@@ -49,8 +49,8 @@ def test_lists_are_sequences_and_empty_documents_have_none(tmp_path: Path) -> No
     source = tmp_path / "a.jsonl"
     values = [["ab", "", "c"], "d", "", [], [""]]
     source.write_text("".join(json.dumps({"text": value}) + "\n" for value in values))
-    made = documents_of(run(source, tmp_path / "x", append_eod=True))
-    assert made == [[[97, 98], [99, 256]], [[100, 256]], [], [], []]
+    documents = documents_of(run(source, tmp_path / "x", append_eod=True))
+    assert documents == [[[97, 98], [99, 256]], [[100, 256]], [], [], []]
 
 
 def test_sentences_are_sequences(tmp_path: Path) -> None:
@@ -59,8 +59,8 @@ def test_sentences_are_sequences(tmp_path: Path) -> None:
     prefix = run(source, tmp_path / "x", split_sentences=True)
     assert prefix == tmp_path / "x_text_sentence"
     assert texts_of(prefix) == ["One here.|Two?|Three"]
-    kept = run(source, tmp_path / "y", split_sentences=True, keep_newlines=True)
-    assert texts_of(kept) == ["One here.|Two?\n|Three"]
+    with_newlines = run(source, tmp_path / "y", split_sentences=True, keep_newlines=True)
+    assert texts_of(with_newlines) == ["One here.|Two?\n|Three"]
 
 
 def test_invalid_lines_are_counted_and_the_first_is_named(
@@ -94,33 +94,33 @@ def test_many_texts_at_once_are_each_text_alone(
     gpt2: Tokenizer, fast: FastGPT2, texts: list[str]
 ) -> None:
     alone = [gpt2.encode(text) for text in texts]
-    for one in (gpt2, fast):
-        ids, counts = one.encode_flat(texts)
-        assert counts.tolist() == [len(each) for each in alone]
-        assert ids.tolist() == [token for each in alone for token in each]
+    for tokenizer in (gpt2, fast):
+        ids, counts = tokenizer.encode_flat(texts)
+        assert counts.tolist() == [len(text_ids) for text_ids in alone]
+        assert ids.tolist() == [token for text_ids in alone for token in text_ids]
 
 
 def test_a_name_of_a_special_token_is_ordinary_text(gpt2: Tokenizer, fast: FastGPT2) -> None:
     text = f"a {END_OF_DOCUMENT}{END_OF_DOCUMENT} b"
-    for one in (gpt2, fast):
-        ids = one.encode_flat([text])[0].tolist()
+    for tokenizer in (gpt2, fast):
+        ids = tokenizer.encode_flat([text])[0].tolist()
         assert gpt2.eod not in ids and ids == gpt2.encode(text)
 
 
 def test_the_libraries_write_the_same_files(tmp_path: Path, bpe: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    made = {}
+    files = {}
     for library in ("tiktoken", "fastokens"):
         for workers in (1, 2):
             prefix = run(
                 source, tmp_path / f"{library}{workers}", config_of(bpe),
                 bpe_library=library, workers=workers, append_eod=True,
             )  # fmt: skip
-            made[library, workers] = [
+            files[library, workers] = [
                 prefix.with_name(f"{prefix.name}.{end}").read_bytes() for end in ("bin", "idx")
             ]
-    assert all(files == made["tiktoken", 1] for files in made.values())
+    assert all(contents == files["tiktoken", 1] for contents in files.values())
 
 
 def test_other_ids_of_the_faster_library_end_the_run(

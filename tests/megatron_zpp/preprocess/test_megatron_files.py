@@ -31,14 +31,14 @@ def test_files_are_megatrons(tmp_path: Path, name: str, library: str) -> None:
             assert all(ids[-1] == 50256 for ids in sequences)
             text = tokenizer.decode([token for ids in sequences for token in ids[:-1]])
             file.write(json.dumps({"text": text}) + "\n")
-    made = run(source, tmp_path / "x", GPT2, append_eod=True, bpe_library=library)
+    prefix = run(source, tmp_path / "x", GPT2, append_eod=True, bpe_library=library)
     for end in ("bin", "idx"):
         expected = (DATA / f"{name}_text_document.{end}").read_bytes()
-        assert made.with_name(f"{made.name}.{end}").read_bytes() == expected
+        assert prefix.with_name(f"{prefix.name}.{end}").read_bytes() == expected
 
 
 def test_the_name_of_the_end_of_a_document_is_ordinary_text(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text(json.dumps({"text": f"{END_OF_DOCUMENT} a"}) + "\n")
-    made = documents_of(run(source, tmp_path / "x", GPT2, append_eod=True))
-    assert made == [[[27, 91, 437, 1659, 5239, 91, 29, 257, 50256]]]
+    documents = documents_of(run(source, tmp_path / "x", GPT2, append_eod=True))
+    assert documents == [[[27, 91, 437, 1659, 5239, 91, 29, 257, 50256]]]

@@ -33,6 +33,6 @@ def test_an_empty_line_ends_a_sentence_and_newlines_can_be_kept() -> None:
 
 @given(st.text(st.sampled_from("aB1 .!?\n\"'()。é")))
 def test_nothing_but_white_space_is_lost(text: str) -> None:
-    found = split_sentences(text, False)
-    assert "".join("".join(found).split()) == "".join(text.split())
-    assert all(found)
+    sentences = split_sentences(text, False)
+    assert "".join("".join(sentences).split()) == "".join(text.split())
+    assert all(sentences)

@@ -42,7 +42,7 @@ def test_messages_become_tokens(in_own_file: bool, tmp_path: Path) -> None:
         "{{ strftime_now('%Y') }}",
     ],
 )
-def test_templates_say_what_they_say_in_transformers(template: str, tmp_path: Path) -> None:
+def test_templates_render_as_in_transformers(template: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     write_chat_files(tmp_path, template=template)
     theirs = transformers.PreTrainedTokenizerFast(
@@ -60,7 +60,7 @@ def test_the_default_of_several_templates(tmp_path: Path) -> None:
     assert ChatTemplate.find(tmp_path) is None
 
 
-def test_prompts_are_neither_cut_nor_filled_up(tmp_path: Path) -> None:
+def test_prompts_are_neither_truncated_nor_padded(tmp_path: Path) -> None:
     """A tokenizer.json may say so for training."""
     write_chat_files(tmp_path)
     template = ChatTemplate.find(tmp_path)
@@ -74,7 +74,7 @@ def test_prompts_are_neither_cut_nor_filled_up(tmp_path: Path) -> None:
     assert ChatTemplate.find(tmp_path).encode(text) == tokens
 
 
-def test_settings_that_are_none(tmp_path: Path) -> None:
+def test_a_config_that_is_not_an_object(tmp_path: Path) -> None:
     write_chat_files(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(InputError, match="tokenizer_config.json: expected an object"):

@@ -1,4 +1,4 @@
-"""Pieces of text: together they are the whole, characters never break, stops never show."""
+"""Pieces of text concatenate to the decoded text, without broken characters or stop texts."""
 
 from pathlib import Path
 
@@ -84,7 +84,7 @@ def test_long_broken_text_is_kept_whole() -> None:
     assert "".join(pieces(BYTES, "", tokens)) == "\ufffd" * (3 * WINDOW) + "x"
 
 
-def test_spaces_at_the_joint_are_kept() -> None:
+def test_spaces_between_prompt_and_text_are_kept() -> None:
     """The null tokenizer puts a space between two ids, not before the first."""
     assert pieces(NullTokenizer(50), "1 2", [3, 4]) == [" 3", " 4", ""]
     assert pieces(NullTokenizer(50), "", [3, 4]) == ["3", " 4", ""]

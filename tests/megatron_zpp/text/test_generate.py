@@ -1,4 +1,4 @@
-"""Generation: with the cache as without, each text for itself, ended by what shall end it."""
+"""Generation: with and without the cache, batches of independent texts, and what ends a text."""
 
 from dataclasses import replace
 
@@ -87,7 +87,7 @@ def test_empty_prompt_starts_a_document() -> None:
     )
 
 
-def test_sample_follows_the_odds() -> None:
+def test_samples_follow_the_probabilities() -> None:
     """20,000 draws: each share within 5 standard errors; with top_k=2 the third never comes."""
     generator = torch.Generator().manual_seed(0)
     odds = torch.tensor([0.5, 0.3, 0.2])
@@ -233,7 +233,7 @@ def test_a_prompt_as_long_as_the_positions_is_allowed() -> None:
     assert len(ids(complete(build(PEAKED), NoEnd(), [request("1 " * 16, 0.0)])[0])) == 6
 
 
-def test_weights_that_are_no_good() -> None:
+def test_logits_that_are_not_finite() -> None:
     model = build(GPT2)
     with torch.no_grad():
         model.norm.weight[3] = float("nan")

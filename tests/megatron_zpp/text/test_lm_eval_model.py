@@ -1,4 +1,4 @@
-"""The lm-evaluation-harness gets from our model what it gets from transformers'."""
+"""The lm-evaluation-harness gets the same numbers from our model as from transformers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Perplexity is the exponential of the mean cross-entropy of what is predicted."""
+"""Perplexity is the exponential of the mean cross-entropy of the predicted tokens."""
 
 import math
 from pathlib import Path

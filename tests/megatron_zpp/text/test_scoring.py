@@ -1,4 +1,4 @@
-"""Scores do not depend on the batch, nor on the number of ranks; windows score each token once."""
+"""Scores do not depend on the batch or the number of ranks; windows score each token once."""
 
 import math
 
@@ -70,7 +70,7 @@ def test_damaged_weights() -> None:
 
 
 @torch.no_grad()
-def test_what_the_model_would_write_is_greedy() -> None:
+def test_only_the_likeliest_text_is_greedy() -> None:
     model = peaked_model()
     ids = [7, 8]
     for _ in range(5):

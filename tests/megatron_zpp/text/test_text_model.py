@@ -1,4 +1,4 @@
-"""A model on all ranks: the first one writes, the others follow, whatever ends a text."""
+"""A model on several ranks: rank 0 generates and scores, the other ranks follow."""
 
 import json
 from pathlib import Path
@@ -32,9 +32,7 @@ REQUESTS = [
 SHARDED = {
     "stage 3": {},
     "stage 1": {"zero_optimization": {"stage": 1}},
-    "ZeRO++": {
-        "zero_optimization": {"zero_quantized_weights": True, "zero_hpz_partition_size": 2}
-    },
+    "ZeRO++": {"zero_optimization": {"zero_quantized_weights": True, "zero_hpz_partition_size": 2}},
 }
 
 
@@ -69,7 +67,7 @@ def test_in_16_bit_the_weights_take_half(dtype: str, tmp_path: Path) -> None:
     assert [piece.finish_reason for piece in opened.stream(REQUESTS)][-1] in ("length", "stop")
 
 
-def test_what_is_asked_is_checked_before_the_other_ranks_hear_of_it(tmp_path: Path) -> None:
+def test_requests_are_checked_before_they_are_broadcast(tmp_path: Path) -> None:
     save_text_model(tmp_path)
     with pytest.raises(InputError, match="65 tokens, but the model has 64 positions"):
         alone(tmp_path).stream([*REQUESTS, Request(prompt=(1,) * 65)])
@@ -93,9 +91,7 @@ def test_on_ranks(settings: dict, dtype: str, tmp_path: Path) -> None:
     expected = complete(whole, ByteLevelTokenizer(), REQUESTS)
     file = tmp_path / f"{dist.get_rank()}.json"
     file.write_text(json.dumps(settings))
-    config = TextModelConfig(
-        load=str(tmp_path / "saved"), dtype=dtype, deepspeed_config=str(file)
-    )
+    config = TextModelConfig(load=str(tmp_path / "saved"), dtype=dtype, deepspeed_config=str(file))
     model = shard_text_model(config, None, joined())
     assert model.sharding.num_ranks == 4
     if dist.get_rank():

@@ -14,9 +14,7 @@ from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
 from tests.megatron_zpp.model.small import LLAMA
 
 POSITIONS = 64
-SHAPE = replace(
-    LLAMA, seq_length=POSITIONS, init_method_std=0.2, normalization="LayerNorm"
-)
+SHAPE = replace(LLAMA, seq_length=POSITIONS, init_method_std=0.2, normalization="LayerNorm")
 
 
 def save_text_model(folder: Path, positions: int = POSITIONS) -> GPT:

@@ -152,7 +152,7 @@ def broken(bpe: Path, folder: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "message"),
     [
         ("not JSON", r"vocab\.json: not JSON \(line 2, column 6"),
         ("no end", r"vocab\.json: has no token <\|endoftext\|>"),
@@ -167,7 +167,7 @@ def broken(bpe: Path, folder: Path, what: str) -> None:
         ("not a text", r"merges\.txt: not UTF-8 text \(byte 0\)"),
     ],
 )
-def test_gpt2_files_that_are_no_good(bpe: Path, tmp_path: Path, what: str, said: str) -> None:
+def test_gpt2_files_that_are_no_good(bpe: Path, tmp_path: Path, what: str, message: str) -> None:
     broken(bpe, tmp_path, what)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         gpt2_of(tmp_path)

@@ -167,13 +167,13 @@ def test_null() -> None:
     assert tokenizer.encode(" 3 14\n15 99 ") == [3, 14, 15, 99]
     assert tokenizer.decode([3, 14, 99]) == "3 14 99"
     assert (tokenizer.eod, tokenizer.vocab_size) == (99, 100)
-    for text, said in (("3 x", "not 'x'"), ("-1", "not '-1'"), ("100", "id 100 is outside")):
-        with pytest.raises(InputError, match=said):
+    for text, message in (("3 x", "not 'x'"), ("-1", "not '-1'"), ("100", "id 100 is outside")):
+        with pytest.raises(InputError, match=message):
             tokenizer.encode(text)
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({}, "give --tokenizer-type, one of GPT2BPETokenizer"),
         ({"tokenizer_type": "GPT2BPE"}, "GPT2BPE: not one of .*did you mean GPT2BPETokenizer"),
@@ -183,8 +183,8 @@ def test_null() -> None:
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 1}, "needs at least 2"),
     ],
 )
-def test_a_section_that_is_no_good(fields: dict, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_a_section_that_is_no_good(fields: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         build_tokenizer(TokenizerConfig(**fields))
 
 

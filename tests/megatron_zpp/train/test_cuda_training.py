@@ -1,4 +1,4 @@
-"""The whole job on a GPU: the losses of a run on the CPU, and the same digits every time."""
+"""Training on a GPU: the losses of a run on the CPU, and the same digits every time."""
 
 import os
 import subprocess
@@ -79,10 +79,10 @@ def test_nccl_among_ranks_of_one_gpu(tmp_path):
 def launched(backend: str, folder: Path) -> list[float]:
     """The losses of four ranks on this GPU that exchange data by `backend`."""
     flags = f"{TINY} {QUIET} {ALL_THREE} --mock-data --distributed-backend {backend}"
-    done = subprocess.run(
+    process = subprocess.run(
         zeropp(4, "pretrain_gpt.py", flags),
         env={**os.environ, "PYTHONPATH": str(ROOT), "NCCL_MULTI_RANK_GPU_ENABLE": "1"},
         cwd=folder, capture_output=True, text=True, timeout=180,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return loss_values(done.stdout)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return loss_values(process.stdout)

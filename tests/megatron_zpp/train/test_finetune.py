@@ -1,4 +1,4 @@
-"""Fine-tuning, the whole job: a Hugging Face model in, adapters trained beside frozen weights."""
+"""Fine-tuning a Hugging Face model, with LoRA adapters beside frozen weights."""
 
 import json
 import shutil
@@ -74,20 +74,21 @@ def test_a_dry_run_says_what_is_trained_and_what_is_stored(base, capsys):
 
 @pytest.mark.parametrize("zero", [MIXZ, {"stage": 2}], ids=["MixZ++", "whole"])
 @ranks(2, timeout=180)
-def test_the_memory_of_a_run_is_foretold(base, zero, tmp_path):
+def test_a_dry_run_forecasts_the_memory(base, zero, tmp_path):
     """To a tenth, as the document says: all tensors of the job, its samples too."""
     larger = base.replace("--micro-batch-size 1 --global-batch-size 4", "--micro-batch-size 8")
     flags = larger + with_json(tmp_path, zero, bf16={"enabled": True}, train_batch_size=32)
     config, _ = with_pretrained_model(parse((TINY + flags).split(), 2))
-    entries, nodes = resolve_vocab_size(config.data, config.tokenizer), Nodes(num_ranks=2, ranks_per_node=2)
-    foretold = estimate(config, entries, nodes, is_cpu=True)
+    vocab_size = resolve_vocab_size(config.data, config.tokenizer)
+    nodes = Nodes(num_ranks=2, ranks_per_node=2)
+    foretold = estimate(config, vocab_size, nodes, is_cpu=True)
     with LiveBytes() as live:
         log_of(flags)
     assert foretold.host_bytes == pytest.approx(live.peak, rel=0.1)
 
 
 @ranks(2, timeout=180)
-def test_a_stop_changes_no_digit_and_frozen_weights_come_from_where_they_came(base, tmp_path):
+def test_resuming_changes_no_digit_and_reads_the_frozen_weights_again(base, tmp_path):
     flags = base + with_json(tmp_path, MIXZ)
     saving = f"--save {tmp_path}/save --load {tmp_path}/save --save-interval 3 "
     whole = losses(log_of(flags))
@@ -96,7 +97,7 @@ def test_a_stop_changes_no_digit_and_frozen_weights_come_from_where_they_came(ba
 
 
 @ranks(1)
-def test_adapters_go_on_as_they_were(base, tmp_path):
+def test_resumed_adapters_keep_their_scaling_and_base(base, tmp_path):
     flags = base + with_json(tmp_path, MIXZ | {"zero_hpz_partition_size": 1})
     log_of(f"{flags} --save {tmp_path}/save --lora-alpha 8 --train-iters 1")
     again = f"{flags} --load {tmp_path}/save "
@@ -127,7 +128,7 @@ def test_recomputation_changes_no_loss(base, tmp_path):
 
 @pytest.mark.parametrize("stored", [MIXZ, {"stage": 3}], ids=["MixZ++", "whole"])
 @ranks(2, timeout=180)
-def test_what_is_saved_opens_with_its_adapters_merged(base, stored, tmp_path):
+def test_a_saved_run_opens_with_its_adapters_merged(base, stored, tmp_path):
     """Also where the base is itself tuned."""
     folder = base.split("--pretrained-checkpoint ")[1].split()[0]
     flags = base + with_json(tmp_path, stored)

@@ -1,4 +1,4 @@
-"""The whole job on real ranks: stages agree, and stopping in the middle changes nothing."""
+"""Pretraining on several ranks: all stages agree, and a resumed run prints the same losses."""
 
 import re
 from pathlib import Path
@@ -105,7 +105,7 @@ def test_the_same_command_prints_the_same_losses(tmp_path):
     assert losses(run(4, flags, tmp_path)) == losses(run(4, flags, tmp_path))
 
 
-def test_a_longer_run_with_fewer_evaluations_goes_on(tmp_path):
+def test_a_longer_run_with_fewer_evaluations_resumes(tmp_path):
     flags = f"{BATCH} --save {tmp_path} --load {tmp_path} --lr-decay-style constant "
     run(1, flags + "--train-iters 4 --eval-interval 1", tmp_path)
     log = run(1, flags + "--train-iters 6 --eval-interval 100", tmp_path)
@@ -113,7 +113,7 @@ def test_a_longer_run_with_fewer_evaluations_goes_on(tmp_path):
     assert "validation loss at the end of training" in log
 
 
-def test_a_growing_batch_goes_on_where_it_stopped(tmp_path):
+def test_a_growing_batch_resumes_at_its_size(tmp_path):
     flags = "--micro-batch-size 2 --rampup-batch-size 4 4 24 --global-batch-size 12 "
     flags += "--train-samples 90 --eval-interval 2 "
     straight = run(2, flags, tmp_path)
@@ -127,7 +127,7 @@ def test_a_growing_batch_goes_on_where_it_stopped(tmp_path):
     assert held_out[0] + held_out[1] == held_out[2]
 
 
-def test_finetuning_takes_the_weights_and_begins_anew(tmp_path):
+def test_finetune_loads_the_weights_and_starts_at_iteration_0(tmp_path):
     flags = BATCH + NO_DROPOUT + f"--train-iters 4 --load {tmp_path} "
     run(1, flags + f"--save {tmp_path}", tmp_path)
     tuned = run(1, flags + "--finetune --lr 2e-3", tmp_path)
@@ -145,7 +145,7 @@ def test_the_shape_of_the_checkpoint(tmp_path):
     assert len(losses(log)) == 1
 
 
-def test_another_order_of_the_samples_is_said(tmp_path):
+def test_another_order_of_the_samples_is_logged(tmp_path):
     flags = f"{BATCH} --train-iters 4 --save {tmp_path} --load {tmp_path} "
     first = run(1, flags + "--exit-interval 2 --num-workers 0", tmp_path)
     second = run(1, flags + "--seed 7", tmp_path)
@@ -153,7 +153,7 @@ def test_another_order_of_the_samples_is_said(tmp_path):
     assert "seed is 7 now, 1234 in the checkpoint: other samples come next" in second
 
 
-def test_counting_anew_keeps_the_loss_scale(tmp_path):
+def test_reset_iteration_keeps_the_loss_scale(tmp_path):
     flags = f"{BATCH} --fp16 --train-iters 2 --save {tmp_path} --load {tmp_path} "
     first = run(1, flags + "--initial-loss-scale 1024 --loss-scale-window 1", tmp_path)
     assert [float(scale) for scale in field(first, "loss scale")] == [1024, 2048]

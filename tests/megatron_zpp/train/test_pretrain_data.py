@@ -1,4 +1,4 @@
-"""The whole job on datasets of documents: workers, ranks and stops change no sample and no loss."""
+"""Training on indexed datasets: workers, ranks and resuming change no sample and no loss."""
 
 import json
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_ranks_and_stages_see_the_same_documents(
     assert loss_values(together) == pytest.approx(loss_values(alone), rel=RELATIVE)
 
 
-def test_documents_apart_are_another_loss(corpus: Path, tmp_path: Path) -> None:
+def test_separating_documents_changes_the_loss(corpus: Path, tmp_path: Path) -> None:
     flags = f"{BATCH} {blend(corpus)} --train-iters 1 "
     for name, mode in enumerate(("", "--reset-attention-mask", "--eod-mask-loss")):
         on_1(flags=f"{flags} {mode}", path=tmp_path / str(name))

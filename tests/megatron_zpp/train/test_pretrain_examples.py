@@ -1,4 +1,4 @@
-"""The whole job on examples: learned, held out, and the same on any number of ranks."""
+"""Training on examples: the loss falls, and it is the same on any number of ranks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""ZeRO-Offload in the whole job: switched on, off again, stopped and gone on with."""
+"""Training with ZeRO-Offload: switched on, switched off, and resumed."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The whole job with quantized weights, secondary copies and quantized gradients, 2 x 2 ranks."""
+"""Training with quantized weights, secondary copies and quantized gradients on 2 nodes of 2."""
 
 import json
 import re
@@ -140,9 +140,7 @@ def test_resuming_on_other_ranks(num_ranks, stopped, tmp_path):
 def test_stages_1_and_2_quantize_and_send_what_the_formula_says(stage, tmp_path):
     quantized = {"stage": stage, "zero_quantized_weights": True, "zero_quantized_gradients": True}
     path = tmp_path / f"rank-{dist.get_rank()}.json"
-    path.write_text(
-        json.dumps({"zero_optimization": quantized, "zeropp": {"ranks_per_node": 2}})
-    )
+    path.write_text(json.dumps({"zero_optimization": quantized, "zeropp": {"ranks_per_node": 2}}))
     flags = f"{BATCH} {NO_DROPOUT} {NUMBERS} --train-iters 10 "
     expected = loss_values(log_of(f"{flags} --zero-stage {stage}"))
     log = log_of(f"{flags} --deepspeed_config {path} --tensorboard-dir {tmp_path}")
@@ -196,7 +194,7 @@ def test_the_weights_cross_once_for_a_step_whatever_its_micro_batches(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("partition", "ranks_per_node", "said"),
+    ("partition", "ranks_per_node", "message"),
     [(3, 2, "zero_hpz_partition_size = 3 does not divide the 4 ranks"),
      (2, 3, "zeropp.ranks_per_node = 3 does not divide the 4 ranks")],
 )  # fmt: skip

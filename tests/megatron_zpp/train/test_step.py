@@ -1,4 +1,4 @@
-"""One iteration: what makes the host wait for the device, and when its numbers are read."""
+"""One iteration: what makes the host wait for the device, and when the numbers are read."""
 
 import dataclasses
 import re
@@ -69,7 +69,7 @@ def read_nothing(flags: str, optimizer: Callable[[Run], torch.optim.Optimizer]) 
             assert begun.result().grad_norm > 0.1
 
 
-def torchs(run: Run) -> torch.optim.Optimizer:
+def build_torch_adam(run: Run) -> torch.optim.Optimizer:
     groups = [{k: group[k] for k in ("params", "decays")} for group in run.optimizer.param_groups]
     return torch.optim.AdamW(groups, lr=0.1, fused=True)
 
@@ -88,7 +88,7 @@ def test_nothing_is_read_from_the_device_before_the_numbers_are_asked_for(flags)
 @ranks(1)
 def test_an_optimizer_that_cannot_skip_by_itself_makes_the_host_wait():
     with pytest.raises(AssertionError, match="the host waits"):
-        read_nothing("", torchs)
+        read_nothing("", build_torch_adam)
 
 
 def numbers_of(log: str) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoint folders hold complete checkpoints only, whatever interrupted saves left there."""
+"""A folder of checkpoints holds only complete ones, however a save was interrupted."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def test_a_checkpoint_is_complete_when_its_last_file_is_there(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
-def test_what_raises_while_it_is_written_leaves_the_folder_as_it_was(error, tmp_path):
+def test_an_error_while_saving_leaves_the_folder_unchanged(error, tmp_path):
     folder = folder_at(tmp_path)
     save(folder, "a", "first")
     with pytest.raises(type(error)), folder.new_checkpoint("a", 1, None) as partial:
@@ -58,9 +58,7 @@ def test_a_save_killed_between_the_two_renames_loses_nothing(tmp_path):
     assert names(tmp_path) == ["a", "latest"] and (tmp_path / "a/last").read_text() == "second"
 
 
-@pytest.mark.parametrize(
-    ("own_names", "left"), [(None, [".b.tmp", ".latest.7.tmp"]), ("*", [])]
-)
+@pytest.mark.parametrize(("own_names", "left"), [(None, [".b.tmp", ".latest.7.tmp"]), ("*", [])])
 def test_leftovers_of_other_jobs_are_left_alone(own_names, left, tmp_path):
     (tmp_path / ".a.tmp").mkdir()
     (tmp_path / ".b.tmp").mkdir()

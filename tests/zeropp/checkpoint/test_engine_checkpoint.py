@@ -1,4 +1,4 @@
-"""The engine goes on from a checkpoint as if it had never stopped, or says what is wrong."""
+"""An engine resumed from a checkpoint trains as if it had not stopped; errors while loading."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ SETTINGS = {
 
 
 def blank() -> torch.nn.Module:
-    """The stack with other weights than `fresh_stack`."""
+    """The small model with other weights than those of `small_model`."""
     model = small_model()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -137,7 +137,7 @@ def test_a_checkpoint_saved_again_under_its_name_is_the_newer_one(tmp_path):
 
 
 @ranks(2)
-def test_what_is_wrong_is_said_on_every_rank(tmp_path):
+def test_errors_are_raised_on_every_rank(tmp_path):
     engine = engine_of()
 
     def refused(folder: Path, message: str, **arguments: object) -> None:

@@ -1,4 +1,4 @@
-"""One file of whole 16-bit weights loads into the plain model, tied weights and all."""
+"""A file of gathered 16-bit weights loads into the plain model, tied weights included."""
 
 import pytest
 import safetensors.torch
@@ -12,7 +12,7 @@ from tests.zeropp.small_model import SmallModel, small_model
 
 
 class Tied(SmallModel):
-    """The stack with its head as a module of its own and a buffer that is no float."""
+    """The small model with its head as a separate module, and an integer buffer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What cannot be done with an engine ends with an error that says what to change."""
+"""Wrong uses of an engine end with an error that says what to change."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ ARGUMENTS = {
 
 
 @ranks(2)
-def test_arguments_that_cannot_be_served():
+def test_unsupported_arguments():
     for arguments, message in ARGUMENTS.values():
         with pytest.raises(InputError) as raised:
             zeropp.initialize(**{"model": small_model(), "config": config_of(), **arguments})

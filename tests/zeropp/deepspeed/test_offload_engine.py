@@ -1,4 +1,4 @@
-"""ZeRO-Offload under `zeropp.initialize`, with models, optimizers and schedules as people have."""
+"""ZeRO-Offload under `zeropp.initialize`, with models, optimizers and schedules of the caller."""
 
 import warnings
 import weakref
@@ -48,7 +48,7 @@ def test_an_optimizer_may_hold_frozen_weights_too(settings):
 
 @pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
 @ranks(2)
-def test_what_is_unfrozen_later_is_named_before_a_gradient_is_lost(settings):
+def test_a_parameter_unfrozen_later_is_an_error_before_a_gradient_is_lost(settings):
     engine = engine_of({"stage": 3} | ON_HOST, partly_frozen(), **settings)
     run(engine, 1)
     engine.module.blocks[2].down.bias.requires_grad_(True)
@@ -57,7 +57,7 @@ def test_what_is_unfrozen_later_is_named_before_a_gradient_is_lost(settings):
 
 
 @ranks(2)
-def test_what_is_frozen_later_stays_as_it_is():
+def test_a_parameter_frozen_later_does_not_change():
     def losses(zero: dict) -> list[float]:
         engine = engine_of({"stage": 3} | zero, bf16={"enabled": True})
         first = run(engine, 2)
@@ -68,7 +68,7 @@ def test_what_is_frozen_later_stays_as_it_is():
 
 
 @ranks(2)
-def test_a_schedule_of_the_given_optimizer_goes_on_after_loading(tmp_path):
+def test_a_schedule_of_a_passed_optimizer_continues_after_loading(tmp_path):
     def scheduled() -> Engine:
         model = small_model()
         adam = FusedAdam(model.parameters(), lr=LR)
@@ -90,7 +90,7 @@ def test_a_schedule_of_the_given_optimizer_goes_on_after_loading(tmp_path):
 
 @pytest.mark.parametrize("zero", [{}, ON_HOST], ids=["on the device", "offloaded"])
 @ranks(2)
-def test_moments_of_another_optimizer_are_named_when_they_are_loaded(zero, tmp_path):
+def test_loading_moments_of_another_optimizer_is_an_error(zero, tmp_path):
     model = small_model()
     sgd = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     settings = settings_of({"stage": 3})
@@ -102,18 +102,21 @@ def test_moments_of_another_optimizer_are_named_when_they_are_loaded(zero, tmp_p
 
 
 @ranks(1)
-def test_one_rank_with_weights_that_somebody_refers_to_weakly():
+def test_one_rank_with_weak_references_to_its_weights():
     model = small_model()
     references = [weakref.ref(parameter) for parameter in model.parameters()]
     late = {"delayed_param_update": True, "delayed_param_update_warmup": 0}
     engine = engine_of({"stage": 2} | ON_HOST, model, zeropp=late)
     run(engine, 2)
-    assert all(one() is own for one, own in zip(references, model.parameters(), strict=True))
+    assert all(
+        reference() is parameter
+        for reference, parameter in zip(references, model.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("clear", ["engine", "optimizer"])
 @ranks(2)
-def test_gradients_may_be_thrown_away(clear):
+def test_gradients_may_be_discarded(clear):
     def losses(zero: dict) -> list[float]:
         engine = engine_of({"stage": 3} | zero)
         engine.backward(loss_of(engine, tokens_of(9)))

@@ -94,7 +94,9 @@ ALIKE = {
 }  # fmt: skip
 
 
-def of(kind: type[peft.PeftConfig], **settings: object) -> Callable[[nn.Module], peft.PeftModel]:
+def peft_converter(
+    kind: type[peft.PeftConfig], **settings: object
+) -> Callable[[nn.Module], peft.PeftModel]:
     """A function that converts a model as PEFT's `kind` of configuration says, seeded."""
 
     def convert(model: nn.Module) -> peft.PeftModel:
@@ -107,12 +109,12 @@ def of(kind: type[peft.PeftConfig], **settings: object) -> Callable[[nn.Module],
 # Parameters in dicts of a layer, and copies of whole layers.
 LORA, GPT2 = peft.LoraConfig, ALIKE["gpt2"][0]
 CONVERSIONS = {
-    "embedding": (GPT2, of(LORA, r=RANK, target_modules=["c_attn", "wte"])),
-    "copy of a norm": (GPT2, of(LORA, r=RANK, target_modules=["c_fc"], modules_to_save=["ln_1"])),
-    "head": (llama, of(LORA, r=RANK, target_modules=["embed_tokens", "q_proj", "lm_head"])),
-    "copy of the head": (llama, of(LORA, r=RANK, target_modules=["q_proj"],
+    "embedding": (GPT2, peft_converter(LORA, r=RANK, target_modules=["c_attn", "wte"])),
+    "copy of a norm": (GPT2, peft_converter(LORA, r=RANK, target_modules=["c_fc"], modules_to_save=["ln_1"])),
+    "head": (llama, peft_converter(LORA, r=RANK, target_modules=["embed_tokens", "q_proj", "lm_head"])),
+    "copy of the head": (llama, peft_converter(LORA, r=RANK, target_modules=["q_proj"],
                                    modules_to_save=["lm_head"])),
-    "IA3": (llama, of(peft.IA3Config, target_modules=["k_proj", "v_proj", "down_proj"],
+    "IA3": (llama, peft_converter(peft.IA3Config, target_modules=["k_proj", "v_proj", "down_proj"],
                       feedforward_modules=["down_proj"])),
 }  # fmt: skip
 
@@ -120,7 +122,7 @@ CONVERSIONS = {
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", CONVERSIONS)
 @ranks(2)
-def test_whatever_peft_adds_is_gathered(kind: str, when: str) -> None:
+def test_everything_that_peft_adds_is_gathered(kind: str, when: str) -> None:
     make, convert = CONVERSIONS[kind]
     expected = plain_losses(with_quantized_weights(convert(make()), 2))
     engine, *_ = zeropp.initialize(
@@ -232,7 +234,7 @@ def copy_adapters(theirs: peft.PeftModel, ours: GPT) -> None:
 
 @pytest.mark.parametrize("kind", ALIKE)
 @ranks(2)
-def test_our_lora_learns_as_pefts(kind: str, tmp_path: object) -> None:
+def test_our_lora_trains_like_pefts(kind: str, tmp_path: object) -> None:
     make, layers, targets = ALIKE[kind]
     theirs = converted(make(), layers)
     ours = own_copy(make(), tmp_path, targets)

@@ -1,4 +1,4 @@
-"""`quantize_nontrainable_params()`: what becomes of optimizers, and of models without one."""
+"""`quantize_nontrainable_params()`: its effect on optimizers, and on models without one."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 
 
 @ranks(2)
-def test_a_model_without_an_optimizer_is_stored_so_too():
+def test_a_model_without_an_optimizer_is_quantized_too():
     engine, *_ = zeropp.initialize(model=small_model(), config=CONFIG)
     engine.module.requires_grad_(False)
     engine.quantize_nontrainable_params()
@@ -57,7 +57,7 @@ def test_names_in_an_optimizer_stay_those_of_its_parameters():
 
 
 @ranks(2)
-def test_more_may_be_frozen_later_and_gains_trained_again():
+def test_parameters_may_be_frozen_and_unfrozen_later():
     engine, *_ = zeropp.initialize(model=lora_model(), config=CONFIG | {"optimizer": ADAMW})
     engine_losses(engine, 1)
     gain, thin = engine.module.blocks[0].norm.weight, engine.module.blocks[1].up.down.weight

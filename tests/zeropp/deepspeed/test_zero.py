@@ -1,4 +1,4 @@
-"""`zeropp.zero`: models built without memory, and shards made whole for a while."""
+"""`zeropp.zero`: models that are built without memory, and parameters gathered in a context."""
 
 import pytest
 import torch

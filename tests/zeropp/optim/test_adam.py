@@ -52,7 +52,7 @@ def bits_alike(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_twenty_steps_are_those_of_torch(decoupled, decay):
+def test_twenty_steps_match_torch(decoupled, decay):
     mine, theirs = parameters_of(), parameters_of()
     options = dict(lr=LR, betas=(0.8, 0.99), eps=1e-6, weight_decay=decay)
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
@@ -80,7 +80,7 @@ def test_without_bias_correction_the_first_step_is_small():
 
 
 @pytest.mark.parametrize("fused", [True, None])
-def test_each_goes_on_from_the_others_state(fused):
+def test_state_dicts_are_interchangeable_with_torch(fused):
     mine, theirs = parameters_of(), parameters_of()
     ours = FusedAdam(mine, lr=LR)
     torchs = torch.optim.AdamW(theirs, lr=LR, fused=fused)
@@ -102,7 +102,7 @@ def test_each_goes_on_from_the_others_state(fused):
         assert set(state) == set(torchs.state[torch_parameter])
 
 
-def test_a_copy_of_the_optimizer_goes_on_alike():
+def test_a_deep_copy_of_the_optimizer_continues_identically():
     mine = parameters_of()
     halves = [torch.zeros_like(parameter, dtype=torch.bfloat16) for parameter in mine]
     pairs = dict(zip(mine, halves, strict=True))
@@ -146,7 +146,7 @@ def alternate(parameters: list[nn.Parameter], optimizers: list[FusedAdam]) -> No
             optimizer.step()
 
 
-def test_a_factor_is_as_good_as_multiplied_gradients():
+def test_a_factor_equals_scaled_gradients():
     mine, theirs = parameters_of(), parameters_of()
     ours, plain = FusedAdam(mine, lr=LR), FusedAdam(theirs, lr=LR)
     for step in range(3):
@@ -173,7 +173,7 @@ def test_a_step_of_no_finite_factor_changes_nothing_and_does_not_count(factor):
     assert torch.equal(halves[mine[0]], half)
 
 
-def test_the_step_after_one_that_changed_nothing_is_as_if_that_had_not_been():
+def test_a_step_without_effect_does_not_change_the_next():
     mine, theirs = parameters_of(), parameters_of()
     ours, plain = FusedAdam(mine, lr=LR), FusedAdam(theirs, lr=LR)
     for step in range(3):
@@ -211,7 +211,7 @@ def test_gradients_of_16_bits(dtype):
     bits_alike(mine, theirs)
 
 
-def test_tensors_that_lie_otherwise_in_memory():
+def test_tensors_with_other_strides():
     """A convolution's weights with channels last, gradients in another order than the weights."""
     mine, theirs = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Conv2d(3, 4, 3)
     theirs.load_state_dict(mine.state_dict())
@@ -241,7 +241,7 @@ def test_a_closure_gives_the_loss_and_the_gradients():
 
 
 @ranks(2)
-def test_shards_are_updated_as_the_whole_is():
+def test_shards_are_updated_like_the_full_tensor():
     """Of three rows one rank has two; of one row it has all, and the other none; the last is whole
     on both."""
     mesh = init_device_mesh("cpu", (2,))
@@ -271,9 +271,11 @@ def test_shards_are_updated_as_the_whole_is():
 
 @pytest.mark.parametrize("ours_saves", [True, False])
 @ranks(2)
-def test_distributed_checkpoints_serve_both(ours_saves, tmp_path):
+def test_distributed_checkpoints_load_into_both_optimizers(ours_saves, tmp_path):
     kinds = (FusedAdam, torch.optim.AdamW) if ours_saves else (torch.optim.AdamW, FusedAdam)
-    saver, loader = (stepped(kind, steps) for kind, steps in zip(kinds, (2, 1), strict=True))
+    saver, loader = (
+        model_after_steps(kind, steps) for kind, steps in zip(kinds, (2, 1), strict=True)
+    )
     saved = dcp_state.get_optimizer_state_dict(*saver, options=FLAT)
     dcp.save(saved, checkpoint_id=tmp_path)
     into = dcp_state.get_optimizer_state_dict(*loader, options=FLAT)
@@ -292,7 +294,7 @@ def test_distributed_checkpoints_serve_both(ours_saves, tmp_path):
 FLAT = dcp_state.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def stepped(kind: type, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def model_after_steps(kind: type, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -341,12 +343,12 @@ def test_only_fp32_weights():
     [dict(lr=-1.0), dict(lr=float("nan")), dict(eps=-1e-8), dict(betas=(0.9, 1.0))]
     + [dict(betas=(-0.1, 0.9)), dict(weight_decay=-0.1), dict(weight_decay=float("inf"))],
 )
-def test_numbers_out_of_range(options):
+def test_settings_out_of_range(options):
     with pytest.raises(InputError, match=f"FusedAdam cannot run with {next(iter(options))} = "):
         FusedAdam(nn.Linear(2, 2).parameters(), **options)
 
 
-def test_a_state_that_asks_for_what_is_not_there():
+def test_a_state_with_unsupported_options():
     parameters = parameters_of()
     theirs = torch.optim.AdamW(parameters, amsgrad=True)
     with pytest.raises(InputError, match="no amsgrad; leave it out, or use torch.optim.AdamW"):
@@ -355,7 +357,7 @@ def test_a_state_that_asks_for_what_is_not_there():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
-    ("dtype", "built", "said"),
+    ("dtype", "built", "message"),
     [
         (
             torch.float32,
@@ -366,7 +368,7 @@ def test_a_state_that_asks_for_what_is_not_there():
         (torch.bfloat16, True, "AdamW: PyTorch's fused one (not all weights are fp32)"),
     ],
 )
-def test_the_fastest(dtype, built, message, device, monkeypatch, caplog):
+def test_fastest_adamw(dtype, built, message, device, monkeypatch, caplog):
     monkeypatch.setattr(adam_module, "kernel_for", lambda device: built or None)
     with FakeTensorMode(), caplog.at_level(logging.INFO, "zeropp"):
         groups = [{"params": [nn.Parameter(torch.empty(3, dtype=dtype, device=device))]}]
@@ -380,7 +382,7 @@ def test_the_fastest(dtype, built, message, device, monkeypatch, caplog):
     ("devices", "reason"),
     [(("cpu",), "as requested"), (("cpu", "meta"), "weights on cpu and meta; ours takes one of")],
 )
-def test_the_fastest_is_torchs_where_it_must_be(devices, reason, caplog):
+def test_fastest_adamw_is_torchs_where_ours_cannot_run(devices, reason, caplog):
     with caplog.at_level(logging.INFO, "zeropp"):
         optimizer = fastest_adamw(
             [nn.Parameter(torch.empty(3, device=device)) for device in devices],
@@ -390,7 +392,7 @@ def test_the_fastest_is_torchs_where_it_must_be(devices, reason, caplog):
     assert caplog.messages[0].startswith(f"AdamW: PyTorch's fused one ({reason}")
 
 
-def test_the_package_of_optimizers_names_it():
+def test_the_optim_package_exports_it():
     assert optim.FusedAdam is FusedAdam and FusedAdam.takes_factor
     with pytest.raises(AttributeError, match=r"'zeropp.optim' has no attribute 'FusedAdams'"):
         optim.FusedAdams  # noqa: B018

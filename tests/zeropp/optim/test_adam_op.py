@@ -1,4 +1,4 @@
-"""Adam's arithmetic: plain PyTorch against C++ bit by bit, and what the op refuses."""
+"""Adam's arithmetic: the C++ op equals plain PyTorch bit by bit; unsupported arguments."""
 
 import ctypes
 import shutil
@@ -54,7 +54,7 @@ def scalar_adam(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.parametrize("copy", COPIES)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_every_edge_against_every_other(scalar_adam, dtype, copy):
+def test_all_combinations_of_extreme_values(scalar_adam, dtype, copy):
     for settings in (ADAMW, ADAM, PLAIN):
         for factor in FACTORS:
             check_against_reference(scalar_adam, edge_arrays(dtype, copy), factor, settings)
@@ -127,7 +127,7 @@ def test_the_op_passes_torchs_own_checks():
         torch.library.opcheck(torch.ops.zeropp.adam.default, (*arrays, factor), settings)
 
 
-def test_fake_tensors_have_it_and_are_checked():
+def test_the_op_checks_fake_tensors():
     with FakeTensorMode():
         tensor = torch.empty(5)
         adam(Arrays([tensor], [tensor.bfloat16()], [tensor], [tensor], []), None, ADAMW)
@@ -141,7 +141,7 @@ def one_of(**changes: object) -> Arrays:
 
 
 @pytest.mark.parametrize(
-    ("arrays", "factor", "said"),
+    ("arrays", "factor", "message"),
     [
         (one_of(means=[]), None, "0 means for 1 parameters"),
         (one_of(parameters=[torch.zeros(2, 3).half()]), None, "parameters are torch.float16"),
@@ -154,17 +154,17 @@ def one_of(**changes: object) -> Arrays:
         (one_of(), torch.zeros((), dtype=torch.float64), "factor has 1 of torch.float64"),
     ],
 )
-def test_other_tensors_are_refused(arrays, factor, message):
+def test_unsupported_tensors_are_refused(arrays, factor, message):
     with pytest.raises((TypeError, ValueError), match=message):
         adam(arrays, factor, ADAMW)
 
 
-def test_two_types_of_gradient_are_not_one_call():
+def test_gradients_of_two_types_in_one_call_are_refused():
     two = [[torch.zeros(1), torch.zeros(1)] for _ in range(5)]
     two[1] = [torch.zeros(1), torch.zeros(1).half()]
     with pytest.raises(TypeError, match="gradients are torch.float16 and torch.float32"):
         adam(Arrays(*two[:4], []), None, ADAMW)
 
 
-def test_a_device_without_a_kernel_has_none():
+def test_there_is_no_kernel_for_the_meta_device():
     assert kernel_for(torch.device("meta")) is None

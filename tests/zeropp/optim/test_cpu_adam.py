@@ -63,7 +63,7 @@ def set_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def halved(arrays: Arrays) -> Arrays:
+def with_bf16_moments(arrays: Arrays) -> Arrays:
     """The same with moments in bf16."""
     means, squares = (
         [tensor.bfloat16() for tensor in two] for two in (arrays.means, arrays.squares)
@@ -78,18 +78,21 @@ def test_ragged_tensors_that_begin_anywhere(run, dtype, copies):
         arrays = arrays_of(RAGGED, dtype, copies, seed)
         factor, shifts = ((None, (0,) * 5), (0.37, SHIFTS), (1.0, SHIFTS))[seed]
         check_against_reference(run, arrays, factor, settings, shifts=shifts)
-        check_against_reference(run, halved(arrays), factor, settings, shifts=shifts)
+        check_against_reference(run, with_bf16_moments(arrays), factor, settings, shifts=shifts)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_every_edge_against_every_other(run, dtype):
+def test_all_combinations_of_extreme_values(run, dtype):
     for settings, factor in zip(SETTINGS, (0.37, None, 1e-40), strict=True):
         check_against_reference(run, edge_arrays(dtype, torch.float16), factor, settings)
 
 
 @pytest.mark.parametrize("factor", [float("inf"), -float("inf"), float("nan")])
 def test_a_factor_that_is_not_finite_leaves_every_bit(run, factor):
-    for before in (edge_arrays(torch.float16, torch.bfloat16), halved(edge_arrays(torch.float32))):
+    for before in (
+        edge_arrays(torch.float16, torch.bfloat16),
+        with_bf16_moments(edge_arrays(torch.float32)),
+    ):
         after = copied(before)
         run(after, torch.tensor(factor), ADAMW)
         for name, tensors in before._asdict().items():
@@ -102,7 +105,7 @@ def test_threads_share_the_work_and_change_nothing(run, threads, set_threads):
     """One tensor of many pieces among small ones: 4 to 7 MB, enough for three threads."""
     sizes = (5, 3 * PIECE + 3, *[9] * 40, PIECE)
     for arrays in (arrays_of(sizes, torch.float32, torch.bfloat16, 8),
-                   halved(arrays_of(sizes, torch.bfloat16, None, 6))):  # fmt: skip
+                   with_bf16_moments(arrays_of(sizes, torch.bfloat16, None, 6))):  # fmt: skip
         torch.set_num_threads(threads)
         check_against_reference(run, arrays, 0.5, ADAMW)
 
@@ -127,9 +130,7 @@ def test_moments_in_bf16_are_right_on_average():
 
 def test_the_random_bits_are_even_and_differ_by_seed_step_and_place():
     def bits(seed: int, step: int, place: int = 0) -> Tensor:
-        settings = AdamSettings(
-            lr=0, beta1=0, beta2=0, eps=0, weight_decay=0, step=step, seed=seed
-        )
+        settings = AdamSettings(lr=0, beta1=0, beta2=0, eps=0, weight_decay=0, step=step, seed=seed)
         words = random_words(settings.scalars().keys, place, torch.empty(SAMPLES))
         return (words[:, None] >> torch.arange(32) & 1).double()
 
@@ -159,7 +160,7 @@ def step_alike(*pairs: tuple[list[nn.Parameter], torch.optim.Optimizer], seed: i
 
 
 @pytest.mark.parametrize("fp32", [True, False])
-def test_state_dicts_serve_torch_too(fp32):
+def test_state_dicts_load_into_torch(fp32):
     mine, theirs = parameters(), parameters()
     ours = CPUAdam(mine, lr=0.01, fp32_optimizer_states=fp32)
     torchs = torch.optim.AdamW(theirs, lr=0.01, fused=True)
@@ -178,7 +179,7 @@ def test_state_dicts_serve_torch_too(fp32):
         torch.testing.assert_close(parameter, torch_parameter, rtol=1e-6, atol=far)
 
 
-def test_moments_in_bf16_go_on_from_a_state_as_if_never_stopped():
+def test_resuming_with_bf16_moments_changes_nothing():
     mine, again = parameters(), parameters()
     ours = CPUAdam(mine, fp32_optimizer_states=False, seed=5)
     resumed = CPUAdam(again, fp32_optimizer_states=False, seed=5)
@@ -226,9 +227,9 @@ def test_16_bit_moments_are_for_cpus_only():
         adam(Arrays([real], [real], [real], [real.bfloat16()], []), None, ADAMW)
 
 
-def test_the_op_is_the_reference_with_any_number_of_tensors():
+def test_the_op_matches_the_reference_for_any_number_of_tensors():
     """The place of an element counts on over the tensors of a call."""
-    whole = halved(arrays_of((64,), torch.float32, None, 2))
+    whole = with_bf16_moments(arrays_of((64,), torch.float32, None, 2))
     parts = Arrays(*([half.clone() for half in tensors[0].split(24)] for tensors in whole[:4]), [])
     reference(whole, None, ADAMW.scalars())
     reference(parts, None, ADAMW.scalars())
@@ -236,5 +237,5 @@ def test_the_op_is_the_reference_with_any_number_of_tensors():
     assert_same_bits(joined, whole)
 
 
-def test_the_package_of_optimizers_names_it():
+def test_the_optim_package_exports_it():
     assert optim.CPUAdam is CPUAdam

@@ -1,4 +1,4 @@
-"""Adam's CUDA kernel on a GPU: the reference's bits, on the stream and in the graph given."""
+"""Adam's CUDA kernel on a GPU: the bits of the reference, on any stream and in a CUDA graph."""
 
 import copy
 
@@ -56,7 +56,7 @@ def test_ragged_and_wide_tensors(run, dtype, copy_type, shifts):
 
 @pytest.mark.parametrize("copy_type", COPIES)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_every_edge_against_every_other(run, dtype, copy_type):
+def test_all_combinations_of_extreme_values(run, dtype, copy_type):
     for settings in (ADAMW, ADAM, PLAIN):
         for factor in (None, 0.37, 1e-40):
             check_against_reference(run, edge_arrays(dtype, copy_type), factor, settings, GPU)
@@ -68,7 +68,7 @@ def test_more_tensors_than_a_launch_takes(run, count):
     check_against_reference(run, arrays_of(sizes, torch.bfloat16, None, count), None, ADAMW, GPU)
 
 
-def test_roots_and_quotients_round_alike(run):
+def test_square_roots_and_quotients_round_like_the_cpus(run):
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(1 << 22, generator=generator) for _ in range(4)]
     arrays = Arrays([parts[0]], [parts[1]], [parts[2] * 1e-2], [parts[3].square() * 1e-4], [])
@@ -211,7 +211,7 @@ def test_a_step_in_a_capture_is_refused(run):
             optimizer.step()
 
 
-def test_it_is_what_runs_on_a_gpu(run):
+def test_fastest_adamw_is_ours_on_a_gpu(run):
     parameter = nn.Parameter(torch.ones(300, device=GPU))
     optimizer = fastest_adamw([parameter], lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
     assert isinstance(optimizer, FusedAdam)

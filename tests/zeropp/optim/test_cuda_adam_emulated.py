@@ -59,7 +59,7 @@ def test_more_tensors_than_a_launch_takes(run, count):
     check_against_reference(run, arrays_of(sizes, torch.bfloat16, None, count), None, ADAMW)
 
 
-def test_every_edge_against_every_other(run):
+def test_all_combinations_of_extreme_values(run):
     for settings in (ADAMW, ADAM, PLAIN):
         check_against_reference(run, edge_arrays(torch.float32, torch.float16), 0.37, settings)
 
@@ -73,7 +73,7 @@ def test_a_factor_that_is_not_finite_leaves_every_bit(run, factor):
         assert torch.equal(old.view(torch.uint8), now.view(torch.uint8))
 
 
-def test_nothing_beside_the_tensors_is_written(run):
+def test_no_memory_outside_the_tensors_is_written(run):
     """Tensors one after another in one piece of memory, a number between them."""
     memory = [torch.full((4100,), 7.0) for _ in range(4)]
     places = (slice(0, 1023), slice(1024, 2048), slice(2049, 4099))

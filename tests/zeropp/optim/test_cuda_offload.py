@@ -1,4 +1,4 @@
-"""ZeRO-Offload with a GPU: the host's arithmetic, and copies that overtake nothing."""
+"""ZeRO-Offload with a GPU: the losses of Adam on the GPU, and copies that wait for each other."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_losses_are_those_of_adam_on_the_gpu(zero, settings):
 
 @pytest.mark.parametrize("ratio", [0.0, 0.4])
 @ranks(1)
-def test_a_part_on_the_gpu(ratio):
+def test_a_ratio_keeps_part_of_the_weights_on_the_gpu(ratio):
     bf16 = FORMATS["bf16"]
     expected = trained(on_gpu, {"stage": 2}, bf16, steps=10, device=GPU)
     losses = trained(
@@ -43,7 +43,7 @@ def test_a_part_on_the_gpu(ratio):
 
 @pytest.mark.parametrize("zero", [{"stage": 2}, ON_HOST])
 @ranks(1)
-def test_where_everything_lies(zero):
+def test_devices_of_weights_masters_and_gradients(zero):
     sharding = sharded(zero, FORMATS["bf16"], GPU)
     optimizer = on_gpu(sharding)
     with sharding.micro_step(last=True):
@@ -56,12 +56,14 @@ def test_where_everything_lies(zero):
 
 
 @ranks(1)
-def test_waiting_everywhere_changes_no_bit():
-    hurried = trained(on_gpu, {"stage": 3}, FORMATS["bf16"], steps=20, device=GPU)
+def test_synchronizing_everywhere_changes_no_bit():
+    expected = trained(on_gpu, {"stage": 3}, FORMATS["bf16"], steps=20, device=GPU)
 
-    def patient(sharding):
+    def synchronizing_optimizer(sharding):
         for unit in sharding.units:
             unit.register_full_backward_hook(lambda *_: torch.cuda.synchronize())
         return on_gpu(sharding)
 
-    assert hurried == trained(patient, {"stage": 3}, FORMATS["bf16"], steps=20, device=GPU)
+    assert expected == trained(
+        synchronizing_optimizer, {"stage": 3}, FORMATS["bf16"], steps=20, device=GPU
+    )

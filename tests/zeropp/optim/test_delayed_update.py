@@ -1,4 +1,4 @@
-"""The delayed update: it runs beside the next step, and is what one step of delay should be."""
+"""The delayed update runs beside the next step and equals Adam delayed by one step."""
 
 import logging
 import threading
@@ -63,7 +63,7 @@ def late_by_hand(zero: dict) -> list[float]:
 
 @pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 3}, ALL_THREE], ids=["1", "3", "all"])
 @ranks(2, ranks_per_node=1)
-def test_is_adam_one_step_late(zero):
+def test_the_update_is_adams_one_step_late(zero):
     sharding = sharded(zero, FORMATS["fp32"])
     optimizer, losses = delayed(sharding), []
     for step in range(STEPS):
@@ -74,7 +74,7 @@ def test_is_adam_one_step_late(zero):
 
 @pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
 @ranks(2)
-def test_without_end_of_warm_up_it_is_offload(settings):
+def test_with_an_endless_warmup_it_equals_offload(settings):
     def losses(make) -> list[float]:
         sharding = sharded({"stage": 2}, settings)
         optimizer, step_losses = make(sharding), []
@@ -92,11 +92,11 @@ def test_the_next_step_does_not_wait_for_the_update(monkeypatch):
     optimizer = delayed(sharding, warmup=0)
     go, update = threading.Event(), optimizer._update_all
 
-    def held_up(*arguments) -> None:
+    def wait_and_update(*arguments) -> None:
         assert go.wait(60)
         update(*arguments)
 
-    monkeypatch.setattr(optimizer, "_update_all", held_up)
+    monkeypatch.setattr(optimizer, "_update_all", wait_and_update)
     weight = next(sharding.model.parameters())
     before = weight.detach().clone()
     backward(sharding, 0)
@@ -126,7 +126,7 @@ def test_an_error_of_the_update_is_raised(monkeypatch):
 
 
 @ranks(1)
-def test_a_step_that_overflows_leaves_an_update_under_way_alone():
+def test_an_overflowing_step_does_not_disturb_a_running_update():
     sharding = sharded({"stage": 3}, FORMATS["fp16"])
     optimizer, scaler = delayed(sharding, warmup=0), LossScaler(scale=2.0**8, hysteresis=1)
     backward(sharding, 0, scaler.scale)
@@ -147,7 +147,7 @@ def named_masters(sharding: Sharding, optimizer: DelayedAdam) -> dict[str, torch
 
 
 @ranks(1)
-def test_weights_written_by_others_are_not_overwritten_by_an_update_under_way():
+def test_a_running_update_does_not_overwrite_loaded_weights():
     sharding = sharded({"stage": 3}, FORMATS["bf16"])
     optimizer = delayed(sharding, warmup=0)
     backward(sharding, 0)
@@ -206,7 +206,7 @@ def test_it_needs_the_optimizer_on_the_host():
         ZeroConfig.from_json({"zeropp": {"delayed_param_update": True}})
 
 
-def test_its_memory_is_said(caplog):
+def test_its_memory_is_logged(caplog):
     with caplog.at_level(logging.INFO, "zeropp"):
         delayed(shard(small_model(), None, ZeroConfig()))
     elements = sum(parameter.numel() for parameter in small_model().parameters())

@@ -1,4 +1,4 @@
-"""The dynamic loss scale moves as Megatron's does."""
+"""The dynamic loss scale changes as in Megatron."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_fixed_scale_stays():
     assert scaler.scale == 128
 
 
-def test_goes_on_from_its_state_as_if_never_stopped():
+def test_resuming_from_its_state_changes_nothing():
     moves = [False, True, False, True, True, False, False, False, False]
     straight = LossScaler(scale=256.0, window=3)
     first = LossScaler(scale=256.0, window=3)

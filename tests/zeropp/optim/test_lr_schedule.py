@@ -1,4 +1,4 @@
-"""The warm-up schedules give the rates in DeepSpeed's own table, step by step."""
+"""The warm-up schedules give the rates of DeepSpeed, step by step."""
 
 import math
 
@@ -51,7 +51,7 @@ def scheduler_of(named: dict, optimizer: torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_rates_are_those_of_the_table(name):
+def test_learning_rates_match_a_table(name):
     named, expected = TABLE[name]
     optimizer = optimizer_of()
     scheduler, rates = scheduler_of(named, optimizer), []
@@ -62,7 +62,7 @@ def test_rates_are_those_of_the_table(name):
     assert rates == pytest.approx(expected, rel=1e-12, abs=1e-18)
 
 
-def test_a_loaded_schedule_goes_on():
+def test_a_loaded_schedule_continues():
     named, expected = TABLE["decay"]
     optimizer = optimizer_of()
     first = scheduler_of(named, optimizer)

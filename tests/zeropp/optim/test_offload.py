@@ -79,7 +79,7 @@ def check(zero: dict, settings: dict, steps: int = STEPS) -> None:
 @pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks(2)
-def test_losses_and_norms_are_those_without_offload(stage, settings):
+def test_offload_changes_no_loss_and_no_norm(stage, settings):
     check({"stage": stage}, settings)
 
 
@@ -118,7 +118,7 @@ def test_with_all_of_zeropp(settings):
 
 @pytest.mark.parametrize("ratio", [0.0, 0.4])
 @ranks(2)
-def test_a_part_on_the_device(ratio):
+def test_a_ratio_keeps_part_of_the_weights_on_the_device(ratio):
     expected = trained(plain, {"stage": 3}, FORMATS["bf16"], steps=5)
     losses = trained(lambda s: offloaded(s, ratio), {"stage": 3}, FORMATS["bf16"], steps=5)
     assert losses == expected
@@ -132,7 +132,7 @@ def test_ratio_is_the_part_of_the_weights_on_the_host():
         assert places == [HOST] * count + [device] * (4 - count)
 
 
-def test_what_is_larger_than_the_ratio_leaves_room_for_others():
+def test_a_weight_larger_than_the_ratio_stays_on_the_device():
     """A GPT's embedding comes first, and may be a third of it."""
     sizes = [torch.nn.Parameter(torch.empty(size)) for size in (50, 10, 30, 10)]
     device = torch.device("meta")
@@ -155,7 +155,7 @@ def test_weights_are_16_bit_on_the_device_and_everything_else_is_on_the_host():
 
 
 @ranks(2)
-def test_masters_follow_weights_that_others_write():
+def test_masters_follow_writes_to_the_weights():
     sharding = sharded({"stage": 3}, FORMATS["bf16"])
     optimizer = offloaded(sharding)
     weight = sharding.model.blocks[0].up.weight
@@ -170,7 +170,7 @@ def test_masters_follow_weights_that_others_write():
     assert all((master.to_local() == 0.5).all() for master in optimizer.masters.values())
 
 
-def test_too_little_memory_is_said_before_any_is_taken(monkeypatch):
+def test_too_little_memory_is_reported_before_allocating(monkeypatch):
     monkeypatch.setattr(module, "free_bytes", lambda: 1000)
     sharding = shard(small_model(), None, ZeroConfig())
     with pytest.raises(InputError, match=r"needs 0\.0 GiB of host memory for the 1 ranks.*ratio"):
@@ -178,7 +178,7 @@ def test_too_little_memory_is_said_before_any_is_taken(monkeypatch):
 
 
 @ranks(1)
-def test_page_locked_memory_is_counted_as_pytorch_takes_it():
+def test_page_locked_memory_is_counted_as_pytorch_allocates_it():
     """A power of two for each tensor: of 33 numbers in 4 bytes 256, in 2 bytes 128."""
     config, elsewhere = zero_config({"stage": 2}, **FORMATS["bf16"]), torch.device("meta")
     for pin, needed in ((False, 33 * 18), (True, 33 * 8 + 2 * 256 + 128)):
@@ -190,7 +190,7 @@ def test_page_locked_memory_is_counted_as_pytorch_takes_it():
 
 
 @ranks(2)
-def test_too_little_memory_on_one_machine_is_said_on_all():
+def test_too_little_memory_on_one_machine_is_reported_on_all():
     """And nobody takes any before all have looked."""
     free = 1000 if dist.get_rank() else 2**40
     with patch.object(module, "free_bytes", lambda: free), patch.object(Offload, "_empty") as taken:
@@ -233,7 +233,7 @@ def refusing(empty):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @ranks(2)
-def test_an_engine_by_its_json(stage, tmp_path):
+def test_an_engine_offloads_as_its_json_says(stage, tmp_path):
     """bf16, saved with offload and without, gone on with the other; and as if never stopped."""
     bf16 = {"bf16": {"enabled": True}}
     settings = [

@@ -1,4 +1,4 @@
-"""The optimizer step: clipping by the global norm, unscaling, and skipping as one."""
+"""The optimizer step: clipping by the global norm, unscaling, and skipping on all ranks."""
 
 import pytest
 import torch

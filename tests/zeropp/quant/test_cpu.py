@@ -1,4 +1,4 @@
-"""The compiled kernels against the plain-torch reference, byte by byte; and what runs without."""
+"""The compiled kernels against the plain-torch reference, byte by byte; running without them."""
 
 import logging
 from collections.abc import Iterator

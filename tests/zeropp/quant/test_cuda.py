@@ -1,4 +1,4 @@
-"""The CUDA kernels on a GPU: the reference's bytes, on the current stream and in a graph."""
+"""The CUDA kernels on a GPU: the bytes of the reference, on any stream and in a CUDA graph."""
 
 from array import array
 
@@ -84,7 +84,7 @@ def test_more_rows_than_a_grid_has(kernels, fold):
     check_rows(kernels, any_rows(ROWS, 8, torch.float32, fold), layout, fold, GPU)
 
 
-def test_what_lies_in_gaps_is_not_read(kernels):
+def test_gaps_are_not_read(kernels):
     for seed, layout in enumerate(ragged_layouts(torch.bfloat16)):
         clean = reference.quantize(any_rows(4, layout.elements, torch.float32, seed), layout, 1)
         packed = with_dirty_gaps(clean, layout)

@@ -28,7 +28,7 @@ needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc here: CUDA's toolk
 @needs_nvcc
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("source", SOURCES, ids=name_of)
-def test_nothing_is_spilled_and_nothing_is_on_a_stack(source, gpu):
+def test_kernels_spill_no_registers_and_use_no_stack(source, gpu):
     kernels = list(compiled(NVCC, source, gpu))
     assert len(kernels) == KERNELS[name_of(source)]
     for kernel in kernels:
@@ -48,11 +48,11 @@ def test_code_for_gpus_that_the_toolkit_knows_and_ptx_for_later_ones():
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "version"),
     [("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = '12.6'", "12.6")]
     + [("cuda: Optional[str] = None", None), ("hip = '6.4'", None)],
 )
-def test_the_torch_at_hand_says_whether_it_has_cuda(line, version, monkeypatch, tmp_path):
+def test_whether_torch_has_cuda_is_read_from_its_version_file(line, version, monkeypatch, tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/version.py").write_text(f"__version__ = '2.13.0'\n{line}\nrocm = None\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -66,7 +66,7 @@ def test_more_segments_than_a_launch_takes(kernels, count):
     check_sums(kernels, packed, layout, other_bits(layout), 2)
 
 
-def test_what_lies_in_gaps_is_not_read(kernels):
+def test_gaps_are_not_read(kernels):
     for seed, layout in enumerate(ragged_layouts(torch.bfloat16)):
         clean = kernels.quantize(any_rows(4, layout.elements, torch.float32, seed), layout, 1)
         packed = with_dirty_gaps(clean, layout)

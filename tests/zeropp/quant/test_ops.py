@@ -1,4 +1,4 @@
-"""The four ops in PyTorch: schemas, fake kernels, compilation, untouched inputs, errors."""
+"""The four ops in PyTorch: schemas, fake kernels, compilation, unchanged inputs, errors."""
 
 import pytest
 import torch
@@ -128,7 +128,7 @@ OUT = torch.zeros(4, LAYOUT.elements)
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "said"),
+    ("call", "error", "message"),
     [
         (lambda: quantize(OUT.double(), LAYOUT), TypeError, "rows is torch.float64; give bf"),
         (lambda: quantize(OUT.int(), LAYOUT), TypeError, "rows is torch.int32"),
@@ -156,13 +156,13 @@ OUT = torch.zeros(4, LAYOUT.elements)
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(call, error, message):
+def test_arguments_that_do_not_fit_together_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_data_the_same_is_refused(name):
+def test_fake_tensors_are_refused_alike(name):
     packed, *others = on_meta(arguments(name))
     with pytest.raises(ValueError, match="has shape"):
         getattr(OPS, name)(packed[:, 1:], *others)

@@ -1,4 +1,4 @@
-"""Where things lie in a packed row: the formula of its size, alignment, gaps, the codes' order."""
+"""The layout of a packed row: its size, alignment, gaps, and the order of the codes."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from zeropp.quant.packing import (
 )
 
 
-def pieces(layout: Layout) -> list[tuple[int, int]]:
+def byte_ranges(layout: Layout) -> list[tuple[int, int]]:
     """(first, end) of the bytes that hold raw values, scales and codes."""
     places = []
     for segment in layout.segments:
@@ -38,7 +38,7 @@ def test_the_size_of_a_row_counted_by_hand():
     layout = Layout(sizes=(5, 300, 129, 0), bits=(16, 8, 4, 8), wire=torch.bfloat16)
     assert layout.packed_bytes == 16 + 16 + 304 + 80
     scales = [(16, 16 + 2 * 2), (20, 20 + 2 * 2)]
-    assert pieces(layout) == [(0, 5 * 2), *scales, (32, 32 + 300), (336, 336 + 65)]
+    assert byte_ranges(layout) == [(0, 5 * 2), *scales, (32, 32 + 300), (336, 336 + 65)]
     assert layout.elements == 434
 
 
@@ -59,7 +59,7 @@ def test_bytes_per_element_of_a_long_segment(bits, wire, bytes_per_element):
 @FEW
 @given(layouts())
 def test_parts_are_aligned_and_do_not_overlap_and_fill_the_row(layout):
-    places = pieces(layout)
+    places = byte_ranges(layout)
     assert layout.packed_bytes % ALIGN == 0
     for (_, end), (start, _) in zip(places, places[1:], strict=False):
         assert end <= start < end + ALIGN
@@ -72,10 +72,10 @@ def test_parts_are_aligned_and_do_not_overlap_and_fill_the_row(layout):
 
 @FEW
 @given(layouts(), dtypes, seeds, st.integers(1, 3))
-def test_bytes_that_hold_nothing_are_zeros(layout, dtype, seed, count):
+def test_unused_bytes_are_zeros(layout, dtype, seed, count):
     packed = quantize(finite_rows(count, layout.elements, dtype, seed), layout)
     assert packed.shape == (count, layout.packed_bytes)
-    for start, end in pieces(layout):
+    for start, end in byte_ranges(layout):
         packed[:, start:end] = 0
     assert not packed.any()
 
@@ -122,7 +122,7 @@ def test_the_same_arguments_give_the_same_layout():
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "said"),
+    ("changed", "error", "message"),
     [
         ({"sizes": (3,)}, ValueError, "1 sizes and 2 bits"),
         ({"sizes": (3, -1)}, ValueError, "-1 elements"),
@@ -131,7 +131,7 @@ def test_the_same_arguments_give_the_same_layout():
         ({"wire": torch.int8}, TypeError, "torch.int8: give"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(changed, error, message):
+def test_invalid_layouts_are_refused(changed, error, message):
     right = {"sizes": (3, 4), "bits": (8, 16), "wire": torch.bfloat16}
     with pytest.raises(error, match=message):
         Layout(**right | changed)

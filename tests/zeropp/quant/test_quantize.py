@@ -1,4 +1,4 @@
-"""What quantization does to numbers: error bounds, zeros, non-finite values, order of sums."""
+"""The arithmetic of quantization: error bounds, zeros, non-finite values, order of sums."""
 
 import math
 
@@ -54,15 +54,15 @@ def test_the_error_is_half_a_step_or_what_the_last_code_cuts_off(layout, dtype, 
     packed, values = quantize(rows, layout), there_and_back(rows, layout)
     for segment in layout.segments:
         part = slice(segment.start, segment.start + segment.size)
-        scales, exact, found = scales_of(packed, segment), rows[:, part].double(), values[:, part]
+        scales, exact, actual = scales_of(packed, segment), rows[:, part].double(), values[:, part]
         top = 1 << (segment.bits - 1)
         zeros = scales == 0
-        assert (exact[zeros].abs() < TINY).all() and (found[zeros] == 0).all()
+        assert (exact[zeros].abs() < TINY).all() and (actual[zeros] == 0).all()
         steps = torch.where(zeros, 0.0, exact / scales)
         assert (steps.abs() <= top * (1 + LARGEST_LOSS)).all()
         beyond = torch.maximum(-top - steps, steps - (top - 1))
         bound = torch.where(beyond > 0.5, beyond, HALF) * scales.abs()
-        error = torch.where(zeros, 0.0, (found.double() - exact).abs())
+        error = torch.where(zeros, 0.0, (actual.double() - exact).abs())
         assert (error <= bound * (1 + 1e-12)).all()
         assert (beyond <= 1 + top * LARGEST_LOSS).all()
 
@@ -72,12 +72,12 @@ def test_the_error_is_half_a_step_or_what_the_last_code_cuts_off(layout, dtype, 
 def test_the_extreme_keeps_its_sign_and_nothing_is_larger_than_it(size, bits, dtype, seed):
     rows = finite_rows(2, size, dtype, seed)
     values = there_and_back(rows, one_segment(size, bits))
-    for exact, found in zip(blocks_of(rows.float(), bits), blocks_of(values, bits), strict=True):
+    for exact, actual in zip(blocks_of(rows.float(), bits), blocks_of(values, bits), strict=True):
         high, low = exact.amax(1, keepdim=True), exact.amin(1, keepdim=True)
         extreme = torch.where(high >= -low, high, low)
-        assert (found.abs() <= extreme.abs()).all()
+        assert (actual.abs() <= extreme.abs()).all()
         kept = (exact == extreme) & (extreme.abs() >= TINY)
-        assert (torch.where(kept, found / extreme, 1.0) > 1 - LARGEST_LOSS).all()
+        assert (torch.where(kept, actual / extreme, 1.0) > 1 - LARGEST_LOSS).all()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -132,7 +132,7 @@ def test_quantizing_again_changes_nothing(layout, dtype, seed):
 
 @FEW
 @given(layouts(st.just(RAW)), seeds)
-def test_what_is_not_quantized_travels_as_it_is(layout, seed):
+def test_raw_segments_are_unchanged(layout, seed):
     rows = finite_rows(2, layout.elements, layout.wire, seed)
     assert torch.equal(bits_of(there_and_back(rows, layout, layout.wire)), bits_of(rows))
     wide = finite_rows(2, layout.elements, torch.float32, seed)
@@ -152,12 +152,12 @@ def test_a_non_finite_number_makes_its_block_non_finite_and_no_other(layout, dty
     expected = there_and_back(rows, layout)
     rows[row, place] = bad
     values = there_and_back(rows, layout)
-    (one,) = [s for s in layout.segments if s.start <= place < s.start + s.size]
-    block = BLOCK.get(one.bits, 1)
-    first = one.start + (place - one.start) // block * block
-    last = min(first + block, one.start + one.size)
+    (segment,) = [s for s in layout.segments if s.start <= place < s.start + s.size]
+    block = BLOCK.get(segment.bits, 1)
+    first = segment.start + (place - segment.start) // block * block
+    last = min(first + block, segment.start + segment.size)
     assert not values[row, first:last].isfinite().any()
-    if one.bits != RAW:
+    if segment.bits != RAW:
         assert values[row, first:last].isnan().all()
     values[row, first:last] = expected[row, first:last]
     assert torch.equal(bits_of(values), bits_of(expected))
@@ -213,12 +213,12 @@ def test_sums_are_those_of_the_dequantized_rows(layout, dtype, seed, terms):
     for term in values.view(terms, 2, layout.elements):
         expected = expected + term
     exact = Layout(sizes=layout.sizes, bits=(RAW,) * len(layout.sizes), wire=torch.float32)
-    found = torch.empty_like(expected)
-    dequantize(reduce_quantize(packed, layout, exact, terms=terms), found, exact)
-    assert torch.equal(bits_of(found), bits_of(expected))
-    one = torch.empty(layout.elements, dtype=dtype)
-    reduce_dequantize(packed.view(terms, 2, -1)[:, 1].contiguous(), one, layout)
-    assert torch.equal(bits_of(one), bits_of(expected[1].to(dtype)))
+    actual = torch.empty_like(expected)
+    dequantize(reduce_quantize(packed, layout, exact, terms=terms), actual, exact)
+    assert torch.equal(bits_of(actual), bits_of(expected))
+    slice_sum = torch.empty(layout.elements, dtype=dtype)
+    reduce_dequantize(packed.view(terms, 2, -1)[:, 1].contiguous(), slice_sum, layout)
+    assert torch.equal(bits_of(slice_sum), bits_of(expected[1].to(dtype)))
 
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(1, 4), (2, 2), (2, 3), (4, 2)])

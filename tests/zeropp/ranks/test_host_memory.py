@@ -1,4 +1,4 @@
-"""How much host memory can be had: by the machine, and by what limits a container or a job."""
+"""The host memory that is available: of the machine, and under the limits of a container or job."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def limit(folder: Path, names: tuple[str, str, str], most: int | str, used: int,
     (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {files}\n")
 
 
-def test_without_limits_it_is_the_machines(tmp_path):
+def test_without_limits_it_is_the_memory_of_the_machine(tmp_path):
     assert host_memory.free_bytes() == 64 * MIB
     (tmp_path / "PROCESS_CGROUPS").write_text("0::/job\n")
     limit(tmp_path / "CGROUPS/job", V2, "max", 5 * MIB)

@@ -1,4 +1,4 @@
-"""The launcher starts the ranks; when they end, it leaves one line, an exit code and no orphans."""
+"""The launcher starts the ranks and ends with one line, an exit code and no orphaned process."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What the ranks' collectives run on."""
+"""The backend of the collectives, and how a process leaves its group."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Where a process stands."""
+"""Reading the place of a process from the launcher's environment variables."""
 
 import pytest
 

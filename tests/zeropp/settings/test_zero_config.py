@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON: what is honoured, what is said to have no effect, what is refused."""
+"""The DeepSpeed JSON: keys that are used, keys that have no effect, and values that are refused."""
 
 import json
 import re
@@ -166,7 +166,7 @@ def test_changed_copies_are_checked_too() -> None:
         ZeroConfig(zero_optimization=ZeroOptimization(zero_hpz_partition_size=2))
 
 
-def test_settings_of_a_feature_that_is_off_are_said_to_have_no_effect() -> None:
+def test_settings_of_a_disabled_feature_are_reported_to_have_no_effect() -> None:
     off = ZeroConfig.from_json({"zeropp": {"weight_bits": 4}})
     assert off.notices == (
         "zeropp.weight_bits has no effect here: it needs zero_optimization.zero_quantized_weights",
@@ -248,7 +248,7 @@ def test_every_key_says_what_it_does_and_its_default_is_acceptable() -> None:
 
 
 @pytest.mark.parametrize(("stage", "lines"), [(0, 1), (1, 0)])
-def test_the_type_on_the_wire_is_said_to_be_fixed_at_stage_0(stage: int, lines: int) -> None:
+def test_stage_0_reports_its_fixed_communication_type(stage: int, lines: int) -> None:
     values = {"communication_data_type": "bf16", "zero_optimization": {"stage": stage}}
     notices = ZeroConfig.from_json(values).notices
     assert len([line for line in notices if "fp32" in line]) == lines

@@ -203,7 +203,7 @@ def described(sharding: Sharding) -> dict[str, str]:
 )  # fmt: skip
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks(4)
-def test_what_really_runs_on_each_hop_is_said(stage, ranks_per_node, weights, gradients):
+def test_the_description_names_what_runs_on_each_hop(stage, ranks_per_node, weights, gradients):
     """DeepSpeed 0.19.8: qgZ on one node, and at stage 2, is ignored in silence."""
     zero = ALL_THREE | {"stage": stage, "zero_hpz_partition_size": 1}
     rows = described(shard(small_model(), data_mesh(), zero_config(zero, ranks_per_node)))
@@ -212,7 +212,7 @@ def test_what_really_runs_on_each_hop_is_said(stage, ranks_per_node, weights, gr
 
 
 @ranks(4)
-def test_a_copy_larger_than_a_node_is_said_to_cross_nodes():
+def test_the_description_of_a_copy_larger_than_a_node():
     """D2: a size other than `ranks_per_node` is allowed and the log says what crosses nodes."""
     zero = {"stage": 3, "zero_hpz_partition_size": 2}
     inside = described(shard(small_model(), data_mesh(), zero_config(zero, 2)))["weights"]

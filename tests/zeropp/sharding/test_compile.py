@@ -1,4 +1,4 @@
-"""Blocks compiled before sharding, either way: the same training, quantized gradients included."""
+"""Compiling blocks before sharding changes nothing, also with quantized gradients."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.zeropp.sharded_training import evaluate, shard_on_nodes, step
 from tests.zeropp.small_model import SmallModel, small_model
 
 
-def wrapped(model: SmallModel) -> None:
+def compile_blocks(model: SmallModel) -> None:
     model.blocks = nn.ModuleList(
         [torch.compile(block, backend="eager", fullgraph=True) for block in model.blocks]
     )
@@ -33,7 +33,7 @@ def losses(zero: dict, compiled=lambda model: None) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("way", [wrapped, in_place], ids=["wrapped", "in place"])
+@pytest.mark.parametrize("way", [compile_blocks, in_place], ids=["wrapped", "in place"])
 @ranks(4, timeout=180)
 def test_compiled_blocks_train_alike(way):
     for zero in (ALL_THREE, {"stage": 2, "zero_quantized_gradients": True}):

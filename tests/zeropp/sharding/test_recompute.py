@@ -1,4 +1,4 @@
-"""Activation checkpointing, in each of the ways a model may do it, changes no bit and no byte."""
+"""Activation checkpointing, in each way a model may use it, changes no loss and no traffic."""
 
 from itertools import product
 
@@ -32,37 +32,39 @@ class Outside(SmallModel):
         return nn.functional.linear(x, self.embedding.weight)
 
 
-def inside(reentrant: bool) -> SmallModel:
-    """What is done again lies inside the unit."""
+def checkpoint_inside_blocks(reentrant: bool) -> SmallModel:
+    """Recompute the forward pass of each block inside of its unit."""
     model = small_model()
     for block in model.blocks:
         block.wrapped = block.forward
-        block.forward = lambda x, block=block: checkpoint(
-            block.wrapped, x, use_reentrant=reentrant
-        )
+        block.forward = lambda x, block=block: checkpoint(block.wrapped, x, use_reentrant=reentrant)
     return model
 
 
-def outside(reentrant: bool) -> SmallModel:
+def checkpoint_around_blocks(reentrant: bool) -> SmallModel:
     torch.manual_seed(5)
     model = Outside()
     model.reentrant = reentrant
     return model
 
 
-def wrapped(reentrant: bool) -> SmallModel:
-    """As PyTorch's own wrapper does it."""
+def checkpoint_by_wrapper(reentrant: bool) -> SmallModel:
+    """Recompute each block with PyTorch's own wrapper."""
     kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
     model = small_model()
     model.blocks = nn.ModuleList([checkpoint_wrapper(block, kind) for block in model.blocks])
     return model
 
 
-WAYS = {"inside": inside, "outside": outside, "wrapper": wrapped}
+WAYS = {
+    "inside": checkpoint_inside_blocks,
+    "outside": checkpoint_around_blocks,
+    "wrapper": checkpoint_by_wrapper,
+}
 
 
-def story(model: SmallModel, zero: dict) -> tuple[list[float], dict[str, int]]:
-    """Losses, gradients' norms and weights of two steps, and bytes by hop and pass."""
+def train_and_evaluate(model: SmallModel, zero: dict) -> tuple[list[float], dict[str, int]]:
+    """Losses and gradient norms of two steps, and bytes by hop and pass."""
     sharding = shard_on_nodes(zero, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses: list[float] = []
@@ -83,9 +85,9 @@ def norms(model: nn.Module) -> list[float]:
 @ranks(4)
 def test_recomputation_changes_no_bit_and_no_byte(zero):
     """DeepSpeed issues #4784; FSDP2: the wrapping goes inside `fully_shard`."""
-    expected, sent = story(small_model(), zero)
+    expected, sent = train_and_evaluate(small_model(), zero)
     for way, reentrant in product(WAYS, (False, True)):
-        values, sent_again = story(WAYS[way](reentrant), zero)
+        values, sent_again = train_and_evaluate(WAYS[way](reentrant), zero)
         assert values == expected, (way, reentrant)
         if zero.get("zero_hpz_partition_size"):
             across = [key for key in sent if key[1] == "across_nodes"]

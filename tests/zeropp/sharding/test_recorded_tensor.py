@@ -1,4 +1,4 @@
-"""Tensors made later are, to the last bit, those that would have been made at once."""
+"""Recorded tensors materialize to the same bits as tensors that are made at once."""
 
 import copy
 
@@ -9,7 +9,7 @@ from torch import nn
 from zeropp import InputError
 from zeropp.sharding.recorded_tensor import RecordedTensor, recording
 
-GIVEN = ("given", "norm.num_batches_tracked")  # made from numbers that are there already
+COPIED = ("from_list", "norm.num_batches_tracked")  # made from numbers that are there already
 
 
 class Initialized(nn.Module):
@@ -24,7 +24,7 @@ class Initialized(nn.Module):
             self.linear.weight.data.mul_(2)
         self.linear.bias.data = torch.full((7,), 2.0)
         self.scale = nn.Parameter(torch.ones(3) * 0.5)
-        self.given = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.from_list = nn.Parameter(torch.tensor([1.0, 2.0]))
         self.frozen = nn.Parameter(torch.randn(3, 3), requires_grad=False)
         own = torch.Generator().manual_seed(9)
         self.drawn = nn.Parameter(torch.randn(4, generator=own))
@@ -65,7 +65,7 @@ def test_every_tensor_and_the_generator_are_as_without_recording():
     later = tensors_of(model)
     for name, expected in tensors_of(plain).items():
         recorded = later[name]
-        assert isinstance(recorded, RecordedTensor) != (name in GIVEN)
+        assert isinstance(recorded, RecordedTensor) != (name in COPIED)
         assert isinstance(recorded, nn.Parameter) == isinstance(expected, nn.Parameter)
         assert (recorded.requires_grad, recorded.dtype) == (expected.requires_grad, expected.dtype)
         assert torch.equal(
@@ -74,7 +74,7 @@ def test_every_tensor_and_the_generator_are_as_without_recording():
     assert torch.equal(torch.rand(3), torch.rand(3)) is False  # making them did not reseed
 
 
-def test_a_thousand_gigabytes_take_none():
+def test_recording_a_terabyte_allocates_nothing():
     with recording():
         model = nn.Linear(1, 2**38, bias=False, device="meta")
         weight = nn.Parameter(torch.empty(2**38))
@@ -82,7 +82,7 @@ def test_a_thousand_gigabytes_take_none():
     assert weight.shape == (2**38,) and type(model.weight) is nn.Parameter
 
 
-def test_what_is_written_after_the_block_counts_too():
+def test_writes_after_the_block_are_recorded_too():
     with recording():
         weight = nn.Parameter(torch.zeros(3))
     values = torch.tensor([1.0, 2.0, 3.0])
@@ -94,7 +94,7 @@ def test_what_is_written_after_the_block_counts_too():
     assert repr(weight) == "RecordedTensor(shape=[3], dtype=torch.float32)"
 
 
-def test_values_decide_what_they_must():
+def test_values_that_python_needs_are_computed():
     with recording():
         positions = torch.arange(4)
         odd = positions[positions % 2 == 1]
@@ -105,5 +105,5 @@ def test_values_decide_what_they_must():
 def test_data_of_another_shape_is_refused():
     with recording():
         weight = nn.Parameter(torch.zeros(3))
-        with pytest.raises(InputError, match=r"given .data of shape \[2\]"):
+        with pytest.raises(InputError, match=r"from_list .data of shape \[2\]"):
             weight.data = torch.zeros(2)

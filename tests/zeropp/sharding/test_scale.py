@@ -1,4 +1,4 @@
-"""Many nodes without having them: a step's ledger under a fake process group, and the formulas."""
+"""Many nodes, simulated: the traffic of a step under a fake process group equals the formulas."""
 
 from collections import Counter
 
@@ -21,9 +21,7 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)]
-        )
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -49,7 +47,7 @@ def sent_by_a_node(zero: dict, num_micro_batches: int = 1) -> Counter:
     return total
 
 
-def across(sent: Counter) -> float:
+def bytes_across_nodes(sent: Counter) -> float:
     return sum(num_bytes for (_, hop), num_bytes in sent.items() if hop == "across_nodes") / M
 
 
@@ -58,8 +56,8 @@ def test_zero3_sends_what_the_formula_says(num_micro_batches):
     """Weights twice around a ring of all ranks, gradients across nodes in one of two hops."""
     sent = sent_by_a_node({"stage": 3}, num_micro_batches)
     ring, hop = (RANKS - 1) / RANKS, (NODES - 1) / NODES
-    assert across(sent) == pytest.approx(num_micro_batches * (2 * ring + hop), rel=1e-3)
-    assert across(sent) <= 3 * num_micro_batches
+    assert bytes_across_nodes(sent) == pytest.approx(num_micro_batches * (2 * ring + hop), rel=1e-3)
+    assert bytes_across_nodes(sent) <= 3 * num_micro_batches
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
@@ -68,18 +66,20 @@ def test_all_three_send_what_the_formula_says(num_micro_batches):
     sent = sent_by_a_node(ALL_THREE | {"zero_hpz_partition_size": PER_NODE}, num_micro_batches)
     weights, gradients = (8 + 16 / 256) / 16, (4 + 16 / 128) / 16
     expected = (weights + num_micro_batches * gradients) * (NODES - 1) / NODES
-    assert across(sent) == pytest.approx(expected, rel=1e-3)
+    assert bytes_across_nodes(sent) == pytest.approx(expected, rel=1e-3)
     assert sent["weights_backward", "across_nodes"] == 0
 
 
 def test_each_component_saves_its_own_bytes():
-    zero3 = across(sent_by_a_node({"stage": 3}))
+    zero3 = bytes_across_nodes(sent_by_a_node({"stage": 3}))
     hop = (NODES - 1) / NODES
     saved = {
         "zero_quantized_weights": 2 * ((RANKS - 1) / RANKS - hop * (8 + 16 / 256) / 16),
         "zero_quantized_gradients": hop * (1 - (4 + 16 / 128) / 16),
     }
     for key, share in saved.items():
-        assert zero3 - across(sent_by_a_node({"stage": 3, key: True})) == pytest.approx(share, 0.01)
-    hpz = across(sent_by_a_node({"stage": 3, "zero_hpz_partition_size": PER_NODE}))
+        assert zero3 - bytes_across_nodes(sent_by_a_node({"stage": 3, key: True})) == pytest.approx(
+            share, 0.01
+        )
+    hpz = bytes_across_nodes(sent_by_a_node({"stage": 3, "zero_hpz_partition_size": PER_NODE}))
     assert hpz == pytest.approx(2 * hop, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Every ZeRO stage trains as one unsharded process does."""
+"""Every ZeRO stage trains like one unsharded process."""
 
 import pytest
 import torch
@@ -38,9 +38,7 @@ def mean_over_ranks(values: list[float]) -> list[float]:
 @ranks(4)
 def test_each_stage_trains_as_one_process(stage, num_micro_batches):
     expected_losses, expected_norms = train(alone(), rank=0, num_micro_batches=1)
-    losses, norms = train(
-        sharded(stage), rank=dist.get_rank(), num_micro_batches=num_micro_batches
-    )
+    losses, norms = train(sharded(stage), rank=dist.get_rank(), num_micro_batches=num_micro_batches)
     assert mean_over_ranks(losses) == pytest.approx(expected_losses, rel=SAME)
     assert norms == pytest.approx(expected_norms, rel=SAME)
 
@@ -53,9 +51,7 @@ def test_bf16_gradients_are_averaged_in_fp32(stage):
     with sharding.micro_step(last=True):
         loss_of(sharding.model, mine).backward()
     alone_16_bit = [loss_gradients(tokens) for tokens in tokens_of(0).chunk(2)]
-    for parameter, first, second in zip(
-        sharding.model.parameters(), *alone_16_bit, strict=True
-    ):
+    for parameter, first, second in zip(sharding.model.parameters(), *alone_16_bit, strict=True):
         mean = (first.float() + second.float()) / 2
         torch.testing.assert_close(parameter.grad.full_tensor(), mean, rtol=0, atol=0)
 

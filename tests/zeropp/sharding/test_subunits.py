@@ -1,4 +1,4 @@
-"""Trained parameters are gathered with the module that uses them, wherever they are kept."""
+"""Trained parameters are gathered with the module that uses them, wherever they are registered."""
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ def test_a_parameter_that_nothing_would_gather_is_named():
         engine.optimizer.quantize_nontrainable_params()
 
 
-def test_what_is_trained_in_one_place_and_shared_with_the_unit_stays_in_it():
+def test_a_trained_weight_shared_with_its_unit_stays_in_the_unit():
     model = with_trained_biases().blocks[0]
     model.shared = model.up.bias
     names = {parameter: name for name, parameter in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""A unit of several modules of which a pass runs some: experts, adapters that are not active."""
+"""Units with modules that do not run in every pass: experts, and inactive adapters."""
 
 import peft
 import pytest
@@ -41,7 +41,7 @@ def with_experts() -> SmallModel:
 
 
 @ranks(2)
-def test_the_first_may_not_run():
+def test_a_unit_whose_first_module_does_not_run():
     expected = expected_losses(with_quantized_weights(with_experts(), 2), STEPS, 2, 2)
     engine, *_ = zeropp.initialize(model=with_experts(), config=CONFIG)
     assert engine_losses(engine, STEPS) == pytest.approx(expected, rel=1e-5)

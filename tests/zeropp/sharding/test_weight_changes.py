@@ -1,4 +1,4 @@
-"""Whatever was gathered before the weights changed is not used after it, at any stage."""
+"""Weights that were gathered before a change are not used after it, at any stage."""
 
 import pytest
 import torch
@@ -201,7 +201,7 @@ def test_a_step_for_each_gradient_within_the_backward_pass(zero):
 
 
 class Skipping(SmallModel):
-    """A stack that may leave out its last blocks, or come back to its first."""
+    """A small model that may skip its last blocks, or run its first block again."""
 
     order = (0, 1, 2)
 

@@ -1,4 +1,4 @@
-"""The gradient mean of one unit, through FSDP2, against the sum it must hold."""
+"""The gradient mean of one unit, through FSDP2, against the expected sum."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def sent_by(rank: int) -> torch.Tensor:
     return values * 10.0 ** torch.randint(-6, 6, values.shape, generator=generator)
 
 
-def summed(
+def reduced_sum(
     ranks_per_node: int, values: torch.Tensor, *, wire: torch.dtype, bits: tuple[int, int]
 ) -> torch.Tensor:
     """What `GradientMean` makes of a unit of one (WORLD, CHUNK) matrix, times WORLD."""
@@ -42,7 +42,7 @@ def summed(
 @ranks(WORLD)
 def test_one_hop_sums_exactly_but_for_one_rounding_of_each_term(ranks_per_node, wire):
     rank, dtype = dist.get_rank(), getattr(torch, wire)
-    output = summed(ranks_per_node, sent_by(rank), wire=dtype, bits=(16, 16))
+    output = reduced_sum(ranks_per_node, sent_by(rank), wire=dtype, bits=(16, 16))
     terms = torch.stack([sent_by(r).view(WORLD, CHUNK)[rank].to(dtype) for r in range(WORLD)])
     expected = terms[0].float()
     for term in terms[1:]:
@@ -54,7 +54,7 @@ def test_one_hop_sums_exactly_but_for_one_rounding_of_each_term(ranks_per_node, 
 @ranks(WORLD)
 def test_two_hops_sum_within_a_node_and_then_the_nodes_sums(wire):
     rank, dtype = dist.get_rank(), getattr(torch, wire)
-    output = summed(2, sent_by(rank), wire=dtype, bits=(16, 16))
+    output = reduced_sum(2, sent_by(rank), wire=dtype, bits=(16, 16))
     terms = [sent_by(r).view(WORLD, CHUNK)[rank].to(dtype).float() for r in range(WORLD)]
     first, second = ((terms[n] + terms[n + 1]).to(dtype).float() for n in (0, 2))
     assert torch.equal(output, first + second)
@@ -68,5 +68,5 @@ def test_overflow_on_one_rank_is_seen_by_the_owner(ranks_per_node, bad, bits):
     values = torch.ones(WORLD * CHUNK)
     if dist.get_rank() == 1:
         values[2 * CHUNK] = bad
-    output = summed(ranks_per_node, values, wire=torch.bfloat16, bits=bits)
+    output = reduced_sum(ranks_per_node, values, wire=torch.bfloat16, bits=bits)
     assert torch.isfinite(output).all() == (dist.get_rank() != 2)

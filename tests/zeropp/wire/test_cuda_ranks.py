@@ -41,7 +41,7 @@ LATE = 50  # products of 4096 x 4096
 FORMATS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
 
 
-def on(device: str, zero: dict, settings: dict) -> list[torch.Tensor]:
+def gathered_weights_and_means(device: str, zero: dict, settings: dict) -> list[torch.Tensor]:
     """The weights every unit computes with in two micro-batches, then the averaged gradients."""
     torch.manual_seed(0)
     model, gathered = PrescribedModel(SHAPES).to(device), []
@@ -62,7 +62,11 @@ def on(device: str, zero: dict, settings: dict) -> list[torch.Tensor]:
 @pytest.mark.parametrize("zero", ZERO.values(), ids=ZERO)
 @ranks(4, ranks_per_node=2)
 def test_weights_and_gradients_are_those_of_the_cpu_to_the_last_bit(zero, settings):
-    for actual, expected in zip(on(GPU, zero, settings), on("cpu", zero, settings), strict=True):
+    for actual, expected in zip(
+        gathered_weights_and_means(GPU, zero, settings),
+        gathered_weights_and_means("cpu", zero, settings),
+        strict=True,
+    ):
         assert torch.equal(actual, expected)
 
 

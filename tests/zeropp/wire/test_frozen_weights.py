@@ -1,4 +1,4 @@
-"""Frozen weights stored quantized: right numbers, less memory, fewer bytes; nothing trains them."""
+"""Frozen weights stored quantized: values, memory, traffic, and that nothing trains them."""
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def test_training_is_that_of_the_rounded_weights(stage, more):
 @pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}])
 @pytest.mark.parametrize("more", [{}, HPZ], ids=["flat", "hpZ"])
 @ranks(4, ranks_per_node=2)
-def test_on_two_nodes(settings, more):
+def test_losses_on_two_nodes(settings, more):
     sharding = shard(lora_model(), data_mesh(), zero_config(MIXZ | more, 2, **settings))
     expected = expected_losses(with_quantized_weights(lora_model(), 4), STEPS, 2, 4)
     close = 1e-2 if settings else 1e-5  # of a loss, in 8 or 11 bits of mantissa
@@ -120,7 +120,7 @@ def test_memory_falls_to_a_byte_and_a_scale():
 
 @pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 @ranks(3)
-def test_what_is_loaded_is_quantized_on_its_way(settings):
+def test_loaded_weights_are_quantized(settings):
     config, whole = zero_config(MIXZ, **settings), lora_model()
     expected = losses_of(shard(lora_model(), data_mesh(), config), micro_batches=1)
     with torch.device("meta"):
@@ -139,7 +139,7 @@ def test_what_is_loaded_is_quantized_on_its_way(settings):
 
 
 @ranks(2)
-def test_a_model_of_deferred_weights_is_stored_quantized():
+def test_a_model_built_under_init_is_stored_quantized():
     expected = losses_of(shard(lora_model(), data_mesh(), zero_config(MIXZ)))
     with zeropp.zero.Init():
         model = lora_model()
@@ -180,7 +180,7 @@ def crossing(sharding) -> int:
 
 
 @ranks(4, ranks_per_node=2)
-def test_what_is_foretold_is_sent():
+def test_the_forecast_matches_what_is_sent():
     for more in ({}, HPZ, {"zero_quantized_weights": True}):
         sharding = shard(lora_model(), data_mesh(), zero_config(MIXZ | more, 2))
         losses_of(sharding, steps=1)
@@ -262,7 +262,7 @@ def test_a_checkpoint_holds_what_is_trained(tmp_path):
 
 
 @ranks(1)
-def test_nothing_frozen_is_said():
+def test_a_model_without_frozen_weights_is_an_error():
     config = {"train_batch_size": 8, "zero_optimization": MIXZ}
     config["optimizer"] = {"type": "AdamW"}
     engine, *_ = zeropp.initialize(model=small_model(), config=config)
@@ -278,9 +278,7 @@ def test_the_call_needs_its_key_and_a_model_that_has_not_run():
     )
     with pytest.raises(InputError, match="needs zero_optimization.zero_quantized_nontrainable"):
         engine.quantize_nontrainable_params()
-    engine, *_ = zeropp.initialize(
-        model=small_model(), config=config | {"zero_optimization": MIXZ}
-    )
+    engine, *_ = zeropp.initialize(model=small_model(), config=config | {"zero_optimization": MIXZ})
     loss_of(engine, tokens_of(0))
     add_adapters(engine.module)
     with pytest.raises(InputError, match="before the first forward pass"):

@@ -1,4 +1,4 @@
-"""The averaged gradients against an fp32 all-reduce of the same gradients: gain, direction, all."""
+"""The averaged gradients against an fp32 all-reduce of the same gradients: gain and direction."""
 
 import math
 from collections.abc import Sequence
@@ -71,8 +71,11 @@ def check(table: torch.Tensor, sizes: Sequence[int], *, as_they_are: bool = True
 
 
 def check_on_odd_shapes(ranks_per_node: int) -> None:
-    config = zero_config(ALL_THREE | {"zero_hpz_partition_size": ranks_per_node}, ranks_per_node,
-                        bf16={"enabled": True})
+    config = zero_config(
+        ALL_THREE | {"zero_hpz_partition_size": ranks_per_node},
+        ranks_per_node,
+        bf16={"enabled": True},
+    )
     check(moments(SHAPES, torch.bfloat16, config), [math.prod(shape) for shape in FLAT])
 
 

@@ -68,7 +68,7 @@ ZEROS += [ALL_THREE]
 
 @pytest.mark.parametrize("zero", ZEROS, ids=str)
 @ranks(4)
-def test_parameters_without_a_gradient_shift_no_other_s(zero):
+def test_parameters_without_a_gradient_do_not_shift_others(zero):
     """FSDP2: only parameters that have a gradient are in the buffer that is reduced."""
     sharding = shard_prescribed(SHAPES, zero_config(zero, 2))
     weights = list(sharding.model.parameters())
@@ -133,7 +133,7 @@ def test_parameters_of_other_types_get_the_same_mean(zero, dtype):
 
 @pytest.mark.parametrize("zero", [{"stage": 3}, ALL_THREE], ids=str)
 @ranks(4)
-def test_hooks_that_read_a_gradient_as_soon_as_it_is_there(zero):
+def test_hooks_that_read_a_gradient_when_it_is_accumulated(zero):
     """An optimizer may step each parameter when its gradient has been accumulated."""
     sharding = shard_prescribed(SHAPES, zero_config(zero, 2))
     weights, gradients = list(sharding.model.parameters()), {}

@@ -17,8 +17,8 @@ from zeropp import Sharding, shard
 SHORT = {"weights_forward": "w", "weights_backward": "w", "gradients": "g"}
 
 
-class Watched(SmallModel):
-    """A stack whose blocks write down when they compute, in forward and in backward."""
+class EventModel(SmallModel):
+    """A small model whose blocks record when they compute, in forward and in backward."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__()
@@ -35,11 +35,11 @@ class Watched(SmallModel):
         return computed
 
 
-def watched(zero: dict, ranks_per_node: int) -> tuple[Sharding, list[str]]:
-    """A sharded stack and what happens in it, in order."""
+def recorded_events(zero: dict, ranks_per_node: int) -> tuple[Sharding, list[str]]:
+    """A sharded small model, and the list to which its events are appended."""
     torch.manual_seed(5)
     events: list[str] = []
-    sharding = shard(Watched(events), data_mesh(), zero_config(zero, ranks_per_node))
+    sharding = shard(EventModel(events), data_mesh(), zero_config(zero, ranks_per_node))
     entered = sharding.traffic.add
 
     def add(purpose: str, by_hop: dict[str, int]) -> None:
@@ -82,7 +82,7 @@ ONE_HOP = """
 @ranks(4)
 def test_each_gather_begins_before_the_two_blocks_before_compute(zero, ranks_per_node, order):
     """FSDP2: on a CPU all is serial by default."""
-    sharding, events = watched(zero, ranks_per_node)
+    sharding, events = recorded_events(zero, ranks_per_node)
     with sharding.micro_step(last=True):
         loss_of(sharding.model, tokens_of(0)).backward()
     assert events == [word.strip() for word in order.split(",")]

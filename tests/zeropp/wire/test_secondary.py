@@ -1,4 +1,4 @@
-"""hpZ's secondary copies: reused until the weights change, packed, of any size, the same bits."""
+"""hpZ's secondary copies: packed, of any size, reused until the weights change, exact."""
 
 import logging
 
@@ -26,19 +26,17 @@ from zeropp.wire.collectives import weight_layout
 
 
 class Recomputed(SmallModel):
-    """A stack whose blocks compute their activations again in backward."""
+    """A small model whose blocks recompute their activations in backward."""
 
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:
             block.wrapped = block.forward
-            block.forward = lambda x, block=block: checkpoint(
-                block.wrapped, x, use_reentrant=False
-            )
+            block.forward = lambda x, block=block: checkpoint(block.wrapped, x, use_reentrant=False)
 
 
 class Halving(torch.optim.Optimizer):
-    """An optimizer of somebody's own, which writes where tensor versions do not see it."""
+    """A user's optimizer, whose writes do not change tensor versions."""
 
     def __init__(self, parameters) -> None:
         super().__init__(parameters, {})
@@ -56,7 +54,9 @@ OPTIMIZERS = {
 }
 
 
-def story(zero: dict, optimizer: str, model: nn.Module, **settings: object) -> tuple[list, int]:
+def train_and_evaluate(
+    zero: dict, optimizer: str, model: nn.Module, **settings: object
+) -> tuple[list, int]:
     """Losses of training with accumulation and of evaluations in between; bytes across nodes."""
     sharding = shard_on_nodes(zero, model, **settings)
     stepper = OPTIMIZERS[optimizer](sharding.model.parameters())
@@ -85,9 +85,9 @@ def test_a_copy_changes_no_bit(kind, optimizer, settings):
     """DeepSpeed issues #4851 #5059 #7606: a stale secondary; #4784: activation checkpointing."""
     for without, with_copy in ((QWZ, BOTH), ({"stage": 3}, HPZ)):
         torch.manual_seed(5)
-        expected, more = story(without, optimizer, kind(), **settings)
+        expected, more = train_and_evaluate(without, optimizer, kind(), **settings)
         torch.manual_seed(5)
-        losses, fewer = story(with_copy, optimizer, kind(), **settings)
+        losses, fewer = train_and_evaluate(with_copy, optimizer, kind(), **settings)
         assert losses == expected
         assert fewer < more
 
@@ -158,7 +158,7 @@ def test_copies_of_frozen_units_survive_steps():
 
 
 @ranks(4)
-def test_a_frozen_model_crosses_the_nodes_once_for_ever():
+def test_a_frozen_model_crosses_the_nodes_once():
     model = small_model()
     freeze(model)
     sharding = shard_on_nodes(BOTH, model)

@@ -1,4 +1,4 @@
-"""The weights a unit computes with, on every rank, against quantizing each parameter alone."""
+"""The gathered weights, on every rank, against quantizing each parameter by itself."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def computed_with(sharding: Sharding, *, passes: int = 1) -> list[list[torch.Ten
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("settings", [{}, {"fp16": {"enabled": True}}, {"bf16": {"enabled": True}}])
 @ranks(4)
-def test_every_rank_computes_with_the_same_weights_each_quantized_alone(settings, bits):
+def test_every_rank_computes_with_the_same_quantized_weights(settings, bits):
     """D4: blocks never cross a parameter, fewer than two dims travel as they are, any shape.
 
     FSDP2: the own shard is dequantized too; the quantizer does not write its input.

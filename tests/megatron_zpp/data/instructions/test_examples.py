@@ -31,20 +31,22 @@ def write(path: Path, *lines: object) -> str:
     ],
 )
 def test_forms(fields: dict, prompt: str | None, answer: str, tmp_path: Path) -> None:
-    (found,) = read_examples([write(tmp_path / "a.jsonl", fields)])
-    assert (found.prompt, found.answer) == (prompt, answer)
+    (example,) = read_examples([write(tmp_path / "a.jsonl", fields)])
+    assert (example.prompt, example.answer) == (prompt, answer)
 
 
 def test_files_in_their_order_without_blank_lines(tmp_path: Path) -> None:
-    one = write(tmp_path / "b.jsonl", "\ufeff" + json.dumps({"text": "1"}), "", {"text": "2"})
-    two = write(tmp_path / "a.jsonl", {"text": "3"})
-    found = list(read_examples([one, two]))
-    assert [example.answer for example in found] == ["1", "2", "3"]
-    assert found[1].location == f"{one}, line 3"
+    first_path = write(
+        tmp_path / "b.jsonl", "\ufeff" + json.dumps({"text": "1"}), "", {"text": "2"}
+    )
+    second_path = write(tmp_path / "a.jsonl", {"text": "3"})
+    examples = list(read_examples([first_path, second_path]))
+    assert [example.answer for example in examples] == ["1", "2", "3"]
+    assert examples[1].location == f"{first_path}, line 3"
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ('{"prompt": "a", ', "line 2: not JSON"),
         ("[1]", r"line 2: expected a JSON object, got \[1\]"),
@@ -57,9 +59,9 @@ def test_files_in_their_order_without_blank_lines(tmp_path: Path) -> None:
         ('{"text": "\\ud800"}', "line 2: 'text' has half of a surrogate pair at character 0"),
     ],
 )
-def test_what_is_wrong_is_named(line: object, said: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_named(line: object, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"text": "good"}, line)
-    with pytest.raises(InputError, match=rf"a\.jsonl, {said}"):
+    with pytest.raises(InputError, match=rf"a\.jsonl, {message}"):
         list(read_examples([path]))
 
 
@@ -78,9 +80,9 @@ def test_which_paths_are_examples() -> None:
     assert names_examples(DataConfig(data_path=("a.jsonl", "b.jsonl")))
     assert names_examples(DataConfig(train_data_path=("a.jsonl",), valid_data_path=("b.jsonl",)))
     assert not names_examples(DataConfig()) and not names_examples(DataConfig(data_path=("a",)))
-    for given in (
+    for paths in (
         {"data_path": ("0.3", "a.jsonl", "0.7", "b.jsonl")},
         {"train_data_path": ("a.jsonl",), "valid_data_path": ("b",)},
     ):
         with pytest.raises(InputError, match=r"'(0\.3|b)' stands beside \.jsonl files"):
-            names_examples(DataConfig(**given))
+            names_examples(DataConfig(**paths))

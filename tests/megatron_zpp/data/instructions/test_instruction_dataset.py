@@ -75,7 +75,7 @@ def test_the_loader_turns_them_back(tmp_path: Path) -> None:
     assert batch.edges.tolist() == [0, 6, 10, 15]  # what fills up is one document
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1, 2, 3, 4]]
     kinds = [batch.tokens, batch.labels, batch.position_ids, batch.loss_mask]
-    assert [each.dtype for each in kinds] == [torch.int64] * 3 + [torch.float32]
+    assert [tensor.dtype for tensor in kinds] == [torch.int64] * 3 + [torch.float32]
 
 
 @pytest.mark.parametrize("position", ["learned_absolute", "rope"])
@@ -100,10 +100,10 @@ def test_the_loss_is_that_of_each_example_alone(position: str, tmp_path: Path) -
     assert train.num_rows < 12  # something is packed
     losses = []
     for prompt, answer in texts:
-        given = NUMBERS.encode(prompt)
-        ids = torch.tensor([*given, *NUMBERS.encode(answer), EOD])
+        prompt_ids = NUMBERS.encode(prompt)
+        ids = torch.tensor([*prompt_ids, *NUMBERS.encode(answer), EOD])
         logits = model(ids[None, :-1])[0].double()
-        losses += F.cross_entropy(logits, ids[1:], reduction="none")[len(given) - 1 :].tolist()
+        losses += F.cross_entropy(logits, ids[1:], reduction="none")[len(prompt_ids) - 1 :].tolist()
     batch = first_batch(train, train.num_rows)
     assert batch.loss_mask.sum().item() == len(losses)
     assert model(*batch.inputs()).item() == pytest.approx(np.mean(losses), rel=1e-6)
@@ -156,20 +156,21 @@ def test_what_is_too_long_is_cut_or_divided(
 def test_each_label_of_a_divided_text_once(length: int, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"text": " ".join(map(str, range(1, length + 1)))})
     train, _, _ = build(path, seq_length=4)
-    labels = [one for row in rows(train) for one in row[1:] if one >= 0]
+    labels = [token for row in rows(train) for token in row[1:] if token >= 0]
     assert sorted(labels) == [*range(2, length + 1), EOD]
 
 
 def many(tmp_path: Path, count: int = 100) -> str:
     """Different examples of one token of prompt, one of answer and the end."""
     return write(
-        tmp_path / "a.jsonl", *(asked(str(one // 10), str(10 + one % 10)) for one in range(count))
+        tmp_path / "a.jsonl",
+        *(asked(str(number // 10), str(10 + number % 10)) for number in range(count)),
     )
 
 
 def contained(dataset) -> list[tuple[int, int]]:
     """The examples of one epoch."""
-    line = [one for row in rows(dataset) for one in row if one != ~EOD]
+    line = [token for row in rows(dataset) for token in row if token != ~EOD]
     return sorted((~a, b) for a, b in zip(line[::3], line[1::3], strict=True))
 
 
@@ -178,7 +179,9 @@ def test_whole_examples_are_held_out_whatever_the_seed(tmp_path: Path) -> None:
     built = [build(path, data={"split": "80,15,5"}, seed=seed) for seed in (1, 2)]
     parts = [[contained(dataset) for dataset in three] for three in built]
     assert [len(part) for part in parts[0]] == [80, 15, 5]
-    assert sorted(sum(parts[0], [])) == sorted((one // 10, 10 + one % 10) for one in range(100))
+    assert sorted(sum(parts[0], [])) == sorted(
+        (number // 10, 10 + number % 10) for number in range(100)
+    )
     assert parts[0] == parts[1]
     assert len({prompt for prompt, _ in parts[0][1]}) > 4  # from everywhere, not from one place
     assert rows(built[0][0]) != rows(built[1][0])
@@ -199,7 +202,9 @@ def test_epochs_are_orders_of_the_same_rows(tmp_path: Path) -> None:
 
 
 def test_a_file_for_each_split(tmp_path: Path) -> None:
-    paths = [(write(tmp_path / f"{one}.jsonl", {"text": f"{one} {one}"}),) for one in (1, 2)]
+    paths = [
+        (write(tmp_path / f"{number}.jsonl", {"text": f"{number} {number}"}),) for number in (1, 2)
+    ]
     data = {"data_path": None, "train_data_path": paths[0], "valid_data_path": paths[1]}
     train, valid, test = build("", data=data | {"split": DataConfig().split})
     assert [rows(train)[0][1], rows(valid)[0][1], test] == [1, 2, None]
@@ -221,7 +226,7 @@ class Wrong(ByteLevelTokenizer):
 
 
 @pytest.mark.parametrize(
-    ("lines", "tokenizer", "said"),
+    ("lines", "tokenizer", "message"),
     [
         ([], NUMBERS, r"a\.jsonl: no examples to learn from \(none\)"),
         ([""], NUMBERS, r"a\.jsonl: no examples to learn from \(none\)"),
@@ -231,10 +236,10 @@ class Wrong(ByteLevelTokenizer):
         ([{"text": "A"}, {"text": "x"}], Wrong(), r"line 2: ByteLevel.* makes token id 120 of it"),
     ],
 )
-def test_bad_input(lines: list, tokenizer: Tokenizer, said: str, tmp_path: Path) -> None:
+def test_bad_input(lines: list, tokenizer: Tokenizer, message: str, tmp_path: Path) -> None:
     if isinstance(tokenizer, Wrong):
         tokenizer.vocab_size = Wrong.vocab_size
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         build(write(tmp_path / "a.jsonl", *lines), tokenizer=tokenizer)
 
 

@@ -10,11 +10,11 @@ from megatron_zpp.data.instructions.packed_rows import pack
 @given(st.lists(st.integers(1, 20), max_size=80))
 def test_each_example_once_and_no_row_too_full(lengths: list[int]) -> None:
     rows = pack(np.array(lengths, dtype=np.int64), 20)
-    assert sorted(one for row in rows for one in row) == list(range(len(lengths)))
-    filled = [sum(lengths[one] for one in row) for row in rows]
+    assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
+    filled = [sum(lengths[number] for number in row) for row in rows]
     assert all(filled) and max(filled, default=0) <= 20
     # Any fit: two rows of which each is at most half full would have been one.
-    assert sum(2 * one <= 20 for one in filled) <= 1
+    assert sum(2 * length <= 20 for length in filled) <= 1
     fewest = -(-sum(lengths) // 20)
     assert len(rows) <= max(2 * fewest - 1, 0)
     assert pack(np.array(lengths, dtype=np.int64), 20) == rows

@@ -1,0 +1,300 @@
+"""A run before it is started: its model on the meta device, cut into FSDP units and shards.
+
+The parameters are cut as FSDP2 and ZeRO-Offload cut them.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.lora import add_lora
+from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.schedule import Schedules
+from zeropp.fsdp_adapter import Piece
+from zeropp.optim.offload import HOST, master_devices
+from zeropp.sharding.forecast import Forecast
+from zeropp.sharding.shard import outermost_blocks
+from zeropp.sharding.subunits import trained_subunits
+from zeropp.wire.collectives import gradient_layouts, weight_layout
+from zeropp.wire.frozen_weights import stored_layout
+from zeropp.wire.route import Nodes, gradient_route, weight_route
+
+FP32_BYTES = 4  # of a weight or a gradient
+META = torch.device("meta")  # stands for a device that is not the host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """The sizes of an FSDP unit, which is gathered and reduced at once; bytes if not stated.
+
+    trained: number of elements of a rank's padded shard that have gradients and moments.
+    frozen: the part of the shard that is never trained.
+    gathered: the weights of all ranks in the compute format, and the codes they are decoded from.
+    gradient: the whole gradient in the compute format.
+    fp32_gradient: the whole gradient in fp32.
+    gather_buffer: what a gather receives, before it is copied out.
+    packed_buffer: packed rows that a gather receives from other nodes.
+    secondary_copy: hpZ's secondary copy.
+    hop_buffers: gradients that are sent and received, for each hop.
+    """
+
+    trained: int
+    frozen: int
+    gathered: int
+    gradient: int
+    fp32_gradient: int
+    gather_buffer: int
+    packed_buffer: int
+    secondary_copy: int
+    hop_buffers: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """Everything about a run that its memory depends on.
+
+    `subunits` is, for each unit of this class, the number of units of `forecast` that it consists
+    of; adapters are separate units of the forecast. `model` is on the meta device.
+    """
+
+    config: Config
+    model: GPT
+    forecast: Forecast
+    subunits: tuple[int, ...]
+    is_cpu: bool
+
+    @property
+    def num_ranks(self) -> int:
+        return self.forecast.weights.nodes.num_ranks
+
+    @property
+    def stage(self) -> int:
+        return self.forecast.stage
+
+    @property
+    def num_shards(self) -> int:
+        """Return the number of shards of a unit."""
+        return 1 if self.stage == 0 else self.num_ranks
+
+    @property
+    def uses_engine(self) -> bool:
+        """Return whether `zeropp.shard` wraps the model.
+
+        A single rank in fp32 is only wrapped to offload weights or to store frozen weights as
+        codes.
+        """
+        is_single_fp32 = self.num_ranks == 1 and self.compute_dtype.itemsize == FP32_BYTES
+        return not is_single_fp32 or self._requires_engine
+
+    @property
+    def regathers(self) -> bool:
+        """Return whether blocks are gathered for each use and freed after it."""
+        return self.stage == 3 and (self.num_ranks > 1 or self._requires_engine)
+
+    @property
+    def _requires_engine(self) -> bool:
+        return self.config.zero.offloads_weights or self.config.zero.stores_frozen
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.forecast.compute_dtype
+
+    @property
+    def offloads(self) -> bool:
+        return self.config.zero.offloads_optimizer
+
+    @property
+    def has_delayed_update(self) -> bool:
+        """Return whether an optimizer update may overlap with the next step."""
+        return self.config.zero.zeropp.delayed_param_update
+
+    @cached_property
+    def offloaded_shards(self) -> tuple[int, ...]:
+        """Return the elements of each of this rank's padded shards that the host updates."""
+        if not self.offloads:
+            return ()
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        ratio = self.config.zero.zero_optimization.offload_optimizer.ratio
+        devices = master_devices(parameters, ratio, META)
+        return tuple(
+            _piece(parameter, self.num_shards, None).elements
+            for parameter, device in zip(parameters, devices, strict=True)
+            if device == HOST
+        )
+
+    @property
+    def recompute_group(self) -> int:
+        """Return the number of blocks that are recomputed together; 0 without recomputation."""
+        recompute = self.config.recompute
+        if recompute.recompute_granularity != "full":
+            return 0
+        return 1 if recompute.recompute_method == "block" else recompute.recompute_num_layers
+
+    @property
+    def num_recomputed(self) -> int:
+        """Return the number of blocks that are recomputed: the first ones."""
+        recompute, num_blocks = self.config.recompute, len(self.units) - 1
+        return (
+            recompute.recompute_num_layers if recompute.recompute_method == "block" else num_blocks
+        )
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Return the micro-batches per step, at the final batch size."""
+        batch_size = Schedules.of(self.config).batch_size.final
+        return batch_size // (self.config.batch.micro_batch_size * self.num_ranks)
+
+    @property
+    def construction_bytes(self) -> int:
+        """Return the peak bytes on the device while the shards are filled.
+
+        That is all shards, and the largest shard as numbers before it is encoded. On a CPU, which
+        also is the host, it includes the largest weight.
+        """
+        if self.config.zero.offloads_weights and not self.is_cpu:
+            return 0
+        pieces = [piece for unit in self.forecast.units for piece in unit]
+        encoded = [piece.elements for piece in pieces if piece.packed_bytes]
+        temporary_elements = max(encoded, default=0)
+        if self.is_cpu:
+            temporary_elements += max(parameter.numel() for parameter in self.model.parameters())
+        elif self.offloads:
+            pieces = [piece for piece in pieces if not piece.trainable]
+        return _stored_bytes(pieces) + FP32_BYTES * temporary_elements
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """Return the blocks and then the root, each including its adapters."""
+        units, subunits = [], iter(self.forecast.units)
+        for count in self.subunits:
+            pieces = []
+            for _ in range(count):
+                pieces += next(subunits)
+            units.append(self._unit(pieces))
+        return tuple(units)
+
+    def _unit(self, pieces: Sequence[Piece]) -> Unit:
+        itemsize, num_shards = self.compute_dtype.itemsize, self.num_shards
+        trainable = [piece for piece in pieces if piece.trainable]
+        trained = sum(piece.elements for piece in trainable)
+        codes = sum(piece.packed_bytes for piece in pieces)
+        row = sum(piece.packed_bytes or itemsize * piece.elements for piece in pieces)
+        route = self.forecast.weights
+        packed_row = row if codes else weight_layout(pieces, route, self.compute_dtype).packed_bytes
+        if route.is_flat:
+            packed_rows = 0
+        elif route.keeps:
+            packed_rows = self.num_ranks
+        else:
+            packed_rows = route.outer
+        has_secondary_copy = route.keeps and self.stage
+        return Unit(
+            trained=trained,
+            frozen=_stored_bytes(pieces) - FP32_BYTES * trained,
+            gathered=num_shards * (itemsize * sum(piece.elements for piece in pieces) + codes),
+            gradient=num_shards * trained * itemsize,
+            fp32_gradient=num_shards * trained * FP32_BYTES,
+            gather_buffer=num_shards * row,
+            packed_buffer=packed_row * packed_rows,
+            secondary_copy=route.outer * packed_row if has_secondary_copy else 0,
+            hop_buffers=self._hop_buffers(trainable),
+        )
+
+    def _hop_buffers(self, trainable: Sequence[Piece]) -> tuple[int, ...]:
+        """Return the bytes that each hop of a gradient reduction sends and receives."""
+        if self.num_shards == 1 or not trainable:
+            return ()
+        route = self.forecast.gradients
+        inner, outer = gradient_layouts(trainable, route, self.forecast.wire_dtype)
+        buffers = []
+        if route.inner > 1:
+            buffers.append(2 * self.num_ranks * inner.packed_bytes)
+        if route.outer > 1:
+            buffers.append(2 * route.outer * outer.packed_bytes)
+        return tuple(buffers)
+
+
+def plan_run(config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool) -> PlannedRun:
+    """Return the planned run on ranks of `nodes`, on CPUs or on GPUs.
+
+    Raises InputError for an hpZ partition that does not divide the ranks.
+    """
+    zero = config.zero
+    with META:
+        model = GPT(config.model, vocab_size)
+        if config.lora.lora_rank:
+            add_lora(model, config.lora)
+    num_shards = 1 if zero.stage == 0 else nodes.num_ranks
+    bits = zero.zeropp.nontrainable_weight_bits if zero.stores_frozen else None
+    subunits, forecast_units = [], []
+    for unit in _parameters_by_unit(model, zero.stores_frozen):
+        subunits.append(len(unit))
+        for parameters in unit:
+            forecast_units.append(
+                tuple(_piece(parameter, num_shards, bits) for parameter in parameters)
+            )
+    forecast = Forecast(
+        stage=zero.stage,
+        units=tuple(forecast_units),
+        weights=weight_route(zero, nodes),
+        gradients=gradient_route(zero, nodes),
+        compute_dtype=getattr(torch, zero.compute_format),
+        wire_dtype=getattr(torch, zero.wire_format),
+    )
+    return PlannedRun(
+        config=config, model=model, forecast=forecast, subunits=tuple(subunits), is_cpu=is_cpu
+    )
+
+
+def _parameters_by_unit(model: GPT, stores_frozen: bool) -> list[list[list[nn.Parameter]]]:
+    """Return the parameters of each subunit of each block and then of the root.
+
+    The units are those of `zeropp.shard`. If frozen weights are stored as codes, trained adapters
+    are a subunit of their own.
+    """
+    blocks = outermost_blocks(model)
+    units = [_subunits(list(block.parameters()), block, (), stores_frozen) for block in blocks]
+    block_modules = {module for block in blocks for module in block.modules()}
+    block_parameters = {parameter for block in blocks for parameter in block.parameters()}
+    root_parameters = [
+        parameter for parameter in model.parameters() if parameter not in block_parameters
+    ]
+    root = _subunits(root_parameters, model, block_modules, stores_frozen)
+    root.reverse()  # the adapters of the root come first
+    return [*units, root]
+
+
+def _subunits(
+    parameters: Sequence[nn.Parameter],
+    module: nn.Module,
+    other_modules: Collection[nn.Module],
+    stores_frozen: bool,
+) -> list[list[nn.Parameter]]:
+    """Return the own parameters of a unit and those of its adapters, without empty lists."""
+    adapters = trained_subunits(module, other_modules) if stores_frozen else {}
+    adapter_parameters = set().union(*adapters.values())
+    own = [parameter for parameter in parameters if parameter not in adapter_parameters]
+    adapter = [parameter for parameter in parameters if parameter in adapter_parameters]
+    return [subunit for subunit in (own, adapter) if subunit]
+
+
+def _stored_bytes(pieces: Sequence[Piece]) -> int:
+    """Return the bytes of shards that are stored as codes or in fp32."""
+    return sum(piece.packed_bytes or FP32_BYTES * piece.elements for piece in pieces)
+
+
+def _piece(parameter: nn.Parameter, num_shards: int, bits: int | None) -> Piece:
+    """Return a rank's shard of a parameter; frozen matrices become codes of `bits`, if set."""
+    rows = -(-parameter.shape[0] // num_shards)  # FSDP2 cuts the first dimension, rounded up
+    elements = rows * parameter[0].numel()
+    is_stored = bits and parameter.ndim >= 2 and not parameter.requires_grad
+    return Piece(
+        elements=elements,
+        ndim=parameter.ndim,
+        trainable=parameter.requires_grad,
+        packed_bytes=stored_layout(elements, bits).packed_bytes if is_stored else 0,
+    )
