@@ -26,7 +26,7 @@ class Interrupted(BaseException):
 
 
 class Stopping(AbstractContextManager):
-    """Decides when to stop early, the same way on every rank; a context that handles the signals."""
+    """Decides on every rank alike when to stop early; a context that handles the signals."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config
