@@ -194,11 +194,11 @@ def _launched(program: str, arguments: list[str]) -> tuple[str, list[str], int]:
         if options.module and options.command[0] == "megatron_zpp.commands":
             return *_script_of_command(options.command[1:]), ranks
         return options.command[0], options.command[1:], ranks
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as output:
         try:
             options = get_args_parser().parse_args(arguments)
         except SystemExit:
-            raise InputError(said.getvalue().strip().splitlines()[-1]) from None
+            raise InputError(output.getvalue().strip().splitlines()[-1]) from None
     ranks = int(options.nnodes.split(":")[-1]) * int(options.nproc_per_node)
     if options.module and options.training_script == "megatron_zpp.commands":
         return *_script_of_command(options.training_script_args), ranks

@@ -24,22 +24,26 @@ def in_the_clone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_every_document_keeps_the_rule(rule: Callable[[Document], Iterator[str]]) -> None:
-    read = [one for one in DOCUMENTS if rule is documents.links or DATED not in one.path]
-    found = [f"{one.path}:{line}" for one in read for line in rule(one)]
-    assert not found, "\n".join(found)
+    problems = [
+        f"{document.path}:{problem}"
+        for document in DOCUMENTS
+        if rule is documents.links or DATED not in document.path
+        for problem in rule(document)
+    ]
+    assert not problems, "\n".join(problems)
 
 
 def test_all_documents_and_their_commands_are_seen() -> None:
-    names = {one.path for one in DOCUMENTS}
+    names = {document.path for document in DOCUMENTS}
     assert {"README.md", "CONTRIBUTING.md", "docs/pretraining.md", "docs/launching.md"} <= names
-    programs = [words[0] for one in DOCUMENTS for _, words in one.commands()]
+    programs = [words[0] for document in DOCUMENTS for _, words in document.commands()]
     assert {"make", "python", "torchrun", "zeropp", "sbatch"} <= set(programs)
     assert len(programs) > 15
-    assert sum(len(list(one.spans())) for one in DOCUMENTS) > 200
+    assert sum(len(list(document.spans())) for document in DOCUMENTS) > 200
 
 
 @pytest.mark.parametrize(
-    ("rule", "text", "said"),
+    ("rule", "text", "message"),
     [
         (documents.links, "[here](no/such.md)", "1: the link no/such.md leads nowhere"),
         (documents.links, "\n[here](#nothing)", "2: README.md has no heading #nothing"),
@@ -64,22 +68,31 @@ def test_all_documents_and_their_commands_are_seen() -> None:
         ),
         (documents.commands, "`torchrun --nproc-per-nodes 8 pretrain_gpt.py`", "arguments"),
         (documents.commands, "`megatron-zpp nothing --x`", "megatron-zpp has no command nothing"),
-        (documents.commands, "`zeropp -m megatron_zpp.commands merge --inputt x`", "did you mean --input?"),
-        (documents.commands, "`torchrun -m megatron_zpp.commands pretrain --fp8`", "unknown flag --fp8"),
+        (
+            documents.commands,
+            "`zeropp -m megatron_zpp.commands merge --inputt x`",
+            "did you mean --input?",
+        ),
+        (
+            documents.commands,
+            "`torchrun -m megatron_zpp.commands pretrain --fp8`",
+            "unknown flag --fp8",
+        ),
         (documents.commands, "`python -m pytest tests/nothing.py`", "no tests/nothing.py"),
         (documents.commands, "`sbatch examples/nothing.sh`", "no script examples/nothing.sh"),
         (documents.commands, "`python -m benchmarks.nothing --json f`", "no script benchmarks/no"),
         (documents.commands, "`python -m benchmarks.step.train_step --speed 3`", "has no --speed"),
     ],
 )
-def test_what_is_wrong_is_found(rule: Callable, text: str, said: str) -> None:
-    found = list(rule(Document("README.md", text)))
-    assert len(found) == 1 and said in found[0], found
+def test_what_is_wrong_is_found(rule: Callable, text: str, message: str) -> None:
+    problems = list(rule(Document("README.md", text)))
+    assert len(problems) == 1 and message in problems[0], problems
 
 
 def test_what_is_right_is_left_alone() -> None:
     text = (
-        "[a](docs/pretraining.md#learning-rate) `zeropp/deepspeed/zero.py` `optim/step.py` `--zero_stage 3` "
+        "[a](docs/pretraining.md#learning-rate) `zeropp/deepspeed/zero.py` `optim/step.py` "
+        "`--zero_stage 3` "
         "`make pretrain RANKS=2` `zeropp pretrain_gpt.py ...` `https://a.b/c`\n"
     )
     assert not [line for rule in RULES for line in rule(Document("README.md", text))]
