@@ -148,7 +148,7 @@ def _clean() -> None:
 
 @contextmanager
 def _output_to(path: Path) -> Iterator[None]:
-    kept = os.dup(1), os.dup(2)
+    saved = os.dup(1), os.dup(2)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
@@ -160,8 +160,8 @@ def _output_to(path: Path) -> Iterator[None]:
     finally:
         for standard, stream in ((1, sys.stdout), (2, sys.stderr)):
             stream.flush()
-            os.dup2(kept[standard - 1], standard)
-            os.close(kept[standard - 1])
+            os.dup2(saved[standard - 1], standard)
+            os.close(saved[standard - 1])
 
 
 @contextmanager

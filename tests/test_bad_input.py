@@ -40,8 +40,8 @@ def fails(capsys):
         captured = capsys.readouterr()
         assert "Traceback" not in captured.out + captured.err
         lines = captured.out.splitlines()
-        start = max(i for i, line in enumerate(lines) if line.startswith("error:"))
-        return "\n".join(lines[start:])
+        error_line = max(i for i, line in enumerate(lines) if line.startswith("error:"))
+        return "\n".join(lines[error_line:])
 
     return run
 

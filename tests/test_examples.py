@@ -41,7 +41,7 @@ SCRIPTS = {
 }
 SLURM = "slurm.sh"
 TUTORIAL = "pretrain_zeropp_18b.sh"
-IDLE = {  # keys of DeepSpeed's own files that change nothing here, and are said to
+NO_EFFECT = {  # keys of DeepSpeed's own files that change nothing here, as a notice says
     "ds_zeropp_config.json": (
         "reduce_bucket_size", "reduce_scatter", "contiguous_gradients", "overlap_comm"
     ),
@@ -101,8 +101,8 @@ def run(script: str, flags: str, programs: Path, folder: Path, **variables: str)
 
 def test_nothing_in_the_folder_is_untested() -> None:
     tested = {*SCRIPTS, SLURM, TUTORIAL, MIXZ, *PYTHON, *(path.name for path in JSON_FILES)}
-    found = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
-    assert found == tested and JSON_FILES
+    names = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
+    assert names == tested and JSON_FILES
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -171,8 +171,8 @@ def test_the_tutorials_json_is_the_tutorials() -> None:
 @ranks(2)
 def test_json_runs(path, tmp_path) -> None:
     config = ZeroConfig.from_json(path)
-    said = [notice.split()[0].rpartition(".")[2] for notice in config.notices]
-    assert sorted(said) == sorted(IDLE.get(path.name, ()))
+    keys = [notice.split()[0].rpartition(".")[2] for notice in config.notices]
+    assert sorted(keys) == sorted(NO_EFFECT.get(path.name, ()))
     log = log_of(f"--deepspeed_config {path} --micro-batch-size 2 --train-iters 2")
     if dist.get_rank() == 0:
         assert len(loss_values(log)) == 2

@@ -27,9 +27,9 @@ def test_the_engines_loop_learns_saves_and_goes_on(tmp_path):
         process = start(command, tmp_path / "log", tmp_path)
         assert process.wait(timeout=SECONDS) == 0, (tmp_path / "log").read_text()
         log = (tmp_path / "log").read_text()
-        found = re.findall(r"^step (\d+), loss ([\d.]+)", log, re.M)
-        assert [int(step) for step, _ in found] == [steps]
-        losses |= {int(step): float(loss) for step, loss in found}
+        steps_and_losses = re.findall(r"^step (\d+), loss ([\d.]+)", log, re.M)
+        assert [int(step) for step, _ in steps_and_losses] == [steps]
+        losses |= {int(step): float(loss) for step, loss in steps_and_losses}
     assert losses[20] < losses[10] and losses[20] < 4.0  # ln 256 = 5.5 is chance
     saved = {path.name for path in (tmp_path / "save").iterdir()}
     assert saved == {"global_step10", "global_step20", "latest", "pytorch_model.bin"}
@@ -58,7 +58,9 @@ def test_docstrings_become_examples_to_fine_tune_on(tmp_path):
     target = tmp_path / "folder" / "docstrings.jsonl"
     command = [sys.executable, str(EXAMPLES / "docstrings.py"), str(target)]
     subprocess.run(command, check=True, timeout=SECONDS)
-    found = [json.loads(line) for line in target.read_text().splitlines()]
-    assert len(found) > 1000 and all(set(one) == {"prompt", "answer"} for one in found)
-    assert len({one["prompt"] for one in found}) == len(found)
-    assert not any(one["answer"] in one["prompt"] for one in found if len(one["answer"]) > 200)
+    examples = [json.loads(line) for line in target.read_text().splitlines()]
+    assert len(examples) > 1000
+    assert all(set(example) == {"prompt", "answer"} for example in examples)
+    assert len({example["prompt"] for example in examples}) == len(examples)
+    long = [example for example in examples if len(example["answer"]) > 200]
+    assert long and not any(example["answer"] in example["prompt"] for example in long)

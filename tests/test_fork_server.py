@@ -1,0 +1,122 @@
+"""Forked programs are what new interpreters would be, and children of the test's process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import fork_server
+from tests.launched import call
+
+pytestmark = pytest.mark.skipif(not fork_server.AVAILABLE, reason="only Linux has subreapers")
+# What a program sees of itself, as JSON.
+SHOW = """
+import json, os, signal, sys
+print(json.dumps({
+    "arguments": sys.argv, "path": sys.path[0], "name": __name__, "folder": os.getcwd(),
+    "variable": os.environ.get("VARIABLE"), "parent": os.getppid(), "input": sys.stdin.read(),
+    "session": os.getsid(0) == os.getpid(), "torch": "torch" in sys.modules,
+    "pipe": signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN,
+}))
+print("done", file=sys.stderr)
+"""
+
+
+def show(command: list[str], folder: Path, **settings: object) -> dict:
+    done = subprocess.run(
+        [sys.executable, *command], input="text", capture_output=True, text=True, cwd=folder,
+        env={**os.environ, "VARIABLE": "value"}, **settings,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "done\n")
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("new_session", [False, True])
+@pytest.mark.parametrize("kind", ["script", "-m", "-c"])
+def test_a_program_sees_what_it_would_see_in_a_new_interpreter(kind, new_session, tmp_path):
+    (tmp_path / "program.py").write_text(SHOW)
+    words = {
+        "script": [str(tmp_path / "program.py")], "-m": ["-m", "program"], "-c": ["-c", SHOW],
+    }[kind]  # fmt: skip
+    command = [*words, "a", "--b"]
+    forked = show(command, tmp_path, start_new_session=new_session)
+    with fork_server.starter.new_interpreters():
+        expected = show(command, tmp_path, start_new_session=new_session)
+    assert forked.pop("torch") and not expected.pop("torch")
+    assert forked == expected
+    assert forked["parent"] == os.getpid() and forked["variable"] == "value"
+
+
+@pytest.mark.new_interpreter
+def test_a_marked_test_forks_nothing() -> None:
+    code = "import sys; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "message"),
+    [
+        ("import sys; sys.exit(3)", 3, ""),
+        ("import sys; sys.exit('no')", 1, "no\n"),
+        ("raise SystemExit", 0, ""),
+        ("raise ValueError('no')", 1, "ValueError: no\n"),
+        ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt\n"),
+        ("import os; os.abort()", -signal.SIGABRT, ""),
+        ("import atexit; atexit.register(print, 'end', flush=True)", 0, ""),
+    ],
+)
+def test_how_a_program_ends(code: str, status: int, message: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == status and done.stderr.endswith(message)
+    assert done.stdout == ("end\n" if "atexit" in code else "")
+
+
+def test_a_signal_ends_a_program_and_a_started_program_forks_too() -> None:
+    child = "import sys; print('torch' in sys.modules, flush=True); sys.stdin.read()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "True\n"
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_open_files_keep_their_numbers() -> None:
+    numbers = os.pipe()
+    code = "import os, sys; os.write(int(sys.argv[1]), b'through')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(numbers[1])], pass_fds=[numbers[1]]
+    )
+    os.close(numbers[1])
+    assert process.wait() == 0
+    with open(numbers[0], "rb") as pipe:
+        assert pipe.read() == b"through"
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def test_a_function_of_a_test_file_can_be_called(tmp_path: Path) -> None:
+    assert call(write, tmp_path / "file", "text").wait() == 0
+    assert (tmp_path / "file").read_text() == "text"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"shell": True}, {"preexec_fn": os.getpid}, {"env": {**os.environ, "PYTHONHASHSEED": "0"}}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_what_cannot_be_forked_starts_anew(settings: dict) -> None:
+    code = "import sys; print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    if "shell" in settings:
+        command = f'"{sys.executable}" -c "{code}"'
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, **settings)
+    assert done.stdout == "False\n"
