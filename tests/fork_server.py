@@ -16,6 +16,7 @@ Tests that are about any of this are marked `@pytest.mark.new_interpreter`.
 import array
 import atexit
 import ctypes
+import functools
 import gc
 import importlib
 import inspect
@@ -49,7 +50,8 @@ IN_NETWORK = ["ip", "netns", "exec"]  # and a name
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET of linux/sched.h
 FORKED = {"PYTHONPATH", "PYTHONUNBUFFERED"}  # variables that take effect in a forked process too
 ENV = "/usr/bin/env"
-new_process = subprocess.Popen._execute_child
+# A forked program may import this file again, as pytest's workers do: it is patched by then.
+new_process = inspect.unwrap(subprocess.Popen._execute_child)
 SIGNATURE = inspect.signature(new_process)
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 PLAIN = {  # what a forked program can have of `Popen.__init__`'s arguments
@@ -102,6 +104,7 @@ class Starter:
         """Fork Python programs of this process from now on."""
         self.client = client
 
+        @functools.wraps(new_process)
         def execute_child(process: subprocess.Popen, *values: object) -> None:
             self.execute_child(process, *values)
 
