@@ -15,7 +15,7 @@ def environment(world_size: int, **parts: int) -> Environment:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "machines", "num_gpus", "wanted", "expected"),
+    ("ranks", "machines", "num_gpus", "requested", "expected"),
     [
         (4, 1, 0, None, "gloo"),
         (4, 1, 4, None, BOTH),
@@ -52,5 +52,5 @@ leave(3)
 
 
 def test_leave_flushes_output_and_waits_for_no_thread():
-    done = subprocess.run([sys.executable, "-c", LEAVING], stdout=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stdout) == (3, "all of it\nand this\n")
+    process = subprocess.run([sys.executable, "-c", LEAVING], stdout=subprocess.PIPE, text=True)
+    assert (process.returncode, process.stdout) == (3, "all of it\nand this\n")
