@@ -327,5 +327,5 @@ def tool(folder: str, *flags: str, input: str) -> subprocess.CompletedProcess:
         [sys.executable, str(ROOT / "tools/generate.py"), "--load", folder, *flags],
         input=input, capture_output=True, text=True, timeout=120, env=environment,
     )  # fmt: skip
-    assert process.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     return process
