@@ -83,11 +83,11 @@ def test_a_file_of_prompts_and_a_file_of_texts(
 
 def test_standard_input_is_one_prompt(saved: tuple[Path, GPT]) -> None:
     folder, model = saved
-    done = tool(str(folder), "--max-new-tokens", "5", input="two\nlines")
-    assert done.stdout == "two\nlines" + text_of(model, "two\nlines", 5) + "\n"
-    done = tool(str(folder), "--max-new-tokens", "5", "--input", "-", input="ab\ncd\n")
+    process = tool(str(folder), "--max-new-tokens", "5", input="two\nlines")
+    assert process.stdout == "two\nlines" + text_of(model, "two\nlines", 5) + "\n"
+    process = tool(str(folder), "--max-new-tokens", "5", "--input", "-", input="ab\ncd\n")
     expected = [prompt + text_of(model, prompt, 5, seed=n) for n, prompt in enumerate(["ab", "cd"])]
-    assert done.stdout == "".join(text + "\n" for text in expected)
+    assert process.stdout == "".join(text + "\n" for text in expected)
 
 
 def test_on_ranks_with_sharded_weights(saved: tuple[Path, GPT], tmp_path: Path) -> None:
@@ -323,9 +323,9 @@ def test_a_conversation(terminal: Terminal, tmp_path: Path) -> None:
 
 def tool(folder: str, *flags: str, input: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(ROOT / "tools/generate.py"), "--load", folder, *flags],
         input=input, capture_output=True, text=True, timeout=120, env=environment,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done
+    assert process.returncode == 0, process.stderr
+    return process

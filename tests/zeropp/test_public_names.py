@@ -16,9 +16,11 @@ MODULES = ("optim", "zero")
 
 def output_of(code: str) -> str:
     """What a new interpreter prints when it runs `code`."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -106,22 +106,31 @@ def peft_converter(
     return convert
 
 
-# Parameters in dicts of a layer, and copies of whole layers.
+# PEFT keeps parameters in dicts of a layer, or copies whole layers.
 LORA, GPT2 = peft.LoraConfig, ALIKE["gpt2"][0]
 CONVERSIONS = {
     "embedding": (GPT2, peft_converter(LORA, r=RANK, target_modules=["c_attn", "wte"])),
     "copy of a norm": (
-        GPT2, peft_converter(LORA, r=RANK, target_modules=["c_fc"], modules_to_save=["ln_1"])
+        GPT2,
+        peft_converter(LORA, r=RANK, target_modules=["c_fc"], modules_to_save=["ln_1"]),
     ),
     "head": (
-        llama, peft_converter(LORA, r=RANK, target_modules=["embed_tokens", "q_proj", "lm_head"])
+        llama,
+        peft_converter(LORA, r=RANK, target_modules=["embed_tokens", "q_proj", "lm_head"]),
     ),
     "copy of the head": (
-        llama, peft_converter(LORA, r=RANK, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        llama,
+        peft_converter(LORA, r=RANK, target_modules=["q_proj"], modules_to_save=["lm_head"]),
     ),
-    "IA3": (llama, peft_converter(peft.IA3Config, target_modules=["k_proj", "v_proj", "down_proj"],
-                      feedforward_modules=["down_proj"])),
-}  # fmt: skip
+    "IA3": (
+        llama,
+        peft_converter(
+            peft.IA3Config,
+            target_modules=["k_proj", "v_proj", "down_proj"],
+            feedforward_modules=["down_proj"],
+        ),
+    ),
+}
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -25,7 +25,7 @@ DELAYED = {
 }
 
 
-def delayed(sharding: Sharding, warmup: int = WARMUP, ratio: float = 1.0) -> DelayedAdam:
+def build_delayed_adam(sharding: Sharding, warmup: int = WARMUP, ratio: float = 1.0) -> DelayedAdam:
     offload = Offload(sharding, HOST, ratio=ratio, pin_memory=False, delayed=True)
     groups = [{"params": list(sharding.model.parameters())}]
     return DelayedAdam(offload, groups, warmup=warmup, **ADAM)
@@ -40,7 +40,7 @@ def backward(sharding: Sharding, step: int, scale: float = 1.0) -> float:
     return loss.item()
 
 
-def late_by_hand(zero: dict) -> list[float]:
+def losses_of_late_weights(zero: dict) -> list[float]:
     """Losses where each update is made on the newest weights, and shown to the model a step later.
 
     Adam itself is not late: only the weights that the model sees are.
@@ -65,11 +65,11 @@ def late_by_hand(zero: dict) -> list[float]:
 @ranks(2, ranks_per_node=1)
 def test_the_update_is_adams_one_step_late(zero):
     sharding = sharded(zero, FORMATS["fp32"])
-    optimizer, losses = delayed(sharding), []
+    optimizer, losses = build_delayed_adam(sharding), []
     for step in range(STEPS):
         losses.append(backward(sharding, step))
         optimizer_step(optimizer, sharding, clip_grad=0.5)
-    assert losses == late_by_hand(zero)
+    assert losses == losses_of_late_weights(zero)
 
 
 @pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
@@ -83,13 +83,13 @@ def test_with_an_endless_warmup_it_equals_offload(settings):
             optimizer_step(optimizer, sharding)
         return step_losses
 
-    assert losses(lambda sharding: delayed(sharding, warmup=100)) == losses(offloaded)
+    assert losses(lambda sharding: build_delayed_adam(sharding, warmup=100)) == losses(offloaded)
 
 
 @ranks(1)
 def test_the_next_step_does_not_wait_for_the_update(monkeypatch):
     sharding = sharded({"stage": 2}, FORMATS["bf16"])
-    optimizer = delayed(sharding, warmup=0)
+    optimizer = build_delayed_adam(sharding, warmup=0)
     go, update = threading.Event(), optimizer._update_all
 
     def wait_and_update(*arguments) -> None:
@@ -113,7 +113,7 @@ def test_the_next_step_does_not_wait_for_the_update(monkeypatch):
 @ranks(1)
 def test_an_error_of_the_update_is_raised(monkeypatch):
     sharding = sharded({"stage": 2}, FORMATS["bf16"])
-    optimizer = delayed(sharding, warmup=0)
+    optimizer = build_delayed_adam(sharding, warmup=0)
     backward(sharding, 0)
 
     def broken(*_: object) -> None:
@@ -128,7 +128,10 @@ def test_an_error_of_the_update_is_raised(monkeypatch):
 @ranks(1)
 def test_an_overflowing_step_does_not_disturb_a_running_update():
     sharding = sharded({"stage": 3}, FORMATS["fp16"])
-    optimizer, scaler = delayed(sharding, warmup=0), LossScaler(scale=2.0**8, hysteresis=1)
+    optimizer, scaler = (
+        build_delayed_adam(sharding, warmup=0),
+        LossScaler(scale=2.0**8, hysteresis=1),
+    )
     backward(sharding, 0, scaler.scale)
     assert not optimizer_step(optimizer, sharding, scaler=scaler).skipped
     expected = {name: master.clone() for name, master in named_masters(sharding, optimizer).items()}
@@ -149,7 +152,7 @@ def named_masters(sharding: Sharding, optimizer: DelayedAdam) -> dict[str, torch
 @ranks(1)
 def test_a_running_update_does_not_overwrite_loaded_weights():
     sharding = sharded({"stage": 3}, FORMATS["bf16"])
-    optimizer = delayed(sharding, warmup=0)
+    optimizer = build_delayed_adam(sharding, warmup=0)
     backward(sharding, 0)
     optimizer_step(optimizer, sharding)
     state = {
@@ -208,7 +211,7 @@ def test_it_needs_the_optimizer_on_the_host():
 
 def test_its_memory_is_logged(caplog):
     with caplog.at_level(logging.INFO, "zeropp"):
-        delayed(shard(small_model(), None, ZeroConfig()))
+        build_delayed_adam(shard(small_model(), None, ZeroConfig()))
     elements = sum(parameter.numel() for parameter in small_model().parameters())
     size = elements * (16 + 4) / 2**30
     assert f"{elements:,} parameters of this rank in host memory, {size:.2f} GiB" in caplog.text

@@ -76,8 +76,8 @@ def test_the_extreme_keeps_its_sign_and_nothing_is_larger_than_it(size, bits, dt
         high, low = exact.amax(1, keepdim=True), exact.amin(1, keepdim=True)
         extreme = torch.where(high >= -low, high, low)
         assert (actual.abs() <= extreme.abs()).all()
-        kept = (exact == extreme) & (extreme.abs() >= TINY)
-        assert (torch.where(kept, actual / extreme, 1.0) > 1 - LARGEST_LOSS).all()
+        is_extreme = (exact == extreme) & (extreme.abs() >= TINY)
+        assert (torch.where(is_extreme, actual / extreme, 1.0) > 1 - LARGEST_LOSS).all()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -51,6 +51,6 @@ exit_process(3)
 """
 
 
-def test_exiting_writes_everything_and_waits_for_no_thread():
+def test_exit_process_flushes_output_and_waits_for_no_thread():
     done = subprocess.run([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
     assert (done.returncode, done.stdout) == (3, "all of it\nand this\n")
