@@ -90,9 +90,7 @@ def test_a_signal_ends_a_program_and_a_started_program_forks_too() -> None:
 def test_open_files_keep_their_numbers() -> None:
     numbers = os.pipe()
     code = "import os, sys; os.write(int(sys.argv[1]), b'through')"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(numbers[1])], pass_fds=[numbers[1]]
-    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(numbers[1])], pass_fds=[numbers[1]])
     os.close(numbers[1])
     assert process.wait() == 0
     with open(numbers[0], "rb") as pipe:
