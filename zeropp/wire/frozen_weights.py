@@ -107,7 +107,8 @@ class QuantizedShard(Tensor):
             values = _numbers(args[1]).to(device=args[0].device, dtype=args[0].dtype)
             args[0].packed.copy_(_packed(values, args[0].packing))
             return args[0]
-        written = next((one for one in _written(func, args) if isinstance(one, cls)), None)
+        arguments = _written_arguments(func, args)
+        written = next((value for value in arguments if isinstance(value, cls)), None)
         if written is not None:
             raise InputError(
                 f"{func.__name__} would change a frozen weight of shape {list(written.shape)} that "
@@ -190,8 +191,8 @@ def _numbers(value: Any) -> Any:
     return value.numbers() if isinstance(value, QuantizedShard) else value
 
 
-def _written(func: Any, args: Sequence[Any]) -> Iterator[Any]:
-    """The arguments that an op writes to."""
-    for given, argument in zip(args, func._schema.arguments, strict=False):
+def _written_arguments(func: Any, args: Sequence[Any]) -> Iterator[Any]:
+    """Yield the arguments that an op writes to."""
+    for value, argument in zip(args, func._schema.arguments, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from given if isinstance(given, list | tuple) else (given,)
+            yield from value if isinstance(value, list | tuple) else (value,)

@@ -147,8 +147,8 @@ def test_a_gpt_neox_of_two_branches_at_once(tmp_path: Path, capsys: pytest.Captu
     set_config(source, use_parallel_residual=None)
     assert message in import_error(source, capsys)
     set_config(source, use_parallel_residual=False, rope_parameters=None, rotary_pct=2)
-    said = "rotary_pct is 2; only a share above 0 and up to 1 is supported"
-    assert said in import_error(source, capsys)
+    message = "rotary_pct is 2; only a share above 0 and up to 1 is supported"
+    assert message in import_error(source, capsys)
 
 
 def test_a_mistral_with_a_window(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -76,6 +76,6 @@ def test_a_part_on_the_host_counts_too():
     expected = optimizer_norms(trained(model()))
     optimizer = trained(model())
     _, bias = optimizer.param_groups[0]["params"]
-    for one in (bias, *optimizer.state[bias].values()):
-        one.data = one.data.to("cuda")
+    for tensor in (bias, *optimizer.state[bias].values()):
+        tensor.data = tensor.data.to("cuda")
     assert optimizer_norms(optimizer) == pytest.approx(expected)

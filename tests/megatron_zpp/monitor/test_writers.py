@@ -314,8 +314,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 def test_wandb_gets_the_same_names(monkeypatch):
     logged, runs = [], []
 
-    def init(**given: object) -> object:
-        runs.append(given)
+    def init(**arguments: object) -> object:
+        runs.append(arguments)
         log = lambda values, step: logged.append((step, values))  # noqa: E731
         return types.SimpleNamespace(log=log, finish=lambda: logged.append("finished"))
 

@@ -113,9 +113,9 @@ def test_a_million_blanks_are_no_crash(gpt2: Tokenizer) -> None:
 def test_blanks_are_those_of_the_pattern() -> None:
     """Python's white space and Unicode's differ by four control characters."""
     blank = regex.compile(r"\p{White_Space}")
-    one = regex.compile(BLANKS.pattern.split("{")[0])
+    blank_character = regex.compile(BLANKS.pattern.split("{")[0])
     everything = "".join(map(chr, range(0x110000)))
-    assert one.findall(everything) == blank.findall(everything)
+    assert blank_character.findall(everything) == blank.findall(everything)
     assert r"\s" in WORDS
 
 

@@ -214,7 +214,7 @@ def test_extra_ids_come_last(gpt2: Tokenizer, bpe: Path) -> None:
 
 def test_fingerprints_tell_tokenizers_apart(bpe: Path, sentences: Path) -> None:
     model = sentences / "usual.model"
-    made = [
+    tokenizers = [
         gpt2_of(bpe),
         hf_of(bpe),
         sentencepiece_of(model, "GPTSentencePieceTokenizer"),
@@ -224,8 +224,8 @@ def test_fingerprints_tell_tokenizers_apart(bpe: Path, sentences: Path) -> None:
         build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100)),
         build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=101)),
     ]
-    assert len({tokenizer.fingerprint for tokenizer in made}) == len(made)
-    assert gpt2_of(bpe).fingerprint == made[0].fingerprint
+    assert len({tokenizer.fingerprint for tokenizer in tokenizers}) == len(tokenizers)
+    assert gpt2_of(bpe).fingerprint == tokenizers[0].fingerprint
 
 
 def test_a_package_that_is_missing_is_named() -> None:
