@@ -18,8 +18,8 @@ from megatron_zpp.settings.config import Config
 from zeropp.fsdp_adapter import AHEAD
 from zeropp.ranks.host_memory import pinned_bytes
 from zeropp.sharding.sharding import Sharding
-from zeropp.wire.collectives import SecondaryCopies
 from zeropp.wire.route import Nodes
+from zeropp.wire.secondary_copies import SecondaryCopies
 
 WEIGHTS, MOMENTS, GRADIENTS = "weights", "optimizer state", "gradients"
 GATHERED, COPIES = "gathered weights", "secondary copies (hpZ)"

@@ -41,11 +41,12 @@ from zeropp.sharding.materialize import (
 from zeropp.sharding.sharding import Sharding
 from zeropp.sharding.subunits import Subunits, trained_subunits
 from zeropp.sharding.weight_changes import drop_when_weights_change
-from zeropp.wire.collectives import GradientMean, SecondaryCopies, WeightGather
+from zeropp.wire.collectives import GradientMean, WeightGather
 from zeropp.wire.frozen_weights import quantize_frozen, stored_bytes
 from zeropp.wire.in_flight import Reductions
 from zeropp.wire.link import Link, connect
 from zeropp.wire.route import Nodes, Route, gradient_route, weight_route
+from zeropp.wire.secondary_copies import SecondaryCopies
 from zeropp.wire.traffic import Traffic
 
 MIB = 2**20

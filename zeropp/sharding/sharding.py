@@ -12,9 +12,9 @@ from torch import nn
 from zeropp import fsdp_adapter as fsdp
 from zeropp.sharding.forecast import REDUCED_WHOLE, Forecast
 from zeropp.sharding.weight_changes import drop_gathered
-from zeropp.wire.collectives import SecondaryCopies
 from zeropp.wire.frozen_weights import require_frozen
 from zeropp.wire.route import UNQUANTIZED, Hop, Route
+from zeropp.wire.secondary_copies import SecondaryCopies
 from zeropp.wire.traffic import PURPOSES, Sent, Traffic
 
 MIB = 2**20

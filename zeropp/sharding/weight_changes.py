@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.wire.collectives import SecondaryCopies
+from zeropp.wire.secondary_copies import SecondaryCopies
 
 Units = Sequence[fsdp.FSDPModule]
 

@@ -15,7 +15,7 @@ n*R + r. C = elements of one rank's padded shard of the unit, P = bytes of a pac
 
 Units with quantized frozen weights (zeropp/wire/frozen_weights.py) are sent as bytes: those weights
 as they are stored, the others as numbers. Such a gather neither quantizes nor dequantizes.
-*) hpZ's secondary copy. A gather that uses it begins below this line.
+*) hpZ's secondary copy (zeropp/wire/secondary_copies.py). A gather that uses it begins below here.
 +) Divided by R here, rather than at the end, if sums are sent in fp16, where they could overflow.
 Sources: ZeRO++ (Wang et al. 2023), sections 3.1 to 3.3.
 """
@@ -24,50 +24,14 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
 from zeropp.quant.packing import Layout, layout_of
-from zeropp.wire.cross_stream import CrossStreamTensor
 from zeropp.wire.in_flight import Gathering, Hops, Reductions, run
 from zeropp.wire.link import Link
 from zeropp.wire.route import UNQUANTIZED, Route
-
-
-class SecondaryCopies:
-    """hpZ's secondary copies: each unit's rows after the outer hop, until the weights change.
-
-    The choice between a copy and a new gather follows from calls that every rank makes, never from
-    a tensor's state: ranks that chose differently would wait for each other forever.
-    """
-
-    def __init__(self, *, in_evaluation: bool) -> None:
-        self.in_evaluation = in_evaluation
-        self.version = 0
-        self._rows: dict[nn.Module, CrossStreamTensor] = {}
-
-    def get(self, unit: nn.Module) -> torch.Tensor | None:
-        """Return the unit's rows for use on the current stream, or None if there is no copy."""
-        rows = self._rows.get(unit)
-        return rows.on_current_stream() if rows else None
-
-    def keep(self, unit: nn.Module, rows: torch.Tensor, version: int) -> None:
-        """Keep `rows`, gathered at `version`, unless the weights have changed since."""
-        if version == self.version and (unit.training or self.in_evaluation):
-            self._rows[unit] = CrossStreamTensor(rows)
-
-    def drop(self, *, stepped_only: bool = False) -> None:
-        """Drop the copies of all units, or only of those that an optimizer may have stepped."""
-        self.version += 1
-        for unit in tuple(self._rows):
-            if not stepped_only or fsdp.may_be_stepped(unit):
-                del self._rows[unit]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this rank holds."""
-        return sum(rows.tensor.nbytes for rows in self._rows.values())
+from zeropp.wire.secondary_copies import SecondaryCopies
 
 
 class _Allocates:
