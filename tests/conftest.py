@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ PROCESSES = re.compile(
     r"emulated|cuda_compile|torch\.compile)\b"
 )
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a background job: tests interrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if fork_server.AVAILABLE:
     fork_server.starter.install(fork_server.Client())
 

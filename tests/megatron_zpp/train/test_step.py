@@ -106,9 +106,8 @@ def test_numbers_read_an_iteration_later_are_the_same_and_in_their_place(stop, t
         read(flags + f"--save {Path(tmp_path, read.__name__)}")
         for read in (log_of, log_of_asynchronous)
     )
-    first, second = (
-        re.sub(r"log_of(_asynchronous)?", "", numbers_of(log)) for log in (first, second)
-    )
+    folder = r"log_of(_asynchronous)?"
+    first, second = (re.sub(folder, "", numbers_of(log)) for log in (first, second))
     assert first == second
 
 

@@ -105,5 +105,5 @@ def test_values_that_python_needs_are_computed():
 def test_data_of_another_shape_is_refused():
     with recording():
         weight = nn.Parameter(torch.zeros(3))
-        with pytest.raises(InputError, match=r"from_list .data of shape \[2\]"):
+        with pytest.raises(InputError, match=r"given .data of shape \[2\]"):
             weight.data = torch.zeros(2)
