@@ -3,6 +3,7 @@
 import sys
 import time
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 from megatron_zpp.preprocess.encoder import EncodedChunk
 
@@ -55,7 +56,7 @@ class Progress:
         print(
             f"{totals.documents} documents, {num_bytes / 1e6:.1f} of {self.total_bytes / 1e6:.1f} "
             f"MB, {totals.tokens} tokens ({self.rate(totals, num_bytes)}), "
-            f"{_format_time(seconds_left)} left",
+            f"{timedelta(seconds=round(seconds_left))} left",
             file=sys.stderr,
             flush=True,
         )
@@ -73,8 +74,3 @@ class Progress:
 
     def _elapsed_seconds(self) -> float:
         return max(time.monotonic() - self._start_time, 1e-9)
-
-
-def _format_time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
