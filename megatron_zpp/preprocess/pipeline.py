@@ -11,12 +11,7 @@ from typing import Any
 
 from megatron_zpp.data.indexed_dataset import token_dtype
 from megatron_zpp.preprocess.chunks import input_files, read_chunks
-from megatron_zpp.preprocess.encoder import (
-    EncoderSettings,
-    cached_tokenizer,
-    encode_chunk,
-    load_tokenizers,
-)
+from megatron_zpp.preprocess.encoder import cached_tokenizer, encode_chunk, load_tokenizers
 from megatron_zpp.preprocess.partial_output import Journal, PartialOutput
 from megatron_zpp.preprocess.preprocess_config import PreprocessConfig
 from megatron_zpp.preprocess.progress import Progress, Totals
@@ -76,15 +71,10 @@ def _write_datasets(
         print(f"going on after {journal.totals.documents} documents ({output.folder})")
     file_sizes = [path.stat().st_size for path in files]
     bytes_before_file = dict(zip(files, accumulate(file_sizes, initial=0), strict=False))
-    settings = EncoderSettings(
-        tokenizer=tokenizer, bpe_library=config.bpe_library, keys=config.keys,
-        append_eod=config.append_eod, split_sentences=config.split_sentences,
-        keep_newlines=config.keep_newlines, skip_invalid=config.skip_invalid,
-    )  # fmt: skip
-    load_tokenizers(settings)
+    load_tokenizers(config, tokenizer)
     num_workers = 0 if config.workers == 1 else config.workers
     chunks = read_chunks(files, config.keys, journal.position)
-    encode = functools.partial(encode_chunk, settings)
+    encode = functools.partial(encode_chunk, config, tokenizer)
     progress = Progress(config.log_interval, sum(file_sizes), journal.totals, journal.bytes_read)
     last_commit = time.monotonic()
     try:
