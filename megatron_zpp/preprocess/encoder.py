@@ -151,13 +151,13 @@ def _encode_key(
     document_of_text = np.repeat(np.arange(num_documents), texts_per_document)
     sequences = np.bincount(document_of_text[counts > 0], minlength=num_documents)
     lengths = counts[counts > 0]
-    dtype = token_dtype(tokenizer.vocab_size)
+    ids = ids.astype(token_dtype(tokenizer.vocab_size), copy=False)
     if config.append_eod and len(lengths):
         last_sequences = np.cumsum(sequences)[sequences > 0] - 1
+        ids = np.insert(ids, np.cumsum(lengths)[last_sequences], tokenizer.eod)
         lengths[last_sequences] += 1
-        ids = _insert_eod(ids, np.cumsum(lengths)[last_sequences] - 1, tokenizer.eod, dtype)
     return EncodedTexts(
-        ids=ids.astype(dtype, copy=False),
+        ids=ids,
         lengths=lengths.astype(np.int32),
         sequences=sequences.astype(np.int32),
     )
@@ -165,16 +165,6 @@ def _encode_key(
 
 def _sentences(texts: Sequence[str], keep_newlines: bool) -> list[str]:
     return [sentence for text in texts for sentence in split_sentences(text, keep_newlines)]
-
-
-def _insert_eod(ids: np.ndarray, indices: np.ndarray, eod: int, dtype: np.dtype) -> np.ndarray:
-    """Insert `eod` into `ids` [n], so that it is at `indices` [k] of the result [n + k]."""
-    result = np.empty(len(ids) + len(indices), dtype=dtype)
-    is_text = np.ones(len(result), dtype=bool)
-    is_text[indices] = False
-    result[is_text] = ids
-    result[indices] = eod
-    return result
 
 
 def _check_range(ids: np.ndarray, tokenizer: Tokenizer) -> None:
