@@ -32,10 +32,9 @@ def build_run(requested: Config, ranks: Ranks, console: Console, stopping: Stopp
     and the data determine. Raises InputError for what does not fit together or cannot be read.
     """
     require_fit(requested.zero, find_nodes(ranks.mesh, requested.zero))
-    inputs = open_inputs(requested, ranks)
-    config, tokenizer = inputs.config, inputs.tokenizer
+    config, tokenizer, datasets, pretrained = open_inputs(requested, ranks)
     apex = find_apex(ranks.device)
-    fill = inputs.pretrained.fill if inputs.pretrained else None
+    fill = pretrained.fill if pretrained else None
     sharding = build_model(config, tokenizer.vocab_size, ranks, apex, fill)
     optimizer = build_optimizer(sharding, config, ranks.device, apex)
     scaler = build_scaler(config.precision)
@@ -47,7 +46,7 @@ def build_run(requested: Config, ranks: Ranks, console: Console, stopping: Stopp
         ranks=ranks,
         console=console,
         tokenizer=tokenizer,
-        datasets=inputs.datasets,
+        datasets=datasets,
         sharding=sharding,
         optimizer=optimizer,
         scaler=scaler,
