@@ -24,14 +24,35 @@ import numpy as np
 
 from megatron_zpp.data.indexed_dataset import write_index
 from megatron_zpp.preprocess.chunks import Position
-from megatron_zpp.preprocess.encoder import EncodedTexts
-from megatron_zpp.preprocess.progress import Totals
+from megatron_zpp.preprocess.encoder import EncodedChunk, EncodedTexts
 from zeropp.atomic import sync_folder, write_atomically
 from zeropp.errors import InputError
 
 JOURNAL = "journal.json"
 FORMAT = 1  # of the journal
 PARTS = ("bin", "lengths", "documents")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Documents and tokens that were written, blank and invalid lines that were skipped."""
+
+    documents: int = 0
+    tokens: int = 0
+    blank: int = 0
+    invalid: int = 0
+    first_invalid: str = ""
+
+    def plus(self, chunk: EncodedChunk) -> "Totals":
+        """Return the totals with one more chunk."""
+        return replace(
+            self,
+            documents=self.documents + len(chunk.datasets[0].sequences),
+            tokens=self.tokens + sum(len(dataset.ids) for dataset in chunk.datasets),
+            blank=self.blank + chunk.num_blank,
+            invalid=self.invalid + chunk.num_invalid,
+            first_invalid=self.first_invalid or chunk.first_invalid,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

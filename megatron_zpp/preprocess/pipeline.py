@@ -12,9 +12,9 @@ from typing import Any
 from megatron_zpp.data.indexed_dataset import token_dtype
 from megatron_zpp.preprocess.chunks import input_files, read_chunks
 from megatron_zpp.preprocess.encoder import cached_tokenizer, encode_chunk, load_tokenizers
-from megatron_zpp.preprocess.partial_output import Journal, PartialOutput
+from megatron_zpp.preprocess.partial_output import Journal, PartialOutput, Totals
 from megatron_zpp.preprocess.preprocess_config import PreprocessConfig
-from megatron_zpp.preprocess.progress import Progress, Totals
+from megatron_zpp.preprocess.progress import Progress
 from megatron_zpp.preprocess.worker_pool import WorkerDied, map_in_order
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ def _write_datasets(
     num_workers = 0 if config.workers == 1 else config.workers
     chunks = read_chunks(files, config.keys, journal.position)
     encode = functools.partial(encode_chunk, config, tokenizer)
-    progress = Progress(config.log_interval, sum(file_sizes), journal.totals, journal.bytes_read)
+    progress = Progress(config.log_interval, sum(file_sizes), journal)
     last_commit = time.monotonic()
     try:
         with closing(map_in_order(encode, chunks, num_workers)) as encoded_chunks:
@@ -86,13 +86,13 @@ def _write_datasets(
                     bytes_read=bytes_before_file[chunk.path] + chunk.bytes_read,
                     sizes=output.sizes,
                 )  # fmt: skip
-                progress.report(journal.totals, journal.bytes_read)
+                progress.report(journal)
                 if time.monotonic() - last_commit > COMMIT_SECONDS:
                     output.commit(journal)
                     last_commit = time.monotonic()
         if not journal.totals.tokens:
             raise InputError(f"--input {config.input}: there is no text in it")
-        _print_summary(journal.totals, progress.rate(journal.totals, journal.bytes_read))
+        _print_summary(journal.totals, progress.rate(journal))
         output.complete(journal, token_dtype(cached_tokenizer(tokenizer).vocab_size))
     except KeyboardInterrupt:
         raise Stopped(f"stopped; {_commit_on_stop(output, journal)}") from None
