@@ -82,10 +82,9 @@ class IndexedDataset:
     def _check_extent(self) -> None:
         """Raise InputError unless the .bin ends with the last sequence."""
         token_bytes, expected_bytes = self.dtype.itemsize, 0
-        for start in range(0, len(self.lengths), CHUNK):
-            lengths = self.lengths[start : start + CHUNK].astype(np.int64)
-            pointers = self.pointers[start : start + CHUNK].astype(np.int64)
-            ends = pointers + lengths * token_bytes  # negative if it exceeds 64 bits
+        for lengths, pointers in zip(_blocks(self.lengths), _blocks(self.pointers), strict=True):
+            # Negative if it exceeds 64 bits.
+            ends = pointers + lengths.astype(np.int64) * token_bytes
             if min(lengths.min(), pointers.min(), ends.min()) < 0 or (pointers % token_bytes).any():
                 raise InputError(
                     f"{self.idx_path} is damaged: a length or pointer is negative or too large, or "
@@ -231,7 +230,7 @@ def write_index(
     start = 0
     for block in _blocks(lengths):
         ends = start + np.cumsum(block, dtype=np.int64) * dtype.itemsize
-        file.write((ends - block * np.int64(dtype.itemsize)).tobytes())
+        file.write((ends - block.astype(np.int64) * dtype.itemsize).tobytes())
         start = int(ends[-1])
     for block in _blocks(documents):
         file.write(block.tobytes())
