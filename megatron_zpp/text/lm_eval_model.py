@@ -45,11 +45,7 @@ class MegatronZppLM(TemplateLM):
         super().__init__()
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise InputError(f"--batch_size {batch_size}: expected a whole number of 1 or more")
-        self.max_length = max_length or model.num_positions
-        if self.max_length > model.num_positions:
-            raise InputError(
-                f"--seq-length {max_length}: the model has {model.num_positions} positions"
-            )
+        self.max_length = model.context_length(max_length)
         self._model = model
         self._batch_size = int(batch_size)
         self._template: ChatTemplate | None = None  # once a prompt was made with it

@@ -49,11 +49,7 @@ def measure_perplexity(
     are read in windows that begin every `stride` tokens (default: `seq_length`). Called on rank 0
     only. Raises InputError for unsuitable lengths and data.
     """
-    seq_length = seq_length or model.num_positions
-    if seq_length > model.num_positions:
-        raise InputError(
-            f"--seq-length {seq_length}: the model has {model.num_positions} positions"
-        )
+    seq_length = model.context_length(seq_length)
     stride = seq_length if stride is None else stride
     if not 0 < stride <= seq_length:
         raise InputError(
