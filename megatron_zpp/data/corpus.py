@@ -16,7 +16,7 @@ import shutil
 import sysconfig
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,31 +61,22 @@ class Corpus:
     num_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceFile:
-    """A source file; `path` is relative to the folder of the library, with slashes."""
-
-    path: str
-    text: str
-
-
 def load_standard_library(
-    cache: Path | str, seed: int = SEED, *, source: Path | None = None, vocab_size: int = VOCAB_SIZE
+    cache: Path | str, *, source: Path | None = None, vocab_size: int = VOCAB_SIZE
 ) -> Corpus:
     """Return the corpus in `cache`, after building it if it is missing.
 
-    Call it on one rank and share the result. `seed` determines the order of the documents, and so
-    which are held out. `source` is the folder of the library, by default that of the running
-    Python. Raises InputError if there are no sources or the cache cannot be used.
+    Call it on one rank and share the result. `source` is the folder of the library, by default that
+    of the running Python. Raises InputError if there are no sources or the cache cannot be used.
     """
     source = source or Path(sysconfig.get_path("stdlib"))
-    files = _read_source_files(source, seed)
-    settings = {"format": FORMAT, "seed": seed, "split": SPLIT, "vocab_size": vocab_size}
-    key = _digest(files, settings)
+    texts = _read_source_files(source)
+    settings = {"format": FORMAT, "seed": SEED, "split": SPLIT, "vocab_size": vocab_size}
+    key = _digest(texts, settings)
     folder = Path(cache) / f"stdlib-{platform.python_version()}-{key[:16]}"
     try:
         if not folder.exists():
-            _build(folder, files, vocab_size)
+            _build(folder, list(texts.values()), vocab_size)
         return _load(folder)
     except OSError as error:
         raise InputError(
@@ -109,9 +100,12 @@ def train_tokenizer(texts: Iterator[str] | Sequence[str], vocab_size: int) -> Mo
     return model
 
 
-def _read_source_files(source: Path, seed: int) -> list[SourceFile]:
-    """Return the source files in the order of the hashes of their paths."""
-    files, num_undecodable = [], 0
+def _read_source_files(source: Path) -> dict[str, str]:
+    """Return the text of each source file, by its path relative to `source`, with slashes.
+
+    The order is that of the hashes of the paths.
+    """
+    texts, num_undecodable = {}, 0
     for path in _source_paths(source):
         try:
             text = path.read_bytes().decode("utf-8").replace("\r\n", "\n")
@@ -119,15 +113,15 @@ def _read_source_files(source: Path, seed: int) -> list[SourceFile]:
             num_undecodable += 1
             continue
         if text.strip():
-            files.append(SourceFile(path=path.relative_to(source).as_posix(), text=text))
+            texts[path.relative_to(source).as_posix()] = text
     if num_undecodable:
         logger.info("default corpus: %d files of %s skipped, not UTF-8", num_undecodable, source)
-    if not _validation_range(len(files)):
+    if not _validation_range(len(texts)):
         raise InputError(
-            f"no default corpus: {len(files)} Python sources in {source}; give your own data "
+            f"no default corpus: {len(texts)} Python sources in {source}; give your own data "
             "with --data-path"
         )
-    return sorted(files, key=lambda file: _hash_path(file.path, seed))
+    return {path: texts[path] for path in sorted(texts, key=_hash_path)}
 
 
 def _source_paths(source: Path) -> Iterator[Path]:
@@ -142,14 +136,14 @@ def _is_included(name: str) -> bool:
     return name not in EXCLUDED and not name.startswith(MACHINE_DEPENDENT)
 
 
-def _hash_path(path: str, seed: int) -> str:
-    return hashlib.sha256(f"{seed}:{path}".encode()).hexdigest()
+def _hash_path(path: str) -> str:
+    return hashlib.sha256(f"{SEED}:{path}".encode()).hexdigest()
 
 
-def _digest(files: Sequence[SourceFile], settings: dict[str, int | str]) -> str:
+def _digest(texts: Mapping[str, str], settings: dict[str, int | str]) -> str:
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for file in files:
-        for part in (file.path, file.text):
+    for path_and_text in texts.items():
+        for part in path_and_text:
             data = part.encode()
             digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
@@ -162,13 +156,13 @@ def _validation_range(num_documents: int) -> range:
     return sequence_range(bounds, num_documents)
 
 
-def _build(folder: Path, files: Sequence[SourceFile], vocab_size: int) -> None:
+def _build(folder: Path, texts: Sequence[str], vocab_size: int) -> None:
     """Build a temporary folder and rename it to `folder`, unless another process was faster."""
     start = time.monotonic()
     temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp")
     temporary.mkdir(parents=True)
     try:
-        _write_corpus(temporary, files, vocab_size)
+        _write_corpus(temporary, texts, vocab_size)
         try:
             temporary.rename(folder)
         except OSError:
@@ -180,26 +174,26 @@ def _build(folder: Path, files: Sequence[SourceFile], vocab_size: int) -> None:
     logger.info("default corpus: built in %.1f s, kept in %s", time.monotonic() - start, folder)
 
 
-def _write_corpus(folder: Path, files: Sequence[SourceFile], vocab_size: int) -> None:
+def _write_corpus(folder: Path, texts: Sequence[str], vocab_size: int) -> None:
     """Train the tokenizer, and write it with the dataset and the manifest."""
-    num_bytes = sum(len(file.text.encode()) for file in files)
-    training_files = files[: _validation_range(len(files)).start]
+    num_bytes = sum(len(text.encode()) for text in texts)
+    training_texts = texts[: _validation_range(len(texts)).start]
     logger.info(
         "default corpus: %d files of the Python %s standard library, %.1f MB; training a tokenizer "
         "of %d entries on %d of them",
-        len(files),
+        len(texts),
         platform.python_version(),
         num_bytes / 1e6,
         vocab_size,
-        len(training_files),
+        len(training_texts),
     )
-    model = train_tokenizer((file.text for file in training_files), vocab_size)
+    model = train_tokenizer(training_texts, vocab_size)
     definition = model.to_str(pretty=True).encode()
     write_atomically(folder / TOKENIZER, lambda file: file.write(definition))
-    num_tokens = _write_dataset(folder, files)
+    num_tokens = _write_dataset(folder, texts)
     corpus = {
         "split": SPLIT,
-        "num_documents": len(files),
+        "num_documents": len(texts),
         "num_bytes": num_bytes,
         "num_tokens": num_tokens,
     }
@@ -208,21 +202,21 @@ def _write_corpus(folder: Path, files: Sequence[SourceFile], vocab_size: int) ->
     write_atomically(folder / MANIFEST, lambda file: file.write(text))
 
 
-def _write_dataset(folder: Path, files: Sequence[SourceFile]) -> int:
-    """Write one document for each file, with end of document; return the number of tokens."""
+def _write_dataset(folder: Path, texts: Sequence[str]) -> int:
+    """Write one document for each text, with end of document; return the number of tokens."""
     tokenizer = HFTokenizer(str(folder))
     num_tokens = 0
     with IndexedDatasetWriter(folder / PREFIX, tokenizer.vocab_size) as writer:
-        for start in range(0, len(files), BATCH):
-            batch = files[start : start + BATCH]
-            for ids in tokenizer.encode_batch([file.text for file in batch]):
+        for start in range(0, len(texts), BATCH):
+            batch = texts[start : start + BATCH]
+            for ids in tokenizer.encode_batch(batch):
                 writer.add_item([*ids, tokenizer.eod])
                 writer.end_document()
                 num_tokens += len(ids) + 1
-            if start // BATCH % 4 == 3 or start + BATCH >= len(files):
+            if start // BATCH % 4 == 3 or start + BATCH >= len(texts):
                 logger.info(
                     "default corpus: %d of %d files encoded, %d tokens",
-                    *(start + len(batch), len(files), num_tokens),
+                    *(start + len(batch), len(texts), num_tokens),
                 )
     return num_tokens
 

@@ -36,14 +36,6 @@ class SampleSpec:
     cache: IndexCache
 
 
-class Span(NamedTuple):
-    """A part of one sequence of a file: `length` tokens from `offset` on."""
-
-    sequence: int
-    offset: int
-    length: int
-
-
 class GPTDataset:
     """At least `num_samples` shuffled samples (None: those of one epoch) of a range of sequences.
 
@@ -85,18 +77,18 @@ class GPTDataset:
         self._check_vocabulary(tokens)
         return {"tokens": tokens}
 
-    def spans(self, index: int) -> list[Span]:
-        """Return the parts of the file that make up sample `index`, in order."""
+    def spans(self, index: int) -> list[tuple[int, int, int]]:
+        """Return the sequence, offset and length of each part of sample `index`, in order."""
         row = int(self.index.shuffle[index])
         (first, offset), (last, end) = self.index.sample[row : row + 2].tolist()
         sequences = self.index.document[first : last + 1].tolist()
         if first == last:
-            return [Span(sequences[0], offset, end + 1 - offset)]
+            return [(sequences[0], offset, end + 1 - offset)]
         spans = []
         for sequence in sequences[:-1]:
-            spans.append(Span(sequence, offset, int(self.source.lengths[sequence]) - offset))
+            spans.append((sequence, offset, int(self.source.lengths[sequence]) - offset))
             offset = 0
-        return [*spans, Span(sequences[-1], 0, end + 1)]
+        return [*spans, (sequences[-1], 0, end + 1)]
 
     def _check_vocabulary(self, tokens: np.ndarray) -> None:
         # Not checked once for the whole file, so that a file of terabytes is not read twice.

@@ -11,7 +11,7 @@ import os
 import struct
 from array import array
 from pathlib import Path
-from types import TracebackType
+from typing import BinaryIO
 
 import numpy as np
 
@@ -22,7 +22,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-CHUNK = 1 << 20  # sequences that are checked at once
+CHUNK = 1 << 20  # sequences that are checked or written at once
 UINT16_LIMIT = 65500  # Megatron's bound on the vocabulary, below the 65536 of the type
 
 
@@ -82,10 +82,9 @@ class IndexedDataset:
     def _check_extent(self) -> None:
         """Raise InputError unless the .bin ends with the last sequence."""
         token_bytes, expected_bytes = self.dtype.itemsize, 0
-        for start in range(0, len(self.lengths), CHUNK):
-            lengths = self.lengths[start : start + CHUNK].astype(np.int64)
-            pointers = self.pointers[start : start + CHUNK].astype(np.int64)
-            ends = pointers + lengths * token_bytes  # negative if it exceeds 64 bits
+        for lengths, pointers in zip(_blocks(self.lengths), _blocks(self.pointers), strict=True):
+            # Negative if it exceeds 64 bits.
+            ends = pointers + lengths.astype(np.int64) * token_bytes
             if min(lengths.min(), pointers.min(), ends.min()) < 0 or (pointers % token_bytes).any():
                 raise InputError(
                     f"{self.idx_path} is damaged: a length or pointer is negative or too large, or "
@@ -121,12 +120,7 @@ class IndexedDatasetWriter:
     def __enter__(self) -> "IndexedDatasetWriter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is not None:
             self.abort()
         elif not self._file.closed:
@@ -166,7 +160,7 @@ class IndexedDatasetWriter:
         sync_folder(self.bin_path.parent)
         documents = np.frombuffer(self._documents, dtype=np.int64)
         write_atomically(
-            self.idx_path, lambda file: file.write(_index_bytes(self.dtype, lengths, documents))
+            self.idx_path, lambda file: write_index(file, self.dtype, lengths, documents)
         )
 
     def abort(self) -> None:
@@ -226,8 +220,21 @@ def index_header(dtype: np.dtype, num_sequences: int, num_entries: int) -> bytes
     return HEADER.pack(MAGIC, VERSION, code, num_sequences, num_entries)
 
 
-def _index_bytes(dtype: np.dtype, lengths: np.ndarray, documents: np.ndarray) -> bytes:
-    ends = np.cumsum(lengths, dtype=np.int64)
-    pointers = (ends - lengths) * dtype.itemsize
-    header = index_header(dtype, len(lengths), len(documents))
-    return header + lengths.tobytes() + pointers.tobytes() + documents.tobytes()
+def write_index(
+    file: BinaryIO, dtype: np.dtype, lengths: np.ndarray, documents: np.ndarray
+) -> None:
+    """Write an .idx in bounded memory: the arrays, int32 [n] and int64 [d], may be mapped files."""
+    file.write(index_header(dtype, len(lengths), len(documents)))
+    for block in _blocks(lengths):
+        file.write(block.tobytes())
+    start = 0
+    for block in _blocks(lengths):
+        ends = start + np.cumsum(block, dtype=np.int64) * dtype.itemsize
+        file.write((ends - block.astype(np.int64) * dtype.itemsize).tobytes())
+        start = int(ends[-1])
+    for block in _blocks(documents):
+        file.write(block.tobytes())
+
+
+def _blocks(numbers: np.ndarray) -> list[np.ndarray]:
+    return [numbers[start : start + CHUNK] for start in range(0, len(numbers), CHUNK)]

@@ -93,14 +93,14 @@ class Loader:
         self._hides_labels = getattr(dataset, "hides_labels", False)
         sample_order = _cyclic if data.dataloader_type == "cyclic" else _single
         samples = sample_order(self._length, consumed_samples, self._step)
-        slices = _RankSlices(samples, rank, micro_batch_size)
+        rank_slice = slice(rank * micro_batch_size, (rank + 1) * micro_batch_size)
         loader = DataLoader(
             _ErrorsAsValues(dataset),
-            batch_sampler=slices,
+            batch_sampler=(numbers[rank_slice] for numbers in samples),
             num_workers=data.num_workers,
             # Forked workers share the mapped indices; only on Linux is a fork safe.
             multiprocessing_context="fork" if data.num_workers and ON_LINUX else None,
-            collate_fn=_Collate(eod if data.reset_attention_mask else None),
+            collate_fn=partial(_collate, eod if data.reset_attention_mask else None),
             worker_init_fn=partial(_ignore_signals, self._closing),
             pin_memory=self._device.type == "cuda",
             generator=torch.Generator(),  # PyTorch's default one would advance and change dropout
@@ -193,17 +193,6 @@ def _ignore_signals(closing: c_bool, worker: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if closing.value else None)
 
 
-class _RankSlices:
-    """The batch sampler: the slice of one rank of the sample numbers of each micro-step."""
-
-    def __init__(self, steps: Iterator[list[int]], rank: int, micro_batch_size: int) -> None:
-        self._steps = steps
-        self._slice = slice(rank * micro_batch_size, (rank + 1) * micro_batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (step[self._slice] for step in self._steps)
-
-
 def _single(length: int, consumed: int, step: int) -> Iterator[list[int]]:
     """Yield sample numbers in the order of the dataset, without an incomplete last step."""
     for start in range(consumed, length - step + 1, step):
@@ -240,19 +229,14 @@ class _ErrorsAsValues:
             return error
 
 
-@dataclass(frozen=True)
-class _Collate:
+def _collate(
+    eod: int | None, samples: list[np.ndarray | InputError]
+) -> tuple[torch.Tensor, torch.Tensor | None] | InputError:
     """Stack samples to a text [b, S + 1], with the edges of its documents if `eod` is not None."""
-
-    eod: int | None
-
-    def __call__(
-        self, samples: list[np.ndarray | InputError]
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | InputError:
-        for sample in samples:
-            if isinstance(sample, InputError):
-                return sample
-        text = torch.from_numpy(np.stack(samples))
-        # Computed in the worker: the number of edges depends on the text, which would stall a GPU.
-        edges = None if self.eod is None else document_edges(text[:, :-1], self.eod)
-        return text, edges
+    for sample in samples:
+        if isinstance(sample, InputError):
+            return sample
+    text = torch.from_numpy(np.stack(samples))
+    # Computed in the worker: the number of edges depends on the text, which would stall a GPU.
+    edges = None if eod is None else document_edges(text[:, :-1], eod)
+    return text, edges

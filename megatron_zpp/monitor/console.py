@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 from typing import TextIO
 
 import rich.console
@@ -122,12 +121,7 @@ class Console(AbstractContextManager):
             log.addHandler(self._handler)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for name, (level, propagate) in zip(LOGGERS, self._logger_states, strict=True):
             log = logging.getLogger(name)
             log.setLevel(level)

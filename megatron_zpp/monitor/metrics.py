@@ -122,8 +122,8 @@ class History:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-class Writer(Protocol):
-    """Where numbers go besides the log: see `megatron_zpp/monitor/writers.py`."""
+class Writer:
+    """Where numbers go besides the log; a writer leaves out the methods it has no use for."""
 
     def iteration(self, iteration: Iteration) -> None: ...
     def interval(self, interval: Interval) -> None: ...

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from megatron_zpp.monitor.metrics import Interval, Iteration, Validation
+from megatron_zpp.monitor.metrics import Interval, Iteration, Validation, Writer
 from megatron_zpp.monitor.tensorboard_names import (
     Axis,
     Position,
@@ -25,7 +25,7 @@ FLUSH_SECONDS = 30
 FILENAME_SUFFIX = ".zpp"  # tells the event files of this program from those of others
 
 
-class TensorBoard:
+class TensorBoard(Writer):
     """Writes scalars to `folder` (over iterations) and to `vs_samples` and `vs_tokens` in it.
 
     `resumed_at` is the position of the loaded checkpoint: later points of an earlier process are

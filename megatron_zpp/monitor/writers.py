@@ -56,14 +56,11 @@ def open_writers(
     return writers
 
 
-class JsonLines:
+class JsonLines(Writer):
     """One JSON object per log interval and per held-out loss, for reading without TensorBoard."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "a")
-
-    def iteration(self, iteration: Iteration) -> None:
-        """Nothing: one line per interval is enough."""
 
     def interval(self, interval: Interval) -> None:
         """Write the numbers of the log line."""
@@ -92,9 +89,6 @@ class JsonLines:
         name = f"{validation.split}_loss"
         self._write_line(iteration=validation.iteration, **{name: validation.loss})
 
-    def flush(self) -> None:
-        """Nothing: every line is flushed when it is written."""
-
     def close(self) -> None:
         """Close the file."""
         self._file.close()
@@ -104,7 +98,7 @@ class JsonLines:
         self._file.flush()
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Writer):
     """A run of `--wandb-project`, with TensorBoard's names, over iterations."""
 
     def __init__(
@@ -142,9 +136,6 @@ class WeightsAndBiases:
     def validation(self, validation: Validation) -> None:
         """Send a held-out loss."""
         self._send(self._names.validation(validation), validation.iteration)
-
-    def flush(self) -> None:
-        """Nothing: the package sends in the background."""
 
     def close(self) -> None:
         """Send the rest and end the run."""

@@ -179,20 +179,8 @@ def _parquet_chunks(path: Path, keys: Sequence[str], position: Position) -> Iter
 
 def _row_groups(table: object, keys: Sequence[str], num_skipped: int) -> Iterator[tuple]:
     """Yield the rows of a table after the first `num_skipped`, about one megabyte at a time."""
-    first_group = 0
-    while first_group < table.num_row_groups:
-        group_rows = table.metadata.row_group(first_group).num_rows
-        if num_skipped < group_rows:
-            break
-        num_skipped -= group_rows
-        first_group += 1
-    groups = list(range(first_group, table.num_row_groups))
-    if not groups:
-        return
     rows, num_bytes = [], 0
-    for batch in table.iter_batches(
-        ROWS_PER_BATCH, row_groups=groups, columns=list(keys), use_threads=False
-    ):
+    for batch in table.iter_batches(ROWS_PER_BATCH, columns=list(keys), use_threads=False):
         if num_skipped >= batch.num_rows:
             num_skipped -= batch.num_rows
             continue

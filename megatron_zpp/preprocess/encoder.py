@@ -13,6 +13,7 @@ import numpy as np
 from megatron_zpp.data.indexed_dataset import token_dtype
 from megatron_zpp.preprocess.chunks import Chunk
 from megatron_zpp.preprocess.documents import BLANK, Document, parse_documents
+from megatron_zpp.preprocess.preprocess_config import PreprocessConfig
 from megatron_zpp.preprocess.sentences import split_sentences
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
@@ -23,19 +24,6 @@ COMPARE_INTERVAL = 16  # chunks
 FIRST_SAMPLES = 128  # texts of the first chunk that are compared
 SAMPLES = 8  # texts of a later chunk that are compared
 SAMPLE_CHARACTERS = 2048  # of each compared text
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderSettings:
-    """The settings that a worker needs."""
-
-    tokenizer: TokenizerConfig
-    bpe_library: str
-    keys: tuple[str, ...]
-    append_eod: bool
-    split_sentences: bool
-    keep_newlines: bool
-    skip_invalid: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,36 +52,38 @@ def cached_tokenizer(config: TokenizerConfig) -> Tokenizer:
     return build_tokenizer(config)
 
 
-def load_tokenizers(settings: EncoderSettings) -> None:
+def load_tokenizers(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
     """Build the tokenizers that `encode_chunk` uses, so that forked workers inherit them."""
-    cached_tokenizer(settings.tokenizer)
-    if settings.bpe_library == FASTOKENS:
-        _fast_tokenizer(settings.tokenizer)
+    cached_tokenizer(tokenizer_config)
+    if config.bpe_library == FASTOKENS:
+        _fast_tokenizer(tokenizer_config)
 
 
-def encode_chunk(settings: EncoderSettings, number: int, chunk: Chunk) -> EncodedChunk:
+def encode_chunk(
+    config: PreprocessConfig, tokenizer_config: TokenizerConfig, number: int, chunk: Chunk
+) -> EncodedChunk:
     """Tokenize the documents of chunk `number`.
 
-    Raises InputError for an invalid document, unless `settings.skip_invalid`.
+    Raises InputError for an invalid document, unless `config.skip_invalid`.
     """
     documents, num_blank, errors = [], 0, []
-    for document in parse_documents(chunk, settings.keys):
+    for document in parse_documents(chunk, config.keys):
         if document is BLANK:
             num_blank += 1
         elif isinstance(document, InputError):
             errors.append(document)
         else:
             documents.append(document)
-    _raise_unless_skipped(errors, settings)
+    _raise_unless_skipped(errors, config)
     try:
-        datasets = _encode_documents(settings, number, documents)
+        datasets = _encode_documents(config, tokenizer_config, number, documents)
     except _LibraryMismatchError:
         raise
     except InputError:
-        documents, tokenizer_errors = _separate_invalid(settings, documents)
-        _raise_unless_skipped(tokenizer_errors, settings)
+        documents, tokenizer_errors = _separate_invalid(tokenizer_config, documents)
+        _raise_unless_skipped(tokenizer_errors, config)
         errors += tokenizer_errors
-        datasets = _encode_documents(settings, number, documents)
+        datasets = _encode_documents(config, tokenizer_config, number, documents)
     return EncodedChunk(
         datasets=datasets, num_blank=num_blank, num_invalid=len(errors),
         first_invalid=str(errors[0]) if errors else "",
@@ -104,16 +94,16 @@ class _LibraryMismatchError(InputError):
     """The faster library returns other ids than tiktoken; no document is to blame."""
 
 
-def _raise_unless_skipped(errors: Sequence[InputError], settings: EncoderSettings) -> None:
-    if errors and not settings.skip_invalid:
+def _raise_unless_skipped(errors: Sequence[InputError], config: PreprocessConfig) -> None:
+    if errors and not config.skip_invalid:
         raise errors[0]
 
 
 def _separate_invalid(
-    settings: EncoderSettings, documents: Sequence[Document]
+    tokenizer_config: TokenizerConfig, documents: Sequence[Document]
 ) -> tuple[list[Document], list[InputError]]:
     """Return the documents that the tokenizer accepts, and the errors of the others."""
-    tokenizer, valid, errors = cached_tokenizer(settings.tokenizer), [], []
+    tokenizer, valid, errors = cached_tokenizer(tokenizer_config), [], []
     for document in documents:
         try:
             for texts in document.texts:
@@ -125,28 +115,34 @@ def _separate_invalid(
 
 
 def _encode_documents(
-    settings: EncoderSettings, number: int, documents: Sequence[Document]
+    config: PreprocessConfig,
+    tokenizer_config: TokenizerConfig,
+    number: int,
+    documents: Sequence[Document],
 ) -> tuple[EncodedTexts, ...]:
     return tuple(
-        _encode_key(settings, number, documents, key_index)
-        for key_index in range(len(settings.keys))
+        _encode_key(config, tokenizer_config, number, documents, key_index)
+        for key_index in range(len(config.keys))
     )
 
 
 def _encode_key(
-    settings: EncoderSettings, number: int, documents: Sequence[Document], key_index: int
+    config: PreprocessConfig,
+    tokenizer_config: TokenizerConfig,
+    number: int,
+    documents: Sequence[Document],
+    key_index: int,
 ) -> EncodedTexts:
     """Tokenize the texts of one key."""
-    tokenizer = cached_tokenizer(settings.tokenizer)
+    tokenizer = cached_tokenizer(tokenizer_config)
     texts_by_document = [document.texts[key_index] for document in documents]
-    if settings.split_sentences:
-        texts_by_document = [
-            _sentences(texts, settings.keep_newlines) for texts in texts_by_document
-        ]
+    if config.split_sentences:
+        texts_by_document = [_sentences(texts, config.keep_newlines) for texts in texts_by_document]
     texts = [text for document_texts in texts_by_document for text in document_texts]
-    if settings.bpe_library == FASTOKENS:
-        _compare_libraries(settings, number, texts, documents[0].location if documents else "")
-        ids, counts = _fast_tokenizer(settings.tokenizer).encode_flat(texts)
+    if config.bpe_library == FASTOKENS:
+        location = documents[0].location if documents else ""
+        _compare_libraries(tokenizer_config, number, texts, location)
+        ids, counts = _fast_tokenizer(tokenizer_config).encode_flat(texts)
     else:
         ids, counts = tokenizer.encode_flat(texts)
     _check_range(ids, tokenizer)
@@ -155,13 +151,13 @@ def _encode_key(
     document_of_text = np.repeat(np.arange(num_documents), texts_per_document)
     sequences = np.bincount(document_of_text[counts > 0], minlength=num_documents)
     lengths = counts[counts > 0]
-    dtype = token_dtype(tokenizer.vocab_size)
-    if settings.append_eod and len(lengths):
+    ids = ids.astype(token_dtype(tokenizer.vocab_size), copy=False)
+    if config.append_eod and len(lengths):
         last_sequences = np.cumsum(sequences)[sequences > 0] - 1
+        ids = np.insert(ids, np.cumsum(lengths)[last_sequences], tokenizer.eod)
         lengths[last_sequences] += 1
-        ids = _insert_eod(ids, np.cumsum(lengths)[last_sequences] - 1, tokenizer.eod, dtype)
     return EncodedTexts(
-        ids=ids.astype(dtype, copy=False),
+        ids=ids,
         lengths=lengths.astype(np.int32),
         sequences=sequences.astype(np.int32),
     )
@@ -169,16 +165,6 @@ def _encode_key(
 
 def _sentences(texts: Sequence[str], keep_newlines: bool) -> list[str]:
     return [sentence for text in texts for sentence in split_sentences(text, keep_newlines)]
-
-
-def _insert_eod(ids: np.ndarray, indices: np.ndarray, eod: int, dtype: np.dtype) -> np.ndarray:
-    """Insert `eod` into `ids` [n], so that it is at `indices` [k] of the result [n + k]."""
-    result = np.empty(len(ids) + len(indices), dtype=dtype)
-    is_text = np.ones(len(result), dtype=bool)
-    is_text[indices] = False
-    result[is_text] = ids
-    result[indices] = eod
-    return result
 
 
 def _check_range(ids: np.ndarray, tokenizer: Tokenizer) -> None:
@@ -189,15 +175,15 @@ def _check_range(ids: np.ndarray, tokenizer: Tokenizer) -> None:
 
 
 def _compare_libraries(
-    settings: EncoderSettings, number: int, texts: Sequence[str], location: str
+    tokenizer_config: TokenizerConfig, number: int, texts: Sequence[str], location: str
 ) -> None:
     """Raise InputError if the libraries return different ids for a sample of the texts."""
     if number % COMPARE_INTERVAL:
         return
     step = max(1, len(texts) // (SAMPLES if number else FIRST_SAMPLES))
     sample = [text[:SAMPLE_CHARACTERS] for text in texts[::step]]
-    expected_ids, expected_counts = cached_tokenizer(settings.tokenizer).encode_flat(sample)
-    ids, counts = _fast_tokenizer(settings.tokenizer).encode_flat(sample)
+    expected_ids, expected_counts = cached_tokenizer(tokenizer_config).encode_flat(sample)
+    ids, counts = _fast_tokenizer(tokenizer_config).encode_flat(sample)
     if not (np.array_equal(expected_ids, ids) and np.array_equal(expected_counts, counts)):
         raise _LibraryMismatchError(
             f"{location} and what follows: {FASTOKENS} makes other ids of it than tiktoken; leave "

@@ -22,17 +22,37 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_zpp.data.indexed_dataset import index_header
+from megatron_zpp.data.indexed_dataset import write_index
 from megatron_zpp.preprocess.chunks import Position
-from megatron_zpp.preprocess.encoder import EncodedTexts
-from megatron_zpp.preprocess.progress import Totals
+from megatron_zpp.preprocess.encoder import EncodedChunk, EncodedTexts
 from zeropp.atomic import sync_folder, write_atomically
 from zeropp.errors import InputError
 
 JOURNAL = "journal.json"
 FORMAT = 1  # of the journal
 PARTS = ("bin", "lengths", "documents")
-BLOCK = 1 << 20  # numbers that are written to an index at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Documents and tokens that were written, blank and invalid lines that were skipped."""
+
+    documents: int = 0
+    tokens: int = 0
+    blank: int = 0
+    invalid: int = 0
+    first_invalid: str = ""
+
+    def plus(self, chunk: EncodedChunk) -> "Totals":
+        """Return the totals with one more chunk."""
+        return replace(
+            self,
+            documents=self.documents + len(chunk.datasets[0].sequences),
+            tokens=self.tokens + sum(len(dataset.ids) for dataset in chunk.datasets),
+            blank=self.blank + chunk.num_blank,
+            invalid=self.invalid + chunk.num_invalid,
+            first_invalid=self.first_invalid or chunk.first_invalid,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,23 +210,13 @@ class PartialOutput:
                 _append(documents_file, np.zeros(1, dtype="<i8"))
 
     def _write_index(self, key_index: int, dtype: np.dtype) -> None:
-        """Write the .idx of one dataset, in bounded memory."""
+        """Write the .idx of one dataset."""
         lengths = np.memmap(self.folder / f"{key_index}.lengths", dtype="<i4", mode="r")
         documents = np.memmap(self.folder / f"{key_index}.documents", dtype="<i8", mode="r")
-
-        def write(file: BinaryIO) -> None:
-            file.write(index_header(dtype, len(lengths), len(documents)))
-            for block in _blocks(lengths):
-                file.write(block.tobytes())
-            start = 0
-            for block in _blocks(lengths):
-                ends = start + np.cumsum(block, dtype="<i8") * dtype.itemsize
-                file.write((ends - block.astype("<i8") * dtype.itemsize).tobytes())
-                start = int(ends[-1])
-            for block in _blocks(documents):
-                file.write(block.tobytes())
-
-        write_atomically(self.folder / f"{key_index}.idx", write)
+        write_atomically(
+            self.folder / f"{key_index}.idx",
+            lambda file: write_index(file, dtype, lengths, documents),
+        )
 
     def _move_dataset(self, key_index: int, bin_path: Path, idx_path: Path) -> None:
         """Rename the files of a dataset; a run that was stopped in between continues here."""
@@ -231,10 +241,6 @@ def _explain_write_error(folder: Path) -> Iterator[None]:
             f"cannot write in {folder} ({error.strerror}): make room or give access there, or name "
             "another place with --output-prefix"
         ) from error
-
-
-def _blocks(numbers: np.ndarray) -> list[np.ndarray]:
-    return [numbers[start : start + BLOCK] for start in range(0, len(numbers), BLOCK)]
 
 
 def _append(file: BinaryIO, numbers: np.ndarray) -> None:

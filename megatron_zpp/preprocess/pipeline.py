@@ -11,15 +11,10 @@ from typing import Any
 
 from megatron_zpp.data.indexed_dataset import token_dtype
 from megatron_zpp.preprocess.chunks import input_files, read_chunks
-from megatron_zpp.preprocess.encoder import (
-    EncoderSettings,
-    cached_tokenizer,
-    encode_chunk,
-    load_tokenizers,
-)
-from megatron_zpp.preprocess.partial_output import Journal, PartialOutput
+from megatron_zpp.preprocess.encoder import cached_tokenizer, encode_chunk, load_tokenizers
+from megatron_zpp.preprocess.partial_output import Journal, PartialOutput, Totals
 from megatron_zpp.preprocess.preprocess_config import PreprocessConfig
-from megatron_zpp.preprocess.progress import Progress, Totals
+from megatron_zpp.preprocess.progress import Progress
 from megatron_zpp.preprocess.worker_pool import WorkerDied, map_in_order
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer
@@ -76,16 +71,11 @@ def _write_datasets(
         print(f"going on after {journal.totals.documents} documents ({output.folder})")
     file_sizes = [path.stat().st_size for path in files]
     bytes_before_file = dict(zip(files, accumulate(file_sizes, initial=0), strict=False))
-    settings = EncoderSettings(
-        tokenizer=tokenizer, bpe_library=config.bpe_library, keys=config.keys,
-        append_eod=config.append_eod, split_sentences=config.split_sentences,
-        keep_newlines=config.keep_newlines, skip_invalid=config.skip_invalid,
-    )  # fmt: skip
-    load_tokenizers(settings)
+    load_tokenizers(config, tokenizer)
     num_workers = 0 if config.workers == 1 else config.workers
     chunks = read_chunks(files, config.keys, journal.position)
-    encode = functools.partial(encode_chunk, settings)
-    progress = Progress(config.log_interval, sum(file_sizes), journal.totals, journal.bytes_read)
+    encode = functools.partial(encode_chunk, config, tokenizer)
+    progress = Progress(config.log_interval, sum(file_sizes), journal)
     last_commit = time.monotonic()
     try:
         with closing(map_in_order(encode, chunks, num_workers)) as encoded_chunks:
@@ -96,13 +86,13 @@ def _write_datasets(
                     bytes_read=bytes_before_file[chunk.path] + chunk.bytes_read,
                     sizes=output.sizes,
                 )  # fmt: skip
-                progress.report(journal.totals, journal.bytes_read)
+                progress.report(journal)
                 if time.monotonic() - last_commit > COMMIT_SECONDS:
                     output.commit(journal)
                     last_commit = time.monotonic()
         if not journal.totals.tokens:
             raise InputError(f"--input {config.input}: there is no text in it")
-        _print_summary(journal.totals, progress.rate(journal.totals, journal.bytes_read))
+        _print_summary(journal.totals, progress.rate(journal))
         output.complete(journal, token_dtype(cached_tokenizer(tokenizer).vocab_size))
     except KeyboardInterrupt:
         raise Stopped(f"stopped; {_commit_on_stop(output, journal)}") from None

@@ -12,6 +12,7 @@ CLOSING = "\"'”’)\\]»"
 OPENING = "\"'“‘(\\[«¿¡"
 END = re.compile(rf"[.!?…]+[{CLOSING}]*(?=\s)|[。！？]+[」』）]*|\n[^\S\n]*\n")
 BEGINNING = re.compile(rf"[{OPENING}]*[^\W_a-zß-öø-ÿ]")
+WHITE_SPACE = re.compile(r"\s*")
 LAST_WORD = re.compile(r"[\w.]+\Z")
 LONGEST_WORD = 12  # characters before a full stop that are searched for an abbreviation
 ABBREVIATIONS = frozenset(
@@ -40,16 +41,10 @@ def _sentence_ends(text: str) -> list[int]:
     """Return the offsets in `text` at which the next sentence begins."""
     offsets = []
     for match in END.finditer(text):
-        offset = _skip_white_space(text, match.end())
+        offset = WHITE_SPACE.match(text, match.end()).end()
         if match[0][0] in "\n。！？" or _is_end(text, match, offset):
             offsets.append(offset)
     return offsets
-
-
-def _skip_white_space(text: str, offset: int) -> int:
-    while offset < len(text) and text[offset].isspace():
-        offset += 1
-    return offset
 
 
 def _is_end(text: str, match: re.Match[str], next_word: int) -> bool:

@@ -11,7 +11,6 @@ from megatron_zpp.tokenizer.base import load_package
 from zeropp.errors import InputError
 
 GZIP, ZSTANDARD = ".gz", (".zst", ".zstd")
-BLOCK = 1 << 20  # bytes that are skipped at once
 
 
 class TextFile:
@@ -62,15 +61,8 @@ class TextFile:
 
     def skip(self, offset: int) -> None:
         """Move to a byte of the text, from the start: a compressed file is read up to there."""
-        if self.is_plain:
-            self._raw.seek(offset)
-            return
         with self._explain_errors():
-            while offset > 0:
-                data = self._text.read(min(offset, BLOCK))
-                if not data:
-                    return
-                offset -= len(data)
+            self._text.seek(offset)
 
     @contextmanager
     def _explain_errors(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ The class answers the harness's three kinds of requests. On several ranks the ha
 only, with all requests; the other ranks are in `TextModel.follow`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +22,7 @@ from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.text.chat_template import ChatTemplate
 from megatron_zpp.text.generate import Request
 from megatron_zpp.text.sampling import Sampling
-from megatron_zpp.text.scoring import Passage
+from megatron_zpp.text.scoring import Passage, batches_by_length
 from megatron_zpp.text.text_model import TextModel, TextModelConfig, open_text_model
 from zeropp.errors import InputError
 from zeropp.ranks.topology import Environment
@@ -45,11 +45,7 @@ class MegatronZppLM(TemplateLM):
         super().__init__()
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise InputError(f"--batch_size {batch_size}: expected a whole number of 1 or more")
-        self.max_length = max_length or model.num_positions
-        if self.max_length > model.num_positions:
-            raise InputError(
-                f"--seq-length {max_length}: the model has {model.num_positions} positions"
-            )
+        self.max_length = model.context_length(max_length)
         self._model = model
         self._batch_size = int(batch_size)
         self._template: ChatTemplate | None = None  # once a prompt was made with it
@@ -159,9 +155,9 @@ class MegatronZppLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text that the model writes after each context."""
         ours = [self._request(*item.args, seed=seed) for seed, item in enumerate(requests)]
-        by_length = sorted(range(len(ours)), key=lambda index: -len(ours[index].prompt))
+        prompt_lengths = [len(request.prompt) for request in ours]
         texts = [""] * len(ours)
-        for batch in _batches(by_length, self._batch_size):
+        for batch in batches_by_length(prompt_lengths, self._batch_size):
             written = self._model.complete([ours[index] for index in batch])
             for index, text in zip(batch, written, strict=True):
                 texts[index] = text
@@ -239,8 +235,3 @@ def _take_fields(section: type, arguments: dict[str, Any]) -> dict[str, Any]:
     """Remove from `arguments` those that are fields of a section, and return them."""
     names = [field.name for field in fields(section) if field.name in arguments]
     return {name: arguments.pop(name) for name in names}
-
-
-def _batches(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    for start in range(0, len(indices), size):
-        yield indices[start : start + size]

@@ -7,14 +7,14 @@ with a prompt, the answer and the end of document are predicted.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 
 import numpy as np
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.instructions.examples import read_examples
 from megatron_zpp.settings.data import EXAMPLES_SUFFIX
-from megatron_zpp.text.scoring import windows
+from megatron_zpp.text.scoring import Passage, windows
 from megatron_zpp.text.text_model import TextModel
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.base import read_text
@@ -34,14 +34,6 @@ class Perplexity:
     perplexity: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """Token ids; those before index `first` are context only."""
-
-    ids: np.ndarray
-    first: int = 1
-
-
 def measure_perplexity(
     model: TextModel,
     path: str,
@@ -57,61 +49,48 @@ def measure_perplexity(
     are read in windows that begin every `stride` tokens (default: `seq_length`). Called on rank 0
     only. Raises InputError for unsuitable lengths and data.
     """
-    seq_length = seq_length or model.num_positions
-    if seq_length > model.num_positions:
-        raise InputError(
-            f"--seq-length {seq_length}: the model has {model.num_positions} positions"
-        )
+    seq_length = model.context_length(seq_length)
     stride = seq_length if stride is None else stride
     if not 0 < stride <= seq_length:
         raise InputError(
             f"--stride {stride}: expected 1 to {seq_length}, the tokens that the model sees at once"
         )
-    documents = _CountedDocuments(path, model.tokenizer, limit)
-    passages = chain.from_iterable(
-        windows(document.ids, seq_length, stride, document.first) for document in documents
-    )
+    num_documents = 0
+
+    def passages() -> Iterator[Passage]:
+        nonlocal num_documents
+        for document in islice(_documents(path, model.tokenizer), limit):
+            num_documents += 1
+            yield from windows(document, seq_length, stride)
+
     tokens, total = 0, 0.0
-    for score in model.score(passages, batch_size):
+    for score in model.score(passages(), batch_size):
         tokens += score.num_tokens
         total -= score.log_probability
     if not tokens:
         raise InputError(f"{path}: no document has a token to predict")
     loss = total / tokens
     return Perplexity(
-        documents=documents.count,
+        documents=num_documents,
         tokens=tokens,
         loss=loss,
         perplexity=math.exp(loss) if loss < LARGEST_LOSS else math.inf,
     )
 
 
-class _CountedDocuments:
-    """Iterates over the first `limit` documents; `count` is the number of them so far."""
-
-    def __init__(self, path: str, tokenizer: Tokenizer, limit: int | None) -> None:
-        self._documents = islice(_documents(path, tokenizer), limit)
-        self.count = 0
-
-    def __iter__(self) -> Iterator[Document]:
-        for document in self._documents:
-            self.count += 1
-            yield document
-
-
-def _documents(path: str, tokenizer: Tokenizer) -> Iterator[Document]:
+def _documents(path: str, tokenizer: Tokenizer) -> Iterator[Passage]:
     if path.endswith(EXAMPLES_SUFFIX):
         for example in read_examples([path]):
             prompt = tokenizer.prompt(example.prompt or "")
             ids = [*prompt, *tokenizer.encode(example.answer), tokenizer.eod]
-            yield Document(ids=np.array(ids), first=max(1, len(prompt)))
+            yield Passage(ids=np.array(ids), first=max(1, len(prompt)))
     elif path.endswith(TEXT_SUFFIX):
-        yield Document(ids=np.array(tokenizer.prompt(read_text(path, "the text"))))
+        yield Passage(ids=np.array(tokenizer.prompt(read_text(path, "the text"))))
     else:
         yield from _indexed_documents(IndexedDataset(path), tokenizer)
 
 
-def _indexed_documents(dataset: IndexedDataset, tokenizer: Tokenizer) -> Iterator[Document]:
+def _indexed_documents(dataset: IndexedDataset, tokenizer: Tokenizer) -> Iterator[Passage]:
     bounds = dataset.document_index.tolist()
     for first, last in zip(bounds[:-1], bounds[1:], strict=True):
         sequences = [dataset.get(sequence) for sequence in range(first, last)]
@@ -121,4 +100,4 @@ def _indexed_documents(dataset: IndexedDataset, tokenizer: Tokenizer) -> Iterato
                 f"{dataset.bin_path} holds token ids {ids.min()} to {ids.max()}, but the model's "
                 f"tokenizer has {tokenizer.vocab_size}: preprocess the text with its tokenizer"
             )
-        yield Document(ids=ids)
+        yield Passage(ids=ids)

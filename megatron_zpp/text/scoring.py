@@ -40,10 +40,7 @@ def score_passages(model: GPT, passages: Sequence[Passage], batch_size: int) -> 
     All ranks call with the same passages, and the batches are dealt out among them. A sharded
     model's forward pass needs all ranks, so a rank with fewer batches than others computes FILLER.
     """
-    by_length = sorted(range(len(passages)), key=lambda index: -len(passages[index].ids))
-    batches = [
-        by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)
-    ]
+    batches = batches_by_length([len(passage.ids) for passage in passages], batch_size)
     rounds = -(-len(batches) // world_size())
     own = batches[rank() :: world_size()]
     scores: dict[int, Score] = {}
@@ -57,18 +54,24 @@ def score_passages(model: GPT, passages: Sequence[Passage], batch_size: int) -> 
     return [scores[index] for index in range(len(passages))]
 
 
-def windows(ids: Sequence[int], longest: int, stride: int, first: int = 1) -> Iterator[Passage]:
-    """Passages of at most `longest` + 1 tokens that score each token from `first` on once.
+def batches_by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
+    """The indices of `lengths`, the longest first, in batches."""
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+
+def windows(document: Passage, longest: int, stride: int) -> Iterator[Passage]:
+    """Passages of at most `longest` + 1 tokens that score each scored token of `document` once.
 
     A passage begins `stride` (1 to longest) tokens after the one before it, so that each scored
     token has at least longest - stride + 1 tokens before it, or all that there are.
     """
-    assert 0 < stride <= longest and first > 0
-    next_label = first
-    for start in range(0, len(ids), stride):
-        end = min(start + longest + 1, len(ids))
+    assert 0 < stride <= longest and document.first > 0
+    next_label, num_tokens = document.first, len(document.ids)
+    for start in range(0, num_tokens, stride):
+        end = min(start + longest + 1, num_tokens)
         if next_label < end:
-            yield Passage(ids=ids[start:end], first=next_label - start)
+            yield Passage(ids=document.ids[start:end], first=next_label - start)
             next_label = end
 
 

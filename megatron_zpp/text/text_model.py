@@ -75,6 +75,14 @@ class TextModel:
         """The most tokens that the model takes at once."""
         return self.model.config.num_positions
 
+    def context_length(self, seq_length: int | None) -> int:
+        """`seq_length`, by default the model's positions; raises InputError if it is more."""
+        if seq_length is not None and seq_length > self.num_positions:
+            raise InputError(
+                f"--seq-length {seq_length}: the model has {self.num_positions} positions"
+            )
+        return seq_length or self.num_positions
+
     def check(self, request: Request) -> None:
         """Raise InputError for a request that does not fit the model."""
         check(request, self.num_positions, self.tokenizer.vocab_size)

@@ -2,8 +2,7 @@
 
 import difflib
 import logging
-from collections.abc import Callable
-from typing import NamedTuple
+from types import MappingProxyType
 
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer.base import Tokenizer
@@ -18,24 +17,18 @@ from megatron_zpp.tokenizer.sentence_piece import (
 )
 from zeropp.errors import InputError
 
-
-class TokenizerType(NamedTuple):
-    """A value of --tokenizer-type, and the fields of TokenizerConfig that its class takes."""
-
-    name: str
-    build: Callable[..., Tokenizer]
-    fields: tuple[str, ...]
-
-
-TOKENIZER_TYPES = (
-    TokenizerType("GPT2BPETokenizer", GPT2BPETokenizer, ("vocab_file", "merge_file")),
-    TokenizerType("SentencePieceTokenizer", SentencePieceTokenizer, ("tokenizer_model",)),
-    TokenizerType("GPTSentencePieceTokenizer", GPTSentencePieceTokenizer, ("tokenizer_model",)),
-    TokenizerType("Llama2Tokenizer", Llama2Tokenizer, ("tokenizer_model",)),
-    TokenizerType("HFTokenizer", HFTokenizer, ("tokenizer_model",)),
-    TokenizerType("HuggingFaceTokenizer", HFTokenizer, ("tokenizer_model",)),
-    TokenizerType("ByteLevelTokenizer", ByteLevelTokenizer, ()),
-    TokenizerType("NullTokenizer", NullTokenizer, ("vocab_size",)),
+# The values of --tokenizer-type: a class, and the fields of TokenizerConfig that it takes.
+TOKENIZER_TYPES = MappingProxyType(
+    {
+        "GPT2BPETokenizer": (GPT2BPETokenizer, ("vocab_file", "merge_file")),
+        "SentencePieceTokenizer": (SentencePieceTokenizer, ("tokenizer_model",)),
+        "GPTSentencePieceTokenizer": (GPTSentencePieceTokenizer, ("tokenizer_model",)),
+        "Llama2Tokenizer": (Llama2Tokenizer, ("tokenizer_model",)),
+        "HFTokenizer": (HFTokenizer, ("tokenizer_model",)),
+        "HuggingFaceTokenizer": (HFTokenizer, ("tokenizer_model",)),
+        "ByteLevelTokenizer": (ByteLevelTokenizer, ()),
+        "NullTokenizer": (NullTokenizer, ("vocab_size",)),
+    }
 )
 FIELDS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 
@@ -51,21 +44,20 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     name = config.tokenizer_type
     if name is None and config.vocab_file is not None and config.merge_file is not None:
         name = "GPT2BPETokenizer"
-    types = {tokenizer_type.name: tokenizer_type for tokenizer_type in TOKENIZER_TYPES}
-    if name not in types:
-        raise _unknown_type_error(name, list(types))
-    tokenizer_type = types[name]
-    missing = [_flag(field) for field in tokenizer_type.fields if getattr(config, field) is None]
+    if name not in TOKENIZER_TYPES:
+        raise _unknown_type_error(name, list(TOKENIZER_TYPES))
+    tokenizer_class, fields = TOKENIZER_TYPES[name]
+    missing = [_flag(field) for field in fields if getattr(config, field) is None]
     if missing:
         raise InputError(f"--tokenizer-type {name} needs {' and '.join(missing)}")
     for field in FIELDS:
         value = getattr(config, field)
-        if field not in tokenizer_type.fields and value is not None:
+        if field not in fields and value is not None:
             logger.info(
                 "%s %s has no effect with --tokenizer-type %s", *(_flag(field), value, name)
             )
-    arguments = [getattr(config, field) for field in tokenizer_type.fields]
-    return tokenizer_type.build(*arguments, config.vocab_extra_ids)
+    arguments = [getattr(config, field) for field in fields]
+    return tokenizer_class(*arguments, config.vocab_extra_ids)
 
 
 def _unknown_type_error(name: str | None, names: list[str]) -> InputError:

@@ -9,15 +9,12 @@ text.
 from collections.abc import Sequence
 
 import numpy as np
-import orjson
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_zpp.tokenizer.base import load_package, read_json, read_text
 from zeropp.errors import InputError
 
 FASTOKENS = "fastokens"
-BYTE_LEVEL = {
-    "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True,
-}  # fmt: skip
 
 
 class FastGPT2:
@@ -36,19 +33,12 @@ class FastGPT2:
         # fastokens needs ids without gaps: it uses ranks, which equal GPT-2's ids except the last.
         self._id_of_rank = np.array([vocab[token] for token in tokens], dtype=np.uint32)
         self._needs_translation = not np.array_equal(self._id_of_rank, np.arange(len(tokens)))
-        model = {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
-            "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False,
-            "vocab": {token: rank for rank, token in enumerate(tokens)}, "merges": merges,
-        }  # fmt: skip
-        content = {
-            "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
-            "normalizer": None, "pre_tokenizer": BYTE_LEVEL, "post_processor": None,
-            "decoder": BYTE_LEVEL, "model": model,
-        }  # fmt: skip
+        ranks = {token: rank for rank, token in enumerate(tokens)}
+        model = Tokenizer(models.BPE(ranks, [tuple(line.split(" ")) for line in merges]))
+        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         library = load_package(FASTOKENS, f"--bpe-library {FASTOKENS}")
         try:
-            self._tokenizer = library.Tokenizer.from_json_str(orjson.dumps(content).decode())
+            self._tokenizer = library.Tokenizer.from_json_str(model.to_str())
         except ValueError as error:
             raise InputError(
                 f"{FASTOKENS} cannot use --vocab-file {vocab_file} and --merge-file {merge_file} "

@@ -19,7 +19,7 @@ from megatron_zpp.train.inputs import open_inputs
 from megatron_zpp.train.resume import StartingPoint, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
-from zeropp import LossScaler, Sharding
+from zeropp import LossScaler
 from zeropp.ranks.coordination import fail_together
 from zeropp.sharding.shard import find_nodes
 from zeropp.wire.route import require_fit
@@ -32,10 +32,9 @@ def build_run(requested: Config, ranks: Ranks, console: Console, stopping: Stopp
     and the data determine. Raises InputError for what does not fit together or cannot be read.
     """
     require_fit(requested.zero, find_nodes(ranks.mesh, requested.zero))
-    inputs = open_inputs(requested, ranks)
-    config, tokenizer = inputs.config, inputs.tokenizer
+    config, tokenizer, datasets, pretrained = open_inputs(requested, ranks)
     apex = find_apex(ranks.device)
-    fill = inputs.pretrained.fill if inputs.pretrained else None
+    fill = pretrained.fill if pretrained else None
     sharding = build_model(config, tokenizer.vocab_size, ranks, apex, fill)
     optimizer = build_optimizer(sharding, config, ranks.device, apex)
     scaler = build_scaler(config.precision)
@@ -47,7 +46,7 @@ def build_run(requested: Config, ranks: Ranks, console: Console, stopping: Stopp
         ranks=ranks,
         console=console,
         tokenizer=tokenizer,
-        datasets=inputs.datasets,
+        datasets=datasets,
         sharding=sharding,
         optimizer=optimizer,
         scaler=scaler,
@@ -118,6 +117,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
         f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
         f"heads, vocabulary {run.tokenizer.vocab_size:,}"
     )
+    compute_dtype = str(sharding.compute_dtype).removeprefix("torch.")
     sources = config.data.data_path or config.data.train_data_path or ("made-up samples",)
     return [
         ("model", f"{shape}: {sharding.model.num_parameters():,} parameters"),
@@ -129,7 +129,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
             f"of {config.batch.micro_batch_size} on each of {run.ranks.num_ranks} ranks",
         ),
         ("length", f"{run.schedules.length.iterations:,} iterations"),
-        ("precision", precision_text(sharding)),
+        ("precision", f"{compute_dtype}, weights and Adam in float32"),
         ("device", f"{run.ranks.device}, {torch.get_num_threads()} threads"),
         *matmul_rate_rows(run.metrics.matmul_rate),
         ("ZeRO stage", sharding.stage),
@@ -163,8 +163,3 @@ def matmul_rate_rows(rate: MatmulRate | None) -> list[tuple[str, str]]:
     if rate.peak is not None:
         text += f"; {rate.peak / 1e12:.4g} by the data sheet: MFU is a share of it"
     return [("matrix products", text)]
-
-
-def precision_text(sharding: Sharding) -> str:
-    """The format of the computation, and that of the weights that the optimizer updates."""
-    return f"{str(sharding.compute_dtype).removeprefix('torch.')}, weights and Adam in float32"

@@ -1,7 +1,7 @@
 """Opens what a run reads: the description of a pretrained model, the tokenizer, the datasets."""
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron_zpp.data.gpt_dataset import build_datasets
 from megatron_zpp.data.instructions.instruction_dataset import build_instructions
@@ -19,23 +19,14 @@ from zeropp import InputError
 log = logging.getLogger("megatron_zpp")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The complete configuration of a run, and what it reads.
+def open_inputs(
+    requested: Config, ranks: Ranks
+) -> tuple[Config, Tokenizer, tuple, OpenedModel | None]:
+    """Return the complete configuration, the tokenizer, the datasets and the pretrained model.
 
-    `config` is the configuration from `parse` with the shape of the pretrained model and the paths
-    of the data filled in. `datasets` are training, validation and test, None for a split without
-    data. `pretrained` is the model of `--pretrained-checkpoint`, if any.
-    """
-
-    config: Config
-    tokenizer: Tokenizer
-    datasets: tuple
-    pretrained: OpenedModel | None
-
-
-def open_inputs(requested: Config, ranks: Ranks) -> Inputs:
-    """Open the tokenizer, the datasets and the pretrained model; all ranks call it.
+    The configuration is `requested` with the shape of the pretrained model and the paths of the
+    data filled in. The datasets are training, validation and test, None for a split without data.
+    The model is that of `--pretrained-checkpoint`, if any. All ranks call it.
 
     Raises InputError for a file that cannot be read and for inputs that do not fit together.
     """
@@ -50,7 +41,7 @@ def open_inputs(requested: Config, ranks: Ranks) -> Inputs:
         check(Request(prompt=prompt), config.model.num_positions, tokenizer.vocab_size)
     datasets = ranks.rank_zero_first(lambda: open_datasets(config, tokenizer))
     require_data(config, datasets)
-    return Inputs(config=config, tokenizer=tokenizer, datasets=datasets, pretrained=pretrained)
+    return config, tokenizer, datasets, pretrained
 
 
 def open_datasets(config: Config, tokenizer: Tokenizer) -> tuple:

@@ -3,8 +3,7 @@
 import json
 
 from megatron_zpp.preprocess.chunks import Position
-from megatron_zpp.preprocess.partial_output import Journal
-from megatron_zpp.preprocess.progress import Totals
+from megatron_zpp.preprocess.partial_output import Journal, Totals
 
 ENTRIES = {
     "place": {"file": 2, "offset": 300, "number": 4},

@@ -85,7 +85,7 @@ def test_windows_score_each_label_once_with_enough_before_it(length, longest, da
     stride = data.draw(st.integers(1, longest))
     first = data.draw(st.integers(1, length))
     text, labels = list(range(length)), []
-    for passage in windows(text, longest, stride, first):
+    for passage in windows(Passage(ids=text, first=first), longest, stride):
         assert 2 <= len(passage.ids) <= longest + 1 and passage.first >= 1
         for place in range(passage.first, len(passage.ids)):
             label = passage.ids[place]
