@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tests.zeropp.quant.packed_rows import any_rows, bits_of
+from tests.zeropp.quant.packed_bytes import any_rows, bits_of
 from zeropp.optim.adam_op import AdamSettings, Arrays, reference
 
 SIZES = (1, 3, 4, 31, 128, 1023, 1024, 1025, 1028, 2048 + 12, 5000)  # a tile has 1024 elements

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.ranks import ranks
-from tests.zeropp.quant.packed_rows import bits_of
+from tests.zeropp.quant.packed_bytes import bits_of
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import FusedAdam, InputError, ZeroConfig, optim, optimizer_step, shard
 from zeropp.optim import adam as adam_module

@@ -3,7 +3,7 @@
 import torch
 
 from tests.zeropp.quant.layout_ops import LayoutOps, reference
-from tests.zeropp.quant.packed_rows import bits_of, bytes_of
+from tests.zeropp.quant.packed_bytes import bits_of, bytes_of
 from zeropp.quant.packing import FLOATS, Layout
 
 UNTOUCHED = 0xCD  # in memory that a kernel must fill, including its gaps

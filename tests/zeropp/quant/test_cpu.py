@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import zeropp.quant.reference
 from tests.zeropp.quant.layout_ops import LayoutOps, reference
-from tests.zeropp.quant.packed_rows import (
+from tests.zeropp.quant.packed_bytes import (
     FEW,
     RAGGED,
     any_rows,

@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu import MARKS
 from tests.zeropp.quant.layout_ops import LayoutOps, reference
-from tests.zeropp.quant.packed_rows import (
+from tests.zeropp.quant.packed_bytes import (
     RAGGED,
     any_rows,
     bytes_of,

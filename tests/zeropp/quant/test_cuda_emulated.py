@@ -11,7 +11,7 @@ import torch
 
 from tests.zeropp.quant.emulated_kernels import EmulatedLibrary
 from tests.zeropp.quant.layout_ops import LayoutOps
-from tests.zeropp.quant.packed_rows import RAGGED, any_rows, ragged_layouts
+from tests.zeropp.quant.packed_bytes import RAGGED, any_rows, ragged_layouts
 from tests.zeropp.quant.reference_checks import (
     check_rows,
     check_sums,

@@ -5,7 +5,7 @@ import torch
 from torch.library import opcheck
 
 from tests.zeropp.quant.layout_ops import LayoutOps
-from tests.zeropp.quant.packed_rows import any_rows, bits_of
+from tests.zeropp.quant.packed_bytes import any_rows, bits_of
 from zeropp.quant import cpu, reference
 from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
 from zeropp.quant.packing import FLOATS, Layout

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.zeropp.quant.packed_rows import FEW, dtypes, finite_rows, layouts, seeds
+from tests.zeropp.quant.packed_bytes import FEW, dtypes, finite_rows, layouts, seeds
 from zeropp.quant.ops import dequantize, quantize
 from zeropp.quant.packing import (
     ALIGN,

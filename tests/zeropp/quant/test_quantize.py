@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.zeropp.quant.packed_rows import (
+from tests.zeropp.quant.packed_bytes import (
     FEW,
     bits_of,
     dtypes,
