@@ -112,8 +112,8 @@ def flags(section: type[Section]) -> tuple[Flag, ...]:
 
 
 def _reasons_of_key(dotted: str) -> tuple[NoEffect, ...]:
-    entry = next(entry for entry in all_keys(ZeroConfig) if entry.dotted == dotted)
-    return tuple(NoEffect(reason.why, when=_of_json(reason.when)) for reason in entry.no_effect)
+    reasons = all_keys(ZeroConfig)[dotted].no_effect
+    return tuple(NoEffect(reason.why, when=_of_json(reason.when)) for reason in reasons)
 
 
 def _of_json(when: Callable[[ZeroConfig], bool] | None) -> Callable[[Any], bool] | None:

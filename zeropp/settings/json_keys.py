@@ -59,8 +59,7 @@ key = partial(setting, Key)
 
 def ignored(default: Any, why: str, *, in_engine: str | None = None, **facts: Any) -> Any:
     """Declare a key that is accepted and has no effect; `in_engine` is that of `NoEffect`."""
-    is_object = "keys" in facts  # a mapping has no hash
-    return key(default, no_effect=NoEffect(why, in_engine=in_engine), hashed=not is_object, **facts)
+    return key(default, no_effect=NoEffect(why, in_engine=in_engine), **facts)
 
 
 def needs(dotted: str) -> NoEffect:

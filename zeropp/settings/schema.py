@@ -158,7 +158,6 @@ def setting(
     help: str = "",
     *,
     no_effect: str | NoEffect | tuple[NoEffect, ...] = (),
-    hashed: bool = True,
     **facts: Any,
 ) -> Any:
     """Declare a setting as a field of a `Section`; `facts` are further fields of `kind`."""
@@ -167,7 +166,7 @@ def setting(
     if isinstance(no_effect, NoEffect):
         no_effect = (no_effect,)
     declared = dict(facts, help=help, no_effect=no_effect)
-    return field(default=default, hash=hashed, metadata={"kind": kind, "facts": declared})
+    return field(default=default, metadata={"kind": kind, "facts": declared})
 
 
 @cache

@@ -8,6 +8,7 @@ contradict each other in `zeropp.settings.rules`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -16,7 +17,6 @@ from zeropp.errors import InputError
 from zeropp.settings.json_file import OLD_NAMES, JsonValues, all_keys, build, read_json, unknown_key
 from zeropp.settings.json_keys import JsonSection, Key, NoEffect, ignored, json_text, key
 from zeropp.settings.rules import BATCH_KEYS, RULES
-from zeropp.settings.schema import settings_of
 from zeropp.settings.sections import (
     ActivationCheckpointing,
     Bf16,
@@ -155,8 +155,10 @@ class ZeroConfig(JsonSection):
             for name, value in defaults.items()
             if value is not None and name not in file.values
         }
+        for dotted in filled.keys() - _value_keys().keys():
+            raise unknown_key(dotted, cls)
         try:
-            config = build(cls, {**_require_known(filled), **file.values})
+            config = build(cls, {**filled, **file.values})
         except InputError as error:
             raise InputError(f"{file.source}: {error}") from None
         return replace(
@@ -214,10 +216,10 @@ class ZeroConfig(JsonSection):
     def unresolved_auto_keys(self) -> tuple[str, ...]:
         """Keys left to "auto" that `zeropp.initialize` needs; it can work out the batch sizes."""
         return tuple(
-            entry.dotted
-            for entry in all_keys(ZeroConfig)
-            if entry.dotted in self.auto_keys
-            and entry.dotted not in BATCH_KEYS
+            dotted
+            for dotted, entry in all_keys(ZeroConfig).items()
+            if dotted in self.auto_keys
+            and dotted not in BATCH_KEYS
             and not entry.why_no_effect(self, in_engine=True)
         )
 
@@ -226,43 +228,28 @@ class ZeroConfig(JsonSection):
             f"{old} is an old name of {' and '.join(OLD_NAMES[old][0])}" for old in self.old_names
         ]
         ignored_sections: tuple[str, ...] = ()
-        for entry in all_keys(ZeroConfig):
-            if entry.dotted.startswith(ignored_sections) or not self._in_file(entry):
+        for dotted, entry in all_keys(ZeroConfig).items():
+            if dotted.startswith(ignored_sections) or not self._in_file(dotted):
                 continue
             reason = entry.why_no_effect(self, in_engine=in_engine)
             if reason:
-                lines.append(f"{entry.dotted} has no effect here: {reason}")
-                ignored_sections += (f"{entry.dotted}.",)
+                lines.append(f"{dotted} has no effect here: {reason}")
+                ignored_sections += (f"{dotted}.",)
         return tuple(lines)
 
     def value(self, dotted: str) -> Any:
         """The value under a dotted key; raises `InputError` for one that does not exist."""
-        value: Any = self
-        for name in dotted.split("."):
-            is_section = isinstance(value, JsonSection)
-            if not is_section or name not in {entry.name for entry in settings_of(type(value))}:
-                raise unknown_key(dotted, ZeroConfig)
-            value = getattr(value, name)
-        return value
-
-    def with_values(self, values: Mapping[str, Any]) -> "ZeroConfig":
-        """A copy with other values, by dotted key; `file_keys` stay what the file gave."""
-        current = {entry.dotted: self.value(entry.dotted) for entry in _value_keys()}
-        return replace(
-            build(ZeroConfig, {**current, **_require_known(values)}),
-            file_keys=self.file_keys,
-            auto_keys=self.auto_keys - values.keys(),
-            old_names=self.old_names,
-            source=self.source,
-        )
+        if dotted not in all_keys(ZeroConfig):
+            raise unknown_key(dotted, ZeroConfig)
+        return attrgetter(dotted)(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON that gives these values: every key in the file or not at its default."""
         result: dict[str, Any] = {}
-        for entry in _value_keys():
-            value = self.value(entry.dotted)
-            if entry.dotted in self.file_keys or value != entry.default:
-                *sections, name = entry.dotted.split(".")
+        for dotted, entry in _value_keys().items():
+            value = self.value(dotted)
+            if dotted in self.file_keys or value != entry.default:
+                *sections, name = dotted.split(".")
                 inside = result
                 for section in sections:
                     inside = inside.setdefault(section, {})
@@ -289,21 +276,14 @@ class ZeroConfig(JsonSection):
             raise InputError(_batch_error(self, world_size))
         return train, micro, steps
 
-    def _in_file(self, entry: Key) -> bool:
-        inside = f"{entry.dotted}."
+    def _in_file(self, dotted: str) -> bool:
         names = self.file_keys | self.auto_keys
-        return entry.dotted in names or any(name.startswith(inside) for name in names)
+        return dotted in names or any(name.startswith(f"{dotted}.") for name in names)
 
 
-def _value_keys() -> list[Key]:
-    return [entry for entry in all_keys(ZeroConfig) if entry.subsection is None]
-
-
-def _require_known(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    names = {entry.dotted for entry in _value_keys()}
-    for dotted in values.keys() - names:
-        raise unknown_key(dotted, ZeroConfig)
-    return values
+def _value_keys() -> dict[str, Key]:
+    keys = all_keys(ZeroConfig)
+    return {dotted: entry for dotted, entry in keys.items() if entry.subsection is None}
 
 
 def _batch_error(config: ZeroConfig, world_size: int) -> str:
