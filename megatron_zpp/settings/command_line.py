@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.settings.flag import Flag, Section, flags
+from megatron_zpp.settings.flag import Flag, Section
 from zeropp.errors import InputError
-from zeropp.settings.schema import TYPE_NAMES
+from zeropp.settings.schema import TYPE_NAMES, settings_of
 
 HELP = ("-h", "--help")
 WIDTH = 100
@@ -66,7 +66,7 @@ def vocabulary(sections: Iterable[type[Section]]) -> Mapping[str, Meaning]:
     meanings: dict[str, Meaning] = {}
     by_name: dict[str, Flag] = {}
     for section in sections:
-        for flag in flags(section):
+        for flag in settings_of(section):
             first = by_name.setdefault(flag.name, flag)
             assert (first.type, first.default) == (flag.type, flag.default), flag.name
             for name in flag.names:
@@ -103,7 +103,7 @@ def help_text(usage: str, sections: Iterable[type[Section]]) -> str:
     parts = [usage]
     described: set[str] = set()
     for section in sections:
-        new = [flag for flag in flags(section) if flag.name not in described]
+        new = [flag for flag in settings_of(section) if flag.name not in described]
         described.update(flag.name for flag in new)
         lines = [_flag_help(flag) for flag in new]
         lines += [line for flag in new for line in _shorthand_help(flag)]

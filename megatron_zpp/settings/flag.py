@@ -5,10 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zeropp.settings.json_file import all_keys
-from zeropp.settings.schema import NoEffect, Section, Setting, setting, settings_of
+from zeropp.settings.schema import NoEffect, Section, Setting, setting
 from zeropp.settings.zero_config import ZeroConfig
-
-__all__ = ["Flag", "NoEffect", "SameAs", "Section", "flag", "flags", "ignored", "needs", "shared"]
 
 
 def _unchanged(value: Any) -> Any:
@@ -104,11 +102,6 @@ def shared(section: type[Section], name: str) -> Any:
     """A field with the default and the flag of field `name` of `section`: one flag fills both."""
     original = section.__dataclass_fields__[name]
     return field(default=original.default, metadata=original.metadata)
-
-
-def flags(section: type[Section]) -> tuple[Flag, ...]:
-    """The flags of a section in the order of its fields."""
-    return settings_of(section)
 
 
 def _reasons_of_key(dotted: str) -> tuple[NoEffect, ...]:

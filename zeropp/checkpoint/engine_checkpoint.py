@@ -18,7 +18,7 @@ from zeropp.atomic import write_atomically
 from zeropp.checkpoint.complete_or_absent import CheckpointFolder
 from zeropp.checkpoint.shard_files import os_errors_as_input_errors, write_shards
 from zeropp.checkpoint.state_tensors import load_state, num_bytes, state_to_save
-from zeropp.errors import InputError
+from zeropp.errors import InputError, first_lines
 from zeropp.ranks.coordination import broadcast_object, fail_together, gather_objects, rank
 
 LATEST = "latest"
@@ -87,8 +87,7 @@ def load(
         def check(differences: list[str]) -> None:
             if differences and strict:
                 raise InputError(
-                    f"the checkpoint {path} is of another model:\n  "
-                    + "\n  ".join(differences[:40])
+                    f"the checkpoint {path} is of another model:\n  {first_lines(differences)}"
                 )
 
         load_state(path, model, optimizer, check=check, with_optimizer_state=with_optimizer_state)
