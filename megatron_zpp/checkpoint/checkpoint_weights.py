@@ -1,6 +1,5 @@
 """The model's weights in a checkpoint, read as whole tensors one at a time, on one process."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.checkpoint import choose, damage
+from megatron_zpp.checkpoint.iteration_folders import iteration_of
 from zeropp.checkpoint.shard_files import OneByOneReader, saved_tensors
 from zeropp.checkpoint.state_tensors import MODEL
 from zeropp.errors import InputError
@@ -18,7 +18,7 @@ def find_checkpoint(folder: Path, flag: str = "--load") -> Path:
 
     Raises InputError, which names `flag`, if there is none.
     """
-    if re.fullmatch(r"iter_\d+", folder.name):
+    if iteration_of(folder) is not None:
         if problem := damage(folder):
             raise InputError(f"{flag} {folder}: {problem}")
         return folder

@@ -70,7 +70,7 @@ def flag(
     help: str = "",
     *,
     same_as: str | SameAs | None = None,
-    no_effect: str | NoEffect | tuple[NoEffect, ...] = (),
+    no_effect: NoEffect | tuple[NoEffect, ...] = (),
     **facts: Any,
 ) -> Any:
     """Declare a setting with a flag; `facts` are further fields of `Flag`.
@@ -87,7 +87,7 @@ def flag(
 
 def ignored(default: Any, why: str, **facts: Any) -> Any:
     """Declare a flag that is accepted and never has an effect."""
-    return flag(default, no_effect=why, **facts)
+    return flag(default, no_effect=NoEffect(why), **facts)
 
 
 def needs(flags: str, condition: Callable[[Any], Any]) -> NoEffect:

@@ -56,7 +56,7 @@ def load_state(
     with fail_together():
         saved = saved_tensors(folder)
         weights = model_tensors(model, masters_of(optimizer))
-        check(_shape_differences(weights, saved))
+        check(shape_differences(_of_model(weights), _of_model(saved)))
         weights = {
             name: weight
             for name, weight in weights.items()
@@ -174,25 +174,32 @@ def _restore_optimizer(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _shape_differences(
+def shape_differences(
     weights: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
 ) -> list[str]:
     """Describe how the model's tensors differ from a checkpoint's in name and shape; [] if not."""
     lines = [
-        f"{name.removeprefix(MODEL)} has shape {list(saved[name].shape)} in the checkpoint, "
+        f"{name} has shape {list(saved[name].shape)} in the checkpoint, "
         f"{list(weight.shape)} in the model"
         for name, weight in weights.items()
         if name in saved and weight.shape != saved[name].shape
     ]
-    missing = [name.removeprefix(MODEL) for name in weights if name not in saved]
-    extra = [
-        name.removeprefix(MODEL) for name in saved if name.startswith(MODEL) and name not in weights
-    ]
+    missing = [name for name in weights if name not in saved]
+    extra = [name for name in saved if name not in weights]
     if missing:
         lines.append(f"only in the model: {first_few(missing)}")
     if extra:
         lines.append(f"only in the checkpoint: {first_few(extra)}")
     return lines
+
+
+def _of_model(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of all tensors the model's, by the names that the model gives them."""
+    return {
+        name.removeprefix(MODEL): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(MODEL)
+    }
 
 
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:

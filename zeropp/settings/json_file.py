@@ -6,6 +6,7 @@ not JSON; the dotted key for a key that is unknown, given twice or of the wrong 
 
 import difflib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,12 +110,8 @@ class _Object(dict):
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
-        names: set[str] = set()
-        self.repeated: list[str] = []
-        for name, _ in pairs:
-            if name in names:
-                self.repeated.append(name)
-            names.add(name)
+        counts = Counter(name for name, _ in pairs)
+        self.repeated = [name for name, count in counts.items() if count > 1]
 
 
 def _load(source: Path | str | Mapping) -> tuple[Any, str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from zeropp.errors import InputError
 from zeropp.settings.json_file import OLD_NAMES, JsonValues, all_keys, build, read_json, unknown_key
@@ -45,6 +45,14 @@ _EXACT_MEAN = "gradients are averaged exactly, without an overflow on the way"
 _FP32_MEAN = NoEffect("stage 0 averages whole gradients in fp32", when=lambda c: c.stage == 0)
 _ANY_OPTIMIZER = "any torch optimizer may be used at any stage"
 _SCHEDULE = "the learning-rate schedule is the training script's (--lr-decay-style and its like)"
+
+
+class Batch(NamedTuple):
+    """Samples of a step on all ranks, samples of a micro-batch on one, micro-batches of a step."""
+
+    samples: int
+    micro_samples: int
+    micro_batches: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,12 +213,7 @@ class ZeroConfig(JsonSection):
     @property
     def notices(self) -> tuple[str, ...]:
         """A line for each key in the file that has an old name or no effect here, and why."""
-        return self._notices(in_engine=False)
-
-    @property
-    def notices_for_initialize(self) -> tuple[str, ...]:
-        """The same under `zeropp.initialize`, which honours the schedule and needs no flags."""
-        return self._notices(in_engine=True)
+        return self.list_notices(in_engine=False)
 
     @property
     def unresolved_auto_keys(self) -> tuple[str, ...]:
@@ -223,7 +226,8 @@ class ZeroConfig(JsonSection):
             and not entry.why_no_effect(self, in_engine=True)
         )
 
-    def _notices(self, *, in_engine: bool) -> tuple[str, ...]:
+    def list_notices(self, *, in_engine: bool) -> tuple[str, ...]:
+        """The `notices`; `in_engine`: under `zeropp.initialize`, which honours the schedule."""
         lines = [
             f"{old} is an old name of {' and '.join(OLD_NAMES[old][0])}" for old in self.old_names
         ]
@@ -256,8 +260,8 @@ class ZeroConfig(JsonSection):
                 inside[name] = list(value) if isinstance(value, tuple) else value
         return result
 
-    def resolve_batch(self, world_size: int) -> tuple[int, int, int]:
-        """(samples per step, samples per rank and micro-batch, micro-batches per step).
+    def resolve_batch(self, world_size: int) -> Batch:
+        """The sizes of a step, from the keys that are given.
 
         `world_size` counts data-parallel ranks. Any two of the three keys give the third, one of
         the two sizes alone means no accumulation. Raises `InputError` with the numbers.
@@ -267,14 +271,14 @@ class ZeroConfig(JsonSection):
         if train is None and micro is None:
             raise InputError("give train_batch_size or train_micro_batch_size_per_gpu")
         if train is None:
-            return micro * (steps or 1) * world_size, micro, steps or 1
+            return Batch(micro * (steps or 1) * world_size, micro, steps or 1)
         if micro is None:
             micro = train // ((steps or 1) * world_size)
         if steps is None:
             steps = train // (micro * world_size) if micro else 0
         if train != micro * steps * world_size or not train:
             raise InputError(_batch_error(self, world_size))
-        return train, micro, steps
+        return Batch(train, micro, steps)
 
     def _in_file(self, dotted: str) -> bool:
         names = self.file_keys | self.auto_keys
