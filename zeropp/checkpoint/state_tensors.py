@@ -8,7 +8,7 @@ Names are those of the plain model, without the wrappers for compilation and rec
 optimizer's settings (learning rate, betas) are not saved here: they come from the configuration.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -22,7 +22,6 @@ from zeropp.wire.frozen_weights import is_quantized
 
 MODEL, OPTIMIZER, BEHIND = "model.", "optimizer.", "behind."
 Masters = Mapping[nn.Parameter, nn.Parameter]  # a model's parameter -> the optimizer's fp32 one
-NO_MASTERS: Masters = MappingProxyType({})
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
@@ -33,7 +32,7 @@ def state_to_save(
 
     Without `with_optimizer_state`, only the fp32 weights that the optimizer may hold come from it.
     """
-    tensors = model_tensors(model, masters_of(optimizer))
+    tensors = model_tensors(model, optimizer)
     if optimizer is not None and with_optimizer_state:
         tensors |= _optimizer_tensors(model, optimizer)
         tensors |= _delayed_weights(model, optimizer)
@@ -55,7 +54,7 @@ def load_state(
     """
     with fail_together():
         saved = saved_tensors(folder)
-        weights = model_tensors(model, masters_of(optimizer))
+        weights = model_tensors(model, optimizer)
         check(shape_differences(_of_model(weights), _of_model(saved)))
         weights = {
             name: weight
@@ -74,13 +73,16 @@ def load_state(
         optimizer.loaded(behind=bool(delayed))
 
 
-def model_tensors(model: nn.Module, masters: Masters = NO_MASTERS) -> dict[str, torch.Tensor]:
+def model_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, torch.Tensor]:
     """Return the model's parameters and persistent buffers; they share its memory.
 
     Parameters of a sharded model that are gathered are freed first, so that shards are returned.
-    A parameter that has an fp32 master in `masters` is represented by that. Frozen weights that are
-    stored quantized are left out: they are loaded from where they came from.
+    A parameter whose fp32 master the optimizer holds is represented by that. Frozen weights that
+    are stored quantized are left out: they are loaded from where they came from.
     """
+    masters = masters_of(optimizer)
     state = {
         _plain_name(name): value
         for name, value in model.state_dict().items()
@@ -102,7 +104,7 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
 
 def masters_of(optimizer: torch.optim.Optimizer | None) -> Masters:
     """The fp32 weights that an offloaded optimizer updates in place of the model's parameters."""
-    return getattr(optimizer, "masters", NO_MASTERS)
+    return getattr(optimizer, "masters", MappingProxyType({}))
 
 
 def _delayed_weights(
@@ -200,11 +202,6 @@ def _of_model(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for name, tensor in tensors.items()
         if name.startswith(MODEL)
     }
-
-
-def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of whole tensors, of which this rank may hold shards."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _by_parameter(

@@ -149,9 +149,9 @@ class DelayedAdam(OffloadedAdam):
         self.offload.swap_gradients()
         self._unsent = [master for update in updates for master in update.parameters]
         on_host = [update for update in updates if update.arrays.parameters[0].device == HOST]
-        for one in updates:
-            if one.arrays.parameters[0].device != HOST:
-                self._update(one, factor)
+        for update in updates:
+            if update.arrays.parameters[0].device != HOST:
+                self._update(update, factor)
         self._running = self._thread.submit(self._update_all, on_host, factor)
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ constructing the configuration raises `InputError`. What each key means is in
 contradict each other in `zeropp.settings.rules`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -291,14 +292,10 @@ def _value_keys() -> dict[str, Key]:
 
 
 def _batch_error(config: ZeroConfig, world_size: int) -> str:
-    factors = [
-        (config.value(name), f"{name} = {config.value(name)}")
-        for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        if config.value(name) is not None
-    ]
-    product = world_size
-    for number, _ in factors:
-        product *= number
-    words = " x ".join([*(words for _, words in factors), f"{world_size} ranks"])
+    values = {name: config.value(name) for name in BATCH_KEYS[1:]}
+    factors = {name: value for name, value in values.items() if value is not None}
+    product = world_size * math.prod(factors.values())
+    assignments = [f"{name} = {value}" for name, value in factors.items()]
+    words = " x ".join([*assignments, f"{world_size} ranks"])
     relation = "exactly" if len(factors) == 2 else "a multiple of"
     return f"train_batch_size = {config.train_batch_size}: expected {relation} {product} ({words})"
