@@ -90,7 +90,7 @@ def test_one_long_line_is_shown_around_the_mistake() -> None:
         ('{"fp16": {"enabled": true, "enabled": false}}', ['"fp16.enabled" is given twice']),
         ('{"fp16": {}, "fp16": {}}', ['"fp16" is given twice']),
         ('{"fp16": {"loss_scale": NaN}}', ["NaN is not a JSON value"]),
-        ('{"fp16": {"loss_scale": 1e999}}', ["fp16.loss_scale = inf", "a finite number"]),
+        ('{"fp16": {"loss_scale": 1e999}}', ["fp16.loss_scale = Infinity", "a finite number"]),
         ("[1]", ["the top level", "expected an object"]),
         ("[" * 100_000, ["nested too deeply"]),
         ({"stage": 3}, ['"stage"', '"zero_optimization.stage"']),
