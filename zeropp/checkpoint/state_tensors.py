@@ -131,13 +131,12 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     the first step.
     """
     settle(optimizer)
-    names = _parameter_names(model, optimizer)
     tensors = {}
-    for parameter in _parameters(optimizer):
+    for name, parameter in _optimized_parameters(model, optimizer).items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            name = f"{OPTIMIZER}{names[parameter]}.{key}"
             if value is not None:
-                tensors[name] = value if torch.is_tensor(value) else torch.tensor(value)
+                tensor = value if torch.is_tensor(value) else torch.tensor(value)
+                tensors[f"{OPTIMIZER}{name}.{key}"] = tensor
     return tensors
 
 
@@ -149,15 +148,14 @@ def _empty_optimizer_tensors(
     A tensor of its parameter's shape is sharded like it; scalars are CPU tensors.
     """
     by_parameter = _by_parameter(saved)
-    names = _parameter_names(model, optimizer)
     tensors = {}
-    for parameter in _parameters(optimizer):
-        for key, entry in by_parameter.get(names[parameter], {}).items():
+    for name, parameter in _optimized_parameters(model, optimizer).items():
+        for key, entry in by_parameter.get(name, {}).items():
             if entry.shape == parameter.shape:
                 value = torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
             else:
                 value = torch.zeros(entry.shape, dtype=entry.dtype)
-            tensors[f"{OPTIMIZER}{names[parameter]}.{key}"] = value
+            tensors[f"{OPTIMIZER}{name}.{key}"] = value
     return tensors
 
 
@@ -165,12 +163,11 @@ def _restore_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Make these tensors the optimizer's state; its settings stay as they are."""
-    names = _parameter_names(model, optimizer)
     by_parameter = _by_parameter(tensors)
     state = {
-        index: by_parameter[names[parameter]]
-        for index, parameter in enumerate(_parameters(optimizer))
-        if names[parameter] in by_parameter
+        index: by_parameter[name]
+        for index, name in enumerate(_optimized_parameters(model, optimizer))
+        if name in by_parameter
     }
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -216,16 +213,19 @@ def _by_parameter(
     return grouped
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
-    """Names of the parameters that the optimizer holds, which may be fp32 masters."""
+def _optimized_parameters(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizer holds, maybe fp32 masters, by name and in its order."""
     masters = masters_of(optimizer)
-    return {
+    names = {
         masters.get(parameter, parameter): _plain_name(name)
         for name, parameter in model.named_parameters()
+    }
+    return {
+        names[parameter]: parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     }
 
 
