@@ -55,7 +55,7 @@ def load_state(
     with fail_together():
         saved = saved_tensors(folder)
         weights = model_tensors(model, optimizer)
-        check(shape_differences(_of_model(weights), _of_model(saved)))
+        check(shape_differences(model_part(weights), model_part(saved)))
         weights = {
             name: weight
             for name, weight in weights.items()
@@ -192,7 +192,7 @@ def shape_differences(
     return lines
 
 
-def _of_model(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def model_part(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Of all tensors the model's, by the names that the model gives them."""
     return {
         name.removeprefix(MODEL): tensor
