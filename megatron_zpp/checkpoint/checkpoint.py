@@ -37,7 +37,7 @@ from zeropp.checkpoint.shard_files import (
     write_one_by_one,
     write_shards,
 )
-from zeropp.checkpoint.state_tensors import MODEL, load_state, num_bytes, state_to_save
+from zeropp.checkpoint.state_tensors import MODEL, load_state, state_to_save
 from zeropp.errors import InputError, first_few
 from zeropp.ranks.coordination import (
     broadcast_object,
@@ -174,7 +174,7 @@ def _new_checkpoint(
     """Yield the folder for the tensors' files; then add the other files and publish it."""
     with checkpoint_folder(folder).new_checkpoint(
         checkpoint_name(state.iteration),
-        num_bytes(tensors.values()),
+        sum(tensor.nbytes for tensor in tensors.values()),
         pointer_text=f"{state.iteration}\n",
     ) as partial:
         yield partial

@@ -1,6 +1,5 @@
 """The model's weights in a checkpoint, read as whole tensors one at a time, on one process."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,8 +7,9 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.checkpoint import choose, damage
+from megatron_zpp.checkpoint.iteration_folders import iteration_of
 from zeropp.checkpoint.shard_files import OneByOneReader, saved_tensors
-from zeropp.checkpoint.state_tensors import MODEL
+from zeropp.checkpoint.state_tensors import MODEL, model_part
 from zeropp.errors import InputError
 
 
@@ -18,7 +18,7 @@ def find_checkpoint(folder: Path, flag: str = "--load") -> Path:
 
     Raises InputError, which names `flag`, if there is none.
     """
-    if re.fullmatch(r"iter_\d+", folder.name):
+    if iteration_of(folder) is not None:
         if problem := damage(folder):
             raise InputError(f"{flag} {folder}: {problem}")
         return folder
@@ -37,9 +37,7 @@ class CheckpointWeights:
     def __init__(self, path: Path, keep: Callable[[str], bool] = lambda name: True) -> None:
         self._reader = OneByOneReader(path)
         self._facts = {
-            name.removeprefix(MODEL): tensor
-            for name, tensor in saved_tensors(path).items()
-            if name.startswith(MODEL) and keep(name.removeprefix(MODEL))
+            name: tensor for name, tensor in model_part(saved_tensors(path)).items() if keep(name)
         }
 
     def facts(self) -> dict[str, Tensor]:

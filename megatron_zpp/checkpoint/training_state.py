@@ -9,11 +9,10 @@ from typing import Any
 
 from megatron_zpp.settings.config import Config, ModelConfig
 from zeropp.atomic import write_atomically
-from zeropp.errors import InputError
+from zeropp.errors import InputError, first_lines
 
 STATE = "state.json"
 FORMAT = 1
-MAX_LINES = 40  # of differences in an error message
 
 # Model settings that may differ between the run that saved the weights and one that loads them.
 NOT_ARCHITECTURE = (
@@ -109,16 +108,11 @@ def check_architecture(
             for name in names
             if saved.get(name) != own.get(name)
         ]
-    if not lines:
-        return
-    more = len(lines) - MAX_LINES
-    if more > 0:
-        lines[MAX_LINES:] = [f"and {more} more"]
-    raise InputError(
-        f"the checkpoint {checkpoint} is of another architecture:\n  "
-        + "\n  ".join(lines)
-        + "\nGive the settings it was trained with, or load another checkpoint."
-    )
+    if lines:
+        raise InputError(
+            f"the checkpoint {checkpoint} is of another architecture:\n  {first_lines(lines)}\n"
+            "Give the settings it was trained with, or load another checkpoint."
+        )
 
 
 def check_tokenizer(checkpoint: Path, state: TrainingState, tokenizer: str | None) -> None:

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from megatron_zpp.model.init import local_ranges
 from megatron_zpp.model.lora import is_adapter
-from zeropp.errors import InputError, first_few
+from zeropp.checkpoint.state_tensors import shape_differences
+from zeropp.errors import InputError, first_lines
 from zeropp.optim.step import local_part
 
 
@@ -35,21 +36,9 @@ def fill_parameters(model: nn.Module, weights: WeightSource) -> None:
     parameters = {
         name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)
     }
-    shapes = {name: tensor.shape for name, tensor in weights.facts().items()}
-    missing = [name for name in parameters if name not in shapes]
-    extra = [name for name in shapes if name not in parameters]
-    lines = []
-    if missing:
-        lines.append(f"missing: {first_few(missing)}")
-    if extra:
-        lines.append(f"extra: {first_few(extra)}")
-    lines += [
-        f"{name} has shape {list(shapes[name])}, expected {list(parameter.shape)}"
-        for name, parameter in parameters.items()
-        if name in shapes and shapes[name] != parameter.shape
-    ]
+    lines = shape_differences(parameters, weights.facts())
     if lines:
-        raise InputError("the weights are not those of the model:\n  " + "\n  ".join(lines))
+        raise InputError(f"the weights are not those of the model:\n  {first_lines(lines)}")
     for name, parameter in parameters.items():
         local = tuple(slice(start, end) for start, end in local_ranges(parameter))
         local_part(parameter).copy_(weights.read(name)[local])

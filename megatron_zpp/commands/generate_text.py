@@ -26,7 +26,7 @@ from megatron_zpp.data.instructions.examples import read_objects, text_field
 from megatron_zpp.settings.command_line import read, vocabulary
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.settings.data import EXAMPLES_SUFFIX
-from megatron_zpp.settings.flag import Section, flag, flags
+from megatron_zpp.settings.flag import Section, flag
 from megatron_zpp.text.generate import Request
 from megatron_zpp.text.sampling import Sampling
 from megatron_zpp.text.text_model import (
@@ -39,6 +39,7 @@ from megatron_zpp.tokenizer.base import read_text
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
 from zeropp.ranks.topology import Environment
+from zeropp.settings.schema import settings_of
 
 USAGE = "usage: {program} --load FOLDER [--prompt TEXT] [flags]"
 STDIN = "-"
@@ -284,7 +285,8 @@ class Conversation:
 
     def _command(self, line: str) -> None:
         name, _, value = line[1:].strip().partition(" ")
-        descriptions = {description.names[0]: description for description in flags(SamplingConfig)}
+        settings = settings_of(SamplingConfig)
+        descriptions = {description.names[0]: description for description in settings}
         if name == "help":
             print("a line is a prompt (\\n in it is a new line); Ctrl-C ends a text; commands:")
             for flag_name, description in descriptions.items():

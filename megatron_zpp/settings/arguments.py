@@ -11,7 +11,7 @@ from typing import Any
 from megatron_zpp.settings import defaults
 from megatron_zpp.settings.command_line import HELP, Assignment, help_text, read, vocabulary
 from megatron_zpp.settings.config import SECTIONS, BatchConfig, Config
-from megatron_zpp.settings.flag import Section, flags
+from megatron_zpp.settings.flag import Section
 from megatron_zpp.settings.ignored_flags import IgnoredFlags
 from megatron_zpp.settings.json_flags import ZeroFlags
 from megatron_zpp.settings.merge import json_values, merge
@@ -19,6 +19,7 @@ from megatron_zpp.settings.model import ModelFlags
 from megatron_zpp.settings.schedule import Schedules
 from zeropp.errors import InputError
 from zeropp.settings.json_file import JsonValues, read_json
+from zeropp.settings.schema import settings_of
 from zeropp.settings.zero_config import ZeroConfig
 
 USAGE = """\
@@ -28,7 +29,7 @@ Trains a GPT with ZeRO stages 0 to 3; torchrun or zeropp starts it on several ra
 Megatron's, and --deepspeed-config names a JSON file with DeepSpeed's keys. Everything has a
 default, the data too. The words of a flag may be separated by - or _."""
 FLAG_SECTIONS = (*SECTIONS.values(), ZeroFlags, ModelFlags, IgnoredFlags)
-FLAGS = tuple(flag for section in FLAG_SECTIONS for flag in flags(section))
+FLAGS = tuple(flag for section in FLAG_SECTIONS for flag in settings_of(section))
 
 log = logging.getLogger("megatron_zpp")
 
@@ -79,7 +80,7 @@ def check(config: Config, world_size: int) -> None:
 
 
 def _section(kind: type[Section], values: Mapping[str, Any]) -> Section:
-    return kind(**{flag.name: values[flag.name] for flag in flags(kind)})
+    return kind(**{flag.name: values[flag.name] for flag in settings_of(kind)})
 
 
 def _check_accumulation(config: Config, file: JsonValues, world_size: int) -> None:

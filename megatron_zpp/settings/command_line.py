@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.settings.flag import Flag, Section, flags
+from megatron_zpp.settings.flag import Flag, Section
 from zeropp.errors import InputError
-from zeropp.settings.schema import TYPE_NAMES
+from zeropp.settings.schema import TYPE_NAMES, settings_of
 
 HELP = ("-h", "--help")
 WIDTH = 100
@@ -40,25 +40,18 @@ class Meaning:
     flag: Flag
     constant: Any = None
 
-    @property
-    def takes_value(self) -> bool:
-        """Whether values follow the flag."""
-        return self.constant is None
-
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """One flag as it was typed; `spelling` has its dashes."""
+    """One flag as it was typed; `spelling` has its dashes, `text` also the values behind it."""
 
     flag: Flag
     value: Any
     spelling: str
-    is_constant: bool
+    text: str
 
     def __str__(self) -> str:
-        if self.is_constant:
-            return self.spelling
-        return self.flag.assignment(self.value, self.spelling)
+        return self.text
 
 
 def vocabulary(sections: Iterable[type[Section]]) -> Mapping[str, Meaning]:
@@ -66,7 +59,7 @@ def vocabulary(sections: Iterable[type[Section]]) -> Mapping[str, Meaning]:
     meanings: dict[str, Meaning] = {}
     by_name: dict[str, Flag] = {}
     for section in sections:
-        for flag in flags(section):
+        for flag in settings_of(section):
             first = by_name.setdefault(flag.name, flag)
             assert (first.type, first.default) == (flag.type, flag.default), flag.name
             for name in flag.names:
@@ -103,7 +96,7 @@ def help_text(usage: str, sections: Iterable[type[Section]]) -> str:
     parts = [usage]
     described: set[str] = set()
     for section in sections:
-        new = [flag for flag in flags(section) if flag.name not in described]
+        new = [flag for flag in settings_of(section) if flag.name not in described]
         described.update(flag.name for flag in new)
         lines = [_flag_help(flag) for flag in new]
         lines += [line for flag in new for line in _shorthand_help(flag)]
@@ -131,10 +124,10 @@ def _groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 def _assignment(meaning: Meaning, spelling: str, values: list[str]) -> Assignment:
     flag = meaning.flag
-    if not meaning.takes_value:
+    if meaning.constant is not None:
         if values:
             raise InputError(f"{spelling} takes no value, but {values[0]!r} follows it")
-        return Assignment(flag=flag, value=meaning.constant, spelling=spelling, is_constant=True)
+        return Assignment(flag=flag, value=meaning.constant, spelling=spelling, text=spelling)
     if not values or "" in values:
         about = flag.help or f"it has no effect here: {flag.why_ignored}"
         raise InputError(f"{spelling} needs a value: {TYPE_NAMES[flag.type]} ({about})")
@@ -147,7 +140,8 @@ def _assignment(meaning: Meaning, spelling: str, values: list[str]) -> Assignmen
     items = tuple(_convert(flag, spelling, value) for value in values)
     value = items if flag.count else items[0]
     flag.check(value, spelling)
-    return Assignment(flag=flag, value=value, spelling=spelling, is_constant=False)
+    text = flag.assignment(value, spelling)
+    return Assignment(flag=flag, value=value, spelling=spelling, text=text)
 
 
 def _convert(flag: Flag, spelling: str, text: str) -> Any:

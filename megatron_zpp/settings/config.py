@@ -27,26 +27,6 @@ from megatron_zpp.settings.run import (
 )
 from zeropp.settings.zero_config import ZeroConfig
 
-__all__ = [
-    "BatchConfig",
-    "CheckpointConfig",
-    "Config",
-    "SECTIONS",
-    "DataConfig",
-    "EvaluationConfig",
-    "LogConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PrecisionConfig",
-    "RecomputeConfig",
-    "ScheduleConfig",
-    "TokenizerConfig",
-    "TrainingConfig",
-    "ZeroConfig",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config:

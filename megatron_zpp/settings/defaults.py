@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp.settings.config import SECTIONS, BatchConfig, ModelConfig
-from megatron_zpp.settings.flag import flags
 from zeropp.errors import InputError
+from zeropp.settings.schema import settings_of
 
 ITERATIONS = 100
 # With the default length, so that a short run prints something.
@@ -20,7 +20,7 @@ LENGTHS = ("train_iters", "train_samples", "train_tokens")
 SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr")
 DEFAULTS = MappingProxyType(
-    {flag.name: flag.default for section in SECTIONS.values() for flag in flags(section)}
+    {flag.name: flag.default for section in SECTIONS.values() for flag in settings_of(section)}
 )
 
 

@@ -5,10 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zeropp.settings.json_file import all_keys
-from zeropp.settings.schema import NoEffect, Section, Setting, setting, settings_of
+from zeropp.settings.schema import NoEffect, Section, Setting, setting
 from zeropp.settings.zero_config import ZeroConfig
-
-__all__ = ["Flag", "NoEffect", "SameAs", "Section", "flag", "flags", "ignored", "needs", "shared"]
 
 
 def _unchanged(value: Any) -> Any:
@@ -72,7 +70,7 @@ def flag(
     help: str = "",
     *,
     same_as: str | SameAs | None = None,
-    no_effect: str | NoEffect | tuple[NoEffect, ...] = (),
+    no_effect: NoEffect | tuple[NoEffect, ...] = (),
     **facts: Any,
 ) -> Any:
     """Declare a setting with a flag; `facts` are further fields of `Flag`.
@@ -89,7 +87,7 @@ def flag(
 
 def ignored(default: Any, why: str, **facts: Any) -> Any:
     """Declare a flag that is accepted and never has an effect."""
-    return flag(default, no_effect=why, **facts)
+    return flag(default, no_effect=NoEffect(why), **facts)
 
 
 def needs(flags: str, condition: Callable[[Any], Any]) -> NoEffect:
@@ -106,14 +104,9 @@ def shared(section: type[Section], name: str) -> Any:
     return field(default=original.default, metadata=original.metadata)
 
 
-def flags(section: type[Section]) -> tuple[Flag, ...]:
-    """The flags of a section in the order of its fields."""
-    return settings_of(section)
-
-
 def _reasons_of_key(dotted: str) -> tuple[NoEffect, ...]:
-    entry = next(entry for entry in all_keys(ZeroConfig) if entry.dotted == dotted)
-    return tuple(NoEffect(reason.why, when=_of_json(reason.when)) for reason in entry.no_effect)
+    reasons = all_keys(ZeroConfig)[dotted].no_effect
+    return tuple(NoEffect(reason.why, when=_of_json(reason.when)) for reason in reasons)
 
 
 def _of_json(when: Callable[[ZeroConfig], bool] | None) -> Callable[[Any], bool] | None:

@@ -265,13 +265,8 @@ class ScheduleConfig(Section):
     def check(self) -> None:
         """Raise InputError for a length given twice and for bounds in the wrong order."""
         super().check()
-        self._check_one_unit("--lr-decay-", [(u, getattr(self, f"lr_decay_{u}")) for u in UNITS])
-        warmups = [(unit, getattr(self, f"lr_warmup_{unit}")) for unit in UNITS]
-        self._check_one_unit("--lr-warmup-", [("fraction", self.lr_warmup_fraction), *warmups])
-        self._check_one_unit(
-            "--lr-wsd-decay-",
-            [("iters", self.lr_wsd_decay_iters), ("samples", self.lr_wsd_decay_samples)],
-        )
+        for kind in ("decay", "warmup", "wsd-decay"):
+            self._check_one_unit(kind)
         if self.lr_decay_style == "WSD" and not (
             self.lr_wsd_decay_iters or self.lr_wsd_decay_samples
         ):
@@ -287,8 +282,11 @@ class ScheduleConfig(Section):
                 "contradict: leave one out"
             )
 
-    @staticmethod
-    def _check_one_unit(prefix: str, lengths: list[tuple[str, float | None]]) -> None:
-        typed = [f"{prefix}{unit} {length}" for unit, length in lengths if length]
+    def _check_one_unit(self, kind: str) -> None:
+        typed = []
+        for unit in ("fraction", *UNITS):
+            length = getattr(self, f"lr_{kind.replace('-', '_')}_{unit}", None)
+            if length:
+                typed.append(f"--lr-{kind}-{unit} {length}")
         if len(typed) > 1:
             raise InputError(f"{typed[0]} and {typed[1]}: give the length in one unit only")

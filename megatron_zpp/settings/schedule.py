@@ -85,26 +85,18 @@ class GlobalBatchSize:
 
     def _levels(self) -> Iterator[tuple[int, int | None]]:
         """Each batch size on the way and how many steps it lasts; None: for ever."""
-        consumed = 0
-        ramp = self.config.rampup_batch_size
-        while ramp is not None and consumed < ramp[2]:
-            size = self(consumed)
-            until = self._end_of_level(size)
-            steps = -((consumed - until) // size)  # rounded up
-            yield size, steps
-            consumed += steps * size
+        if self.config.rampup_batch_size is not None:
+            consumed = 0
+            start, increment, samples = self.config.rampup_batch_size
+            num_levels = max((self.final - start) // increment, 1)
+            while consumed < samples:
+                size = self(consumed)
+                level = (size - start) // increment + 1
+                until = -(-level * samples // num_levels)  # rounded up; the size is larger then
+                steps = -((consumed - until) // size)  # rounded up
+                yield size, steps
+                consumed += steps * size
         yield self.final, None
-
-    def _end_of_level(self, size: int) -> int:
-        """The first number of consumed samples at which the size is larger."""
-        ramp = self.config.rampup_batch_size
-        assert ramp is not None
-        start, increment, samples = ramp
-        steps = (self.final - start) // increment
-        if size == self.final:
-            return samples
-        level = (size - start) // increment + 1
-        return -(-level * samples // steps)  # rounded up
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from torch import nn
 from zeropp.atomic import write_atomically
 from zeropp.checkpoint.complete_or_absent import CheckpointFolder
 from zeropp.checkpoint.shard_files import os_errors_as_input_errors, write_shards
-from zeropp.checkpoint.state_tensors import load_state, num_bytes, state_to_save
-from zeropp.errors import InputError
+from zeropp.checkpoint.state_tensors import load_state, state_to_save
+from zeropp.errors import InputError, first_lines
 from zeropp.ranks.coordination import broadcast_object, fail_together, gather_objects, rank
 
 LATEST = "latest"
@@ -47,7 +47,8 @@ def save(
         tensors = state_to_save(model, optimizer)
     pointer_text = tag if save_latest else None
     checkpoints = _checkpoint_folder(folder)
-    with checkpoints.new_checkpoint(tag, num_bytes(tensors.values()), pointer_text) as partial:
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    with checkpoints.new_checkpoint(tag, num_bytes, pointer_text) as partial:
         write_shards(partial, tensors)
         with fail_together():
             if rank() == 0:
@@ -87,8 +88,7 @@ def load(
         def check(differences: list[str]) -> None:
             if differences and strict:
                 raise InputError(
-                    f"the checkpoint {path} is of another model:\n  "
-                    + "\n  ".join(differences[:40])
+                    f"the checkpoint {path} is of another model:\n  {first_lines(differences)}"
                 )
 
         load_state(path, model, optimizer, check=check, with_optimizer_state=with_optimizer_state)

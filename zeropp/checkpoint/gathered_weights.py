@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp.atomic import write_atomically
-from zeropp.checkpoint.state_tensors import NO_MASTERS, Masters
+from zeropp.checkpoint.state_tensors import Masters
 from zeropp.ranks.coordination import fail_together, rank
 
 
 def save_gathered_weights(
-    model: nn.Module, path: Path, dtype: torch.dtype, masters: Masters = NO_MASTERS
+    model: nn.Module, path: Path, dtype: torch.dtype, masters: Masters
 ) -> None:
     """Write the state dict to `path` from rank 0, floats as `dtype`; all ranks call it.
 
@@ -25,7 +25,7 @@ def save_gathered_weights(
     `.safetensors` file holds tied weights once, under their first name; any other file is written
     by torch.save and keeps them tied. Raises OSError on all ranks if the file cannot be written.
     """
-    weights = gather_weights(model, dtype, masters)
+    weights = _gather_weights(model, dtype, masters)
     with fail_together():
         if rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def save_gathered_weights(
                 write_atomically(path, lambda file: torch.save(weights, file))
 
 
-def gather_weights(
+def _gather_weights(
     model: nn.Module, dtype: torch.dtype, masters: Masters
 ) -> dict[str, torch.Tensor]:
     """The whole state dict on the CPU of rank 0, tied names sharing memory; empty elsewhere."""

@@ -57,16 +57,20 @@ def saved_tensors(folder: Path) -> dict[str, Tensor]:
     }
 
 
-class OneByOneReader:
+class OneByOneReader(FileSystemReader):
     """Reads whole tensors one at a time, on one process; reads the metadata only once."""
 
     def __init__(self, folder: Path) -> None:
-        self._reader = _CachedMetadataReader(folder)
+        super().__init__(folder)
+        self.metadata = super().read_metadata()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
 
     def fill(self, name: str, tensor: Tensor) -> None:
         """Read the tensor `name` into `tensor`, which has its shape and dtype."""
         with _without_warnings():
-            dcp.load({name: tensor}, storage_reader=self._reader, no_dist=True)
+            dcp.load({name: tensor}, storage_reader=self, no_dist=True)
 
 
 @contextmanager
@@ -122,12 +126,3 @@ class _ReadWhenWritten(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.read(index.fqn)
-
-
-class _CachedMetadataReader(FileSystemReader):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.metadata = super().read_metadata()
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata

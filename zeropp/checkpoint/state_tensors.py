@@ -8,7 +8,7 @@ Names are those of the plain model, without the wrappers for compilation and rec
 optimizer's settings (learning rate, betas) are not saved here: they come from the configuration.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -22,7 +22,6 @@ from zeropp.wire.frozen_weights import is_quantized
 
 MODEL, OPTIMIZER, BEHIND = "model.", "optimizer.", "behind."
 Masters = Mapping[nn.Parameter, nn.Parameter]  # a model's parameter -> the optimizer's fp32 one
-NO_MASTERS: Masters = MappingProxyType({})
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
@@ -33,7 +32,7 @@ def state_to_save(
 
     Without `with_optimizer_state`, only the fp32 weights that the optimizer may hold come from it.
     """
-    tensors = model_tensors(model, masters_of(optimizer))
+    tensors = model_tensors(model, optimizer)
     if optimizer is not None and with_optimizer_state:
         tensors |= _optimizer_tensors(model, optimizer)
         tensors |= _delayed_weights(model, optimizer)
@@ -55,8 +54,8 @@ def load_state(
     """
     with fail_together():
         saved = saved_tensors(folder)
-        weights = model_tensors(model, masters_of(optimizer))
-        check(_shape_differences(weights, saved))
+        weights = model_tensors(model, optimizer)
+        check(shape_differences(model_part(weights), model_part(saved)))
         weights = {
             name: weight
             for name, weight in weights.items()
@@ -74,13 +73,16 @@ def load_state(
         optimizer.loaded(behind=bool(delayed))
 
 
-def model_tensors(model: nn.Module, masters: Masters = NO_MASTERS) -> dict[str, torch.Tensor]:
+def model_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, torch.Tensor]:
     """Return the model's parameters and persistent buffers; they share its memory.
 
     Parameters of a sharded model that are gathered are freed first, so that shards are returned.
-    A parameter that has an fp32 master in `masters` is represented by that. Frozen weights that are
-    stored quantized are left out: they are loaded from where they came from.
+    A parameter whose fp32 master the optimizer holds is represented by that. Frozen weights that
+    are stored quantized are left out: they are loaded from where they came from.
     """
+    masters = masters_of(optimizer)
     state = {
         _plain_name(name): value
         for name, value in model.state_dict().items()
@@ -102,7 +104,7 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
 
 def masters_of(optimizer: torch.optim.Optimizer | None) -> Masters:
     """The fp32 weights that an offloaded optimizer updates in place of the model's parameters."""
-    return getattr(optimizer, "masters", NO_MASTERS)
+    return getattr(optimizer, "masters", MappingProxyType({}))
 
 
 def _delayed_weights(
@@ -129,13 +131,12 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     the first step.
     """
     settle(optimizer)
-    names = _parameter_names(model, optimizer)
     tensors = {}
-    for parameter in _parameters(optimizer):
+    for name, parameter in _optimized_parameters(model, optimizer).items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            name = f"{OPTIMIZER}{names[parameter]}.{key}"
             if value is not None:
-                tensors[name] = value if torch.is_tensor(value) else torch.tensor(value)
+                tensor = value if torch.is_tensor(value) else torch.tensor(value)
+                tensors[f"{OPTIMIZER}{name}.{key}"] = tensor
     return tensors
 
 
@@ -147,15 +148,14 @@ def _empty_optimizer_tensors(
     A tensor of its parameter's shape is sharded like it; scalars are CPU tensors.
     """
     by_parameter = _by_parameter(saved)
-    names = _parameter_names(model, optimizer)
     tensors = {}
-    for parameter in _parameters(optimizer):
-        for key, entry in by_parameter.get(names[parameter], {}).items():
+    for name, parameter in _optimized_parameters(model, optimizer).items():
+        for key, entry in by_parameter.get(name, {}).items():
             if entry.shape == parameter.shape:
                 value = torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
             else:
                 value = torch.zeros(entry.shape, dtype=entry.dtype)
-            tensors[f"{OPTIMIZER}{names[parameter]}.{key}"] = value
+            tensors[f"{OPTIMIZER}{name}.{key}"] = value
     return tensors
 
 
@@ -163,31 +163,28 @@ def _restore_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Make these tensors the optimizer's state; its settings stay as they are."""
-    names = _parameter_names(model, optimizer)
     by_parameter = _by_parameter(tensors)
     state = {
-        index: by_parameter[names[parameter]]
-        for index, parameter in enumerate(_parameters(optimizer))
-        if names[parameter] in by_parameter
+        index: by_parameter[name]
+        for index, name in enumerate(_optimized_parameters(model, optimizer))
+        if name in by_parameter
     }
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _shape_differences(
+def shape_differences(
     weights: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
 ) -> list[str]:
     """Describe how the model's tensors differ from a checkpoint's in name and shape; [] if not."""
     lines = [
-        f"{name.removeprefix(MODEL)} has shape {list(saved[name].shape)} in the checkpoint, "
+        f"{name} has shape {list(saved[name].shape)} in the checkpoint, "
         f"{list(weight.shape)} in the model"
         for name, weight in weights.items()
         if name in saved and weight.shape != saved[name].shape
     ]
-    missing = [name.removeprefix(MODEL) for name in weights if name not in saved]
-    extra = [
-        name.removeprefix(MODEL) for name in saved if name.startswith(MODEL) and name not in weights
-    ]
+    missing = [name for name in weights if name not in saved]
+    extra = [name for name in saved if name not in weights]
     if missing:
         lines.append(f"only in the model: {first_few(missing)}")
     if extra:
@@ -195,9 +192,13 @@ def _shape_differences(
     return lines
 
 
-def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of whole tensors, of which this rank may hold shards."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def model_part(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of all tensors the model's, by the names that the model gives them."""
+    return {
+        name.removeprefix(MODEL): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(MODEL)
+    }
 
 
 def _by_parameter(
@@ -212,16 +213,19 @@ def _by_parameter(
     return grouped
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
-    """Names of the parameters that the optimizer holds, which may be fp32 masters."""
+def _optimized_parameters(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizer holds, maybe fp32 masters, by name and in its order."""
     masters = masters_of(optimizer)
-    return {
+    names = {
         masters.get(parameter, parameter): _plain_name(name)
         for name, parameter in model.named_parameters()
+    }
+    return {
+        names[parameter]: parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     }
 
 

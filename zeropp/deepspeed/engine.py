@@ -10,7 +10,6 @@ The names are DeepSpeed's; the work is done by `zeropp.shard` and `zeropp.optimi
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,19 +26,10 @@ from zeropp.errors import InputError
 from zeropp.optim.loss_scale import LossScaler
 from zeropp.optim.step import optimizer_step
 from zeropp.ranks.topology import Environment
-from zeropp.settings.zero_config import ZeroConfig
+from zeropp.settings.zero_config import Batch, ZeroConfig
 from zeropp.sharding.sharding import Sharding
 
 log = logging.getLogger("zeropp")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Samples of a step on all ranks, samples of a micro-batch on one, micro-batches of a step."""
-
-    samples: int
-    micro_samples: int
-    micro_batches: int
 
 
 class Engine(nn.Module):
@@ -110,7 +100,7 @@ class Engine(nn.Module):
             )
         if loss.numel() != 1:
             raise InputError(f"the loss has shape {list(loss.shape)}: give its mean, one number")
-        scale = self.scaler.scale if self.scaler else 1.0
+        scale = self.loss_scale
         if scale_wrt_gas:
             scale /= self.batch.micro_batches
         (loss.float() * scale).sum().backward(retain_graph=retain_graph)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from zeropp.deepspeed.engine import Batch, Engine
+from zeropp.deepspeed.engine import Engine
 from zeropp.errors import InputError
 from zeropp.optim.adam import FusedAdam, fastest_adamw
 from zeropp.optim.cpu_adam import CPUAdam
@@ -27,7 +27,7 @@ from zeropp.optim.offloaded import offloaded_adamw
 from zeropp.optim.remap import Names, listed, names_of, remap, remapped
 from zeropp.ranks.process_group import pick_device, start_process_group
 from zeropp.ranks.topology import Environment
-from zeropp.settings.zero_config import ZeroConfig
+from zeropp.settings.zero_config import Batch, ZeroConfig
 from zeropp.sharding.materialize import copy_from_first_rank
 from zeropp.sharding.shard import shard
 from zeropp.sharding.sharding import Sharding
@@ -77,8 +77,7 @@ def initialize(
     _require_unambiguous(zero, optimizer, lr_scheduler)
     environment, device = _join(dist_init_required)
     world_size = environment.world_size
-    samples, micro_samples, micro_batches = zero.resolve_batch(world_size)
-    batch = Batch(samples=samples, micro_samples=micro_samples, micro_batches=micro_batches)
+    batch = zero.resolve_batch(world_size)
     mesh = mesh_param or init_device_mesh(device.type, (world_size,), mesh_dim_names=(AXIS,))
     names = names_of(model)
     parameters = None if model_parameters is None else listed(model_parameters)
@@ -95,7 +94,7 @@ def initialize(
         optimizer.quantize_nontrainable_params = engine.quantize_nontrainable_params
     loader = _build_loader(training_data, collate_fn, batch, environment)
     if environment.rank == 0:
-        for line in zero.notices_for_initialize:
+        for line in zero.list_notices(in_engine=True):
             log.info(line)
         log.info("ZeRO stage %d, %d ranks, %s", zero.stage, world_size, batch)
         for name, text in sharding.describe(batch.micro_batches):
@@ -273,13 +272,11 @@ def _offload_optimizer(
 
 
 def _parameter_ids(parameters_or_groups: Iterable[Any]) -> set[int]:
-    ids: set[int] = set()
-    for item in parameters_or_groups:
-        parameters = item["params"] if isinstance(item, Mapping) else item
-        if isinstance(parameters, torch.Tensor):
-            parameters = [parameters]
-        ids |= {id(parameter) for parameter in parameters}
-    return ids
+    return {
+        id(parameter)
+        for item in parameters_or_groups
+        for parameter in (item["params"] if isinstance(item, Mapping) else [item])
+    }
 
 
 def _build_schedule(

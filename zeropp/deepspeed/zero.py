@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp.errors import InputError
+from zeropp.ranks.coordination import world_size
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.materialize import part_for_rank
 from zeropp.sharding.recorded_tensor import recording
@@ -81,7 +82,7 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
         if not isinstance(parameter, torch.Tensor):
             kind = type(parameter).__name__
             raise InputError(f"GatheredParameters takes parameters, not {kind}")
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = world_size()
     if modifier_rank is not None and not 0 <= modifier_rank < ranks:
         raise InputError(f"modifier_rank = {modifier_rank}: expected a rank from 0 to {ranks - 1}")
     sharded = []

@@ -6,7 +6,8 @@ not JSON; the dotted key for a key that is unknown, given twice or of the wrong 
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -80,17 +81,19 @@ def build(root: type[JsonSection], values: Mapping[str, Any], prefix: str = "") 
     return root(**arguments)
 
 
-def all_keys(root: type[JsonSection]) -> Iterator[Key]:
-    """Every key below a section, sections themselves included."""
+def all_keys(root: type[JsonSection]) -> dict[str, Key]:
+    """Every key below a section by its dotted name, sections themselves included."""
+    keys: dict[str, Key] = {}
     for entry in settings_of(root):
-        yield entry
+        keys[entry.dotted] = entry
         if entry.subsection:
-            yield from all_keys(entry.subsection)
+            keys |= all_keys(entry.subsection)
+    return keys
 
 
 def unknown_key(dotted: str, root: type[JsonSection]) -> InputError:
     """The error for a key that does not exist, with the nearest one that does."""
-    names = {entry.dotted for entry in all_keys(root)} | set(OLD_NAMES)
+    names = {*all_keys(root), *OLD_NAMES}
     section, _, last = dotted.rpartition(".")
     elsewhere = [name for name in names if name.rpartition(".")[2] == last]
     siblings = {
@@ -107,12 +110,8 @@ class _Object(dict):
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
-        names: set[str] = set()
-        self.repeated: list[str] = []
-        for name, _ in pairs:
-            if name in names:
-                self.repeated.append(name)
-            names.add(name)
+        counts = Counter(name for name, _ in pairs)
+        self.repeated = [name for name, count in counts.items() if count > 1]
 
 
 def _load(source: Path | str | Mapping) -> tuple[Any, str]:
@@ -183,19 +182,19 @@ class _Reader:
     def _translate(self, old: str, value: Any) -> None:
         """Take the value of an old name; raises `InputError` if today's name has one, too."""
         names, meaning = OLD_NAMES[old]
-        if meaning is None:
-            translated = _Reader(self._root).read(_nest(names[0], value), old)
-        elif isinstance(value, bool):
-            translated = JsonValues(values=dict.fromkeys(names, meaning[value]))
-        else:
+        if meaning is not None and not isinstance(value, bool):
             raise InputError(f"{old} = {json_text(value)}: expected true or false")
-        for name in translated.values.keys() & self._values.keys():
+        translated = _Reader(self._root)
+        for name in names:
+            entry = all_keys(self._root)[name]
+            translated._read_value(entry, value if meaning is None else meaning[value])
+        for name in translated._values.keys() & self._values.keys():
             raise InputError(
                 f"{old} = {json_text(value)} is the old name of {name}, "
                 f"and {name} = {json_text(self._values[name])} is given too; keep the second"
             )
-        self._values.update(translated.values)
-        self._auto_keys |= translated.auto_keys
+        self._values.update(translated._values)
+        self._auto_keys |= translated._auto_keys
 
 
 def _check_ignored_object(entry: Key, content: Mapping) -> None:
@@ -226,13 +225,6 @@ def _to_number(value: Any, kind: type) -> Any:
     if kind is int and type(value) is float and value.is_integer():
         return int(value)
     return float(value) if kind is float and type(value) is int else value
-
-
-def _nest(dotted: str, value: Any) -> dict:
-    """`{"a": {"b": value}}` for "a.b"."""
-    for name in reversed(dotted.split(".")):
-        value = {name: value}
-    return value
 
 
 def _parse(text: str, name: str) -> Any:

@@ -1,6 +1,6 @@
 """Settings that are keys of DeepSpeed's JSON."""
 
-from collections.abc import Mapping
+import json
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -59,8 +59,7 @@ key = partial(setting, Key)
 
 def ignored(default: Any, why: str, *, in_engine: str | None = None, **facts: Any) -> Any:
     """Declare a key that is accepted and has no effect; `in_engine` is that of `NoEffect`."""
-    is_object = "keys" in facts  # a mapping has no hash
-    return key(default, no_effect=NoEffect(why, in_engine=in_engine), hashed=not is_object, **facts)
+    return key(default, no_effect=NoEffect(why, in_engine=in_engine), **facts)
 
 
 def needs(dotted: str) -> NoEffect:
@@ -70,10 +69,4 @@ def needs(dotted: str) -> NoEffect:
 
 def json_text(value: Any) -> str:
     """A value as the JSON file would spell it."""
-    if isinstance(value, bool | None):
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(json_text(item) for item in value)}]"
-    return str(dict(value)) if isinstance(value, Mapping) else str(value)
+    return json.dumps(value, ensure_ascii=False, skipkeys=True, default=str)

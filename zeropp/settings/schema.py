@@ -157,17 +157,14 @@ def setting(
     default: Any,
     help: str = "",
     *,
-    no_effect: str | NoEffect | tuple[NoEffect, ...] = (),
-    hashed: bool = True,
+    no_effect: NoEffect | tuple[NoEffect, ...] = (),
     **facts: Any,
 ) -> Any:
     """Declare a setting as a field of a `Section`; `facts` are further fields of `kind`."""
-    if isinstance(no_effect, str):
-        no_effect = NoEffect(no_effect)
     if isinstance(no_effect, NoEffect):
         no_effect = (no_effect,)
     declared = dict(facts, help=help, no_effect=no_effect)
-    return field(default=default, hash=hashed, metadata={"kind": kind, "facts": declared})
+    return field(default=default, metadata={"kind": kind, "facts": declared})
 
 
 @cache

@@ -6,17 +6,18 @@ constructing the configuration raises `InputError`. What each key means is in
 contradict each other in `zeropp.settings.rules`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from zeropp.errors import InputError
 from zeropp.settings.json_file import OLD_NAMES, JsonValues, all_keys, build, read_json, unknown_key
 from zeropp.settings.json_keys import JsonSection, Key, NoEffect, ignored, json_text, key
 from zeropp.settings.rules import BATCH_KEYS, RULES
-from zeropp.settings.schema import settings_of
 from zeropp.settings.sections import (
     ActivationCheckpointing,
     Bf16,
@@ -45,6 +46,14 @@ _EXACT_MEAN = "gradients are averaged exactly, without an overflow on the way"
 _FP32_MEAN = NoEffect("stage 0 averages whole gradients in fp32", when=lambda c: c.stage == 0)
 _ANY_OPTIMIZER = "any torch optimizer may be used at any stage"
 _SCHEDULE = "the learning-rate schedule is the training script's (--lr-decay-style and its like)"
+
+
+class Batch(NamedTuple):
+    """Samples of a step on all ranks, samples of a micro-batch on one, micro-batches of a step."""
+
+    samples: int
+    micro_samples: int
+    micro_batches: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +164,10 @@ class ZeroConfig(JsonSection):
             for name, value in defaults.items()
             if value is not None and name not in file.values
         }
+        for dotted in filled.keys() - _value_keys().keys():
+            raise unknown_key(dotted, cls)
         try:
-            config = build(cls, {**_require_known(filled), **file.values})
+            config = build(cls, {**filled, **file.values})
         except InputError as error:
             raise InputError(f"{file.source}: {error}") from None
         return replace(
@@ -203,74 +214,55 @@ class ZeroConfig(JsonSection):
     @property
     def notices(self) -> tuple[str, ...]:
         """A line for each key in the file that has an old name or no effect here, and why."""
-        return self._notices(in_engine=False)
-
-    @property
-    def notices_for_initialize(self) -> tuple[str, ...]:
-        """The same under `zeropp.initialize`, which honours the schedule and needs no flags."""
-        return self._notices(in_engine=True)
+        return self.list_notices(in_engine=False)
 
     @property
     def unresolved_auto_keys(self) -> tuple[str, ...]:
         """Keys left to "auto" that `zeropp.initialize` needs; it can work out the batch sizes."""
         return tuple(
-            entry.dotted
-            for entry in all_keys(ZeroConfig)
-            if entry.dotted in self.auto_keys
-            and entry.dotted not in BATCH_KEYS
+            dotted
+            for dotted, entry in all_keys(ZeroConfig).items()
+            if dotted in self.auto_keys
+            and dotted not in BATCH_KEYS
             and not entry.why_no_effect(self, in_engine=True)
         )
 
-    def _notices(self, *, in_engine: bool) -> tuple[str, ...]:
+    def list_notices(self, *, in_engine: bool) -> tuple[str, ...]:
+        """The `notices`; `in_engine`: under `zeropp.initialize`, which honours the schedule."""
         lines = [
             f"{old} is an old name of {' and '.join(OLD_NAMES[old][0])}" for old in self.old_names
         ]
         ignored_sections: tuple[str, ...] = ()
-        for entry in all_keys(ZeroConfig):
-            if entry.dotted.startswith(ignored_sections) or not self._in_file(entry):
+        for dotted, entry in all_keys(ZeroConfig).items():
+            if dotted.startswith(ignored_sections) or not self._in_file(dotted):
                 continue
             reason = entry.why_no_effect(self, in_engine=in_engine)
             if reason:
-                lines.append(f"{entry.dotted} has no effect here: {reason}")
-                ignored_sections += (f"{entry.dotted}.",)
+                lines.append(f"{dotted} has no effect here: {reason}")
+                ignored_sections += (f"{dotted}.",)
         return tuple(lines)
 
     def value(self, dotted: str) -> Any:
         """The value under a dotted key; raises `InputError` for one that does not exist."""
-        value: Any = self
-        for name in dotted.split("."):
-            is_section = isinstance(value, JsonSection)
-            if not is_section or name not in {entry.name for entry in settings_of(type(value))}:
-                raise unknown_key(dotted, ZeroConfig)
-            value = getattr(value, name)
-        return value
-
-    def with_values(self, values: Mapping[str, Any]) -> "ZeroConfig":
-        """A copy with other values, by dotted key; `file_keys` stay what the file gave."""
-        current = {entry.dotted: self.value(entry.dotted) for entry in _value_keys()}
-        return replace(
-            build(ZeroConfig, {**current, **_require_known(values)}),
-            file_keys=self.file_keys,
-            auto_keys=self.auto_keys - values.keys(),
-            old_names=self.old_names,
-            source=self.source,
-        )
+        if dotted not in all_keys(ZeroConfig):
+            raise unknown_key(dotted, ZeroConfig)
+        return attrgetter(dotted)(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON that gives these values: every key in the file or not at its default."""
         result: dict[str, Any] = {}
-        for entry in _value_keys():
-            value = self.value(entry.dotted)
-            if entry.dotted in self.file_keys or value != entry.default:
-                *sections, name = entry.dotted.split(".")
+        for dotted, entry in _value_keys().items():
+            value = self.value(dotted)
+            if dotted in self.file_keys or value != entry.default:
+                *sections, name = dotted.split(".")
                 inside = result
                 for section in sections:
                     inside = inside.setdefault(section, {})
                 inside[name] = list(value) if isinstance(value, tuple) else value
         return result
 
-    def resolve_batch(self, world_size: int) -> tuple[int, int, int]:
-        """(samples per step, samples per rank and micro-batch, micro-batches per step).
+    def resolve_batch(self, world_size: int) -> Batch:
+        """The sizes of a step, from the keys that are given.
 
         `world_size` counts data-parallel ranks. Any two of the three keys give the third, one of
         the two sizes alone means no accumulation. Raises `InputError` with the numbers.
@@ -280,41 +272,30 @@ class ZeroConfig(JsonSection):
         if train is None and micro is None:
             raise InputError("give train_batch_size or train_micro_batch_size_per_gpu")
         if train is None:
-            return micro * (steps or 1) * world_size, micro, steps or 1
+            return Batch(micro * (steps or 1) * world_size, micro, steps or 1)
         if micro is None:
             micro = train // ((steps or 1) * world_size)
         if steps is None:
             steps = train // (micro * world_size) if micro else 0
         if train != micro * steps * world_size or not train:
             raise InputError(_batch_error(self, world_size))
-        return train, micro, steps
+        return Batch(train, micro, steps)
 
-    def _in_file(self, entry: Key) -> bool:
-        inside = f"{entry.dotted}."
+    def _in_file(self, dotted: str) -> bool:
         names = self.file_keys | self.auto_keys
-        return entry.dotted in names or any(name.startswith(inside) for name in names)
+        return dotted in names or any(name.startswith(f"{dotted}.") for name in names)
 
 
-def _value_keys() -> list[Key]:
-    return [entry for entry in all_keys(ZeroConfig) if entry.subsection is None]
-
-
-def _require_known(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    names = {entry.dotted for entry in _value_keys()}
-    for dotted in values.keys() - names:
-        raise unknown_key(dotted, ZeroConfig)
-    return values
+def _value_keys() -> dict[str, Key]:
+    keys = all_keys(ZeroConfig)
+    return {dotted: entry for dotted, entry in keys.items() if entry.subsection is None}
 
 
 def _batch_error(config: ZeroConfig, world_size: int) -> str:
-    factors = [
-        (config.value(name), f"{name} = {config.value(name)}")
-        for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        if config.value(name) is not None
-    ]
-    product = world_size
-    for number, _ in factors:
-        product *= number
-    words = " x ".join([*(words for _, words in factors), f"{world_size} ranks"])
+    values = {name: config.value(name) for name in BATCH_KEYS[1:]}
+    factors = {name: value for name, value in values.items() if value is not None}
+    product = world_size * math.prod(factors.values())
+    assignments = [f"{name} = {value}" for name, value in factors.items()]
+    words = " x ".join([*assignments, f"{world_size} ranks"])
     relation = "exactly" if len(factors) == 2 else "a multiple of"
     return f"train_batch_size = {config.train_batch_size}: expected {relation} {product} ({words})"

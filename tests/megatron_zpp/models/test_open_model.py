@@ -87,9 +87,9 @@ def test_shapes_that_do_not_fit_are_named(imported: Path) -> None:
     with pytest.raises(InputError) as failure:
         opened.fill(model)
     text = str(failure.value)
-    assert "missing: positions.weight, blocks.0.norm1.bias" in text
-    assert "extra: blocks.0.mlp.gate.weight" in text
-    assert "tokens.weight has shape [101, 36], expected [128, 36]" in text
+    assert "only in the model: positions.weight, blocks.0.norm1.bias" in text
+    assert "only in the checkpoint: blocks.0.mlp.gate.weight" in text
+    assert "tokens.weight has shape [101, 36] in the checkpoint, [128, 36] in the model" in text
     assert torch.equal(model.tokens.weight, before)
 
 

@@ -19,20 +19,21 @@ from megatron_zpp.settings.config import (
     ScheduleConfig,
     TrainingConfig,
 )
-from megatron_zpp.settings.flag import Flag, Section, flag, flags
+from megatron_zpp.settings.flag import Flag, Section, flag
 from zeropp.errors import InputError
+from zeropp.settings.schema import settings_of
 
 
 def test_every_field_of_every_section_has_a_flag():
     for section in SECTIONS.values():
         fields = [item.name for item in dataclasses.fields(section)]
-        assert [described.name for described in flags(section)] == fields
+        assert [described.name for described in settings_of(section)] == fields
 
 
 def test_a_name_belongs_to_one_setting():
     owners: dict[str, str] = {}
     for section in FLAG_SECTIONS:
-        for described in flags(section):
+        for described in settings_of(section):
             for name in [*described.names, *described.shorthands]:
                 assert owners.setdefault(name, described.name) == described.name, name
 
@@ -62,7 +63,7 @@ class Sample(Section):
 
 
 def test_flags_describe_fields():
-    described = {item.name: item for item in flags(Sample)}
+    described = {item.name: item for item in settings_of(Sample)}
     assert described["size"] == Flag(
         name="size", section=Sample, type=int, count=None, optional=False, default=1,
         help="a size", minimum=1, maximum=8,

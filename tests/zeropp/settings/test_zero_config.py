@@ -17,7 +17,7 @@ from zeropp.settings.rules import RULES
 from zeropp.settings.sections import ZeroOptimization
 from zeropp.settings.zero_config import ZeroConfig
 
-KEYS = {entry.dotted: entry for entry in all_keys(ZeroConfig) if entry.subsection is None}
+KEYS = {dotted: entry for dotted, entry in all_keys(ZeroConfig).items() if entry.subsection is None}
 ZERO = "zero_optimization."
 # Keys of the ZeRO++ tutorial's file, as users have them.
 TUTORIAL = {
@@ -140,11 +140,8 @@ def test_defaults_fill_what_the_file_leaves_out_or_to_auto() -> None:
     assert (config.stage, config.gradient_clipping, config.train_batch_size) == (2, 0.5, 8)
     assert config.file_keys == {"gradient_clipping"}
     assert config.auto_keys == {"fp16.enabled"}
-    filled = config.with_values({"fp16.enabled": True})
-    assert filled.compute_format == "float16" and filled.auto_keys == frozenset()
-    assert filled.file_keys == {"gradient_clipping"} and filled.stage == 2
     with pytest.raises(InputError, match="nearest known key"):
-        config.with_values({"fp16.enable": True})
+        ZeroConfig.from_json({}, {"fp16.enable": True})
 
 
 def test_a_default_makes_a_file_without_a_stage_valid() -> None:
@@ -243,7 +240,7 @@ def test_every_key_says_what_it_does_and_its_default_is_acceptable() -> None:
             if reason.when is not None:
                 assert reason.when(ZeroConfig()), entry.dotted  # the key it needs exists
     for old, (names, _) in OLD_NAMES.items():
-        keys = {entry.dotted for entry in all_keys(ZeroConfig)}
+        keys = all_keys(ZeroConfig).keys()
         assert old not in keys and set(names) <= keys
 
 
