@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.commands.run_command import require_writable, run_on_ranks
+from megatron_zpp.commands.run_command import require_writable, run_command
 from megatron_zpp.settings.command_line import HELP, vocabulary
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.settings.flag import Section, flag
@@ -71,9 +71,10 @@ def main(argv: Sequence[str], program: str = "megatron-zpp evaluate") -> int:
     usage = USAGE.format(program=program)
     is_perplexity = any(word.partition("=")[0] in DATA_FLAGS for word in argv)
     if is_perplexity or any(word in HELP for word in argv):
-        return run_on_ranks(argv, usage, PERPLEXITY_SECTIONS, run_perplexity)
+        return run_command(argv, usage, PERPLEXITY_SECTIONS, run_perplexity, joins_ranks=True)
     ours, others = split_flags(argv)
-    return run_on_ranks(ours, usage, TASK_SECTIONS, partial(run_tasks, arguments=others))
+    run = partial(run_tasks, arguments=others)
+    return run_command(ours, usage, TASK_SECTIONS, run, joins_ranks=True)
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_zpp.commands.run_command import require_writable, run_on_ranks
+from megatron_zpp.commands.run_command import require_writable, run_command
 from megatron_zpp.data.instructions.examples import read_objects, text_field
 from megatron_zpp.settings.command_line import read, vocabulary
 from megatron_zpp.settings.config import TokenizerConfig
@@ -102,7 +102,7 @@ SECTIONS = (TextModelConfig, GenerateConfig, SamplingConfig, TokenizerConfig)
 
 def main(argv: Sequence[str], program: str = "megatron-zpp generate") -> int:
     """Run the command; returns the exit status, after a line `error: ...` where it is not 0."""
-    return run_on_ranks(argv, USAGE.format(program=program), SECTIONS, run)
+    return run_command(argv, USAGE.format(program=program), SECTIONS, run, joins_ranks=True)
 
 
 def run(

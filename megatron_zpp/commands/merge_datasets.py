@@ -9,15 +9,14 @@ type. Both output files appear when the merge is complete, or not at all.
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from megatron_zpp.commands.run_command import build_section, run_command
+from megatron_zpp.commands.run_command import run_command
 from megatron_zpp.data.indexed_dataset import IndexedDataset, index_header
-from megatron_zpp.settings.command_line import Assignment
 from megatron_zpp.settings.flag import Section, flag
 from zeropp.atomic import sync_folder, write_atomically
 from zeropp.errors import InputError
@@ -88,8 +87,7 @@ def merge(inputs: Sequence[str], output: str) -> None:
     print(f"wrote {output}.bin and .idx: {documents} documents, {sequences} sequences")
 
 
-def _run(typed: Mapping[str, Assignment]) -> None:
-    config = build_section(MergeConfig, typed)
+def _run(config: MergeConfig) -> None:
     if not config.input or not config.output_prefix:
         raise InputError("give --input FOLDER|PREFIX ... and --output-prefix PREFIX")
     merge(prefixes(config.input), config.output_prefix)
