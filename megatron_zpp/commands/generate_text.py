@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -167,7 +166,8 @@ def write(
             model.check(requests[-1])
         except InputError as error:
             raise InputError(f"{prompt[:40]!r}: {error}") from None
-    batches = _batches(list(zip(repeated, requests, strict=True)), config.batch_size)
+    pairs, size = list(zip(repeated, requests, strict=True)), config.batch_size
+    batches = [pairs[first : first + size] for first in range(0, len(pairs), size)]
     with Interruption() as interruption:
         if config.output is not None:
             _save(model, config.output, batches, interruption)
@@ -306,12 +306,7 @@ class Conversation:
         self._model.check(request)
         self._num_requests += 1
         with Interruption() as interruption:
-            started, count = time.perf_counter(), 0
-            for piece in self._model.stream([request], interruption.is_cancelled):
-                self._screen.print(piece.text)
-                count = piece.num_tokens
-            print()
-            print_speed(count, time.perf_counter() - started)
+            self._screen.show(self._model, [""], [request], interruption)
 
 
 def print_speed(num_tokens: int, seconds: float) -> None:
@@ -357,12 +352,6 @@ def _save(
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_atomically(Path(output), lambda file: file.write(text.encode()))
     print(f"{len(rows)} texts in {output}", file=sys.stderr)
-
-
-def _batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    remaining = iter(items)
-    while batch := list(islice(remaining, size)):
-        yield batch
 
 
 @contextmanager
