@@ -33,8 +33,9 @@ def run_command(
     """Call `run(*sections)` with the values of the flags typed in `argv`; return the exit status.
 
     `--help` prints `usage` and the flags. An InputError or OSError is printed to standard error as
-    a line `error: ...`, and the status is 1. After Ctrl-C the line says `interrupted`, and the
-    status is 130. `no_effect` gives reasons why flags of these sections have no effect here.
+    a line `error: ...`, and the status is 1. After Ctrl-C the line says `interrupted`, or what the
+    KeyboardInterrupt says, and the status is 130. `no_effect` gives reasons why flags of these
+    sections have no effect here.
 
     joins_ranks: torchrun or zeropp may start the command on several ranks. Then every rank calls
     `run(environment, *sections)`, only rank 0 logs and prints errors, and Ctrl-C prints nothing.
@@ -58,9 +59,9 @@ def run_command(
         if environment.rank == 0:
             _print_error(error)
         return FAILED
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interruption:
         if not joins_ranks:
-            _print_error(interrupted)
+            _print_error(str(interruption) or interrupted)
         return INTERRUPTED
     return 0
 
