@@ -219,7 +219,7 @@ class Screen:
         requests: Sequence[Request],
         interruption: Interruption,
     ) -> None:
-        """Print each prompt followed by its text, and the speed at the end."""
+        """Print each prompt followed by its text, and the speed on standard error."""
         unprinted = list(prompts)
         is_finished = [False] * len(prompts)
         counts = [0] * len(prompts)
@@ -235,7 +235,8 @@ class Screen:
                     break
                 self.print("\n")
                 current += 1
-        print_speed(sum(counts), time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        print(f"[{sum(counts)} tokens, {sum(counts) / seconds:.1f} tokens/s]", file=sys.stderr)
 
     def print(self, text: str) -> None:
         """Print text at once, on a terminal without control characters."""
@@ -307,12 +308,6 @@ class Conversation:
         self._num_requests += 1
         with Interruption() as interruption:
             self._screen.show(self._model, [""], [request], interruption)
-
-
-def print_speed(num_tokens: int, seconds: float) -> None:
-    """Print one line on standard error."""
-    rate = f"{num_tokens / seconds:.1f} tokens/s" if seconds else ""
-    print(f"[{num_tokens} tokens, {rate}]", file=sys.stderr)
 
 
 def _prompt_of(fields: dict[str, Any], where: str) -> str:
