@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megatron_zpp.commands.run_command import require_writable, run_command
 from megatron_zpp.data.instructions.examples import read_objects, text_field
@@ -125,6 +125,8 @@ def run(
         with termination_signals_ignored():
             model.follow()
         return
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
     try:
         if interactive:
             Conversation(model, sampling).run()
@@ -172,9 +174,8 @@ def write(
         if config.output is not None:
             _save(model, config.output, batches, interruption)
             return
-        screen = Screen(sys.stdout)
         for batch in batches:
-            screen.show(model, *zip(*batch, strict=True), interruption)
+            show(model, *zip(*batch, strict=True), interruption)
             interruption.raise_if_requested()
 
 
@@ -203,45 +204,34 @@ class Interruption:
         self.is_requested = True
 
 
-class Screen:
-    """Prints texts as they are generated: one at a time, in order; the others wait their turn."""
+def show(
+    model: TextModel,
+    prompts: Sequence[str],
+    requests: Sequence[Request],
+    interruption: Interruption,
+) -> None:
+    """Print each prompt followed by its text, as it is generated, and the speed at the end.
 
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._is_terminal = out.isatty()
-        if hasattr(out, "reconfigure"):
-            out.reconfigure(errors="replace")
-
-    def show(
-        self,
-        model: TextModel,
-        prompts: Sequence[str],
-        requests: Sequence[Request],
-        interruption: Interruption,
-    ) -> None:
-        """Print each prompt followed by its text, and the speed on standard error."""
-        unprinted = list(prompts)
-        is_finished = [False] * len(prompts)
-        counts = [0] * len(prompts)
-        current, started = 0, time.perf_counter()
-        for piece in model.stream(requests, interruption.is_cancelled):
-            unprinted[piece.row] += piece.text
-            is_finished[piece.row] = piece.finish_reason is not None
-            counts[piece.row] = piece.num_tokens
-            while current < len(prompts):
-                self.print(unprinted[current])
-                unprinted[current] = ""
-                if not is_finished[current]:
-                    break
-                self.print("\n")
-                current += 1
-        seconds = time.perf_counter() - started
-        print(f"[{sum(counts)} tokens, {sum(counts) / seconds:.1f} tokens/s]", file=sys.stderr)
-
-    def print(self, text: str) -> None:
-        """Print text at once, on a terminal without control characters."""
-        self._out.write(text.translate(UNPRINTABLE) if self._is_terminal else text)
-        self._out.flush()
+    One text is printed at a time, in order; the others wait their turn. The speed goes to standard
+    error.
+    """
+    unprinted = list(prompts)
+    is_finished = [False] * len(prompts)
+    counts = [0] * len(prompts)
+    current, started = 0, time.perf_counter()
+    for piece in model.stream(requests, interruption.is_cancelled):
+        unprinted[piece.row] += piece.text
+        is_finished[piece.row] = piece.finish_reason is not None
+        counts[piece.row] = piece.num_tokens
+        while current < len(prompts):
+            _print_text(unprinted[current])
+            unprinted[current] = ""
+            if not is_finished[current]:
+                break
+            _print_text("\n")
+            current += 1
+    seconds = time.perf_counter() - started
+    print(f"[{sum(counts)} tokens, {sum(counts) / seconds:.1f} tokens/s]", file=sys.stderr)
 
 
 class Conversation:
@@ -249,7 +239,6 @@ class Conversation:
 
     def __init__(self, model: TextModel, sampling: SamplingConfig) -> None:
         self._model, self._sampling = model, sampling
-        self._screen = Screen(sys.stdout)
         self._num_requests = 0
 
     def run(self) -> None:
@@ -307,7 +296,13 @@ class Conversation:
         self._model.check(request)
         self._num_requests += 1
         with Interruption() as interruption:
-            self._screen.show(self._model, [""], [request], interruption)
+            show(self._model, [""], [request], interruption)
+
+
+def _print_text(text: str) -> None:
+    """Print text at once, on a terminal without control characters."""
+    is_terminal = sys.stdout.isatty()
+    print(text.translate(UNPRINTABLE) if is_terminal else text, end="", flush=True)
 
 
 def _prompt_of(fields: dict[str, Any], where: str) -> str:
