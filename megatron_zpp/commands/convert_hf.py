@@ -11,13 +11,13 @@ with LoRA, `--to-hf` writes the model with the adapters merged into it, `--to-pe
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from megatron_zpp.checkpoint.safetensors_files import DTYPES, num_bytes
-from megatron_zpp.commands.run_command import build_section, is_typed, run_command
+from megatron_zpp.commands.run_command import run_command
 from megatron_zpp.models.conversion import (
     export_adapters,
     export_model,
@@ -25,7 +25,6 @@ from megatron_zpp.models.conversion import (
     training_flags,
 )
 from megatron_zpp.models.open_model import OpenedModel, open_model
-from megatron_zpp.settings.command_line import Assignment
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.settings.flag import Section, flag
 from zeropp.errors import InputError
@@ -66,6 +65,20 @@ class ConvertConfig(Section):
         minimum=1,
     )  # fmt: skip
 
+    def check(self) -> None:
+        """Raise InputError for a value out of range, and for flags that do not fit together."""
+        super().check()
+        typed = {name for name, value in asdict(self).items() if value is not None}
+        paths = {name for pair in SOURCE_AND_TARGET for name in pair if name in typed}
+        if paths not in map(set, SOURCE_AND_TARGET):
+            raise InputError(
+                "give --from-hf and --save, or --load and --to-hf, or --load and --to-peft; see "
+                "--help"
+            )
+        for name, needed in NEEDS.items():
+            if name in typed and needed not in typed:
+                raise InputError(f"{_dashed(name)} is for {_dashed(needed)}: leave it out")
+
 
 def main(argv: Sequence[str], program: str = "megatron-zpp convert") -> int:
     """Run the command; return the exit status."""
@@ -74,16 +87,17 @@ def main(argv: Sequence[str], program: str = "megatron-zpp convert") -> int:
         argv,
         USAGE.format(program=program),
         (ConvertConfig, TokenizerConfig),
-        _run,
+        convert,
         interrupted="stopped; the output is not complete",
     )
 
 
-def convert(config: ConvertConfig, tokenizer: TokenizerConfig | None) -> None:
+def convert(config: ConvertConfig, tokenizer_config: TokenizerConfig) -> None:
     """Read and write as `config` says, and print what was written.
 
     Raises InputError if the source cannot be read or the target cannot express the model.
     """
+    tokenizer = tokenizer_config if tokenizer_config != TokenizerConfig() else None
     if config.from_hf is not None:
         source, save = Path(config.from_hf), Path(config.save)
         opened = import_model(source, save, tokenizer, config.make_vocab_size_divisible_by)
@@ -101,20 +115,6 @@ def convert(config: ConvertConfig, tokenizer: TokenizerConfig | None) -> None:
     max_bytes = num_bytes(config.max_shard_size, "--max-shard-size")
     paths = export_model(opened, Path(config.to_hf), config.dtype, max_bytes)
     print(f"{_size(opened)} of {opened.path} in {paths[-1]}")
-
-
-def _run(typed: Mapping[str, Assignment]) -> None:
-    config = build_section(ConvertConfig, typed)
-    paths = {name for pair in SOURCE_AND_TARGET for name in pair if name in typed}
-    if paths not in map(set, SOURCE_AND_TARGET):
-        raise InputError(
-            "give --from-hf and --save, or --load and --to-hf, or --load and --to-peft; see --help"
-        )
-    for name, needed in NEEDS.items():
-        if name in typed and needed not in typed:
-            raise InputError(f"{_dashed(name)} is for {_dashed(needed)}: leave it out")
-    has_tokenizer = is_typed(TokenizerConfig, typed)
-    convert(config, build_section(TokenizerConfig, typed) if has_tokenizer else None)
 
 
 def _size(opened: OpenedModel) -> str:

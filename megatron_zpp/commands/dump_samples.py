@@ -11,9 +11,8 @@ float32 [n, S], position_ids int64 [n, S] and dataset_index int16 [n]. Without i
 samples are printed.
 """
 
-import logging
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -22,14 +21,13 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
-from megatron_zpp.commands.run_command import build_section, run_command
+from megatron_zpp.commands.run_command import run_command
 from megatron_zpp.data.blend import BlendedDataset
 from megatron_zpp.data.gpt_dataset import GPTDataset, build_datasets
 from megatron_zpp.data.masks import loss_mask, position_ids
 from megatron_zpp.data.mock_dataset import MockDataset
 from megatron_zpp.data.split import SPLITS, parse_split
 from megatron_zpp.data.text_source import resolve_data
-from megatron_zpp.settings.command_line import Assignment
 from megatron_zpp.settings.config import DataConfig, ModelConfig, TokenizerConfig, TrainingConfig
 from megatron_zpp.settings.flag import Section, flag, shared
 from megatron_zpp.settings.ignored_flags import IgnoredFlags
@@ -78,8 +76,9 @@ def main(argv: Sequence[str], program: str = "megatron-zpp dump-samples") -> int
         argv,
         USAGE.format(program=program),
         (DumpConfig, DataConfig, TokenizerConfig),
-        _run,
+        dump,
         interrupted="stopped; nothing was written",
+        no_effect=NO_EFFECT,
     )
 
 
@@ -203,17 +202,6 @@ def pieces(dataset: Dataset, number: int, length: int) -> Iterator[tuple[str, in
         title += f", tokens {offset} to {offset + count - 1} of {length_of_sequence}"
         yield title, start, start + count
         start += count
-
-
-def _run(typed: Mapping[str, Assignment]) -> None:
-    for name, assignment in typed.items():
-        if reason := assignment.flag.why_ignored or NO_EFFECT.get(name):
-            logging.warning("%s has no effect here: %s", assignment, reason)
-    dump(
-        build_section(DumpConfig, typed),
-        build_section(DataConfig, typed),
-        build_section(TokenizerConfig, typed),
-    )
 
 
 def _splits_with_data(data: DataConfig) -> list[bool]:

@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.commands.run_command import require_writable, run_on_ranks
+from megatron_zpp.commands.run_command import require_writable, run_command
 from megatron_zpp.settings.command_line import HELP, vocabulary
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.settings.flag import Section, flag
 from megatron_zpp.text.perplexity import measure_perplexity
-from megatron_zpp.text.text_model import TextModel, TextModelConfig, open_text_model
+from megatron_zpp.text.text_model import TextModelConfig, open_text_model
 from megatron_zpp.tokenizer.base import load_package
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
@@ -71,9 +71,10 @@ def main(argv: Sequence[str], program: str = "megatron-zpp evaluate") -> int:
     usage = USAGE.format(program=program)
     is_perplexity = any(word.partition("=")[0] in DATA_FLAGS for word in argv)
     if is_perplexity or any(word in HELP for word in argv):
-        return run_on_ranks(argv, usage, PERPLEXITY_SECTIONS, run_perplexity)
+        return run_command(argv, usage, PERPLEXITY_SECTIONS, run_perplexity, joins_ranks=True)
     ours, others = split_flags(argv)
-    return run_on_ranks(ours, usage, TASK_SECTIONS, partial(run_tasks, arguments=others))
+    run = partial(run_tasks, arguments=others)
+    return run_command(ours, usage, TASK_SECTIONS, run, joins_ranks=True)
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -171,27 +172,20 @@ def run_perplexity(
         "perplexity": [],
     }
     try:
-        measure(model, config, length, results["perplexity"])
+        for path in config.data_path:
+            perplexity = measure_perplexity(
+                model,
+                path,
+                seq_length=length.seq_length,
+                stride=config.stride,
+                limit=config.limit,
+                batch_size=config.batch_size,
+            )
+            results["perplexity"].append({"data": path, **asdict(perplexity)})
     finally:  # the files measured before an unreadable one, or before Ctrl-C, are reported
         model.close()
         if results["perplexity"]:
             report(config, results)
-
-
-def measure(
-    model: TextModel, config: PerplexityConfig, length: LengthConfig, results: list[dict[str, Any]]
-) -> None:
-    """Append the perplexity of each file to `results`."""
-    for path in config.data_path or ():
-        perplexity = measure_perplexity(
-            model,
-            path,
-            seq_length=length.seq_length,
-            stride=config.stride,
-            limit=config.limit,
-            batch_size=config.batch_size,
-        )
-        results.append({"data": path, **asdict(perplexity)})
 
 
 def report(config: PerplexityConfig, results: dict[str, Any]) -> None:

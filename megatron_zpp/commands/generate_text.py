@@ -17,11 +17,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from megatron_zpp.commands.run_command import require_writable, run_on_ranks
+from megatron_zpp.commands.run_command import require_writable, run_command
 from megatron_zpp.data.instructions.examples import read_objects, text_field
 from megatron_zpp.settings.command_line import read, vocabulary
 from megatron_zpp.settings.config import TokenizerConfig
@@ -103,7 +102,7 @@ SECTIONS = (TextModelConfig, GenerateConfig, SamplingConfig, TokenizerConfig)
 
 def main(argv: Sequence[str], program: str = "megatron-zpp generate") -> int:
     """Run the command; returns the exit status, after a line `error: ...` where it is not 0."""
-    return run_on_ranks(argv, USAGE.format(program=program), SECTIONS, run)
+    return run_command(argv, USAGE.format(program=program), SECTIONS, run, joins_ranks=True)
 
 
 def run(
@@ -127,6 +126,8 @@ def run(
         with termination_signals_ignored():
             model.follow()
         return
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
     try:
         if interactive:
             Conversation(model, sampling).run()
@@ -168,14 +169,14 @@ def write(
             model.check(requests[-1])
         except InputError as error:
             raise InputError(f"{prompt[:40]!r}: {error}") from None
-    batches = _batches(list(zip(repeated, requests, strict=True)), config.batch_size)
+    pairs, size = list(zip(repeated, requests, strict=True)), config.batch_size
+    batches = [pairs[first : first + size] for first in range(0, len(pairs), size)]
     with Interruption() as interruption:
         if config.output is not None:
             _save(model, config.output, batches, interruption)
             return
-        screen = Screen(sys.stdout)
         for batch in batches:
-            screen.show(model, *zip(*batch, strict=True), interruption)
+            show(model, *zip(*batch, strict=True), interruption)
             interruption.raise_if_requested()
 
 
@@ -204,44 +205,34 @@ class Interruption:
         self.is_requested = True
 
 
-class Screen:
-    """Prints texts as they are generated: one at a time, in order; the others wait their turn."""
+def show(
+    model: TextModel,
+    prompts: Sequence[str],
+    requests: Sequence[Request],
+    interruption: Interruption,
+) -> None:
+    """Print each prompt followed by its text, as it is generated, and the speed at the end.
 
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._is_terminal = out.isatty()
-        if hasattr(out, "reconfigure"):
-            out.reconfigure(errors="replace")
-
-    def show(
-        self,
-        model: TextModel,
-        prompts: Sequence[str],
-        requests: Sequence[Request],
-        interruption: Interruption,
-    ) -> None:
-        """Print each prompt followed by its text, and the speed at the end."""
-        unprinted = list(prompts)
-        is_finished = [False] * len(prompts)
-        counts = [0] * len(prompts)
-        current, started = 0, time.perf_counter()
-        for piece in model.stream(requests, interruption.is_cancelled):
-            unprinted[piece.row] += piece.text
-            is_finished[piece.row] = piece.finish_reason is not None
-            counts[piece.row] = piece.num_tokens
-            while current < len(prompts):
-                self.print(unprinted[current])
-                unprinted[current] = ""
-                if not is_finished[current]:
-                    break
-                self.print("\n")
-                current += 1
-        print_speed(sum(counts), time.perf_counter() - started)
-
-    def print(self, text: str) -> None:
-        """Print text at once, on a terminal without control characters."""
-        self._out.write(text.translate(UNPRINTABLE) if self._is_terminal else text)
-        self._out.flush()
+    One text is printed at a time, in order; the others wait their turn. The speed goes to standard
+    error.
+    """
+    unprinted = list(prompts)
+    is_finished = [False] * len(prompts)
+    counts = [0] * len(prompts)
+    current, started = 0, time.perf_counter()
+    for piece in model.stream(requests, interruption.is_cancelled):
+        unprinted[piece.row] += piece.text
+        is_finished[piece.row] = piece.finish_reason is not None
+        counts[piece.row] = piece.num_tokens
+        while current < len(prompts):
+            _print_text(unprinted[current])
+            unprinted[current] = ""
+            if not is_finished[current]:
+                break
+            _print_text("\n")
+            current += 1
+    seconds = time.perf_counter() - started
+    print(f"[{sum(counts)} tokens, {sum(counts) / seconds:.1f} tokens/s]", file=sys.stderr)
 
 
 class Conversation:
@@ -249,7 +240,6 @@ class Conversation:
 
     def __init__(self, model: TextModel, sampling: SamplingConfig) -> None:
         self._model, self._sampling = model, sampling
-        self._screen = Screen(sys.stdout)
         self._num_requests = 0
 
     def run(self) -> None:
@@ -308,18 +298,13 @@ class Conversation:
         self._model.check(request)
         self._num_requests += 1
         with Interruption() as interruption:
-            started, count = time.perf_counter(), 0
-            for piece in self._model.stream([request], interruption.is_cancelled):
-                self._screen.print(piece.text)
-                count = piece.num_tokens
-            print()
-            print_speed(count, time.perf_counter() - started)
+            show(self._model, [""], [request], interruption)
 
 
-def print_speed(num_tokens: int, seconds: float) -> None:
-    """Print one line on standard error."""
-    rate = f"{num_tokens / seconds:.1f} tokens/s" if seconds else ""
-    print(f"[{num_tokens} tokens, {rate}]", file=sys.stderr)
+def _print_text(text: str) -> None:
+    """Print text at once, on a terminal without control characters."""
+    is_terminal = sys.stdout.isatty()
+    print(text.translate(UNPRINTABLE) if is_terminal else text, end="", flush=True)
 
 
 def _prompt_of(fields: dict[str, Any], where: str) -> str:
@@ -359,12 +344,6 @@ def _save(
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_atomically(Path(output), lambda file: file.write(text.encode()))
     print(f"{len(rows)} texts in {output}", file=sys.stderr)
-
-
-def _batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    remaining = iter(items)
-    while batch := list(islice(remaining, size)):
-        yield batch
 
 
 @contextmanager

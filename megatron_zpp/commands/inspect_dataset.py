@@ -11,17 +11,15 @@ largest documents are printed as text. All tokens are read once, a few megabytes
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageDraw
 
-from megatron_zpp.commands.run_command import build_section, is_typed, run_command
+from megatron_zpp.commands.run_command import run_command
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.settings.command_line import Assignment
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.settings.flag import Section, flag
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
@@ -91,11 +89,18 @@ class Lengths:
 def main(argv: Sequence[str], program: str = "megatron-zpp inspect") -> int:
     """Run the command; return the exit status."""
     usage = USAGE.format(program=program)
-    return run_command(argv, usage, (InspectConfig, TokenizerConfig), _run)
+    return run_command(argv, usage, (InspectConfig, TokenizerConfig), inspect)
 
 
-def inspect(config: InspectConfig, tokenizer: Tokenizer | None) -> None:
-    """Print what the dataset holds and write the histogram; InputError if it is damaged."""
+def inspect(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
+    """Print what the dataset holds and write the histogram.
+
+    Raises InputError for a damaged dataset, and if the tokenizer's files cannot be read.
+    """
+    if not config.input:
+        raise InputError("give --input PREFIX")
+    has_tokenizer = tokenizer_config != TokenizerConfig()
+    tokenizer = build_tokenizer(tokenizer_config) if has_tokenizer else None
     dataset = IndexedDataset(config.input)
     lengths = Lengths(dataset)
     for name, value in summary(lengths):
@@ -115,7 +120,7 @@ def inspect(config: InspectConfig, tokenizer: Tokenizer | None) -> None:
         print("no problem found")
     if config.histogram:
         image = draw(lengths.documents, dataset.prefix)
-        write_atomically(config.histogram, lambda file: _save(image, file))
+        write_atomically(config.histogram, lambda file: image.save(file, "PNG"))
         print(f"wrote {config.histogram}")
 
 
@@ -233,16 +238,6 @@ def draw(documents: np.ndarray, title: str) -> Image.Image:
     return image
 
 
-def _run(typed: Mapping[str, Assignment]) -> None:
-    config = build_section(InspectConfig, typed)
-    if not config.input:
-        raise InputError("give --input PREFIX")
-    tokenizer = None
-    if is_typed(TokenizerConfig, typed):
-        tokenizer = build_tokenizer(build_section(TokenizerConfig, typed))
-    inspect(config, tokenizer)
-
-
 def _print_row(name: str, value: str) -> None:
     print(f"{name + ':':<26}{value}")
 
@@ -257,7 +252,3 @@ def _with_unit(number: int) -> str:
         if number >= size:
             return f"{number // size}{unit}"
     return str(number)
-
-
-def _save(image: Image.Image, file: BinaryIO) -> None:
-    image.save(file, "PNG")

@@ -9,17 +9,17 @@ type. Both output files appear when the merge is complete, or not at all.
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from megatron_zpp.commands.run_command import build_section, run_command
+from megatron_zpp.commands.run_command import run_command
 from megatron_zpp.data.indexed_dataset import IndexedDataset, index_header
-from megatron_zpp.settings.command_line import Assignment
 from megatron_zpp.settings.flag import Section, flag
-from zeropp.atomic import sync_folder, write_atomically
+from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
 
 USAGE = "usage: {program} --input FOLDER|PREFIX ... --output-prefix PREFIX"
@@ -69,27 +69,23 @@ def merge(inputs: Sequence[str], output: str) -> None:
     _check(datasets, output)
     idx_path, bin_path = Path(f"{output}.idx"), Path(f"{output}.bin")
     bin_path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = bin_path.with_name(f".{bin_path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            for dataset in datasets:
-                with open(dataset.bin_path, "rb") as part:
-                    shutil.copyfileobj(part, file, COPY_BYTES)
-            file.flush()
-            os.fsync(file.fileno())
-        # The old index goes first: a new .bin must never be read with an old .idx.
+
+    def write_tokens(file: BinaryIO) -> None:
+        for dataset in datasets:
+            with open(dataset.bin_path, "rb") as part:
+                shutil.copyfileobj(part, file, COPY_BYTES)
+        file.flush()
+        os.fsync(file.fileno())
+        # Before the new .bin appears, which must never be read with an old .idx.
         idx_path.unlink(missing_ok=True)
-        os.replace(temporary, bin_path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(bin_path.parent)
+
+    write_atomically(bin_path, write_tokens)
     write_atomically(idx_path, lambda file: file.writelines(_index(datasets)))
     sequences, documents = _total_counts(datasets)
     print(f"wrote {output}.bin and .idx: {documents} documents, {sequences} sequences")
 
 
-def _run(typed: Mapping[str, Assignment]) -> None:
-    config = build_section(MergeConfig, typed)
+def _run(config: MergeConfig) -> None:
     if not config.input or not config.output_prefix:
         raise InputError("give --input FOLDER|PREFIX ... and --output-prefix PREFIX")
     merge(prefixes(config.input), config.output_prefix)

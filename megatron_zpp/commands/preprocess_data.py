@@ -12,14 +12,10 @@ not at all; after Ctrl-C or a crash the same command continues where it stopped.
 
 import logging
 import signal
-import sys
-from collections.abc import Mapping, Sequence
-from types import FrameType
+from collections.abc import Sequence
 
-from megatron_zpp.commands.run_command import INTERRUPTED, build_section, run_command
+from megatron_zpp.commands.run_command import run_command
 from megatron_zpp.preprocess import PreprocessConfig, preprocess
-from megatron_zpp.preprocess.pipeline import Stopped
-from megatron_zpp.settings.command_line import Assignment
 from megatron_zpp.settings.config import TokenizerConfig
 from zeropp.ranks.topology import use_one_rust_thread
 
@@ -28,28 +24,13 @@ USAGE = "usage: {program} --input FILE|FOLDER --output-prefix PREFIX --tokenizer
 
 def main(argv: Sequence[str], program: str = "megatron-zpp preprocess") -> int:
     """Run the command; return the exit status."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     use_one_rust_thread()
-    try:
-        return run_command(
-            argv,
-            USAGE.format(program=program),
-            (PreprocessConfig, TokenizerConfig),
-            _run,
-            interrupted="stopped; nothing was written",
-            log_level=logging.INFO,
-        )
-    except Stopped as stopped:
-        print(f"error: {stopped}", file=sys.stderr)
-        return INTERRUPTED
-
-
-def _run(typed: Mapping[str, Assignment]) -> None:
-    for assignment in typed.values():
-        if assignment.flag.why_ignored:
-            logging.info("%s has no effect here: %s", assignment, assignment.flag.why_ignored)
-    preprocess(build_section(PreprocessConfig, typed), build_section(TokenizerConfig, typed))
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    return run_command(
+        argv,
+        USAGE.format(program=program),
+        (PreprocessConfig, TokenizerConfig),
+        preprocess,
+        interrupted="stopped; nothing was written",
+        log_level=logging.INFO,
+    )

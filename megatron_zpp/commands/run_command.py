@@ -4,8 +4,9 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from types import MappingProxyType
 
 from megatron_zpp.settings.command_line import HELP, Assignment, help_text, read, vocabulary
 from megatron_zpp.settings.flag import Section
@@ -15,83 +16,54 @@ from zeropp.ranks.topology import Environment
 FAILED = 1
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
-AnySection = TypeVar("AnySection", bound=Section)
+log = logging.getLogger("megatron_zpp")
 
 
 def run_command(
     argv: Sequence[str],
     usage: str,
     sections: Sequence[type[Section]],
-    run: Callable[[Mapping[str, Assignment]], None],
+    run: Callable[..., None],
     *,
+    joins_ranks: bool = False,
     interrupted: str = "stopped",
     log_level: int = logging.WARNING,
+    no_effect: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Call `run` with the flags of `sections` typed in `argv`; return the exit status.
+    """Call `run(*sections)` with the values of the flags typed in `argv`; return the exit status.
 
     `--help` prints `usage` and the flags. An InputError or OSError is printed to standard error as
-    a line `error: ...`, and the status is 1. After Ctrl-C the line says `interrupted`, and the
-    status is 130.
+    a line `error: ...`, and the status is 1. After Ctrl-C the line says `interrupted`, or what the
+    KeyboardInterrupt says, and the status is 130. `no_effect` gives reasons why flags of these
+    sections have no effect here.
+
+    joins_ranks: torchrun or zeropp may start the command on several ranks. Then every rank calls
+    `run(environment, *sections)`, only rank 0 logs and prints errors, and Ctrl-C prints nothing.
     """
     logging.basicConfig(level=log_level, format="%(message)s")
-    if _asks_for_help(argv):
-        print(help_text(usage, sections))
-        return 0
-    try:
-        run(read(argv, vocabulary(sections)))
-    except (InputError, OSError) as error:
-        _print_error(error)
-        return FAILED
-    except KeyboardInterrupt:
-        _print_error(interrupted)
-        return INTERRUPTED
-    return 0
-
-
-def run_on_ranks(
-    argv: Sequence[str],
-    usage: str,
-    sections: Sequence[type[Section]],
-    run: Callable[..., None],
-) -> int:
-    """Call `run(environment, *sections)` with the values of the flags; return the exit status.
-
-    For commands that torchrun or zeropp may start on several ranks: every rank runs the command,
-    and only rank 0 logs and prints errors. Otherwise like `run_command`, but silent after Ctrl-C.
-    """
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if _asks_for_help(argv):
+    if any(word in HELP for word in argv):
         print(help_text(usage, sections))
         return 0
     environment = Environment(rank=0)  # reports an error in the variables themselves
     try:
-        environment = Environment.read()
-        logging.getLogger().setLevel(logging.WARNING if environment.rank else logging.INFO)
+        if joins_ranks:
+            environment = Environment.read()
+            run = partial(run, environment)
+            logging.getLogger().setLevel(logging.WARNING if environment.rank else logging.INFO)
         typed = read(argv, vocabulary(sections))
-        run(environment, *(build_section(section, typed) for section in sections))
+        for name, assignment in typed.items():
+            if reason := assignment.flag.why_ignored or no_effect.get(name):
+                log.warning("%s has no effect here: %s", assignment, reason)
+        run(*(_build_section(section, typed) for section in sections))
     except (InputError, OSError) as error:
         if environment.rank == 0:
             _print_error(error)
         return FAILED
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interruption:
+        if not joins_ranks:
+            _print_error(str(interruption) or interrupted)
         return INTERRUPTED
     return 0
-
-
-def build_section(kind: type[AnySection], typed: Mapping[str, Assignment]) -> AnySection:
-    """A section with the flags that were typed and defaults for the others.
-
-    Raises InputError for a value out of range or values that contradict each other.
-    """
-    names = kind.__dataclass_fields__.keys() & typed.keys()
-    section = kind(**{name: typed[name].value for name in names})
-    section.check()
-    return section
-
-
-def is_typed(kind: type[Section], typed: Mapping[str, Assignment]) -> bool:
-    """Whether any flag of a section was typed."""
-    return not typed.keys().isdisjoint(kind.__dataclass_fields__)
 
 
 def require_writable(path: str, flag: str) -> None:
@@ -105,8 +77,15 @@ def require_writable(path: str, flag: str) -> None:
         raise InputError(f"{flag} {path}: nothing can be written in {file.parent}")
 
 
-def _asks_for_help(argv: Sequence[str]) -> bool:
-    return any(word in HELP for word in argv)
+def _build_section(kind: type[Section], typed: Mapping[str, Assignment]) -> Section:
+    """A section with the flags that were typed and defaults for the others.
+
+    Raises InputError for a value out of range or values that contradict each other.
+    """
+    names = kind.__dataclass_fields__.keys() & typed.keys()
+    section = kind(**{name: typed[name].value for name in names})
+    section.check()
+    return section
 
 
 def _print_error(message: object) -> None:

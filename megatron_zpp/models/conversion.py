@@ -37,12 +37,10 @@ from megatron_zpp.models.tokenizer_files import (
 )
 from megatron_zpp.models.weight_names import TABLES
 from megatron_zpp.settings.config import Config, ModelConfig, TokenizerConfig
+from megatron_zpp.settings.flag import flags
 from zeropp.errors import InputError
 
 DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json, the newer first
-TOKENIZER_FLAGS = (
-    "tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size",
-)  # fmt: skip
 
 log = logging.getLogger("megatron_zpp")
 
@@ -158,9 +156,9 @@ def export_adapters(
 def training_flags(opened: OpenedModel, save: Path) -> list[str]:
     """Return the flags with which pretrain_gpt.py continues from an imported model, in lines."""
     tokenizer_flags = [
-        f"--{name.replace('_', '-')} {getattr(opened.tokenizer_config, name)}"
-        for name in TOKENIZER_FLAGS
-        if getattr(opened.tokenizer_config, name)
+        flag.assignment(value)
+        for flag in flags(TokenizerConfig)
+        if (value := getattr(opened.tokenizer_config, flag.name))
     ]
     return [
         f"--load {save} --finetune --use-checkpoint-args",

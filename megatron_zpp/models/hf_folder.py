@@ -31,15 +31,7 @@ def is_hugging_face(folder: Path) -> bool:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of config.json; raises InputError if it cannot be read."""
-    return read_json_object(folder / CONFIG, "the model's")
-
-
-def read_json_object(path: Path, whose: str) -> dict[str, Any]:
-    """Return the object in a JSON file; raises InputError, which says `whose` file it is."""
-    content = read_json(path, whose)
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: expected an object in braces")
-    return content
+    return read_json(folder / CONFIG, "the model's")
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, ensure_ascii: bool = True) -> None:
@@ -104,8 +96,7 @@ def _read_index(folder: Path, one_file: str) -> dict[str, Path]:
         others = [other.name for suffix in ("*.bin", "*.pt") for other in folder.glob(suffix)]
         hint = f" ({first_few(others)}: save it as safetensors first)" if others else ""
         raise InputError(f"{folder}: neither {one_file} nor {path.name} is in it{hint}")
-    content = read_json(path, "the index")
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    weight_map = read_json(path, "the index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{path}: has no weight_map from tensors to files")
     for file_name in weight_map.values():

@@ -1,7 +1,6 @@
 """Hugging Face's tensors as the weights of our GPT, and ours as Hugging Face's, one at a time."""
 
 from functools import reduce
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,22 +8,12 @@ from torch import Tensor
 from megatron_zpp.checkpoint.safetensors_files import Item
 from megatron_zpp.checkpoint.weight_source import WeightSource
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.models.gguf import GgufModel
+from megatron_zpp.models.hf_folder import FolderTensors
 from megatron_zpp.models.tensor_forms import Sizes
 from megatron_zpp.models.weight_names import NameRow, NameTable
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.errors import InputError, first_lines
-
-
-class TensorSource(Protocol):
-    """Tensors under Hugging Face's names; errors name their `location`."""
-
-    location: str
-
-    def facts(self) -> dict[str, Tensor]:
-        """Return every tensor's shape and dtype by name, as tensors on the meta device."""
-
-    def read(self, name: str) -> Tensor:
-        """Return one whole tensor on the CPU."""
 
 
 class HuggingFaceWeights:
@@ -33,7 +22,7 @@ class HuggingFaceWeights:
     Raises InputError, which lists every tensor that is missing, unexpected or of another shape.
     """
 
-    def __init__(self, tensors: TensorSource, table: NameTable, sizes: Sizes) -> None:
+    def __init__(self, tensors: FolderTensors | GgufModel, table: NameTable, sizes: Sizes) -> None:
         self.tensors, self._table, self._sizes = tensors, table, sizes
         hf_facts = tensors.facts()
         num_layers = sizes.model.num_layers
@@ -58,11 +47,8 @@ class HuggingFaceWeights:
     def read(self, name: str) -> Tensor:
         """Return one whole parameter on the CPU, in the dtype of the file."""
         row, dtype = self._rows[name], self._facts[name].dtype
-        parts = [self._read_part(hf_name).to(dtype) for hf_name in row.hf_names]
+        parts = [self.tensors.read(self._file_names[hf_name]).to(dtype) for hf_name in row.hf_names]
         return row.form.join(parts, self._sizes).contiguous()
-
-    def _read_part(self, hf_name: str) -> Tensor:
-        return self.tensors.read(self._file_names[hf_name])
 
     def _common_dtype(self, row: NameRow, hf_facts: dict[str, Tensor]) -> torch.dtype:
         dtypes = [hf_facts[self._file_names[name]].dtype for name in row.hf_names]

@@ -32,7 +32,7 @@ from megatron_zpp.models import gguf
 from megatron_zpp.models import peft_adapters as peft
 from megatron_zpp.models.hf_config import Family, HuggingFaceConfig, family_of, parse_config
 from megatron_zpp.models.hf_folder import CONFIG, FolderTensors, is_hugging_face, read_config
-from megatron_zpp.models.hf_weights import HuggingFaceWeights, TensorSource, parameter_shapes
+from megatron_zpp.models.hf_weights import HuggingFaceWeights, parameter_shapes
 from megatron_zpp.models.lora_adapters import CheckpointAdapters, MergedWeights
 from megatron_zpp.models.tensor_forms import Sizes
 from megatron_zpp.models.tokenizer_files import tokenizer_config_of
@@ -297,7 +297,7 @@ def _open_gguf(
 def _open_hugging_face(
     path: Path,
     content: dict[str, Any],
-    tensors: TensorSource,
+    tensors: FolderTensors | gguf.GgufModel,
     tokenizer_config: TokenizerConfig | None,
     vocab_multiple: int | None,
 ) -> OpenedModel:

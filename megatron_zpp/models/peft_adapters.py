@@ -19,11 +19,12 @@ from torch import Tensor
 from megatron_zpp.checkpoint.safetensors_files import SUFFIX, Item, write_safetensors
 from megatron_zpp.model.lora import A, B
 from megatron_zpp.models.hf_config import MAX_NUMBER
-from megatron_zpp.models.hf_folder import FolderTensors, read_json_object, write_json
+from megatron_zpp.models.hf_folder import FolderTensors, write_json
 from megatron_zpp.models.hf_weights import parameter_shapes
 from megatron_zpp.models.lora_adapters import WEIGHT, CheckpointAdapters
 from megatron_zpp.models.tensor_forms import Sizes
 from megatron_zpp.models.weight_names import NameRow, NameTable
+from megatron_zpp.tokenizer.base import read_json
 from zeropp.errors import InputError, first_few, first_lines
 
 CONFIG = "adapter_config.json"
@@ -183,7 +184,7 @@ class PeftAdapters:
 def read_peft_config(folder: Path) -> dict[str, Any]:
     """Return the content of adapter_config.json; raises InputError for anything but plain LoRA."""
     path = folder / CONFIG
-    content = read_json_object(path, "the adapters'")
+    content = read_json(path, "the adapters'")
     problems = [
         f"{key} is {content[key]!r}, not {required!r}"
         for key, required in REQUIRED.items()

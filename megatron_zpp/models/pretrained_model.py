@@ -16,20 +16,14 @@ log = logging.getLogger("megatron_zpp")
 def with_initial_model(config: Config) -> tuple[Config, OpenedModel | None]:
     """Return `config` with the shape of the model that its flags name, and that model if opened.
 
-    `--use-checkpoint-args` takes the shape from `--load`; `--pretrained-checkpoint` opens a model.
+    `--use-checkpoint-args` takes the shape from `--load`; `--pretrained-checkpoint` opens a model,
+    and takes its shape and its tokenizer. The sequence length stays as the flags set it; the path
+    of the checkpoint that was opened is recorded. Raises InputError for a model that cannot be
+    opened, for sequences longer than its positions, without data to tokenize for it, and for a run
+    that would save into the same folder.
     """
     if config.checkpoint.use_checkpoint_args:
         config = with_checkpoint_model(config)
-    return with_pretrained_model(config)
-
-
-def with_pretrained_model(config: Config) -> tuple[Config, OpenedModel | None]:
-    """Return `config` with shape and tokenizer of `--pretrained-checkpoint`, and that model.
-
-    The sequence length stays as the flags set it; the path of the checkpoint that was opened is
-    recorded. Raises InputError for a model that cannot be opened, for sequences longer than its
-    positions, without data to tokenize for it, and for a run that would save into the same folder.
-    """
     folder = config.lora.pretrained_checkpoint
     if folder is None:
         return config, None

@@ -30,7 +30,8 @@ class Sizes:
 class Form:
     """A pair of conversions: `join` of Hugging Face's tensors into one of ours, `split` back.
 
-    `is_transposed`: Hugging Face stores the matrix as [in, out], ours is [out, in].
+    `is_transposed`: Hugging Face stores the matrix as [in, out], ours is [out, in]; biases are the
+    same in both.
     """
 
     join: Callable[[Sequence[Tensor], Sizes], Tensor]
@@ -78,19 +79,17 @@ def _split_qkv(qkv: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
 def _join_transposed_qkv(parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
     """GPT-2's weight [H, 3 * N * D] or bias [3 * N * D]: all queries, all keys, all values."""
     (fused,) = parts
-    rows = fused.T if fused.ndim == 2 else fused
-    return _join_qkv(rows.chunk(3), sizes)
+    return _join_qkv(fused.t().chunk(3), sizes)
 
 
 def _split_transposed_qkv(qkv: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
-    rows = torch.cat(_split_qkv(qkv, sizes))
-    return (rows.T if rows.ndim == 2 else rows,)
+    return (torch.cat(_split_qkv(qkv, sizes)).t(),)
 
 
 SAME = Form(join=lambda parts, sizes: parts[0], split=lambda tensor, sizes: (tensor,))
 TRANSPOSED = Form(
-    join=lambda parts, sizes: parts[0].T,
-    split=lambda tensor, sizes: (tensor.T,),
+    join=lambda parts, sizes: parts[0].t(),
+    split=lambda tensor, sizes: (tensor.t(),),
     is_transposed=True,
 )
 PADDED_VOCABULARY = Form(join=_pad_vocabulary, split=_unpad_vocabulary)

@@ -1,9 +1,9 @@
 """The names of a GPT's weights in Hugging Face's files, one table for each kind of model.
 
-Each row pairs a parameter of `megatron_zpp.model.gpt.GPT` with the Hugging Face tensors that hold
-the same numbers; `{}` stands for the number of the block. The tables are read in both directions,
-by import and export. A model uses only the rows whose parameter it has: biases, learned positions
-and a separate output layer depend on its configuration.
+Each row pairs a module of `megatron_zpp.model.gpt.GPT` with the Hugging Face modules whose weights
+and biases hold the same numbers; `{}` stands for the number of the block. The tables are read in
+both directions, by import and export. A model uses only the parameters that it has: biases, learned
+positions and a separate output layer depend on its configuration.
 """
 
 import re
@@ -23,9 +23,10 @@ from megatron_zpp.models.tensor_forms import (
 
 @dataclass(frozen=True)
 class NameRow:
-    """A GPT parameter, the Hugging Face tensors with the same numbers, and how they are laid out.
+    """A GPT module, the Hugging Face modules with the same numbers, and how they are laid out.
 
-    `form` converts between the two.
+    `form` converts between the two. In what `NameTable.row` returns, the names are those of one
+    parameter and its tensors.
     """
 
     gpt_name: str
@@ -51,14 +52,15 @@ class NameTable:
     def row(self, gpt_name: str) -> NameRow:
         """Return the row of a GPT parameter, with the block's number filled in.
 
-        Raises KeyError for a parameter that this kind of model does not have.
+        Raises KeyError for a parameter of a module that this kind of model does not have.
         """
         number = re.search(r"\.(\d+)\.", gpt_name)
         pattern = gpt_name.replace(number[0], ".{}.", 1) if number else gpt_name
+        module, _, kind = pattern.rpartition(".")  # kind: weight or bias
         for row in self.rows:
-            if row.gpt_name == pattern:
+            if row.gpt_name == module:
                 block = number[1] if number else ""
-                hf_names = tuple(name.format(block) for name in row.hf_names)
+                hf_names = tuple(f"{name.format(block)}.{kind}" for name in row.hf_names)
                 return NameRow(gpt_name, hf_names, row.form)
         raise KeyError(gpt_name)
 
@@ -67,87 +69,60 @@ class NameTable:
         return any(re.fullmatch(self.constants, name) for name in (hf_name, self.prefix + hf_name))
 
 
-def _weight_and_bias(
-    gpt_name: str, hf_names: tuple[str, ...], weight_form: Form, bias_form: Form
-) -> tuple[NameRow, NameRow]:
-    """Return the rows of a layer's weight and of its bias."""
-    return tuple(
-        NameRow(f"{gpt_name}.{kind}", tuple(f"{name}.{kind}" for name in hf_names), form)
-        for kind, form in (("weight", weight_form), ("bias", bias_form))
-    )
-
-
 GPT2_BLOCK = "transformer.h.{}."
 GPT2 = NameTable(
     rows=(
-        NameRow("tokens.weight", ("transformer.wte.weight",), PADDED_VOCABULARY),
-        NameRow("positions.weight", ("transformer.wpe.weight",)),
-        *_weight_and_bias("blocks.{}.norm1", (GPT2_BLOCK + "ln_1",), SAME, SAME),
-        *_weight_and_bias(
-            "blocks.{}.attention.qkv", (GPT2_BLOCK + "attn.c_attn",),
-            QKV_TRANSPOSED, QKV_TRANSPOSED,
-        ),
-        *_weight_and_bias(
-            "blocks.{}.attention.output", (GPT2_BLOCK + "attn.c_proj",), TRANSPOSED, SAME
-        ),
-        *_weight_and_bias("blocks.{}.norm2", (GPT2_BLOCK + "ln_2",), SAME, SAME),
-        *_weight_and_bias("blocks.{}.mlp.input", (GPT2_BLOCK + "mlp.c_fc",), TRANSPOSED, SAME),
-        *_weight_and_bias("blocks.{}.mlp.output", (GPT2_BLOCK + "mlp.c_proj",), TRANSPOSED, SAME),
-        *_weight_and_bias("norm", ("transformer.ln_f",), SAME, SAME),
-        NameRow("head.weight", ("lm_head.weight",), PADDED_VOCABULARY),
+        NameRow("tokens", ("transformer.wte",), PADDED_VOCABULARY),
+        NameRow("positions", ("transformer.wpe",)),
+        NameRow("blocks.{}.norm1", (GPT2_BLOCK + "ln_1",)),
+        NameRow("blocks.{}.attention.qkv", (GPT2_BLOCK + "attn.c_attn",), QKV_TRANSPOSED),
+        NameRow("blocks.{}.attention.output", (GPT2_BLOCK + "attn.c_proj",), TRANSPOSED),
+        NameRow("blocks.{}.norm2", (GPT2_BLOCK + "ln_2",)),
+        NameRow("blocks.{}.mlp.input", (GPT2_BLOCK + "mlp.c_fc",), TRANSPOSED),
+        NameRow("blocks.{}.mlp.output", (GPT2_BLOCK + "mlp.c_proj",), TRANSPOSED),
+        NameRow("norm", ("transformer.ln_f",)),
+        NameRow("head", ("lm_head",), PADDED_VOCABULARY),
     ),
     prefix="transformer.",
     embedding="transformer.wte.weight",
     constants=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
-)  # fmt: skip
+)
 
 LLAMA_BLOCK = "model.layers.{}."
 LLAMA = NameTable(  # SmolLM2 too
     rows=(
-        NameRow("tokens.weight", ("model.embed_tokens.weight",), PADDED_VOCABULARY),
-        NameRow("blocks.{}.norm1.weight", (LLAMA_BLOCK + "input_layernorm.weight",)),
-        *_weight_and_bias(
+        NameRow("tokens", ("model.embed_tokens",), PADDED_VOCABULARY),
+        NameRow("blocks.{}.norm1", (LLAMA_BLOCK + "input_layernorm",)),
+        NameRow(
             "blocks.{}.attention.qkv",
             tuple(f"{LLAMA_BLOCK}self_attn.{part}_proj" for part in "qkv"),
-            QKV, QKV,
+            QKV,
         ),
-        *_weight_and_bias(
-            "blocks.{}.attention.output", (LLAMA_BLOCK + "self_attn.o_proj",), SAME, SAME
-        ),
-        NameRow("blocks.{}.norm2.weight", (LLAMA_BLOCK + "post_attention_layernorm.weight",)),
-        *_weight_and_bias("blocks.{}.mlp.gate", (LLAMA_BLOCK + "mlp.gate_proj",), SAME, SAME),
-        *_weight_and_bias("blocks.{}.mlp.input", (LLAMA_BLOCK + "mlp.up_proj",), SAME, SAME),
-        *_weight_and_bias("blocks.{}.mlp.output", (LLAMA_BLOCK + "mlp.down_proj",), SAME, SAME),
-        NameRow("norm.weight", ("model.norm.weight",)),
-        NameRow("head.weight", ("lm_head.weight",), PADDED_VOCABULARY),
+        NameRow("blocks.{}.attention.output", (LLAMA_BLOCK + "self_attn.o_proj",)),
+        NameRow("blocks.{}.norm2", (LLAMA_BLOCK + "post_attention_layernorm",)),
+        NameRow("blocks.{}.mlp.gate", (LLAMA_BLOCK + "mlp.gate_proj",)),
+        NameRow("blocks.{}.mlp.input", (LLAMA_BLOCK + "mlp.up_proj",)),
+        NameRow("blocks.{}.mlp.output", (LLAMA_BLOCK + "mlp.down_proj",)),
+        NameRow("norm", ("model.norm",)),
+        NameRow("head", ("lm_head",), PADDED_VOCABULARY),
     ),
     prefix="model.",
     embedding="model.embed_tokens.weight",
     constants=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
-)  # fmt: skip
+)
 
 GPT_NEOX_BLOCK = "gpt_neox.layers.{}."
 GPT_NEOX = NameTable(
     rows=(
-        NameRow("tokens.weight", ("gpt_neox.embed_in.weight",), PADDED_VOCABULARY),
-        *_weight_and_bias("blocks.{}.norm1", (GPT_NEOX_BLOCK + "input_layernorm",), SAME, SAME),
-        *_weight_and_bias(
-            "blocks.{}.attention.qkv", (GPT_NEOX_BLOCK + "attention.query_key_value",), SAME, SAME
-        ),
-        *_weight_and_bias(
-            "blocks.{}.attention.output", (GPT_NEOX_BLOCK + "attention.dense",), SAME, SAME
-        ),
-        *_weight_and_bias(
-            "blocks.{}.norm2", (GPT_NEOX_BLOCK + "post_attention_layernorm",), SAME, SAME
-        ),
-        *_weight_and_bias(
-            "blocks.{}.mlp.input", (GPT_NEOX_BLOCK + "mlp.dense_h_to_4h",), SAME, SAME
-        ),
-        *_weight_and_bias(
-            "blocks.{}.mlp.output", (GPT_NEOX_BLOCK + "mlp.dense_4h_to_h",), SAME, SAME
-        ),
-        *_weight_and_bias("norm", ("gpt_neox.final_layer_norm",), SAME, SAME),
-        NameRow("head.weight", ("embed_out.weight",), PADDED_VOCABULARY),
+        NameRow("tokens", ("gpt_neox.embed_in",), PADDED_VOCABULARY),
+        NameRow("blocks.{}.norm1", (GPT_NEOX_BLOCK + "input_layernorm",)),
+        NameRow("blocks.{}.attention.qkv", (GPT_NEOX_BLOCK + "attention.query_key_value",)),
+        NameRow("blocks.{}.attention.output", (GPT_NEOX_BLOCK + "attention.dense",)),
+        NameRow("blocks.{}.norm2", (GPT_NEOX_BLOCK + "post_attention_layernorm",)),
+        NameRow("blocks.{}.mlp.input", (GPT_NEOX_BLOCK + "mlp.dense_h_to_4h",)),
+        NameRow("blocks.{}.mlp.output", (GPT_NEOX_BLOCK + "mlp.dense_4h_to_h",)),
+        NameRow("norm", ("gpt_neox.final_layer_norm",)),
+        NameRow("head", ("embed_out",), PADDED_VOCABULARY),
     ),
     prefix="gpt_neox.",
     embedding="gpt_neox.embed_in.weight",

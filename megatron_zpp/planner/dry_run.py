@@ -126,7 +126,7 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
     if memory_estimate.device:
         memory = {"device": memory_estimate.device, **memory}
     return [
-        ("model", f"{shape}: {memory_estimate.parameters:,} parameters"),
+        ("model", f"{shape}: {sharding.model.num_parameters():,} parameters"),
         *lora_summary(config, sharding),
         ("batch", batch),
         ("precision", str(sharding.compute_dtype).removeprefix("torch.")),

@@ -39,7 +39,6 @@ class Estimate:
 
     device: Mapping[str, int]
     host: Mapping[str, int]
-    parameters: int
     micro_batches: int
     sharding: Sharding
 
@@ -82,8 +81,7 @@ def estimate(config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool) -> 
     )  # fmt: skip
     return Estimate(
         device=MappingProxyType(device), host=MappingProxyType(host),
-        parameters=run.model.num_parameters(), micro_batches=run.num_micro_batches,
-        sharding=sharding,
+        micro_batches=run.num_micro_batches, sharding=sharding,
     )  # fmt: skip
 
 

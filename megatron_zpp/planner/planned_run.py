@@ -18,7 +18,7 @@ from zeropp.fsdp_adapter import Piece
 from zeropp.optim.offload import HOST, master_devices
 from zeropp.sharding.forecast import Forecast
 from zeropp.sharding.shard import outermost_blocks
-from zeropp.sharding.subunits import trained_subunits
+from zeropp.sharding.subunits import own_parameters, trained_subunits
 from zeropp.wire.collectives import gradient_layouts, weight_layout
 from zeropp.wire.frozen_weights import stored_layout
 from zeropp.wire.route import Nodes, gradient_route, weight_route
@@ -257,25 +257,23 @@ def _parameters_by_unit(model: GPT, stores_frozen: bool) -> list[list[list[nn.Pa
     are a subunit of their own.
     """
     blocks = outermost_blocks(model)
-    units = [_subunits(list(block.parameters()), block, (), stores_frozen) for block in blocks]
+    units = [_subunits(block, (), stores_frozen) for block in blocks]
     block_modules = {module for block in blocks for module in block.modules()}
-    block_parameters = {parameter for block in blocks for parameter in block.parameters()}
-    root_parameters = [
-        parameter for parameter in model.parameters() if parameter not in block_parameters
-    ]
-    root = _subunits(root_parameters, model, block_modules, stores_frozen)
+    root = _subunits(model, block_modules, stores_frozen)
     root.reverse()  # the adapters of the root come first
     return [*units, root]
 
 
 def _subunits(
-    parameters: Sequence[nn.Parameter],
-    module: nn.Module,
-    other_modules: Collection[nn.Module],
-    stores_frozen: bool,
+    unit: nn.Module, others: Collection[nn.Module], stores_frozen: bool
 ) -> list[list[nn.Parameter]]:
-    """Return the own parameters of a unit and those of its adapters, without empty lists."""
-    adapters = trained_subunits(module, other_modules) if stores_frozen else {}
+    """Return the own parameters of a unit and those of its adapters, without empty lists.
+
+    Modules in `others` do not belong to the unit.
+    """
+    unit_parameters = own_parameters(unit, others)
+    parameters = [parameter for parameter in unit.parameters() if parameter in unit_parameters]
+    adapters = trained_subunits(unit, others) if stores_frozen else {}
     adapter_parameters = set().union(*adapters.values())
     own = [parameter for parameter in parameters if parameter not in adapter_parameters]
     adapter = [parameter for parameter in parameters if parameter in adapter_parameters]

@@ -24,15 +24,11 @@ from zeropp.errors import InputError
 COMMIT_SECONDS = 10.0  # between two commits: the work that is lost if the process is killed
 
 
-class Stopped(Exception):
-    """The run was stopped by a signal; the message says what is kept."""
-
-
 def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
     """Tokenize the input into one dataset for each key.
 
     Raises InputError, which names file and line, or OSError, and then leaves no files. Raises
-    Stopped after a KeyboardInterrupt; the same call then resumes the run.
+    KeyboardInterrupt after one, which says what is kept; the same call then resumes the run.
     """
     config.check()
     files = input_files(config)
@@ -45,7 +41,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> N
     if not output.journal.complete:
         try:
             _write_datasets(config, tokenizer_config, files, output)
-        except (Stopped, WorkerDied, KeyboardInterrupt):
+        except (WorkerDied, KeyboardInterrupt):
             if output.journal.totals.documents:
                 output.close()
             else:
@@ -95,7 +91,7 @@ def _write_datasets(
         _print_summary(journal.totals, progress.rate(journal))
         output.complete(journal, token_dtype(cached_tokenizer(tokenizer).vocab_size))
     except KeyboardInterrupt:
-        raise Stopped(f"stopped; {_commit_on_stop(output, journal)}") from None
+        raise KeyboardInterrupt(f"stopped; {_commit_on_stop(output, journal)}") from None
     except WorkerDied as error:
         raise WorkerDied(f"{error}; {_commit_on_stop(output, journal)}") from error
 

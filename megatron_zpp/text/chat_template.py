@@ -52,8 +52,6 @@ class ChatTemplate:
         config_file = folder / "tokenizer_config.json"
         template_file = folder / "chat_template.jinja"
         config = read_json(config_file, "the tokenizer's") if config_file.is_file() else {}
-        if not isinstance(config, dict):
-            raise InputError(f"{config_file}: expected an object in braces")
         source = _default_template(config.get("chat_template"))
         if template_file.is_file():
             source = read_text(template_file, "the tokenizer's")

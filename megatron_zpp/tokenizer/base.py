@@ -129,17 +129,20 @@ def read_text(path: str | Path, flag: str) -> str:
         ) from error
 
 
-def read_json(path: str | Path, flag: str) -> Any:
-    """Return the value of the JSON file that `flag` names; InputError gives line and column."""
+def read_json(path: str | Path, flag: str) -> dict[str, Any]:
+    """Return the object in the JSON file that `flag` names; InputError gives line and column."""
     text = read_text(path, flag)
     try:
-        return json.loads(text)
+        content = json.loads(text)
     except json.JSONDecodeError as error:
         raise InputError(
             f"{flag} {path}: not JSON (line {error.lineno}, column {error.colno}: {error.msg})"
         ) from error
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 5,000 brackets
         raise InputError(f"{flag} {path}: not JSON that can be read ({error})") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{flag} {path}: expected an object in braces")
+    return content
 
 
 def load_package(package: str, needed_by: str) -> ModuleType:

@@ -121,7 +121,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 def _read_vocab(path: str) -> dict[str, int]:
     vocab = read_json(path, "--vocab-file")
-    if not isinstance(vocab, dict) or not vocab:
+    if not vocab:
         raise InputError(f'--vocab-file {path}: expected one JSON object {{"token": id, ...}}')
     for token, number in vocab.items():
         if type(number) is not int or number < 0:

@@ -103,7 +103,7 @@ def _eos_token(path: Path) -> str | None:
     if not path.exists():
         return None
     config = read_json(path, "--tokenizer-model: the file beside it,")
-    token = config.get("eos_token") if isinstance(config, dict) else None
+    token = config.get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")
     if token is not None and not isinstance(token, str):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_zpp.data.text_source import resolve_vocab_size
 from megatron_zpp.models.open_model import open_model
-from megatron_zpp.models.pretrained_model import with_pretrained_model
+from megatron_zpp.models.pretrained_model import with_initial_model
 from megatron_zpp.planner.activations import LiveBytes
 from megatron_zpp.planner.estimate import estimate
 from megatron_zpp.settings.arguments import parse
@@ -78,7 +78,7 @@ def test_a_dry_run_forecasts_the_memory(base, zero, tmp_path):
     """To a tenth, as the document says: all tensors of the job, its samples too."""
     larger = base.replace("--micro-batch-size 1 --global-batch-size 4", "--micro-batch-size 8")
     flags = larger + with_json(tmp_path, zero, bf16={"enabled": True}, train_batch_size=32)
-    config, _ = with_pretrained_model(parse((TINY + flags).split(), 2))
+    config, _ = with_initial_model(parse((TINY + flags).split(), 2))
     vocab_size = resolve_vocab_size(config.data, config.tokenizer)
     nodes = Nodes(num_ranks=2, ranks_per_node=2)
     foretold = estimate(config, vocab_size, nodes, is_cpu=True)
@@ -170,13 +170,13 @@ def test_bad_input(base, change, named):
 def test_a_model_needs_text_for_its_tokenizer():
     config = parse("--pretrained-checkpoint m".split(), 1)
     with pytest.raises(InputError, match="--pretrained-checkpoint m needs text"):
-        with_pretrained_model(config)
+        with_initial_model(config)
 
 
 def test_a_gguf_is_imported_first():
     flags = "--pretrained-checkpoint m.gguf --mock-data --tokenizer-type NullTokenizer"
     with pytest.raises(InputError, match="tools/convert_hf.py --from-hf m.gguf --save FOLDER"):
-        with_pretrained_model(parse(f"{flags} --vocab-size 9".split(), 1))
+        with_initial_model(parse(f"{flags} --vocab-size 9".split(), 1))
 
 
 def test_nothing_frozen_to_store_is_an_error():
