@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from benchmarks.cluster import emulation
-from benchmarks.cluster.rank_processes import NodeCommand, RankProcesses, started_ranks
+from benchmarks.cluster.rank_processes import RankProcesses, started_ranks
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PORT = 29500  # free in every namespace
@@ -25,7 +25,7 @@ def started_cluster(
 ) -> Iterator[tuple[RankProcesses, emulation.Cluster | None]]:
     """Start the ranks on nodes with links of `rate`, or without a network if `rate` is None."""
     with contextlib.ExitStack() as stack:
-        cluster = None
+        cluster, prefixes = None, [[]] * nodes
         if rate is None:
             variables = {
                 "MASTER_ADDR": "127.0.0.1",
@@ -34,17 +34,13 @@ def started_cluster(
             }
         else:
             cluster = stack.enter_context(emulation.emulated_cluster(nodes, rate))
+            prefixes = [cluster.prefix(node) for node in range(nodes)]
             variables = {
                 "MASTER_ADDR": cluster.address(0),
                 "MASTER_PORT": str(PORT),
                 "GLOO_SOCKET_IFNAME": emulation.INTERFACE,
             }
-
-        def command_of(node: int) -> NodeCommand:
-            prefix = () if cluster is None else cluster.prefix(node)
-            return NodeCommand(prefix=prefix, variables=variables)
-
-        yield stack.enter_context(started_ranks(nodes, ranks_per_node, command_of)), cluster
+        yield stack.enter_context(started_ranks(prefixes, ranks_per_node, variables)), cluster
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

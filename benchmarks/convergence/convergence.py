@@ -67,7 +67,7 @@ def read_options() -> argparse.Namespace:
     """The command line."""
     parser = benchmark_parser(__doc__)
     add = parser.add_argument
-    meanings = "; ".join(f"{name}: {variant.meaning}" for name, variant in VARIANTS.items())
+    meanings = "; ".join(f"{name}: {meaning}" for name, meaning in VARIANTS.items())
     names = tuple(VARIANTS)
     add(
         "--variants",
