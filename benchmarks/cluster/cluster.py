@@ -148,7 +148,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict:
         **begin(__spec__.name),
         "nodes": options.nodes,
         "ranks_per_node": options.ranks_per_node,
-        "shape": dict(shape_of(options)),
+        "shape": shape_of(options),
         "products": options.products,
         "rounds": options.rounds,
         "parameters": 0,

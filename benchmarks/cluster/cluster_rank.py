@@ -36,7 +36,7 @@ class ClusterRank:
         self.ranks = join_ranks(Environment.read(), ParallelConfig())
         return {}
 
-    def build(self, name: str, shape: tuple[tuple[str, int], ...]) -> dict:
+    def build(self, name: str, shape: Mapping[str, int]) -> dict:
         """Build a configuration beside the others."""
         setup = TrainingSetup(shape=shape, ranks=self.ranks, dtype="bf16", stage=3)
         configuration = build_configuration(name, setup, self.ranks.environment.local_world_size)

@@ -41,7 +41,7 @@ def main() -> int:
     """Measure, and print the table."""
     options = read_options()
     exit_on_signals()
-    result = {**begin(__spec__.name), "shape": dict(shape_of(options)), "rate": options.rate}
+    result = {**begin(__spec__.name), "shape": shape_of(options), "rate": options.rate}
     try:
         require_two(options)
         emulation.bits_per_second(options.rate)

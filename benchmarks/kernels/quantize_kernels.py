@@ -35,7 +35,7 @@ from benchmarks.shared.result import (
     finish,
     heading,
 )
-from benchmarks.shared.timers import GpuTimer, Timer, thread_timer
+from benchmarks.shared.timers import THREAD_CLOCK, CpuTimer, GpuTimer, Timer
 from zeropp.native.kernels import ISAS, use_isa
 from zeropp.quant import cpu, cuda, reference
 from zeropp.quant.ops import Backend
@@ -123,7 +123,7 @@ def on_cpu(isa: str | None) -> Place:
         sys.exit(f"error: this processor has no {isa}; give one of {' '.join(ISAS)}")
     torch.set_num_threads(1)
     return Place(
-        device=torch.device("cpu"), kernels=kernels, timer=thread_timer(), cache=0,
+        device=torch.device("cpu"), kernels=kernels, timer=CpuTimer(THREAD_CLOCK), cache=0,
         sample=1 << 26, most=1 << 20, plain_rounds=1,
     )  # fmt: skip
 

@@ -133,7 +133,7 @@ def measure_size(
     ranks = join_ranks(Environment.read(), ParallelConfig())
     compile_flag = "" if options.no_compile else " --compile"
     setup = TrainingSetup(
-        shape=tuple(size["shape"].items()),
+        shape=size["shape"],
         ranks=ranks,
         dtype="bf16",
         stage=options.zero_stage,

@@ -18,10 +18,8 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -38,7 +36,12 @@ from benchmarks.shared.result import (
     heading,
 )
 from benchmarks.shared.timers import timer_for
-from benchmarks.shared.training_setup import TrainingSetup, add_shape_flags, shape_of
+from benchmarks.shared.training_setup import (
+    TrainingSetup,
+    add_shape_flags,
+    largest_of_ranks,
+    shape_of,
+)
 from benchmarks.step.copy_overlap import hidden_share
 from benchmarks.step.device_comparison import Measurements, allocated_bytes, time_with_peak
 from benchmarks.step.training_loops import TrainingLoop, ours
@@ -69,7 +72,7 @@ def main() -> int:
         result = {
             **begin(__spec__.name),
             "device": options.device,
-            "shape": dict(shape_of(options)),
+            "shape": shape_of(options),
             "rounds": options.rounds,
             "train": compare_steps(options) if "train" in options.parts else [],
             "ranks": compare_rank_counts(options) if "ranks" in options.parts else [],
@@ -104,32 +107,27 @@ def read_options() -> argparse.Namespace:
 def compare_steps(options: argparse.Namespace) -> list[dict]:
     """A row for each place of the optimizer."""
     ranks = join_ranks(Environment.read(), ParallelConfig())
-    with tempfile.TemporaryDirectory() as folder:
-        delayed = Path(folder) / "delayed.json"
-        json_settings = {
-            "zero_optimization": {"stage": 2, **OFFLOAD},
-            "zeropp": {
-                "delayed_param_update": True,
-                "delayed_param_update_warmup": VERIFIED_STEPS,
-            },
-        }
-        delayed.write_text(json.dumps(json_settings))
-        flags = {
-            "on the device": "",
-            "on the host": "--cpu-optimizer --use-pin-memory",
-            "on the host, beside the next step": f"--deepspeed_config {delayed}",
-        }
-        setups = {
-            name: TrainingSetup(
-                shape=shape_of(options),
-                ranks=ranks,
-                dtype=options.dtype,
-                stage=2,
-                extra_flags=extra_flags,
-            )
-            for name, extra_flags in flags.items()
-        }
-        rows = time_steps(setups, options.rounds)
+    delayed = {
+        "zero_optimization": {"stage": 2, **OFFLOAD},
+        "zeropp": {"delayed_param_update": True, "delayed_param_update_warmup": VERIFIED_STEPS},
+    }
+    delayed_json = json.dumps(delayed, separators=(",", ":"))
+    flags = {
+        "on the device": "",
+        "on the host": "--cpu-optimizer --use-pin-memory",
+        "on the host, beside the next step": f"--deepspeed_config {delayed_json}",
+    }
+    setups = {
+        name: TrainingSetup(
+            shape=shape_of(options),
+            ranks=ranks,
+            dtype=options.dtype,
+            stage=2,
+            extra_flags=extra_flags,
+        )
+        for name, extra_flags in flags.items()
+    }
+    rows = time_steps(setups, options.rounds)
     dist.destroy_process_group()
     return rows
 
@@ -183,7 +181,7 @@ def row(
     on_gpu: bool,
 ) -> dict:
     """The numbers of one loop; `reference` are the first loop's seconds."""
-    shape = dict(setup.shape)
+    shape = setup.shape
     tokens = shape["seq"] * shape["micro-batch"] * shape["micro-batches"]
     return {
         "name": loop.name,
@@ -245,9 +243,7 @@ def time_updates(options: argparse.Namespace) -> tuple[list[float], int]:
         dist.barrier()
         start = time.perf_counter()
         optimizer_step(optimizer, sharding, clip_grad=1.0)
-        slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        seconds.append(slowest.item())
+        seconds.append(largest_of_ranks(time.perf_counter() - start, ranks.device))
     dist.destroy_process_group()
     return seconds[1:], ranks.rank  # the first step allocates the optimizer's state
 
