@@ -24,7 +24,7 @@ from rich.console import Console
 from benchmarks.cluster import emulation
 from benchmarks.cluster.bf16_matmul import bf16_is_slow
 from benchmarks.cluster.configurations import LORA
-from benchmarks.cluster.interleaved_steps import TimedStep, require_equal_losses, timed_order
+from benchmarks.cluster.interleaved_steps import TimedStep, require_equal_losses, timed_run
 from benchmarks.cluster.rank_processes import RankFailed, Refused
 from benchmarks.cluster.started_cluster import exit_on_signals, started_cluster
 from benchmarks.shared.interleaved import Disagreement, interleaved
@@ -87,9 +87,9 @@ def measure(options: argparse.Namespace) -> list[dict]:
         first_node = ranks.pid_of_each_node(RANKS_PER_NODE)[:1]
         steps: dict[str, list[TimedStep]] = {name: [] for name in names}
         for name in interleaved(names, options.steps):
-            steps[name].append(timed_order(ranks, "step", name, first_node))
+            steps[name].append(timed_run(ranks, name, "step", first_node))
         tokens = {
-            name: [timed_order(ranks, "forward", name, first_node) for _ in range(options.tokens)]
+            name: [timed_run(ranks, name, "forward", first_node) for _ in range(options.tokens)]
             for name in names
         }
     require_equal_losses({name: steps[name][0].loss for name in names}, LOSS_TOLERANCE)

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from benchmarks.kernels import other_libraries
 from benchmarks.kernels.adam_kernel import adam_cases, torch_adamw
@@ -59,14 +58,14 @@ class Place:
     most: int
     plain_rounds: int  # of plain torch, which is slow on a CPU
 
-    def copier(self, most: int) -> Callable[[int], Callable[[], object]]:
-        """A function of a number of bytes, up to `most`, that returns a run that copies them."""
-        source, target = (torch.ones(most, dtype=torch.uint8, device=self.device) for _ in (0, 1))
+    def copy(self, size: int) -> Callable[[], object]:
+        """A function that copies so many bytes."""
+        source, target = (torch.ones(size, dtype=torch.uint8, device=self.device) for _ in (0, 1))
         if self.device.type == "cuda":
-            return lambda size: lambda: target[:size].copy_(source[:size])
+            return lambda: target.copy_(source)
         copy = ctypes.CDLL(None).memcpy
         copy.argtypes, copy.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
-        return lambda size: lambda: copy(target.data_ptr(), source.data_ptr(), size)
+        return lambda: copy(target.data_ptr(), source.data_ptr(), size)
 
 
 def main() -> int:
@@ -82,7 +81,8 @@ def main() -> int:
         "wrong": [case.name for case in all_cases(place, CHECKED) if not is_right(case, "cpu")],
         "rows": [],
     }
-    for elements in options.elements or sizes(options.device):
+    default = CUDA_ELEMENTS if options.device == "cuda" else CPU_ELEMENTS
+    for elements in options.elements or default:
         for case in all_cases(place, elements):
             if case.name in result["wrong"]:
                 continue
@@ -142,11 +142,6 @@ def on_gpu() -> Place:
     )  # fmt: skip
 
 
-def sizes(device: str) -> tuple[int, ...]:
-    """How many elements are timed unless the command line says."""
-    return CUDA_ELEMENTS if device == "cuda" else CPU_ELEMENTS
-
-
 def best_isa() -> str:
     """The best instruction set of this processor."""
     return next(name for name in reversed(ISAS) if use_isa(name))
@@ -163,18 +158,16 @@ def is_right(case: Case, device: torch.device | str) -> bool:
     case.run()
     expected = case.expected(*(tensor.to(device) for tensor in case.inputs))
     pairs = zip(case.outputs, expected, strict=True)
-    return all(torch.equal(as_bytes(actual.to(device)), as_bytes(right)) for actual, right in pairs)
-
-
-def as_bytes(values: Tensor) -> Tensor:
-    """The memory of a contiguous tensor."""
-    return values.view(torch.uint8)
+    return all(
+        torch.equal(actual.to(device).view(torch.uint8), right.view(torch.uint8))
+        for actual, right in pairs
+    )
 
 
 def time_case(place: Place, case: Case, elements: int, rounds: int) -> dict:
     """Time kernel, copy, plain torch and peers in turn; a row of the table."""
     peers, failed = working_peers(case)
-    copy = place.copier(case.num_bytes // 2)(case.num_bytes // 2)
+    copy = place.copy(case.num_bytes // 2)
     runs = {"kernel": case.run, "copy": copy, "plain": lambda: case.expected(*case.inputs)}
     runs |= {peer.name: peer.run for peer in peers}
     times = max(1, min(place.most, place.sample // case.num_bytes))

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.shared.time_limited_command import CommandResult
@@ -40,16 +40,6 @@ class Outcome:
     body: str
     seconds: float | None = None
     limit: float | None = None
-
-
-@dataclass(kw_only=True)
-class State:
-    """How far the run is."""
-
-    command: str
-    facts: dict[str, str] = field(default_factory=dict)
-    outcomes: list[Outcome] = field(default_factory=list)
-    waiting: Sequence[str] = ()
 
 
 def machine_facts(device: str | None, commit: str | None) -> tuple[str, dict[str, str]]:
@@ -83,19 +73,20 @@ def machine_facts(device: str | None, commit: str | None) -> tuple[str, dict[str
     }
 
 
-def markdown(state: State) -> str:
-    """The whole file."""
-    facts = state.facts
-    lines = [f"# GPU tests and benchmarks, {facts['date'][:10]}", "", f"`{state.command}`", ""]
+def markdown(
+    command: str, facts: Mapping[str, str], outcomes: Sequence[Outcome], waiting: Sequence[str]
+) -> str:
+    """The whole file; `waiting` are the titles of steps that were not reached yet."""
+    lines = [f"# GPU tests and benchmarks, {facts['date'][:10]}", "", f"`{command}`", ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]
     lines += ["", "| step | result | seconds | limit |", "|---|---|---|---|"]
-    for outcome in state.outcomes:
+    for outcome in outcomes:
         times = " | "
         if outcome.seconds is not None:
             times = f"{outcome.seconds:.0f} | {outcome.limit:.0f}"
         lines.append(f"| {outcome.title} | {outcome.status} | {times} |")
-    lines += [f"| {title} | not reached yet | | |" for title in state.waiting]
-    for outcome in state.outcomes:
+    lines += [f"| {title} | not reached yet | | |" for title in waiting]
+    for outcome in outcomes:
         lines += ["", f"## {outcome.title}", "", f"`{outcome.command}`", "", outcome.body]
     return "\n".join(lines) + "\n"
 

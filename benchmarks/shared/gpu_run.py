@@ -26,7 +26,6 @@ from types import MappingProxyType
 from benchmarks.shared.gpu_report import (
     Describe,
     Outcome,
-    State,
     describe_build,
     describe_output,
     describe_tests,
@@ -85,15 +84,15 @@ def main() -> int:
         device, facts = machine_facts(options.device, options.commit)
         plan = [step for step in steps(device, options, folder) if step.name in options.only]
         command = shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
-        state = State(command=command, facts=facts)
+        outcomes: list[Outcome] = []
         for step in plan:
             print(f"{step.name}: {shown(step.command, folder)}", file=sys.stderr, flush=True)
-            state.outcomes.append(run_step(step, folder, until, 60 * options.minutes))
-            state.waiting = [later.title for later in plan[len(state.outcomes) :]]
-            write_text(options.output, markdown(state))
-    results = ", ".join(f"{outcome.title}: {outcome.status}" for outcome in state.outcomes)
+            outcomes.append(run_step(step, folder, until, 60 * options.minutes))
+            waiting = [later.title for later in plan[len(outcomes) :]]
+            write_text(options.output, markdown(command, facts, outcomes, waiting))
+    results = ", ".join(f"{outcome.title}: {outcome.status}" for outcome in outcomes)
     print(f"{options.output}: {results}")
-    failed = any(outcome.status not in ("ok", "not run") for outcome in state.outcomes)
+    failed = any(outcome.status not in ("ok", "not run") for outcome in outcomes)
     return 1 if failed else 0
 
 

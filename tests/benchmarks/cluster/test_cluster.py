@@ -98,7 +98,7 @@ class FakeRanks:
     def __init__(self, **losses: float) -> None:
         self.losses, self.orders = losses, []
 
-    def ask(self, order: str, name: str) -> list[dict]:
+    def ask(self, order: str, name: str, part: str) -> list[dict]:
         self.orders.append(name)
         seconds_of_ranks = (0.1 * len(self.orders), 0.2)
         loss = self.losses[name]

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from benchmarks.shared import gpu_run
 from benchmarks.shared.gpu_report import (
     Outcome,
-    State,
     describe_build,
     describe_output,
     describe_tests,
@@ -96,11 +95,11 @@ def test_tests_are_counted_with_their_reasons(tmp_path: Path) -> None:
 
 
 def test_a_report_says_what_was_not_reached() -> None:
-    state = State(command="python benchmarks/gpu.py", facts={"date": "2026-01-02T03:04:05"})
-    state.outcomes = [Outcome(title="Build", command="make it", status="ok", body="done",
-                              seconds=3.2, limit=60.0)]  # fmt: skip
-    state.waiting = ["Tests"]
-    text = markdown(state)
+    outcome = Outcome(
+        title="Build", command="make it", status="ok", body="done", seconds=3.2, limit=60.0
+    )
+    facts = {"date": "2026-01-02T03:04:05"}
+    text = markdown("python benchmarks/gpu.py", facts, [outcome], ["Tests"])
     assert text.startswith("# GPU tests and benchmarks, 2026-01-02\n")
     assert "| Build | ok | 3 | 60 |" in text and "| Tests | not reached yet | | |" in text
 
