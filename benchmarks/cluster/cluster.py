@@ -27,7 +27,7 @@ from benchmarks.cluster.cluster_report import show, summary
 from benchmarks.cluster.configurations import DEEPSPEED, FSDP2, NAMES
 from benchmarks.cluster.deepspeed_peer import require_deepspeed
 from benchmarks.cluster.interleaved_steps import measure_link, run_interleaved
-from benchmarks.cluster.rank_processes import RankFailed, Refused
+from benchmarks.cluster.rank_processes import RankFailed
 from benchmarks.cluster.started_cluster import exit_on_signals, started_cluster
 from benchmarks.shared.charts import require_matplotlib
 from benchmarks.shared.interleaved import Disagreement
@@ -47,7 +47,7 @@ def main() -> int:
     try:
         check(options)
         result = measure(options, Console(stderr=True))
-    except (InputError, Refused) as mistake:
+    except InputError as mistake:
         print(f"error: {mistake}", file=sys.stderr)
         return 2
     except (Disagreement, RankFailed) as failure:

@@ -52,7 +52,6 @@ class Counters:
 class Cluster:
     """Joined network namespaces, one per node."""
 
-    num_nodes: int
     rate: str
 
     def prefix(self, node: int) -> list[str]:
@@ -105,7 +104,7 @@ def emulated_cluster(num_nodes: int, rate: str) -> Iterator[Cluster]:
     try:
         remove_stale()
         _create(num_nodes, bits_per_second(rate))
-        yield Cluster(num_nodes=num_nodes, rate=rate)
+        yield Cluster(rate=rate)
     except CommandFailed as failure:
         message = f"the cluster could not be created: {failure}. {ONE_HOST_HINT}"
         raise InputError(message) from failure
@@ -160,7 +159,7 @@ def _create(num_nodes: int, rate: float | None) -> None:
         ends = [(name, INTERFACE) for name in names]
     else:
         ends = _join_by_bridge(names)
-    cluster = Cluster(num_nodes=num_nodes, rate="")
+    cluster = Cluster(rate=UNLIMITED)
     for node, name in enumerate(names):
         _run("ip", "-n", name, "address", "add", f"{cluster.address(node)}/8", "dev", INTERFACE)
     for name, interface in ends:

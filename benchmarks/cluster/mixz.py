@@ -25,7 +25,7 @@ from benchmarks.cluster import emulation
 from benchmarks.cluster.bf16_matmul import bf16_is_slow
 from benchmarks.cluster.configurations import LORA
 from benchmarks.cluster.interleaved_steps import TimedStep, require_equal_losses, timed_run
-from benchmarks.cluster.rank_processes import RankFailed, Refused
+from benchmarks.cluster.rank_processes import RankFailed
 from benchmarks.cluster.started_cluster import exit_on_signals, started_cluster
 from benchmarks.shared.interleaved import Disagreement, interleaved
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading
@@ -47,7 +47,7 @@ def main() -> int:
         emulation.bits_per_second(options.rate)
         emulation.require_namespaces()
         result["rows"] = measure(options)
-    except (InputError, Refused, RankFailed, Disagreement) as problem:
+    except (InputError, RankFailed, Disagreement) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1
     finish(result, show, options.json)

@@ -17,6 +17,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from zeropp.errors import InputError
+
 ROOT = Path(__file__).resolve().parents[2]
 RANK_MODULE = "benchmarks.cluster.cluster_rank"
 ORDER_SECONDS = 600  # for every rank to answer
@@ -25,10 +27,6 @@ OUTPUT_CHARACTERS = 3000  # of a dead rank's output that are shown
 
 class RankFailed(RuntimeError):
     """A rank died or did not answer; the message ends with the rank's last output."""
-
-
-class Refused(ValueError):
-    """The ranks refused an order for a reason that the user can fix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +56,8 @@ class RankProcesses:
     def ask(self, order: str, **arguments: object) -> list[dict]:
         """Give every rank the same order; returns their answers in the order of ranks.
 
-        Raises RankFailed for the first rank that dies, or if some do not answer in time; Refused
-        with the reason that a rank gives.
+        Raises RankFailed for the first rank that dies, or if some do not answer in time; InputError
+        with the reason for which a rank refuses.
         """
         for process in self.processes:
             self._send(process, (order, arguments))
@@ -95,7 +93,7 @@ class RankProcesses:
         except (EOFError, ConnectionResetError):
             raise self._died(process) from None
         if "refused" in answer:
-            raise Refused(answer["refused"])
+            raise InputError(answer["refused"])
         return answer
 
     def _died(self, process: RankProcess) -> RankFailed:

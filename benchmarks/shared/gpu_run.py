@@ -136,7 +136,7 @@ def steps(device: str, options: argparse.Namespace, folder: Path) -> Iterator[St
         builds=LIBRARIES[device],
     )
     pytest = (python, "-m", "pytest", "-p", "no:cacheprovider", "-q")
-    yield tests_step(device, pytest, folder)
+    yield tests_step(device, pytest)
     for tool, flags in (("memcheck", ("--report-api-errors", "no")), ("racecheck", ())):
         sanitizer = ("compute-sanitizer", "--tool", tool, *OUR_KERNELS, *flags)
         yield Step(
@@ -165,22 +165,20 @@ def steps(device: str, options: argparse.Namespace, folder: Path) -> Iterator[St
     )
 
 
-def tests_step(device: str, pytest: Sequence[str], folder: Path) -> Step:
+def tests_step(device: str, pytest: Sequence[str]) -> Step:
     """The tests that need a GPU, which are skipped on a CPU."""
-    xml = folder / "tests.xml"
-    xml.unlink(missing_ok=True)
     files = [
         str(path.relative_to(ROOT))
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
         if GPU_TEST.search(path.read_text())
     ]
-    flags = ("-m", "gpu", "-rs", "--continue-on-collection-errors", f"--junitxml={xml}")
+    flags = ("-m", "gpu", "-rsfE", "--tb=short", "--continue-on-collection-errors")
     return Step(
         name="tests",
         title="Tests",
         command=(*pytest, *flags, *files),
         share=0.25,
-        describe=partial(describe_tests, xml, device == "cuda"),
+        describe=partial(describe_tests, device == "cuda"),
         environment={} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""},
     )
 

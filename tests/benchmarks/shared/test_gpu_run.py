@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,13 +22,14 @@ from benchmarks.shared.gpu_run import LIBRARIES, Step, missing_libraries, run_st
 from benchmarks.shared.time_limited_command import CommandResult
 from tests.launched import ROOT
 
-JUNIT = """<testsuites><testsuite>
-<testcase classname="a" name="one"/>
-<testcase classname="a" name="two"><failure message="x is 3&#10;more">trace</failure></testcase>
-<testcase classname="a" name="three"><skipped message="no GPU"/></testcase>
-<testcase classname="a" name="four"><skipped message="no GPU"/></testcase>
-<testcase classname="b" name=""><error message="collection failure">trace</error></testcase>
-</testsuite></testsuites>"""
+TESTS = """
+import pytest
+def test_one(): pass
+def test_two(): assert 3 == 4, "it is 3"
+@pytest.mark.skip(reason="no GPU")
+@pytest.mark.parametrize("number", [1, 2])
+def test_three(number): pass
+"""
 
 
 def python(text: str, **more) -> Step:
@@ -81,17 +83,25 @@ def test_a_step_that_fails_or_takes_too_long_says_so(tmp_path: Path) -> None:
 
 
 def test_tests_are_counted_with_their_reasons(tmp_path: Path) -> None:
-    xml = tmp_path / "tests.xml"
-    done = CommandResult(status=1, seconds=1.0, out="the output", err="")
-    assert describe_tests(xml, True, done)[1] == "no result"
-    xml.write_text(JUNIT)
-    text, verdict = describe_tests(xml, True, done)
-    assert text.startswith("1 passed, 1 failed, 1 errors, 2 skipped.")
-    assert "skipped, 2 x: no GPU" in text and "failure: `a::two`: x is 3" in text
-    assert "more" not in text and "the output" in text and verdict is None
-    xml.write_text(JUNIT.replace('name="one"/>', 'name="one"><skipped message="a"/></testcase>'))
-    assert describe_tests(xml, True, done)[1] == "all skipped"
-    assert describe_tests(xml, False, done)[1] is None
+    path = tmp_path / "test_it.py"
+    path.write_text(TESTS)
+    command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rsfE", str(path))
+
+    def run(*flags: str) -> Outcome:
+        step = Step(
+            name="tests", title="Tests", command=(*command, *flags), share=1.0,
+            describe=partial(describe_tests, True),
+        )  # fmt: skip
+        return run_step(step, tmp_path, time.monotonic() + 60, 60.0)
+
+    both = run()
+    assert both.status == "failed" and "1 failed, 1 passed, 2 skipped" in both.body
+    assert "[2]" in both.body and "no GPU" in both.body and "it is 3" in both.body
+    assert run("-k", "one").status == "ok"
+    assert run("-k", "three").status == "all skipped"
+    assert run("--no-such-flag").status == "failed"
+    skipped = CommandResult(status=0, seconds=1.0, out="2 skipped in 0.1s", err="")
+    assert describe_tests(False, skipped)[1] is None
 
 
 def test_a_report_says_what_was_not_reached() -> None:
