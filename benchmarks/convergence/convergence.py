@@ -19,14 +19,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.convergence.comparison import (
-    Row,
-    Runs,
-    compare,
-    curves,
-    table,
-    verdict,
-)
+from benchmarks.convergence.comparison import Row, Runs, compare, curves, table, verdict
 from benchmarks.convergence.convergence_chart import draw
 from benchmarks.convergence.variants import BASELINE, FLAGS, VARIANTS, Recipe
 from benchmarks.shared.charts import require_matplotlib
