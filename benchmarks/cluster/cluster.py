@@ -168,13 +168,13 @@ def measure_rate(
     title = "one host" if rate is None else f"rate {rate}"
     with (
         console.status(f"{title}: starting") as status,
-        started_cluster(options.nodes, options.ranks_per_node, rate) as (ranks, cluster),
+        started_cluster(options.nodes, options.ranks_per_node, rate) as ranks,
     ):
         ranks.ask("join", products=options.products)
         link, processes = None, []
-        if cluster is not None:
+        if rate is not None:
             status.update(f"{title}: measuring the link")
-            link = measure_link(ranks, cluster, options.ranks_per_node)
+            link = measure_link(ranks, rate, options.ranks_per_node)
             processes = ranks.pid_of_each_node(options.ranks_per_node)
         built = {}
         for name in options.configurations:
@@ -188,7 +188,7 @@ def measure_rate(
             warm_up=options.warm_up,
             say=lambda text: status.update(f"{title}: {text}"),
         )
-        dropped = cluster.dropped() if cluster is not None else None
+        dropped = emulation.dropped() if rate is not None else None
     rows = summary(timed, built, options.ranks_per_node)
     parameters = built[options.configurations[-1]][0]["parameters"]
     return {"rate": rate, "link": link, "dropped": dropped, "rows": rows}, parameters

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from benchmarks.cluster.emulation import (
     INTERFACE,
     LOOPBACK,
-    Cluster,
     Counters,
+    address,
     bits_per_second,
     counters,
 )
@@ -92,9 +92,9 @@ def timed_run(ranks: RankProcesses, name: str, part: str, processes: Sequence[in
     )
 
 
-def measure_link(ranks: RankProcesses, cluster: Cluster, ranks_per_node: int) -> dict:
+def measure_link(ranks: RankProcesses, rate: str, ranks_per_node: int) -> dict:
     """Mbit/s of payload of one plain connection between the first two nodes, each way."""
-    limit = bits_per_second(cluster.rate)
+    limit = bits_per_second(rate)
     num_bytes = PROBE_BYTES if limit is None else int(limit / 8 * PROBE_SECONDS)
     rates = []
     for sender, receiver in ((0, 1), (1, 0)):
@@ -102,7 +102,7 @@ def measure_link(ranks: RankProcesses, cluster: Cluster, ranks_per_node: int) ->
             "probe",
             sender=sender * ranks_per_node,
             receiver=receiver * ranks_per_node,
-            address=cluster.address(receiver),
+            address=address(receiver),
             num_bytes=num_bytes,
         )
         rates.append(answers[receiver * ranks_per_node]["rate"] / 1e6)

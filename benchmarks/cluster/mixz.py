@@ -78,7 +78,7 @@ def require_two(options: argparse.Namespace) -> None:
 def measure(options: argparse.Namespace) -> list[dict]:
     """A row for each configuration: bytes that the first node sent, and seconds."""
     progress, names, shape = Console(stderr=True), tuple(LORA), shape_of(options)
-    with started_cluster(NODES, RANKS_PER_NODE, options.rate) as (ranks, _):
+    with started_cluster(NODES, RANKS_PER_NODE, options.rate) as ranks:
         ranks.ask("join", products="fp32" if bf16_is_slow() else "bf16")
         built = {}
         for name in names:

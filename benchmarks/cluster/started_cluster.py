@@ -20,12 +20,10 @@ def exit_on_signals() -> None:
 
 
 @contextlib.contextmanager
-def started_cluster(
-    nodes: int, ranks_per_node: int, rate: str | None
-) -> Iterator[tuple[RankProcesses, emulation.Cluster | None]]:
+def started_cluster(nodes: int, ranks_per_node: int, rate: str | None) -> Iterator[RankProcesses]:
     """Start the ranks on nodes with links of `rate`, or without a network if `rate` is None."""
     with contextlib.ExitStack() as stack:
-        cluster, prefixes = None, [[]] * nodes
+        prefixes = [[]] * nodes
         if rate is None:
             variables = {
                 "MASTER_ADDR": "127.0.0.1",
@@ -33,14 +31,14 @@ def started_cluster(
                 "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
             }
         else:
-            cluster = stack.enter_context(emulation.emulated_cluster(nodes, rate))
-            prefixes = [cluster.prefix(node) for node in range(nodes)]
+            stack.enter_context(emulation.emulated_cluster(nodes, rate))
+            prefixes = [emulation.prefix(node) for node in range(nodes)]
             variables = {
-                "MASTER_ADDR": cluster.address(0),
+                "MASTER_ADDR": emulation.address(0),
                 "MASTER_PORT": str(PORT),
                 "GLOO_SOCKET_IFNAME": emulation.INTERFACE,
             }
-        yield stack.enter_context(started_ranks(prefixes, ranks_per_node, variables)), cluster
+        yield stack.enter_context(started_ranks(prefixes, ranks_per_node, variables))
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -3,9 +3,9 @@
     python benchmarks/gpu.py [--minutes 10] [--output FILE.md] [--only STEP ...] [--keep FOLDER]
 
 Works in a fresh clone without installation and without a network: the libraries of csrc/ are built
-in place. Each step has a time limit. If one fails or runs out of time, the others still run, and
-the file is written again after each. The exit status is 1 if a step failed. --tiny tries the
-program itself where there is no GPU.
+in place, if they are older than their sources. Each step has a time limit. If one fails or runs out
+of time, the others still run, and the file is written again after each. The exit status is 1 if a
+step failed. --tiny tries the program itself where there is no GPU.
 """
 
 import argparse
@@ -125,14 +125,12 @@ def read_options() -> argparse.Namespace:
 def steps(device: str, options: argparse.Namespace, folder: Path) -> Iterator[Step]:
     """The steps; the last one may take all the time that is left."""
     python = sys.executable
-    missing = missing_libraries(device)
     yield Step(
         name="build",
         title="Build",
         command=(python, "setup.py", "build_ext", "--inplace"),
         share=0.25,
         describe=describe_build,
-        why_not=None if missing else "the libraries exist and are newer than csrc/",
         builds=LIBRARIES[device],
     )
     pytest = (python, "-m", "pytest", "-p", "no:cacheprovider", "-q")
@@ -219,15 +217,6 @@ def shown(command: Sequence[str], folder: Path) -> str:
     """A command as a person would type it."""
     text = shlex.join("python" if word == sys.executable else word for word in command)
     return text.replace(str(folder), "FOLDER")
-
-
-def missing_libraries(device: str) -> list[str]:
-    """Stems of libraries that are missing for this interpreter, or older than their sources."""
-    newest = max(path.stat().st_mtime for path in (ROOT / "csrc").rglob("*"))
-    libraries = {stem: built_library(stem) for stem in LIBRARIES[device]}
-    return [
-        stem for stem, path in libraries.items() if path is None or path.stat().st_mtime < newest
-    ]
 
 
 def built_library(stem: str) -> Path | None:

@@ -1,6 +1,5 @@
 """The program for machines with a GPU: its steps, its limits, and the Markdown it writes."""
 
-import os
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from benchmarks.shared.gpu_report import (
     machine_facts,
     markdown,
 )
-from benchmarks.shared.gpu_run import LIBRARIES, Step, missing_libraries, run_step, steps
+from benchmarks.shared.gpu_run import Step, run_step, steps
 from benchmarks.shared.time_limited_command import CommandResult
 from tests.launched import ROOT
 
@@ -153,23 +152,6 @@ def test_the_steps_of_a_machine_without_a_gpu_know_it(tmp_path: Path) -> None:
     assert plan["kernels"].command[-2:] == ("--rounds", "3")
     assert plan["train"].command[-2:] == ("--micro-batch", "8")
     assert "tiny" not in plan["train"].command
-
-
-def test_libraries_older_than_their_sources_are_built_again(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(gpu_run, "ROOT", tmp_path)
-    source = tmp_path / "csrc" / "folder" / "a.cu"
-    source.parent.mkdir(parents=True)
-    source.touch()
-    assert missing_libraries("cuda") == list(LIBRARIES["cuda"])
-    suffix = gpu_run.sysconfig.get_config_var("EXT_SUFFIX")
-    for stem in LIBRARIES["cuda"]:
-        library = tmp_path / (stem + suffix)
-        library.parent.mkdir(parents=True, exist_ok=True)
-        library.touch()
-    assert missing_libraries("cuda") == []
-    future = time.time() + 60
-    os.utime(source, (future, future))
-    assert missing_libraries("cpu") == list(LIBRARIES["cpu"])
 
 
 def test_the_facts_name_the_commit_or_that_it_is_unknown() -> None:
