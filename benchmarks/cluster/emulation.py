@@ -20,7 +20,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -222,10 +222,8 @@ def _kill_all(name: str) -> None:
     deadline = time.monotonic() + END_SECONDS
     while running := _run("ip", "netns", "pids", name).split():
         for process in running:
-            try:
+            with suppress(ProcessLookupError):  # it has ended already
                 os.kill(int(process), signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it has ended already
         if time.monotonic() > deadline:
             raise CommandFailed(f"processes {' '.join(running)} in {name} do not end")
         time.sleep(0.02)

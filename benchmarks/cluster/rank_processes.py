@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -156,8 +156,6 @@ def _start(
 
 def _kill(process: RankProcess) -> None:
     process.connection.close()
-    try:
+    with suppress(ProcessLookupError):  # it has ended already
         os.killpg(process.popen.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # it has ended already
     process.popen.wait()

@@ -26,14 +26,7 @@ from benchmarks.kernels import other_libraries
 from benchmarks.kernels.adam_kernel import adam_cases, torch_adamw
 from benchmarks.kernels.other_libraries import Peer
 from benchmarks.shared.interleaved import interleaved, ratio_summary
-from benchmarks.shared.result import (
-    add_device,
-    begin,
-    benchmark_parser,
-    choose_device,
-    finish,
-    heading,
-)
+from benchmarks.shared.result import begin, benchmark_parser, finish, heading, parse_with_device
 from benchmarks.shared.timers import THREAD_CLOCK, CpuTimer, GpuTimer, Timer
 from zeropp.native.kernels import ISAS, use_isa
 from zeropp.quant import cpu, cuda, reference
@@ -97,7 +90,6 @@ def main() -> int:
 def read_options() -> argparse.Namespace:
     """The command line."""
     parser = benchmark_parser(__doc__)
-    add_device(parser)
     parser.add_argument(
         "--elements", type=int, nargs="+", metavar="N",
         help=f"multiples of {256 * ROWS}; default on the CPU: {CPU_ELEMENTS}, on a GPU: "
@@ -105,8 +97,7 @@ def read_options() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=15, help="samples of each (default: 15)")
     parser.add_argument("--isa", choices=ISAS, help="of the CPU; default: the best it has")
-    options = parser.parse_args()
-    choose_device(parser, options)
+    options = parse_with_device(parser)
     if any(count % (256 * ROWS) for count in options.elements or ()):
         parser.error(f"--elements: give multiples of {256 * ROWS}")
     if options.isa and options.device == "cuda":

@@ -192,9 +192,8 @@ def run_step(step: Step, folder: Path, until: float, total: float) -> Outcome:
     if step.name == "train":
         command += ["--minutes", f"{max(limit - SECONDS_TO_END, limit / 2) / 60:.2f}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    result = run_with_limit(
-        command, ROOT, environment | step.environment, folder / step.name, limit
-    )
+    environment |= step.environment
+    result = run_with_limit(command, environment, folder / step.name, limit)
     body, described_status = step.describe(result)
     status = "ok" if result.status == 0 else "failed"
     if result.status is None:

@@ -27,14 +27,7 @@ from torch import nn
 
 from benchmarks.shared.interleaved import interleaved, quartiles, ratio_summary
 from benchmarks.shared.rank_launch import RanksFailed, run_on_ranks, write_answer
-from benchmarks.shared.result import (
-    add_device,
-    begin,
-    benchmark_parser,
-    choose_device,
-    finish,
-    heading,
-)
+from benchmarks.shared.result import begin, benchmark_parser, finish, heading, parse_with_device
 from benchmarks.shared.timers import timer_for
 from benchmarks.shared.training_setup import (
     TrainingSetup,
@@ -88,7 +81,6 @@ def read_options() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=PARTS)
-    add_device(parser)
     add("--dtype", choices=("fp32", "bf16"), help="of `train`; default: bf16, on a CPU fp32")
     add("--rounds", type=int, default=10, help="timed steps of each (default: 10)")
     add("--turns", type=int, default=3, help="runs of each number of ranks (default: 3)")
@@ -98,8 +90,7 @@ def read_options() -> argparse.Namespace:
         help="for the part ranks, in millions (default: 50)")  # fmt: skip
     add("--on-ranks", help=argparse.SUPPRESS)  # set where this process is a rank
     add_shape_flags(parser, layers=4, hidden=512, heads=8)
-    options = parser.parse_args()
-    choose_device(parser, options)
+    options = parse_with_device(parser)
     options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
     return options
 
