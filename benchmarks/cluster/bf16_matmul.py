@@ -5,11 +5,11 @@ than fp32 ones, and a step would measure nothing else. Operands and results stay
 taken in fp32 as bf16 hardware does; only the kernel changes, for every configuration alike.
 """
 
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
+
+from tools.faster_precision import seconds
 
 PRODUCT_OPS = (
     "mm",
@@ -19,18 +19,15 @@ PRODUCT_OPS = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 )
-SIZE, REPETITIONS = 512, 5
 
 
 def bf16_is_slow() -> bool:
-    """Whether one thread multiplies bf16 matrices slower than fp32 ones, casts included."""
-    threads = torch.get_num_threads()
+    """Whether one thread multiplies bf16 matrices slower than fp32 ones."""
+    cpu, threads = torch.device("cpu"), torch.get_num_threads()
     torch.set_num_threads(1)
-    matrix = torch.randn(SIZE, SIZE).bfloat16()
-    native = _seconds(lambda: matrix @ matrix)
-    wide = _seconds(lambda: (matrix.float() @ matrix.float()).bfloat16())
+    is_slow = seconds(torch.bfloat16, cpu) > seconds(torch.float32, cpu)
     torch.set_num_threads(threads)
-    return native > wide
+    return is_slow
 
 
 def multiply_in_fp32() -> torch.library.Library:
@@ -66,12 +63,3 @@ def _in_fp32(name: str) -> Callable:
 def _cast(value: object, old: torch.dtype, new: torch.dtype) -> object:
     is_old = isinstance(value, torch.Tensor) and value.dtype == old
     return value.to(new) if is_old else value
-
-
-def _seconds(action: Callable[[], object]) -> float:
-    times = []
-    for _ in range(REPETITIONS):
-        started = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)

@@ -16,8 +16,6 @@ bytes. The namespaces are removed when the benchmark ends, however it ends.
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -29,7 +27,7 @@ from benchmarks.cluster.cluster_report import show, summary
 from benchmarks.cluster.configurations import DEEPSPEED, FSDP2, NAMES
 from benchmarks.cluster.deepspeed_peer import require_deepspeed
 from benchmarks.cluster.interleaved_steps import measure_link, run_interleaved
-from benchmarks.cluster.rank_processes import RankFailed, RankProcesses, Refused
+from benchmarks.cluster.rank_processes import RankFailed
 from benchmarks.cluster.started_cluster import exit_on_signals, started_cluster
 from benchmarks.shared.charts import require_matplotlib
 from benchmarks.shared.interleaved import Disagreement
@@ -42,28 +40,14 @@ OUR_NAMES = NAMES[:-1]  # all but DeepSpeed's
 SHAPE = {"layers": 8, "hidden": 512, "heads": 8, "seq": 256, "vocab": 512, "micro_batches": 1}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is measured; `rates` is (None,) on one host."""
-
-    names: tuple[str, ...]
-    rates: tuple[str | None, ...]
-    nodes: int
-    ranks_per_node: int
-    shape: tuple[tuple[str, int], ...]
-    rounds: int
-    warm_up: int
-    products: str  # the dtype in which bf16 matrices are multiplied
-
-
 def main() -> int:
     """Measure at each rate, print its tables, write the files asked for."""
     options = read_options()
     exit_on_signals()
     try:
-        plan = plan_of(options)
-        result = measure(plan, Console(stderr=True))
-    except (InputError, Refused) as mistake:
+        check(options)
+        result = measure(options, Console(stderr=True))
+    except InputError as mistake:
         print(f"error: {mistake}", file=sys.stderr)
         return 2
     except (Disagreement, RankFailed) as failure:
@@ -111,32 +95,23 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()  # fmt: skip
 
 
-def plan_of(options: argparse.Namespace) -> Plan:
-    """What the command line asks for; raises InputError for what is impossible."""
+def check(options: argparse.Namespace) -> None:
+    """Complete the options; raises InputError for what is impossible."""
     if options.plot is not None:
         require_matplotlib(options.plot)
-    names = names_of(options)
+    options.configurations = names_of(options)
     check_numbers(options)
     if options.one_host and options.rate:
         raise InputError("--rate sets the links between nodes, and --one-host has none")
-    rates = tuple(dict.fromkeys(options.rate or (emulation.UNLIMITED,)))
-    if not options.one_host:
-        for rate in rates:
+    if options.one_host:
+        options.rate = [None]
+    else:
+        options.rate = list(dict.fromkeys(options.rate or (emulation.UNLIMITED,)))
+        for rate in options.rate:
             emulation.bits_per_second(rate)
         emulation.require_namespaces()
-    products = options.products
-    if products == "auto":
-        products = "fp32" if bf16_is_slow() else "bf16"
-    return Plan(
-        names=names,
-        rates=(None,) if options.one_host else rates,
-        nodes=options.nodes,
-        ranks_per_node=options.ranks_per_node,
-        shape=shape_of(options),
-        rounds=options.rounds,
-        warm_up=options.warm_up,
-        products=products,
-    )
+    if options.products == "auto":
+        options.products = "fp32" if bf16_is_slow() else "bf16"
 
 
 def names_of(options: argparse.Namespace) -> tuple[str, ...]:
@@ -167,62 +142,56 @@ def check_numbers(options: argparse.Namespace) -> None:
         raise InputError("one rank sends nothing: give more --nodes or --ranks-per-node")
 
 
-def measure(plan: Plan, console: Console) -> dict:
+def measure(options: argparse.Namespace, console: Console) -> dict:
     """The whole result as JSON; shows progress on the console."""
     result = {
         **begin(__spec__.name),
-        "nodes": plan.nodes,
-        "ranks_per_node": plan.ranks_per_node,
-        "shape": dict(plan.shape),
-        "products": plan.products,
-        "rounds": plan.rounds,
+        "nodes": options.nodes,
+        "ranks_per_node": options.ranks_per_node,
+        "shape": shape_of(options),
+        "products": options.products,
+        "rounds": options.rounds,
         "parameters": 0,
         "runs": [],
     }
-    for rate in plan.rates:
-        run, parameters = measure_rate(plan, rate, console)
+    for rate in options.rate:
+        run, parameters = measure_rate(options, rate, console)
         result["runs"].append(run)
         result["parameters"] = parameters
     return result
 
 
-def measure_rate(plan: Plan, rate: str | None, console: Console) -> tuple[dict, int]:
+def measure_rate(
+    options: argparse.Namespace, rate: str | None, console: Console
+) -> tuple[dict, int]:
     """The result at one rate, and the number of parameters of the model."""
     title = "one host" if rate is None else f"rate {rate}"
     with (
         console.status(f"{title}: starting") as status,
-        started_cluster(plan.nodes, plan.ranks_per_node, rate) as (ranks, cluster),
+        started_cluster(options.nodes, options.ranks_per_node, rate) as ranks,
     ):
-        ranks.ask("join", products=plan.products)
+        ranks.ask("join", products=options.products)
         link, processes = None, []
-        if cluster is not None:
+        if rate is not None:
             status.update(f"{title}: measuring the link")
-            link = measure_link(ranks, cluster, plan.ranks_per_node)
-            processes = ranks.pid_of_each_node(plan.ranks_per_node)
-        built = build_all(ranks, plan, lambda name: status.update(f"{title}: building {name}"))
+            link = measure_link(ranks, rate, options.ranks_per_node)
+            processes = ranks.pid_of_each_node(options.ranks_per_node)
+        built = {}
+        for name in options.configurations:
+            status.update(f"{title}: building {name}")
+            built[name] = ranks.ask("build", name=name, shape=shape_of(options))
         timed = run_interleaved(
             ranks,
-            plan.names,
+            options.configurations,
             processes,
-            rounds=plan.rounds,
-            warm_up=plan.warm_up,
+            rounds=options.rounds,
+            warm_up=options.warm_up,
             say=lambda text: status.update(f"{title}: {text}"),
         )
-        dropped = cluster.dropped() if cluster is not None else None
-    rows = summary(timed, built, plan.ranks_per_node)
-    parameters = built[plan.names[-1]][0]["parameters"]
+        dropped = emulation.dropped() if rate is not None else None
+    rows = summary(timed, built, options.ranks_per_node)
+    parameters = built[options.configurations[-1]][0]["parameters"]
     return {"rate": rate, "link": link, "dropped": dropped, "rows": rows}, parameters
-
-
-def build_all(
-    ranks: RankProcesses, plan: Plan, say: Callable[[str], None]
-) -> Mapping[str, list[dict]]:
-    """Build every configuration on all ranks; returns their answers by name."""
-    built = {}
-    for name in plan.names:
-        say(name)
-        built[name] = ranks.ask("build", name=name, shape=plan.shape)
-    return built
 
 
 if __name__ == "__main__":

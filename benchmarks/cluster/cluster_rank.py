@@ -36,7 +36,7 @@ class ClusterRank:
         self.ranks = join_ranks(Environment.read(), ParallelConfig())
         return {}
 
-    def build(self, name: str, shape: tuple[tuple[str, int], ...]) -> dict:
+    def build(self, name: str, shape: Mapping[str, int]) -> dict:
         """Build a configuration beside the others."""
         setup = TrainingSetup(shape=shape, ranks=self.ranks, dtype="bf16", stage=3)
         configuration = build_configuration(name, setup, self.ranks.environment.local_world_size)
@@ -49,15 +49,23 @@ class ClusterRank:
             "held": configuration.held,
         }
 
-    def step(self, name: str) -> dict:
-        """One training step; see `_timed`."""
-        configuration = self.configurations[name]
-        return _timed(configuration, configuration.step)
+    def run(self, name: str, part: str) -> dict:
+        """Run a configuration's `part`: "step", one of training, or "forward", without gradients.
 
-    def forward(self, name: str) -> dict:
-        """One forward pass without gradients; see `_timed`."""
+        Returns loss, seconds, processor seconds of all threads, and bytes by the traffic ledger.
+        """
         configuration = self.configurations[name]
-        return _timed(configuration, configuration.forward)
+        run = {"step": configuration.step, "forward": configuration.forward}[part]
+        configuration.take_sent()
+        wall, processor = time.perf_counter(), time.process_time()
+        loss = run()
+        wall, processor = time.perf_counter() - wall, time.process_time() - processor
+        return {
+            "seconds": wall,
+            "processor_seconds": processor,
+            "loss": loss,
+            "sent": configuration.take_sent(),
+        }
 
     def probe(self, sender: int, receiver: int, address: str, num_bytes: int) -> dict:
         """The receiver's answer is the rate of one connection between two ranks, in bit/s."""
@@ -72,7 +80,7 @@ def main() -> None:
     """Answer orders until the other end of the pipe is closed."""
     connection = Connection(int(sys.argv[1]))
     rank = ClusterRank()
-    methods = (rank.join, rank.build, rank.step, rank.forward, rank.probe)
+    methods = (rank.join, rank.build, rank.run, rank.probe)
     orders: Mapping[str, Callable[..., dict]] = {method.__name__: method for method in methods}
     while True:
         try:
@@ -84,20 +92,6 @@ def main() -> None:
         except InputError as refusal:
             answer = {"refused": str(refusal)}
         connection.send(answer)
-
-
-def _timed(configuration: Configuration, run: Callable[[], float]) -> dict:
-    """Loss, seconds, processor seconds of all threads, and bytes sent by the traffic ledger."""
-    configuration.take_sent()
-    wall, processor = time.perf_counter(), time.process_time()
-    loss = run()
-    wall, processor = time.perf_counter() - wall, time.process_time() - processor
-    return {
-        "seconds": wall,
-        "processor_seconds": processor,
-        "loss": loss,
-        "sent": configuration.take_sent(),
-    }
 
 
 def _receive(address: str, num_bytes: int) -> float:

@@ -1,18 +1,7 @@
 """The configurations that an emulated cluster compares: the same GPT, weights, tokens and AdamW.
 
-| name           | weights travel as                | gradients travel as                         |
-|----------------|----------------------------------|---------------------------------------------|
-| `fsdp2`        | bf16; plain `fully_shard`        | bf16; plain `fully_shard`                   |
-| `zero3`        | bf16                             | bf16, two hops                              |
-| `qwz`          | INT8                             | as `zero3`                                  |
-| `hpz`          | bf16; across nodes once per step | as `zero3`                                  |
-| `qgz`          | as `zero3`                       | INT8 in a node, INT4 across nodes           |
-| `zeropp`       | INT8; across nodes once per step | as `qgz`                                    |
-| `zeropp-4-4`   | as `zeropp`                      | INT4 on both hops                           |
-| `deepspeed`    | bf16; DeepSpeed's ZeRO-3         | bf16; DeepSpeed's ZeRO-3                    |
-| `lora-zero3`   | as `zero3`, all but adapters frozen | of the adapters, as `zero3`              |
-| `mixz`         | frozen ones as stored, INT8      | as `lora-zero3`                             |
-| `mixz-hpz`     | the same; frozen ones once       | as `lora-zero3`                             |
+`fsdp2` is plain `fully_shard`, `deepspeed` DeepSpeed's ZeRO-3, both in bf16. The others are those
+of benchmarks/shared/zero_json.py; in the last three, only LoRA's adapters are trained.
 
 No gradient is clipped and no norm is taken, so that nothing but weights and gradients travels.
 """
@@ -20,13 +9,13 @@ No gradient is clipped and no norm is taken, so that nothing but weights and gra
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from benchmarks.cluster.deepspeed_peer import deepspeed_step
 from benchmarks.shared.training_setup import TrainingSetup
+from benchmarks.shared.zero_json import zero_json
 from benchmarks.step.training_loops import Steps, accumulate, fsdp2, model_loss_of
 from megatron_zpp.parallel.recipe import build_model, build_optimizer
 from megatron_zpp.settings.config import LoraConfig
@@ -34,23 +23,8 @@ from zeropp import Sharding, ZeroConfig
 from zeropp.optim.step import local_part
 from zeropp.wire.frozen_weights import stored_bytes
 
-QWZ = MappingProxyType({"zero_quantized_weights": True})
-QGZ = MappingProxyType({"zero_quantized_gradients": True})
-HPZ = MappingProxyType({"zero_hpz_partition_size": "ranks per node"})
-OURS: Mapping[str, tuple[Mapping, Mapping]] = MappingProxyType(
-    {  # name -> keys of "zero_optimization", keys of "zeropp"
-        "zero3": ({}, {}),
-        "qwz": (QWZ, {}),
-        "hpz": (HPZ, {}),
-        "qgz": (QGZ, {}),
-        "zeropp": ({**QWZ, **HPZ, **QGZ}, {}),
-        "zeropp-4-4": ({**QWZ, **HPZ, **QGZ}, {"gradient_bits": [4, 4]}),
-    }
-)
-STORED = MappingProxyType({"zero_quantized_nontrainable_weights": True})
-LORA: Mapping[str, tuple[Mapping, Mapping]] = MappingProxyType(
-    {"lora-zero3": ({}, {}), "mixz": (STORED, {}), "mixz-hpz": ({**STORED, **HPZ}, {})}
-)
+OURS = ("zero3", "qwz", "hpz", "qgz", "zeropp", "zeropp-4-4")
+LORA = ("lora-zero3", "mixz", "mixz-hpz")
 ADAPTERS = LoraConfig(lora_rank=8, pretrained_checkpoint="none: the weights are drawn")
 FSDP2, DEEPSPEED = "fsdp2", "deepspeed"
 NAMES = (FSDP2, *OURS, DEEPSPEED)
@@ -98,18 +72,7 @@ def build_configuration(name: str, setup: TrainingSetup, ranks_per_node: int) ->
 
 def zero_config(name: str, ranks_per_node: int) -> ZeroConfig:
     """The settings of one of our configurations."""
-    zero_keys, zeropp_keys = {**OURS, **LORA}[name]
-    values = {
-        key: ranks_per_node if value == "ranks per node" else value
-        for key, value in zero_keys.items()
-    }
-    return ZeroConfig.from_json(
-        {
-            "bf16": {"enabled": True},
-            "zero_optimization": {"stage": 3, **values},
-            "zeropp": {"ranks_per_node": ranks_per_node, **zeropp_keys},
-        }
-    )
+    return ZeroConfig.from_json({"bf16": {"enabled": True}, **zero_json(name, ranks_per_node)})
 
 
 def _unclipped_step(

@@ -38,14 +38,13 @@ def deepspeed_step(setup: TrainingSetup, steps: Steps) -> tuple[Callable[[], flo
     model = GPT(config.model, setup.vocab_size)
     initialize(model, config.training.seed, config.model)
     parameters = model.num_parameters()  # before DeepSpeed replaces them by empty tensors
-    shape = dict(setup.shape)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=fastest_adamw(parameter_groups(model), **adam_settings(config)),
         dist_init_required=False,
         config={
-            "train_micro_batch_size_per_gpu": shape["micro-batch"],
-            "gradient_accumulation_steps": shape["micro-batches"],
+            "train_micro_batch_size_per_gpu": setup.shape["micro-batch"],
+            "gradient_accumulation_steps": setup.micro_batches,
             "bf16": {"enabled": True},
             "zero_optimization": {"stage": 3},
             "zero_allow_untested_optimizer": True,

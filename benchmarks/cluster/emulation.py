@@ -1,7 +1,7 @@
 """A cluster on one machine: every node a network namespace, joined by links of a given rate.
 
-    with emulated_cluster(num_nodes=2, rate="200mbit") as cluster:
-        subprocess.Popen([*cluster.prefix(0), "python", ...])
+    with emulated_cluster(num_nodes=2, rate="200mbit"):
+        subprocess.Popen([*prefix(0), "python", ...])
 
 Two nodes are the ends of one veth pair; more are joined by a bridge in its own namespace. Each end
 of a link is shaped by `tbf`, so a node sends and receives at most `rate` at the same time. Rates
@@ -20,7 +20,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,26 +48,21 @@ class Counters:
         return Counters(self.sent - before.sent, self.received - before.received)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """Joined network namespaces, one per node."""
+def prefix(node: int) -> list[str]:
+    """The prefix of a command that is to run in a node."""
+    return ["ip", "netns", "exec", _name(f"node{node}")]
 
-    num_nodes: int
-    rate: str
 
-    def prefix(self, node: int) -> list[str]:
-        """The prefix of a command that is to run in a node."""
-        return ["ip", "netns", "exec", _name(f"node{node}")]
+def address(node: int) -> str:
+    """A node's address; the same in every run, as runs do not see each other's networks."""
+    return f"10.0.{node // 250}.{node % 250 + 1}"
 
-    def address(self, node: int) -> str:
-        """A node's address; the same in every run, as runs do not see each other's networks."""
-        return f"10.0.{node // 250}.{node % 250 + 1}"
 
-    def dropped(self) -> int:
-        """Packets that the shaped links have dropped."""
-        names = [name for name in _namespaces() if NAME.fullmatch(name)[1] == str(os.getpid())]
-        lists = [json.loads(_run("tc", "-n", name, "-s", "-j", "qdisc")) for name in names]
-        return sum(qdisc.get("drops", 0) for qdiscs in lists for qdisc in qdiscs)
+def dropped() -> int:
+    """Packets that the shaped links have dropped."""
+    names = [name for name in _namespaces() if NAME.fullmatch(name)[1] == str(os.getpid())]
+    lists = [json.loads(_run("tc", "-n", name, "-s", "-j", "qdisc")) for name in names]
+    return sum(qdisc.get("drops", 0) for qdiscs in lists for qdisc in qdiscs)
 
 
 def bits_per_second(rate: str) -> float | None:
@@ -96,7 +91,7 @@ def require_namespaces() -> None:
 
 
 @contextmanager
-def emulated_cluster(num_nodes: int, rate: str) -> Iterator[Cluster]:
+def emulated_cluster(num_nodes: int, rate: str) -> Iterator[None]:
     """Create the nodes and their links; at the end remove them and kill what runs in them.
 
     Raises InputError if the system refuses.
@@ -105,7 +100,7 @@ def emulated_cluster(num_nodes: int, rate: str) -> Iterator[Cluster]:
     try:
         remove_stale()
         _create(num_nodes, bits_per_second(rate))
-        yield Cluster(num_nodes=num_nodes, rate=rate)
+        yield
     except CommandFailed as failure:
         message = f"the cluster could not be created: {failure}. {ONE_HOST_HINT}"
         raise InputError(message) from failure
@@ -160,9 +155,8 @@ def _create(num_nodes: int, rate: float | None) -> None:
         ends = [(name, INTERFACE) for name in names]
     else:
         ends = _join_by_bridge(names)
-    cluster = Cluster(num_nodes=num_nodes, rate="")
     for node, name in enumerate(names):
-        _run("ip", "-n", name, "address", "add", f"{cluster.address(node)}/8", "dev", INTERFACE)
+        _run("ip", "-n", name, "address", "add", f"{address(node)}/8", "dev", INTERFACE)
     for name, interface in ends:
         _run("ip", "-n", name, "link", "set", interface, "up")
         if rate is not None:
@@ -228,10 +222,8 @@ def _kill_all(name: str) -> None:
     deadline = time.monotonic() + END_SECONDS
     while running := _run("ip", "netns", "pids", name).split():
         for process in running:
-            try:
+            with suppress(ProcessLookupError):  # it has ended already
                 os.kill(int(process), signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it has ended already
         if time.monotonic() > deadline:
             raise CommandFailed(f"processes {' '.join(running)} in {name} do not end")
         time.sleep(0.02)

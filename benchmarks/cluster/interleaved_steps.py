@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from benchmarks.cluster.emulation import (
     INTERFACE,
     LOOPBACK,
-    Cluster,
     Counters,
+    address,
     bits_per_second,
     counters,
 )
@@ -63,7 +63,7 @@ def run_interleaved(
     for number in range(warm_up):
         for name in names:
             say(f"warming up {name}")
-            loss = _mean_loss(ranks.ask("step", name=name))
+            loss = _mean_loss(ranks.ask("run", name=name, part="step"))
             if number == 0:
                 timed[name] = TimedSteps(first_loss=loss)
     losses = {name: steps.first_loss for name, steps in timed.items()}
@@ -71,14 +71,14 @@ def run_interleaved(
     for name in interleaved(names, rounds):
         steps = timed[name].steps
         say(f"round {len(steps) + 1} of {rounds}: {name}")
-        steps.append(timed_order(ranks, "step", name, processes))
+        steps.append(timed_run(ranks, name, "step", processes))
     return timed
 
 
-def timed_order(ranks: RankProcesses, order: str, name: str, processes: Sequence[int]) -> TimedStep:
+def timed_run(ranks: RankProcesses, name: str, part: str, processes: Sequence[int]) -> TimedStep:
     """Let all ranks run a step or a forward pass, and read the interfaces before and after."""
     before = [counters(process) for process in processes]
-    answers = ranks.ask(order, name=name)
+    answers = ranks.ask("run", name=name, part=part)
     after = [counters(process) for process in processes]
     return TimedStep(
         seconds=max(answer["seconds"] for answer in answers),
@@ -92,9 +92,9 @@ def timed_order(ranks: RankProcesses, order: str, name: str, processes: Sequence
     )
 
 
-def measure_link(ranks: RankProcesses, cluster: Cluster, ranks_per_node: int) -> dict:
+def measure_link(ranks: RankProcesses, rate: str, ranks_per_node: int) -> dict:
     """Mbit/s of payload of one plain connection between the first two nodes, each way."""
-    limit = bits_per_second(cluster.rate)
+    limit = bits_per_second(rate)
     num_bytes = PROBE_BYTES if limit is None else int(limit / 8 * PROBE_SECONDS)
     rates = []
     for sender, receiver in ((0, 1), (1, 0)):
@@ -102,7 +102,7 @@ def measure_link(ranks: RankProcesses, cluster: Cluster, ranks_per_node: int) ->
             "probe",
             sender=sender * ranks_per_node,
             receiver=receiver * ranks_per_node,
-            address=cluster.address(receiver),
+            address=address(receiver),
             num_bytes=num_bytes,
         )
         rates.append(answers[receiver * ranks_per_node]["rate"] / 1e6)

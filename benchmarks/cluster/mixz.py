@@ -24,8 +24,8 @@ from rich.console import Console
 from benchmarks.cluster import emulation
 from benchmarks.cluster.bf16_matmul import bf16_is_slow
 from benchmarks.cluster.configurations import LORA
-from benchmarks.cluster.interleaved_steps import TimedStep, require_equal_losses, timed_order
-from benchmarks.cluster.rank_processes import RankFailed, Refused
+from benchmarks.cluster.interleaved_steps import TimedStep, require_equal_losses, timed_run
+from benchmarks.cluster.rank_processes import RankFailed
 from benchmarks.cluster.started_cluster import exit_on_signals, started_cluster
 from benchmarks.shared.interleaved import Disagreement, interleaved
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading
@@ -41,13 +41,13 @@ def main() -> int:
     """Measure, and print the table."""
     options = read_options()
     exit_on_signals()
-    result = {**begin(__spec__.name), "shape": dict(shape_of(options)), "rate": options.rate}
+    result = {**begin(__spec__.name), "shape": shape_of(options), "rate": options.rate}
     try:
         require_two(options)
         emulation.bits_per_second(options.rate)
         emulation.require_namespaces()
         result["rows"] = measure(options)
-    except (InputError, Refused, RankFailed, Disagreement) as problem:
+    except (InputError, RankFailed, Disagreement) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1
     finish(result, show, options.json)
@@ -78,7 +78,7 @@ def require_two(options: argparse.Namespace) -> None:
 def measure(options: argparse.Namespace) -> list[dict]:
     """A row for each configuration: bytes that the first node sent, and seconds."""
     progress, names, shape = Console(stderr=True), tuple(LORA), shape_of(options)
-    with started_cluster(NODES, RANKS_PER_NODE, options.rate) as (ranks, _):
+    with started_cluster(NODES, RANKS_PER_NODE, options.rate) as ranks:
         ranks.ask("join", products="fp32" if bf16_is_slow() else "bf16")
         built = {}
         for name in names:
@@ -87,9 +87,9 @@ def measure(options: argparse.Namespace) -> list[dict]:
         first_node = ranks.pid_of_each_node(RANKS_PER_NODE)[:1]
         steps: dict[str, list[TimedStep]] = {name: [] for name in names}
         for name in interleaved(names, options.steps):
-            steps[name].append(timed_order(ranks, "step", name, first_node))
+            steps[name].append(timed_run(ranks, name, "step", first_node))
         tokens = {
-            name: [timed_order(ranks, "forward", name, first_node) for _ in range(options.tokens)]
+            name: [timed_run(ranks, name, "forward", first_node) for _ in range(options.tokens)]
             for name in names
         }
     require_equal_losses({name: steps[name][0].loss for name in names}, LOSS_TOLERANCE)

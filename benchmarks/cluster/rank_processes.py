@@ -10,12 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+
+from zeropp.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK_MODULE = "benchmarks.cluster.cluster_rank"
@@ -25,18 +27,6 @@ OUTPUT_CHARACTERS = 3000  # of a dead rank's output that are shown
 
 class RankFailed(RuntimeError):
     """A rank died or did not answer; the message ends with the rank's last output."""
-
-
-class Refused(ValueError):
-    """The ranks refused an order for a reason that the user can fix."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeCommand:
-    """How the ranks of a node are started: a prefix of their commands, and their variables."""
-
-    prefix: Sequence[str] = ()
-    variables: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +56,8 @@ class RankProcesses:
     def ask(self, order: str, **arguments: object) -> list[dict]:
         """Give every rank the same order; returns their answers in the order of ranks.
 
-        Raises RankFailed for the first rank that dies, or if some do not answer in time; Refused
-        with the reason that a rank gives.
+        Raises RankFailed for the first rank that dies, or if some do not answer in time; InputError
+        with the reason for which a rank refuses.
         """
         for process in self.processes:
             self._send(process, (order, arguments))
@@ -103,7 +93,7 @@ class RankProcesses:
         except (EOFError, ConnectionResetError):
             raise self._died(process) from None
         if "refused" in answer:
-            raise Refused(answer["refused"])
+            raise InputError(answer["refused"])
         return answer
 
     def _died(self, process: RankProcess) -> RankFailed:
@@ -113,24 +103,29 @@ class RankProcesses:
 
 @contextmanager
 def started_ranks(
-    num_nodes: int, ranks_per_node: int, command_of: Callable[[int], NodeCommand]
+    prefixes: Sequence[Sequence[str]], ranks_per_node: int, variables: Mapping[str, str]
 ) -> Iterator[RankProcesses]:
-    """Start `ranks_per_node` ranks on each node; kill them at the end."""
-    world = num_nodes * ranks_per_node
+    """Start `ranks_per_node` ranks on each node; kill them at the end.
+
+    `prefixes` are those of the commands that start ranks, one for each node; `variables` are added
+    to the environment of all ranks.
+    """
+    world = len(prefixes) * ranks_per_node
     processes: list[RankProcess] = []
     with tempfile.TemporaryDirectory(prefix="zeropp-cluster-") as folder:
         try:
             for rank in range(world):
                 node, local = divmod(rank, ranks_per_node)
-                variables = {
-                    "RANK": rank,
-                    "WORLD_SIZE": world,
-                    "LOCAL_RANK": local,
-                    "LOCAL_WORLD_SIZE": ranks_per_node,
-                    "GROUP_RANK": node,
-                    "GROUP_WORLD_SIZE": num_nodes,
+                own = {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(world),
+                    "LOCAL_RANK": str(local),
+                    "LOCAL_WORLD_SIZE": str(ranks_per_node),
+                    "GROUP_RANK": str(node),
+                    "GROUP_WORLD_SIZE": str(len(prefixes)),
                 }
-                processes.append(_start(rank, command_of(node), variables, Path(folder)))
+                output = Path(folder) / f"rank{rank}"
+                processes.append(_start(rank, prefixes[node], {**variables, **own}, output))
             yield RankProcesses(processes)
         finally:
             for process in processes:
@@ -138,19 +133,17 @@ def started_ranks(
 
 
 def _start(
-    rank: int, node_command: NodeCommand, rank_variables: Mapping[str, int], folder: Path
+    rank: int, prefix: Sequence[str], variables: Mapping[str, str], output: Path
 ) -> RankProcess:
     """Start a rank in a session of its own, which Ctrl-C does not reach."""
     ours, theirs = Pipe()
-    output = folder / f"rank{rank}"
-    variables = {name: str(value) for name, value in rank_variables.items()}
     common = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
     program = [sys.executable, "-m", RANK_MODULE, str(theirs.fileno())]
     with output.open("wb") as file:
         popen = subprocess.Popen(
-            [*node_command.prefix, *program],
+            [*prefix, *program],
             cwd=ROOT,
-            env={**os.environ, **common, **variables, **node_command.variables},
+            env={**os.environ, **common, **variables},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -163,8 +156,6 @@ def _start(
 
 def _kill(process: RankProcess) -> None:
     process.connection.close()
-    try:
+    with suppress(ProcessLookupError):  # it has ended already
         os.killpg(process.popen.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # it has ended already
     process.popen.wait()

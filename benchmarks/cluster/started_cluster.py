@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from benchmarks.cluster import emulation
-from benchmarks.cluster.rank_processes import NodeCommand, RankProcesses, started_ranks
+from benchmarks.cluster.rank_processes import RankProcesses, started_ranks
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PORT = 29500  # free in every namespace
@@ -20,12 +20,10 @@ def exit_on_signals() -> None:
 
 
 @contextlib.contextmanager
-def started_cluster(
-    nodes: int, ranks_per_node: int, rate: str | None
-) -> Iterator[tuple[RankProcesses, emulation.Cluster | None]]:
+def started_cluster(nodes: int, ranks_per_node: int, rate: str | None) -> Iterator[RankProcesses]:
     """Start the ranks on nodes with links of `rate`, or without a network if `rate` is None."""
     with contextlib.ExitStack() as stack:
-        cluster = None
+        prefixes = [[]] * nodes
         if rate is None:
             variables = {
                 "MASTER_ADDR": "127.0.0.1",
@@ -33,18 +31,14 @@ def started_cluster(
                 "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
             }
         else:
-            cluster = stack.enter_context(emulation.emulated_cluster(nodes, rate))
+            stack.enter_context(emulation.emulated_cluster(nodes, rate))
+            prefixes = [emulation.prefix(node) for node in range(nodes)]
             variables = {
-                "MASTER_ADDR": cluster.address(0),
+                "MASTER_ADDR": emulation.address(0),
                 "MASTER_PORT": str(PORT),
                 "GLOO_SOCKET_IFNAME": emulation.INTERFACE,
             }
-
-        def command_of(node: int) -> NodeCommand:
-            prefix = () if cluster is None else cluster.prefix(node)
-            return NodeCommand(prefix=prefix, variables=variables)
-
-        yield stack.enter_context(started_ranks(nodes, ranks_per_node, command_of)), cluster
+        yield stack.enter_context(started_ranks(prefixes, ranks_per_node, variables))
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -14,26 +14,26 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
+from benchmarks.cluster.configurations import zero_config
 from benchmarks.cluster.fake_ranks import counted_step, fake_rank
 from benchmarks.shared.result import begin, benchmark_parser, finish, markdown_table
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.settings.arguments import parse
-from zeropp import ZeroConfig
 
 SHAPE = {
     "nodes": 24, "ranks_per_node": 16, "micro_batches": 1, "layers": 40, "hidden": 6144,
     "heads": 32, "seq": 512, "vocab": 50257,
 }  # fmt: skip
 COMPONENTS = {
-    "ZeRO-3": (),
-    "qwZ": ("qwz",),
-    "hpZ": ("hpz",),
-    "qgZ": ("qgz",),
-    "all three": ("qwz", "hpz", "qgz"),
+    "ZeRO-3": "zero3",
+    "qwZ": "qwz",
+    "hpZ": "hpz",
+    "qgZ": "qgz",
+    "all three": "zeropp",
 }
 PURPOSES = ("weights_forward", "weights_backward", "gradients")
 
@@ -60,25 +60,6 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def config_of(components: Sequence[str], ranks_per_node: int) -> ZeroConfig:
-    """Stage 3 in bf16 with some components of ZeRO++."""
-    keys = {
-        "qwz": {"zero_quantized_weights": True},
-        "hpz": {"zero_hpz_partition_size": ranks_per_node},
-        "qgz": {"zero_quantized_gradients": True},
-    }
-    zero = {"stage": 3}
-    for component in components:
-        zero |= keys[component]
-    return ZeroConfig.from_json(
-        {
-            "bf16": {"enabled": True},
-            "zero_optimization": zero,
-            "zeropp": {"ranks_per_node": ranks_per_node},
-        }
-    )
-
-
 def count(name: str, options: argparse.Namespace) -> dict:
     """The row of one configuration: bytes a node sends by (purpose, hop), in units of M."""
     flags = (
@@ -88,7 +69,7 @@ def count(name: str, options: argparse.Namespace) -> dict:
         "--micro-batch-size 1 --train-iters 1 --mock-data"
     )
     model = parse(flags.split(), world_size=1).model
-    config = config_of(COMPONENTS[name], options.ranks_per_node)
+    config = zero_config(COMPONENTS[name], options.ranks_per_node)
     tokens = torch.zeros(1, options.seq, dtype=torch.int64)
     last = options.ranks_per_node - 1
     counted: Counter[tuple[str, str]] = Counter()

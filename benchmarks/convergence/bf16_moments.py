@@ -17,13 +17,7 @@ from collections.abc import Mapping
 
 import torch
 
-from benchmarks.shared.pretrain_run import (
-    held_out_loss,
-    run_step,
-    silent_run,
-    split_at_dashes,
-    training_batches,
-)
+from benchmarks.shared.pretrain_run import held_out_loss, run_step, silent_run, training_batches
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.settings.arguments import parse
@@ -42,12 +36,12 @@ MODEL = (
 
 def main() -> int:
     """Train and print a table."""
-    options, flags = read_options()
+    options = read_options()
     result = begin(__spec__.name) | {"steps": options.steps, "runs": []}
     ranks = None
     for seed in range(1, options.seeds + 1):
-        words = [*MODEL.split(), "--train-iters", str(options.steps), "--seed", str(seed), *flags]
-        config = parse(words, 1)
+        words = [*MODEL.split(), "--train-iters", str(options.steps), "--seed", str(seed)]
+        config = parse([*words, *options.flags], 1)
         ranks = ranks or join_ranks(Environment.read(), config.parallel)
         for moments in MOMENTS:
             run = {"seed": seed, "moments": moments, **train(config, ranks, moments)}
@@ -57,13 +51,13 @@ def main() -> int:
     return 0
 
 
-def read_options() -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and the flags of pretrain_gpt.py after `--`."""
-    arguments, flags = split_at_dashes(sys.argv[1:])
+def read_options() -> argparse.Namespace:
+    """The command line."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--steps", type=int, default=400, help="of each run (default: 400)")
     parser.add_argument("--seeds", type=int, default=4, help="pairs of runs (default: 4)")
-    return parser.parse_args(arguments), flags
+    parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="of pretrain_gpt.py")
+    return parser.parse_args()
 
 
 def train(config: Config, ranks: Ranks, moments: str) -> dict:

@@ -19,14 +19,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.convergence.comparison import (
-    Row,
-    Runs,
-    compare,
-    curves,
-    table,
-    verdict,
-)
+from benchmarks.convergence.comparison import Row, Runs, compare, curves, table, verdict
 from benchmarks.convergence.convergence_chart import draw
 from benchmarks.convergence.variants import BASELINE, FLAGS, VARIANTS, Recipe
 from benchmarks.shared.charts import require_matplotlib
@@ -67,7 +60,7 @@ def read_options() -> argparse.Namespace:
     """The command line."""
     parser = benchmark_parser(__doc__)
     add = parser.add_argument
-    meanings = "; ".join(f"{name}: {variant.meaning}" for name, variant in VARIANTS.items())
+    meanings = "; ".join(f"{name}: {meaning}" for name, meaning in VARIANTS.items())
     names = tuple(VARIANTS)
     add(
         "--variants",

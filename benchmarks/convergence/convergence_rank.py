@@ -14,12 +14,7 @@ import time
 import torch.distributed as dist
 
 from benchmarks.convergence.variants import EVAL_MICRO_BATCH, Recipe
-from benchmarks.shared.pretrain_run import (
-    held_out_loss,
-    run_step,
-    silent_run,
-    training_batches,
-)
+from benchmarks.shared.pretrain_run import held_out_loss, run_step, silent_run, training_batches
 from benchmarks.shared.rank_launch import write_answer
 from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.train.run import Run, is_due

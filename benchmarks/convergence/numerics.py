@@ -20,12 +20,7 @@ from torch import Tensor
 
 from benchmarks.convergence.numerics_chart import draw
 from benchmarks.convergence.numerics_report import page, tables
-from benchmarks.convergence.quantization_schemes import (
-    CODES,
-    SCALES,
-    Scheme,
-    zeropp_round_trip,
-)
+from benchmarks.convergence.quantization_schemes import CODES, SCALES, Scheme, zeropp_round_trip
 from benchmarks.convergence.variants import FLAGS
 from benchmarks.shared.pretrain_run import run_step, silent_run, training_batches
 from benchmarks.shared.result import begin, benchmark_parser, finish, write_text
@@ -179,20 +174,21 @@ def two_hops(bits: tuple[int, int], ranks: Sequence[Tensors]) -> dict:
 
 def error_statistics(exact: Tensors, results: Tensors) -> dict:
     """Relative L2 error, fitted gain and cosine over all tensors, and the gain furthest from 1."""
-    error = size = product = square = 0.0
-    gains = [1.0]
-    for right, result in zip(exact, results, strict=True):
-        a, b = right.double(), result.double()
-        own, both = float(a.square().sum()), float((a * b).sum())
-        error += float((a - b).square().sum())
-        size, product, square = size + own, product + both, square + float(b.square().sum())
-        gains.append(both / own if own else 1.0)
+    pairs = zip(exact, results, strict=True)
+    gains = [1.0, *(_gain(right.double(), result.double()) for right, result in pairs)]
+    a, b = (torch.cat(list(tensors)).double() for tensors in (exact, results))
     return {
-        "error": (error / size) ** 0.5,
-        "gain": product / size,
-        "cosine": product / (size * square) ** 0.5,
+        "error": float((a - b).norm() / a.norm()),
+        "gain": _gain(a, b),
+        "cosine": float(torch.cosine_similarity(a, b, dim=0)),
         "worst_gain": max(gains, key=lambda gain: abs(gain - 1)),
     }
+
+
+def _gain(exact: Tensor, result: Tensor) -> float:
+    """The factor of the least-squares fit; 1 where everything is 0."""
+    size = float(exact @ exact)
+    return float(exact @ result) / size if size else 1.0
 
 
 def _squared_error(row: Tensor, bits: int, wire: torch.dtype) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from benchmarks.shared.zero_json import zero_json
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config
 from zeropp.errors import InputError
@@ -25,30 +26,17 @@ FLAGS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """Which parts of ZeRO++ are on; `gradient_bits` is (within a node, across nodes)."""
-
-    meaning: str
-    qwz: bool = False
-    hpz: bool = False
-    gradient_bits: tuple[int, int] | None = None
-
-
 BASELINE = "baseline"
-VARIANTS: Mapping[str, Variant] = MappingProxyType(
-    {
-        BASELINE: Variant(meaning="ZeRO stage 3, nothing quantized"),
-        "qwz": Variant(meaning="weights in INT8", qwz=True),
-        "hpz": Variant(meaning="a secondary copy of the weights in each node", hpz=True),
-        "qgz": Variant(meaning="gradients in INT8 then INT4", gradient_bits=(8, 4)),
-        "zeropp": Variant(meaning="all three", qwz=True, hpz=True, gradient_bits=(8, 4)),
-        "zeropp-4-4": Variant(
-            meaning="all three, gradients in INT4 in both hops",
-            qwz=True, hpz=True, gradient_bits=(4, 4),
-        ),
+VARIANTS: Mapping[str, str] = MappingProxyType(
+    {  # name -> meaning
+        BASELINE: "ZeRO stage 3, nothing quantized",
+        "qwz": "weights in INT8",
+        "hpz": "a secondary copy of the weights in each node",
+        "qgz": "gradients in INT8 then INT4",
+        "zeropp": "all three",
+        "zeropp-4-4": "all three, gradients in INT4 in both hops",
     }
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +73,4 @@ class Recipe:
 
     def zero(self, name: str) -> dict:
         """DeepSpeed's JSON of a variant."""
-        variant = VARIANTS[name]
-        zero: dict = {"stage": 3}
-        zeropp: dict = {"ranks_per_node": self.ranks_per_node}
-        if variant.qwz:
-            zero["zero_quantized_weights"] = True
-        if variant.hpz:
-            zero["zero_hpz_partition_size"] = self.ranks_per_node
-        if variant.gradient_bits:
-            zero["zero_quantized_gradients"] = True
-            zeropp["gradient_bits"] = list(variant.gradient_bits)
-        return {"zero_optimization": zero, "zeropp": zeropp}
+        return zero_json("zero3" if name == BASELINE else name, self.ranks_per_node)

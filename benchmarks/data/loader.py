@@ -22,12 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.shared.interleaved import interleaved, ratio_summary
-from benchmarks.shared.pretrain_run import (
-    run_step,
-    silent_run,
-    split_at_dashes,
-    training_batches,
-)
+from benchmarks.shared.pretrain_run import run_step, silent_run, training_batches
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading
 from megatron_zpp.data.loader import Batch, Loader
 from megatron_zpp.parallel.mesh import join_ranks
@@ -77,9 +72,9 @@ class PlainSamples(Dataset):
 
 def main() -> int:
     """Build the run, verify, time, print a table."""
-    options, flags = read_options()
+    options = read_options()
     result = begin(__spec__.name)
-    config = parse([*SILENT_FLAGS.split(), *flags], 1)
+    config = parse([*SILENT_FLAGS.split(), *options.flags], 1)
     run = silent_run(config, join_ranks(Environment.read(), config.parallel))
     result |= {
         "parameters": run.sharding.model.num_parameters(),
@@ -93,13 +88,13 @@ def main() -> int:
     return 0
 
 
-def read_options() -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and the flags of pretrain_gpt.py after `--`."""
-    arguments, flags = split_at_dashes(sys.argv[1:])
+def read_options() -> argparse.Namespace:
+    """The command line."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], metavar="N")
     parser.add_argument("--rounds", type=int, default=40, help="timed steps of each (default: 40)")
-    return parser.parse_args(arguments), flags
+    parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="of pretrain_gpt.py")
+    return parser.parse_args()
 
 
 def time_steps(run: Run, workers: Sequence[int], rounds: int) -> list[dict]:

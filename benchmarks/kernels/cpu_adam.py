@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from benchmarks.shared.interleaved import ratio_summary, time_interleaved
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading
-from benchmarks.shared.timers import thread_timer, wall_timer
+from benchmarks.shared.timers import THREAD_CLOCK, WALL_CLOCK, CpuTimer
 from zeropp.native.kernels import ISAS, use_isa
 from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernel_for, reference
 from zeropp.optim.cpu_adam import CPUAdam
@@ -296,7 +296,7 @@ def time_steps(steps: Steps, memory: Memory, threads: int, rounds: int) -> dict:
     """Time all in turn; medians, and ratios round by round."""
     for run in steps.values():
         run()
-    timer = thread_timer() if threads == 1 else wall_timer()
+    timer = CpuTimer(THREAD_CLOCK) if threads == 1 else CpuTimer(WALL_CLOCK)
     seconds = time_interleaved(steps, rounds, timer.seconds)
     cases, rows = our_cases(memory), []
     for name, times in seconds.items():

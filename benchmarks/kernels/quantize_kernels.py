@@ -21,21 +21,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from benchmarks.kernels import other_libraries
 from benchmarks.kernels.adam_kernel import adam_cases, torch_adamw
 from benchmarks.kernels.other_libraries import Peer
 from benchmarks.shared.interleaved import interleaved, ratio_summary
-from benchmarks.shared.result import (
-    add_device,
-    begin,
-    benchmark_parser,
-    choose_device,
-    finish,
-    heading,
-)
-from benchmarks.shared.timers import GpuTimer, Timer, thread_timer
+from benchmarks.shared.result import begin, benchmark_parser, finish, heading, parse_with_device
+from benchmarks.shared.timers import THREAD_CLOCK, CpuTimer, GpuTimer, Timer
 from zeropp.native.kernels import ISAS, use_isa
 from zeropp.quant import cpu, cuda, reference
 from zeropp.quant.ops import Backend
@@ -59,14 +51,14 @@ class Place:
     most: int
     plain_rounds: int  # of plain torch, which is slow on a CPU
 
-    def copier(self, most: int) -> Callable[[int], Callable[[], object]]:
-        """A function of a number of bytes, up to `most`, that returns a run that copies them."""
-        source, target = (torch.ones(most, dtype=torch.uint8, device=self.device) for _ in (0, 1))
+    def copy(self, size: int) -> Callable[[], object]:
+        """A function that copies so many bytes."""
+        source, target = (torch.ones(size, dtype=torch.uint8, device=self.device) for _ in (0, 1))
         if self.device.type == "cuda":
-            return lambda size: lambda: target[:size].copy_(source[:size])
+            return lambda: target.copy_(source)
         copy = ctypes.CDLL(None).memcpy
         copy.argtypes, copy.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
-        return lambda size: lambda: copy(target.data_ptr(), source.data_ptr(), size)
+        return lambda: copy(target.data_ptr(), source.data_ptr(), size)
 
 
 def main() -> int:
@@ -82,7 +74,8 @@ def main() -> int:
         "wrong": [case.name for case in all_cases(place, CHECKED) if not is_right(case, "cpu")],
         "rows": [],
     }
-    for elements in options.elements or sizes(options.device):
+    default = CUDA_ELEMENTS if options.device == "cuda" else CPU_ELEMENTS
+    for elements in options.elements or default:
         for case in all_cases(place, elements):
             if case.name in result["wrong"]:
                 continue
@@ -97,7 +90,6 @@ def main() -> int:
 def read_options() -> argparse.Namespace:
     """The command line."""
     parser = benchmark_parser(__doc__)
-    add_device(parser)
     parser.add_argument(
         "--elements", type=int, nargs="+", metavar="N",
         help=f"multiples of {256 * ROWS}; default on the CPU: {CPU_ELEMENTS}, on a GPU: "
@@ -105,8 +97,7 @@ def read_options() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=15, help="samples of each (default: 15)")
     parser.add_argument("--isa", choices=ISAS, help="of the CPU; default: the best it has")
-    options = parser.parse_args()
-    choose_device(parser, options)
+    options = parse_with_device(parser)
     if any(count % (256 * ROWS) for count in options.elements or ()):
         parser.error(f"--elements: give multiples of {256 * ROWS}")
     if options.isa and options.device == "cuda":
@@ -123,7 +114,7 @@ def on_cpu(isa: str | None) -> Place:
         sys.exit(f"error: this processor has no {isa}; give one of {' '.join(ISAS)}")
     torch.set_num_threads(1)
     return Place(
-        device=torch.device("cpu"), kernels=kernels, timer=thread_timer(), cache=0,
+        device=torch.device("cpu"), kernels=kernels, timer=CpuTimer(THREAD_CLOCK), cache=0,
         sample=1 << 26, most=1 << 20, plain_rounds=1,
     )  # fmt: skip
 
@@ -142,11 +133,6 @@ def on_gpu() -> Place:
     )  # fmt: skip
 
 
-def sizes(device: str) -> tuple[int, ...]:
-    """How many elements are timed unless the command line says."""
-    return CUDA_ELEMENTS if device == "cuda" else CPU_ELEMENTS
-
-
 def best_isa() -> str:
     """The best instruction set of this processor."""
     return next(name for name in reversed(ISAS) if use_isa(name))
@@ -163,18 +149,16 @@ def is_right(case: Case, device: torch.device | str) -> bool:
     case.run()
     expected = case.expected(*(tensor.to(device) for tensor in case.inputs))
     pairs = zip(case.outputs, expected, strict=True)
-    return all(torch.equal(as_bytes(actual.to(device)), as_bytes(right)) for actual, right in pairs)
-
-
-def as_bytes(values: Tensor) -> Tensor:
-    """The memory of a contiguous tensor."""
-    return values.view(torch.uint8)
+    return all(
+        torch.equal(actual.to(device).view(torch.uint8), right.view(torch.uint8))
+        for actual, right in pairs
+    )
 
 
 def time_case(place: Place, case: Case, elements: int, rounds: int) -> dict:
     """Time kernel, copy, plain torch and peers in turn; a row of the table."""
     peers, failed = working_peers(case)
-    copy = place.copier(case.num_bytes // 2)(case.num_bytes // 2)
+    copy = place.copy(case.num_bytes // 2)
     runs = {"kernel": case.run, "copy": copy, "plain": lambda: case.expected(*case.inputs)}
     runs |= {peer.name: peer.run for peer in peers}
     times = max(1, min(place.most, place.sample // case.num_bytes))

@@ -6,15 +6,14 @@ The bytes of all live tensors are measured after every op, on the rank that has 
 """
 
 import json
-import tempfile
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.shared.result import markdown_table
+from benchmarks.shared.training_setup import largest_of_ranks
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.recipe import build_model, build_optimizer
 from megatron_zpp.planner.activations import LiveBytes
@@ -74,9 +73,7 @@ def predict_and_measure(flags: str) -> tuple[Estimate, int]:
     prediction = estimate(config, VOCABULARY, find_nodes(ranks.mesh, config.zero), is_cpu=True)
     with LiveBytes() as live:
         _train(config, ranks, prediction.micro_batches)
-    peak = torch.tensor(live.peak)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return prediction, peak.item()
+    return prediction, int(largest_of_ranks(live.peak, CPU))
 
 
 def _train(config: Config, ranks: Ranks, micro_batches: int) -> None:
@@ -100,26 +97,23 @@ def _ranks() -> Ranks:
 
 def main() -> None:
     """Print a row for each of `CASES`."""
-    with tempfile.TemporaryDirectory() as folder:
-        paths = {name: Path(folder) / f"{name}.json" for name in JSONS}
+    rows = []
+    environment = Environment.read()
+    start_process_group(environment, CPU, timedelta(minutes=5), "gloo")
+    for case in CASES:
+        flags = case
         for name, zero in JSONS.items():
-            paths[name].write_text(json.dumps(NODES | {"zero_optimization": zero}))
-        rows = []
-        environment = Environment.read()
-        start_process_group(environment, CPU, timedelta(minutes=5), "gloo")
-        for case in CASES:
-            flags = case
-            for name, path in paths.items():
-                flags = flags.replace(name, f"--deepspeed-config {path}")
-            prediction, measured = predict_and_measure(MODEL + flags)
-            total = prediction.host_bytes
-            difference = f"{total / measured - 1:+.1%}".replace("-0.0%", "0.0%")
-            sizes = (f"{total / MIB:.1f}", f"{measured / MIB:.1f}")
-            rows.append([f"`{case}`", *sizes, difference])
-        if environment.rank == 0:
-            columns = ["flags", "predicted, MiB", "measured, MiB", "difference"]
-            print(markdown_table(columns, rows))
-        dist.destroy_process_group()
+            text = json.dumps(NODES | {"zero_optimization": zero}, separators=(",", ":"))
+            flags = flags.replace(name, f"--deepspeed-config {text}")
+        prediction, measured = predict_and_measure(MODEL + flags)
+        total = prediction.host_bytes
+        difference = f"{total / measured - 1:+.1%}".replace("-0.0%", "0.0%")
+        sizes = (f"{total / MIB:.1f}", f"{measured / MIB:.1f}")
+        rows.append([f"`{case}`", *sizes, difference])
+    if environment.rank == 0:
+        columns = ["flags", "predicted, MiB", "measured, MiB", "difference"]
+        print(markdown_table(columns, rows))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ forward or backward pass: after the last but one micro-batch, with Adam's moment
 docs/memory.md explains each number and derives the formula.
 """
 
+import dataclasses
 import gc
 import time
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from benchmarks.shared.training_setup import CLIP, DTYPES, TrainingSetup
+from benchmarks.shared.training_setup import CLIP, DTYPES, TrainingSetup, largest_of_ranks
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.parallel.recipe import build_model, build_optimizer
 from zeropp import Sharding, optimizer_step
@@ -51,7 +52,7 @@ def paper(stage: int, num_ranks: int, dtype: str) -> float:
 
 def count_stages(setup: TrainingSetup, dtype: str) -> list[dict]:
     """One row per stage for the ranks of this process group, of the rank with most bytes."""
-    return [_row(setup.replace(dtype=dtype, stage=stage)) for stage in STAGES]
+    return [_row(dataclasses.replace(setup, dtype=dtype, stage=stage)) for stage in STAGES]
 
 
 def live_storages() -> dict[int, int]:
@@ -63,12 +64,11 @@ def live_storages() -> dict[int, int]:
 
 
 def _row(setup: TrainingSetup) -> dict:
-    batches = setup.batches(2)
+    steps = setup.steps(2)
     gc.collect()
     gc.freeze()  # gc.get_objects() leaves out from here on what is alive now
     sharding = build_model(setup.config, setup.vocab_size, setup.ranks, apex=None)
     optimizer = build_optimizer(sharding, setup.config, setup.ranks.device, apex=None)
-    steps = [batches[: len(batches) // 2], batches[len(batches) // 2 :]]
     _backward(sharding, steps[0], until=len(steps[0]))
     optimizer_step(optimizer, sharding, clip_grad=CLIP)
     _backward(sharding, steps[1], until=len(steps[1]) - 1)
@@ -76,7 +76,7 @@ def _row(setup: TrainingSetup) -> dict:
     held = _by_purpose(sharding.model, optimizer)
     gc.unfreeze()
     parameters = sharding.model.num_parameters()
-    measured = setup.largest(sum(held.values())) / parameters
+    measured = largest_of_ranks(sum(held.values()), setup.ranks.device) / parameters
     predicted = formula(sharding.stage, sharding.num_ranks, setup.dtype)
     return {
         "ranks": sharding.num_ranks,

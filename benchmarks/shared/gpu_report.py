@@ -6,10 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.shared.time_limited_command import CommandResult
@@ -17,7 +15,7 @@ from setup import find_nvcc
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "triton", "transformers", "bitsandbytes", "torchao", "numpy", "pytest")
-OUTPUT_LINES, NAMED_TESTS = 40, 20  # how much of failed steps and tests is shown
+OUTPUT_LINES = 40  # of failed steps and of tests that are shown
 # Asked of another process, so that this one holds no GPU memory.
 ENVIRONMENT_PROGRAM = """
 import json
@@ -40,16 +38,6 @@ class Outcome:
     body: str
     seconds: float | None = None
     limit: float | None = None
-
-
-@dataclass(kw_only=True)
-class State:
-    """How far the run is."""
-
-    command: str
-    facts: dict[str, str] = field(default_factory=dict)
-    outcomes: list[Outcome] = field(default_factory=list)
-    waiting: Sequence[str] = ()
 
 
 def machine_facts(device: str | None, commit: str | None) -> tuple[str, dict[str, str]]:
@@ -83,19 +71,20 @@ def machine_facts(device: str | None, commit: str | None) -> tuple[str, dict[str
     }
 
 
-def markdown(state: State) -> str:
-    """The whole file."""
-    facts = state.facts
-    lines = [f"# GPU tests and benchmarks, {facts['date'][:10]}", "", f"`{state.command}`", ""]
+def markdown(
+    command: str, facts: Mapping[str, str], outcomes: Sequence[Outcome], waiting: Sequence[str]
+) -> str:
+    """The whole file; `waiting` are the titles of steps that were not reached yet."""
+    lines = [f"# GPU tests and benchmarks, {facts['date'][:10]}", "", f"`{command}`", ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]
     lines += ["", "| step | result | seconds | limit |", "|---|---|---|---|"]
-    for outcome in state.outcomes:
+    for outcome in outcomes:
         times = " | "
         if outcome.seconds is not None:
             times = f"{outcome.seconds:.0f} | {outcome.limit:.0f}"
         lines.append(f"| {outcome.title} | {outcome.status} | {times} |")
-    lines += [f"| {title} | not reached yet | | |" for title in state.waiting]
-    for outcome in state.outcomes:
+    lines += [f"| {title} | not reached yet | | |" for title in waiting]
+    for outcome in outcomes:
         lines += ["", f"## {outcome.title}", "", f"`{outcome.command}`", "", outcome.body]
     return "\n".join(lines) + "\n"
 
@@ -117,38 +106,11 @@ def describe_build(result: CommandResult) -> tuple[str, str | None]:
     return f"{_ending(result)}\n\n{_fenced(_last_lines(output))}", None
 
 
-def describe_tests(xml: Path, some_must_run: bool, result: CommandResult) -> tuple[str, str | None]:
-    """How many tests passed, failed and were skipped, and why, by pytest's JUnit file."""
-    if not xml.exists():
-        output = _last_lines(result.out + result.err)
-        return f"{_ending(result)}\n\n{_fenced(output)}", "no result"
-    counts, skip_reasons, failures = Counter(), Counter(), []
-    for case in ElementTree.parse(xml).getroot().iter("testcase"):
-        elements = [case.find(kind) for kind in ("failure", "error", "skipped")]
-        element = next((element for element in elements if element is not None), None)
-        if element is None:
-            counts["passed"] += 1
-            continue
-        counts[element.tag] += 1
-        message = element.get("message") or ""
-        if element.tag == "skipped":
-            skip_reasons[message or "no reason given"] += 1
-        else:
-            first_line = "".join(message.splitlines()[:1])[:200]
-            name = f"{case.get('classname')}::{case.get('name')}"
-            failures.append(f"- {element.tag}: `{name}`: {first_line}")
-    lines = [
-        f"{counts['passed']} passed, {counts['failure']} failed, {counts['error']} errors, "
-        f"{counts['skipped']} skipped."
-    ]
-    lines += [f"- skipped, {count} x: {reason}" for reason, count in skip_reasons.most_common()]
-    lines += failures[:NAMED_TESTS]
-    if len(failures) > NAMED_TESTS:
-        lines.append(f"- and {len(failures) - NAMED_TESTS} more")
-    if failures:
-        lines += ["", _fenced(_last_lines(result.out))]
-    status = "all skipped" if some_must_run and not counts["passed"] else None
-    return "\n".join(lines), status
+def describe_tests(some_must_run: bool, result: CommandResult) -> tuple[str, str | None]:
+    """The end of pytest's output: what failed, what was skipped and why, and how many passed."""
+    output = _last_lines(result.out + result.err)
+    status = "all skipped" if some_must_run and " passed" not in output else None
+    return f"{_ending(result)}\n\n{_fenced(output)}", status
 
 
 def _ending(result: CommandResult) -> str:

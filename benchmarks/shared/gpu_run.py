@@ -3,9 +3,9 @@
     python benchmarks/gpu.py [--minutes 10] [--output FILE.md] [--only STEP ...] [--keep FOLDER]
 
 Works in a fresh clone without installation and without a network: the libraries of csrc/ are built
-in place. Each step has a time limit. If one fails or runs out of time, the others still run, and
-the file is written again after each. The exit status is 1 if a step failed. --tiny tries the
-program itself where there is no GPU.
+in place, if they are older than their sources. Each step has a time limit. If one fails or runs out
+of time, the others still run, and the file is written again after each. The exit status is 1 if a
+step failed. --tiny tries the program itself where there is no GPU.
 """
 
 import argparse
@@ -26,7 +26,6 @@ from types import MappingProxyType
 from benchmarks.shared.gpu_report import (
     Describe,
     Outcome,
-    State,
     describe_build,
     describe_output,
     describe_tests,
@@ -85,15 +84,15 @@ def main() -> int:
         device, facts = machine_facts(options.device, options.commit)
         plan = [step for step in steps(device, options, folder) if step.name in options.only]
         command = shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
-        state = State(command=command, facts=facts)
+        outcomes: list[Outcome] = []
         for step in plan:
             print(f"{step.name}: {shown(step.command, folder)}", file=sys.stderr, flush=True)
-            state.outcomes.append(run_step(step, folder, until, 60 * options.minutes))
-            state.waiting = [later.title for later in plan[len(state.outcomes) :]]
-            write_text(options.output, markdown(state))
-    results = ", ".join(f"{outcome.title}: {outcome.status}" for outcome in state.outcomes)
+            outcomes.append(run_step(step, folder, until, 60 * options.minutes))
+            waiting = [later.title for later in plan[len(outcomes) :]]
+            write_text(options.output, markdown(command, facts, outcomes, waiting))
+    results = ", ".join(f"{outcome.title}: {outcome.status}" for outcome in outcomes)
     print(f"{options.output}: {results}")
-    failed = any(outcome.status not in ("ok", "not run") for outcome in state.outcomes)
+    failed = any(outcome.status not in ("ok", "not run") for outcome in outcomes)
     return 1 if failed else 0
 
 
@@ -126,18 +125,16 @@ def read_options() -> argparse.Namespace:
 def steps(device: str, options: argparse.Namespace, folder: Path) -> Iterator[Step]:
     """The steps; the last one may take all the time that is left."""
     python = sys.executable
-    missing = missing_libraries(device)
     yield Step(
         name="build",
         title="Build",
         command=(python, "setup.py", "build_ext", "--inplace"),
         share=0.25,
         describe=describe_build,
-        why_not=None if missing else "the libraries exist and are newer than csrc/",
         builds=LIBRARIES[device],
     )
     pytest = (python, "-m", "pytest", "-p", "no:cacheprovider", "-q")
-    yield tests_step(device, pytest, folder)
+    yield tests_step(device, pytest)
     for tool, flags in (("memcheck", ("--report-api-errors", "no")), ("racecheck", ())):
         sanitizer = ("compute-sanitizer", "--tool", tool, *OUR_KERNELS, *flags)
         yield Step(
@@ -166,22 +163,20 @@ def steps(device: str, options: argparse.Namespace, folder: Path) -> Iterator[St
     )
 
 
-def tests_step(device: str, pytest: Sequence[str], folder: Path) -> Step:
+def tests_step(device: str, pytest: Sequence[str]) -> Step:
     """The tests that need a GPU, which are skipped on a CPU."""
-    xml = folder / "tests.xml"
-    xml.unlink(missing_ok=True)
     files = [
         str(path.relative_to(ROOT))
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
         if GPU_TEST.search(path.read_text())
     ]
-    flags = ("-m", "gpu", "-rs", "--continue-on-collection-errors", f"--junitxml={xml}")
+    flags = ("-m", "gpu", "-rsfE", "--tb=short", "--continue-on-collection-errors")
     return Step(
         name="tests",
         title="Tests",
         command=(*pytest, *flags, *files),
         share=0.25,
-        describe=partial(describe_tests, xml, device == "cuda"),
+        describe=partial(describe_tests, device == "cuda"),
         environment={} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""},
     )
 
@@ -197,9 +192,8 @@ def run_step(step: Step, folder: Path, until: float, total: float) -> Outcome:
     if step.name == "train":
         command += ["--minutes", f"{max(limit - SECONDS_TO_END, limit / 2) / 60:.2f}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    result = run_with_limit(
-        command, ROOT, environment | step.environment, folder / step.name, limit
-    )
+    environment |= step.environment
+    result = run_with_limit(command, environment, folder / step.name, limit)
     body, described_status = step.describe(result)
     status = "ok" if result.status == 0 else "failed"
     if result.status is None:
@@ -222,15 +216,6 @@ def shown(command: Sequence[str], folder: Path) -> str:
     """A command as a person would type it."""
     text = shlex.join("python" if word == sys.executable else word for word in command)
     return text.replace(str(folder), "FOLDER")
-
-
-def missing_libraries(device: str) -> list[str]:
-    """Stems of libraries that are missing for this interpreter, or older than their sources."""
-    newest = max(path.stat().st_mtime for path in (ROOT / "csrc").rglob("*"))
-    libraries = {stem: built_library(stem) for stem in LIBRARIES[device]}
-    return [
-        stem for stem, path in libraries.items() if path is None or path.stat().st_mtime < newest
-    ]
 
 
 def built_library(stem: str) -> Path | None:

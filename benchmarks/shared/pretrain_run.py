@@ -1,7 +1,6 @@
 """What benchmarks share that train with pretrain_gpt.py's own step."""
 
 import io
-from collections.abc import Sequence
 
 from megatron_zpp.data.loader import Loader
 from megatron_zpp.monitor.console import Console
@@ -44,11 +43,3 @@ def held_out_loss(run: Run, micro_batch_size: int, rounds: int) -> float:
         eod=run.tokenizer.eod,
     ) as batches:
         return evaluate(run.sharding, run.ranks, batches, rounds)
-
-
-def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A benchmark's own arguments, and the flags of pretrain_gpt.py after `--`."""
-    if "--" not in arguments:
-        return list(arguments), []
-    position = arguments.index("--")
-    return list(arguments[:position]), list(arguments[position + 1 :])

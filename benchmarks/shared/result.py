@@ -23,18 +23,19 @@ def benchmark_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """The flag that `choose_device` completes."""
+def parse_with_device(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line with a flag --device; `device` is "cpu" or "cuda" afterwards.
+
+    Hides the GPUs where it is the CPU, exits where a GPU is missing.
+    """
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
-
-
-def choose_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Set `options.device`; hide the GPUs where it is the CPU, exit where a GPU is missing."""
+    options = parser.parse_args()
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("PyTorch sees no GPU; give --device cpu")
+    return options
 
 
 def begin(module: str) -> dict:

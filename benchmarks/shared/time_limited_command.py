@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS_TO_END = 5.0  # between SIGTERM and SIGKILL
 CANNOT_START = 127  # the shell's exit status for a command that cannot be started
 
@@ -23,9 +24,9 @@ class CommandResult:
 
 
 def run_with_limit(
-    command: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path, limit: float
+    command: Sequence[str], environment: Mapping[str, str], log: Path, limit: float
 ) -> CommandResult:
-    """Run a command in `folder` for at most `limit` seconds; output goes to `log`.out and .err.
+    """Run a command in the clone for at most `limit` seconds; output goes to `log`.out and .err.
 
     A command that cannot be started has status 127, as in a shell.
     """
@@ -35,7 +36,7 @@ def run_with_limit(
         try:
             process = subprocess.Popen(
                 command,
-                cwd=folder,
+                cwd=ROOT,
                 env=environment,
                 stdout=out,
                 stderr=err,

@@ -2,53 +2,37 @@
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 Work = Callable[[], object]
+WALL_CLOCK = time.perf_counter  # for work of many threads
+THREAD_CLOCK = time.thread_time  # processor time of this thread, without its waits
 CYCLES_PER_SECOND = 2e9  # at least a GPU's clock rate, so that a wait is long enough
 QUEUEING_FACTOR = 1.5  # the GPU waits this many times as long as the host needs to queue the work
 LONGEST_WAIT = 0.2  # seconds
 CACHE_FACTOR = 4  # to empty the level-2 cache, this many times its size is written
 
 
-class Timer(Protocol):
-    """Measures how long work takes."""
-
-    def mean_seconds(self, run: Work, times: int, *, cold: bool = False) -> float:
-        """Mean seconds of `times` consecutive runs; with `cold` no run finds its data cached."""
-
-    def seconds(self, run: Work) -> float:
-        """Seconds of one run that starts on an idle device, until all its work is done."""
-
-
 class CpuTimer:
-    """Times work on the CPU by a clock that returns seconds."""
+    """Times work on the CPU by a clock that returns seconds, as `WALL_CLOCK` does."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
 
     def mean_seconds(self, run: Work, times: int, *, cold: bool = False) -> float:
-        """See `Timer`; caches are not emptied: what is timed here is larger than they are."""
+        """Mean seconds of consecutive runs.
+
+        Caches are not emptied: what is timed here is larger than they are.
+        """
         start = self._clock()
         for _ in range(times):
             run()
         return (self._clock() - start) / times
 
     def seconds(self, run: Work) -> float:
-        """See `Timer`."""
+        """Seconds of one run."""
         return self.mean_seconds(run, 1)
-
-
-def thread_timer() -> CpuTimer:
-    """Processor time of this thread, without the time it waits for a processor."""
-    return CpuTimer(time.thread_time)
-
-
-def wall_timer() -> CpuTimer:
-    """Wall-clock time, for work of many threads."""
-    return CpuTimer(time.perf_counter)
 
 
 class GpuTimer:
@@ -59,7 +43,10 @@ class GpuTimer:
         self._flushed: torch.Tensor | None = None
 
     def mean_seconds(self, run: Work, times: int, *, cold: bool = False) -> float:
-        """See `Timer`; the GPU waits until all work is queued, so that launches are not timed."""
+        """Mean seconds of consecutive runs; with `cold` no run finds its data cached.
+
+        The GPU waits until all work is queued, so that launches are not timed.
+        """
         before = self._empty_cache if cold else _nothing
         before()
         run()  # the first run may compile or allocate
@@ -80,7 +67,10 @@ class GpuTimer:
         return sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3 / times
 
     def seconds(self, run: Work) -> float:
-        """See `Timer`; includes the time in which the GPU waits for the host."""
+        """Seconds of one run that starts on an idle device, until all its work is done.
+
+        They include the time in which the GPU waits for the host.
+        """
         begin, end = _event(), _event()
         torch.cuda.synchronize(self._device)
         begin.record()
@@ -96,9 +86,12 @@ class GpuTimer:
         self._flushed.zero_()
 
 
+Timer = CpuTimer | GpuTimer
+
+
 def timer_for(device: torch.device) -> Timer:
     """Events on a GPU, the wall clock elsewhere."""
-    return GpuTimer(device) if device.type == "cuda" else wall_timer()
+    return GpuTimer(device) if device.type == "cuda" else CpuTimer(WALL_CLOCK)
 
 
 def _event() -> torch.cuda.Event:

@@ -4,7 +4,7 @@ Everything is passed to Megatron-Z++ as its own flags, so a comparison runs what
 """
 
 import argparse
-import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -37,7 +37,7 @@ MANY_ITERATIONS = 100_000  # more than any comparison runs
 class TrainingSetup:
     """One shape in one dtype at one ZeRO stage on the ranks of this process group."""
 
-    shape: tuple[tuple[str, int], ...]
+    shape: Mapping[str, int]
     ranks: Ranks
     dtype: str = "fp32"
     stage: int = 3
@@ -46,7 +46,7 @@ class TrainingSetup:
     @property
     def config(self) -> Config:
         """The configuration that the flags give."""
-        text = flags(dict(self.shape), self.ranks.num_ranks)
+        text = flags(self.shape, self.ranks.num_ranks)
         text += f" --zero-stage {self.stage} {self.extra_flags}"
         if self.dtype != "fp32":
             text += f" --{self.dtype}"
@@ -54,18 +54,14 @@ class TrainingSetup:
 
     @property
     def vocab_size(self) -> int:
-        return dict(self.shape)["vocab"]
+        return self.shape["vocab"]
 
     @property
     def micro_batches(self) -> int:
-        return dict(self.shape)["micro-batches"]
+        return self.shape["micro-batches"]
 
-    def replace(self, *, dtype: str, stage: int) -> "TrainingSetup":
-        """The same setup in another dtype and at another stage."""
-        return dataclasses.replace(self, dtype=dtype, stage=stage)
-
-    def batches(self, steps: int) -> list[Batch]:
-        """This rank's micro-batches of the first `steps` steps, on its device."""
+    def steps(self, count: int) -> list[list[Batch]]:
+        """This rank's micro-batches of the first `count` steps, step by step, on its device."""
         config, ranks = self.config, self.ranks
         seed = (config.training.seed, 0)
         with Loader(
@@ -78,18 +74,14 @@ class TrainingSetup:
             eod=self.vocab_size - 1,
             device=ranks.device,
         ) as loader:
-            return [next(loader) for _ in range(steps * self.micro_batches)]
+            return [[next(loader) for _ in range(self.micro_batches)] for _ in range(count)]
 
-    def steps(self, count: int) -> list[list[Batch]]:
-        """This rank's micro-batches of the first `count` steps, step by step."""
-        batches, size = self.batches(count), self.micro_batches
-        return [batches[first : first + size] for first in range(0, len(batches), size)]
 
-    def largest(self, value: float) -> float:
-        """The largest of all ranks' values."""
-        result = torch.tensor(value, dtype=torch.float64, device=self.ranks.device)
-        dist.all_reduce(result, op=dist.ReduceOp.MAX)
-        return result.item()
+def largest_of_ranks(value: float, device: torch.device) -> float:
+    """The largest of all ranks' values."""
+    result = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(result, op=dist.ReduceOp.MAX)
+    return result.item()
 
 
 def add_shape_flags(parser: argparse.ArgumentParser, **defaults: int) -> None:
@@ -100,12 +92,12 @@ def add_shape_flags(parser: argparse.ArgumentParser, **defaults: int) -> None:
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=help_text)
 
 
-def shape_of(options: argparse.Namespace) -> tuple[tuple[str, int], ...]:
+def shape_of(options: argparse.Namespace) -> dict[str, int]:
     """The shape that parsed flags give."""
-    return tuple((name, getattr(options, name.replace("-", "_"))) for name in SHAPE)
+    return {name: getattr(options, name.replace("-", "_")) for name in SHAPE}
 
 
-def flags(shape: dict[str, int], num_ranks: int) -> str:
+def flags(shape: Mapping[str, int], num_ranks: int) -> str:
     """The shape as flags of pretrain_gpt.py, without dropout, so that losses can be compared."""
     samples = shape["micro-batch"] * shape["micro-batches"] * num_ranks
     return (

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.shared.interleaved import time_interleaved
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading
-from benchmarks.shared.timers import wall_timer
+from benchmarks.shared.timers import WALL_CLOCK, CpuTimer
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.models.open_model import load_model
 from megatron_zpp.text.generate import Request, stream
@@ -133,7 +133,7 @@ def compare(generators: Mapping[str, Generator], prompts: torch.Tensor, rounds: 
         if generate(prompts) != expected:
             raise SystemExit(f"error: {name}: other tokens than {CACHED}; nothing is timed")
     runs = {name: partial(generate, prompts) for name, generate in generators.items()}
-    return {"seconds": time_interleaved(runs, rounds, wall_timer().seconds)}
+    return {"seconds": time_interleaved(runs, rounds, CpuTimer(WALL_CLOCK).seconds)}
 
 
 def show(result: dict) -> None:

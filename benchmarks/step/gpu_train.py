@@ -29,12 +29,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.shared.result import (
-    add_device,
     begin,
     benchmark_parser,
-    choose_device,
     finish,
     heading,
+    parse_with_device,
     save,
 )
 from benchmarks.shared.training_setup import SHAPE, TrainingSetup
@@ -103,10 +102,7 @@ def read_options() -> argparse.Namespace:
     add("--rounds", type=int, default=6, help="timed samples of each loop (default: 6)")
     add("--steps", type=int, default=2, help="consecutive steps of a sample (default: 2)")
     add("--minutes", type=float, default=5.0, help="no peer begins later (default: 5)")
-    add_device(parser)
-    options = parser.parse_args()
-    choose_device(parser, options)
-    return options
+    return parse_with_device(parser)
 
 
 def new_size(name: str, options: argparse.Namespace) -> dict:
@@ -133,7 +129,7 @@ def measure_size(
     ranks = join_ranks(Environment.read(), ParallelConfig())
     compile_flag = "" if options.no_compile else " --compile"
     setup = TrainingSetup(
-        shape=tuple(size["shape"].items()),
+        shape=size["shape"],
         ranks=ranks,
         dtype="bf16",
         stage=options.zero_stage,

@@ -18,10 +18,8 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,16 +27,14 @@ from torch import nn
 
 from benchmarks.shared.interleaved import interleaved, quartiles, ratio_summary
 from benchmarks.shared.rank_launch import RanksFailed, run_on_ranks, write_answer
-from benchmarks.shared.result import (
-    add_device,
-    begin,
-    benchmark_parser,
-    choose_device,
-    finish,
-    heading,
-)
+from benchmarks.shared.result import begin, benchmark_parser, finish, heading, parse_with_device
 from benchmarks.shared.timers import timer_for
-from benchmarks.shared.training_setup import TrainingSetup, add_shape_flags, shape_of
+from benchmarks.shared.training_setup import (
+    TrainingSetup,
+    add_shape_flags,
+    largest_of_ranks,
+    shape_of,
+)
 from benchmarks.step.copy_overlap import hidden_share
 from benchmarks.step.device_comparison import Measurements, allocated_bytes, time_with_peak
 from benchmarks.step.training_loops import TrainingLoop, ours
@@ -69,7 +65,7 @@ def main() -> int:
         result = {
             **begin(__spec__.name),
             "device": options.device,
-            "shape": dict(shape_of(options)),
+            "shape": shape_of(options),
             "rounds": options.rounds,
             "train": compare_steps(options) if "train" in options.parts else [],
             "ranks": compare_rank_counts(options) if "ranks" in options.parts else [],
@@ -85,7 +81,6 @@ def read_options() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=PARTS)
-    add_device(parser)
     add("--dtype", choices=("fp32", "bf16"), help="of `train`; default: bf16, on a CPU fp32")
     add("--rounds", type=int, default=10, help="timed steps of each (default: 10)")
     add("--turns", type=int, default=3, help="runs of each number of ranks (default: 3)")
@@ -95,8 +90,7 @@ def read_options() -> argparse.Namespace:
         help="for the part ranks, in millions (default: 50)")  # fmt: skip
     add("--on-ranks", help=argparse.SUPPRESS)  # set where this process is a rank
     add_shape_flags(parser, layers=4, hidden=512, heads=8)
-    options = parser.parse_args()
-    choose_device(parser, options)
+    options = parse_with_device(parser)
     options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
     return options
 
@@ -104,32 +98,27 @@ def read_options() -> argparse.Namespace:
 def compare_steps(options: argparse.Namespace) -> list[dict]:
     """A row for each place of the optimizer."""
     ranks = join_ranks(Environment.read(), ParallelConfig())
-    with tempfile.TemporaryDirectory() as folder:
-        delayed = Path(folder) / "delayed.json"
-        json_settings = {
-            "zero_optimization": {"stage": 2, **OFFLOAD},
-            "zeropp": {
-                "delayed_param_update": True,
-                "delayed_param_update_warmup": VERIFIED_STEPS,
-            },
-        }
-        delayed.write_text(json.dumps(json_settings))
-        flags = {
-            "on the device": "",
-            "on the host": "--cpu-optimizer --use-pin-memory",
-            "on the host, beside the next step": f"--deepspeed_config {delayed}",
-        }
-        setups = {
-            name: TrainingSetup(
-                shape=shape_of(options),
-                ranks=ranks,
-                dtype=options.dtype,
-                stage=2,
-                extra_flags=extra_flags,
-            )
-            for name, extra_flags in flags.items()
-        }
-        rows = time_steps(setups, options.rounds)
+    delayed = {
+        "zero_optimization": {"stage": 2, **OFFLOAD},
+        "zeropp": {"delayed_param_update": True, "delayed_param_update_warmup": VERIFIED_STEPS},
+    }
+    delayed_json = json.dumps(delayed, separators=(",", ":"))
+    flags = {
+        "on the device": "",
+        "on the host": "--cpu-optimizer --use-pin-memory",
+        "on the host, beside the next step": f"--deepspeed_config {delayed_json}",
+    }
+    setups = {
+        name: TrainingSetup(
+            shape=shape_of(options),
+            ranks=ranks,
+            dtype=options.dtype,
+            stage=2,
+            extra_flags=extra_flags,
+        )
+        for name, extra_flags in flags.items()
+    }
+    rows = time_steps(setups, options.rounds)
     dist.destroy_process_group()
     return rows
 
@@ -183,7 +172,7 @@ def row(
     on_gpu: bool,
 ) -> dict:
     """The numbers of one loop; `reference` are the first loop's seconds."""
-    shape = dict(setup.shape)
+    shape = setup.shape
     tokens = shape["seq"] * shape["micro-batch"] * shape["micro-batches"]
     return {
         "name": loop.name,
@@ -245,9 +234,7 @@ def time_updates(options: argparse.Namespace) -> tuple[list[float], int]:
         dist.barrier()
         start = time.perf_counter()
         optimizer_step(optimizer, sharding, clip_grad=1.0)
-        slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        seconds.append(slowest.item())
+        seconds.append(largest_of_ranks(time.perf_counter() - start, ranks.device))
     dist.destroy_process_group()
     return seconds[1:], ranks.rank  # the first step allocates the optimizer's state
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.shared.interleaved import interleaved, ratio_summary
-from benchmarks.shared.training_setup import TrainingSetup
+from benchmarks.shared.training_setup import TrainingSetup, largest_of_ranks
 from benchmarks.step.step_verification import (
     first_steps,
     largest_differences,
@@ -130,7 +130,7 @@ def _time_in_turn(
         if setup.ranks.device.type == "cuda":
             torch.cuda.synchronize()
         wall, processor = time.perf_counter() - wall, time.process_time() - processor
-        seconds[loop.name].append(setup.largest(wall))
+        seconds[loop.name].append(largest_of_ranks(wall, setup.ranks.device))
         processor_seconds[loop.name] += setup.ranks.sum(processor)
     return seconds, processor_seconds
 

@@ -9,6 +9,7 @@ per parameter at every stage, beside the formula of docs/memory.md.
 """
 
 import argparse
+import dataclasses
 import sys
 
 import torch.distributed as dist
@@ -36,7 +37,7 @@ def main() -> int:
         return 0
     result = {
         **begin(__spec__.name),
-        "shape": dict(shape_of(options)),
+        "shape": shape_of(options),
         "rounds": options.rounds,
         "comparisons": [],
         "memory": [],
@@ -90,9 +91,8 @@ def measure_on_rank(options: argparse.Namespace) -> dict:
             answer["comparisons"].append(compare_on_one_rank(setup, options.rounds))
         if "many-ranks" in options.parts and ranks.num_ranks == options.ranks:
             for dtype in options.dtypes:
-                comparison = compare_on_many_ranks(
-                    setup.replace(dtype=dtype, stage=3), options.rounds
-                )
+                dtype_setup = dataclasses.replace(setup, dtype=dtype)
+                comparison = compare_on_many_ranks(dtype_setup, options.rounds)
                 answer["comparisons"].append(comparison)
     except Disagreement as disagreement:
         sys.exit(f"error: {disagreement}" if ranks.rank == 0 else 1)

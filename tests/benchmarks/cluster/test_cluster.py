@@ -1,5 +1,6 @@
 """The benchmark on an emulated cluster: what it refuses, measures, prints, and leaves behind."""
 
+import argparse
 import io
 import json
 import signal
@@ -31,9 +32,11 @@ def measured(arguments: str) -> dict:
     return json.loads(run_benchmark("cluster.cluster", *arguments.split(), "--json", "-").stdout)
 
 
-def plan(monkeypatch: pytest.MonkeyPatch, arguments: str) -> cluster.Plan:
+def checked_options(monkeypatch: pytest.MonkeyPatch, arguments: str) -> argparse.Namespace:
     monkeypatch.setattr(sys, "argv", ["cluster.py", *arguments.split()])
-    return cluster.plan_of(cluster.read_options())
+    options = cluster.read_options()
+    cluster.check(options)
+    return options
 
 
 @pytest.mark.parametrize(
@@ -52,22 +55,24 @@ def plan(monkeypatch: pytest.MonkeyPatch, arguments: str) -> cluster.Plan:
 )
 def test_impossible_plans_are_refused(monkeypatch, arguments: str, message: str):
     with pytest.raises(InputError, match=message):
-        plan(monkeypatch, arguments)
+        checked_options(monkeypatch, arguments)
 
 
 def test_a_missing_deepspeed_is_refused_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr(deepspeed_peer, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="DS_ACCELERATOR=cpu pip install .* deepspeed==0.19.8"):
-        plan(monkeypatch, "--one-host --deepspeed")
+        checked_options(monkeypatch, "--one-host --deepspeed")
 
 
 def test_configurations_and_rates_count_once(monkeypatch):
     monkeypatch.setattr(cluster.emulation, "require_namespaces", lambda: None)
-    chosen = plan(monkeypatch, "qgz zero3 qgz --rate none --rate 1gbit --rate none --products fp32")
-    assert chosen.names == ("qgz", "zero3") and chosen.rates == ("none", "1gbit")
-    default = plan(monkeypatch, "--one-host --products fp32")
-    assert default.names == ("fsdp2", "zero3", "zeropp") and default.rates == (None,)
-    assert dict(default.shape)["layers"] == 8 and dict(default.shape)["hidden"] == 512
+    chosen = checked_options(
+        monkeypatch, "qgz zero3 qgz --rate none --rate 1gbit --rate none --products fp32"
+    )
+    assert chosen.configurations == ("qgz", "zero3") and chosen.rate == ["none", "1gbit"]
+    default = checked_options(monkeypatch, "--one-host --products fp32")
+    assert default.configurations == ("fsdp2", "zero3", "zeropp") and default.rate == [None]
+    assert default.layers == 8 and default.hidden == 512
 
 
 def test_each_configuration_switches_on_what_its_name_says():
@@ -93,7 +98,7 @@ class FakeRanks:
     def __init__(self, **losses: float) -> None:
         self.losses, self.orders = losses, []
 
-    def ask(self, order: str, name: str) -> list[dict]:
+    def ask(self, order: str, name: str, part: str) -> list[dict]:
         self.orders.append(name)
         seconds_of_ranks = (0.1 * len(self.orders), 0.2)
         loss = self.losses[name]

@@ -56,21 +56,21 @@ def test_bytes_between_nodes_are_counted_and_nothing_stays_behind(num_nodes: int
         "while left: left -= len(c.recv(left))\n"
         "c.sendall(b'x'); time.sleep(60)"
     )
-    with emulated_cluster(num_nodes, "50mbit") as cluster:
+    with emulated_cluster(num_nodes, "50mbit"):
         last = num_nodes - 1
         send = (
-            f"import socket; s = socket.create_connection(('{cluster.address(last)}', 7000));"
+            f"import socket; s = socket.create_connection(('{emulation.address(last)}', 7000));"
             f"s.sendall(bytes({size})); s.recv(1); print('done', flush=True); time.sleep(60)"
         )
         command = [sys.executable, "-c"]
         pipes = {"stdout": subprocess.PIPE, "text": True}
         receiver = subprocess.Popen(
-            [*cluster.prefix(last), *command, f"import time; {receive}"], **pipes
+            [*emulation.prefix(last), *command, f"import time; {receive}"], **pipes
         )
         assert receiver.stdout.readline() == "ready\n"
         before = counters(receiver.pid)["eth0"]
         started = time.monotonic()
-        sender = subprocess.Popen([*cluster.prefix(0), *command, f"import time; {send}"], **pipes)
+        sender = subprocess.Popen([*emulation.prefix(0), *command, f"import time; {send}"], **pipes)
         assert sender.stdout.readline() == "done\n"
         taken = time.monotonic() - started
         arrived = (counters(receiver.pid)["eth0"] - before).received
@@ -78,7 +78,7 @@ def test_bytes_between_nodes_are_counted_and_nothing_stays_behind(num_nodes: int
         assert size * 9000 / 8934 <= arrived <= size * 1.01 + 2000
         assert counters(sender.pid)["eth0"].sent == pytest.approx(arrived, abs=500)
         assert taken > 0.95 * 8 * size / 50e6
-        assert cluster.dropped() == 0
+        assert emulation.dropped() == 0
         assert len(namespaces_of(os.getpid())) == (2 if num_nodes == 2 else num_nodes + 1)
     assert not namespaces_of(os.getpid())
     for process in (sender, receiver):
@@ -89,9 +89,9 @@ def test_bytes_between_nodes_are_counted_and_nothing_stays_behind(num_nodes: int
 def test_what_a_killed_run_left_is_removed_by_the_next():
     program = (
         "import subprocess, sys\n"
-        "from benchmarks.cluster.emulation import emulated_cluster\n"
-        "with emulated_cluster(2, 'none') as cluster:\n"
-        f"    subprocess.Popen([*cluster.prefix(1), sys.executable, '-c', {SLEEP!r}])\n"
+        "from benchmarks.cluster import emulation\n"
+        "with emulation.emulated_cluster(2, 'none'):\n"
+        f"    subprocess.Popen([*emulation.prefix(1), sys.executable, '-c', {SLEEP!r}])\n"
         "    print('ready', flush=True)\n"
         "    input()\n"
     )

@@ -5,12 +5,11 @@ import signal
 
 import pytest
 
-from benchmarks.cluster.rank_processes import NodeCommand, RankFailed, started_ranks
+from benchmarks.cluster.rank_processes import RankFailed, started_ranks
 
 
 def test_a_dead_rank_is_named_and_the_others_end():
-    command = NodeCommand(variables={"MASTER_ADDR": "127.0.0.1"})
-    with started_ranks(1, 2, lambda node: command) as ranks:
+    with started_ranks([[]], 2, {"MASTER_ADDR": "127.0.0.1"}) as ranks:
         processes = [process.popen for process in ranks.processes]
         processes[1].kill()
         with pytest.raises(RankFailed, match="rank 1 died: killed by SIGKILL"):
@@ -20,7 +19,7 @@ def test_a_dead_rank_is_named_and_the_others_end():
 
 def test_a_silent_rank_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.cluster.rank_processes.ORDER_SECONDS", 0.2)
-    with started_ranks(1, 1, lambda node: NodeCommand(variables={})) as ranks:
+    with started_ranks([[]], 1, {}) as ranks:
         os.killpg(ranks.processes[0].popen.pid, signal.SIGSTOP)
         with pytest.raises(RankFailed, match="rank 0 has not answered to 'join' in 0.2 s: it runs"):
             ranks.ask("join", products="bf16")

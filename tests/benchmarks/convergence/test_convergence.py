@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.convergence import convergence
-from benchmarks.convergence.comparison import (
-    WINDOW,
-    compare,
-    curves,
-    smoothed,
-    table,
-    verdict,
-)
+from benchmarks.convergence.comparison import WINDOW, compare, curves, smoothed, table, verdict
 from benchmarks.convergence.convergence import RunFailed, add_run, read_runs, train_missing
 from benchmarks.convergence.convergence_chart import draw
 from benchmarks.convergence.variants import BASELINE, VARIANTS, Recipe

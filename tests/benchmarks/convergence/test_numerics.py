@@ -5,21 +5,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks.convergence.numerics import (
-    BLOCKS,
-    HOPS,
-    error_statistics,
-    one_hop,
-    two_hops,
-)
+from benchmarks.convergence.numerics import BLOCKS, HOPS, error_statistics, one_hop, two_hops
 from benchmarks.convergence.numerics_chart import SERIES, draw
 from benchmarks.convergence.numerics_report import DATA, page
-from benchmarks.convergence.quantization_schemes import (
-    CODES,
-    SCALES,
-    Scheme,
-    zeropp_round_trip,
-)
+from benchmarks.convergence.quantization_schemes import CODES, SCALES, Scheme, zeropp_round_trip
 from benchmarks.shared.environment_report import environment_report
 from zeropp.quant.packing import BLOCK, Layout
 

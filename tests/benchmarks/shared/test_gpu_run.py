@@ -1,34 +1,34 @@
 """The program for machines with a GPU: its steps, its limits, and the Markdown it writes."""
 
-import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 from benchmarks.shared import gpu_run
 from benchmarks.shared.gpu_report import (
     Outcome,
-    State,
     describe_build,
     describe_output,
     describe_tests,
     machine_facts,
     markdown,
 )
-from benchmarks.shared.gpu_run import LIBRARIES, Step, missing_libraries, run_step, steps
+from benchmarks.shared.gpu_run import Step, run_step, steps
 from benchmarks.shared.time_limited_command import CommandResult
 from tests.launched import ROOT
 
-JUNIT = """<testsuites><testsuite>
-<testcase classname="a" name="one"/>
-<testcase classname="a" name="two"><failure message="x is 3&#10;more">trace</failure></testcase>
-<testcase classname="a" name="three"><skipped message="no GPU"/></testcase>
-<testcase classname="a" name="four"><skipped message="no GPU"/></testcase>
-<testcase classname="b" name=""><error message="collection failure">trace</error></testcase>
-</testsuite></testsuites>"""
+TESTS = """
+import pytest
+def test_one(): pass
+def test_two(): assert 3 == 4, "it is 3"
+@pytest.mark.skip(reason="no GPU")
+@pytest.mark.parametrize("number", [1, 2])
+def test_three(number): pass
+"""
 
 
 def python(text: str, **more) -> Step:
@@ -82,25 +82,33 @@ def test_a_step_that_fails_or_takes_too_long_says_so(tmp_path: Path) -> None:
 
 
 def test_tests_are_counted_with_their_reasons(tmp_path: Path) -> None:
-    xml = tmp_path / "tests.xml"
-    done = CommandResult(status=1, seconds=1.0, out="the output", err="")
-    assert describe_tests(xml, True, done)[1] == "no result"
-    xml.write_text(JUNIT)
-    text, verdict = describe_tests(xml, True, done)
-    assert text.startswith("1 passed, 1 failed, 1 errors, 2 skipped.")
-    assert "skipped, 2 x: no GPU" in text and "failure: `a::two`: x is 3" in text
-    assert "more" not in text and "the output" in text and verdict is None
-    xml.write_text(JUNIT.replace('name="one"/>', 'name="one"><skipped message="a"/></testcase>'))
-    assert describe_tests(xml, True, done)[1] == "all skipped"
-    assert describe_tests(xml, False, done)[1] is None
+    path = tmp_path / "test_it.py"
+    path.write_text(TESTS)
+    command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rsfE", str(path))
+
+    def run(*flags: str) -> Outcome:
+        step = Step(
+            name="tests", title="Tests", command=(*command, *flags), share=1.0,
+            describe=partial(describe_tests, True),
+        )  # fmt: skip
+        return run_step(step, tmp_path, time.monotonic() + 60, 60.0)
+
+    both = run()
+    assert both.status == "failed" and "1 failed, 1 passed, 2 skipped" in both.body
+    assert "[2]" in both.body and "no GPU" in both.body and "it is 3" in both.body
+    assert run("-k", "one").status == "ok"
+    assert run("-k", "three").status == "all skipped"
+    assert run("--no-such-flag").status == "failed"
+    skipped = CommandResult(status=0, seconds=1.0, out="2 skipped in 0.1s", err="")
+    assert describe_tests(False, skipped)[1] is None
 
 
 def test_a_report_says_what_was_not_reached() -> None:
-    state = State(command="python benchmarks/gpu.py", facts={"date": "2026-01-02T03:04:05"})
-    state.outcomes = [Outcome(title="Build", command="make it", status="ok", body="done",
-                              seconds=3.2, limit=60.0)]  # fmt: skip
-    state.waiting = ["Tests"]
-    text = markdown(state)
+    outcome = Outcome(
+        title="Build", command="make it", status="ok", body="done", seconds=3.2, limit=60.0
+    )
+    facts = {"date": "2026-01-02T03:04:05"}
+    text = markdown("python benchmarks/gpu.py", facts, [outcome], ["Tests"])
     assert text.startswith("# GPU tests and benchmarks, 2026-01-02\n")
     assert "| Build | ok | 3 | 60 |" in text and "| Tests | not reached yet | | |" in text
 
@@ -144,23 +152,6 @@ def test_the_steps_of_a_machine_without_a_gpu_know_it(tmp_path: Path) -> None:
     assert plan["kernels"].command[-2:] == ("--rounds", "3")
     assert plan["train"].command[-2:] == ("--micro-batch", "8")
     assert "tiny" not in plan["train"].command
-
-
-def test_libraries_older_than_their_sources_are_built_again(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(gpu_run, "ROOT", tmp_path)
-    source = tmp_path / "csrc" / "folder" / "a.cu"
-    source.parent.mkdir(parents=True)
-    source.touch()
-    assert missing_libraries("cuda") == list(LIBRARIES["cuda"])
-    suffix = gpu_run.sysconfig.get_config_var("EXT_SUFFIX")
-    for stem in LIBRARIES["cuda"]:
-        library = tmp_path / (stem + suffix)
-        library.parent.mkdir(parents=True, exist_ok=True)
-        library.touch()
-    assert missing_libraries("cuda") == []
-    future = time.time() + 60
-    os.utime(source, (future, future))
-    assert missing_libraries("cpu") == list(LIBRARIES["cpu"])
 
 
 def test_the_facts_name_the_commit_or_that_it_is_unknown() -> None:

@@ -2,12 +2,7 @@
 
 import pytest
 
-from benchmarks.shared.interleaved import (
-    interleaved,
-    quartiles,
-    ratio_summary,
-    time_interleaved,
-)
+from benchmarks.shared.interleaved import interleaved, quartiles, ratio_summary, time_interleaved
 
 
 def test_every_second_round_runs_backwards() -> None:

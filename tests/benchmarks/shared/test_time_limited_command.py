@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 
 from benchmarks.shared.time_limited_command import run_with_limit
-from tests.launched import ROOT
 
 
 def test_all_that_a_command_started_ends_with_it(tmp_path: Path) -> None:
@@ -14,7 +13,7 @@ def test_all_that_a_command_started_ends_with_it(tmp_path: Path) -> None:
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
         "print(child.pid, flush=True)\ntime.sleep(60)"
     )
-    result = run_with_limit([sys.executable, "-c", text], ROOT, {}, tmp_path / "log", 3.0)
+    result = run_with_limit([sys.executable, "-c", text], {}, tmp_path / "log", 3.0)
     assert result.status is None
     stat = Path(f"/proc/{int(result.out)}/stat")
     until = time.monotonic() + 10
@@ -24,5 +23,5 @@ def test_all_that_a_command_started_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_a_command_that_is_not_there_fails(tmp_path: Path) -> None:
-    result = run_with_limit(["no-such-program"], ROOT, {}, tmp_path / "log", 5.0)
+    result = run_with_limit(["no-such-program"], {}, tmp_path / "log", 5.0)
     assert result.status == 127 and "no-such-program" in result.err

@@ -149,6 +149,6 @@ def test_speeds() -> None:
 
 @pytest.mark.parametrize(("size", "parameters"), [("124M", 124), ("350M", 355), ("1.3B", 1316)])
 def test_sizes_are_what_they_are_called(size: str, parameters: int) -> None:
-    shape = tuple(zip(SHAPE, SIZES[size], strict=True))
+    shape = dict(zip(SHAPE, SIZES[size], strict=True))
     setup = TrainingSetup(shape=shape, ranks=SimpleNamespace(num_ranks=1), dtype="bf16", stage=0)
     assert round(unsharded(setup).num_parameters() / 1e6) == parameters

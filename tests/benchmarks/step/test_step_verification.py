@@ -5,11 +5,7 @@ import math
 import pytest
 
 from benchmarks.shared.interleaved import Disagreement
-from benchmarks.step.step_verification import (
-    largest_differences,
-    require_agreement,
-    tolerances,
-)
+from benchmarks.step.step_verification import largest_differences, require_agreement, tolerances
 
 REFERENCE = [(6.0, 1.0), (5.9, 0.9)]
 

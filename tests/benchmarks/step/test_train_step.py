@@ -84,7 +84,7 @@ def test_loops_that_train_differently_are_not_timed():
     place = Environment(rank=dist.get_rank(), world_size=count)
     mesh = init_device_mesh("cpu", (count,), mesh_dim_names=("data",))
     own = Ranks(environment=place, device=torch.device("cpu"), mesh=mesh, store=None)
-    setup = TrainingSetup(shape=tuple(TINY.items()), ranks=own)
+    setup = TrainingSetup(shape=TINY, ranks=own)
     steps = setup.steps(VERIFIED_STEPS + 1)
     right, wrong = (fsdp2(setup, name, iter(steps)) for name in ("right", "wrong"))
     wrong.optimizer.param_groups[0]["lr"] *= 1.01

@@ -1,0 +1,52 @@
+"""The ZeRO++ settings that benchmarks compare, by name, as DeepSpeed's JSON.
+
+| name         | weights travel as             | gradients travel as               |
+|--------------|-------------------------------|-----------------------------------|
+| `zero3`      | bf16                          | bf16, two hops                    |
+| `qwz`        | INT8                          | as `zero3`                        |
+| `hpz`        | bf16; across nodes once       | as `zero3`                        |
+| `qgz`        | as `zero3`                    | INT8 in a node, INT4 across nodes |
+| `zeropp`     | INT8; across nodes once       | as `qgz`                          |
+| `zeropp-4-4` | as `zeropp`                   | INT4 on both hops                 |
+| `lora-zero3` | as `zero3`                    | as `zero3`                        |
+| `mixz`       | INT8, frozen ones as stored   | as `zero3`                        |
+| `mixz-hpz`   | the same; frozen ones once    | as `zero3`                        |
+
+Where training is in fp32, so are numbers that are not quantized.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+COMPONENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "zero3": (),
+        "qwz": ("qwz",),
+        "hpz": ("hpz",),
+        "qgz": ("qgz",),
+        "zeropp": ("qwz", "hpz", "qgz"),
+        "zeropp-4-4": ("qwz", "hpz", "qgz-4-4"),
+        "lora-zero3": (),
+        "mixz": ("mixz",),
+        "mixz-hpz": ("mixz", "hpz"),
+    }
+)
+
+
+def zero_json(name: str, ranks_per_node: int) -> dict:
+    """The JSON of one of `COMPONENTS` at stage 3, on nodes of so many ranks."""
+    keys = {
+        "qwz": {"zero_quantized_weights": True},
+        "hpz": {"zero_hpz_partition_size": ranks_per_node},
+        "qgz": {"zero_quantized_gradients": True},
+        "qgz-4-4": {"zero_quantized_gradients": True},
+        "mixz": {"zero_quantized_nontrainable_weights": True},
+    }
+    gradient_bits = {"qgz": [8, 4], "qgz-4-4": [4, 4]}  # within a node, across nodes
+    zero: dict = {"stage": 3}
+    zeropp: dict = {"ranks_per_node": ranks_per_node}
+    for component in COMPONENTS[name]:
+        zero |= keys[component]
+        if component in gradient_bits:
+            zeropp["gradient_bits"] = gradient_bits[component]
+    return {"zero_optimization": zero, "zeropp": zeropp}
