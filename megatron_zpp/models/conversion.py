@@ -37,8 +37,8 @@ from megatron_zpp.models.tokenizer_files import (
 )
 from megatron_zpp.models.weight_names import TABLES
 from megatron_zpp.settings.config import Config, ModelConfig, TokenizerConfig
-from megatron_zpp.settings.flag import flags
 from zeropp.errors import InputError
+from zeropp.settings.schema import settings_of
 
 DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json, the newer first
 
@@ -157,7 +157,7 @@ def training_flags(opened: OpenedModel, save: Path) -> list[str]:
     """Return the flags with which pretrain_gpt.py continues from an imported model, in lines."""
     tokenizer_flags = [
         flag.assignment(value)
-        for flag in flags(TokenizerConfig)
+        for flag in settings_of(TokenizerConfig)
         if (value := getattr(opened.tokenizer_config, flag.name))
     ]
     return [

@@ -1,6 +1,6 @@
 """Flags and JSON keys that mean the same: merged into one value, or an error that names both.
 
-What only the command line or only the file gives holds; a key set to "auto" gives nothing.
+A value given in only one place, command line or file, is used; a key set to "auto" gives none.
 """
 
 from collections.abc import Iterable, Mapping

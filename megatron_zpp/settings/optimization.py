@@ -51,12 +51,12 @@ class RecomputeConfig(Section):
     )
     recompute_method: str | None = flag(
         None,
-        "uniform: every group of --recompute-num-layers blocks; block: only the first so many",
+        "uniform: every group of --recompute-num-layers blocks; block: only the first --recompute-num-layers blocks",
         choices=("uniform", "block"),
     )
     recompute_num_layers: int = flag(
         1,
-        "blocks that the method counts in",
+        "blocks per group (uniform), or blocks to recompute (block)",
         minimum=1,
         aliases=("checkpoint-num-layers",),
         no_effect=_NEEDS_FULL,

@@ -70,7 +70,9 @@ class TrainingConfig(Section):
     exit_interval: int | None = flag(
         None, "save and stop at an iteration divisible by this", minimum=1
     )
-    exit_duration_in_mins: int | None = flag(None, "save and stop after so many minutes", minimum=0)
+    exit_duration_in_mins: int | None = flag(
+        None, "save and stop after this many minutes", minimum=0
+    )
     exit_signal_handler: bool = flag(False, "save and stop on SIGTERM")
     skip_train: bool = flag(False, "only evaluate")
     compile: bool = flag(False, "compile transformer blocks and the loss with torch.compile")

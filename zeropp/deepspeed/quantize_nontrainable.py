@@ -1,4 +1,4 @@
-"""`engine.optimizer.quantize_nontrainable_params()`: a sharded model that became LoRA afterwards.
+"""`engine.optimizer.quantize_nontrainable_params()`: for LoRA added after sharding.
 
 What was added since (adapters) is sharded, block by block, in units of its own; what was frozen
 since is stored quantized; the optimizer holds what is trained now, and nothing else.

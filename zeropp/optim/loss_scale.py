@@ -41,7 +41,7 @@ class LossScaler:
             self._grow()
 
     def state_dict(self) -> dict:
-        """What a checkpoint must hold for the scale to go on as if never stopped."""
+        """Return what a checkpoint needs to resume the scale exactly."""
         return {
             "scale": self.scale,
             "clean_steps": self.clean_steps,

@@ -49,7 +49,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         if len(self.sizes) != len(self.bits):
-            raise ValueError(f"{len(self.sizes)} sizes and {len(self.bits)} bits: give as many")
+            raise ValueError(
+                f"{len(self.sizes)} sizes and {len(self.bits)} bits: give one width per size"
+            )
         for size, bits in self._pairs:
             if size < 0:
                 raise ValueError(f"a segment of {size} elements")

@@ -1,4 +1,4 @@
-"""What it takes to time the ops: calls on memory that is there, what they must write, their bytes.
+"""Benchmark cases for the ops: calls on preallocated memory, expected output, and bytes moved.
 
 benchmarks/kernels/quantize_kernels.py verifies and times them. Cases are those of a training step:
 K = `ROWS` rows of weights or gradients, C = elements / K.

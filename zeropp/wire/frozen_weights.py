@@ -145,7 +145,7 @@ def quantize_frozen(
 
 
 def stored_layout(elements: int, bits: int) -> Layout:
-    """How a shard, padded to so many elements, lies in memory."""
+    """Return the memory layout of a shard padded to `elements` elements."""
     return layout_of((elements,), (bits,), torch.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""Collectives in flight without streams: on a CPU they are advanced by the caller that waits.
+"""Asynchronous collectives on CPUs, which have no streams: the caller that waits runs their hops.
 
 A collective of several hops is a generator that yields the `dist.Work` it must wait for before its
 next hop, or `None` if the hop was not asynchronous. On CUDA nothing is in flight here: the hops
