@@ -94,7 +94,7 @@ class BatchConfig(Section):
     )
     rampup_batch_size: tuple[int, int, int] | None = flag(
         None,
-        "start, increment, samples: the batch grows to --global-batch-size over so many samples",
+        "start, increment, samples: the batch grows to --global-batch-size over that many samples",
         minimum=0,
     )
 

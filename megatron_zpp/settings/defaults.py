@@ -27,7 +27,7 @@ DEFAULTS = MappingProxyType(
 def complete(
     values: Mapping[str, Any], accumulation: int | None, world_size: int
 ) -> dict[str, Any]:
-    """A value for every field of `Config`, and `values` of flags beside them.
+    """Return `values`, completed with a default for every field of `Config`.
 
     `accumulation` is the number of micro-batches in the JSON. Raises InputError for values that
     cannot be completed.

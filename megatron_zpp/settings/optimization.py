@@ -51,7 +51,7 @@ class RecomputeConfig(Section):
     )
     recompute_method: str | None = flag(
         None,
-        "uniform: every group of --recompute-num-layers blocks; block: only the first --recompute-num-layers blocks",
+        "uniform: every group of --recompute-num-layers blocks; block: only the first ones",
         choices=("uniform", "block"),
     )
     recompute_num_layers: int = flag(

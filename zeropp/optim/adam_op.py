@@ -188,7 +188,7 @@ def check(arrays: Arrays, factor: Tensor | None) -> None:
     count = len(arrays.parameters)
     for name, tensors in arrays._asdict().items():
         if len(tensors) != count and (tensors or name != "copies"):
-            raise ValueError(f"{len(tensors)} {name} for {count} parameters: give as many")
+            raise ValueError(f"{len(tensors)} {name} for {count} parameters: give one each")
     if not count:
         return
     device = arrays.parameters[0].device

@@ -49,9 +49,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if len(self.sizes) != len(self.bits):
-            raise ValueError(
-                f"{len(self.sizes)} sizes and {len(self.bits)} bits: give one width per size"
-            )
+            raise ValueError(f"{len(self.sizes)} sizes, {len(self.bits)} bits: give one width each")
         for size, bits in self._pairs:
             if size < 0:
                 raise ValueError(f"a segment of {size} elements")

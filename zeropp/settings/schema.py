@@ -39,7 +39,7 @@ class NoEffect:
 class Setting:
     """One setting of a section.
 
-    `type` is that of one value; `count` is None for a single value, a number for exactly so many,
+    `type` is that of one value; `count` is None for a single value, a number for exactly that many,
     "+" for one or more; `optional` settings may be None. `refused` are values that exist elsewhere
     and not here, with the reason.
     """
