@@ -124,7 +124,7 @@ def test_the_same_arguments_give_the_same_layout():
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"sizes": (3,)}, ValueError, "1 sizes and 2 bits"),
+        ({"sizes": (3,)}, ValueError, "1 sizes, 2 bits"),
         ({"sizes": (3, -1)}, ValueError, "-1 elements"),
         ({"bits": (8, 5)}, ValueError, "bits 5: a segment has 4, 8 or 16"),
         ({"wire": torch.float64}, TypeError, "torch.float64: give"),
