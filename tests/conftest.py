@@ -60,22 +60,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Alternate files of the first and the second half of the suite.
-
-    Two workers then run tests that mostly wait, such as those of the benchmarks, beside tests that
-    mostly compute.
-    """
-    by_file: dict[Path, list[pytest.Item]] = {}
-    for item in items:
-        by_file.setdefault(item.path, []).append(item)
-    files = list(by_file.values())
-    middle = (len(files) + 1) // 2
-    first, second = files[:middle], [*files[middle:], []]
-    pairs = zip(first, second, strict=False)
-    items[:] = [item for pair in pairs for file in pair for item in file]
-
-
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
