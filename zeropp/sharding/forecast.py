@@ -16,7 +16,7 @@ import torch
 
 from zeropp.fsdp_adapter import Piece
 from zeropp.wire.collectives import gradient_layouts, weight_layout
-from zeropp.wire.route import Hop, Nodes, Route
+from zeropp.wire.route import Hop, Route
 from zeropp.wire.traffic import HOPS, PURPOSES
 
 REDUCED_WHOLE = torch.float32  # the dtype in which stage 0 all-reduces
@@ -130,12 +130,6 @@ class PlainForecast(Forecast):
         sent: Counter[str] = Counter()
         _add(sent, self.weights.inner_hop(position).gather_bytes(position, row), times)
         return sent
-
-
-def routes_of_one_rank() -> tuple[Route, Route]:
-    """Return the routes of weights and gradients on one rank, which send nothing."""
-    route = Route(nodes=Nodes(num_ranks=1, ranks_per_node=1), inner=1)
-    return route, route
 
 
 def _add(total: Counter, by_hop: dict[str, int], times: int) -> None:
