@@ -223,7 +223,7 @@ def _start_worker() -> Worker:
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE, str(theirs.fileno())],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "TORCH_GLOO_LAZY_INIT": "1"},
         pass_fds=[theirs.fileno()],
         start_new_session=True,
     )

@@ -15,7 +15,7 @@ sys.path.insert(0, {folder!r})
 sys.argv = [{script!r}, "--steps", "10"]
 runpy.run_path({script!r}, run_name="__main__")
 ours = [name for name in sys.modules if name.partition(".")[0] == "megatron_zpp"]
-print("imported of megatron_zpp:", ours)
+print(f"imported of megatron_zpp: {{ours}}\\n", end="")  # one write: four ranks share the log
 """
 
 

@@ -112,12 +112,12 @@ def run_tasks(
                 "flags, and each rank uses its own device"
             )
     load_package("lm_eval", "--tasks")
-    from lm_eval.__main__ import cli_evaluate  # noqa: PLC0415 - optional
-    from lm_eval.api.registry import model_registry  # noqa: PLC0415 - optional
-
     if environment.rank:
         open_text_model(config, tokenizer, environment).follow()
         return
+    from lm_eval.__main__ import cli_evaluate  # noqa: PLC0415 - optional
+    from lm_eval.api.registry import model_registry  # noqa: PLC0415 - optional
+
     model_registry.register(MODEL_NAME, target=MODEL_CLASS)
     model_arguments = json.dumps(model_arguments_of(config, length, tokenizer))
     model_flags = ["--model", MODEL_NAME, "--model_args", model_arguments]
