@@ -46,6 +46,7 @@ __all__ = [
     "own_pieces",
     "own_shards",
     "refresh_parameters",
+    "set_gradient_dtypes",
     "shard_like",
     "shard_unit",
     "store",
@@ -309,3 +310,14 @@ def _groups(unit: FSDPModule) -> list:
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11
+
+
+def set_gradient_dtypes(unit: FSDPModule) -> None:
+    """Set what the unit's gradients are reduced in, if all of it was frozen when it first ran.
+
+    FSDP2 does that once, and asks the parameters that are trained then.
+    """
+    for group in _groups(unit):
+        trained = any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
+        if trained and group._reset_sharded_params and group._orig_dtype is None:
+            group._init_mp_dtypes()

@@ -71,12 +71,9 @@ class RecordedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if value.shape != self.shape or value.dtype != self.dtype:
-            raise InputError(
-                f"inside zeropp.zero.Init a tensor of shape {list(self.shape)}, {self.dtype}, was "
-                f"given .data of shape {list(value.shape)}, {value.dtype}: make a new nn.Parameter"
-            )
-        self.geometry = torch.empty_like(self.detach()).copy_(value.detach()).geometry
+        recorded = self.detach().new_empty(value.shape, dtype=value.dtype).copy_(value.detach())
+        torch.Tensor.data.__set__(self, recorded)  # another shape or dtype, where it has one
+        self.geometry = recorded.geometry
 
     def __deepcopy__(self, memo: dict) -> "RecordedTensor":
         copy = self.detach().clone().requires_grad_(self.requires_grad)

@@ -52,6 +52,7 @@ class Sharding:
         if self.stores_frozen:
             require_frozen(self.model)
         for unit in self.units:
+            fsdp.set_gradient_dtypes(unit)
             unit.set_requires_gradient_sync(last or self.stage >= 2, recurse=False)
             unit.set_reshard_after_backward(last or self.stage == 3, recurse=False)
 

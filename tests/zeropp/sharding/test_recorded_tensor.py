@@ -102,8 +102,17 @@ def test_values_that_python_needs_are_computed():
     assert odd.tolist() == [1, 3]
 
 
-def test_data_of_another_shape_is_refused():
+def test_data_of_another_shape_and_dtype_is_recorded():
+    torch.manual_seed(3)
+    plain = nn.Linear(3, 2).bfloat16()
+    torch.manual_seed(3)
     with recording():
         weight = nn.Parameter(torch.zeros(3))
-        with pytest.raises(InputError, match=r"given .data of shape \[2\]"):
-            weight.data = torch.zeros(2)
+        weight.data = torch.arange(2.0, dtype=torch.float64)
+        layer = nn.Linear(3, 2)
+        kept = layer.weight
+        layer.bfloat16()
+    assert (weight.shape, weight.dtype) == ((2,), torch.float64)
+    assert weight.materialize().tolist() == [0, 1]
+    assert layer.weight is kept and kept.dtype == torch.bfloat16 and kept.requires_grad
+    assert torch.equal(kept.materialize(), plain.weight.detach())
