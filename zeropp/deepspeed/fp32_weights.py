@@ -15,9 +15,7 @@ HALVES = (torch.bfloat16, torch.float16)
 log = logging.getLogger("zeropp")
 
 
-def use_fp32_weights(
-    model: nn.Module, also: Iterable[torch.Tensor], compute_format: str
-) -> None:
+def use_fp32_weights(model: nn.Module, also: Iterable[torch.Tensor], compute_format: str) -> None:
     """Make fp32, in place, the 16-bit parameters that are trained, and those in `also`.
 
     Frozen parameters and buffers stay as they are, unless the model computes in fp32.

@@ -2,11 +2,9 @@
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 
-from zeropp import InputError
 from zeropp.sharding.recorded_tensor import RecordedTensor, recording
 
 COPIED = ("from_list", "norm.num_batches_tracked")  # made from numbers that are there already
