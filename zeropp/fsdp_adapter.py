@@ -37,6 +37,7 @@ __all__ = [
     "Shard",
     "after_backward",
     "backward_id",
+    "discard_gradients",
     "free_gathered",
     "gather_ahead",
     "has_run",
@@ -271,6 +272,7 @@ def watch_gradients(unit: FSDPModule) -> Callable[[], tuple[int, ...]]:
     FSDP2 leaves parameters without a gradient out of the buffer it reduces and does not say which.
     """
     with_gradient: set[int] = set()
+    unit._get_fsdp_state().with_gradient = with_gradient  # for `discard_gradients`
     watched: set[int] = set()
 
     def watch(*_: object) -> None:
@@ -321,3 +323,23 @@ def set_gradient_dtypes(unit: FSDPModule) -> None:
         trained = any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
         if trained and group._reset_sharded_params and group._orig_dtype is None:
             group._init_mp_dtypes()
+
+
+def discard_gradients(unit: FSDPModule, set_to_none: bool = True) -> None:
+    """Clear the unit's gradients, those included that FSDP2 accumulates until it reduces them."""
+    getattr(unit._get_fsdp_state(), "with_gradient", set()).clear()
+    for parameter in _parameters(unit):
+        whole = getattr(parameter, "_unsharded_param", None)
+        if set_to_none:
+            parameter.unsharded_accumulated_grad = parameter.sharded_param.grad = None
+            if whole is not None:
+                whole.grad = None
+            continue
+        gradients = (
+            parameter.unsharded_accumulated_grad,
+            parameter.sharded_param.grad,
+            None if whole is None else whole.grad,
+        )
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.detach().zero_()
