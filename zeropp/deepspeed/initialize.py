@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from zeropp.deepspeed.engine import Engine
 from zeropp.deepspeed.fp32_weights import use_fp32_weights
+from zeropp.deepspeed.sample_stream import SamplesOfRank
 from zeropp.errors import InputError
 from zeropp.optim.adam import FusedAdam, fastest_adamw
 from zeropp.optim.cpu_adam import CPUAdam
@@ -64,14 +65,16 @@ def initialize(
     same. `optimizer` was built on the unsharded model's parameters, or is a function from
     parameters to an optimizer, or is named in the JSON; it steps `model_parameters`, by default all
     that require gradients. `lr_scheduler` is an object, a function from the optimizer, or named in
-    the JSON. `training_data` is made into a loader of this rank's micro-batches. Raises InputError
-    for arguments that are missing, contradictory or not supported.
+    the JSON. `training_data` (a stream must be the same on all ranks) is made into a loader of this
+    rank's micro-batches. Raises InputError for arguments that are missing, contradictory or not
+    supported.
     """
     _refuse_unsupported(distributed_port, mpu, mesh_param)
     if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise InputError(f"zeropp.initialize needs model=, an nn.Module, not {kind}")
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise InputError(
+            f"zeropp.initialize needs model=, an nn.Module, not {type(model).__name__}"
+        )
+    if any(isinstance(each, DTensor) for each in model.parameters()):
         raise InputError("the model given to zeropp.initialize is sharded already: give a new one")
     zero = ZeroConfig.from_json(_config_source(args, config, config_params))
     _require_clear(zero, optimizer, lr_scheduler)
@@ -91,10 +94,10 @@ def initialize(
     optimizer = _build_optimizer(zero, optimizer, parameters, names, model)
     optimizer = _offload_optimizer(zero, optimizer, sharding, device)
     schedule = _build_schedule(zero, lr_scheduler, optimizer)
+    loader = _build_loader(training_data, collate_fn, batch, environment)
     engine = Engine(sharding, zero, batch, environment, device, optimizer, schedule)
     if optimizer is not None:  # DeepSpeed has this call on the optimizer
         optimizer.quantize_nontrainable_params = engine.quantize_nontrainable_params
-    loader = _build_loader(training_data, collate_fn, batch, environment)
     if environment.rank == 0:
         for line in zero.list_notices(in_engine=True):
             log.info(line)
@@ -289,11 +292,16 @@ def _build_schedule(
 def _build_loader(
     data: Dataset | None, collate_fn: Callable | None, batch: Batch, environment: Environment
 ) -> DataLoader | None:
-    """Return a loader of this rank's full micro-batches, shuffled the same way on all ranks."""
+    """Return a loader of this rank's full micro-batches, shuffled the same way on all ranks.
+
+    Streams are not shuffled.
+    """
     if data is None:
         return None
     sampler = None
-    if not isinstance(data, IterableDataset):
+    if isinstance(data, IterableDataset):
+        data = SamplesOfRank(data, environment.world_size, environment.rank)
+    else:
         sampler = DistributedSampler(data, environment.world_size, environment.rank, drop_last=True)
     return DataLoader(
         data, batch.micro_samples, sampler=sampler, collate_fn=collate_fn, drop_last=True
