@@ -70,12 +70,7 @@ def initialize(
     supported.
     """
     _refuse_unsupported(distributed_port, mpu, mesh_param)
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"zeropp.initialize needs model=, an nn.Module, not {type(model).__name__}"
-        )
-    if any(isinstance(each, DTensor) for each in model.parameters()):
-        raise InputError("the model given to zeropp.initialize is sharded already: give a new one")
+    _require_model(model)
     zero = ZeroConfig.from_json(_config_source(args, config, config_params))
     _require_clear(zero, optimizer, lr_scheduler)
     environment, device = _join(dist_init_required)
@@ -105,6 +100,15 @@ def initialize(
         for name, text in sharding.describe(batch.micro_batches):
             log.info("%s: %s", name, text)
     return engine, optimizer, loader, schedule
+
+
+def _require_model(model: Any) -> None:
+    """Raise InputError for anything but a model that is not sharded yet."""
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise InputError(f"zeropp.initialize needs model=, an nn.Module, not {kind}")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise InputError("the model given to zeropp.initialize is sharded already: give a new one")
 
 
 def _refuse_unsupported(distributed_port: int, mpu: Any, mesh_param: Any) -> None:
