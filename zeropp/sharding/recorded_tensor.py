@@ -9,7 +9,7 @@ recording: each random op runs once into temporary memory, which advances the ge
 again from the saved generator state when its tensor is materialized.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +96,7 @@ class Tape:
     def run(self, func: Callable, args: tuple, kwargs: Mapping) -> Any:
         """Run `func` on shapes only and record it; on values where the op needs them now."""
         args, kwargs = tree_map(self._materialize_if_foreign, (args, dict(kwargs)))
-        writes_values = any(_is_ordinary(tensor) for tensor in _written_tensors(func, args))
+        writes_values = any(_is_ordinary(tensor) for tensor in _written_tensors(func, args, kwargs))
         if _NEEDS_VALUES & set(func.tags) or writes_values:
             return self._run_on_values(func, args, kwargs)
         shapes: dict[int, RecordedTensor] = {}
@@ -148,7 +148,7 @@ class Tape:
             state, kwargs = generator.get_state(), {**kwargs, "generator": None}
         if state is not None:
             _advance_generator(func, args, kwargs, generator)
-        changed = [tensor.geometry for tensor in _written_tensors(func, args)]
+        changed = [tensor.geometry for tensor in _written_tensors(func, args, kwargs)]
         for tensor in results:
             self.storages.setdefault(_storage_key(tensor), tensor.untyped_storage())
         places = tree_map(_to_place, (args, _with_device(kwargs, "cpu")))
@@ -170,7 +170,7 @@ class Tape:
         )
 
     def _run_on_values(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        for tensor in _written_tensors(func, args):
+        for tensor in _written_tensors(func, args, kwargs):
             if isinstance(tensor, RecordedTensor):
                 raise InputError(
                     f"{func} cannot be recorded inside zeropp.zero.Init: it changes a tensor "
@@ -286,12 +286,16 @@ def _tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _written_tensors(func: Callable, args: tuple) -> Iterator[torch.Tensor]:
-    """Yield the positional tensors that an op changes."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        alias = argument.alias_info
-        if alias is not None and alias.is_write and isinstance(value, torch.Tensor):
-            yield value
+def _written_tensors(func: Callable, args: tuple, kwargs: Mapping) -> list[torch.Tensor]:
+    """Return the tensors that an op changes: arguments, `out=`, and those in lists of tensors."""
+    names = [argument.name for argument in func._schema.arguments]
+    values = dict(zip(names, args, strict=False)) | dict(kwargs)
+    written = [
+        values.get(argument.name)
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return _tensors_in(written)
 
 
 def _shape_only(value: Any, shapes: dict[int, RecordedTensor]) -> Any:

@@ -2,9 +2,11 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
+from zeropp import InputError
 from zeropp.sharding.recorded_tensor import RecordedTensor, recording
 
 COPIED = ("from_list", "norm.num_batches_tracked")  # made from numbers that are there already
@@ -90,6 +92,37 @@ def test_writes_after_the_block_are_recorded_too():
         values += weight
     assert weight.materialize().tolist() == values.tolist() == [1.0, 2.0, 3.0]
     assert repr(weight) == "RecordedTensor(shape=[3], dtype=torch.float32)"
+
+
+def foreach_and_out() -> list[torch.Tensor]:
+    """Tensors that were written through lists and through `out=`, and one made from them."""
+    first, second, third = torch.ones(3), torch.rand(4), torch.ones(2, 3)
+    torch._foreach_mul_([first, second], [2.0, 3.0])
+    torch._foreach_add_([first, second], 1.0)
+    sums = torch._foreach_add([first, second], 5.0)
+    torch._foreach_copy_([first], [torch.arange(3.0)])
+    torch.add(first, 1.0, out=third[0])
+    torch.rand(3, out=third[1])
+    torch._foreach_zero_([second])
+    return [first, second, third, *sums]
+
+
+def test_lists_of_tensors_and_out_arguments():
+    torch.manual_seed(3)
+    expected = foreach_and_out()
+    torch.manual_seed(3)
+    with recording():
+        recorded = foreach_and_out()
+    for tensor, plain in zip(recorded, expected, strict=True):
+        assert isinstance(tensor, RecordedTensor) and torch.equal(tensor.materialize(), plain)
+
+
+def test_a_list_that_is_partly_recorded_is_refused():
+    plain = torch.ones(3)
+    with recording():
+        weight = torch.zeros(3)
+    with pytest.raises(InputError, match="_foreach_add_.* cannot be recorded"):
+        torch._foreach_add_([plain, weight], 1.0)
 
 
 def test_values_that_python_needs_are_computed():
