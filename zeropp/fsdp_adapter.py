@@ -40,8 +40,10 @@ __all__ = [
     "discard_gradients",
     "free_gathered",
     "gather_ahead",
+    "has_accumulation_hooks",
     "has_run",
     "in_backward",
+    "inherit",
     "may_be_stepped",
     "may_reduce_later",
     "own_pieces",
@@ -97,8 +99,11 @@ def shard_unit(
     """Make `unit` an FSDP unit in place: one gather before its forward, one reduction after.
 
     A list of modules becomes one unit, whose collectives are set on the first module. Parameters in
-    `ignored` are left out.
+    `ignored` are left out. Attributes and gradient hooks of the parameters are kept.
     """
+    modules = unit if isinstance(unit, list) else [unit]
+    owners = {owner for module in modules for owner in module.modules()}
+    originals = {owner: dict(owner.named_parameters(recurse=False)) for owner in owners}
     fully_shard(
         unit,
         mesh=mesh,
@@ -107,6 +112,10 @@ def shard_unit(
         reshard_after_forward=reshard_after_forward,
         ignored_params=set(ignored),
     )
+    for parameter in _parameters(modules[0]):
+        info = parameter._module_info
+        inherit(parameter.sharded_param, originals[info.module][info.param_name])
+        _inherit_when_gathered(parameter)
 
 
 def use_all_gather(unit: FSDPModule, comm: AllGather) -> None:
@@ -169,6 +178,7 @@ def store(shard: Shard, stored: torch.Tensor) -> None:
     if old.is_meta:  # a tensor's device cannot be changed in place
         sharded = shard_like(old, stored)
         parameter.sharded_param = nn.Parameter(sharded, requires_grad=old.requires_grad)
+        inherit(parameter.sharded_param, old)
         parameter._setattr_on_modules(parameter.sharded_param)
     else:
         old._local_tensor = stored
@@ -343,3 +353,39 @@ def discard_gradients(unit: FSDPModule, set_to_none: bool = True) -> None:
         for gradient in gradients:
             if gradient is not None:
                 gradient.detach().zero_()
+
+
+def inherit(parameter: torch.Tensor, original: torch.Tensor) -> None:
+    """Give a parameter the attributes and hooks of the one whose place it takes.
+
+    The hooks are shared: those that are added to or removed from either are so for both.
+    """
+    own = {name: value for name, value in vars(original).items() if not name.startswith("_fsdp")}
+    vars(parameter).update(own)
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (hooks := getattr(original, name)) is not None and hooks is not getattr(parameter, name):
+            setattr(parameter, name, hooks)
+
+
+def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
+    """Whether `register_post_accumulate_grad_hook` was called on the parameter."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
+def _inherit_when_gathered(parameter: FSDPParam) -> None:
+    """Give the whole parameter, whenever it is gathered, what the sharded one has.
+
+    Gradient hooks are thus called with this rank's whole gradient; FSDP2 would never call them.
+    Hooks that follow the accumulation are not for whole gradients: FSDP2 calls them itself.
+    """
+    init_unsharded_param = parameter.init_unsharded_param
+
+    def init_and_inherit() -> None:
+        init_unsharded_param()
+        sharded, whole = parameter.sharded_param, parameter._unsharded_param
+        vars(whole).update(vars(sharded))
+        hooks = sharded._backward_hooks
+        if hooks is not None and hooks is not whole._backward_hooks:
+            whole._backward_hooks = hooks
+
+    parameter.init_unsharded_param = init_and_inherit

@@ -166,6 +166,7 @@ def _unshard_added(root: nn.Module, added: set[nn.Parameter], device: torch.devi
             if parameter not in unsharded:
                 full = _trained_in_fp32(parameter.detach().full_tensor(), parameter)
                 full_parameter = nn.Parameter(full, requires_grad=parameter.requires_grad)
+                fsdp.inherit(full_parameter, parameter)
                 unsharded[parameter] = full_parameter
             setattr(module, name, unsharded[parameter])
 

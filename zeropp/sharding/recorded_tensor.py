@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zeropp.errors import InputError
 
 aten = torch.ops.aten
+RECORDED_ATTRIBUTES = ("geometry", "tape")  # which an ordinary tensor does not have
 _FILL_OPS = (  # write every element of their first argument and read none
     aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.fill_.Scalar,
 )  # fmt: skip
