@@ -89,9 +89,10 @@ def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Shard
     if sharding.num_ranks > 1:
         if mesh.device_type == "cpu" and len(units) > 1:
             fsdp.gather_ahead(sharding.model, units[:-1])
-        forecast = sharding.forecast
-        use_weight_gather(new, mesh, forecast.weights, sharding.traffic, sharding.copies)
-        use_gradient_mean(new, mesh, forecast.gradients, sharding.traffic, forecast.wire_dtype)
+        forecast, traffic = sharding.forecast, sharding.traffic
+        use_weight_gather(new, mesh, forecast.weights, traffic, sharding.copies)
+        wire_dtype, use = forecast.wire_dtype, sharding.gradient_use
+        use_gradient_mean(new, mesh, forecast.gradients, traffic, wire_dtype, use)
     return replace(sharding, units=tuple(units))
 
 
