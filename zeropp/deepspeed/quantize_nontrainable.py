@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from zeropp import fsdp_adapter as fsdp
 from zeropp.deepspeed.fp32_weights import HALVES
 from zeropp.errors import InputError
+from zeropp.fsdp_parameters import inherit
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.materialize import copy_from_first_rank
 from zeropp.sharding.shard import (
@@ -90,9 +91,10 @@ def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Shard
     if sharding.num_ranks > 1:
         if mesh.device_type == "cpu" and len(units) > 1:
             fsdp.gather_ahead(sharding.model, units[:-1])
-        forecast = sharding.forecast
-        use_weight_gather(new, mesh, forecast.weights, sharding.traffic, sharding.copies)
-        use_gradient_mean(new, mesh, forecast.gradients, sharding.traffic, forecast.wire_dtype)
+        forecast, traffic = sharding.forecast, sharding.traffic
+        use_weight_gather(new, mesh, forecast.weights, traffic, sharding.copies)
+        wire_dtype, use = forecast.wire_dtype, sharding.gradient_use
+        use_gradient_mean(new, mesh, forecast.gradients, traffic, wire_dtype, use)
     return replace(sharding, units=tuple(units))
 
 
@@ -166,7 +168,7 @@ def _unshard_added(root: nn.Module, added: set[nn.Parameter], device: torch.devi
             if parameter not in unsharded:
                 full = _trained_in_fp32(parameter.detach().full_tensor(), parameter)
                 full_parameter = nn.Parameter(full, requires_grad=parameter.requires_grad)
-                fsdp.inherit(full_parameter, parameter)
+                inherit(full_parameter, parameter)
                 unsharded[parameter] = full_parameter
             setattr(module, name, unsharded[parameter])
 

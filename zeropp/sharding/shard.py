@@ -18,6 +18,7 @@ Source: ZeRO (Rajbhandari et al. 2020), section 5; expressed on FSDP2 as in docs
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from zeropp.sharding.subunits import Subunits, trained_subunits
 from zeropp.sharding.weight_changes import drop_when_weights_change
 from zeropp.wire.collectives import GradientMean, WeightGather
 from zeropp.wire.frozen_weights import quantize_frozen, stored_bytes
+from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.in_flight import Reductions
 from zeropp.wire.link import Link, connect
 from zeropp.wire.route import Nodes, Route, gradient_route, weight_route
@@ -170,6 +172,7 @@ def use_gradient_mean(
     route: Route,
     traffic: Traffic,
     wire_dtype: torch.dtype,
+    use: GradientUse,
 ) -> None:
     """Average the units' gradients along `route`, over process groups of their own.
 
@@ -178,18 +181,20 @@ def use_gradient_mean(
     links = _connect(route, mesh, traffic)
     in_flight = Reductions() if mesh.device_type == "cpu" else None
     for unit in units:
-        fsdp.use_reduce_scatter(unit, GradientMean(unit, route, links, wire_dtype, in_flight))
+        mean = GradientMean(unit, route, links, wire_dtype, in_flight, use)
+        fsdp.use_reduce_scatter(unit, mean)
 
 
 def outermost_blocks(module: nn.Module) -> Sequence[nn.Module]:
     """Return the entries of the outermost `nn.ModuleList`s that have parameters, in order.
 
-    A block that is listed several times, as in models that share layers, is returned once.
+    A block that is listed several times, as in models that share layers, is returned once. Lists
+    of lists count as one list.
     """
     blocks: dict[nn.Module, None] = {}
     for child in module.children():
-        candidates = child if isinstance(child, nn.ModuleList) else outermost_blocks(child)
-        for block in candidates:
+        is_block = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList)
+        for block in [child] if is_block else outermost_blocks(child):
             if any(True for _ in block.parameters()):
                 blocks[block] = None
     return list(blocks)
@@ -240,11 +245,15 @@ def _shard(
         compute_dtype=compute_dtype,
         wire_dtype=wire_dtype,
     )
+    fields["gradient_use"] = use = GradientUse(mesh.get_group(), _device_of(mesh))
     if config.stage == 0:
+        for unit in units:
+            use.add(unit)
+            fsdp.before_reduction(unit, partial(use.note, unit))
         return Sharding(**fields)
     traffic = Traffic()
     use_weight_gather(units, mesh, routes[0], traffic, copies)
-    use_gradient_mean(units, mesh, routes[1], traffic, wire_dtype)
+    use_gradient_mean(units, mesh, routes[1], traffic, wire_dtype, use)
     return Sharding(**fields, traffic=traffic, copies=copies)
 
 

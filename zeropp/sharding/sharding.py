@@ -13,6 +13,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.sharding.forecast import REDUCED_WHOLE, Forecast
 from zeropp.sharding.weight_changes import drop_gathered
 from zeropp.wire.frozen_weights import require_frozen
+from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.route import UNQUANTIZED, Hop, Route
 from zeropp.wire.secondary_copies import SecondaryCopies
 from zeropp.wire.traffic import PURPOSES, Sent, Traffic
@@ -34,6 +35,7 @@ class Sharding:
     forecast: Forecast | None = field(default=None, repr=False)
     traffic: Traffic = field(default_factory=Traffic, repr=False)
     copies: SecondaryCopies | None = field(default=None, repr=False)
+    gradient_use: GradientUse | None = field(default=None, repr=False)
     stores_frozen: bool = False  # frozen weights are stored quantized and cannot be trained
 
     @property
