@@ -38,15 +38,19 @@ __all__ = [
     "after_backward",
     "backward_id",
     "before_reduction",
+    "discard_gradients",
     "free_gathered",
     "gather_ahead",
+    "has_accumulation_hooks",
     "has_run",
     "in_backward",
+    "inherit",
     "may_be_stepped",
     "name_of",
     "own_pieces",
     "own_shards",
     "refresh_parameters",
+    "set_gradient_dtypes",
     "shard_like",
     "shard_unit",
     "shards",
@@ -96,8 +100,11 @@ def shard_unit(
     """Make `unit` an FSDP unit in place: one gather before its forward, one reduction after.
 
     A list of modules becomes one unit, whose collectives are set on the first module. Parameters in
-    `ignored` are left out.
+    `ignored` are left out. Attributes and gradient hooks of the parameters are kept.
     """
+    modules = unit if isinstance(unit, list) else [unit]
+    owners = {owner for module in modules for owner in module.modules()}
+    originals = {owner: dict(owner.named_parameters(recurse=False)) for owner in owners}
     fully_shard(
         unit,
         mesh=mesh,
@@ -106,6 +113,10 @@ def shard_unit(
         reshard_after_forward=reshard_after_forward,
         ignored_params=set(ignored),
     )
+    for parameter in _parameters(modules[0]):
+        info = parameter._module_info
+        inherit(parameter.sharded_param, originals[info.module][info.param_name])
+        _inherit_when_gathered(parameter)
 
 
 def use_all_gather(unit: FSDPModule, comm: AllGather) -> None:
@@ -168,6 +179,7 @@ def store(shard: Shard, stored: torch.Tensor) -> None:
     if old.is_meta:  # a tensor's device cannot be changed in place
         sharded = shard_like(old, stored)
         parameter.sharded_param = nn.Parameter(sharded, requires_grad=old.requires_grad)
+        inherit(parameter.sharded_param, old)
         parameter._setattr_on_modules(parameter.sharded_param)
     else:
         old._local_tensor = stored
@@ -358,3 +370,72 @@ def _groups_of(state: object) -> list:
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11
+
+
+def set_gradient_dtypes(unit: FSDPModule) -> None:
+    """Set what the unit's gradients are reduced in, if all of it was frozen when it first ran.
+
+    FSDP2 does that once, and asks the parameters that are trained then.
+    """
+    for group in _groups(unit):
+        trained = any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
+        if trained and group._reset_sharded_params and group._orig_dtype is None:
+            group._init_mp_dtypes()
+
+
+def discard_gradients(unit: FSDPModule, set_to_none: bool = True) -> None:
+    """Clear the unit's gradients, those included that FSDP2 accumulates until it reduces them."""
+    for group in _groups(unit):
+        if reducer := getattr(group, "zeropp_reducer", None):
+            reducer.is_due = False
+    for parameter in _parameters(unit):
+        whole = getattr(parameter, "_unsharded_param", None)
+        if set_to_none:
+            parameter.unsharded_accumulated_grad = parameter.sharded_param.grad = None
+            if whole is not None:
+                whole.grad = None
+            continue
+        gradients = (
+            parameter.unsharded_accumulated_grad,
+            parameter.sharded_param.grad,
+            None if whole is None else whole.grad,
+        )
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.detach().zero_()
+
+
+def inherit(parameter: torch.Tensor, original: torch.Tensor) -> None:
+    """Give a parameter the attributes and hooks of the one whose place it takes.
+
+    The hooks are shared: those that are added to or removed from either are so for both.
+    """
+    own = {name: value for name, value in vars(original).items() if not name.startswith("_fsdp")}
+    vars(parameter).update(own)
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (hooks := getattr(original, name)) is not None and hooks is not getattr(parameter, name):
+            setattr(parameter, name, hooks)
+
+
+def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
+    """Whether `register_post_accumulate_grad_hook` was called on the parameter."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
+def _inherit_when_gathered(parameter: FSDPParam) -> None:
+    """Give the whole parameter, whenever it is gathered, what the sharded one has.
+
+    Gradient hooks are thus called with this rank's whole gradient; FSDP2 would never call them.
+    Hooks that follow the accumulation are not for whole gradients: FSDP2 calls them itself.
+    """
+    init_unsharded_param = parameter.init_unsharded_param
+
+    def init_and_inherit() -> None:
+        init_unsharded_param()
+        sharded, whole = parameter.sharded_param, parameter._unsharded_param
+        vars(whole).update(vars(sharded))
+        hooks = sharded._backward_hooks
+        if hooks is not None and hooks is not whole._backward_hooks:
+            whole._backward_hooks = hooks
+
+    parameter.init_unsharded_param = init_and_inherit

@@ -54,8 +54,19 @@ class Sharding:
         if self.stores_frozen:
             require_frozen(self.model)
         for unit in self.units:
+            fsdp.set_gradient_dtypes(unit)
             unit.set_requires_gradient_sync(last or self.stage >= 2, recurse=False)
             unit.set_reshard_after_backward(last or self.stage == 3, recurse=False)
+
+    def discard_gradients(self, set_to_none: bool = True) -> None:
+        """Clear all gradients of a step, to begin it again; an optimizer clears only its own.
+
+        Until the last micro-batch of a step, stages 0 and 1 accumulate whole gradients that no
+        parameter holds as `.grad`.
+        """
+        self.model.zero_grad(set_to_none)
+        for unit in self.units:
+            fsdp.discard_gradients(unit, set_to_none)
 
     def release(self) -> None:
         """Free weights that forward-only passes left gathered (evaluation, generation)."""
