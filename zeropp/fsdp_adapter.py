@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 __all__ = [
@@ -37,17 +38,21 @@ __all__ = [
     "Shard",
     "after_backward",
     "backward_id",
+    "before_use",
     "free_gathered",
     "gather_ahead",
+    "gathered_names",
     "has_run",
     "in_backward",
-    "may_be_stepped",
+    "is_trainable",
     "may_reduce_later",
     "own_pieces",
     "own_shards",
     "refresh_parameters",
     "shard_like",
     "shard_unit",
+    "show_gathered",
+    "show_shards",
     "store",
     "take_gradients",
     "use_all_gather",
@@ -197,10 +202,45 @@ def free_gathered(unit: FSDPModule) -> None:
         group.reshard()
 
 
-def may_be_stepped(unit: FSDPModule) -> bool:
-    """Whether an optimizer may change the unit: it is trained, or still has gradients."""
-    shards = (parameter.sharded_param for parameter in _parameters(unit))
-    return any(shard.requires_grad or shard.grad is not None for shard in shards)
+def before_use(unit: FSDPModule, prepare: Callable[[], None]) -> None:
+    """Call `prepare` each time FSDP2 is about to use the unit's weights, gathered or not."""
+
+    def prepare_and_unshard(unshard: Callable, *arguments: bool) -> None:
+        prepare()
+        unshard(*arguments)
+
+    for group in _groups(unit):
+        group.unshard = partial(prepare_and_unshard, group.unshard)
+
+
+def show_shards(unit: FSDPModule) -> None:
+    """Let modules hold their shards between passes; weights that are gathered stay so."""
+    for group in _groups(unit):
+        if group.is_unsharded and group._training_state == TrainingState.IDLE:
+            for parameter in group.fsdp_params:
+                parameter._setattr_on_modules(parameter.sharded_param)
+
+
+def show_gathered(unit: FSDPModule) -> None:
+    """Undo `show_shards` for a pass; parameters frozen since then are frozen in it."""
+    for group in _groups(unit):
+        if group.is_unsharded and _shows_shards(group):
+            for parameter in group.fsdp_params:
+                parameter.to_unsharded()
+
+
+def gathered_names(unit: FSDPModule) -> dict[nn.Parameter, str]:
+    """Return the unit's gathered weights, which FSDP2 overwrites by gathers, and their names."""
+    return {
+        parameter._unsharded_param: str(parameter._param_fqn)
+        for parameter in _parameters(unit)
+        if hasattr(parameter, "_unsharded_param")
+    }
+
+
+def is_trainable(unit: FSDPModule) -> bool:
+    """Whether any of the unit's own parameters requires gradients."""
+    return any(parameter.sharded_param.requires_grad for parameter in _parameters(unit))
 
 
 def may_reduce_later(unit: FSDPModule) -> bool:
@@ -298,6 +338,12 @@ def _piece(parameter: FSDPParam) -> Piece:
         trainable=parameter.sharded_param.requires_grad,
         packed_bytes=parameter._sharded_param_data.nbytes if is_packed else 0,
     )
+
+
+def _shows_shards(group: FSDPParamGroup) -> bool:
+    first = group.fsdp_params[0]
+    held = getattr(first._module_info.module, first._module_info.param_name)
+    return held is first.sharded_param
 
 
 def _parameters(unit: FSDPModule) -> list[FSDPParam]:

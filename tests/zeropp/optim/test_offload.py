@@ -21,7 +21,7 @@ from zeropp import InputError, LossScaler, Sharding, ZeroConfig, optimizer_step,
 from zeropp.optim import CPUAdam, FusedAdam
 from zeropp.optim import offload as module
 from zeropp.optim.offload import HOST, Offload
-from zeropp.optim.offloaded import OffloadedAdam
+from zeropp.optim.offloaded import DelayedAdam, OffloadedAdam
 
 STEPS, FEWER = 16, 12  # optimizer steps: the fp16 scale overflows and grows again in both
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -307,3 +307,28 @@ def test_an_optimizer_that_cannot_be_offloaded_is_named():
             model=(model := small_model()), config=config,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
+@ranks(4, ranks_per_node=2)
+def test_weights_frozen_after_their_backward_are_stepped_and_seen(delayed):
+    """hpZ keeps no copy of them, whenever their update arrives."""
+
+    def losses(zero: dict) -> list[float]:
+        sharding = sharded(zero, FORMATS["fp32"])
+        offload = Offload(sharding, HOST, ratio=1.0, pin_memory=False, delayed=delayed)
+        groups = [{"params": list(sharding.model.parameters())}]
+        kind, warmup = (DelayedAdam, {"warmup": 0}) if delayed else (OffloadedAdam, {})
+        optimizer, values = kind(offload, groups, **warmup, **ADAM), []
+        for step in range(3):
+            with sharding.micro_step(last=True):
+                loss_of(sharding.model, tokens_of(step)).backward()
+            if step == 0:
+                sharding.model.blocks[0].requires_grad_(False)
+            optimizer_step(optimizer, sharding)
+            with torch.no_grad():
+                values.append(loss_of(sharding.model, tokens_of(9)).item())
+        return values
+
+    hpz = {"stage": 3, "zero_hpz_partition_size": 2}
+    assert losses(hpz) == losses({"stage": 3})
