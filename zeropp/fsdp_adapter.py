@@ -44,6 +44,7 @@ __all__ = [
     "gathered_names",
     "has_run",
     "in_backward",
+    "is_on_host",
     "is_trainable",
     "may_reduce_later",
     "own_pieces",
@@ -195,6 +196,8 @@ def free_gathered(unit: FSDPModule) -> None:
             continue  # in use
         if (prefetched := group._all_gather_result) is not None:
             if prefetched.all_gather_event is not None:
+                # Its memory goes back to the copy-in stream, or to the current one after `unshard`.
+                group._wait_all_gather_streams_on_event(prefetched.all_gather_event)
                 group.device_handle.current_stream().wait_event(prefetched.all_gather_event)
             if isinstance(prefetched.all_gather_work, dist.Work):
                 prefetched.all_gather_work.wait()
@@ -205,9 +208,9 @@ def free_gathered(unit: FSDPModule) -> None:
 def before_use(unit: FSDPModule, prepare: Callable[[], None]) -> None:
     """Call `prepare` each time FSDP2 is about to use the unit's weights, gathered or not."""
 
-    def prepare_and_unshard(unshard: Callable, *arguments: bool) -> None:
+    def prepare_and_unshard(unshard: Callable, async_op: bool = False) -> None:
         prepare()
-        unshard(*arguments)
+        unshard(async_op)
 
     for group in _groups(unit):
         group.unshard = partial(prepare_and_unshard, group.unshard)
@@ -274,6 +277,11 @@ def has_run(unit: FSDPModule) -> bool:
     return any(group._reset_sharded_params for group in _groups(unit))
 
 
+def is_on_host(unit: FSDPModule) -> bool:
+    """Whether FSDP2 keeps the unit's shards on the host and copies them for each gather."""
+    return any(parameter.offload_to_cpu for parameter in _parameters(unit))
+
+
 def shard_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     """Return a tensor sharded as `parameter` with this rank's part `local`, on any device."""
     return DTensor(local, parameter._spec, requires_grad=False)
@@ -283,21 +291,31 @@ def take_gradients(unit: FSDPModule, take: Callable[[nn.Parameter, torch.Tensor]
     """Pass this rank's part of each averaged gradient, in fp32, to `take`; leave no `.grad`.
 
     `take` is called as each reduction is queued, on its stream. FSDP2 rounds the means to the
-    parameters' dtype; the means from before rounding are passed on.
+    parameters' dtype; the means from before rounding are passed on. Where it keeps the parameters
+    on the host, it would also copy each rounded mean there, and wait for that because of our hooks.
+    While it puts the means in their places, it is told that the parameters are on the device.
     """
     remaining: list[torch.Tensor] = []  # the part of the buffer of means not yet passed on
+    on_host = [parameter for parameter in _parameters(unit) if parameter.offload_to_cpu]
 
     def keep_means(means: torch.Tensor) -> None:
         remaining[:] = [means]
+        for parameter in on_host:
+            parameter.offload_to_cpu = False
 
     def pass_on(parameter: nn.Parameter, padded: int) -> None:
         local, parameter.grad = parameter.grad._local_tensor, None
         means = remaining.pop()
         if padded < means.numel():  # an empty view would keep the buffer alive
             remaining.append(means[padded:])
+        else:
+            for each in on_host:
+                each.offload_to_cpu = True
         take(parameter, means[: local.numel()].view(local.shape))
 
     unit.set_all_reduce_hook(keep_means)
+    for parameter in on_host:  # a gradient must be where its parameter is, if only until `pass_on`
+        parameter.to_sharded_dtensor = partial(_placeholder, parameter)
     for parameter in _parameters(unit):
         if parameter.sharded_param.requires_grad:
             hook = partial(pass_on, padded=parameter.padded_sharded_param_size.numel())
@@ -338,6 +356,10 @@ def _piece(parameter: FSDPParam) -> Piece:
         trainable=parameter.sharded_param.requires_grad,
         packed_bytes=parameter._sharded_param_data.nbytes if is_packed else 0,
     )
+
+
+def _placeholder(parameter: FSDPParam, gradient: torch.Tensor) -> DTensor:
+    return parameter.sharded_param.detach()
 
 
 def _shows_shards(group: FSDPParamGroup) -> bool:

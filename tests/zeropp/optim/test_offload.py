@@ -154,6 +154,33 @@ def test_weights_are_16_bit_on_the_device_and_everything_else_is_on_the_host():
         assert {"exp_avg", "exp_avg_sq", "step"} == set(optimizer.state[master])
 
 
+@pytest.mark.parametrize("more", [{}, {"offload_param": {"device": "cpu"}}], ids=["", "weights"])
+@ranks(2)
+def test_the_optimizer_writes_rounded_weights_where_fsdp_reads_them(more):
+    """FSDP2 replaces shards that are not padded, or pinned, at the first pass."""
+    sharding = sharded({"stage": 3, **OFFLOAD, **more}, FORMATS["bf16"])
+    offload = offloaded(sharding).offload
+    loss_of(sharding.model, tokens_of(0)).backward()
+    for own, master in offload.masters.items():
+        assert offload.copies[master].data_ptr() == own.to_local().data_ptr()
+
+
+@ranks(1)
+def test_masters_and_gradients_are_pinned_where_the_weights_are_on_the_host_too():
+    """The model computes on a GPU, from which the gradients are copied."""
+    sharding = sharded({"stage": 3, **OFFLOAD, "offload_param": {"device": "cpu"}}, FORMATS["bf16"])
+    empty, requests = torch.empty, []
+
+    def record(*sizes, pin_memory: bool = False, **options):
+        requests.append(pin_memory)
+        return empty(*sizes, **options)
+
+    with patch.object(torch, "empty", record):
+        offload = Offload(sharding, torch.device("cuda"), ratio=1.0, pin_memory=True)
+    assert sum(requests) == 2 * len(offload.masters)
+    assert all(parameter.device == HOST for parameter in sharding.model.parameters())
+
+
 @ranks(2)
 def test_masters_follow_writes_to_the_weights():
     sharding = sharded({"stage": 3}, FORMATS["bf16"])
