@@ -32,6 +32,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import ZeroConfig
+from zeropp.sharding.between_passes import hold_shards_between_passes
 from zeropp.sharding.checks import require_shardable
 from zeropp.sharding.forecast import Forecast
 from zeropp.sharding.materialize import (
@@ -231,6 +232,7 @@ def _shard(
     if routes[0].keeps:
         copies = SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation)
     drop_when_weights_change(model, units, copies)
+    hold_shards_between_passes(model, units)
     if hasattr(model, "generate") and _is_wrapper(model):
         register_fsdp_forward_method(model, "generate")
     if num_ranks == 1:
