@@ -6,8 +6,8 @@
 
 It is a thin layer over PyTorch's elastic agent. The ranks rendezvous on a free port. If a rank
 fails, the others are terminated. SIGINT and SIGTERM are forwarded to the ranks, which have time to
-save. Only the output of the ranks is printed, and one line at the end that names the rank that failed. To use several
-machines, start the script with torchrun or Slurm.
+save. Only the output of the ranks is printed, and one line at the end that names the rank that
+failed. To use several machines, start the script with torchrun or Slurm.
 """
 
 import argparse
