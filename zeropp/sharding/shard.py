@@ -202,7 +202,7 @@ def _shard(
 ) -> Sharding:
     num_ranks = 1 if mesh is None else mesh.size()
     if mesh is not None:
-        _require_data_axis(mesh)
+        require_data_axis(mesh)
         limit_time([mesh.get_group()], time_limit(dist.group.WORLD))
     compute_dtype = getattr(torch, config.compute_format)
     wire_dtype = getattr(torch, config.wire_format)
@@ -347,7 +347,7 @@ def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(mesh.mesh.flatten().tolist())
 
 
-def _require_data_axis(mesh: DeviceMesh) -> None:
+def require_data_axis(mesh: DeviceMesh) -> None:
     """Raise InputError unless the mesh is one axis of ascending ranks, this one among them."""
     if mesh.ndim != 1:
         raise InputError(f"zeropp.shard needs a device mesh of one axis (the data axis): {mesh}")
