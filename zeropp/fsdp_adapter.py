@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_parameters
@@ -41,12 +42,15 @@ __all__ = [
     "after_backward",
     "backward_id",
     "before_reduction",
+    "before_use",
     "discard_gradients",
     "free_gathered",
     "gather_ahead",
+    "gathered_names",
     "has_run",
     "in_backward",
-    "may_be_stepped",
+    "is_on_host",
+    "is_trainable",
     "name_of",
     "own_pieces",
     "own_shards",
@@ -55,6 +59,8 @@ __all__ = [
     "shard_like",
     "shard_unit",
     "shards",
+    "show_gathered",
+    "show_shards",
     "store",
     "take_gradients",
     "use_all_gather",
@@ -204,6 +210,8 @@ def free_gathered(unit: FSDPModule) -> None:
             continue  # in use
         if (prefetched := group._all_gather_result) is not None:
             if prefetched.all_gather_event is not None:
+                # Its memory goes back to the copy-in stream, or to the current one after `unshard`.
+                group._wait_all_gather_streams_on_event(prefetched.all_gather_event)
                 group.device_handle.current_stream().wait_event(prefetched.all_gather_event)
             if isinstance(prefetched.all_gather_work, dist.Work):
                 prefetched.all_gather_work.wait()
@@ -211,10 +219,45 @@ def free_gathered(unit: FSDPModule) -> None:
         group.reshard()
 
 
-def may_be_stepped(unit: FSDPModule) -> bool:
-    """Whether an optimizer may change the unit: it is trained, or still has gradients."""
-    shards = (parameter.sharded_param for parameter in _parameters(unit))
-    return any(shard.requires_grad or shard.grad is not None for shard in shards)
+def before_use(unit: FSDPModule, prepare: Callable[[], None]) -> None:
+    """Call `prepare` each time FSDP2 is about to use the unit's weights, gathered or not."""
+
+    def prepare_and_unshard(unshard: Callable, async_op: bool = False) -> None:
+        prepare()
+        unshard(async_op)
+
+    for group in _groups(unit):
+        group.unshard = partial(prepare_and_unshard, group.unshard)
+
+
+def show_shards(unit: FSDPModule) -> None:
+    """Let modules hold their shards between passes; weights that are gathered stay so."""
+    for group in _groups(unit):
+        if group.is_unsharded and group._training_state == TrainingState.IDLE:
+            for parameter in group.fsdp_params:
+                parameter._setattr_on_modules(parameter.sharded_param)
+
+
+def show_gathered(unit: FSDPModule) -> None:
+    """Undo `show_shards` for a pass; parameters frozen since then are frozen in it."""
+    for group in _groups(unit):
+        if group.is_unsharded and _shows_shards(group):
+            for parameter in group.fsdp_params:
+                parameter.to_unsharded()
+
+
+def gathered_names(unit: FSDPModule) -> dict[nn.Parameter, str]:
+    """Return the unit's gathered weights, which FSDP2 overwrites by gathers, and their names."""
+    return {
+        parameter._unsharded_param: str(parameter._param_fqn)
+        for parameter in _parameters(unit)
+        if hasattr(parameter, "_unsharded_param")
+    }
+
+
+def is_trainable(unit: FSDPModule) -> bool:
+    """Whether any of the unit's own parameters requires gradients."""
+    return any(parameter.sharded_param.requires_grad for parameter in _parameters(unit))
 
 
 def backward_id() -> int:
@@ -232,6 +275,11 @@ def has_run(unit: FSDPModule) -> bool:
     return any(group._reset_sharded_params for group in _groups(unit))
 
 
+def is_on_host(unit: FSDPModule) -> bool:
+    """Whether FSDP2 keeps the unit's shards on the host and copies them for each gather."""
+    return any(parameter.offload_to_cpu for parameter in _parameters(unit))
+
+
 def shard_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     """Return a tensor sharded as `parameter` with this rank's part `local`, on any device."""
     return DTensor(local, parameter._spec, requires_grad=False)
@@ -241,21 +289,31 @@ def take_gradients(unit: FSDPModule, take: Callable[[nn.Parameter, torch.Tensor]
     """Pass this rank's part of each averaged gradient, in fp32, to `take`; leave no `.grad`.
 
     `take` is called as each reduction is queued, on its stream. FSDP2 rounds the means to the
-    parameters' dtype; the means from before rounding are passed on.
+    parameters' dtype; the means from before rounding are passed on. Where it keeps the parameters
+    on the host, it would also copy each rounded mean there, and wait for that because of our hooks.
+    While it puts the means in their places, it is told that the parameters are on the device.
     """
     remaining: list[torch.Tensor] = []  # the part of the buffer of means not yet passed on
+    on_host = [parameter for parameter in _parameters(unit) if parameter.offload_to_cpu]
 
     def keep_means(means: torch.Tensor) -> None:
         remaining[:] = [means]
+        for parameter in on_host:
+            parameter.offload_to_cpu = False
 
     def pass_on(parameter: nn.Parameter, padded: int) -> None:
         local, parameter.grad = parameter.grad._local_tensor, None
         means = remaining.pop()
         if padded < means.numel():  # an empty view would keep the buffer alive
             remaining.append(means[padded:])
+        else:
+            for each in on_host:
+                each.offload_to_cpu = True
         take(parameter, means[: local.numel()].view(local.shape))
 
     unit.set_all_reduce_hook(keep_means)
+    for parameter in on_host:  # a gradient must be where its parameter is, if only until `pass_on`
+        parameter.to_sharded_dtensor = partial(_placeholder, parameter)
     for parameter in _parameters(unit):
         if parameter.sharded_param.requires_grad:
             hook = partial(pass_on, padded=parameter.padded_sharded_param_size.numel())
@@ -359,6 +417,16 @@ def _piece(parameter: FSDPParam) -> Piece:
     )
 
 
+def _placeholder(parameter: FSDPParam, gradient: torch.Tensor) -> DTensor:
+    return parameter.sharded_param.detach()
+
+
+def _shows_shards(group: FSDPParamGroup) -> bool:
+    first = group.fsdp_params[0]
+    held = getattr(first._module_info.module, first._module_info.param_name)
+    return held is first.sharded_param
+
+
 def _parameters(unit: FSDPModule) -> list[FSDPParam]:
     return [parameter for group in _groups(unit) for parameter in group.fsdp_params]
 
@@ -386,5 +454,8 @@ def set_gradient_dtypes(unit: FSDPModule) -> None:
 
 def discard_gradients(unit: FSDPModule, set_to_none: bool = True) -> None:
     """Clear the unit's gradients, those included that FSDP2 accumulates until it reduces them."""
+    for group in _groups(unit):
+        if reducer := getattr(group, "zeropp_reducer", None):
+            reducer.is_due = False
     for parameter in _parameters(unit):
         fsdp_parameters.discard_gradients(parameter, set_to_none)

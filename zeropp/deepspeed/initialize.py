@@ -6,6 +6,7 @@ the model as the JSON says, and makes the optimizer and the schedule hold the sh
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ from zeropp.optim.cpu_adam import CPUAdam
 from zeropp.optim.lr_schedule import build_scheduler
 from zeropp.optim.offloaded import offloaded_adamw
 from zeropp.optim.remap import Names, listed, names_of, remap, remapped
+from zeropp.ranks.coordination import among
 from zeropp.ranks.process_group import pick_device, start_process_group
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import Batch, ZeroConfig
 from zeropp.sharding.materialize import copy_from_first_rank
-from zeropp.sharding.shard import shard
+from zeropp.sharding.shard import require_data_axis, shard
 from zeropp.sharding.sharding import Sharding
 
 AXIS = "fsdp"  # by this name PEFT knows that a sharded layer computes with full weights
@@ -66,17 +68,19 @@ def initialize(
     parameters to an optimizer, or is named in the JSON; it steps `model_parameters`, by default all
     that require gradients. `lr_scheduler` is an object, a function from the optimizer, or named in
     the JSON. `training_data` (a stream must be the same on all ranks) is made into a loader of this
-    rank's micro-batches. Raises InputError for arguments that are missing, contradictory or not
-    supported.
+    rank's micro-batches. Raises InputError for missing, contradictory and unsupported arguments.
     """
     _refuse_unsupported(distributed_port, mpu, mesh_param)
     _require_model(model)
     zero = ZeroConfig.from_json(_config_source(args, config, config_params))
     _require_clear(zero, optimizer, lr_scheduler)
     environment, device = _join(dist_init_required)
-    world_size = environment.world_size
-    batch = zero.resolve_batch(world_size)
-    mesh = mesh_param or init_device_mesh(device.type, (world_size,), mesh_dim_names=(AXIS,))
+    mesh = mesh_param or init_device_mesh(
+        device.type, (environment.world_size,), mesh_dim_names=(AXIS,)
+    )
+    require_data_axis(mesh)
+    environment = replace(environment, world_size=mesh.size())
+    batch = zero.resolve_batch(mesh.size())
     names = names_of(model)
     parameters = None if model_parameters is None else listed(model_parameters)
     copy_from_first_rank(model, mesh.get_group(), device)
@@ -87,16 +91,17 @@ def initialize(
     if not sharding.units:
         model.to(device)
     optimizer = _build_optimizer(zero, optimizer, parameters, names, model)
-    optimizer = _offload_optimizer(zero, optimizer, sharding, device)
+    with among(mesh.get_group()):
+        optimizer = _offload_optimizer(zero, optimizer, sharding, device)
     schedule = _build_schedule(zero, lr_scheduler, optimizer)
-    loader = _build_loader(training_data, collate_fn, batch, environment)
+    loader = _build_loader(training_data, collate_fn, batch, mesh)
     engine = Engine(sharding, zero, batch, environment, device, optimizer, schedule)
     if optimizer is not None:  # DeepSpeed has this call on the optimizer
         optimizer.quantize_nontrainable_params = engine.quantize_nontrainable_params
-    if environment.rank == 0:
+    if mesh.get_local_rank() == 0:
         for line in zero.list_notices(in_engine=True):
             log.info(line)
-        log.info("ZeRO stage %d, %d ranks, %s", zero.stage, world_size, batch)
+        log.info("ZeRO stage %d, %d ranks, %s", zero.stage, mesh.size(), batch)
         for name, text in sharding.describe(batch.micro_batches):
             log.info("%s: %s", name, text)
     return engine, optimizer, loader, schedule
@@ -294,7 +299,7 @@ def _build_schedule(
 
 
 def _build_loader(
-    data: Dataset | None, collate_fn: Callable | None, batch: Batch, environment: Environment
+    data: Dataset | None, collate_fn: Callable | None, batch: Batch, mesh: DeviceMesh
 ) -> DataLoader | None:
     """Return a loader of this rank's full micro-batches, shuffled the same way on all ranks.
 
@@ -304,9 +309,9 @@ def _build_loader(
         return None
     sampler = None
     if isinstance(data, IterableDataset):
-        data = SamplesOfRank(data, environment.world_size, environment.rank)
+        data = SamplesOfRank(data, mesh.size(), mesh.get_local_rank())
     else:
-        sampler = DistributedSampler(data, environment.world_size, environment.rank, drop_last=True)
+        sampler = DistributedSampler(data, mesh.size(), mesh.get_local_rank(), drop_last=True)
     return DataLoader(
         data, batch.micro_samples, sampler=sampler, collate_fn=collate_fn, drop_last=True
     )

@@ -16,6 +16,7 @@ from zeropp.deepspeed.fp32_weights import HALVES
 from zeropp.errors import InputError
 from zeropp.fsdp_parameters import inherit
 from zeropp.settings.zero_config import ZeroConfig
+from zeropp.sharding.between_passes import hold_shards_between_passes
 from zeropp.sharding.materialize import copy_from_first_rank
 from zeropp.sharding.shard import (
     precision,
@@ -88,6 +89,7 @@ def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Shard
         extra = [subunit_of[unit]] if unit in subunit_of else []
         units += [*extra, unit] if unit is sharding.model else [unit, *extra]
     drop_when_weights_change(sharding.model, new, sharding.copies)
+    hold_shards_between_passes(sharding.model, new)
     if sharding.num_ranks > 1:
         if mesh.device_type == "cpu" and len(units) > 1:
             fsdp.gather_ahead(sharding.model, units[:-1])

@@ -21,6 +21,7 @@ def require_shardable(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             where = f"its {name}" if name else "it"
             raise InputError(f"the model given to zeropp.shard, {where}, is sharded already: "
                              "give a new one")  # fmt: skip
+    _require_order(model, blocks)
     for name, parameter in model.named_parameters():
         _require_plain(name, parameter)
     owners: dict[nn.Parameter, tuple[nn.Module, str]] = {}
@@ -29,6 +30,31 @@ def require_shardable(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         _require_one_unit(*owners.setdefault(parameter, (unit, name)), unit, name)
         if parameter.requires_grad:
             _require_one_type(*trained.setdefault(unit, (parameter.dtype, name)), parameter, name)
+
+
+def _require_order(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Require units that are modules within the model, each given once and before what contains it.
+
+    A unit takes all parameters inside it that no earlier one has.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    taken: dict[nn.Module, str] = {}
+    for index, block in enumerate(blocks):
+        name = names.get(block)
+        if not name:
+            kind = "the whole model, which is one anyway" if block is model else "not in the model"
+            raise InputError(
+                f"units= of zeropp.shard: number {index}, a {type(block).__name__}, is {kind}: "
+                "give modules inside the model"
+            )
+        if block in taken:
+            outer = "itself" if taken[block] == name else taken[block]
+            raise InputError(
+                f"units= of zeropp.shard: {name} comes after {outer}, which has its parameters: "
+                "give each module once, and one inside another before that"
+            )
+        for module in block.modules():
+            taken.setdefault(module, name)
 
 
 def _require_plain(name: str, parameter: nn.Parameter) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp import fsdp_adapter as fsdp
+from zeropp.ranks.groups import close_groups
 from zeropp.sharding.forecast import REDUCED_WHOLE, Forecast
 from zeropp.sharding.weight_changes import drop_gathered
 from zeropp.wire.frozen_weights import require_frozen
@@ -80,6 +81,15 @@ class Sharding:
         every rank after writing into the shards by other means.
         """
         drop_gathered(self.units, self.copies)
+
+    def close_groups(self) -> None:
+        """Close the process groups that this model shares with all others on its mesh.
+
+        All ranks of the mesh call it. None of these models can be used afterwards; models that are
+        sharded later get new groups. `torch.distributed.destroy_process_group()` closes them too.
+        """
+        if self.group is not None:
+            close_groups(dist.get_process_group_ranks(self.group))
 
     def expected_traffic(self, num_micro_batches: int = 1) -> dict[tuple[str, str], int]:
         """Return the bytes this rank sends per step, by (purpose, hop); empty for one rank."""
