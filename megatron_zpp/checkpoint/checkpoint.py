@@ -32,6 +32,7 @@ from megatron_zpp.checkpoint.training_state import (
     write_state,
 )
 from megatron_zpp.checkpoint.weight_source import WeightSource
+from zeropp.checkpoint.rank_values import name_by_rank
 from zeropp.checkpoint.shard_files import (
     os_errors_as_input_errors,
     write_one_by_one,
@@ -70,6 +71,7 @@ def save(
     with fail_together():
         state = replace(state, optimizer_saved=optimizer is not None and save_optimizer)
         tensors = state_to_save(model, optimizer, with_optimizer_state=state.optimizer_saved)
+    tensors = name_by_rank(tensors)
     with _new_checkpoint(folder, tensors, state) as partial:
         write_shards(partial, tensors)
     if rank() == 0 and keep is not None:
