@@ -27,6 +27,7 @@ from zeropp.optim.adam import FusedAdam, fastest_adamw
 from zeropp.optim.cpu_adam import CPUAdam
 from zeropp.optim.lr_schedule import build_scheduler
 from zeropp.optim.offloaded import offloaded_adamw
+from zeropp.optim.on_shards import require_on_shards
 from zeropp.optim.remap import Names, listed, names_of, remap, remapped
 from zeropp.ranks.coordination import among
 from zeropp.ranks.process_group import pick_device, start_process_group
@@ -254,6 +255,8 @@ def _offload_optimizer(
 
     The old optimizer then shares the new one's groups, so that a schedule made for it still works.
     """
+    if optimizer is not None:
+        require_on_shards(optimizer)
     if optimizer is None or not zero.offloads_optimizer:
         return optimizer
     kind = type(optimizer)
