@@ -39,7 +39,7 @@ def test_the_fp32_weights_are_shown_and_loaded(settings):
     assert torch.equal(part.full_tensor(), whole["blocks.1.up.weight"])
     for load in (
         lambda: again.module.load_state_dict(engine.module.state_dict()),
-        lambda: set_model_state_dict(again.module, whole, options=options),
+        lambda: set_model_state_dict(again.module, dict(whole), options=options),
     ):
         run(again, 1)
         load()
