@@ -38,27 +38,33 @@ __all__ = [
     "Shard",
     "after_backward",
     "backward_id",
+    "before_reduction",
     "before_use",
+    "discard_gradients",
     "free_gathered",
     "gather_ahead",
     "gathered_names",
+    "has_accumulation_hooks",
     "has_run",
     "in_backward",
+    "inherit",
     "is_on_host",
     "is_trainable",
-    "may_reduce_later",
+    "may_be_stepped",
+    "name_of",
     "own_pieces",
     "own_shards",
     "refresh_parameters",
+    "set_gradient_dtypes",
     "shard_like",
     "shard_unit",
+    "shards",
     "show_gathered",
     "show_shards",
     "store",
     "take_gradients",
     "use_all_gather",
     "use_reduce_scatter",
-    "watch_gradients",
 ]
 
 ON_DEVICE = OffloadPolicy()  # shards stay on the device
@@ -101,8 +107,11 @@ def shard_unit(
     """Make `unit` an FSDP unit in place: one gather before its forward, one reduction after.
 
     A list of modules becomes one unit, whose collectives are set on the first module. Parameters in
-    `ignored` are left out.
+    `ignored` are left out. Attributes and gradient hooks of the parameters are kept.
     """
+    modules = unit if isinstance(unit, list) else [unit]
+    owners = {owner for module in modules for owner in module.modules()}
+    originals = {owner: dict(owner.named_parameters(recurse=False)) for owner in owners}
     fully_shard(
         unit,
         mesh=mesh,
@@ -111,6 +120,10 @@ def shard_unit(
         reshard_after_forward=reshard_after_forward,
         ignored_params=set(ignored),
     )
+    for parameter in _parameters(modules[0]):
+        info = parameter._module_info
+        inherit(parameter.sharded_param, originals[info.module][info.param_name])
+        _inherit_when_gathered(parameter)
 
 
 def use_all_gather(unit: FSDPModule, comm: AllGather) -> None:
@@ -173,6 +186,7 @@ def store(shard: Shard, stored: torch.Tensor) -> None:
     if old.is_meta:  # a tensor's device cannot be changed in place
         sharded = shard_like(old, stored)
         parameter.sharded_param = nn.Parameter(sharded, requires_grad=old.requires_grad)
+        inherit(parameter.sharded_param, old)
         parameter._setattr_on_modules(parameter.sharded_param)
     else:
         old._local_tensor = stored
@@ -246,22 +260,6 @@ def is_trainable(unit: FSDPModule) -> bool:
     return any(parameter.sharded_param.requires_grad for parameter in _parameters(unit))
 
 
-def may_reduce_later(unit: FSDPModule) -> bool:
-    """Whether nothing reads the unit's reduced gradients before the backward pass ends.
-
-    FSDP2 reads them immediately if it adds them to existing gradients, casts them to another dtype,
-    or runs hooks on accumulated gradients.
-    """
-    shards = (parameter.sharded_param for parameter in _parameters(unit))
-    return all(
-        shard.grad is None
-        and shard.dtype == torch.float32
-        and not shard._post_accumulate_grad_hooks
-        for shard in shards
-        if shard.requires_grad
-    )
-
-
 def backward_id() -> int:
     """Return an id of the backward pass running on this thread; -1 if there is none."""
     return torch._C._current_graph_task_id()
@@ -322,30 +320,91 @@ def take_gradients(unit: FSDPModule, take: Callable[[nn.Parameter, torch.Tensor]
             parameter.sharded_param.register_post_accumulate_grad_hook(hook)
 
 
-def watch_gradients(unit: FSDPModule) -> Callable[[], tuple[int, ...]]:
-    """Return a function that lists which of `own_pieces` got gradients since its last call.
+def before_reduction(unit: FSDPModule, report: Callable[[list[int], list[int]], None]) -> None:
+    """Complete the unit's gradients before each reduction, and call `report`.
 
-    FSDP2 leaves parameters without a gradient out of the buffer it reduces and does not say which.
+    FSDP2 leaves parameters without a gradient out of the buffer that it reduces, so ranks that use
+    different parameters would add up the wrong ones. Here trained parameters of a unit that was
+    used get zeros instead. `report` gets indices in `own_pieces`: of the parameters that have a
+    gradient of their own, and of all that are in the buffer, in its order.
     """
-    with_gradient: set[int] = set()
-    watched: set[int] = set()
+    state = unit._get_fsdp_state()
+    for group in _groups(unit):
+        group.zeropp_reducer = _Reducer(state, group, group.post_backward, report)
+        group.post_backward = group.zeropp_reducer
+        for module in state._modules:  # a pass may run only some of them
+            module.register_forward_pre_hook(group.zeropp_reducer.note_forward)
 
-    def watch(*_: object) -> None:
-        for index, parameter in enumerate(_parameters(unit)):
-            if index not in watched and parameter._unsharded_param.requires_grad:
-                parameter._unsharded_param.register_post_accumulate_grad_hook(
-                    lambda _, index=index: with_gradient.add(index)
-                )
-                watched.add(index)
 
-    def indices_with_gradient() -> tuple[int, ...]:
-        indices = tuple(sorted(with_gradient))
-        with_gradient.clear()
-        return indices
+class _Reducer:
+    """FSDP2's `post_backward` of a unit, which reduces its gradients, after completing them."""
 
-    for module in unit._get_fsdp_state()._modules:  # a pass may run only some of them
-        module.register_forward_pre_hook(watch)  # after FSDP2's own hook, which gathers
-    return indices_with_gradient
+    def __init__(self, state: object, group: object, reduce: Callable, report: Callable) -> None:
+        self.state, self.group, self.reduce, self.report = state, group, reduce, report
+        self.is_due = False  # the unit ran forward, with gradients, since its last reduction
+
+    def note_forward(self, *_: object) -> None:
+        self.is_due = self.is_due or torch.is_grad_enabled()
+
+    def __call__(self, *arguments: object) -> None:
+        if self.state._is_root:
+            self.reduce_others()
+        group = self.group
+        if group.reduce_grads and (self.is_due or group._training_state != TrainingState.IDLE):
+            self.is_due = False
+            with_gradient, reduced = _complete_gradients(group.fsdp_params)
+            if reduced:
+                self.report(with_gradient, reduced)
+        self.reduce(*arguments)
+
+    def reduce_others(self) -> None:
+        """Reduce the units inside the root whose input needs no gradient before the root itself.
+
+        FSDP2 would do so afterwards, and on other ranks the input may need one.
+        """
+        for state in reversed(self.state._state_ctx.all_states):
+            for group in _groups_of(state):
+                reducer = getattr(group, "zeropp_reducer", self)
+                if reducer is not self and reducer.is_due and group.reduce_grads:
+                    reducer()
+
+
+def _complete_gradients(parameters: list[FSDPParam]) -> tuple[list[int], list[int]]:
+    """Give zeros to trained parameters without a gradient; see `before_reduction`."""
+    gathered = {
+        index: parameter
+        for index, parameter in enumerate(parameters)
+        if hasattr(parameter, "_unsharded_param")
+    }
+    for parameter in gathered.values():
+        parameter.accumulate_unsharded_grad_if_needed()
+    sums = [parameter.unsharded_accumulated_grad for parameter in gathered.values()]
+    dtype = next((total.dtype for total in sums if total is not None), None)
+    with_gradient, reduced = [], []
+    for index, parameter in gathered.items():
+        whole = parameter._unsharded_param
+        if dtype is not None:
+            parameter.to_accumulated_grad_if_needed()  # FSDP2 reduces gradients of one dtype only
+        if parameter.unsharded_accumulated_grad is not None or whole.grad is not None:
+            with_gradient.append(index)
+        elif not whole.requires_grad:
+            continue
+        elif dtype is not None and dtype != whole.dtype:
+            parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)
+        else:
+            whole.grad = torch.zeros_like(whole)
+        reduced.append(index)
+    return with_gradient, reduced
+
+
+def name_of(unit: FSDPModule) -> str:
+    """Return the unit's name in its root module, after the first forward pass."""
+    return next((group._module_fqn for group in _groups(unit)), "") or "the root"
+
+
+def shards(unit: FSDPModule) -> list[nn.Parameter]:
+    """Return the unit's parameters, as shards, in the order of `own_pieces`."""
+    return [parameter.sharded_param for parameter in _parameters(unit)]
 
 
 def _piece(parameter: FSDPParam) -> Piece:
@@ -373,7 +432,79 @@ def _parameters(unit: FSDPModule) -> list[FSDPParam]:
 
 
 def _groups(unit: FSDPModule) -> list:
-    state = unit._get_fsdp_state()
+    return _groups_of(unit._get_fsdp_state())
+
+
+def _groups_of(state: object) -> list:
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11
+
+
+def set_gradient_dtypes(unit: FSDPModule) -> None:
+    """Set what the unit's gradients are reduced in, if all of it was frozen when it first ran.
+
+    FSDP2 does that once, and asks the parameters that are trained then.
+    """
+    for group in _groups(unit):
+        trained = any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
+        if trained and group._reset_sharded_params and group._orig_dtype is None:
+            group._init_mp_dtypes()
+
+
+def discard_gradients(unit: FSDPModule, set_to_none: bool = True) -> None:
+    """Clear the unit's gradients, those included that FSDP2 accumulates until it reduces them."""
+    for group in _groups(unit):
+        if reducer := getattr(group, "zeropp_reducer", None):
+            reducer.is_due = False
+    for parameter in _parameters(unit):
+        whole = getattr(parameter, "_unsharded_param", None)
+        if set_to_none:
+            parameter.unsharded_accumulated_grad = parameter.sharded_param.grad = None
+            if whole is not None:
+                whole.grad = None
+            continue
+        gradients = (
+            parameter.unsharded_accumulated_grad,
+            parameter.sharded_param.grad,
+            None if whole is None else whole.grad,
+        )
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.detach().zero_()
+
+
+def inherit(parameter: torch.Tensor, original: torch.Tensor) -> None:
+    """Give a parameter the attributes and hooks of the one whose place it takes.
+
+    The hooks are shared: those that are added to or removed from either are so for both.
+    """
+    own = {name: value for name, value in vars(original).items() if not name.startswith("_fsdp")}
+    vars(parameter).update(own)
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (hooks := getattr(original, name)) is not None and hooks is not getattr(parameter, name):
+            setattr(parameter, name, hooks)
+
+
+def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
+    """Whether `register_post_accumulate_grad_hook` was called on the parameter."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
+def _inherit_when_gathered(parameter: FSDPParam) -> None:
+    """Give the whole parameter, whenever it is gathered, what the sharded one has.
+
+    Gradient hooks are thus called with this rank's whole gradient; FSDP2 would never call them.
+    Hooks that follow the accumulation are not for whole gradients: FSDP2 calls them itself.
+    """
+    init_unsharded_param = parameter.init_unsharded_param
+
+    def init_and_inherit() -> None:
+        init_unsharded_param()
+        sharded, whole = parameter.sharded_param, parameter._unsharded_param
+        vars(whole).update(vars(sharded))
+        hooks = sharded._backward_hooks
+        if hooks is not None and hooks is not whole._backward_hooks:
+            whole._backward_hooks = hooks
+
+    parameter.init_unsharded_param = init_and_inherit

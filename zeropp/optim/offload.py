@@ -365,4 +365,5 @@ def _set_local_part(parameter: nn.Parameter, local: Tensor) -> None:
         return
     sharded = fsdp.shard_like(parameter, local)
     new_parameter = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+    fsdp.inherit(new_parameter, parameter)
     torch.utils.swap_tensors(parameter, new_parameter)
