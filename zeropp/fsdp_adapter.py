@@ -50,7 +50,6 @@ __all__ = [
     "inherit",
     "is_on_host",
     "is_trainable",
-    "may_be_stepped",
     "name_of",
     "own_pieces",
     "own_shards",

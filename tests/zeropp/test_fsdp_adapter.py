@@ -23,7 +23,7 @@ def test_fsdp_copies_no_gradient_of_weights_on_the_host(settings):
     def record(
         tensor: torch.Tensor, *arguments: object, non_blocking: bool = False
     ) -> torch.Tensor:
-        if isinstance(arguments[0], torch.device):
+        if isinstance(arguments[0], torch.device) and tensor.is_floating_point():
             copied.append(non_blocking)
         return to(tensor, *arguments, non_blocking=non_blocking)
 

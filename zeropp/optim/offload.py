@@ -276,6 +276,9 @@ class Offload:
     def _listen(self, sharding: Sharding) -> None:
         for unit in sharding.units:
             fsdp.take_gradients(unit, self._take)
+        if sharding.gradient_use is not None:
+            sharding.gradient_use.has_gradient = self._has_gradient
+            sharding.gradient_use.clear_gradient = self._clear_gradient
         if not sharding.units:
             for parameter in self._masters:
                 parameter.register_post_accumulate_grad_hook(self._take_whole)
@@ -326,6 +329,12 @@ class Offload:
                 self._late[backward] = []
                 fsdp.after_backward(partial(self._add_late, backward))
             self._late[backward].append((gradient, target))
+
+    def _has_gradient(self, parameter: nn.Parameter) -> bool:
+        return self._masters[parameter].weight.grad is not None
+
+    def _clear_gradient(self, parameter: nn.Parameter) -> None:
+        self._masters[parameter].weight.grad = None
 
     def _add_late(self, backward: int) -> None:
         self._wait_for_copies()
