@@ -7,7 +7,8 @@ or frozen would be lost. So the modules get their shards back when such a pass e
 """
 
 import weakref
-from functools import partial
+from functools import partial, wraps
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,13 +20,13 @@ from zeropp.errors import InputError
 from zeropp.sharding.weight_changes import Units
 
 
-def hold_shards_between_passes(model: nn.Module, units: Units) -> None:
+def hold_shards_between_passes(model: nn.Module, units: Units) -> "Passes":
     """Let the modules of `units` hold shards whenever no pass of `model` uses them.
 
     Between a forward pass and its backward pass they hold what FSDP2 gives them: a step of an
     optimizer made there raises InputError.
     """
-    passes = _Passes(units)
+    passes = Passes(units)
     model.register_forward_pre_hook(passes.enter, prepend=True)
     model.register_forward_hook(passes.leave, always_call=True)  # after FSDP2's
     for unit in units:
@@ -33,9 +34,10 @@ def hold_shards_between_passes(model: nn.Module, units: Units) -> None:
     references = tuple(weakref.ref(unit) for unit in units)
     handle = register_optimizer_step_pre_hook(partial(_require_shards, references))
     weakref.finalize(model, handle.remove)
+    return passes
 
 
-class _Passes:
+class Passes:
     """The forward passes of a model that are running, one within another."""
 
     def __init__(self, units: Units) -> None:
@@ -46,7 +48,26 @@ class _Passes:
 
     def leave(self, *_: object) -> None:
         self._depth -= 1
-        if self._depth == 0 and not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            self._show_shards()
+
+    def include(self, model: nn.Module, name: str) -> None:
+        """Take a method of the model, which needs no gradients, for a forward pass."""
+        method = getattr(model, name)
+
+        @wraps(method)
+        def as_pass(*arguments: Any, **options: Any) -> Any:
+            self._depth += 1
+            try:
+                return method(*arguments, **options)
+            finally:
+                self._depth -= 1
+                self._show_shards()
+
+        setattr(model, name, as_pass)
+
+    def _show_shards(self) -> None:
+        if self._depth == 0:
             for unit in self._units:
                 fsdp.show_shards(unit)
 

@@ -234,9 +234,10 @@ def _shard(
     if routes[0].keeps:
         copies = SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation)
     drop_when_weights_change(model, units, copies)
-    hold_shards_between_passes(model, units)
+    passes = hold_shards_between_passes(model, units)
     if hasattr(model, "generate") and _is_wrapper(model):
         register_fsdp_forward_method(model, "generate")
+        passes.include(model, "generate")
     if num_ranks == 1:
         return Sharding(**fields)
     if blocks and mesh.device_type == "cpu":

@@ -112,6 +112,36 @@ def test_a_pass_within_a_pass_and_one_before_backward(zero):
     assert actual == pytest.approx(expected, rel=1e-5)  # sums of 4 equal terms, in fp32
 
 
+class Wrapper(nn.Module):
+    """A model around another one, whose `generate` calls that past the wrapper, as PEFT's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_model()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.inner(tokens)
+
+    @torch.no_grad()
+    def generate(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.inner(tokens).argmax(-1)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@ranks(4)
+def test_a_model_holds_shards_after_it_generated(stage):
+    sharding = shard_on_nodes({"stage": stage}, Wrapper())
+    for _ in range(2):
+        tokens = sharding.model.generate(tokens_of(0))
+        assert all(isinstance(parameter, DTensor) for parameter in sharding.model.parameters())
+    assert torch.equal(tokens, Wrapper().generate(tokens_of(0)))
+    optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2)
+    trained(sharding, optimizer, looks=False)
+    assert not torch.equal(
+        sharding.model.inner.embedding.weight.full_tensor(), small_model().embedding.weight
+    )
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @ranks(4)
 def test_weights_stay_gathered_between_passes_without_backward(stage):
