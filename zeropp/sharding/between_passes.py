@@ -7,17 +7,19 @@ or frozen would be lost. So the modules get their shards back when such a pass e
 """
 
 import weakref
+from collections.abc import Iterable
 from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
-from zeropp.sharding.weight_changes import Units
+from zeropp.sharding.weight_changes import Notice, Units
 
 
 def hold_shards_between_passes(model: nn.Module, units: Units) -> "Passes":
@@ -37,6 +39,12 @@ def hold_shards_between_passes(model: nn.Module, units: Units) -> "Passes":
     return passes
 
 
+def require_shards(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise InputError for parameters that are weights of some model, gathered for a pass."""
+    if unique := dict.fromkeys(parameters):
+        Notice(unique).step()
+
+
 class Passes:
     """The forward passes of a model that are running, one within another."""
 
@@ -53,6 +61,7 @@ class Passes:
 
     def include(self, model: nn.Module, name: str) -> None:
         """Take a method of the model, which needs no gradients, for a forward pass."""
+        register_fsdp_forward_method(model, name)
         method = getattr(model, name)
 
         @wraps(method)
@@ -75,7 +84,7 @@ class Passes:
 def _require_shards(
     references: tuple[weakref.ref, ...], optimizer: torch.optim.Optimizer, *_: object
 ) -> None:
-    """Raise InputError for an optimizer that holds gathered weights of these units."""
+    """Raise InputError for an optimizer or a notice that holds gathered weights of these units."""
     plain = [
         parameter
         for group in optimizer.param_groups
@@ -90,8 +99,11 @@ def _require_shards(
         names |= fsdp.gathered_names(unit)
     for parameter in plain:
         if parameter in names:
+            user = "GatheredParameters was given"
+            if not isinstance(optimizer, Notice):
+                user = "the optimizer holds"
             raise InputError(
-                f"the optimizer holds {names[parameter]} as it was gathered for a pass, and a step "
-                "on that would be lost: make the optimizer before the forward pass, or after the "
-                "backward pass, when the model's parameters are its shards"
+                f"{user} {names[parameter]} as it was gathered for a pass, and changes of that "
+                "would be lost: take the model's parameters before the forward pass, or after the "
+                "backward pass, when they are its shards"
             )

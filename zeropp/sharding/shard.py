@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
@@ -236,7 +235,6 @@ def _shard(
     drop_when_weights_change(model, units, copies)
     passes = hold_shards_between_passes(model, units)
     if hasattr(model, "generate") and _is_wrapper(model):
-        register_fsdp_forward_method(model, "generate")
         passes.include(model, "generate")
     if num_ranks == 1:
         return Sharding(**fields)

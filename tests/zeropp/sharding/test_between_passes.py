@@ -157,11 +157,14 @@ def test_weights_stay_gathered_between_passes_without_backward(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @ranks(4)
-def test_an_optimizer_of_gathered_weights_is_an_error(stage):
+def test_taking_gathered_weights_for_parameters_is_an_error(stage):
     """They are what modules hold between forward and backward."""
     sharding = shard_on_nodes({"stage": stage})
     loss = loss_of(sharding.model, tokens_of(0))
     optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2)
+    with pytest.raises(InputError, match=r"GatheredParameters was given embedding\.weight as it"):
+        with GatheredParameters(sharding.model.embedding.weight, modifier_rank=0):
+            pass
     loss.backward()
     with pytest.raises(InputError, match=r"embedding\.weight.*gathered.*before the forward pass"):
         optimizer.step()
