@@ -55,7 +55,7 @@ class Passes:
         self._depth += 1
 
     def leave(self, *_: object) -> None:
-        self._depth -= 1
+        self._depth = max(0, self._depth - 1)  # a hook before `enter` may have raised
         if not torch.is_grad_enabled():
             self._show_shards()
 

@@ -17,7 +17,6 @@ from tests.ranks import ranks
 from tests.zeropp.deepspeed.small_engine import SAMPLES, config_of, run
 from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
-from tests.zeropp.wire.test_gradient_use import Experts, run_pass
 from zeropp import InputError, LossScaler, Sharding, ZeroConfig, optimizer_step, shard
 from zeropp.optim import CPUAdam, FusedAdam
 from zeropp.optim import offload as module
@@ -360,22 +359,3 @@ def test_weights_frozen_after_their_backward_are_stepped_and_seen(delayed):
 
     hpz = {"stage": 3, "zero_hpz_partition_size": 2}
     assert losses(hpz) == losses({"stage": 3})
-
-
-@ranks(2)
-def test_experts_that_no_rank_used_are_not_stepped():
-    """The ranks send zeros for them, and nothing is to be added or decayed."""
-
-    def trained_experts(make) -> list[torch.Tensor]:
-        sharding = shard(Experts(), data_mesh(), zero_config({"stage": 3}))
-        optimizer = make(sharding)
-        for number in range(4):
-            with sharding.micro_step(last=number % 2 == 1):
-                run_pass(sharding.model, dist.get_rank(), number).backward()
-            if number % 2 == 1:
-                optimizer_step(optimizer, sharding)
-        return [parameter.full_tensor() for parameter in sharding.model.parameters()]
-
-    weights = trained_experts(offloaded)
-    for weight, expected in zip(weights, trained_experts(plain), strict=True):
-        assert torch.equal(weight, expected)

@@ -112,6 +112,22 @@ def test_a_pass_within_a_pass_and_one_before_backward(zero):
     assert actual == pytest.approx(expected, rel=1e-5)  # sums of 4 equal terms, in fp32
 
 
+@ranks(4)
+def test_a_pass_that_was_refused_changes_nothing():
+    """Hooks of other parts of the program may raise before ours are called."""
+
+    def refuse(*_: object) -> None:
+        raise InputError("not now")
+
+    sharding = shard_on_nodes({"stage": 1})
+    hook = sharding.model.register_forward_pre_hook(refuse, prepend=True)
+    with pytest.raises(InputError, match="not now"):
+        look(sharding)
+    hook.remove()
+    look(sharding)
+    assert all(isinstance(parameter, DTensor) for parameter in sharding.model.parameters())
+
+
 class Wrapper(nn.Module):
     """A model around another one, whose `generate` calls that past the wrapper, as PEFT's do."""
 
