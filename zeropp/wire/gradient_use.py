@@ -81,7 +81,9 @@ class GradientUse:
         indices = [[*self._begin].index(unit) for unit in order]
         digest = zlib.crc32(repr(indices).encode()).to_bytes(DIGEST_BYTES, "little")
         inverse = bytes(255 - byte for byte in digest)
-        notes = torch.frombuffer(used + digest + inverse, dtype=torch.uint8).to(self._device)
+        notes = torch.frombuffer(used + digest + inverse, dtype=torch.uint8)
+        if self._device.type != "cpu":  # from pageable memory, the host would wait for the device
+            notes = notes.pin_memory().to(self._device, non_blocking=True)
         dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)
         if self._device.type != "cpu" and not unused:
             return  # the host does not wait for the device
