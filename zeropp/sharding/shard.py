@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
-from zeropp.ranks.groups import limit_time, shared_group, time_limit
+from zeropp.ranks.groups import inherit_time_limit, shared_group
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import require_shardable
@@ -203,7 +203,7 @@ def _shard(
     num_ranks = 1 if mesh is None else mesh.size()
     if mesh is not None:
         require_data_axis(mesh)
-        limit_time([mesh.get_group()], time_limit(dist.group.WORLD))
+        inherit_time_limit(mesh.get_group())
     compute_dtype = getattr(torch, config.compute_format)
     wire_dtype = getattr(torch, config.wire_format)
     fields = {
