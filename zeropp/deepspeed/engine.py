@@ -143,8 +143,8 @@ class Engine(nn.Module):
             self._optimizer_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, offloaded ones included."""
-        super().zero_grad(set_to_none)
+        """Clear all gradients: offloaded ones too, and those of the micro-batches of this step."""
+        self.sharding.discard_gradients(set_to_none)
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
 
@@ -238,6 +238,7 @@ class Engine(nn.Module):
     ) -> tuple[Path, dict[str, Any]]:
         """Load a checkpoint on all ranks; return its path and its client_state.
 
+        Between the micro-batches of a step, its gradients are discarded and the step begins again.
         Raises InputError as `zeropp.checkpoint.engine_checkpoint.load` does.
         """
         with_optimizer = load_optimizer_states and not load_module_only
@@ -251,7 +252,7 @@ class Engine(nn.Module):
             with_optimizer_state=with_optimizer,
         )
         self.sharding.weights_changed()
-        self._forwards = self._backwards = 0
+        self._begin_step_again()
         if not load_module_only:
             self.global_steps, self.skipped_steps = state["global_steps"], state["skipped_steps"]
             self.micro_steps = self.global_steps * self.batch.micro_batches
@@ -285,6 +286,13 @@ class Engine(nn.Module):
 
     def _mid_step(self) -> bool:
         return self.micro_steps % self.batch.micro_batches != 0
+
+    def _begin_step_again(self) -> None:
+        """Discard what the micro-batches of this step have left."""
+        self.zero_grad()
+        self._forwards = self._backwards = 0
+        self.micro_steps -= self.micro_steps % self.batch.micro_batches
+        self._losses = torch.zeros_like(self._losses)
 
     def _optimizer_step(self) -> None:
         self.sharding.release()  # an evaluation after backward may have left weights gathered

@@ -57,7 +57,13 @@ def _require_order(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def _require_plain(name: str, parameter: nn.Parameter) -> None:
-    """Require a contiguous floating-point `nn.Parameter`."""
+    """Require a contiguous floating-point `nn.Parameter` without hooks on accumulated gradients."""
+    if fsdp.has_accumulation_hooks(parameter):
+        raise InputError(
+            f"parameter {name} has a hook of register_post_accumulate_grad_hook, and its gradient "
+            "will be accumulated in shards: register the hook on the model's parameter after "
+            "sharding, when it gets this rank's part of the mean over ranks"
+        )
     kind = type(parameter)
     if kind not in (nn.Parameter, DTensor):
         raise InputError(

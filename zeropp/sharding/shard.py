@@ -18,6 +18,7 @@ Source: ZeRO (Rajbhandari et al. 2020), section 5; expressed on FSDP2 as in docs
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ from zeropp.errors import InputError
 from zeropp.ranks.groups import inherit_time_limit, shared_group
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import ZeroConfig
+from zeropp.sharding.between_passes import hold_shards_between_passes
 from zeropp.sharding.checks import require_shardable
+from zeropp.sharding.failed_pass import FailedPasses
 from zeropp.sharding.forecast import Forecast
 from zeropp.sharding.materialize import (
     allocate_meta_tensors,
@@ -44,6 +47,7 @@ from zeropp.sharding.subunits import Subunits, trained_subunits
 from zeropp.sharding.weight_changes import drop_when_weights_change
 from zeropp.wire.collectives import GradientMean, WeightGather
 from zeropp.wire.frozen_weights import quantize_frozen, stored_bytes
+from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.in_flight import Reductions
 from zeropp.wire.link import Link, connect
 from zeropp.wire.route import Nodes, Route, gradient_route, weight_route
@@ -171,23 +175,26 @@ def use_gradient_mean(
     route: Route,
     traffic: Traffic,
     wire_dtype: torch.dtype,
+    use: GradientUse,
 ) -> None:
     """Average the units' gradients along `route`."""
     links = _connect(route, mesh, traffic, "gradients")
     in_flight = Reductions() if mesh.device_type == "cpu" else None
     for unit in units:
-        fsdp.use_reduce_scatter(unit, GradientMean(unit, route, links, wire_dtype, in_flight))
+        mean = GradientMean(unit, route, links, wire_dtype, in_flight, use)
+        fsdp.use_reduce_scatter(unit, mean)
 
 
 def outermost_blocks(module: nn.Module) -> Sequence[nn.Module]:
     """Return the entries of the outermost `nn.ModuleList`s that have parameters, in order.
 
-    A block that is listed several times, as in models that share layers, is returned once.
+    A block that is listed several times, as in models that share layers, is returned once. Lists
+    of lists count as one list.
     """
     blocks: dict[nn.Module, None] = {}
     for child in module.children():
-        candidates = child if isinstance(child, nn.ModuleList) else outermost_blocks(child)
-        for block in candidates:
+        is_block = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList)
+        for block in [child] if is_block else outermost_blocks(child):
             if any(True for _ in block.parameters()):
                 blocks[block] = None
     return list(blocks)
@@ -228,8 +235,14 @@ def _shard(
     if routes[0].keeps:
         copies = SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation)
     drop_when_weights_change(model, units, copies)
+    hold_shards_between_passes(model, units)
     if hasattr(model, "generate") and _is_wrapper(model):
         register_fsdp_forward_method(model, "generate")
+    use = None if num_ranks == 1 else GradientUse(mesh.get_group(), _device_of(mesh))
+    fields |= {
+        "gradient_use": use,
+        "failed_passes": FailedPasses(model, units, stage=config.stage, use=use),
+    }
     if num_ranks == 1:
         return Sharding(**fields)
     if blocks and mesh.device_type == "cpu":
@@ -243,10 +256,13 @@ def _shard(
         wire_dtype=wire_dtype,
     )
     if config.stage == 0:
+        for unit in units:
+            use.add(unit)
+            fsdp.before_reduction(unit, partial(use.note, unit))
         return Sharding(**fields)
     traffic = Traffic()
     use_weight_gather(units, mesh, routes[0], traffic, copies)
-    use_gradient_mean(units, mesh, routes[1], traffic, wire_dtype)
+    use_gradient_mean(units, mesh, routes[1], traffic, wire_dtype, use)
     return Sharding(**fields, traffic=traffic, copies=copies)
 
 
