@@ -38,7 +38,9 @@ class ParallelConfig(Section):
     distributed_backend: str | None = flag(
         None, "communication library (default: nccl on GPUs, else gloo)", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: int = flag(10, "a collective fails after so long", minimum=1)
+    distributed_timeout_minutes: float = flag(
+        10.0, "a collective fails, and a rank that hangs ends the run, after so long", above=0
+    )
 
     def check(self) -> None:
         """Raise InputError for kinds of parallelism that are not built yet."""

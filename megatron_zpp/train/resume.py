@@ -47,6 +47,7 @@ def save(run: Run) -> None:
     config, counters = run.config, run.counters
     if config.checkpoint.save is None:
         return
+    run.ranks.main_thread.mark()
     run.metrics.flush()
     counters.saved_iteration = counters.iteration
     state = TrainingState(
