@@ -170,6 +170,19 @@ def test_errors_before_the_copy_leave_the_folder_as_it_was(tmp_path, monkeypatch
     assert folder_at(tmp_path / "save").latest() == "a"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_a_gpus_state_at_the_time_of_the_call_is_saved(tmp_path):
+    tensors = {f"{i}": torch.full((1 << 20,), float(i), device="cuda") for i in range(20)}
+    with AsyncWriter() as writer:
+        save(writer, tmp_path, "a", tensors)
+        for tensor in tensors.values():
+            tensor.fill_(-1.0)
+        writer.finish()
+    read_shards(tmp_path / "a", tensors)
+    assert all((tensor == float(name)).all() for name, tensor in tensors.items())
+
+
 def test_memory_and_descriptors_do_not_grow(tmp_path):
     descriptors = len(os.listdir("/proc/self/fd"))
     with AsyncWriter() as writer:
