@@ -3,7 +3,7 @@
 import logging
 import signal
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import torch.distributed as dist
 
@@ -67,7 +67,7 @@ def pretrain(config: Config, ranks: Ranks, console: Console, stopping: Stopping)
     if resumed_complete:
         console.line(f"training is complete: {run.counters.iteration} iterations are done")
     sample = None
-    with closing(run.metrics):
+    with closing(run.metrics), run.async_writer or nullcontext():
         finished = config.training.skip_train or resumed_complete or train(run)
         if finished:
             evaluate_split(run, VALIDATION, "the end of training for val data")
