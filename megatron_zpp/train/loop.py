@@ -4,7 +4,7 @@ from megatron_zpp.data.loader import Loader
 from megatron_zpp.monitor.metrics import Validation
 from megatron_zpp.train.evaluate import evaluate
 from megatron_zpp.train.pending_iteration import PendingIteration
-from megatron_zpp.train.resume import save
+from megatron_zpp.train.resume import finish_save, save
 from megatron_zpp.train.run import Run, is_due
 from megatron_zpp.train.step import train_step
 
@@ -38,12 +38,16 @@ def train(run: Run) -> bool:
                 evaluate_split(run, VALIDATION, f"iteration {counters.iteration}")
             if saves:
                 save(run)
+            elif run.async_writer is not None:
+                run.async_writer.log_progress()
             if stop_reason:
+                finish_save(run)
                 run.console.line(f"stopping after iteration {counters.iteration}: {stop_reason}")
                 return False
         log_iteration(run, pending)
     if counters.iteration != counters.saved_iteration:
         save(run)
+    finish_save(run)
     return True
 
 

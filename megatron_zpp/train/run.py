@@ -13,6 +13,7 @@ from megatron_zpp.settings.schedule import Schedules
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.train.stop import Stopping
 from zeropp import LossScaler, Sharding
+from zeropp.checkpoint.async_save import AsyncWriter
 
 
 @dataclass(kw_only=True)
@@ -59,6 +60,7 @@ class Run:
     stopping: Stopping
     counters: Counters
     communication: CommunicationMeter
+    async_writer: AsyncWriter | None  # with --async-save
 
 
 def is_due(iteration: int, interval: int | None) -> bool:
