@@ -1,5 +1,7 @@
 """The training loop: step, log, evaluate, save, stop."""
 
+from collections.abc import Sequence
+
 from megatron_zpp.data.loader import Loader
 from megatron_zpp.monitor.metrics import Validation
 from megatron_zpp.train.evaluate import evaluate
@@ -20,11 +22,15 @@ def train(run: Run) -> bool:
     config, counters = run.config, run.counters
     if config.evaluation.eval_at_start and counters.iteration == 0:
         evaluate_split(run, VALIDATION, "the start of training")
-    with loader(run, TRAIN, counters.consumed_samples) as batches, run.console.live():
+    skipped = run.schedules.batch_size.batches_with(config.data.skipped, counters.consumed_samples)
+    with loader(run, TRAIN, counters.consumed_samples, skipped) as batches, run.console.live():
         pending: PendingIteration | None = None
         while counters.iteration < run.schedules.length.iterations:
-            previous, pending = pending, train_step(run, batches, pending)
-            log_iteration(run, previous)
+            if any(counters.consumed_samples in samples for samples in skipped):
+                leave_out_batch(run)
+            else:
+                previous, pending = pending, train_step(run, batches, pending)
+                log_iteration(run, previous)
             if not run.ranks.asynchronous:
                 log_iteration(run, pending)
                 pending = None
@@ -45,6 +51,18 @@ def train(run: Run) -> bool:
     if counters.iteration != counters.saved_iteration:
         save(run)
     return True
+
+
+def leave_out_batch(run: Run) -> None:
+    """Count an iteration, as one without an update, whose samples are in `--skip-samples`."""
+    counters = run.counters
+    first = counters.consumed_samples
+    size = run.schedules.batch_size(first)
+    counters.advance(size, run.config.model.seq_length, skipped=True)
+    run.console.line(
+        f"iteration {counters.iteration} is left out: samples {first}:{first + size} "
+        "(--skip-samples)"
+    )
 
 
 def log_iteration(run: Run, pending: PendingIteration | None) -> None:
@@ -82,8 +100,11 @@ def evaluate_split(run: Run, split: int, moment: str) -> None:
     )
 
 
-def loader(run: Run, split: int, consumed_samples: int) -> Loader:
-    """This rank's micro-batches of a split, after the first `consumed_samples` of all ranks."""
+def loader(run: Run, split: int, consumed_samples: int, skipped: Sequence[range] = ()) -> Loader:
+    """This rank's micro-batches of a split, after the first `consumed_samples` of all ranks.
+
+    The samples of `skipped`, ranges of whole global batches, are passed over.
+    """
     return Loader(
         run.datasets[split],
         run.config.data,
@@ -93,4 +114,5 @@ def loader(run: Run, split: int, consumed_samples: int) -> Loader:
         world=run.ranks.num_ranks,
         eod=run.tokenizer.eod,
         device=run.ranks.device,
+        skipped=skipped,
     )

@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(command: list[str], num_ranks: int, max_restarts: int) -> int:
     """Run the ranks until they succeed or have failed `1 + max_restarts` times; return the status.
 
-    Each attempt has an agent of its own, with a new store and port: nothing of a failed one is left.
+    Each attempt has an agent of its own, with a new store and a new port.
     """
     program, *arguments = command
     for restart in range(1, max_restarts + 2):
