@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 __all__ = [
@@ -37,22 +38,33 @@ __all__ = [
     "Shard",
     "after_backward",
     "backward_id",
+    "before_reduction",
+    "before_use",
+    "discard_gradients",
     "free_gathered",
     "gather_ahead",
+    "gathered_names",
+    "has_accumulation_hooks",
     "has_run",
     "in_backward",
+    "inherit",
+    "is_on_host",
+    "is_trainable",
     "may_be_stepped",
-    "may_reduce_later",
+    "name_of",
     "own_pieces",
     "own_shards",
     "refresh_parameters",
+    "set_gradient_dtypes",
     "shard_like",
     "shard_unit",
+    "shards",
+    "show_gathered",
+    "show_shards",
     "store",
     "take_gradients",
     "use_all_gather",
     "use_reduce_scatter",
-    "watch_gradients",
 ]
 
 ON_DEVICE = OffloadPolicy()  # shards stay on the device
@@ -95,8 +107,11 @@ def shard_unit(
     """Make `unit` an FSDP unit in place: one gather before its forward, one reduction after.
 
     A list of modules becomes one unit, whose collectives are set on the first module. Parameters in
-    `ignored` are left out.
+    `ignored` are left out. Attributes and gradient hooks of the parameters are kept.
     """
+    modules = unit if isinstance(unit, list) else [unit]
+    owners = {owner for module in modules for owner in module.modules()}
+    originals = {owner: dict(owner.named_parameters(recurse=False)) for owner in owners}
     fully_shard(
         unit,
         mesh=mesh,
@@ -105,6 +120,10 @@ def shard_unit(
         reshard_after_forward=reshard_after_forward,
         ignored_params=set(ignored),
     )
+    for parameter in _parameters(modules[0]):
+        info = parameter._module_info
+        inherit(parameter.sharded_param, originals[info.module][info.param_name])
+        _inherit_when_gathered(parameter)
 
 
 def use_all_gather(unit: FSDPModule, comm: AllGather) -> None:
@@ -167,6 +186,7 @@ def store(shard: Shard, stored: torch.Tensor) -> None:
     if old.is_meta:  # a tensor's device cannot be changed in place
         sharded = shard_like(old, stored)
         parameter.sharded_param = nn.Parameter(sharded, requires_grad=old.requires_grad)
+        inherit(parameter.sharded_param, old)
         parameter._setattr_on_modules(parameter.sharded_param)
     else:
         old._local_tensor = stored
@@ -190,6 +210,8 @@ def free_gathered(unit: FSDPModule) -> None:
             continue  # in use
         if (prefetched := group._all_gather_result) is not None:
             if prefetched.all_gather_event is not None:
+                # Its memory goes back to the copy-in stream, or to the current one after `unshard`.
+                group._wait_all_gather_streams_on_event(prefetched.all_gather_event)
                 group.device_handle.current_stream().wait_event(prefetched.all_gather_event)
             if isinstance(prefetched.all_gather_work, dist.Work):
                 prefetched.all_gather_work.wait()
@@ -197,26 +219,45 @@ def free_gathered(unit: FSDPModule) -> None:
         group.reshard()
 
 
-def may_be_stepped(unit: FSDPModule) -> bool:
-    """Whether an optimizer may change the unit: it is trained, or still has gradients."""
-    shards = (parameter.sharded_param for parameter in _parameters(unit))
-    return any(shard.requires_grad or shard.grad is not None for shard in shards)
+def before_use(unit: FSDPModule, prepare: Callable[[], None]) -> None:
+    """Call `prepare` each time FSDP2 is about to use the unit's weights, gathered or not."""
+
+    def prepare_and_unshard(unshard: Callable, async_op: bool = False) -> None:
+        prepare()
+        unshard(async_op)
+
+    for group in _groups(unit):
+        group.unshard = partial(prepare_and_unshard, group.unshard)
 
 
-def may_reduce_later(unit: FSDPModule) -> bool:
-    """Whether nothing reads the unit's reduced gradients before the backward pass ends.
+def show_shards(unit: FSDPModule) -> None:
+    """Let modules hold their shards between passes; weights that are gathered stay so."""
+    for group in _groups(unit):
+        if group.is_unsharded and group._training_state == TrainingState.IDLE:
+            for parameter in group.fsdp_params:
+                parameter._setattr_on_modules(parameter.sharded_param)
 
-    FSDP2 reads them immediately if it adds them to existing gradients, casts them to another dtype,
-    or runs hooks on accumulated gradients.
-    """
-    shards = (parameter.sharded_param for parameter in _parameters(unit))
-    return all(
-        shard.grad is None
-        and shard.dtype == torch.float32
-        and not shard._post_accumulate_grad_hooks
-        for shard in shards
-        if shard.requires_grad
-    )
+
+def show_gathered(unit: FSDPModule) -> None:
+    """Undo `show_shards` for a pass; parameters frozen since then are frozen in it."""
+    for group in _groups(unit):
+        if group.is_unsharded and _shows_shards(group):
+            for parameter in group.fsdp_params:
+                parameter.to_unsharded()
+
+
+def gathered_names(unit: FSDPModule) -> dict[nn.Parameter, str]:
+    """Return the unit's gathered weights, which FSDP2 overwrites by gathers, and their names."""
+    return {
+        parameter._unsharded_param: str(parameter._param_fqn)
+        for parameter in _parameters(unit)
+        if hasattr(parameter, "_unsharded_param")
+    }
+
+
+def is_trainable(unit: FSDPModule) -> bool:
+    """Whether any of the unit's own parameters requires gradients."""
+    return any(parameter.sharded_param.requires_grad for parameter in _parameters(unit))
 
 
 def backward_id() -> int:
@@ -234,6 +275,11 @@ def has_run(unit: FSDPModule) -> bool:
     return any(group._reset_sharded_params for group in _groups(unit))
 
 
+def is_on_host(unit: FSDPModule) -> bool:
+    """Whether FSDP2 keeps the unit's shards on the host and copies them for each gather."""
+    return any(parameter.offload_to_cpu for parameter in _parameters(unit))
+
+
 def shard_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     """Return a tensor sharded as `parameter` with this rank's part `local`, on any device."""
     return DTensor(local, parameter._spec, requires_grad=False)
@@ -243,51 +289,122 @@ def take_gradients(unit: FSDPModule, take: Callable[[nn.Parameter, torch.Tensor]
     """Pass this rank's part of each averaged gradient, in fp32, to `take`; leave no `.grad`.
 
     `take` is called as each reduction is queued, on its stream. FSDP2 rounds the means to the
-    parameters' dtype; the means from before rounding are passed on.
+    parameters' dtype; the means from before rounding are passed on. Where it keeps the parameters
+    on the host, it would also copy each rounded mean there, and wait for that because of our hooks.
+    While it puts the means in their places, it is told that the parameters are on the device.
     """
     remaining: list[torch.Tensor] = []  # the part of the buffer of means not yet passed on
+    on_host = [parameter for parameter in _parameters(unit) if parameter.offload_to_cpu]
 
     def keep_means(means: torch.Tensor) -> None:
         remaining[:] = [means]
+        for parameter in on_host:
+            parameter.offload_to_cpu = False
 
     def pass_on(parameter: nn.Parameter, padded: int) -> None:
         local, parameter.grad = parameter.grad._local_tensor, None
         means = remaining.pop()
         if padded < means.numel():  # an empty view would keep the buffer alive
             remaining.append(means[padded:])
+        else:
+            for each in on_host:
+                each.offload_to_cpu = True
         take(parameter, means[: local.numel()].view(local.shape))
 
     unit.set_all_reduce_hook(keep_means)
+    for parameter in on_host:  # a gradient must be where its parameter is, if only until `pass_on`
+        parameter.to_sharded_dtensor = partial(_placeholder, parameter)
     for parameter in _parameters(unit):
         if parameter.sharded_param.requires_grad:
             hook = partial(pass_on, padded=parameter.padded_sharded_param_size.numel())
             parameter.sharded_param.register_post_accumulate_grad_hook(hook)
 
 
-def watch_gradients(unit: FSDPModule) -> Callable[[], tuple[int, ...]]:
-    """Return a function that lists which of `own_pieces` got gradients since its last call.
+def before_reduction(unit: FSDPModule, report: Callable[[list[int], list[int]], None]) -> None:
+    """Complete the unit's gradients before each reduction, and call `report`.
 
-    FSDP2 leaves parameters without a gradient out of the buffer it reduces and does not say which.
+    FSDP2 leaves parameters without a gradient out of the buffer that it reduces, so ranks that use
+    different parameters would add up the wrong ones. Here trained parameters of a unit that was
+    used get zeros instead. `report` gets indices in `own_pieces`: of the parameters that have a
+    gradient of their own, and of all that are in the buffer, in its order.
     """
-    with_gradient: set[int] = set()
-    watched: set[int] = set()
+    state = unit._get_fsdp_state()
+    for group in _groups(unit):
+        group.zeropp_reducer = _Reducer(state, group, group.post_backward, report)
+        group.post_backward = group.zeropp_reducer
+        for module in state._modules:  # a pass may run only some of them
+            module.register_forward_pre_hook(group.zeropp_reducer.note_forward)
 
-    def watch(*_: object) -> None:
-        for index, parameter in enumerate(_parameters(unit)):
-            if index not in watched and parameter._unsharded_param.requires_grad:
-                parameter._unsharded_param.register_post_accumulate_grad_hook(
-                    lambda _, index=index: with_gradient.add(index)
-                )
-                watched.add(index)
 
-    def indices_with_gradient() -> tuple[int, ...]:
-        indices = tuple(sorted(with_gradient))
-        with_gradient.clear()
-        return indices
+class _Reducer:
+    """FSDP2's `post_backward` of a unit, which reduces its gradients, after completing them."""
 
-    for module in unit._get_fsdp_state()._modules:  # a pass may run only some of them
-        module.register_forward_pre_hook(watch)  # after FSDP2's own hook, which gathers
-    return indices_with_gradient
+    def __init__(self, state: object, group: object, reduce: Callable, report: Callable) -> None:
+        self.state, self.group, self.reduce, self.report = state, group, reduce, report
+        self.is_due = False  # the unit ran forward, with gradients, since its last reduction
+
+    def note_forward(self, *_: object) -> None:
+        self.is_due = self.is_due or torch.is_grad_enabled()
+
+    def __call__(self, *arguments: object) -> None:
+        if self.state._is_root:
+            self.reduce_others()
+        group = self.group
+        if group.reduce_grads and (self.is_due or group._training_state != TrainingState.IDLE):
+            self.is_due = False
+            with_gradient, reduced = _complete_gradients(group.fsdp_params)
+            if reduced:
+                self.report(with_gradient, reduced)
+        self.reduce(*arguments)
+
+    def reduce_others(self) -> None:
+        """Reduce the units inside the root whose input needs no gradient before the root itself.
+
+        FSDP2 would do so afterwards, and on other ranks the input may need one.
+        """
+        for state in reversed(self.state._state_ctx.all_states):
+            for group in _groups_of(state):
+                reducer = getattr(group, "zeropp_reducer", self)
+                if reducer is not self and reducer.is_due and group.reduce_grads:
+                    reducer()
+
+
+def _complete_gradients(parameters: list[FSDPParam]) -> tuple[list[int], list[int]]:
+    """Give zeros to trained parameters without a gradient; see `before_reduction`."""
+    gathered = {
+        index: parameter
+        for index, parameter in enumerate(parameters)
+        if hasattr(parameter, "_unsharded_param")
+    }
+    for parameter in gathered.values():
+        parameter.accumulate_unsharded_grad_if_needed()
+    sums = [parameter.unsharded_accumulated_grad for parameter in gathered.values()]
+    dtype = next((total.dtype for total in sums if total is not None), None)
+    with_gradient, reduced = [], []
+    for index, parameter in gathered.items():
+        whole = parameter._unsharded_param
+        if dtype is not None:
+            parameter.to_accumulated_grad_if_needed()  # FSDP2 reduces gradients of one dtype only
+        if parameter.unsharded_accumulated_grad is not None or whole.grad is not None:
+            with_gradient.append(index)
+        elif not whole.requires_grad:
+            continue
+        elif dtype is not None and dtype != whole.dtype:
+            parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)
+        else:
+            whole.grad = torch.zeros_like(whole)
+        reduced.append(index)
+    return with_gradient, reduced
+
+
+def name_of(unit: FSDPModule) -> str:
+    """Return the unit's name in its root module, after the first forward pass."""
+    return next((group._module_fqn for group in _groups(unit)), "") or "the root"
+
+
+def shards(unit: FSDPModule) -> list[nn.Parameter]:
+    """Return the unit's parameters, as shards, in the order of `own_pieces`."""
+    return [parameter.sharded_param for parameter in _parameters(unit)]
 
 
 def _piece(parameter: FSDPParam) -> Piece:
@@ -300,12 +417,94 @@ def _piece(parameter: FSDPParam) -> Piece:
     )
 
 
+def _placeholder(parameter: FSDPParam, gradient: torch.Tensor) -> DTensor:
+    return parameter.sharded_param.detach()
+
+
+def _shows_shards(group: FSDPParamGroup) -> bool:
+    first = group.fsdp_params[0]
+    held = getattr(first._module_info.module, first._module_info.param_name)
+    return held is first.sharded_param
+
+
 def _parameters(unit: FSDPModule) -> list[FSDPParam]:
     return [parameter for group in _groups(unit) for parameter in group.fsdp_params]
 
 
 def _groups(unit: FSDPModule) -> list:
-    state = unit._get_fsdp_state()
+    return _groups_of(unit._get_fsdp_state())
+
+
+def _groups_of(state: object) -> list:
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11
+
+
+def set_gradient_dtypes(unit: FSDPModule) -> None:
+    """Set what the unit's gradients are reduced in, if all of it was frozen when it first ran.
+
+    FSDP2 does that once, and asks the parameters that are trained then.
+    """
+    for group in _groups(unit):
+        trained = any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
+        if trained and group._reset_sharded_params and group._orig_dtype is None:
+            group._init_mp_dtypes()
+
+
+def discard_gradients(unit: FSDPModule, set_to_none: bool = True) -> None:
+    """Clear the unit's gradients, those included that FSDP2 accumulates until it reduces them."""
+    for group in _groups(unit):
+        if reducer := getattr(group, "zeropp_reducer", None):
+            reducer.is_due = False
+    for parameter in _parameters(unit):
+        whole = getattr(parameter, "_unsharded_param", None)
+        if set_to_none:
+            parameter.unsharded_accumulated_grad = parameter.sharded_param.grad = None
+            if whole is not None:
+                whole.grad = None
+            continue
+        gradients = (
+            parameter.unsharded_accumulated_grad,
+            parameter.sharded_param.grad,
+            None if whole is None else whole.grad,
+        )
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.detach().zero_()
+
+
+def inherit(parameter: torch.Tensor, original: torch.Tensor) -> None:
+    """Give a parameter the attributes and hooks of the one whose place it takes.
+
+    The hooks are shared: those that are added to or removed from either are so for both.
+    """
+    own = {name: value for name, value in vars(original).items() if not name.startswith("_fsdp")}
+    vars(parameter).update(own)
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (hooks := getattr(original, name)) is not None and hooks is not getattr(parameter, name):
+            setattr(parameter, name, hooks)
+
+
+def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
+    """Whether `register_post_accumulate_grad_hook` was called on the parameter."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
+def _inherit_when_gathered(parameter: FSDPParam) -> None:
+    """Give the whole parameter, whenever it is gathered, what the sharded one has.
+
+    Gradient hooks are thus called with this rank's whole gradient; FSDP2 would never call them.
+    Hooks that follow the accumulation are not for whole gradients: FSDP2 calls them itself.
+    """
+    init_unsharded_param = parameter.init_unsharded_param
+
+    def init_and_inherit() -> None:
+        init_unsharded_param()
+        sharded, whole = parameter.sharded_param, parameter._unsharded_param
+        vars(whole).update(vars(sharded))
+        hooks = sharded._backward_hooks
+        if hooks is not None and hooks is not whole._backward_hooks:
+            whole._backward_hooks = hooks
+
+    parameter.init_unsharded_param = init_and_inherit

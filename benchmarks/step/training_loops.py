@@ -25,6 +25,7 @@ from zeropp import optimizer_step, shard
 from zeropp.fsdp_adapter import gather_ahead
 from zeropp.optim.step import local_part
 from zeropp.sharding.shard import find_nodes, use_gradient_mean
+from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.route import gradient_route
 from zeropp.wire.traffic import Traffic
 
@@ -115,7 +116,8 @@ def fsdp2(
     fully_shard(model, mesh=mesh, mp_policy=policy)
     if all_to_all:
         route = gradient_route(zero, find_nodes(mesh, zero))
-        use_gradient_mean((*model.blocks, model), mesh, route, Traffic(), wire_dtype)
+        use = GradientUse(mesh.get_group(), setup.ranks.device)
+        use_gradient_mean((*model.blocks, model), mesh, route, Traffic(), wire_dtype, use)
     if ahead:
         gather_ahead(model, model.blocks)
     _initialize(model, setup)

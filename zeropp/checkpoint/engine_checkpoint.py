@@ -16,7 +16,11 @@ from torch import nn
 
 from zeropp.atomic import write_atomically
 from zeropp.checkpoint.complete_or_absent import CheckpointFolder
-from zeropp.checkpoint.shard_files import os_errors_as_input_errors, write_shards
+from zeropp.checkpoint.shard_files import (
+    damage_as_input_errors,
+    os_errors_as_input_errors,
+    write_shards,
+)
 from zeropp.checkpoint.state_tensors import load_state, state_to_save
 from zeropp.errors import InputError, first_lines
 from zeropp.ranks.coordination import broadcast_object, fail_together, gather_objects, rank
@@ -77,7 +81,8 @@ def load(
             path = _find(folder, tag) if rank() == 0 else None
         path = broadcast_object(path)
         with fail_together():
-            state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+            with damage_as_input_errors(path / STATE):
+                state = torch.load(path / STATE, map_location="cpu", weights_only=True)
             with_optimizer_state = with_optimizer_state and optimizer is not None
             if with_optimizer_state and not state["optimizer_saved"]:
                 raise InputError(

@@ -17,14 +17,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from zeropp.errors import InputError
+from zeropp.ranks.coordination import current_group
+
+METADATA = ".metadata"  # written by torch.distributed.checkpoint, last
+ADVICE = "restore it, or load another checkpoint"
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write `tensors` (DTensors, or tensors equal on all ranks); to be called by all ranks."""
     with _without_warnings():
-        dcp.save(dict(tensors), storage_writer=_Writer(folder))
+        writer = _Writer(folder)
+        dcp.save(dict(tensors), storage_writer=writer, process_group=current_group())
 
 
 def write_one_by_one(
@@ -42,14 +49,20 @@ def write_one_by_one(
 
 
 def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill `tensors` in place, each rank its shards; to be called by all ranks."""
+    """Fill `tensors` in place, each rank its shards; to be called by all ranks.
+
+    Raises InputError, maybe within a CheckpointException, naming a file that is damaged.
+    """
     with _without_warnings():
-        dcp.load(dict(tensors), storage_reader=FileSystemReader(folder))
+        dcp.load(dict(tensors), storage_reader=Reader(folder), process_group=current_group())
 
 
 def saved_tensors(folder: Path) -> dict[str, Tensor]:
-    """Shape and dtype of each tensor in a checkpoint by name, as tensors on the meta device."""
-    metadata = FileSystemReader(folder).read_metadata()
+    """Shape and dtype of each tensor in a checkpoint by name, as tensors on the meta device.
+
+    Raises InputError if the metadata is damaged.
+    """
+    metadata = Reader(folder).read_metadata()
     return {
         name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         for name, entry in metadata.state_dict_metadata.items()
@@ -57,7 +70,49 @@ def saved_tensors(folder: Path) -> dict[str, Tensor]:
     }
 
 
-class OneByOneReader(FileSystemReader):
+@contextmanager
+def damage_as_input_errors(path: Path) -> Iterator[None]:
+    """Raise an InputError that calls `path` damaged for what readers of torn files raise."""
+    try:
+        yield
+    except (OSError, InputError):
+        raise
+    except Exception as error:  # pickle and zip readers raise many kinds
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise InputError(f"{path} is damaged: {reason:.200}; {ADVICE}") from error
+
+
+class Reader(FileSystemReader):
+    """Reads the tensors of a checkpoint; raises InputError for a file that is damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata, which names files, shapes and dtypes."""
+        with damage_as_input_errors(self.folder / METADATA):
+            return super().read_metadata(*args, **kwargs)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the planned parts, after comparing the sizes of their files with the metadata."""
+        needed: dict[str, int] = {}
+        for item in plan.items:
+            part = self.storage_data[item.storage_index]
+            end = part.offset + part.length
+            needed[part.relative_path] = max(end, needed.get(part.relative_path, 0))
+        for name, num_bytes in needed.items():
+            path = self.folder / name
+            size = path.stat().st_size
+            if size < num_bytes:
+                raise InputError(
+                    f"{path} is damaged: it has {size:,} bytes, of {num_bytes:,} or more; {ADVICE}"
+                )
+        with damage_as_input_errors(self.folder):
+            return super().read_data(plan, planner)
+
+
+class OneByOneReader(Reader):
     """Reads whole tensors one at a time, on one process; reads the metadata only once."""
 
     def __init__(self, folder: Path) -> None:

@@ -8,13 +8,15 @@
 The names are DeepSpeed's; the work is done by `zeropp.shard` and `zeropp.optimizer_step`.
 """
 
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -25,11 +27,23 @@ from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
 from zeropp.errors import InputError
 from zeropp.optim.loss_scale import LossScaler
 from zeropp.optim.step import optimizer_step
+from zeropp.ranks.coordination import among
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import Batch, ZeroConfig
 from zeropp.sharding.sharding import Sharding
 
 log = logging.getLogger("zeropp")
+
+
+def _among_its_ranks(method: Callable) -> Callable:
+    """Let a method of the engine act among the ranks of the engine's mesh."""
+
+    @functools.wraps(method)
+    def on_mesh(engine: "Engine", *args: Any, **kwargs: Any) -> Any:
+        with among(engine.sharding.group):
+            return method(engine, *args, **kwargs)
+
+    return on_mesh
 
 
 class Engine(nn.Module):
@@ -54,7 +68,8 @@ class Engine(nn.Module):
         self.sharding, self.config, self.batch, self.device = sharding, config, batch, device
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.global_rank, self.local_rank = environment.rank, environment.local_rank
-        self.world_size = environment.world_size
+        self.world_size = environment.world_size  # ranks of the mesh, as in DeepSpeed
+        self._is_first = dist.get_rank(sharding.group) == 0
         self.global_steps = self.micro_steps = self.skipped_steps = 0
         self.scaler = _loss_scaler(config)
         self._grad_norm: float | None = None
@@ -128,8 +143,8 @@ class Engine(nn.Module):
             self._optimizer_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, offloaded ones included."""
-        super().zero_grad(set_to_none)
+        """Clear all gradients: offloaded ones too, and those of the micro-batches of this step."""
+        self.sharding.discard_gradients(set_to_none)
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
 
@@ -178,6 +193,7 @@ class Engine(nn.Module):
         """The factor that fp16 losses are multiplied by; 1 in other formats."""
         return self.scaler.scale if self.scaler else 1.0
 
+    @_among_its_ranks
     def save_checkpoint(
         self,
         save_dir: Path | str,
@@ -210,6 +226,7 @@ class Engine(nn.Module):
             Path(save_dir), tag, self.module, self.optimizer, state, save_latest=save_latest
         )
 
+    @_among_its_ranks
     def load_checkpoint(
         self,
         load_dir: Path | str,
@@ -221,6 +238,7 @@ class Engine(nn.Module):
     ) -> tuple[Path, dict[str, Any]]:
         """Load a checkpoint on all ranks; return its path and its client_state.
 
+        Between the micro-batches of a step, its gradients are discarded and the step begins again.
         Raises InputError as `zeropp.checkpoint.engine_checkpoint.load` does.
         """
         with_optimizer = load_optimizer_states and not load_module_only
@@ -234,7 +252,7 @@ class Engine(nn.Module):
             with_optimizer_state=with_optimizer,
         )
         self.sharding.weights_changed()
-        self._forwards = self._backwards = 0
+        self._begin_step_again()
         if not load_module_only:
             self.global_steps, self.skipped_steps = state["global_steps"], state["skipped_steps"]
             self.micro_steps = self.global_steps * self.batch.micro_batches
@@ -247,6 +265,7 @@ class Engine(nn.Module):
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         return path, state["client_state"]
 
+    @_among_its_ranks
     def save_16bit_model(
         self, save_dir: Path | str, save_filename: str = "pytorch_model.bin"
     ) -> Path:
@@ -267,6 +286,13 @@ class Engine(nn.Module):
 
     def _mid_step(self) -> bool:
         return self.micro_steps % self.batch.micro_batches != 0
+
+    def _begin_step_again(self) -> None:
+        """Discard what the micro-batches of this step have left."""
+        self.zero_grad()
+        self._forwards = self._backwards = 0
+        self.micro_steps -= self.micro_steps % self.batch.micro_batches
+        self._losses = torch.zeros_like(self._losses)
 
     def _optimizer_step(self) -> None:
         self.sharding.release()  # an evaluation after backward may have left weights gathered
@@ -292,7 +318,7 @@ class Engine(nn.Module):
     def _report(self) -> None:
         every, losses = self.config.steps_per_print, self._losses
         self._losses = torch.zeros_like(losses)
-        if every and self.global_steps % every == 0 and self.global_rank == 0:
+        if every and self.global_steps % every == 0 and self._is_first:
             scale = f", loss scale {self.loss_scale:g}" if self.scaler else ""
             log.info(
                 "step %d, loss %.4f (rank 0), gradient norm %.3f, lr %s, skipped %d%s",

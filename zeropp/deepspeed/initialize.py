@@ -6,6 +6,7 @@ the model as the JSON says, and makes the optimizer and the schedule hold the sh
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from zeropp.deepspeed.engine import Engine
+from zeropp.deepspeed.fp32_weights import use_fp32_weights
+from zeropp.deepspeed.sample_stream import SamplesOfRank
 from zeropp.errors import InputError
 from zeropp.optim.adam import FusedAdam, fastest_adamw
 from zeropp.optim.cpu_adam import CPUAdam
 from zeropp.optim.lr_schedule import build_scheduler
 from zeropp.optim.offloaded import offloaded_adamw
 from zeropp.optim.remap import Names, listed, names_of, remap, remapped
+from zeropp.ranks.coordination import among
 from zeropp.ranks.process_group import pick_device, start_process_group
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import Batch, ZeroConfig
 from zeropp.sharding.materialize import copy_from_first_rank
-from zeropp.sharding.shard import shard
+from zeropp.sharding.shard import require_data_axis, shard
 from zeropp.sharding.sharding import Sharding
 
 AXIS = "fsdp"  # by this name PEFT knows that a sharded layer computes with full weights
@@ -63,43 +67,54 @@ def initialize(
     same. `optimizer` was built on the unsharded model's parameters, or is a function from
     parameters to an optimizer, or is named in the JSON; it steps `model_parameters`, by default all
     that require gradients. `lr_scheduler` is an object, a function from the optimizer, or named in
-    the JSON. `training_data` is made into a loader of this rank's micro-batches. Raises InputError
-    for arguments that are missing, contradictory or not supported.
+    the JSON. `training_data` (a stream must be the same on all ranks) is made into a loader of this
+    rank's micro-batches. Raises InputError for arguments that are missing, contradictory or not
+    supported.
     """
     _refuse_unsupported(distributed_port, mpu, mesh_param)
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise InputError(f"zeropp.initialize needs model=, an nn.Module, not {kind}")
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise InputError("the model given to zeropp.initialize is sharded already: give a new one")
+    _require_model(model)
     zero = ZeroConfig.from_json(_config_source(args, config, config_params))
-    _require_filled(zero)
-    _require_unambiguous(zero, optimizer, lr_scheduler)
+    _require_clear(zero, optimizer, lr_scheduler)
     environment, device = _join(dist_init_required)
-    world_size = environment.world_size
-    batch = zero.resolve_batch(world_size)
-    mesh = mesh_param or init_device_mesh(device.type, (world_size,), mesh_dim_names=(AXIS,))
+    mesh = mesh_param or init_device_mesh(
+        device.type, (environment.world_size,), mesh_dim_names=(AXIS,)
+    )
+    require_data_axis(mesh)
+    environment = replace(environment, world_size=mesh.size())
+    batch = zero.resolve_batch(mesh.size())
     names = names_of(model)
     parameters = None if model_parameters is None else listed(model_parameters)
     copy_from_first_rank(model, mesh.get_group(), device)
+    held = parameters or getattr(optimizer, "param_groups", ())
+    use_fp32_weights(model, _parameters_in(held), zero.compute_format)
     sharding = shard(model, mesh, zero)
     _require_memory(model)
     if not sharding.units:
         model.to(device)
     optimizer = _build_optimizer(zero, optimizer, parameters, names, model)
-    optimizer = _offload_optimizer(zero, optimizer, sharding, device)
+    with among(mesh.get_group()):
+        optimizer = _offload_optimizer(zero, optimizer, sharding, device)
     schedule = _build_schedule(zero, lr_scheduler, optimizer)
+    loader = _build_loader(training_data, collate_fn, batch, mesh)
     engine = Engine(sharding, zero, batch, environment, device, optimizer, schedule)
     if optimizer is not None:  # DeepSpeed has this call on the optimizer
         optimizer.quantize_nontrainable_params = engine.quantize_nontrainable_params
-    loader = _build_loader(training_data, collate_fn, batch, environment)
-    if environment.rank == 0:
+    if mesh.get_local_rank() == 0:
         for line in zero.list_notices(in_engine=True):
             log.info(line)
-        log.info("ZeRO stage %d, %d ranks, %s", zero.stage, world_size, batch)
+        log.info("ZeRO stage %d, %d ranks, %s", zero.stage, mesh.size(), batch)
         for name, text in sharding.describe(batch.micro_batches):
             log.info("%s: %s", name, text)
     return engine, optimizer, loader, schedule
+
+
+def _require_model(model: Any) -> None:
+    """Raise InputError for anything but a model that is not sharded yet."""
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise InputError(f"zeropp.initialize needs model=, an nn.Module, not {kind}")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise InputError("the model given to zeropp.initialize is sharded already: give a new one")
 
 
 def _refuse_unsupported(distributed_port: int, mpu: Any, mesh_param: Any) -> None:
@@ -137,18 +152,14 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     return next(iter(sources.values()))
 
 
-def _require_filled(zero: ZeroConfig) -> None:
-    """Raise InputError for keys that are "auto" and cannot be filled in."""
+def _require_clear(zero: ZeroConfig, optimizer: Any, lr_scheduler: Any) -> None:
+    """Raise InputError for keys that are "auto", and for two optimizers or schedules."""
     unfilled = sorted(zero.unresolved_auto_keys)
     if unfilled:
         raise InputError(
             f'{zero.source}: {", ".join(unfilled)} = "auto": zeropp.initialize has no other '
             "setting to take it from; write the value"
         )
-
-
-def _require_unambiguous(zero: ZeroConfig, optimizer: Any, lr_scheduler: Any) -> None:
-    """Raise InputError if optimizer or schedule come from both sides, or only the schedule does."""
     for name, argument in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
         json_type = zero.value(f"{name}.type")
         if argument is not None and json_type is not None:
@@ -197,7 +208,8 @@ def _build_optimizer(
     parameters or groups to optimize, None for all trainable ones.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
-        if chosen is not None and _parameter_ids(chosen) != _parameter_ids(optimizer.param_groups):
+        held = {*map(id, _parameters_in(optimizer.param_groups))}
+        if chosen is not None and {*map(id, _parameters_in(chosen))} != held:
             raise InputError(
                 "model_parameters are not those of the optimizer that is given too: leave them out"
             )
@@ -271,12 +283,12 @@ def _offload_optimizer(
     return offloaded
 
 
-def _parameter_ids(parameters_or_groups: Iterable[Any]) -> set[int]:
-    return {
-        id(parameter)
-        for item in parameters_or_groups
-        for parameter in (item["params"] if isinstance(item, Mapping) else [item])
-    }
+def _parameters_in(parameters_or_groups: Iterable[Any]) -> list[Any]:
+    """Return all parameters, without the names that `named_parameters` puts before them."""
+    items = []
+    for item in parameters_or_groups:
+        items += item["params"] if isinstance(item, Mapping) else [item]
+    return [item[1] if isinstance(item, tuple) else item for item in items]
 
 
 def _build_schedule(
@@ -288,14 +300,19 @@ def _build_schedule(
 
 
 def _build_loader(
-    data: Dataset | None, collate_fn: Callable | None, batch: Batch, environment: Environment
+    data: Dataset | None, collate_fn: Callable | None, batch: Batch, mesh: DeviceMesh
 ) -> DataLoader | None:
-    """Return a loader of this rank's full micro-batches, shuffled the same way on all ranks."""
+    """Return a loader of this rank's full micro-batches, shuffled the same way on all ranks.
+
+    Streams are not shuffled.
+    """
     if data is None:
         return None
     sampler = None
-    if not isinstance(data, IterableDataset):
-        sampler = DistributedSampler(data, environment.world_size, environment.rank, drop_last=True)
+    if isinstance(data, IterableDataset):
+        data = SamplesOfRank(data, mesh.size(), mesh.get_local_rank())
+    else:
+        sampler = DistributedSampler(data, mesh.size(), mesh.get_local_rank(), drop_last=True)
     return DataLoader(
         data, batch.micro_samples, sampler=sampler, collate_fn=collate_fn, drop_last=True
     )

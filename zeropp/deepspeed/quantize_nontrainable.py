@@ -12,8 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
+from zeropp.deepspeed.fp32_weights import HALVES
 from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
+from zeropp.sharding.between_passes import hold_shards_between_passes
 from zeropp.sharding.materialize import copy_from_first_rank
 from zeropp.sharding.shard import (
     precision,
@@ -86,12 +88,14 @@ def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Shard
         extra = [subunit_of[unit]] if unit in subunit_of else []
         units += [*extra, unit] if unit is sharding.model else [unit, *extra]
     drop_when_weights_change(sharding.model, new, sharding.copies)
+    hold_shards_between_passes(sharding.model, new)
     if sharding.num_ranks > 1:
         if mesh.device_type == "cpu" and len(units) > 1:
             fsdp.gather_ahead(sharding.model, units[:-1])
-        forecast = sharding.forecast
-        use_weight_gather(new, mesh, forecast.weights, sharding.traffic, sharding.copies)
-        use_gradient_mean(new, mesh, forecast.gradients, sharding.traffic, forecast.wire_dtype)
+        forecast, traffic = sharding.forecast, sharding.traffic
+        use_weight_gather(new, mesh, forecast.weights, traffic, sharding.copies)
+        wire_dtype, use = forecast.wire_dtype, sharding.gradient_use
+        use_gradient_mean(new, mesh, forecast.gradients, traffic, wire_dtype, use)
     return replace(sharding, units=tuple(units))
 
 
@@ -108,6 +112,13 @@ def hold_trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         group["params"] = [parameter for parameter in group["params"] if parameter in names]
         for parameter in group["params"]:
             del without_group[parameter]
+    for parameter in without_group:
+        if parameter.dtype in HALVES:
+            raise InputError(
+                f"{names[parameter]} is {parameter.dtype}: it was frozen when zeropp.initialize "
+                "got the model, and was unfrozen since, without an fp32 weight to train; leave it "
+                "trainable until then and freeze it afterwards"
+            )
     optimizer.param_groups[0]["params"] += list(without_group)
     for group in optimizer.param_groups:
         if "param_names" in group:
@@ -153,13 +164,19 @@ def _unshard_added(root: nn.Module, added: set[nn.Parameter], device: torch.devi
             if parameter not in added:
                 continue
             if not isinstance(parameter, DTensor):
-                parameter.data = parameter.data.to(device)
+                parameter.data = _trained_in_fp32(parameter.data, parameter).to(device)
                 continue
             if parameter not in unsharded:
-                full = parameter.detach().full_tensor()
+                full = _trained_in_fp32(parameter.detach().full_tensor(), parameter)
                 full_parameter = nn.Parameter(full, requires_grad=parameter.requires_grad)
+                fsdp.inherit(full_parameter, parameter)
                 unsharded[parameter] = full_parameter
             setattr(module, name, unsharded[parameter])
+
+
+def _trained_in_fp32(values: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    is_trained_half = parameter.requires_grad and values.dtype in HALVES
+    return values.float() if is_trained_half else values
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

@@ -82,12 +82,9 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
         if not isinstance(parameter, torch.Tensor):
             kind = type(parameter).__name__
             raise InputError(f"GatheredParameters takes parameters, not {kind}")
-    ranks = world_size()
-    if modifier_rank is not None and not 0 <= modifier_rank < ranks:
-        raise InputError(f"modifier_rank = {modifier_rank}: expected a rank from 0 to {ranks - 1}")
-    sharded = []
-    if enabled:
-        sharded = [each for each in dict.fromkeys(parameters) if isinstance(each, DTensor)]
+    sharded = [each for each in dict.fromkeys(parameters) if isinstance(each, DTensor)]
+    _require_rank(modifier_rank, sharded)
+    sharded = sharded if enabled else []
     gathered = []
     try:
         for parameter in sharded:
@@ -100,6 +97,22 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
             torch.utils.swap_tensors(parameter, full)
     if modifier_rank is not None:
         _write_back(sharded, gathered, modifier_rank)
+
+
+def _require_rank(modifier_rank: int | None, sharded: list[DTensor]) -> None:
+    """Raise InputError unless the rank exists and is in the mesh of every parameter."""
+    if modifier_rank is None:
+        return
+    number = world_size()
+    if not 0 <= modifier_rank < number:
+        raise InputError(f"modifier_rank = {modifier_rank}: expected a rank from 0 to {number - 1}")
+    for mesh in {parameter.device_mesh for parameter in sharded}:
+        ranks = mesh.mesh.flatten().tolist()
+        if modifier_rank not in ranks:
+            raise InputError(
+                f"modifier_rank = {modifier_rank}: the parameters are sharded over the ranks "
+                f"{ranks}; give one of these"
+            )
 
 
 class _FullTensor(torch.Tensor):
@@ -125,7 +138,9 @@ def _write_back(sharded: list[DTensor], gathered: list[torch.Tensor], modifier_r
     with torch.no_grad():
         for parameter, full in zip(sharded, gathered, strict=True):
             values = full.detach().as_subclass(torch.Tensor).contiguous()
-            dist.broadcast(values, src=modifier_rank)
+            # The mesh of stage 0 has two axes; all of its ranks are on the first.
+            group = parameter.device_mesh.get_group(0)
+            dist.broadcast(values, src=modifier_rank, group=group)
             parameter.to_local().copy_(part_for_rank(values, parameter))
     if sharded:
         notify_weights_written(sharded)

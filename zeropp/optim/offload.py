@@ -33,6 +33,7 @@ from zeropp.ranks.host_memory import free_bytes, pinned_bytes
 from zeropp.ranks.topology import Environment
 from zeropp.sharding.sharding import Sharding
 from zeropp.sharding.weight_changes import WeightsWritten
+from zeropp.wire.cross_stream import record_use
 
 BUCKET = 2**25  # elements; one bucket is sent to the device while the next is updated
 HOST = torch.device("cpu")
@@ -74,8 +75,9 @@ def master_devices(
 class Offload:
     """The masters of a sharded model's trainable parameters; create it before the first forward.
 
-    ratio: at most this share of all elements has its masters on the host; parameters are not split.
-    delayed: masters may be updated while the model is used; see `swap_gradients` and
+    device: where the model computes; its weights are moved there, unless FSDP2 keeps them on the
+    host. ratio: at most this share of all elements has its masters on the host; parameters are not
+    split. delayed: masters may be updated while the model is used; see `swap_gradients` and
     `before_access`. Raises InputError for a model that has run, and if the host has too little
     memory.
     """
@@ -90,12 +92,15 @@ class Offload:
         delayed: bool = False,
     ) -> None:
         self._require_unused(sharding)
-        self._device, self._dtype = device, sharding.compute_dtype
+        self._compute_device, self._dtype = device, sharding.compute_dtype
+        keeps_on_host = any(fsdp.is_on_host(unit) for unit in sharding.units)
+        self._device = HOST if keeps_on_host else device  # of the weights
         self._pinned = pin_memory and device != HOST
         self._delayed, self._gradient_set = delayed, 0
         self._before_access: Callable[[], None] = lambda: None
         self._events: list[torch.Event] = []
-        self._late: list[tuple[Tensor, Tensor]] = []  # (gradient, what is to be added to it)
+        # By backward pass: (gradient, what is to be added to it when the pass ends).
+        self._late: dict[int, list[tuple[Tensor, Tensor]]] = {}
         trained = [
             parameter for parameter in sharding.model.parameters() if parameter.requires_grad
         ]
@@ -103,8 +108,11 @@ class Offload:
         offloaded = [parameter for parameter in trained if devices[parameter] == HOST]
         with fail_together():  # before any rank allocates what another still counts as free
             self._require_memory(offloaded, sharding)
+        weights = [self._make_weight(parameter, devices[parameter]) for parameter in trained]
+        fsdp.refresh_parameters(sharding.units)  # pads and pins the shards, in memory of its own
         self._masters = {
-            parameter: self._make_master(parameter, devices[parameter]) for parameter in trained
+            parameter: self._make_master(parameter, weight, devices[parameter])
+            for parameter, weight in zip(trained, weights, strict=True)
         }
         self._by_weight = {master.weight: master for master in self._masters.values()}
         self._listen(sharding)
@@ -150,8 +158,7 @@ class Offload:
 
     def swap_gradients(self) -> None:
         """Leave the current gradients to an update; the next ones go to the other set."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        self._wait_for_device()
         self._gradient_set = 1 - self._gradient_set
 
     def before_access(self, settle: Callable[[], None]) -> None:
@@ -178,11 +185,14 @@ class Offload:
                             copy.copy_(local_part(parameter))
 
     def wait(self) -> None:
-        """Wait until all gradients are where the optimizer reads them."""
-        for event in self._events:
-            event.synchronize()
-        self._events.clear()
-        self._add_late()
+        """Wait until all gradients are where the optimizer reads them, and weights may be written.
+
+        What a backward pass that failed would have added is dropped.
+        """
+        self._wait_for_copies()
+        self._late.clear()
+        if self._device != self._compute_device:  # a pass after backward may still read weights
+            self._wait_for_device()
 
     def _require_unused(self, sharding: Sharding) -> None:
         if any(fsdp.has_run(unit) for unit in sharding.units):
@@ -217,18 +227,30 @@ class Offload:
                 "machines, or offload_optimizer.ratio below 1"
             )
 
-    def _make_master(self, parameter: nn.Parameter, device: torch.device) -> Master:
+    def _is_separate(self, device: torch.device) -> bool:
+        """Whether updates on `device` must not write to the weights' own memory."""
+        return device != self._device or self._delayed
+
+    def _make_weight(self, parameter: nn.Parameter, device: torch.device) -> Tensor | None:
+        """Round and move a parameter's shard; return its fp32 copy, None if it is fp32 itself."""
+        if self._dtype == torch.float32 and not self._is_separate(device):
+            return None
         local = local_part(parameter.detach())
-        is_separate = device != self._device or self._delayed
-        weight = local
-        if self._dtype != torch.float32 or is_separate:
-            weight = self._empty(local, device, torch.float32)
-            weight.copy_(local)
-            _set_local_part(parameter, local.to(self._device, self._dtype))
+        weight = self._empty(local, device, torch.float32)
+        weight.copy_(local)
+        _set_local_part(parameter, local.to(self._device, self._dtype))
+        return weight
+
+    def _make_master(
+        self, parameter: nn.Parameter, weight: Tensor | None, device: torch.device
+    ) -> Master:
+        local = local_part(parameter.detach())
+        if weight is None:
+            weight = local
         rounded = None
         if self._dtype != torch.float32:
-            rounded = local_part(parameter.detach())
-            if is_separate:
+            rounded = local
+            if self._is_separate(device):
                 rounded = self._empty(local, device, self._dtype)
         sets = 2 if self._delayed else 1
         return Master(
@@ -285,6 +307,7 @@ class Offload:
         """Copy a reduction's result to the master's gradient, or add it."""
         master = self._masters[parameter]
         gradient = master.gradients[self._gradient_set]
+        record_use(mean)  # its memory belongs to the stream of the reduction
         is_first = master.weight.grad is None
         if is_first:
             master.weight.grad = _sharded_like(master.weight, gradient)
@@ -296,18 +319,27 @@ class Offload:
             return
         target = gradient if is_first else self._empty(mean, master.device, torch.float32)
         target.copy_(mean, non_blocking=True)
-        stream = torch.cuda.current_stream(mean.device)
-        mean.record_stream(stream)
-        self._events.append(stream.record_event())
+        self._events.append(torch.cuda.current_stream(mean.device).record_event())
         if not is_first:
-            if not self._late:
-                fsdp.after_backward(self.wait)
-            self._late.append((gradient, target))
+            backward = fsdp.backward_id()
+            if backward not in self._late:
+                self._late[backward] = []
+                fsdp.after_backward(partial(self._add_late, backward))
+            self._late[backward].append((gradient, target))
 
-    def _add_late(self) -> None:
-        for gradient, addend in self._late:
+    def _add_late(self, backward: int) -> None:
+        self._wait_for_copies()
+        for gradient, addend in self._late.pop(backward):
             gradient.add_(addend)
-        self._late.clear()
+
+    def _wait_for_copies(self) -> None:
+        for event in self._events:
+            event.synchronize()
+        self._events.clear()
+
+    def _wait_for_device(self) -> None:
+        if self._compute_device.type == "cuda":
+            torch.cuda.current_stream(self._compute_device).synchronize()
 
 
 def _require_frozen(frozen: Mapping[str, nn.Parameter], *_: object) -> None:
@@ -333,4 +365,5 @@ def _set_local_part(parameter: nn.Parameter, local: Tensor) -> None:
         return
     sharded = fsdp.shard_like(parameter, local)
     new_parameter = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+    fsdp.inherit(new_parameter, parameter)
     torch.utils.swap_tensors(parameter, new_parameter)

@@ -23,16 +23,17 @@ def offloaded_adamw(
     config: ZeroConfig,
     **options: Any,
 ) -> "OffloadedAdam":
-    """Build our AdamW from the JSON's `offload_optimizer`; weights are moved to `device`.
+    """Build our AdamW from the JSON's `offload_optimizer`, for a model that computes on `device`.
 
-    With `offload_param` they stay on the host. Raises InputError as `Offload` does.
+    Weights are moved there unless `offload_param` keeps them on the host. Raises InputError as
+    `Offload` does.
     """
     settings, delay = config.zero_optimization.offload_optimizer, config.zeropp
     if config.optimizer.params.torch_adam:
         log.info("torch_adam has no effect here: the offloaded AdamW is ours, in one pass")
     offload = Offload(
         sharding,
-        HOST if config.offloads_weights else device,
+        device,
         ratio=settings.ratio,
         pin_memory=settings.pin_memory,
         delayed=delay.delayed_param_update,
@@ -152,9 +153,12 @@ class DelayedAdam(OffloadedAdam):
         for update in updates:
             if update.arrays.parameters[0].device != HOST:
                 self._update(update, factor)
-        self._running = self._thread.submit(self._update_all, on_host, factor)
+        threads = torch.get_num_threads()
+        self._running = self._thread.submit(self._update_all, on_host, factor, threads)
 
     @torch.no_grad()
-    def _update_all(self, updates: Sequence[Update], factor: Tensor | None) -> None:
+    def _update_all(self, updates: Sequence[Update], factor: Tensor | None, threads: int) -> None:
+        if torch.get_num_threads() != threads:  # each thread has a number of its own
+            torch.set_num_threads(threads)
         for update in updates:
             self._update(update, factor)

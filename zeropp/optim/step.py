@@ -129,7 +129,8 @@ def _require_gradients(optimizer: torch.optim.Optimizer) -> None:
     if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
         raise InputError(
             "no parameter of the optimizer has a gradient: make the optimizer after zeropp.shard, "
-            "which puts shards in the places of the parameters, and call backward() before a step"
+            "which puts shards in the places of the parameters, and before the forward pass, which "
+            "gathers them; and call backward() before a step"
         )
 
 

@@ -1,12 +1,15 @@
 """What ranks do together: exchange Python objects, fail together, report an error once.
 
 If a block raises on one rank, it raises on all of them, so that no collective waits for a rank that
-is gone. Every function also works without a process group, as on a single rank.
+is gone. Every function also works without a process group, as on a single rank. The ranks are all
+there are, or those of the group that an enclosing `with among(group)` names; their numbers are then
+those in the group.
 """
 
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import TypeVar
 
@@ -19,20 +22,36 @@ from zeropp.ranks.topology import Environment
 REPORT_TIMEOUT = timedelta(seconds=10)
 
 T = TypeVar("T")
+_GROUP: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
 
 
 class RankError(RuntimeError):
     """An exception of another rank; the message is its traceback."""
 
 
+@contextmanager
+def among(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Let the block act among the ranks of `group` (of a mesh); None stands for all ranks."""
+    token = _GROUP.set(group)
+    try:
+        yield
+    finally:
+        _GROUP.reset(token)
+
+
+def current_group() -> dist.ProcessGroup | None:
+    """Return the group that an enclosing `among` names; None for all ranks."""
+    return _GROUP.get()
+
+
 def rank() -> int:
     """Return this rank's number; 0 without a process group."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    return dist.get_rank(current_group()) if dist.is_initialized() else 0
 
 
 def world_size() -> int:
     """Return the number of ranks; 1 without a process group."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return dist.get_world_size(current_group()) if dist.is_initialized() else 1
 
 
 def gather_objects(value: T) -> list[T]:
@@ -40,7 +59,7 @@ def gather_objects(value: T) -> list[T]:
     if not dist.is_initialized():
         return [value]
     values = [None] * world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=current_group())
     return values
 
 
@@ -49,7 +68,7 @@ def broadcast_object(value: T | None) -> T:
     if not dist.is_initialized():
         return value
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    dist.broadcast_object_list(values, group=current_group(), group_src=0)
     return values[0]
 
 
@@ -102,4 +121,5 @@ def _picklable(error: Exception) -> Exception:
         return InputError(str(error))
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror, error.filename)
-    return RankError(f"on rank {rank()}:\n{''.join(traceback.format_exception(error))}")
+    number = dist.get_rank() if dist.is_initialized() else 0
+    return RankError(f"on rank {number}:\n{''.join(traceback.format_exception(error))}")

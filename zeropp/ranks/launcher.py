@@ -7,8 +7,8 @@
 It is a thin layer over PyTorch's elastic agent. The ranks rendezvous on a free port. If a rank
 fails, the others are terminated; with --max_restarts N all are started again, up to N times. SIGINT
 and SIGTERM are forwarded to the ranks, which have time to save. Only the output of the ranks is
-printed, and one line whenever they fail. To use several machines, start the script with torchrun or
-Slurm.
+printed, and one line that names the rank whenever one has failed. To use several machines, start
+the script with torchrun or Slurm.
 """
 
 import argparse
@@ -18,9 +18,11 @@ import logging
 import os
 import signal
 import sys
+import time
 import uuid
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -28,10 +30,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from zeropp.errors import InputError
+from zeropp.ranks.process_group import OTHER_RANK_FAILED
 from zeropp.ranks.topology import share_cores, usable_cores
 
 SAVE_SECONDS = 300  # between SIGINT or SIGTERM and SIGKILL, for the ranks to save
 USAGE_ERROR = 2  # exit code of a rank that no restart would help
+AGENT_SECONDS = 30  # the agent's, between SIGTERM and SIGKILL once a rank has failed
+CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 LOCALHOST = "127.0.0.1"
 LOCAL_RANK = "${local_rank}"  # the agent replaces it with the number
 RANK_SCRIPT = Path(__file__).with_name("rank_main.py")
@@ -65,12 +70,13 @@ def _run(command: list[str], num_ranks: int, max_restarts: int) -> int:
     Each attempt has an agent of its own, with a new store and a new port.
     """
     program, *arguments = command
+    ended = EndedChildren()
     for restart in range(1, max_restarts + 2):
         try:
             elastic_launch(_launch_config(num_ranks), program)(*arguments)
             return 0
         except ChildFailedError as error:
-            status = _report_failure(error.failures)
+            status = _report_failure(error.failures, ended.times)
         if status == USAGE_ERROR:
             break
         if restart <= max_restarts:
@@ -221,27 +227,59 @@ def _launch_config(num_ranks: int) -> LaunchConfig:
     )
 
 
-def _report_failure(failures: dict[int, ProcessFailure]) -> int:
-    """Print one line that names the rank that failed first; return the launcher's exit code.
+class EndedChildren:
+    """When each child of this process ended; the agent looks ten times a second and says not when.
 
-    After one rank has failed, others may fail before the agent checks again, and the agent
-    terminates the rest with SIGTERM. The cause is therefore a rank that another signal killed, or
-    else the one that exited first.
+    `times`: process id -> seconds since the epoch. Of children that end at the same moment
+    only the first may be there. Installs a handler for SIGCHLD; the main thread must create it.
     """
 
-    def sort_key(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, float, int]:
-        rank, failure = item
-        terminated = failure.exitcode == -signal.SIGTERM
-        return terminated, failure.exitcode > 0, failure.timestamp, rank
+    def __init__(self) -> None:
+        self.times: dict[int, float] = {}
+        if hasattr(os, "waitid"):  # not on macOS before Python 3.13
+            signal.signal(signal.SIGCHLD, self._note)
 
-    rank, failure = min(failures.items(), key=sort_key)
-    code = failure.exitcode
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        try:
+            child = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # the agent was faster
+            return
+        if child is not None:
+            self.times.setdefault(child.si_pid, time.time())
+
+
+def _report_failure(failures: dict[int, ProcessFailure], ended: dict[int, float]) -> int:
+    """Print one line that names the rank that failed; return the launcher's exit code.
+
+    `ended` are the times at which processes ended. That is the rank that ended first, with three
+    exceptions. The kernel may close the connections of a crashed process before it reports its end,
+    so that others fail first. A rank that says it ended because of another one (a hung one) is not
+    the cause. Neither is one that the agent terminated, as it does with all after the first.
+    """
+    times = {rank: ended.get(each.pid, each.timestamp + 1) for rank, each in failures.items()}
+    first = min(times.values())
+
+    def in_time(rank: int) -> bool:
+        return times[rank] - first < AGENT_SECONDS / 2
+
+    def sort_key(rank: int) -> tuple[bool, bool, float, int]:
+        code = failures[rank].exitcode
+        crashed = -code in CRASHES and in_time(rank)
+        terminated = code in (-signal.SIGTERM, 128 + signal.SIGTERM) and times[rank] != first
+        return not crashed, terminated or code == OTHER_RANK_FAILED, times[rank], rank
+
+    rank = min(failures, key=sort_key)
+    code = failures[rank].exitcode
     if code > 0:
         print(f"zeropp: rank {rank} exited with code {code}", file=sys.stderr)
         return code
-    hint = " (often by the system, out of memory)" if code == -signal.SIGKILL else ""
     name = signal.Signals(-code).name
-    print(f"zeropp: rank {rank} was killed by {name}{hint}", file=sys.stderr)
+    if code == -signal.SIGKILL and not in_time(rank):
+        text = f"zeropp: rank {rank} did not respond and was ended with {name}"
+    else:
+        hint = " (often by the system, out of memory)" if code == -signal.SIGKILL else ""
+        text = f"zeropp: rank {rank} was killed by {name}{hint}"
+    print(text, file=sys.stderr)
     return 128 - code
 
 

@@ -16,6 +16,8 @@ from zeropp.ranks.topology import Environment
 
 # Collectives of CPU tensors do not wait for the GPUs.
 GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
+# Exit status of a rank that ends because another one failed: launchers then look for that one.
+OTHER_RANK_FAILED = 75  # EX_TEMPFAIL of sysexits.h
 
 log = logging.getLogger("zeropp")
 

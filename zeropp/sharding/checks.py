@@ -20,6 +20,7 @@ def require_shardable(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             where = f"its {name}" if name else "it"
             raise InputError(f"the model given to zeropp.shard, {where}, is sharded already: "
                              "give a new one")  # fmt: skip
+    _require_order(model, blocks)
     for name, parameter in model.named_parameters():
         _require_plain(name, parameter)
     owners: dict[nn.Parameter, tuple[nn.Module, str]] = {}
@@ -30,8 +31,39 @@ def require_shardable(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             _require_one_type(*trained.setdefault(unit, (parameter.dtype, name)), parameter, name)
 
 
+def _require_order(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Require units that are modules within the model, each given once and before what contains it.
+
+    A unit takes all parameters inside it that no earlier one has.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    taken: dict[nn.Module, str] = {}
+    for index, block in enumerate(blocks):
+        name = names.get(block)
+        if not name:
+            kind = "the whole model, which is one anyway" if block is model else "not in the model"
+            raise InputError(
+                f"units= of zeropp.shard: number {index}, a {type(block).__name__}, is {kind}: "
+                "give modules inside the model"
+            )
+        if block in taken:
+            outer = "itself" if taken[block] == name else taken[block]
+            raise InputError(
+                f"units= of zeropp.shard: {name} comes after {outer}, which has its parameters: "
+                "give each module once, and one inside another before that"
+            )
+        for module in block.modules():
+            taken.setdefault(module, name)
+
+
 def _require_plain(name: str, parameter: nn.Parameter) -> None:
-    """Require a contiguous floating-point `nn.Parameter`."""
+    """Require a contiguous floating-point `nn.Parameter` without hooks on accumulated gradients."""
+    if fsdp.has_accumulation_hooks(parameter):
+        raise InputError(
+            f"parameter {name} has a hook of register_post_accumulate_grad_hook, and its gradient "
+            "will be accumulated in shards: register the hook on the model's parameter after "
+            "sharding, when it gets this rank's part of the mean over ranks"
+        )
     kind = type(parameter)
     if kind not in (nn.Parameter, DTensor):
         raise InputError(

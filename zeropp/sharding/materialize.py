@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from zeropp.sharding.recorded_tensor import RecordedTensor
+from zeropp import fsdp_adapter as fsdp
+from zeropp.sharding.recorded_tensor import RECORDED_ATTRIBUTES, RecordedTensor
 
 Owners = tuple[tuple[nn.Module, str], ...]  # modules that hold a tensor, and its name in each
 
@@ -105,9 +106,13 @@ def _shard_like(placeholder: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _as_parameter_like(original: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(original, nn.Parameter):
-        return nn.Parameter(tensor, requires_grad=original.requires_grad)
-    return tensor
+    if not isinstance(original, nn.Parameter):
+        return tensor
+    parameter = nn.Parameter(tensor, requires_grad=original.requires_grad)
+    fsdp.inherit(parameter, original)
+    for name in RECORDED_ATTRIBUTES:
+        vars(parameter).pop(name, None)
+    return parameter
 
 
 def _assign(tensor: torch.Tensor, owners: Owners) -> None:

@@ -9,7 +9,7 @@ recording: each random op runs once into temporary memory, which advances the ge
 again from the saved generator state when its tensor is materialized.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zeropp.errors import InputError
 
 aten = torch.ops.aten
+RECORDED_ATTRIBUTES = ("geometry", "tape")  # which an ordinary tensor does not have
 _FILL_OPS = (  # write every element of their first argument and read none
     aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.fill_.Scalar,
 )  # fmt: skip
@@ -71,12 +72,9 @@ class RecordedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if value.shape != self.shape or value.dtype != self.dtype:
-            raise InputError(
-                f"inside zeropp.zero.Init a tensor of shape {list(self.shape)}, {self.dtype}, was "
-                f"given .data of shape {list(value.shape)}, {value.dtype}: make a new nn.Parameter"
-            )
-        self.geometry = torch.empty_like(self.detach()).copy_(value.detach()).geometry
+        recorded = self.detach().new_empty(value.shape, dtype=value.dtype).copy_(value.detach())
+        torch.Tensor.data.__set__(self, recorded)  # another shape or dtype, where it has one
+        self.geometry = recorded.geometry
 
     def __deepcopy__(self, memo: dict) -> "RecordedTensor":
         copy = self.detach().clone().requires_grad_(self.requires_grad)
@@ -99,7 +97,7 @@ class Tape:
     def run(self, func: Callable, args: tuple, kwargs: Mapping) -> Any:
         """Run `func` on shapes only and record it; on values where the op needs them now."""
         args, kwargs = tree_map(self._materialize_if_foreign, (args, dict(kwargs)))
-        writes_values = any(_is_ordinary(tensor) for tensor in _written_tensors(func, args))
+        writes_values = any(_is_ordinary(tensor) for tensor in _written_tensors(func, args, kwargs))
         if _NEEDS_VALUES & set(func.tags) or writes_values:
             return self._run_on_values(func, args, kwargs)
         shapes: dict[int, RecordedTensor] = {}
@@ -151,7 +149,7 @@ class Tape:
             state, kwargs = generator.get_state(), {**kwargs, "generator": None}
         if state is not None:
             _advance_generator(func, args, kwargs, generator)
-        changed = [tensor.geometry for tensor in _written_tensors(func, args)]
+        changed = [tensor.geometry for tensor in _written_tensors(func, args, kwargs)]
         for tensor in results:
             self.storages.setdefault(_storage_key(tensor), tensor.untyped_storage())
         places = tree_map(_to_place, (args, _with_device(kwargs, "cpu")))
@@ -173,7 +171,7 @@ class Tape:
         )
 
     def _run_on_values(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        for tensor in _written_tensors(func, args):
+        for tensor in _written_tensors(func, args, kwargs):
             if isinstance(tensor, RecordedTensor):
                 raise InputError(
                     f"{func} cannot be recorded inside zeropp.zero.Init: it changes a tensor "
@@ -289,12 +287,16 @@ def _tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _written_tensors(func: Callable, args: tuple) -> Iterator[torch.Tensor]:
-    """Yield the positional tensors that an op changes."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        alias = argument.alias_info
-        if alias is not None and alias.is_write and isinstance(value, torch.Tensor):
-            yield value
+def _written_tensors(func: Callable, args: tuple, kwargs: Mapping) -> list[torch.Tensor]:
+    """Return the tensors that an op changes: arguments, `out=`, and those in lists of tensors."""
+    names = [argument.name for argument in func._schema.arguments]
+    values = dict(zip(names, args, strict=False)) | dict(kwargs)
+    written = [
+        values.get(argument.name)
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return _tensors_in(written)
 
 
 def _shape_only(value: Any, shapes: dict[int, RecordedTensor]) -> Any:

@@ -18,6 +18,7 @@ Source: ZeRO (Rajbhandari et al. 2020), section 5; expressed on FSDP2 as in docs
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +30,10 @@ from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
+from zeropp.ranks.groups import limit_time, shared_group, time_limit
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import ZeroConfig
+from zeropp.sharding.between_passes import hold_shards_between_passes
 from zeropp.sharding.checks import require_shardable
 from zeropp.sharding.forecast import Forecast
 from zeropp.sharding.materialize import (
@@ -43,6 +46,7 @@ from zeropp.sharding.subunits import Subunits, trained_subunits
 from zeropp.sharding.weight_changes import drop_when_weights_change
 from zeropp.wire.collectives import GradientMean, WeightGather
 from zeropp.wire.frozen_weights import quantize_frozen, stored_bytes
+from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.in_flight import Reductions
 from zeropp.wire.link import Link, connect
 from zeropp.wire.route import Nodes, Route, gradient_route, weight_route
@@ -148,7 +152,7 @@ def find_nodes(mesh: DeviceMesh, config: ZeroConfig) -> Nodes:
             f"nodes have different numbers of ranks, {least} to {most}: start the same number on "
             "every node, or set zeropp.ranks_per_node to one that divides them all"
         )
-    return Nodes.of(mesh.mesh.flatten().tolist(), per_node)
+    return Nodes.of(_ranks_of(mesh), per_node)
 
 
 def use_weight_gather(
@@ -158,8 +162,8 @@ def use_weight_gather(
     traffic: Traffic,
     copies: SecondaryCopies | None = None,
 ) -> None:
-    """Gather the units' weights along `route`, over process groups of their own."""
-    links = _connect(route, mesh, traffic)
+    """Gather the units' weights along `route`."""
+    links = _connect(route, mesh, traffic, "weights")
     for unit in units:
         fsdp.use_all_gather(unit, WeightGather(unit, route, links, copies))
 
@@ -170,26 +174,26 @@ def use_gradient_mean(
     route: Route,
     traffic: Traffic,
     wire_dtype: torch.dtype,
+    use: GradientUse,
 ) -> None:
-    """Average the units' gradients along `route`, over process groups of their own.
-
-    Gathers and reductions overlap; on a shared communicator they would wait for each other.
-    """
-    links = _connect(route, mesh, traffic)
+    """Average the units' gradients along `route`."""
+    links = _connect(route, mesh, traffic, "gradients")
     in_flight = Reductions() if mesh.device_type == "cpu" else None
     for unit in units:
-        fsdp.use_reduce_scatter(unit, GradientMean(unit, route, links, wire_dtype, in_flight))
+        mean = GradientMean(unit, route, links, wire_dtype, in_flight, use)
+        fsdp.use_reduce_scatter(unit, mean)
 
 
 def outermost_blocks(module: nn.Module) -> Sequence[nn.Module]:
     """Return the entries of the outermost `nn.ModuleList`s that have parameters, in order.
 
-    A block that is listed several times, as in models that share layers, is returned once.
+    A block that is listed several times, as in models that share layers, is returned once. Lists
+    of lists count as one list.
     """
     blocks: dict[nn.Module, None] = {}
     for child in module.children():
-        candidates = child if isinstance(child, nn.ModuleList) else outermost_blocks(child)
-        for block in candidates:
+        is_block = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList)
+        for block in [child] if is_block else outermost_blocks(child):
             if any(True for _ in block.parameters()):
                 blocks[block] = None
     return list(blocks)
@@ -203,6 +207,9 @@ def _shard(
     cast_forward_inputs: bool,
 ) -> Sharding:
     num_ranks = 1 if mesh is None else mesh.size()
+    if mesh is not None:
+        require_data_axis(mesh)
+        limit_time([mesh.get_group()], time_limit(dist.group.WORLD))
     compute_dtype = getattr(torch, config.compute_format)
     wire_dtype = getattr(torch, config.wire_format)
     fields = {
@@ -210,22 +217,24 @@ def _shard(
         "stage": config.stage,
         "num_ranks": num_ranks,
         "compute_dtype": compute_dtype,
+        "group": mesh.get_group() if mesh else None,
     }  # of the result
     needs_engine = config.offloads_weights or config.stores_frozen
     if num_ranks == 1 and compute_dtype == torch.float32 and not needs_engine:
         return Sharding(**fields)
-    if mesh is None or mesh.ndim != 1:
-        raise InputError(f"zeropp.shard needs a device mesh of one axis (the data axis): {mesh}")
+    if mesh is None:
+        raise InputError("zeropp.shard needs a device mesh of one axis (the data axis), not None")
     blocks = tuple(outermost_blocks(model) if units is None else units)
     require_shardable(model, blocks)
     nodes = find_nodes(mesh, config)
     routes = weight_route(config, nodes), gradient_route(config, nodes)
     units = _shard_units(model, blocks, mesh, config, cast_forward_inputs)
-    fields |= {"units": units, "group": mesh.get_group()}
+    fields["units"] = units
     copies = None
     if routes[0].keeps:
         copies = SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation)
     drop_when_weights_change(model, units, copies)
+    hold_shards_between_passes(model, units)
     if hasattr(model, "generate") and _is_wrapper(model):
         register_fsdp_forward_method(model, "generate")
     if num_ranks == 1:
@@ -240,11 +249,15 @@ def _shard(
         compute_dtype=compute_dtype,
         wire_dtype=wire_dtype,
     )
+    fields["gradient_use"] = use = GradientUse(mesh.get_group(), _device_of(mesh))
     if config.stage == 0:
+        for unit in units:
+            use.add(unit)
+            fsdp.before_reduction(unit, partial(use.note, unit))
         return Sharding(**fields)
     traffic = Traffic()
     use_weight_gather(units, mesh, routes[0], traffic, copies)
-    use_gradient_mean(units, mesh, routes[1], traffic, wire_dtype)
+    use_gradient_mean(units, mesh, routes[1], traffic, wire_dtype, use)
     return Sharding(**fields, traffic=traffic, copies=copies)
 
 
@@ -267,9 +280,7 @@ def _shard_units(
     """Shard the blocks and the rest of the model; return the units in forward order, root last."""
     stage, ranks = config.zero_optimization.stage, mesh.size()
     if stage == 0 and ranks > 1:  # replicas: shards of one rank, averaged over all
-        mesh = DeviceMesh(
-            mesh.device_type, mesh.mesh.view(-1, 1), mesh_dim_names=("replica", "shard")
-        )
+        mesh = _replicas(mesh)
     regather = stage == 3 and (ranks > 1 or config.offloads_weights or config.stores_frozen)
     options = {
         "mesh": mesh,
@@ -332,9 +343,44 @@ def _device_of(mesh: DeviceMesh | None) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _connect(route: Route, mesh: DeviceMesh, traffic: Traffic) -> tuple[Link | None, Link | None]:
+def _connect(
+    route: Route, mesh: DeviceMesh, traffic: Traffic, purpose: str
+) -> tuple[Link | None, Link | None]:
     """Connect this rank to its inner and its outer hop."""
-    ranks, position = tuple(mesh.mesh.flatten().tolist()), mesh.get_local_rank()
+    ranks, position = _ranks_of(mesh), mesh.get_local_rank()
     hops = route.inner_hop(position), route.outer_hop(position)
-    inner, outer = (connect(hop, ranks, position, traffic) for hop in hops)
+    inner, outer = (connect(hop, ranks, position, traffic, purpose) for hop in hops)
     return inner, outer
+
+
+def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the global ranks of the mesh."""
+    return tuple(mesh.mesh.flatten().tolist())
+
+
+def require_data_axis(mesh: DeviceMesh) -> None:
+    """Raise InputError unless the mesh is one axis of ascending ranks, this one among them."""
+    if mesh.ndim != 1:
+        raise InputError(f"zeropp.shard needs a device mesh of one axis (the data axis): {mesh}")
+    ranks = _ranks_of(mesh)
+    if dist.get_rank() not in ranks:
+        raise InputError(
+            f"rank {dist.get_rank()} is not in the mesh of ranks {list(ranks)}: only these ranks "
+            "can shard the model"
+        )
+    if list(ranks) != sorted(ranks):
+        raise InputError(
+            f"the mesh has the ranks {list(ranks)}: give them in ascending order, which is that of "
+            "PyTorch's process groups"
+        )
+
+
+def _replicas(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh of shards of one rank, replicated over all ranks; it needs no new groups."""
+    rank, ranks = dist.get_rank(), _ranks_of(mesh)
+    return DeviceMesh.from_group(
+        [mesh.get_group(), shared_group("alone", [rank], ranks)],
+        mesh.device_type,
+        mesh=mesh.mesh.view(-1, 1),
+        mesh_dim_names=("replica", "shard"),
+    )

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp import fsdp_adapter as fsdp
+from zeropp.ranks.groups import close_groups
 from zeropp.sharding.forecast import REDUCED_WHOLE, Forecast
 from zeropp.sharding.weight_changes import drop_gathered
 from zeropp.wire.frozen_weights import require_frozen
+from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.route import UNQUANTIZED, Hop, Route
 from zeropp.wire.secondary_copies import SecondaryCopies
 from zeropp.wire.traffic import PURPOSES, Sent, Traffic
@@ -34,6 +36,7 @@ class Sharding:
     forecast: Forecast | None = field(default=None, repr=False)
     traffic: Traffic = field(default_factory=Traffic, repr=False)
     copies: SecondaryCopies | None = field(default=None, repr=False)
+    gradient_use: GradientUse | None = field(default=None, repr=False)
     stores_frozen: bool = False  # frozen weights are stored quantized and cannot be trained
 
     @property
@@ -52,8 +55,19 @@ class Sharding:
         if self.stores_frozen:
             require_frozen(self.model)
         for unit in self.units:
+            fsdp.set_gradient_dtypes(unit)
             unit.set_requires_gradient_sync(last or self.stage >= 2, recurse=False)
             unit.set_reshard_after_backward(last or self.stage == 3, recurse=False)
+
+    def discard_gradients(self, set_to_none: bool = True) -> None:
+        """Clear all gradients of a step, to begin it again; an optimizer clears only its own.
+
+        Until the last micro-batch of a step, stages 0 and 1 accumulate whole gradients that no
+        parameter holds as `.grad`.
+        """
+        self.model.zero_grad(set_to_none)
+        for unit in self.units:
+            fsdp.discard_gradients(unit, set_to_none)
 
     def release(self) -> None:
         """Free weights that forward-only passes left gathered (evaluation, generation)."""
@@ -67,6 +81,15 @@ class Sharding:
         every rank after writing into the shards by other means.
         """
         drop_gathered(self.units, self.copies)
+
+    def close_groups(self) -> None:
+        """Close the process groups that this model shares with all others on its mesh.
+
+        All ranks of the mesh call it. None of these models can be used afterwards; models that are
+        sharded later get new groups. `torch.distributed.destroy_process_group()` closes them too.
+        """
+        if self.group is not None:
+            close_groups(dist.get_process_group_ranks(self.group))
 
     def expected_traffic(self, num_micro_batches: int = 1) -> dict[tuple[str, str], int]:
         """Return the bytes this rank sends per step, by (purpose, hop); empty for one rank."""

@@ -8,6 +8,7 @@ them. So notice is given by calls that every rank makes: each optimizer's step, 
 
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -42,7 +43,7 @@ def drop_when_weights_change(
 ) -> None:
     """Drop gathered weights after any optimizer's step and when a state dict is loaded.
 
-    After a step, copies of units whose parameters no optimizer can have changed are kept.
+    After a step, copies of units that have been frozen since they were first used are kept.
     """
     unit_references = tuple(weakref.ref(unit) for unit in units)
     copies_reference = weakref.ref(copies) if copies else lambda: None
@@ -56,6 +57,8 @@ def drop_when_weights_change(
     weakref.finalize(model, handle.remove)
     for module in model.modules():
         module.register_load_state_dict_post_hook(lambda *_: drop_gathered(units, copies))
+    for unit in units if copies else ():
+        fsdp.before_use(unit, partial(copies.note_use, unit))
 
 
 def drop_gathered(
@@ -63,7 +66,7 @@ def drop_gathered(
 ) -> None:
     """Drop the gathered weights of `units` and the secondary copies.
 
-    With `stepped_only`, copies of units that no optimizer may have stepped are kept. During a
+    With `stepped_only`, copies of units that have never been trainable are kept. During a
     backward pass, as when each gradient steps its optimizer at once, full weights stay: they may be
     in use, and FSDP2 frees them at its end.
     """

@@ -28,22 +28,14 @@ import torch.distributed as dist
 from zeropp import fsdp_adapter as fsdp
 from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
 from zeropp.quant.packing import Layout, layout_of
-from zeropp.wire.in_flight import Gathering, Hops, Reductions, run
+from zeropp.wire.gradient_use import GradientUse
+from zeropp.wire.in_flight import Gathering, Hops, InFlightTensor, Reductions, run
 from zeropp.wire.link import Link
 from zeropp.wire.route import UNQUANTIZED, Route
 from zeropp.wire.secondary_copies import SecondaryCopies
 
 
-class _Allocates:
-    """Allocates the buffers that FSDP2 passes to its collectives."""
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class WeightGather(_Allocates, fsdp.AllGather):
+class WeightGather(fsdp.AllGather):
     """Gather one unit's weights: qwZ by the route's bits, hpZ by the copies it may keep."""
 
     def __init__(
@@ -55,6 +47,12 @@ class WeightGather(_Allocates, fsdp.AllGather):
     ) -> None:
         self.unit, self.route, self.copies = unit, route, copies
         self.inner, self.outer = links
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return a buffer for FSDP2."""
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -97,7 +95,7 @@ class WeightGather(_Allocates, fsdp.AllGather):
             dequantize(rows, whole.view(len(rows), -1), layout, fold=self.route.inner)
 
 
-class GradientMean(_Allocates, fsdp.ReduceScatter):
+class GradientMean(fsdp.ReduceScatter):
     """Average one unit's gradients, each slice on its owner: qgZ by the route's bits.
 
     Whatever the wire carries, terms are summed in fp32 and in the order of the ranks (D5).
@@ -110,13 +108,25 @@ class GradientMean(_Allocates, fsdp.ReduceScatter):
         links: tuple[Link | None, Link | None],
         wire_dtype: torch.dtype,
         in_flight: Reductions | None,
+        use: GradientUse,
     ) -> None:
         self.unit, self.pieces = unit, fsdp.own_pieces(unit)
-        self.with_gradient = fsdp.watch_gradients(unit)
+        self.reduced: tuple[fsdp.Piece, ...] = ()  # the pieces of the next buffer, in its order
         self.route, self.wire_dtype, self.in_flight = route, wire_dtype, in_flight
+        self.use = use
+        use.add(unit)
         self.inner, self.outer = links
+        fsdp.before_reduction(unit, self.report)
         # Sums travel between the hops; in fp16 they could overflow where the terms do not.
         self.divides_first = wire_dtype == torch.float16 and None not in links
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return a buffer for FSDP2: (W*C,) for this rank's gradients, or (C,) for their means."""
+        buffer = torch.empty(*size, dtype=dtype, device=device)
+        is_result = buffer.numel() == sum(piece.elements for piece in self.reduced)
+        return InFlightTensor(buffer, self.in_flight) if self.in_flight and is_result else buffer
 
     def __call__(
         self,
@@ -128,24 +138,22 @@ class GradientMean(_Allocates, fsdp.ReduceScatter):
     ) -> None:
         """`input_tensor` (W*C,) fp32 of this rank -> `output_tensor` (C,), the mean of its slice.
 
-        With `in_flight`, and unless it is read earlier, the mean is there when backward ends.
+        With `in_flight`, the mean is there when its values are used, or else when backward ends.
         """
         assert op == dist.ReduceOp.SUM and not async_op, (op, async_op)
-        pieces = tuple(self.pieces[index] for index in self.with_gradient())
         slices = input_tensor.view(self.route.nodes.num_ranks, -1)
-        if self.in_flight and fsdp.may_reduce_later(self.unit):
-            self.in_flight.add(self._hops(slices, output_tensor, pieces, True))
+        if self.in_flight:
+            self.in_flight.add(self.unit, self._hops(slices, output_tensor.buffer, async_op=True))
         else:
-            run(self._hops(slices, output_tensor, pieces, False))
+            run(self._hops(slices, output_tensor, async_op=False))
 
-    def _hops(
-        self,
-        slices: torch.Tensor,
-        mean: torch.Tensor,
-        pieces: tuple[fsdp.Piece, ...],
-        async_op: bool,
-    ) -> Hops:
-        inner, outer = gradient_layouts(pieces, self.route, self.wire_dtype)
+    def report(self, with_gradient: list[int], reduced: list[int]) -> None:
+        """Take note of which of the unit's parameters are in the next buffer."""
+        self.use.note(self.unit, with_gradient, reduced)
+        self.reduced = tuple(self.pieces[index] for index in reduced)
+
+    def _hops(self, slices: torch.Tensor, mean: torch.Tensor, *, async_op: bool) -> Hops:
+        inner, outer = gradient_layouts(self.reduced, self.route, self.wire_dtype)
         assert inner.elements == slices.shape[1], (inner, slices.shape)
         if self.divides_first:
             slices.div_(self.route.inner)

@@ -8,6 +8,15 @@ import torch
 from torch import Tensor
 
 
+def record_use(tensor: Tensor) -> None:
+    """Keep the tensor's memory from others until the current stream has finished with it.
+
+    Otherwise memory that is freed is given at once to the stream that it was allocated on.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 class CrossStreamTensor:
     """`tensor`, whose writing has been queued on the current stream."""
 
@@ -23,7 +32,6 @@ class CrossStreamTensor:
         Its memory is not reused before this stream has finished with it.
         """
         if self._written is not None:
-            stream = torch.cuda.current_stream(self.tensor.device)
-            stream.wait_event(self._written)
-            self.tensor.record_stream(stream)
+            torch.cuda.current_stream(self.tensor.device).wait_event(self._written)
+            record_use(self.tensor)
         return self.tensor

@@ -5,9 +5,12 @@ next hop, or `None` if the hop was not asynchronous. On CUDA nothing is in fligh
 follow each other on FSDP2's streams, and the host waits for none of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from zeropp import fsdp_adapter as fsdp
 
@@ -37,37 +40,89 @@ class Gathering(dist.Work):
         return True
 
 
+class InFlightTensor(torch.Tensor):
+    """The result of a reduction that may still run: the first use of its values waits for it.
+
+    FSDP2 gives views of the result to parameters as their `.grad` at once, and adds to gradients
+    that exist. Hooks, penalties and a second reduction may then read or write a gradient before
+    the pass ends.
+    """
+
+    @staticmethod
+    def __new__(cls, buffer: torch.Tensor, reductions: "Reductions") -> "InFlightTensor":
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            buffer.shape,
+            strides=buffer.stride(),
+            storage_offset=buffer.storage_offset(),
+            dtype=buffer.dtype,
+            device=buffer.device,
+        )
+
+    def __init__(self, buffer: torch.Tensor, reductions: "Reductions") -> None:
+        self.buffer, self.reductions = buffer, reductions
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: tuple = (), kwargs: Mapping | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.ops.aten.as_strided.default:
+            view = function(args[0].buffer, *args[1:], **kwargs)
+            return cls(view, args[0].reductions)
+        args, kwargs = tree_map_only(cls, cls.values, (args, kwargs))
+        return function(*args, **kwargs)
+
+    def values(self) -> torch.Tensor:
+        """Return the plain tensor, after its reduction."""
+        self.reductions.finish()
+        return self.buffer
+
+
 class Reductions:
     """The asynchronous reductions of a backward pass: each new one advances the others by a hop.
 
     A hop thus overlaps with the computation of other units' gradients. All reductions have ended
-    when `backward()` returns. Every rank adds the same ones in the same order.
+    when `backward()` returns, or when the values of one are used. Every rank adds the same ones in
+    the same order, and each group's collectives keep that order.
     """
 
     def __init__(self) -> None:
         self._running: list[tuple[Hops, dist.Work]] = []
+        self._units: dict[fsdp.FSDPModule, None] = {}  # whose gradients may be in flight
         self._backward = None  # id of the pass they belong to
 
-    def add(self, hops: Hops) -> None:
+    def add(self, unit: fsdp.FSDPModule, hops: Hops) -> None:
         """Start a reduction, then advance those that were started before."""
         if self._backward != fsdp.backward_id():
-            self._finish()  # a nested pass, or the last one ended with an error
+            self.end()  # a nested pass, or the last one ended with an error
             self._backward = fsdp.backward_id()
-            fsdp.after_backward(self._finish)
+            fsdp.after_backward(self.end)
+        self._units[unit] = None
         first_work = next(hops)
         self._advance()
         self._running.append((hops, first_work))
 
+    def finish(self) -> None:
+        """Run all reductions to their ends."""
+        while self._running:
+            self._advance()
+
+    def end(self) -> None:
+        """Run all reductions to their ends, and make the gradients plain tensors again."""
+        self.finish()
+        for unit in self._units:
+            for shard in fsdp.shards(unit):
+                gradient = shard.grad
+                if gradient is not None and isinstance(gradient._local_tensor, InFlightTensor):
+                    gradient._local_tensor = gradient._local_tensor.buffer
+        self._units.clear()
+        self._backward = None
+
     def _advance(self) -> None:
-        running = []
-        for hops, work in self._running:
+        running, self._running = self._running, []
+        for hops, work in running:
             work.wait()
             next_work = next(hops, None)
             if next_work is not None:
-                running.append((hops, next_work))
-        self._running = running
-
-    def _finish(self) -> None:
-        while self._running:
-            self._advance()
-        self._backward = None
+                self._running.append((hops, next_work))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from zeropp.ranks.groups import shared_group
 from zeropp.wire.route import Hop
 from zeropp.wire.traffic import Traffic
 
@@ -44,13 +45,17 @@ class Link:
         return dist.all_to_all_single(received, rows, group=self.group, async_op=async_op)
 
 
-def connect(hop: Hop, ranks: tuple[int, ...], position: int, traffic: Traffic) -> Link | None:
-    """Create the process group of this rank's hop; return None for a hop of one rank.
+def connect(
+    hop: Hop, ranks: tuple[int, ...], position: int, traffic: Traffic, purpose: str
+) -> Link | None:
+    """Connect this rank to its hop; return None for a hop of one rank.
 
-    `ranks` are the global ranks of the data axis. Only the hop's members need to call it.
+    `ranks` are the global ranks of the data axis. Only the hop's members need to call it. Models on
+    the same ranks share the process group of a hop and a `purpose`, as with FSDP2 they share the
+    mesh's. Gathers and reductions overlap, so that on one communicator they would wait for each
+    other: they have different purposes.
     """
     if hop.size == 1:
         return None
-    global_ranks = [ranks[member] for member in hop.members]
-    group = dist.new_group(global_ranks, use_local_synchronization=True)
+    group = shared_group(purpose, [ranks[member] for member in hop.members], ranks)
     return Link(hop=hop, position=position, group=group, traffic=traffic)

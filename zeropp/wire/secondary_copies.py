@@ -21,6 +21,16 @@ class SecondaryCopies:
         self.in_evaluation = in_evaluation
         self.version = 0
         self._rows: dict[nn.Module, CrossStreamTensor] = {}
+        self._trained: set[nn.Module] = set()
+
+    def note_use(self, unit: nn.Module) -> None:
+        """Note that the unit is about to be used, and whether that may train it.
+
+        A unit that has been trainable in a pass may be changed by any later step, also once it is
+        frozen: its gradients may be anywhere, and an update may be delayed.
+        """
+        if fsdp.is_trainable(unit):
+            self._trained.add(unit)
 
     def get(self, unit: nn.Module) -> torch.Tensor | None:
         """Return the unit's rows for use on the current stream, or None if there is no copy."""
@@ -36,7 +46,7 @@ class SecondaryCopies:
         """Drop the copies of all units, or only of those that an optimizer may have stepped."""
         self.version += 1
         for unit in tuple(self._rows):
-            if not stepped_only or fsdp.may_be_stepped(unit):
+            if not stepped_only or unit in self._trained:
                 del self._rows[unit]
 
     @property

@@ -162,3 +162,29 @@ def test_errors_are_raised_on_every_rank(tmp_path):
     with pytest.raises(InputError, match="cannot save"):
         engine.save_checkpoint(tmp_path / "file")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "global_step0"]
+
+
+@pytest.mark.parametrize("torn", ["__1_0.distcp", ".metadata", "state.pt"])
+@pytest.mark.parametrize("rest", [0, 0.5])
+@ranks(2)
+def test_a_torn_file_is_named(torn, rest, tmp_path):
+    engine = engine_of()
+    path = engine.save_checkpoint(tmp_path)
+    if dist.get_rank() == 0:
+        with open(path / torn, "r+b") as file:
+            file.truncate(int(rest * (path / torn).stat().st_size))
+    dist.barrier()
+    with pytest.raises(InputError, match=f"{torn} is damaged: .* load another checkpoint"):
+        engine.load_checkpoint(tmp_path)
+
+
+@ranks(2)
+def test_changed_bytes_are_reported(tmp_path):
+    engine = engine_of()
+    path = engine.save_checkpoint(tmp_path)
+    if dist.get_rank() == 0:
+        file = path / "__1_0.distcp"
+        file.write_bytes(bytes(file.stat().st_size))
+    dist.barrier()
+    with pytest.raises(InputError, match="is damaged: .* load another checkpoint"):
+        engine.load_checkpoint(tmp_path)

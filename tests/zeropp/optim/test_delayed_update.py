@@ -229,3 +229,26 @@ def test_the_16_bit_model_has_the_newest_weights(tmp_path):
     }
     saved = torch.load(path, weights_only=True)
     assert all(torch.equal(saved[name], tensor.bfloat16()) for name, tensor in expected.items())
+
+
+@ranks(1)
+def test_the_update_uses_as_many_threads_as_the_caller(monkeypatch):
+    """PyTorch keeps the number of threads for each thread: the first update fixed that of all."""
+    sharding = sharded({"stage": 2}, FORMATS["fp32"])
+    optimizer, used = build_delayed_adam(sharding, warmup=0), []
+
+    def record(*_: object) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        used.append(torch.get_num_threads())
+
+    monkeypatch.setattr(optimizer, "_update", record)
+    before = torch.get_num_threads()
+    try:
+        for step, threads in enumerate((1, 2)):
+            torch.set_num_threads(threads)
+            backward(sharding, step)
+            optimizer_step(optimizer, sharding)
+            optimizer.settle()
+        assert used == [1, 2]
+    finally:
+        torch.set_num_threads(before)

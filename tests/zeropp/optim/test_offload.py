@@ -21,7 +21,7 @@ from zeropp import InputError, LossScaler, Sharding, ZeroConfig, optimizer_step,
 from zeropp.optim import CPUAdam, FusedAdam
 from zeropp.optim import offload as module
 from zeropp.optim.offload import HOST, Offload
-from zeropp.optim.offloaded import OffloadedAdam
+from zeropp.optim.offloaded import DelayedAdam, OffloadedAdam
 
 STEPS, FEWER = 16, 12  # optimizer steps: the fp16 scale overflows and grows again in both
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -152,6 +152,33 @@ def test_weights_are_16_bit_on_the_device_and_everything_else_is_on_the_host():
     for own, master in optimizer.masters.items():
         assert torch.equal(own.to_local(), master.to_local().bfloat16()) and master.grad is None
         assert {"exp_avg", "exp_avg_sq", "step"} == set(optimizer.state[master])
+
+
+@pytest.mark.parametrize("more", [{}, {"offload_param": {"device": "cpu"}}], ids=["", "weights"])
+@ranks(2)
+def test_the_optimizer_writes_rounded_weights_where_fsdp_reads_them(more):
+    """FSDP2 replaces shards that are not padded, or pinned, at the first pass."""
+    sharding = sharded({"stage": 3, **OFFLOAD, **more}, FORMATS["bf16"])
+    offload = offloaded(sharding).offload
+    loss_of(sharding.model, tokens_of(0)).backward()
+    for own, master in offload.masters.items():
+        assert offload.copies[master].data_ptr() == own.to_local().data_ptr()
+
+
+@ranks(1)
+def test_masters_and_gradients_are_pinned_where_the_weights_are_on_the_host_too():
+    """The model computes on a GPU, from which the gradients are copied."""
+    sharding = sharded({"stage": 3, **OFFLOAD, "offload_param": {"device": "cpu"}}, FORMATS["bf16"])
+    empty, requests = torch.empty, []
+
+    def record(*sizes, pin_memory: bool = False, **options):
+        requests.append(pin_memory)
+        return empty(*sizes, **options)
+
+    with patch.object(torch, "empty", record):
+        offload = Offload(sharding, torch.device("cuda"), ratio=1.0, pin_memory=True)
+    assert sum(requests) == 2 * len(offload.masters)
+    assert all(parameter.device == HOST for parameter in sharding.model.parameters())
 
 
 @ranks(2)
@@ -307,3 +334,28 @@ def test_an_optimizer_that_cannot_be_offloaded_is_named():
             model=(model := small_model()), config=config,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
+@ranks(4, ranks_per_node=2)
+def test_weights_frozen_after_their_backward_are_stepped_and_seen(delayed):
+    """hpZ keeps no copy of them, whenever their update arrives."""
+
+    def losses(zero: dict) -> list[float]:
+        sharding = sharded(zero, FORMATS["fp32"])
+        offload = Offload(sharding, HOST, ratio=1.0, pin_memory=False, delayed=delayed)
+        groups = [{"params": list(sharding.model.parameters())}]
+        kind, warmup = (DelayedAdam, {"warmup": 0}) if delayed else (OffloadedAdam, {})
+        optimizer, values = kind(offload, groups, **warmup, **ADAM), []
+        for step in range(3):
+            with sharding.micro_step(last=True):
+                loss_of(sharding.model, tokens_of(step)).backward()
+            if step == 0:
+                sharding.model.blocks[0].requires_grad_(False)
+            optimizer_step(optimizer, sharding)
+            with torch.no_grad():
+                values.append(loss_of(sharding.model, tokens_of(9)).item())
+        return values
+
+    hpz = {"stage": 3, "zero_hpz_partition_size": 2}
+    assert losses(hpz) == losses({"stage": 3})

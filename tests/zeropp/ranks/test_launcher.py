@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from zeropp.ranks.launcher import main
+from zeropp.ranks.launcher import _report_failure, main
 from zeropp.ranks.topology import usable_cores
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -54,6 +55,13 @@ if action.startswith("fail"):
         (folder / f"attempt{attempt}").touch()
         sys.exit(int(codes[attempt]))
     sys.exit(0)
+if action == "follow" and rank == 0:
+    while not (folder / "pid1").exists():
+        time.sleep(0.05)
+    process = Path("/proc") / (folder / "pid1").read_text() / "stat"
+    while process.exists() and ") Z" not in process.read_text():
+        pass
+    sys.exit(5)
 time.sleep(600)
 """
 
@@ -205,6 +213,41 @@ def test_failed_ranks_are_restarted_as_often_as_asked(
     assert last_lines(process) == [f"zeropp: {line}" for line in lines]
     assert process.returncode == status
     assert len(list(tmp_path.glob("attempt*"))) == codes.count(",") + 1
+
+
+def test_a_terminated_rank_is_named_although_another_one_follows_at_once(
+    start: Callable, tmp_path: Path
+) -> None:
+    process = start("follow", "--num_ranks", "2")
+    running = pids(tmp_path, 2)
+    os.kill(running[1], signal.SIGTERM)
+    assert last_lines(process) == ["zeropp: rank 1 was killed by SIGTERM"]
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("codes", "seconds", "line"),
+    [
+        ((1, 3, -15), (5.2, 5.1, 6), "rank 1 exited with code 3"),
+        ((-15, 1, 143), (5.2, 5.3, 6), "rank 0 was killed by SIGTERM"),
+        ((1, -11, -15), (5.1, 5.3, 6), "rank 1 was killed by SIGSEGV"),  # reported late
+        ((1, -6, -15), (5.1, 5.3, 6), "rank 0 exited with code 1"),  # aborts when it hears of it
+        ((3, 1, -9), (5.2, 5.1, 36), "rank 1 exited with code 1"),  # the agent lost patience
+        ((75, -15, 1), (5.1, 5.2, 5.3), "rank 2 exited with code 1"),
+        ((75, -9, 75), (5.1, 35, 5.2), "rank 1 did not respond and was ended with SIGKILL"),
+        ((3, -15, 75), (None, None, None), "rank 0 exited with code 3"),
+    ],
+)
+def test_the_rank_that_really_failed_is_named(codes, seconds, line, capsys) -> None:
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=code, error_file="")
+        for rank, code in enumerate(codes)
+    }
+    times = {100 + rank: time for rank, time in enumerate(seconds) if time is not None}
+    code = _report_failure(failures, times)
+    assert capsys.readouterr().err == f"zeropp: {line}\n"
+    named = codes[int(line.split()[1])]
+    assert code == (named if named > 0 else 128 - named)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -66,6 +66,7 @@ def accepted(draw: st.DrawFn) -> dict[str, object]:
     if values.get("zeropp.delayed_param_update"):
         values |= {ZERO + "offload_optimizer.device": "cpu"}
     if values.get(ZERO + "offload_param.device") == "cpu":
+        values.pop(ZERO + "zero_quantized_nontrainable_weights", None)
         values |= {ZERO + "offload_optimizer.device": "cpu", ZERO + "offload_optimizer.ratio": 1.0}
     return values
 

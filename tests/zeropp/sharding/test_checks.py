@@ -119,6 +119,32 @@ def test_parameters_that_cannot_be_gathered_as_numbers(kind):
 
 
 @ranks(2)
+def test_units_that_overlap():
+    model = small_model()
+    block = model.blocks[1]
+    for units, message in (
+        ([block, block.up], "blocks.1.up comes after blocks.1, which has its parameters"),
+        ([block, block], "blocks.1 comes after itself"),
+        ([block, model], "number 1, a SmallModel, is the whole model"),
+        ([nn.Linear(2, 2)], "number 0, a Linear, is not in the model"),
+    ):
+        with pytest.raises(InputError, match=re.escape(message)):
+            shard(model, data_mesh(), zero_config({"stage": 3}), units=units)
+
+
+@ranks(2)
+def test_a_unit_may_be_inside_a_later_one():
+    alone, model = small_model(), small_model()
+    loss_of(alone, tokens_of(0)).backward()
+    units = [model.blocks[1].up, model.blocks[1]]
+    sharding = shard(model, data_mesh(), zero_config({"stage": 3}), units=units)
+    with sharding.micro_step(last=True):
+        loss_of(model, tokens_of(0)).backward()
+    for weight, plain in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad.full_tensor(), plain.grad)
+
+
+@ranks(2)
 def test_integer_buffers_stay_whole_on_every_rank():
     model = small_model()
     model.blocks[1].register_buffer("extra", torch.arange(3))

@@ -94,6 +94,37 @@ def test_writes_after_the_block_are_recorded_too():
     assert repr(weight) == "RecordedTensor(shape=[3], dtype=torch.float32)"
 
 
+def foreach_and_out() -> list[torch.Tensor]:
+    """Tensors that were written through lists and through `out=`, and one made from them."""
+    first, second, third = torch.ones(3), torch.rand(4), torch.ones(2, 3)
+    torch._foreach_mul_([first, second], [2.0, 3.0])
+    torch._foreach_add_([first, second], 1.0)
+    sums = torch._foreach_add([first, second], 5.0)
+    torch._foreach_copy_([first], [torch.arange(3.0)])
+    torch.add(first, 1.0, out=third[0])
+    torch.rand(3, out=third[1])
+    torch._foreach_zero_([second])
+    return [first, second, third, *sums]
+
+
+def test_lists_of_tensors_and_out_arguments():
+    torch.manual_seed(3)
+    expected = foreach_and_out()
+    torch.manual_seed(3)
+    with recording():
+        recorded = foreach_and_out()
+    for tensor, plain in zip(recorded, expected, strict=True):
+        assert isinstance(tensor, RecordedTensor) and torch.equal(tensor.materialize(), plain)
+
+
+def test_a_list_that_is_partly_recorded_is_refused():
+    plain = torch.ones(3)
+    with recording():
+        weight = torch.zeros(3)
+    with pytest.raises(InputError, match="_foreach_add_.* cannot be recorded"):
+        torch._foreach_add_([plain, weight], 1.0)
+
+
 def test_values_that_python_needs_are_computed():
     with recording():
         positions = torch.arange(4)
@@ -102,8 +133,17 @@ def test_values_that_python_needs_are_computed():
     assert odd.tolist() == [1, 3]
 
 
-def test_data_of_another_shape_is_refused():
+def test_data_of_another_shape_and_dtype_is_recorded():
+    torch.manual_seed(3)
+    plain = nn.Linear(3, 2).bfloat16()
+    torch.manual_seed(3)
     with recording():
         weight = nn.Parameter(torch.zeros(3))
-        with pytest.raises(InputError, match=r"given .data of shape \[2\]"):
-            weight.data = torch.zeros(2)
+        weight.data = torch.arange(2.0, dtype=torch.float64)
+        layer = nn.Linear(3, 2)
+        kept = layer.weight
+        layer.bfloat16()
+    assert (weight.shape, weight.dtype) == ((2,), torch.float64)
+    assert weight.materialize().tolist() == [0, 1]
+    assert layer.weight is kept and kept.dtype == torch.bfloat16 and kept.requires_grad
+    assert torch.equal(kept.materialize(), plain.weight.detach())

@@ -142,6 +142,13 @@ def test_units_are_the_outermost_module_lists():
     assert outermost_blocks(model) == list(model["a"])
 
 
+def test_lists_of_lists_are_one_list_of_blocks():
+    """FSDP2 cannot shard a list, which has no forward pass."""
+    layers = [nn.Linear(2, 2) for _ in range(4)]
+    model = nn.ModuleDict({"a": nn.ModuleList([nn.ModuleList(layers[:2]), *layers[2:]])})
+    assert outermost_blocks(model) == layers
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @ranks(2)
 def test_a_block_that_is_used_twice_is_one_unit(stage):

@@ -12,7 +12,7 @@ from tests.ranks import ranks
 from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
 from tests.zeropp.sharded_training import shard_on_nodes
 from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
-from zeropp import Sharding, shard
+from zeropp import Sharding, fsdp_adapter, shard
 
 SHORT = {"weights_forward": "w", "weights_backward": "w", "gradients": "g"}
 
@@ -91,14 +91,17 @@ def test_each_gather_begins_before_the_two_blocks_before_compute(zero, ranks_per
 @ranks(4)
 def test_every_hop_has_one_process_group_for_each_direction_whatever_the_blocks():
     """FSDP2: the integer form of `reshard_after_forward` makes two for every wrapped module."""
-    mesh, groups = data_mesh(), []
-    new_group = dist.new_group
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "new_group", lambda *a, **k: groups.append(a) or new_group(*a, **k))
-        for num_blocks in (1, 5):
-            groups.clear()
-            sharding = shard(SmallModel(num_blocks), mesh, zero_config(ALL_THREE, 2))
-            assert len(groups) == 4 and len(sharding.units) == num_blocks + 1
+    mesh, groups = data_mesh(), set()
+    for num_blocks in (1, 5):
+        sharding = shard(SmallModel(num_blocks), mesh, zero_config(ALL_THREE, 2))
+        assert len(sharding.units) == num_blocks + 1
+        for unit in sharding.units:
+            for hop in ("inner", "outer"):
+                (group,) = fsdp_adapter._groups(unit)
+                gather, mean = group._all_gather_comm, group._reduce_scatter_comm
+                groups.add((hop, "weights", getattr(gather, hop).group))
+                groups.add((hop, "gradients", getattr(mean, hop).group))
+    assert len(groups) == 4 == len({group for *_, group in groups})
 
 
 @ranks(4)

@@ -1,0 +1,67 @@
+"""What FSDP2 does because of us, where a run's results do not show it."""
+
+import pytest
+import torch
+
+from tests.ranks import ranks
+from tests.zeropp.optim.test_offload import FORMATS, OFFLOAD, offloaded, sharded
+from tests.zeropp.sharded_training import shard_on_nodes
+from tests.zeropp.small_model import loss_of, tokens_of
+from zeropp import fsdp_adapter as fsdp
+
+
+@pytest.mark.parametrize("settings", [FORMATS["fp32"], FORMATS["bf16"]], ids=["fp32", "bf16"])
+@ranks(2)
+def test_fsdp_copies_no_gradient_of_weights_on_the_host(settings):
+    """Each of its copies, of a mean that was rounded and is not used, would block the host."""
+    on_host = {"stage": 3, **OFFLOAD, "offload_param": {"device": "cpu"}}
+    sharding = sharded(on_host, settings)
+    offloaded(sharding)
+    copied: list[bool] = []
+    to = torch.Tensor.to
+
+    def record(
+        tensor: torch.Tensor, *arguments: object, non_blocking: bool = False
+    ) -> torch.Tensor:
+        if isinstance(arguments[0], torch.device):
+            copied.append(non_blocking)
+        return to(tensor, *arguments, non_blocking=non_blocking)
+
+    for number in range(2):
+        with sharding.micro_step(last=number == 1), pytest.MonkeyPatch.context() as patch:
+            loss = loss_of(sharding.model, tokens_of(number))
+            patch.setattr(torch.Tensor, "to", record)
+            loss.backward()
+        shards = len(list(sharding.model.blocks.parameters()))  # copied for their gathers
+        assert copied == [True] * shards * (number + 1)
+
+
+class RecordedStream:
+    """A stream that records the events it waits for."""
+
+    def __init__(self) -> None:
+        self.waited: list[object] = []
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+
+@ranks(2, ranks_per_node=1)
+def test_memory_of_a_gather_that_is_dropped_is_not_reused_before_its_end():
+    """It was allocated on the copy-in stream, which writes the next gather's shard into it."""
+    sharding = shard_on_nodes({"stage": 3})
+    loss_of(sharding.model, tokens_of(0)).backward()
+    unit, event = sharding.units[0], object()
+    (group,) = fsdp._groups(unit)
+    streams = {
+        name: RecordedStream() for name in ("all_gather_copy_in_stream", "all_gather_stream")
+    }
+    unit.unshard(async_op=True)
+    group._all_gather_result = group._all_gather_result._replace(all_gather_event=event)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stream in streams.items():
+            patch.setattr(group.comm_ctx, name, stream)
+        patch.setattr(group.device_handle, "current_stream", RecordedStream)
+        fsdp.free_gathered(unit)
+    assert group._all_gather_result is None
+    assert all(stream.waited == [event] for stream in streams.values())

@@ -1,0 +1,96 @@
+"""Which parameters had a gradient on some rank: what the ranks tell each other after a pass.
+
+Ranks may use different parameters of a unit, as with experts or dropped layers. Each rank then
+sends zeros for those it did not use, so that all reduce the same buffers, and the mean counts the
+zeros. A parameter that no rank used must not be stepped: its `.grad` stays None, as in one process.
+That takes one byte per parameter and pass, in one collective. The same collective shows whether the
+ranks reduced the same units in the same order: if not, gradients were mixed up.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeropp import fsdp_adapter as fsdp
+from zeropp.errors import InputError
+
+DIGEST_BYTES = 4  # of a CRC-32
+
+
+class GradientUse:
+    """Notes each unit's reduction in a backward pass, and compares notes with the other ranks."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._begin: dict[fsdp.FSDPModule, int] = {}  # of a unit's parameters among all
+        self._passes: set[int] = set()  # running backward passes at whose end ranks compare
+        self.has_gradient: Callable[[nn.Parameter], bool] = _has_gradient
+        self.clear_gradient: Callable[[nn.Parameter], None] = _clear_gradient
+        self.discard()
+
+    def add(self, unit: fsdp.FSDPModule) -> None:
+        """Include a unit, in the same order on every rank, between two passes."""
+        self._begin[unit] = len(self._used)
+        self._used += bytes(len(fsdp.own_pieces(unit)))
+
+    def discard(self) -> None:
+        """Forget the notes of a pass that did not end."""
+        self._used = bytearray(sum(len(fsdp.own_pieces(unit)) for unit in self._begin))
+        self._order: list[fsdp.FSDPModule] = []
+        self._unused: dict[int, nn.Parameter] = {}  # got zeros here, and had no gradient before
+        self._passes.clear()
+
+    def note(
+        self, unit: fsdp.FSDPModule, with_gradient: Sequence[int], reduced: Sequence[int]
+    ) -> None:
+        """Note a reduction before it begins; see `zeropp.fsdp_adapter.before_reduction`."""
+        if fsdp.backward_id() not in self._passes:
+            self._passes.add(fsdp.backward_id())
+            fsdp.after_backward(self._compare)
+        self._order.append(unit)
+        begin = self._begin[unit]
+        for index in with_gradient:
+            self._used[begin + index] = 1
+            self._unused.pop(begin + index, None)
+        if len(with_gradient) < len(reduced):
+            shards = fsdp.shards(unit)
+            for index in set(reduced).difference(with_gradient):
+                place, shard = begin + index, shards[index]
+                if not self._used[place] and not self.has_gradient(shard):
+                    self._unused[place] = shard
+
+    def _compare(self) -> None:
+        """Clear zeros that all ranks sent; raise InputError if they reduced different units."""
+        if not self._order:
+            return
+        used, order, unused = self._used, self._order, self._unused
+        self.discard()
+        indices = [[*self._begin].index(unit) for unit in order]
+        digest = zlib.crc32(repr(indices).encode()).to_bytes(DIGEST_BYTES, "little")
+        inverse = bytes(255 - byte for byte in digest)
+        notes = torch.frombuffer(used + digest + inverse, dtype=torch.uint8).to(self._device)
+        dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)
+        if self._device.type != "cpu" and not unused:
+            return  # the host does not wait for the device
+        values = bytes(notes.tolist())
+        if not values.endswith(digest + inverse):
+            raise InputError(
+                "the ranks averaged the gradients of different units in this pass, or in another "
+                f"order; this rank: {', '.join(map(fsdp.name_of, order))}. All ranks must run the "
+                "same units in the same order; they may use different parameters of a unit: give "
+                "zeropp.shard units= that every rank runs"
+            )
+        for place, shard in unused.items():
+            if not values[place]:
+                self.clear_gradient(shard)
+
+
+def _has_gradient(shard: nn.Parameter) -> bool:
+    return shard.grad is not None
+
+
+def _clear_gradient(shard: nn.Parameter) -> None:
+    shard.grad = None
