@@ -41,7 +41,6 @@ from zeropp.errors import InputError
 
 RECOVERY_SECONDS = 300  # until a job that needs no hand has passed the point it had reached
 POLL_SECONDS = 0.1
-SAMPLE_SECONDS = 5.0  # between records of memory, descriptors and threads
 
 
 def main() -> int:
@@ -152,31 +151,20 @@ class Campaign:
 
     def _wait(self, job: Job, condition: Callable[[], bool]) -> None:
         """Supervise the job until the condition holds."""
-        wait(job, condition, self._recorder, self._started)
+        wait(job, condition, self._recorder)
 
 
-def wait(job: Job, condition: Callable[[], bool], recorder: Recorder, started: float) -> None:
-    """Supervise and record until `condition()`; raises Disagreement after `RECOVERY_SECONDS`."""
-    deadline = time.monotonic() + RECOVERY_SECONDS
-    next_sample = time.monotonic()
+def wait(
+    job: Job, condition: Callable[[], bool], recorder: Recorder, seconds: float = RECOVERY_SECONDS
+) -> None:
+    """Supervise and record the job until `condition()`; raises Disagreement after `seconds`."""
+    deadline = time.monotonic() + seconds
     while not condition():
-        now = time.monotonic()
-        if now > deadline:
+        if time.monotonic() > deadline:
             raise Disagreement(f"the job does not go on by itself:\n{job.text()[-8000:]}")
         job.supervise()
-        if now >= next_sample:
-            next_sample = now + SAMPLE_SECONDS
-            record(job, recorder, now - started)
+        recorder.record_if_due(job.processes())
         time.sleep(POLL_SECONDS)
-
-
-def record(job: Job, recorder: Recorder, seconds: float) -> None:
-    """Record the agents and rank 0."""
-    for node in job.nodes:
-        if node.agent is not None:
-            recorder.record(f"agent of node {node.number}", node.agent.pid, seconds)
-    if job.has_started(0):
-        recorder.record("rank 0", job.rank_pid(0), seconds)
 
 
 def undisturbed(options: argparse.Namespace, folder: Path, expected: dict[int, float]) -> dict:
@@ -184,27 +172,30 @@ def undisturbed(options: argparse.Namespace, folder: Path, expected: dict[int, f
     recorder, started, last = Recorder(), time.monotonic(), max(expected)
     with started_job(folder, options.limit, options.save_interval) as job:
         end = started + 60 * options.undisturbed_minutes
-        while (reached := max(job.losses(), default=0)) < last or time.monotonic() < end:
-            wait(
-                job,
-                lambda reached=reached: max(job.losses(), default=0) > reached,
-                recorder,
-                started,
-            )
+        reached = 0
+        while reached < last or time.monotonic() < end:
+            wait(job, lambda: max(job.losses(), default=0) > reached, recorder)  # noqa: B023
+            reached = max(job.losses())
         losses = job.losses()
-    different = [number for number in range(1, last + 1) if losses[number] != expected.get(number)]
-    if different:
-        first = different[0]
-        raise Disagreement(
-            f"{len(different)} of {last} losses differ; at iteration {first}: "
-            f"{expected.get(first)!r}, undisturbed {losses[first]!r}"
-        )
+    require_equal(expected, losses)
     return {
         "seconds": time.monotonic() - started,
         "iterations": max(losses),
         "equal_losses": last,
         "resources": recorder.result(),
     }
+
+
+def require_equal(expected: dict[int, float], losses: dict[int, float]) -> None:
+    """Raise Disagreement unless all of `expected`, from iteration 1 on, are equal to `losses`."""
+    last = max(expected)
+    different = [n for n in range(1, last + 1) if n not in expected or losses.get(n) != expected[n]]
+    if different:
+        first = different[0]
+        raise Disagreement(
+            f"{len(different)} of {last} losses differ; at iteration {first}: "
+            f"{expected.get(first)!r}, undisturbed {losses.get(first)!r}"
+        )
 
 
 def show(result: dict) -> None:

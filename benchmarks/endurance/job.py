@@ -95,9 +95,11 @@ class Job:
         logs = [node.log for node in self.nodes if node.log.exists()]
         return "\n".join(log.read_text(errors="replace") for log in logs)
 
-    def has_started(self, rank: int) -> bool:
-        """Whether a rank has ever said which process it is."""
-        return pid_file(self.folder, rank).exists()
+    def processes(self) -> dict[str, int]:
+        """The agents, and rank 0 if it has started, by name."""
+        agents = [node for node in self.nodes if node.agent is not None]
+        named = {f"agent of node {node.number}": node.agent.pid for node in agents}
+        return named | ({"rank 0": self.rank_pid(0)} if pid_file(self.folder, 0).exists() else {})
 
     def rank_pid(self, rank: int) -> int:
         """The process of a rank."""

@@ -2,11 +2,14 @@
 
 import os
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+SAMPLE_SECONDS = 5.0
+LEAST_SAMPLES = 8  # of a process whose growth is said
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -25,8 +28,17 @@ class Recorder:
 
     def __init__(self) -> None:
         self._samples: dict[str, list[Sample]] = {}
+        self._started = self._next = time.monotonic()
 
-    def record(self, name: str, process: int, seconds: float) -> None:
+    def record_if_due(self, processes: Mapping[str, int]) -> None:
+        """Add a sample of each process (name: id), every `SAMPLE_SECONDS`."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + SAMPLE_SECONDS
+            for name, process in processes.items():
+                self._record(name, process, now - self._started)
+
+    def _record(self, name: str, process: int, seconds: float) -> None:
         """Add a sample of `process`; nothing if it has ended."""
         folder = Path(f"/proc/{process}")
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -39,11 +51,11 @@ class Recorder:
             self._samples.setdefault(f"{name}, process {process}", []).append(sample)
 
     def result(self) -> dict[str, dict]:
-        """All samples and the growth of each process that was seen at least four times."""
+        """All samples and the growth of each process that was seen often enough."""
         return {
             name: {"growth": growth(samples), "samples": [asdict(sample) for sample in samples]}
             for name, samples in self._samples.items()
-            if len(samples) >= 4
+            if len(samples) >= LEAST_SAMPLES
         }
 
 
