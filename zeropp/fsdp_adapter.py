@@ -26,8 +26,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
+from zeropp.errors import InputError
+
 __all__ = [
     "ON_DEVICE",
+    "abandon_pass",
+    "accumulates",
+    "awaits_end_of_backward",
+    "is_in_pass",
     "AllGather",
     "CPUOffloadPolicy",
     "FSDPModule",
@@ -50,7 +56,6 @@ __all__ = [
     "inherit",
     "is_on_host",
     "is_trainable",
-    "may_be_stepped",
     "name_of",
     "own_pieces",
     "own_shards",
@@ -268,6 +273,43 @@ def backward_id() -> int:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of the running backward pass, before `backward()` returns."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def is_in_pass(root: FSDPModule) -> bool:
+    """Whether FSDP2 waits for the end of a pass of this root module."""
+    context = root._get_fsdp_state()._state_ctx
+    return context.iter_forward_root is not None or awaits_end_of_backward(root)
+
+
+def awaits_end_of_backward(root: FSDPModule) -> bool:
+    """Whether a backward pass of this root module has begun and not ended."""
+    return root._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+
+
+def abandon_pass(root: FSDPModule) -> None:
+    """Let FSDP2 forget a pass that failed; gradients stay as they are.
+
+    Raises InputError where FSDP2 cannot, before torch 2.13.
+    """
+    if not hasattr(root, "reset_iter_state"):
+        raise InputError(
+            f"the last pass ended with an exception, and torch {torch.__version__} cannot begin "
+            "another one then: load a checkpoint in a new process, or use torch 2.13"
+        )
+    for state in root._get_fsdp_state()._state_ctx.all_states:
+        for group in _groups_of(state):
+            if reducer := getattr(group, "zeropp_reducer", None):
+                reducer.is_due = False
+    root.reset_iter_state()
+
+
+def accumulates(unit: FSDPModule) -> bool:
+    """Whether the unit has gradients that are to be reduced later."""
+    return any(
+        parameter.unsharded_accumulated_grad is not None
+        or getattr(parameter, "_unsharded_param", parameter.sharded_param).grad is not None
+        for parameter in _parameters(unit)
+    )
 
 
 def has_run(unit: FSDPModule) -> bool:

@@ -34,6 +34,7 @@ from zeropp.ranks.topology import Environment
 from zeropp.sharding.sharding import Sharding
 from zeropp.sharding.weight_changes import WeightsWritten
 from zeropp.wire.cross_stream import record_use
+from zeropp.wire.gradient_use import clear_gradient, has_gradient
 
 BUCKET = 2**25  # elements; one bucket is sent to the device while the next is updated
 HOST = torch.device("cpu")
@@ -184,6 +185,16 @@ class Offload:
                         if copy is not None:
                             copy.copy_(local_part(parameter))
 
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter or its master has a gradient."""
+        master = self._masters.get(parameter)
+        return has_gradient(parameter if master is None else master.weight)
+
+    def clear_gradient(self, parameter: nn.Parameter) -> None:
+        """Drop the gradient of the parameter, or of its master."""
+        master = self._masters.get(parameter)
+        clear_gradient(parameter if master is None else master.weight)
+
     def wait(self) -> None:
         """Wait until all gradients are where the optimizer reads them, and weights may be written.
 
@@ -279,6 +290,9 @@ class Offload:
         if not sharding.units:
             for parameter in self._masters:
                 parameter.register_post_accumulate_grad_hook(self._take_whole)
+        for owner in (sharding.gradient_use, sharding.failed_passes):
+            if owner is not None:
+                owner.has_gradient, owner.clear_gradient = self.has_gradient, self.clear_gradient
         for module in sharding.model.modules():
             module.register_load_state_dict_post_hook(self._loaded)
         frozen = {

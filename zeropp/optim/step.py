@@ -57,8 +57,10 @@ def optimizer_step(
     `clip_grad` > 0, scaled down to it. A norm that is not finite, or a `loss` (0-d, the same on all
     ranks), skips the update and, with a scaler, lowers its scale. An optimizer that `takes_factor`,
     as `zeropp.optim.FusedAdam`, scales and skips by itself: without a scaler the host then waits
-    for nothing. Raises InputError where no parameter of the optimizer has a gradient.
+    for nothing. Raises InputError where no parameter of the optimizer has a gradient, and after a
+    backward pass that failed.
     """
+    sharding.require_complete_gradients()
     takes_factor = getattr(optimizer, "takes_factor", False)
     if takes_factor:
         optimizer.await_gradients()

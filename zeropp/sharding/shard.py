@@ -35,6 +35,7 @@ from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.between_passes import hold_shards_between_passes
 from zeropp.sharding.checks import require_shardable
+from zeropp.sharding.failed_pass import FailedPasses
 from zeropp.sharding.forecast import Forecast
 from zeropp.sharding.materialize import (
     allocate_meta_tensors,
@@ -237,6 +238,11 @@ def _shard(
     hold_shards_between_passes(model, units)
     if hasattr(model, "generate") and _is_wrapper(model):
         register_fsdp_forward_method(model, "generate")
+    use = None if num_ranks == 1 else GradientUse(mesh.get_group(), _device_of(mesh))
+    fields |= {
+        "gradient_use": use,
+        "failed_passes": FailedPasses(model, units, stage=config.stage, use=use),
+    }
     if num_ranks == 1:
         return Sharding(**fields)
     if blocks and mesh.device_type == "cpu":
@@ -249,7 +255,6 @@ def _shard(
         compute_dtype=compute_dtype,
         wire_dtype=wire_dtype,
     )
-    fields["gradient_use"] = use = GradientUse(mesh.get_group(), _device_of(mesh))
     if config.stage == 0:
         for unit in units:
             use.add(unit)

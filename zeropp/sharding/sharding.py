@@ -11,6 +11,7 @@ from torch import nn
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.ranks.groups import close_groups
+from zeropp.sharding.failed_pass import FailedPasses
 from zeropp.sharding.forecast import REDUCED_WHOLE, Forecast
 from zeropp.sharding.weight_changes import drop_gathered
 from zeropp.wire.frozen_weights import require_frozen
@@ -37,6 +38,7 @@ class Sharding:
     traffic: Traffic = field(default_factory=Traffic, repr=False)
     copies: SecondaryCopies | None = field(default=None, repr=False)
     gradient_use: GradientUse | None = field(default=None, repr=False)
+    failed_passes: FailedPasses | None = field(default=None, repr=False)
     stores_frozen: bool = False  # frozen weights are stored quantized and cannot be trained
 
     @property
@@ -66,8 +68,15 @@ class Sharding:
         parameter holds as `.grad`.
         """
         self.model.zero_grad(set_to_none)
+        if self.failed_passes is not None and set_to_none:
+            self.failed_passes.discard()
         for unit in self.units:
             fsdp.discard_gradients(unit, set_to_none)
+
+    def require_complete_gradients(self) -> None:
+        """Raise InputError if a backward pass failed and left gradients of a part of the model."""
+        if self.failed_passes is not None:
+            self.failed_passes.require_complete()
 
     def release(self) -> None:
         """Free weights that forward-only passes left gathered (evaluation, generation)."""

@@ -27,8 +27,8 @@ class GradientUse:
         self._group, self._device = group, device
         self._begin: dict[fsdp.FSDPModule, int] = {}  # of a unit's parameters among all
         self._passes: set[int] = set()  # running backward passes at whose end ranks compare
-        self.has_gradient: Callable[[nn.Parameter], bool] = _has_gradient
-        self.clear_gradient: Callable[[nn.Parameter], None] = _clear_gradient
+        self.has_gradient: Callable[[nn.Parameter], bool] = has_gradient
+        self.clear_gradient: Callable[[nn.Parameter], None] = clear_gradient
         self.discard()
 
     def add(self, unit: fsdp.FSDPModule) -> None:
@@ -88,9 +88,11 @@ class GradientUse:
                 self.clear_gradient(shard)
 
 
-def _has_gradient(shard: nn.Parameter) -> bool:
+def has_gradient(shard: nn.Parameter) -> bool:
+    """Whether a parameter holds a gradient itself."""
     return shard.grad is not None
 
 
-def _clear_gradient(shard: nn.Parameter) -> None:
+def clear_gradient(shard: nn.Parameter) -> None:
+    """Drop the gradient that a parameter holds itself."""
     shard.grad = None

@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.ranks import ranks
 from tests.zeropp.prescribed_gradients import data_mesh, zero_config
-from zeropp import InputError, Sharding, shard
+from zeropp import InputError, Sharding, initialize, shard
 
 WIDTH, NUM_EXPERTS = 6, 3
 NEAR = 2e-5  # of the largest element: sums of a few fp32 terms in another order
@@ -136,3 +136,31 @@ def test_ranks_that_reduce_units_in_another_order_are_told():
         pytest.raises(InputError, match=r"this rank: blocks\.\d, blocks\.\d\. All ranks must run"),
     ):
         sharding.model(x, order).backward()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@ranks(4)
+def test_offloaded_gradients_are_those_of_the_right_experts(micro_batches: int):
+    """Also with weight decay, which must not act on the expert that nobody uses."""
+    json = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": micro_batches,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+    }
+    model, world = Experts(), dist.get_world_size()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    engine, *_ = initialize(model=Experts(), config=json)
+    for _ in range(2):
+        for index in range(micro_batches):
+            for rank in range(world):
+                run_pass(model, rank, index).div(world * micro_batches).backward()
+            engine.backward(run_pass(engine, dist.get_rank(), index))
+            engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    for (name, weight), expected in zip(
+        engine.module.named_parameters(), model.parameters(), strict=True
+    ):
+        error = (weight.full_tensor() - expected).abs().max()
+        assert error <= NEAR * expected.abs().max(), (name, error)
