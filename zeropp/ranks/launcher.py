@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 import uuid
 from importlib.machinery import PathFinder
@@ -25,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -73,7 +74,8 @@ def _run(command: list[str], num_ranks: int, max_restarts: int) -> int:
     ended = EndedChildren()
     for restart in range(1, max_restarts + 2):
         try:
-            elastic_launch(_launch_config(num_ranks), program)(*arguments)
+            with tempfile.TemporaryDirectory(prefix="zeropp-") as folder:
+                elastic_launch(_launch_config(num_ranks, folder), program)(*arguments)
             return 0
         except ChildFailedError as error:
             status = _report_failure(error.failures, ended.times)
@@ -208,8 +210,11 @@ def _command(options: argparse.Namespace, num_ranks: int) -> list[str]:
     return ["/usr/bin/env", f"LOCAL_WORLD_SIZE={options.ranks_per_node}", *command]
 
 
-def _launch_config(num_ranks: int) -> LaunchConfig:
-    """Return the settings of the agent: one machine, a free port, one attempt."""
+def _launch_config(num_ranks: int, folder: str) -> LaunchConfig:
+    """Return the settings of the agent: one machine, a free port, one attempt.
+
+    `folder` is for the agent's own files, which it does not remove.
+    """
     supported = {field.name for field in dataclasses.fields(LaunchConfig)}
     settings = {}
     if "shutdown_timeout" in supported:  # torch 2.11 always waits 30 s
@@ -223,6 +228,7 @@ def _launch_config(num_ranks: int) -> LaunchConfig:
         rdzv_endpoint=f"{LOCALHOST}:0",
         local_addr=LOCALHOST,
         max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
         **settings,
     )
 

@@ -207,12 +207,21 @@ def test_a_killed_rank_ends_the_others_and_is_named(start: Callable, tmp_path: P
     ],
 )  # fmt: skip
 def test_failed_ranks_are_restarted_as_often_as_asked(
-    start: Callable, tmp_path: Path, codes: str, status: int, lines: list[str]
+    start: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    codes: str,
+    status: int,
+    lines: list[str],
 ) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     process = start(f"fail{codes}", "--num_ranks", "2", "--max_restarts", "2")
     assert last_lines(process) == [f"zeropp: {line}" for line in lines]
     assert process.returncode == status
     assert len(list(tmp_path.glob("attempt*"))) == codes.count(",") + 1
+    assert not list(temporary.iterdir())
 
 
 def test_a_terminated_rank_is_named_although_another_one_follows_at_once(
