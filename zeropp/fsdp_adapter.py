@@ -1,4 +1,4 @@
-"""The only file that knows FSDP2's private names, for torch 2.11 to 2.13.
+"""The only file, with `fsdp_parameters`, that knows FSDP2's private names; torch 2.11 to 2.13.
 
 FSDP2 is the engine (docs/adr/0001): it gathers a unit's parameters before its forward and backward
 and reduces their gradients afterwards. Everything of ours enters through its extension points.
@@ -26,7 +26,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
+from zeropp import fsdp_parameters
 from zeropp.errors import InputError
+from zeropp.fsdp_parameters import inherit, inherit_when_gathered
 
 __all__ = [
     "ON_DEVICE",
@@ -50,10 +52,8 @@ __all__ = [
     "free_gathered",
     "gather_ahead",
     "gathered_names",
-    "has_accumulation_hooks",
     "has_run",
     "in_backward",
-    "inherit",
     "is_on_host",
     "is_trainable",
     "name_of",
@@ -128,7 +128,7 @@ def shard_unit(
     for parameter in _parameters(modules[0]):
         info = parameter._module_info
         inherit(parameter.sharded_param, originals[info.module][info.param_name])
-        _inherit_when_gathered(parameter)
+        inherit_when_gathered(parameter)
 
 
 def use_all_gather(unit: FSDPModule, comm: AllGather) -> None:
@@ -500,53 +500,4 @@ def discard_gradients(unit: FSDPModule, set_to_none: bool = True) -> None:
         if reducer := getattr(group, "zeropp_reducer", None):
             reducer.is_due = False
     for parameter in _parameters(unit):
-        whole = getattr(parameter, "_unsharded_param", None)
-        if set_to_none:
-            parameter.unsharded_accumulated_grad = parameter.sharded_param.grad = None
-            if whole is not None:
-                whole.grad = None
-            continue
-        gradients = (
-            parameter.unsharded_accumulated_grad,
-            parameter.sharded_param.grad,
-            None if whole is None else whole.grad,
-        )
-        for gradient in gradients:
-            if gradient is not None:
-                gradient.detach().zero_()
-
-
-def inherit(parameter: torch.Tensor, original: torch.Tensor) -> None:
-    """Give a parameter the attributes and hooks of the one whose place it takes.
-
-    The hooks are shared: those that are added to or removed from either are so for both.
-    """
-    own = {name: value for name, value in vars(original).items() if not name.startswith("_fsdp")}
-    vars(parameter).update(own)
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if (hooks := getattr(original, name)) is not None and hooks is not getattr(parameter, name):
-            setattr(parameter, name, hooks)
-
-
-def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
-    """Whether `register_post_accumulate_grad_hook` was called on the parameter."""
-    return bool(parameter._post_accumulate_grad_hooks)
-
-
-def _inherit_when_gathered(parameter: FSDPParam) -> None:
-    """Give the whole parameter, whenever it is gathered, what the sharded one has.
-
-    Gradient hooks are thus called with this rank's whole gradient; FSDP2 would never call them.
-    Hooks that follow the accumulation are not for whole gradients: FSDP2 calls them itself.
-    """
-    init_unsharded_param = parameter.init_unsharded_param
-
-    def init_and_inherit() -> None:
-        init_unsharded_param()
-        sharded, whole = parameter.sharded_param, parameter._unsharded_param
-        vars(whole).update(vars(sharded))
-        hooks = sharded._backward_hooks
-        if hooks is not None and hooks is not whole._backward_hooks:
-            whole._backward_hooks = hooks
-
-    parameter.init_unsharded_param = init_and_inherit
+        fsdp_parameters.discard_gradients(parameter, set_to_none)
