@@ -131,6 +131,11 @@ class CheckpointConfig(Section):
         minimum=1,
         no_effect=_NEEDS_SAVE,
     )
+    async_save: bool = flag(
+        False,
+        "save beside training, which stops only while the state is copied to host memory",
+        no_effect=_NEEDS_SAVE,
+    )
     no_save_optim: bool = flag(False, "save without the optimizer's state", no_effect=_NEEDS_SAVE)
     no_save_rng: bool = ignored(False, _NO_RNG)
     no_load_optim: bool = flag(False, "start with a fresh optimizer", no_effect=NEEDS_LOAD)
@@ -140,6 +145,9 @@ class CheckpointConfig(Section):
     )
     use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
     reset_iteration: bool = flag(False, "start counting at iteration 0", no_effect=NEEDS_LOAD)
+    no_verify_checkpoint: bool = flag(
+        False, "load without reading the files to compare their checksums", no_effect=NEEDS_LOAD
+    )
     exit_on_missing_checkpoint: bool = flag(False, "fail if --load holds no checkpoint")
     universal_checkpoint: bool = flag(False, "load DeepSpeed's universal format")
 

@@ -3,7 +3,7 @@
 import logging
 import signal
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import torch.distributed as dist
 
@@ -14,8 +14,9 @@ from megatron_zpp.planner.dry_run import dry_run
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import CheckpointConfig, Config
 from megatron_zpp.text.generate import generate
+from megatron_zpp.train.batches import TEST, VALIDATION
 from megatron_zpp.train.build import build_run
-from megatron_zpp.train.loop import TEST, VALIDATION, evaluate_split, train
+from megatron_zpp.train.loop import evaluate_split, train
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Interrupted, Stopping
 from zeropp import InputError
@@ -67,7 +68,7 @@ def pretrain(config: Config, ranks: Ranks, console: Console, stopping: Stopping)
     if resumed_complete:
         console.line(f"training is complete: {run.counters.iteration} iterations are done")
     sample = None
-    with closing(run.metrics):
+    with closing(run.metrics), run.async_writer or nullcontext():
         finished = config.training.skip_train or resumed_complete or train(run)
         if finished:
             evaluate_split(run, VALIDATION, "the end of training for val data")

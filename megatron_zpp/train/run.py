@@ -1,11 +1,12 @@
 """The parts of a training run, and the counters of its progress."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.console import Console
+from megatron_zpp.monitor.loss_watch import LossWatch
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import Config
@@ -13,6 +14,7 @@ from megatron_zpp.settings.schedule import Schedules
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.train.stop import Stopping
 from zeropp import LossScaler, Sharding
+from zeropp.checkpoint.async_save import AsyncWriter
 
 
 @dataclass(kw_only=True)
@@ -59,6 +61,8 @@ class Run:
     stopping: Stopping
     counters: Counters
     communication: CommunicationMeter
+    async_writer: AsyncWriter | None  # with --async-save
+    loss_watch: LossWatch = field(default_factory=LossWatch)
 
 
 def is_due(iteration: int, interval: int | None) -> bool:

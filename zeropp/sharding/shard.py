@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
@@ -233,9 +232,9 @@ def _shard(
     if routes[0].keeps:
         copies = SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation)
     drop_when_weights_change(model, units, copies)
-    hold_shards_between_passes(model, units)
+    passes = hold_shards_between_passes(model, units)
     if hasattr(model, "generate") and _is_wrapper(model):
-        register_fsdp_forward_method(model, "generate")
+        passes.include(model, "generate")
     use = None if num_ranks == 1 else GradientUse(mesh.get_group(), _device_of(mesh))
     fields |= {
         "units": units,
