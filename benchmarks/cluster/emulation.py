@@ -58,6 +58,16 @@ def address(node: int) -> str:
     return f"10.0.{node // 250}.{node % 250 + 1}"
 
 
+def processes(node: int) -> list[int]:
+    """The processes that run in a node."""
+    return [int(process) for process in _run("ip", "netns", "pids", _name(f"node{node}")).split()]
+
+
+def set_link(node: int, state: str) -> None:
+    """Set a node's link to the other nodes "up" or "down"."""
+    _run("ip", "-n", _name(f"node{node}"), "link", "set", INTERFACE, state)
+
+
 def dropped() -> int:
     """Packets that the shaped links have dropped."""
     names = [name for name in _namespaces() if NAME.fullmatch(name)[1] == str(os.getpid())]

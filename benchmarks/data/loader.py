@@ -27,7 +27,7 @@ from benchmarks.shared.result import begin, benchmark_parser, finish, heading
 from megatron_zpp.data.loader import Batch, Loader
 from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.arguments import parse
-from megatron_zpp.train.loop import TRAIN
+from megatron_zpp.train.batches import TRAIN
 from megatron_zpp.train.run import Run
 from zeropp.ranks.topology import Environment
 

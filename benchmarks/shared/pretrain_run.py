@@ -7,12 +7,13 @@ from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.metrics import Iteration
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import Config
+from megatron_zpp.train.batches import TRAIN, VALIDATION, loader
 from megatron_zpp.train.build import build_run
 from megatron_zpp.train.evaluate import evaluate
-from megatron_zpp.train.loop import TRAIN, VALIDATION, loader
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.step import train_step
 from megatron_zpp.train.stop import Stopping
+from zeropp.errors import InputError
 
 
 def silent_run(config: Config, ranks: Ranks) -> Run:
@@ -27,8 +28,12 @@ def training_batches(run: Run) -> Loader:
 
 
 def run_step(run: Run, batches: Loader) -> Iteration:
-    """Run one training iteration and wait for its numbers."""
-    return train_step(run, batches).result()
+    """Run one training iteration and wait for its numbers; InputError if one is not finite."""
+    pending = train_step(run, batches)
+    iteration, problem = pending.result(), pending.problem()
+    if problem is not None:
+        raise InputError(f"{problem} at iteration {iteration.iteration}")
+    return iteration
 
 
 def held_out_loss(run: Run, micro_batch_size: int, rounds: int) -> float:

@@ -10,12 +10,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from ctypes import c_bool
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from multiprocessing import connection
 from types import TracebackType
 from typing import Protocol
@@ -68,10 +67,11 @@ class Loader:
     A worker returns one tensor, the text [b, S + 1], in page-locked memory if `device` is a GPU;
     labels, masks and positions are computed on the device, asynchronously to the copy.
 
-    consumed_samples: samples of all ranks, including those before the start. waited: seconds spent
-    in `next` so far. eod: the id that ends a document. `next` raises InputError if a `single`
-    dataset is exhausted, and for an invalid sample. At the end of the context manager all workers
-    have ended, and InputError is raised if one was killed.
+    consumed_samples: samples of all ranks, including those before the start. skipped: ranges of
+    samples that are passed over, each of whole micro-steps. waited: seconds spent in `next` so far.
+    eod: the id that ends a document. `next` raises InputError if a `single` dataset is exhausted,
+    and for an invalid sample. At the end of the context manager all workers have ended, and
+    InputError is raised if one was killed.
     """
 
     def __init__(
@@ -85,14 +85,16 @@ class Loader:
         world: int,
         eod: int,
         device: torch.device | str = "cpu",
+        skipped: Sequence[range] = (),
     ) -> None:
-        self.consumed_samples, self._length, self.waited = consumed_samples, len(dataset), 0.0
+        self._length, self.waited, self._skipped = len(dataset), 0.0, skipped
+        self.consumed_samples = _next_used(consumed_samples, skipped)
         self._closing = multiprocessing.RawValue(c_bool)
         self._step, self._data, self._eod = micro_batch_size * world, data, eod
         self._device = torch.device(device)
         self._hides_labels = getattr(dataset, "hides_labels", False)
         sample_order = _cyclic if data.dataloader_type == "cyclic" else _single
-        samples = sample_order(self._length, consumed_samples, self._step)
+        samples = sample_order(self._length, consumed_samples, self._step, skipped)
         rank_slice = slice(rank * micro_batch_size, (rank + 1) * micro_batch_size)
         loader = DataLoader(
             _ErrorsAsValues(dataset),
@@ -148,7 +150,7 @@ class Loader:
             )
         if isinstance(result, InputError):
             raise result
-        self.consumed_samples += self._step
+        self.consumed_samples = _next_used(self.consumed_samples + self._step, self._skipped)
         return self._batch(*result)
 
     def close(self) -> None:
@@ -193,17 +195,34 @@ def _ignore_signals(closing: c_bool, worker: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if closing.value else None)
 
 
-def _single(length: int, consumed: int, step: int) -> Iterator[list[int]]:
+def _next_used(sample: int, skipped: Sequence[range]) -> int:
+    """Return the first sample from `sample` on that is in no range of `skipped`."""
+    while inside := next((samples for samples in skipped if sample in samples), None):
+        sample = inside.stop
+    return sample
+
+
+def _starts(consumed: int, step: int, skipped: Sequence[range]) -> Iterator[int]:
+    """Yield the first sample of every micro-step from `consumed` on."""
+    while True:
+        consumed = _next_used(consumed, skipped)
+        yield consumed
+        consumed += step
+
+
+def _single(length: int, consumed: int, step: int, skipped: Sequence[range]) -> Iterator[list[int]]:
     """Yield sample numbers in the order of the dataset, without an incomplete last step."""
-    for start in range(consumed, length - step + 1, step):
+    for start in _starts(consumed, step, skipped):
+        if start + step > length:
+            return
         yield list(range(start, start + step))
 
 
-def _cyclic(length: int, consumed: int, step: int) -> Iterator[list[int]]:
+def _cyclic(length: int, consumed: int, step: int, skipped: Sequence[range]) -> Iterator[list[int]]:
     """Yield sample numbers in a random order for each epoch, seeded by its number."""
     assert length > 0
     epoch, order = -1, np.empty(0, dtype=np.int64)
-    for start in count(consumed, step):
+    for start in _starts(consumed, step, skipped):
         numbers = []
         while len(numbers) < step:
             position = start + len(numbers)

@@ -1,5 +1,6 @@
 """What is read: the tokenizer, the datasets, and how many samples make a step."""
 
+import re
 from dataclasses import dataclass
 
 from megatron_zpp.settings.flag import NoEffect, Section, flag, ignored
@@ -55,10 +56,26 @@ class DataConfig(Section):
     reset_attention_mask: bool = flag(False, "attention stops at the end of a document")
     eod_mask_loss: bool = flag(False, "no loss where the input is the end of a document")
     mock_data: bool = flag(False, "made-up samples, for benchmarks")
+    skip_samples: tuple[str, ...] | None = flag(
+        None, "A:B ...: leave out the global batches with any of samples A to B-1 of the run"
+    )
+
+    @property
+    def skipped(self) -> tuple[range, ...]:
+        """The ranges of `--skip-samples`."""
+        bounds = (text.split(":") for text in self.skip_samples or ())
+        return tuple(range(int(first), int(end)) for first, end in bounds)
 
     def check(self) -> None:
         """Raise InputError for sources that exclude each other and for what is not built yet."""
         super().check()
+        for text in self.skip_samples or ():
+            numbers = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+            if numbers is None or int(numbers[1]) >= int(numbers[2]):
+                raise InputError(
+                    f"--skip-samples {text}: expected A:B with A < B, for the samples A to B-1 in "
+                    "the order of the run, counted from 0"
+                )
         separate = [
             f"--{name.replace('_', '-')}"
             for name in ("train_data_path", "valid_data_path", "test_data_path")

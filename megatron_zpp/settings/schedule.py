@@ -7,7 +7,7 @@ resumed on another number of ranks continues at the same point. The schedules ha
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -69,6 +69,18 @@ class GlobalBatchSize:
             if taken != steps:
                 break
         return iterations
+
+    def batches_with(self, skipped: Sequence[range], consumed_samples: int) -> tuple[range, ...]:
+        """The samples of each later batch that has any of the `skipped` ones, from
+        `consumed_samples` on."""
+        batches = []
+        end_of_skipped = max((samples.stop for samples in skipped), default=0)
+        while consumed_samples < end_of_skipped:
+            end = consumed_samples + self(consumed_samples)
+            if any(s.start < end and consumed_samples < s.stop for s in skipped):
+                batches.append(range(consumed_samples, end))
+            consumed_samples = end
+        return tuple(batches)
 
     def check(self, world_size: int) -> None:
         """Raise InputError unless every size on the way divides among ranks and micro-batches."""

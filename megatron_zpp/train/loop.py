@@ -1,14 +1,14 @@
 """The training loop: step, log, evaluate, save, stop."""
 
-from megatron_zpp.data.loader import Loader
 from megatron_zpp.monitor.metrics import Validation
+from megatron_zpp.train.batches import TRAIN, VALIDATION, loader
+from megatron_zpp.train.diagnosis import describe_spike, source_of_non_finite
 from megatron_zpp.train.evaluate import evaluate
 from megatron_zpp.train.pending_iteration import PendingIteration
 from megatron_zpp.train.resume import finish_save, save
 from megatron_zpp.train.run import Run, is_due
 from megatron_zpp.train.step import train_step
-
-TRAIN, VALIDATION, TEST = range(3)
+from zeropp import InputError
 
 
 def train(run: Run) -> bool:
@@ -20,11 +20,15 @@ def train(run: Run) -> bool:
     config, counters = run.config, run.counters
     if config.evaluation.eval_at_start and counters.iteration == 0:
         evaluate_split(run, VALIDATION, "the start of training")
-    with loader(run, TRAIN, counters.consumed_samples) as batches, run.console.live():
+    skipped = run.schedules.batch_size.batches_with(config.data.skipped, counters.consumed_samples)
+    with loader(run, TRAIN, counters.consumed_samples, skipped) as batches, run.console.live():
         pending: PendingIteration | None = None
         while counters.iteration < run.schedules.length.iterations:
-            previous, pending = pending, train_step(run, batches, pending)
-            log_iteration(run, previous)
+            if any(counters.consumed_samples in samples for samples in skipped):
+                leave_out_batch(run)
+            else:
+                previous, pending = pending, train_step(run, batches, pending)
+                log_iteration(run, previous)
             if not run.ranks.asynchronous:
                 log_iteration(run, pending)
                 pending = None
@@ -51,10 +55,43 @@ def train(run: Run) -> bool:
     return True
 
 
+def leave_out_batch(run: Run) -> None:
+    """Count an iteration, as one without an update, whose samples are in `--skip-samples`."""
+    counters = run.counters
+    first = counters.consumed_samples
+    size = run.schedules.batch_size(first)
+    counters.advance(size, run.config.model.seq_length, skipped=True)
+    run.console.line(
+        f"iteration {counters.iteration} is left out: samples {first}:{first + size} "
+        "(--skip-samples)"
+    )
+
+
 def log_iteration(run: Run, pending: PendingIteration | None) -> None:
-    """Wait for the numbers of a pending iteration, if there is one, and log them."""
-    if pending is not None:
-        run.metrics.iteration(pending.result())
+    """Wait for the numbers of a pending iteration, if there is one, and log them.
+
+    Raises InputError for a loss or a norm that is not finite, and logs a line about a loss that is
+    far above those before; both say where it comes from.
+    """
+    if pending is None:
+        return
+    iteration, samples = pending.result(), f"{pending.samples.start}:{pending.samples.stop}"
+    problem = pending.problem()
+    if problem is not None:
+        raise InputError(
+            f"{problem} at iteration {iteration.iteration}, and no update was made; "
+            f"{source_of_non_finite(run, pending)}. Lower --lr, lengthen --lr-warmup-iters, lower "
+            f"--clip-grad, or look at the data; then resume from the last checkpoint, with "
+            f"--skip-samples {samples} without this batch"
+        )
+    run.metrics.iteration(iteration)
+    mean = run.loss_watch.mean_below(iteration.loss)
+    if mean is not None:
+        run.console.line(
+            f"iteration {iteration.iteration}: the loss {iteration.loss:.4g} is far above the mean "
+            f"of {mean:.4g} before; {describe_spike(run, pending)}; --skip-samples {samples} on "
+            "resume leaves this batch out"
+        )
 
 
 def evaluate_split(run: Run, split: int, moment: str) -> None:
@@ -83,18 +120,4 @@ def evaluate_split(run: Run, split: int, moment: str) -> None:
             moment=moment,
             split="validation" if split == VALIDATION else "test",
         )
-    )
-
-
-def loader(run: Run, split: int, consumed_samples: int) -> Loader:
-    """This rank's micro-batches of a split, after the first `consumed_samples` of all ranks."""
-    return Loader(
-        run.datasets[split],
-        run.config.data,
-        consumed_samples=consumed_samples,
-        micro_batch_size=run.config.batch.micro_batch_size,
-        rank=run.ranks.rank,
-        world=run.ranks.num_ranks,
-        eod=run.tokenizer.eod,
-        device=run.ranks.device,
     )

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.monitor.metrics import Iteration
 from megatron_zpp.monitor.optimizer_norms import optimizer_norms
 from megatron_zpp.train.run import Run, is_due
-from zeropp import InputError, StepResult
+from zeropp import StepResult
 from zeropp.checkpoint.state_tensors import masters_of
 from zeropp.optim.host_values import HostValues
 from zeropp.optim.step import global_norm, local_part
@@ -22,7 +22,8 @@ class PendingIteration:
     `host_fields` are the fields of `Iteration` that are available without the device (see
     `host_fields`), `started` is `time.perf_counter()` at its beginning, `previous` the iteration
     before if its result has not been read yet. `result` sets `ended`, the time when the host
-    received the numbers.
+    received the numbers. `samples` are those of the global batch, `micro_batch_losses`, on the
+    device this rank's, in their order.
     """
 
     def __init__(
@@ -33,22 +34,20 @@ class PendingIteration:
         update: StepResult,
         started: float,
         previous: "PendingIteration | None",
+        micro_batch_losses: Sequence[torch.Tensor] = (),
     ) -> None:
+        self.micro_batch_losses = micro_batch_losses
+        end, size = host_fields["consumed_samples"], host_fields["global_batch_size"]
+        self.samples = range(end - size, end)
         self._host_fields, self._loss, self._update = host_fields, HostValues(loss), update
         self._has_loss_scaler = run.scaler is not None
         self._started, self._previous = started, previous
         self.ended: float | None = None
 
     def result(self) -> Iteration:
-        """Wait for the device's numbers; call it after `result` of the previous iteration.
-
-        Raises InputError for a loss or a norm that is not finite: the weights were not updated.
-        With a loss scaler such a step is skipped instead.
-        """
+        """Wait for the device's numbers; call it after `result` of the previous iteration."""
         (loss,) = self._loss.values
         grad_norm = self._update.grad_norm
-        self._require_finite("the loss", loss)
-        self._require_finite("the norm of the gradients", grad_norm)
         self.ended = time.perf_counter()
         started = self._started
         if self._previous is not None:  # the device began this iteration after that one
@@ -62,14 +61,18 @@ class PendingIteration:
             num_zeros=self._update.num_zeros,
         )
 
-    def _require_finite(self, name: str, value: float) -> None:
-        if math.isfinite(value) or self._has_loss_scaler:
-            return
-        raise InputError(
-            f"{name} is {value} at iteration {self._host_fields['iteration']}, and no update was "
-            "made: lower --lr, lengthen --lr-warmup-iters, lower --clip-grad, or look at the "
-            "data; then resume from the last checkpoint"
-        )
+    def problem(self) -> str | None:
+        """Say which number is not finite, after `result`: the weights were not updated then.
+
+        None with a loss scaler, which skips such a step.
+        """
+        if self._has_loss_scaler:
+            return None
+        numbers = {
+            "the loss": self._loss.values[0],
+            "the norm of the gradients": self._update.grad_norm,
+        }
+        return next((f"{name} is {x}" for name, x in numbers.items() if not math.isfinite(x)), None)
 
 
 def host_fields(

@@ -14,8 +14,9 @@ from megatron_zpp.planner.dry_run import dry_run
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import CheckpointConfig, Config
 from megatron_zpp.text.generate import generate
+from megatron_zpp.train.batches import TEST, VALIDATION
 from megatron_zpp.train.build import build_run
-from megatron_zpp.train.loop import TEST, VALIDATION, evaluate_split, train
+from megatron_zpp.train.loop import evaluate_split, train
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Interrupted, Stopping
 from zeropp import InputError

@@ -126,6 +126,12 @@ def load(
         scaler.load_state_dict(state.loss_scaler)
     if options.finetune or options.reset_iteration or not state.iteration:
         return beginning
+    batch, saved = config.batch.global_batch_size, state.configuration["batch"]["global_batch_size"]
+    if batch != saved:
+        log.info(
+            "the global batch is %s samples now, %s in the checkpoint: --global-batch-size %s goes "
+            "on as before", batch, saved, saved,
+        )  # fmt: skip
     for line in sample_order_changes(run_settings(config), state.configuration):
         log.info("%s: other samples come next than without that change", line)
     return StartingPoint(

@@ -1,11 +1,12 @@
 """The parts of a training run, and the counters of its progress."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.console import Console
+from megatron_zpp.monitor.loss_watch import LossWatch
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import Config
@@ -61,6 +62,7 @@ class Run:
     counters: Counters
     communication: CommunicationMeter
     async_writer: AsyncWriter | None  # with --async-save
+    loss_watch: LossWatch = field(default_factory=LossWatch)
 
 
 def is_due(iteration: int, interval: int | None) -> bool:

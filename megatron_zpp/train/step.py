@@ -25,7 +25,7 @@ def train_step(
     global_batch_size = run.schedules.batch_size(counters.consumed_samples)
     loss_scale = run.scaler.scale if run.scaler else 1.0
     set_schedule(run)
-    loss = forward_backward(run, batches, global_batch_size, loss_scale)
+    loss, micro_batch_losses = forward_backward(run, batches, global_batch_size, loss_scale)
     backward_ended = timer_now(run)
     update = optimizer_step(
         run.optimizer,
@@ -45,19 +45,21 @@ def train_step(
         forward_backward_seconds=backward_ended - started,
         batch_generator_seconds=batches.waited - waited_before,
     )
-    return PendingIteration(run, fields, loss, update, started, previous)
+    return PendingIteration(run, fields, loss, update, started, previous, micro_batch_losses)
 
 
 def forward_backward(
     run: Run, batches: Loader, global_batch_size: int, loss_scale: float
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Add the gradients of the mean loss over a global batch, times `loss_scale`, to `.grad`.
 
-    Returns the mean loss over all ranks, without the scale; fp64, 0-d.
+    Returns the mean loss over all ranks (fp64, 0-d) and this rank's of each micro-batch (0-d), all
+    without the scale.
     """
     sharding, ranks = run.sharding, run.ranks
     micro_batch_size = run.config.batch.micro_batch_size
     num_micro_batches = global_batch_size // (micro_batch_size * ranks.num_ranks)
+    losses = []
     total_loss = torch.zeros((), device=ranks.device)
     run.communication.begin_step()
     for index in range(num_micro_batches):
@@ -68,9 +70,10 @@ def forward_backward(
         with sharding.micro_step(last=index == num_micro_batches - 1):
             loss = sharding.model(*batch.inputs())
             (loss * (loss_scale / num_micro_batches)).backward()
-        total_loss += loss.detach()
+        losses.append(loss.detach())
+        total_loss += losses[-1]
     run.communication.end_step(num_micro_batches)
-    return ranks.sum_tensor(total_loss) / (num_micro_batches * ranks.num_ranks)
+    return ranks.sum_tensor(total_loss) / (num_micro_batches * ranks.num_ranks), losses
 
 
 def set_schedule(run: Run) -> None:

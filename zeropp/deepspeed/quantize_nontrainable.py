@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from zeropp import fsdp_adapter as fsdp
 from zeropp.deepspeed.fp32_weights import HALVES
 from zeropp.errors import InputError
-from zeropp.fsdp_parameters import inherit
+from zeropp.fsdp_adapter import inherit
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.between_passes import hold_shards_between_passes
 from zeropp.sharding.materialize import copy_from_first_rank

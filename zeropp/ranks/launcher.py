@@ -5,9 +5,10 @@
     zeropp [options] --module package.module [arguments of the module]
 
 It is a thin layer over PyTorch's elastic agent. The ranks rendezvous on a free port. If a rank
-fails, the others are terminated. SIGINT and SIGTERM are forwarded to the ranks, which have time to
-save. Only the output of the ranks is printed, and one line at the end that names the rank that
-failed. To use several machines, start the script with torchrun or Slurm.
+fails, the others are terminated; with --max_restarts N all are started again, up to N times. SIGINT
+and SIGTERM are forwarded to the ranks, which have time to save. Only the output of the ranks is
+printed, and one line that names the rank whenever one has failed. To use several machines, start
+the script with torchrun or Slurm.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 import uuid
 from importlib.machinery import PathFinder
@@ -24,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -33,6 +35,7 @@ from zeropp.ranks.process_group import OTHER_RANK_FAILED
 from zeropp.ranks.topology import share_cores, usable_cores
 
 SAVE_SECONDS = 300  # between SIGINT or SIGTERM and SIGKILL, for the ranks to save
+USAGE_ERROR = 2  # exit code of a rank that no restart would help
 AGENT_SECONDS = 30  # the agent's, between SIGTERM and SIGKILL once a rank has failed
 CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 LOCALHOST = "127.0.0.1"
@@ -51,20 +54,36 @@ def main(arguments: list[str] | None = None) -> int:
         _check(options, num_ranks)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return USAGE_ERROR
     share_cores(num_ranks)
     logging.disable(logging.CRITICAL)  # torch's agent; the ranks have their own logs
-    program, *arguments = _command(options, num_ranks)
-    ended = EndedChildren()
     try:
-        elastic_launch(_launch_config(num_ranks), program)(*arguments)
-    except ChildFailedError as error:
-        return _report_failure(error.failures, ended.times)
+        return _run(_command(options, num_ranks), num_ranks, options.max_restarts)
     except SignalException as error:
         return _report_signal(error.sigval)
     except KeyboardInterrupt:
         return _report_signal(signal.SIGINT)
-    return 0
+
+
+def _run(command: list[str], num_ranks: int, max_restarts: int) -> int:
+    """Run the ranks until they succeed or have failed `1 + max_restarts` times; return the status.
+
+    Each attempt has an agent of its own, with a new store and a new port.
+    """
+    program, *arguments = command
+    ended = EndedChildren()
+    for restart in range(1, max_restarts + 2):
+        try:
+            with tempfile.TemporaryDirectory(prefix="zeropp-") as folder:
+                elastic_launch(_launch_config(num_ranks, folder), program)(*arguments)
+            return 0
+        except ChildFailedError as error:
+            status = _report_failure(error.failures, ended.times)
+        if status == USAGE_ERROR:
+            break
+        if restart <= max_restarts:
+            print(f"zeropp: restart {restart} of {max_restarts}", file=sys.stderr, flush=True)
+    return status
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -90,6 +109,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--bind-cores-to-rank",
         action="store_true",
         help="pin each rank to its own cores; not for two jobs on one machine",
+    )
+    parser.add_argument(
+        "--max_restarts",
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start all ranks again after a failure, at most N times (default: 0)",
     )
     parser.add_argument(
         "-m", "--module", action="store_true", help="run a module, as python -m does, not a script"
@@ -128,6 +155,8 @@ def _check(options: argparse.Namespace, num_ranks: int) -> None:
         )
     if num_ranks < 1:
         raise InputError(f"{num_ranks} ranks: expected at least 1")
+    if options.max_restarts < 0:
+        raise InputError(f"--max_restarts {options.max_restarts}: expected at least 0")
     node_size = options.ranks_per_node
     if node_size is not None and (node_size < 1 or num_ranks % node_size):
         raise InputError(f"--ranks_per_node {node_size}: expected a divisor of {num_ranks} ranks")
@@ -181,8 +210,11 @@ def _command(options: argparse.Namespace, num_ranks: int) -> list[str]:
     return ["/usr/bin/env", f"LOCAL_WORLD_SIZE={options.ranks_per_node}", *command]
 
 
-def _launch_config(num_ranks: int) -> LaunchConfig:
-    """Return the settings of the agent: one machine, a free port, no restarts."""
+def _launch_config(num_ranks: int, folder: str) -> LaunchConfig:
+    """Return the settings of the agent: one machine, a free port, one attempt.
+
+    `folder` is for the agent's own files, which it does not remove.
+    """
     supported = {field.name for field in dataclasses.fields(LaunchConfig)}
     settings = {}
     if "shutdown_timeout" in supported:  # torch 2.11 always waits 30 s
@@ -196,6 +228,7 @@ def _launch_config(num_ranks: int) -> LaunchConfig:
         rdzv_endpoint=f"{LOCALHOST}:0",
         local_addr=LOCALHOST,
         max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
         **settings,
     )
 

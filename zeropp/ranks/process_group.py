@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from zeropp.errors import InputError
+from zeropp.ranks.attempt import attempt_store
 from zeropp.ranks.topology import Environment
 
 # Collectives of CPU tensors do not wait for the GPUs.
@@ -60,7 +61,7 @@ def start_process_group(
     """
     num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     backend = choose_backend(environment, num_gpus, backend)
-    store = open_store(environment, timeout)
+    store = attempt_store(open_store(environment, timeout), environment)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("ranks", store),

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
-from zeropp.fsdp_parameters import has_accumulation_hooks
+from zeropp.fsdp_adapter import has_accumulation_hooks
 
 
 def require_shardable(model: nn.Module, blocks: Sequence[nn.Module]) -> None:

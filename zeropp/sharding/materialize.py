@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from zeropp.fsdp_parameters import inherit
+from zeropp.fsdp_adapter import inherit
 from zeropp.sharding.recorded_tensor import RECORDED_ATTRIBUTES, RecordedTensor
 
 Owners = tuple[tuple[nn.Module, str], ...]  # modules that hold a tensor, and its name in each

@@ -166,8 +166,11 @@ def test_the_shape_of_the_checkpoint(tmp_path):
 def test_another_order_of_the_samples_is_logged(tmp_path):
     flags = f"{BATCH} --train-iters 4 --save {tmp_path} --load {tmp_path} "
     first = run(1, flags + "--exit-interval 2 --num-workers 0", tmp_path)
-    second = run(1, flags + "--seed 7", tmp_path)
+    second = run(
+        1, flags + "--seed 7 --global-batch-size 32 --override-opt_param-scheduler", tmp_path
+    )
     assert "other samples" not in first
+    assert "the global batch is 32 samples now, 16 in the checkpoint" in second
     assert "seed is 7 now, 1234 in the checkpoint: other samples come next" in second
 
 

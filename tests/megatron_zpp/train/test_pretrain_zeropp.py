@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron_zpp.train.batches import VALIDATION, loader
 from megatron_zpp.train.evaluate import evaluate
-from megatron_zpp.train.loop import VALIDATION, loader
 from megatron_zpp.train.resume import load
 from megatron_zpp.train.run import Run
 from tests.megatron_zpp.train.training_runs import (

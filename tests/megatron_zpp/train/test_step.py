@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_zpp.train.loop import TRAIN, loader
+from megatron_zpp.train.batches import TRAIN, loader
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.step import train_step
 from tests.megatron_zpp.train.training_runs import built_run, log_of, log_of_asynchronous

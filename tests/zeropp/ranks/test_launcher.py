@@ -48,6 +48,13 @@ if action == "exit" and rank == 1:
         time.sleep(0.05)
     print("error: no such corpus", file=sys.stderr)
     sys.exit(3)
+if action.startswith("fail"):
+    codes = action.removeprefix("fail").split(",")
+    attempt = len(list(folder.glob("attempt*")))
+    if rank == 1:
+        (folder / f"attempt{attempt}").touch()
+        sys.exit(int(codes[attempt]))
+    sys.exit(0)
 if action == "follow" and rank == 0:
     while not (folder / "pid1").exists():
         time.sleep(0.05)
@@ -189,6 +196,34 @@ def test_a_killed_rank_ends_the_others_and_is_named(start: Callable, tmp_path: P
     assert not any(is_alive(pid) for pid in running)
 
 
+@pytest.mark.parametrize(
+    ("codes", "status", "lines"),
+    [
+        ("3,4,0", 0, ["rank 1 exited with code 3", "restart 1 of 2", "rank 1 exited with code 4",
+                      "restart 2 of 2"]),
+        ("3,4,5", 5, ["rank 1 exited with code 3", "restart 1 of 2", "rank 1 exited with code 4",
+                      "restart 2 of 2", "rank 1 exited with code 5"]),
+        ("2", 2, ["rank 1 exited with code 2"]),  # a wrong command line stays wrong
+    ],
+)  # fmt: skip
+def test_failed_ranks_are_restarted_as_often_as_asked(
+    start: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    codes: str,
+    status: int,
+    lines: list[str],
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    process = start(f"fail{codes}", "--num_ranks", "2", "--max_restarts", "2")
+    assert last_lines(process) == [f"zeropp: {line}" for line in lines]
+    assert process.returncode == status
+    assert len(list(tmp_path.glob("attempt*"))) == codes.count(",") + 1
+    assert not list(temporary.iterdir())
+
+
 def test_a_terminated_rank_is_named_although_another_one_follows_at_once(
     start: Callable, tmp_path: Path
 ) -> None:
@@ -258,6 +293,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(start: Callable, tmp_pat
         (["--num_ranks", "0", "{script}"], "0 ranks: expected at least 1"),
         (["--num_ranks", "4", "--ranks_per_node", "3", "{script}"], "a divisor of 4 ranks"),
         (["--num_ranks", "4096", "--bind_cores_to_rank", "{script}"], "4096 ranks need 4096 cores"),
+        (["--num_ranks", "1", "--max_restarts", "-1", "{script}"], "-1: expected at least 0"),
         (["--num_ranks", "1", "--hostfile", "h"], "unknown option --hostfile"),
         (["--num_nodes", "2", "--num_ranks", "1", "{script}", "-x"], "torchrun --nnodes 2 .* -x$"),
         (["--num_nodes", "2", "-m", "a.b", "-x"], "torchrun --nnodes 2 .* --module a.b -x$"),

@@ -1,0 +1,180 @@
+"""A training job of four ranks on two emulated nodes, each with torchrun's agent and a supervisor.
+
+The supervisor stands for what a cluster has (Slurm's --requeue, systemd, Kubernetes): it starts an
+agent again that has ended. The agents restart the ranks.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.cluster import emulation
+from benchmarks.endurance.rank import pid_file
+from zeropp.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[2]
+NODES, RANKS_PER_NODE = 2, 2
+PORT = 29500  # free in every namespace
+RANK_MODULE = "benchmarks.endurance.rank"
+# A model that trains fast, as the subject is everything else; no schedule depends on the length.
+MODEL = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 100 --num-workers 1 --log-interval 1 "
+    "--eval-iters 0 --lr 1e-3 --lr-decay-style constant --hidden-dropout 0.1 "
+    "--micro-batch-size 1 --global-batch-size 8 --zero-stage 3 --train-iters 10000000 "
+    "--keep-checkpoints 3"
+)
+AGENT = (
+    "--max-restarts 1000000 --rdzv-backend c10d --rdzv-id endurance --rdzv-conf "
+    "keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=600"
+)
+DISK_BYTES = 16 * 2**20  # of the file system for checkpoints, some ten of which fit
+SUPERVISOR_SECONDS = 0.5  # before an agent is started again
+LOADED = re.compile(r"loaded checkpoint of iteration (\d+)")
+
+
+@dataclass(kw_only=True)
+class Node:
+    """A machine of the job: its agent's process, and the log of all its agents."""
+
+    number: int
+    log: Path
+    agent: subprocess.Popen | None = None
+    agents_started: int = 0
+    ended: float = field(default=0.0)  # time.monotonic() when the last agent was seen to have ended
+
+
+class Job:
+    """The running job; `supervise` must be called often. Folders are below `folder`."""
+
+    def __init__(
+        self, folder: Path, limit_seconds: float, save_interval: int, nodes: str = str(NODES)
+    ) -> None:
+        self.folder, self.checkpoints = folder, folder / "checkpoints"
+        self.nodes = [Node(number=n, log=folder / f"node{n}.log") for n in range(NODES)]
+        self._num_nodes = nodes
+        self._flags = [
+            *MODEL.split(),
+            *("--save", str(self.checkpoints), "--load", str(self.checkpoints)),
+            *("--save-interval", str(save_interval)),
+            *("--tensorboard-dir", str(folder / "curves")),
+            *("--distributed-timeout-minutes", f"{limit_seconds / 60:g}"),
+        ]
+
+    def supervise(self) -> None:
+        """Start the agents that have ended again."""
+        for node in self.nodes:
+            if node.agent is not None and node.agent.poll() is not None:
+                node.agent, node.ended = None, time.monotonic()
+            if node.agent is None and time.monotonic() - node.ended > SUPERVISOR_SECONDS:
+                self._start_agent(node)
+
+    def losses(self) -> dict[int, float]:
+        """The loss of each iteration so far, in nats per token."""
+        path = self.folder / "curves" / "metrics.jsonl"
+        with suppress(FileNotFoundError):  # before the first iteration
+            lines = path.read_text().splitlines()
+            records = [json.loads(line) for line in lines if line.endswith("}")]
+            return {record["iteration"]: record["lm_loss"] for record in records}
+        return {}
+
+    def resumed(self) -> list[int]:
+        """The iterations of the checkpoints that attempts have loaded so far."""
+        return [int(number) for number in LOADED.findall(self.text())]
+
+    def text(self) -> str:
+        """What all ranks and agents have printed, node by node."""
+        logs = [node.log for node in self.nodes if node.log.exists()]
+        return "\n".join(log.read_text(errors="replace") for log in logs)
+
+    def processes(self) -> dict[str, int]:
+        """The agents, and rank 0 if it has started, by name."""
+        agents = [node for node in self.nodes if node.agent is not None]
+        named = {f"agent of node {node.number}": node.agent.pid for node in agents}
+        return named | ({"rank 0": self.rank_pid(0)} if pid_file(self.folder, 0).exists() else {})
+
+    def rank_pid(self, rank: int) -> int:
+        """The process of a rank."""
+        return int(pid_file(self.folder, rank).read_text())
+
+    def kill_node(self, number: int) -> None:
+        """SIGKILL everything that runs on a node, as a power cut would."""
+        for process in emulation.processes(number):
+            with suppress(ProcessLookupError):  # it has ended already
+                os.kill(process, signal.SIGKILL)
+
+    def newest_checkpoint(self) -> Path:
+        """The checkpoint that the next attempt would load."""
+        iteration = int((self.checkpoints / "latest_checkpointed_iteration.txt").read_text())
+        return self.checkpoints / f"iter_{iteration:07d}"
+
+    def _start_agent(self, node: Node) -> None:
+        variables = {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(ROOT),
+            "GLOO_SOCKET_IFNAME": emulation.INTERFACE,
+        }
+        command = [
+            *(*emulation.prefix(node.number), sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", self._num_nodes, "--nproc-per-node", str(RANKS_PER_NODE)),
+            *("--local-addr", emulation.address(node.number)),
+            *("--rdzv-endpoint", f"{emulation.address(0)}:{PORT}"),
+            *f"{AGENT},is_host={node.number == 0}".split(),
+            *("-m", RANK_MODULE, str(self.folder), *self._flags),
+        ]
+        with node.log.open("ab") as log:
+            node.agent = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        node.agents_started += 1
+
+    def stop(self) -> None:
+        """Kill what runs on both nodes."""
+        for node in self.nodes:
+            self.kill_node(node.number)
+            if node.agent is not None:
+                node.agent.wait()
+
+
+@contextmanager
+def started_job(folder: Path, limit_seconds: float, save_interval: int) -> Iterator[Job]:
+    """Start the job on two new nodes, with a small file system of its own for checkpoints.
+
+    Raises InputError where the system does not allow that.
+    """
+    job = Job(folder, limit_seconds, save_interval)
+    with emulation.emulated_cluster(NODES, emulation.UNLIMITED), _small_disk(job.checkpoints):
+        try:
+            job.supervise()
+            yield job
+        finally:
+            job.stop()
+
+
+@contextmanager
+def _small_disk(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True)
+    options = f"size={DISK_BYTES}"
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise InputError(f"a small file system cannot be made here: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
