@@ -4,6 +4,7 @@ A checkpoint loads at any number of ranks and any ZeRO stage: its metadata says 
 tensor is in which file.
 """
 
+import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from zeropp.checkpoint.memory_files import MemoryFile, MemoryFiles
+from zeropp.checkpoint.memory_files import MemoryFiles
 from zeropp.errors import InputError
 from zeropp.ranks.coordination import current_group
 
@@ -223,8 +224,9 @@ class _MemoryFileSystem(FileSystem):
         self._files = files
 
     @contextmanager
-    def create_stream(self, path: Path, mode: str) -> Iterator[MemoryFile]:
-        with self._files.create(path.name) as file:
+    def create_stream(self, path: Path, mode: str) -> Iterator[io.BufferedWriter]:
+        # torch.save makes dozens of small writes for each tensor.
+        with io.BufferedWriter(self._files.create(path.name)) as file:
             yield file
 
     def rename(self, path: Path, new_path: Path) -> None:
