@@ -33,7 +33,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from zeropp.checkpoint.memory_files import MemoryFiles
 from zeropp.errors import InputError
-from zeropp.ranks.coordination import current_group
+from zeropp.ranks.coordination import current_group, world_size
 
 METADATA = ".metadata"  # written last, by rank 0: which part of which tensor is in which file
 ADVICE = "restore it, or load another checkpoint"
@@ -47,7 +47,12 @@ def write_shards(target: Path | MemoryFiles, tensors: Mapping[str, Tensor]) -> N
     with _saving():
         in_memory = isinstance(target, MemoryFiles)
         writer = _MemoryWriter(target) if in_memory else _Writer(target)
-        dcp.save(dict(tensors), storage_writer=writer, process_group=current_group())
+        dcp.save(
+            dict(tensors),
+            storage_writer=writer,
+            process_group=current_group(),
+            no_dist=world_size() == 1,  # a single rank need not pickle its plan for itself
+        )
 
 
 def write_one_by_one(
