@@ -4,6 +4,7 @@ A checkpoint loads at any number of ranks and any ZeRO stage: its metadata says 
 tensor is in which file.
 """
 
+import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,9 +31,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from zeropp.checkpoint.memory_files import MemoryFile, MemoryFiles
+from zeropp.checkpoint.memory_files import MemoryFiles
 from zeropp.errors import InputError
-from zeropp.ranks.coordination import current_group
+from zeropp.ranks.coordination import current_group, world_size
 
 METADATA = ".metadata"  # written last, by rank 0: which part of which tensor is in which file
 ADVICE = "restore it, or load another checkpoint"
@@ -46,7 +47,12 @@ def write_shards(target: Path | MemoryFiles, tensors: Mapping[str, Tensor]) -> N
     with _saving():
         in_memory = isinstance(target, MemoryFiles)
         writer = _MemoryWriter(target) if in_memory else _Writer(target)
-        dcp.save(dict(tensors), storage_writer=writer, process_group=current_group())
+        dcp.save(
+            dict(tensors),
+            storage_writer=writer,
+            process_group=current_group(),
+            no_dist=world_size() == 1,  # a single rank need not pickle its plan for itself
+        )
 
 
 def write_one_by_one(
@@ -223,8 +229,9 @@ class _MemoryFileSystem(FileSystem):
         self._files = files
 
     @contextmanager
-    def create_stream(self, path: Path, mode: str) -> Iterator[MemoryFile]:
-        with self._files.create(path.name) as file:
+    def create_stream(self, path: Path, mode: str) -> Iterator[io.BufferedWriter]:
+        # torch.save makes dozens of small writes for each tensor.
+        with io.BufferedWriter(self._files.create(path.name)) as file:
             yield file
 
     def rename(self, path: Path, new_path: Path) -> None:
