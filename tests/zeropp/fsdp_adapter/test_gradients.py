@@ -8,6 +8,7 @@ from tests.zeropp.optim.test_offload import FORMATS, OFFLOAD, offloaded, sharded
 from tests.zeropp.sharded_training import shard_on_nodes
 from tests.zeropp.small_model import loss_of, tokens_of
 from zeropp import fsdp_adapter as fsdp
+from zeropp.fsdp_adapter.param_groups import groups_of
 
 
 @pytest.mark.parametrize("settings", [FORMATS["fp32"], FORMATS["bf16"]], ids=["fp32", "bf16"])
@@ -52,7 +53,7 @@ def test_memory_of_a_gather_that_is_dropped_is_not_reused_before_its_end():
     sharding = shard_on_nodes({"stage": 3})
     loss_of(sharding.model, tokens_of(0)).backward()
     unit, event = sharding.units[0], object()
-    (group,) = fsdp._groups(unit)
+    (group,) = groups_of(unit)
     streams = {
         name: RecordedStream() for name in ("all_gather_copy_in_stream", "all_gather_stream")
     }
@@ -80,7 +81,7 @@ def test_the_pass_after_an_exception_in_forward_waits_for_the_optimizer():
     with pytest.raises(RuntimeError, match="out of memory"):
         loss_of(sharding.model, tokens_of(0))
     hook.remove()
-    (group,) = fsdp._groups(sharding.units[0])
+    (group,) = groups_of(sharding.units[0])
     streams = {group.comm_ctx.all_gather_stream, group.comm_ctx.all_gather_copy_in_stream}
     waiting = set()
     with pytest.MonkeyPatch.context() as patch:
