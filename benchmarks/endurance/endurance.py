@@ -119,10 +119,7 @@ class Campaign:
         attempts = len(job.resumed())
         began = time.monotonic()
         what = KINDS[kind](job, self._random, self._options.limit)
-        reached = self._reached_before_resuming(job, attempts)
-        resumed = job.resumed()[attempts:][-1]
-        next_save = reached + self._options.save_interval
-        self._wait(job, lambda: max(job.losses(), default=0) > next_save)
+        reached, resumed = self._recover(job, attempts)
         lost, most = reached - resumed, self._options.save_interval * (1 + (kind == "truncate"))
         if lost > most:
             raise Disagreement(f"after {kind} ({what}) {lost} iterations were lost, at most {most}")
@@ -132,22 +129,30 @@ class Campaign:
             "at": began - self._started,
             "reached": reached,
             "resumed": resumed,
+            "restarted": len(job.resumed()) > attempts,
             "seconds": time.monotonic() - began,
         }
 
-    def _reached_before_resuming(self, job: Job, attempts: int) -> int:
-        """Wait until a checkpoint has been loaded; return the last iteration before that."""
-        reached = max(job.losses(), default=0)
+    def _recover(self, job: Job, attempts: int) -> tuple[int, int]:
+        """Wait until the job is past the next save; return where it was and where it resumed.
 
-        def has_resumed() -> bool:
+        `attempts` is how often it had resumed before. The two are equal if it went on without a
+        restart, as it may when the link comes back.
+        """
+        reached = at_first = max(job.losses(), default=0)
+        interval = self._options.save_interval
+
+        def goes_on() -> bool:
             nonlocal reached
             if len(job.resumed()) > attempts:
                 return True
             reached = max([reached, *job.losses()])
-            return False
+            return reached > at_first + interval
 
-        self._wait(job, has_resumed)
-        return reached
+        self._wait(job, goes_on)
+        resumed = job.resumed()[attempts:]
+        self._wait(job, lambda: max(job.losses(), default=0) > reached + interval)
+        return reached, resumed[0] if resumed else reached
 
     def _wait(self, job: Job, condition: Callable[[], bool]) -> None:
         """Supervise the job until the condition holds."""
@@ -219,13 +224,8 @@ def show(result: dict) -> None:
 def cells(row: dict) -> tuple[str, ...]:
     """A disturbance as cells of the table."""
     what = f"{row['kind']}: {row['what']}"
-    return (
-        what,
-        f"{row['at']:.0f}",
-        str(row["reached"]),
-        str(row["resumed"]),
-        f"{row['seconds']:.1f}",
-    )
+    resumed = str(row["resumed"]) if row["restarted"] else "no restart"
+    return what, f"{row['at']:.0f}", str(row["reached"]), resumed, f"{row['seconds']:.1f}"
 
 
 def row_text(row: dict) -> str:
