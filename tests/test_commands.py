@@ -102,8 +102,10 @@ def test_what_does_not_fit_the_ranks_is_said_once_before_anything_is_built(
     assert all(name in text for name in named) and "nowhere" not in text
 
 
-def test_sigterm_saves_and_the_next_run_goes_on(launch, tmp_path):
-    flags = f"{FOREVER} --save {tmp_path}/save --load {tmp_path}/save --exit-signal-handler"
+@pytest.mark.parametrize("saving", ["", "--async-save"])
+def test_sigterm_saves_and_the_next_run_goes_on(saving, launch, tmp_path):
+    flags = f"{FOREVER} --save {tmp_path}/save --load {tmp_path}/save --exit-signal-handler "
+    flags += saving
     process, log = launch(zeropp(2, "pretrain_gpt.py", flags))
     wait_for(" iteration        3/", log, process)
     process.send_signal(signal.SIGTERM)

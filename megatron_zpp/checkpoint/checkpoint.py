@@ -17,27 +17,30 @@ from torch import nn
 
 from megatron_zpp.checkpoint import manifest
 from megatron_zpp.checkpoint.iteration_folders import (
+    LastSteps,
     candidates,
     checkpoint_folder,
     checkpoint_name,
-    prune,
 )
 from megatron_zpp.checkpoint.training_state import (
-    STATE,
     TrainingState,
     check_architecture,
     check_optimizer_saved,
     check_tokenizer,
     read_state,
-    write_state,
+    state_text,
 )
 from megatron_zpp.checkpoint.weight_source import WeightSource
+from zeropp.checkpoint.async_save import AsyncWriter
+from zeropp.checkpoint.checksums import file_entry
 from zeropp.checkpoint.shard_files import (
+    METADATA,
     os_errors_as_input_errors,
     write_one_by_one,
     write_shards,
 )
 from zeropp.checkpoint.state_tensors import MODEL, load_state, state_to_save
+from zeropp.checkpoint.sync_save import new_checkpoint
 from zeropp.errors import InputError, first_few
 from zeropp.ranks.coordination import (
     broadcast_object,
@@ -46,8 +49,6 @@ from zeropp.ranks.coordination import (
     rank,
     world_size,
 )
-
-METADATA = ".metadata"  # written by torch.distributed.checkpoint on rank 0
 
 log = logging.getLogger("megatron_zpp")
 
@@ -60,20 +61,35 @@ def save(
     *,
     keep: int | None = None,
     save_optimizer: bool = True,
+    writer: AsyncWriter | None = None,
 ) -> Path:
     """Write `folder/iter_N`, let the pointer file name it, keep the `keep` newest; return its path.
 
-    Raises InputError on all ranks if the folder cannot be written or the disk is full; the folder
-    is then as it was before.
+    With a `writer`, this only copies the state, and waits for the writer's save before; the
+    writer's `finish` waits until the checkpoint is complete. Raises InputError on all ranks if the
+    folder cannot be written or the disk is full; the folder is then as it was before.
     """
     folder = Path(folder)
     with fail_together():
         state = replace(state, optimizer_saved=optimizer is not None and save_optimizer)
         tensors = state_to_save(model, optimizer, with_optimizer_state=state.optimizer_saved)
-    with _new_checkpoint(folder, tensors, state) as partial:
-        write_shards(partial, tensors)
-    if rank() == 0 and keep is not None:
-        _prune(folder, state.iteration, keep)
+        last_steps = LastSteps(
+            folder=folder, iteration=state.iteration, state_text=state_text(state), keep=keep
+        )
+    if writer is None:
+        with _new_checkpoint(tensors, last_steps) as partial:
+            write_shards(partial, tensors)
+        if rank() == 0:
+            for note in last_steps.after_publication():
+                log.log(note.level, note.text)
+    else:
+        writer.save(
+            checkpoint_folder(folder),
+            checkpoint_name(state.iteration),
+            tensors,
+            pointer_text=_pointer_text(state.iteration),
+            last_steps=last_steps,
+        )
     return folder / checkpoint_name(state.iteration)
 
 
@@ -85,7 +101,10 @@ def save_weights(folder: Path | str, weights: WeightSource, state: TrainingState
     """
     state = replace(state, optimizer_saved=False)
     tensors = {MODEL + name: tensor for name, tensor in weights.facts().items()}
-    with _new_checkpoint(Path(folder), tensors, state) as partial:
+    last_steps = LastSteps(
+        folder=Path(folder), iteration=state.iteration, state_text=state_text(state)
+    )
+    with _new_checkpoint(tensors, last_steps) as partial:
         write_one_by_one(partial, tensors, lambda name: weights.read(name.removeprefix(MODEL)))
     return Path(folder) / checkpoint_name(state.iteration)
 
@@ -98,6 +117,7 @@ def load(
     load_optimizer: bool = True,
     architecture: Mapping[str, Any] | None = None,
     tokenizer: str | None = None,
+    verify: bool = True,
 ) -> TrainingState | None:
     """Read the newest complete checkpoint into model and optimizer, in place; return its state.
 
@@ -105,7 +125,7 @@ def load(
     before it is used. Raises InputError if none is usable, or if the checkpoint is of another
     architecture or tokenizer (with every size and setting that differs).
     """
-    path = choose(folder)
+    path = choose(folder, verify=verify)
     if path is None:
         return None
     load_optimizer = load_optimizer and optimizer is not None
@@ -123,12 +143,12 @@ def load(
     return state
 
 
-def choose(folder: Path | str) -> Path | None:
+def choose(folder: Path | str, *, verify: bool = True) -> Path | None:
     """Return the checkpoint to load: the one that the pointer file names, or the one before it.
 
-    All files are read and their checksums compared, the work divided among the ranks. A damaged
-    checkpoint is named in a warning. None if there is no checkpoint. Raises InputError if there are
-    some and none is complete and undamaged.
+    All files are read and their checksums compared, the work divided among the ranks; without
+    `verify`, only their sizes are compared. A damaged checkpoint is named in a warning. None if
+    there is no checkpoint. Raises InputError if there are some and none is complete and undamaged.
     """
     folder = Path(folder)
     with fail_together():
@@ -138,7 +158,7 @@ def choose(folder: Path | str) -> Path | None:
         log.warning("%s: %s", folder, warning)
     damages = []
     for path in paths:
-        problem = damage(path)
+        problem = damage(path, verify=verify)
         if problem is None:
             return path
         damages.append(f"{path}: {problem}")
@@ -153,14 +173,18 @@ def choose(folder: Path | str) -> Path | None:
     return None
 
 
-def damage(path: Path) -> str | None:
-    """Say what is wrong with a checkpoint, None if nothing; each rank reads a part of its files."""
+def damage(path: Path, *, verify: bool = True) -> str | None:
+    """Say what is wrong with a checkpoint, None if nothing; each rank reads a part of its files.
+
+    Without `verify`, no file is read: they must be there and have the size they were written with.
+    """
     problem = None
     try:
         entries = manifest.read_manifest(path)
-        largest_first = sorted(entries, key=lambda name: entries[name].bytes, reverse=True)
-        names = largest_first[rank() :: world_size()]
-        manifest.check_content(path, {name: entries[name] for name in names})
+        if verify:
+            largest_first = sorted(entries, key=lambda name: entries[name].bytes, reverse=True)
+            names = largest_first[rank() :: world_size()]
+            manifest.check_content(path, {name: entries[name] for name in names})
     except (manifest.DamagedError, OSError) as error:
         problem = str(error)
     problems = [text for text in gather_objects(problem) if text is not None]
@@ -168,41 +192,36 @@ def damage(path: Path) -> str | None:
 
 
 @contextmanager
-def _new_checkpoint(
-    folder: Path, tensors: Mapping[str, torch.Tensor], state: TrainingState
-) -> Iterator[Path]:
+def _new_checkpoint(tensors: Mapping[str, torch.Tensor], last_steps: LastSteps) -> Iterator[Path]:
     """Yield the folder for the tensors' files; then add the other files and publish it."""
-    with checkpoint_folder(folder).new_checkpoint(
-        checkpoint_name(state.iteration),
+    with new_checkpoint(
+        checkpoint_folder(last_steps.folder),
+        checkpoint_name(last_steps.iteration),
         sum(tensor.nbytes for tensor in tensors.values()),
-        pointer_text=f"{state.iteration}\n",
+        pointer_text=_pointer_text(last_steps.iteration),
     ) as partial:
         yield partial
-        _write_state_and_manifest(partial, state)
+        _add_last_files(partial, last_steps)
 
 
-def _write_state_and_manifest(partial: Path, state: TrainingState) -> None:
+def _add_last_files(partial: Path, last_steps: LastSteps) -> None:
     """Write state.json and, as the last file, the manifest of all ranks' files."""
     with fail_together():
-        shards = {path.name: manifest.file_entry(path) for path in partial.glob(f"__{rank()}_*")}
+        paths = list(partial.glob(f"__{rank()}_*"))
+        if rank() == 0:
+            paths.append(partial / METADATA)
+        shards = {path.name: file_entry(path) for path in paths}
     entries = {name: entry for part in gather_objects(shards) for name, entry in part.items()}
     with fail_together():
         if rank() == 0:
-            write_state(partial, state)
-            for name in (STATE, METADATA):
-                entries[name] = manifest.file_entry(partial / name)
             missing = [name for name in entries if not (partial / name).exists()]
             if missing:
                 raise InputError(
                     f"rank 0 does not see {first_few(missing)} in {partial}: --save must be a "
                     "folder that all nodes share"
                 )
-            manifest.write_manifest(partial, entries)
+            last_steps.add_last_files(partial, entries)
 
 
-def _prune(folder: Path, iteration: int, keep: int) -> None:
-    try:
-        for path in prune(folder, iteration, keep):
-            log.info("removed %s: --keep-checkpoints %d", path, keep)
-    except OSError as error:
-        log.warning("cannot remove an old checkpoint: %s", error)
+def _pointer_text(iteration: int) -> str:
+    return f"{iteration}\n"

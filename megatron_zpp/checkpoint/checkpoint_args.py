@@ -16,7 +16,7 @@ def with_checkpoint_model(config: Config) -> Config:
 
     All ranks call it. Raises InputError if there is no checkpoint.
     """
-    path = choose(config.checkpoint.load)
+    path = choose(config.checkpoint.load, verify=not config.checkpoint.no_verify_checkpoint)
     if path is None:
         raise no_checkpoint_error(config.checkpoint.load, "--use-checkpoint-args")
     settings = dict(read_state(path).architecture)

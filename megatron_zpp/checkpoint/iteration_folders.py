@@ -6,11 +6,18 @@
 Nothing here needs tensors or ranks.
 """
 
+import logging
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_zpp.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
+from megatron_zpp.checkpoint.manifest import MANIFEST, DamagedError, read_manifest, write_manifest
+from megatron_zpp.checkpoint.training_state import STATE
+from zeropp.atomic import write_atomically
+from zeropp.checkpoint.checksums import FileEntry, file_entry
 from zeropp.checkpoint.complete_or_absent import CheckpointFolder
+from zeropp.checkpoint.writer_process import Note
 
 POINTER = "latest_checkpointed_iteration.txt"
 _NAME = re.compile(r"iter_(\d{7,})|\.iter_(\d{7,})\.replaced")
@@ -37,6 +44,40 @@ def iteration_of(checkpoint: Path) -> int | None:
     """The iteration in a checkpoint's name; None if it is not named like one."""
     match = _NAME.fullmatch(checkpoint.name)
     return int(match[1] or match[2]) if match else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastSteps:
+    """What rank 0, or its process for asynchronous saves, does when the tensors are written.
+
+    state_text: the content of state.json. keep: how many of the newest checkpoints stay, None: all.
+    """
+
+    folder: Path
+    iteration: int
+    state_text: str
+    keep: int | None = None
+
+    def add_last_files(self, partial: Path, entries: Mapping[str, FileEntry]) -> None:
+        """Write state.json and, as the last file, the manifest; `entries` are the tensors' files.
+
+        Raises OSError.
+        """
+        write_atomically(partial / STATE, lambda file: file.write(self.state_text.encode()))
+        write_manifest(partial, {**entries, STATE: file_entry(partial / STATE)})
+
+    def after_publication(self) -> list[Note]:
+        """Remove old checkpoints; return what to log."""
+        if self.keep is None:
+            return []
+        notes = []
+        try:
+            for path in prune(self.folder, self.iteration, self.keep):
+                text = f"removed {path}: --keep-checkpoints {self.keep}"
+                notes.append(Note(logging.INFO, text))
+        except OSError as error:
+            notes.append(Note(logging.WARNING, f"cannot remove an old checkpoint: {error}"))
+        return notes
 
 
 def candidates(folder: Path) -> tuple[list[Path], str | None]:

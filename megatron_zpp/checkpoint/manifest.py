@@ -4,39 +4,20 @@ It is written last, so it is the file that makes a checkpoint complete
 (`zeropp.checkpoint.complete_or_absent`), and it tells whether a file was lost or changed since.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from zeropp.atomic import write_atomically
+from zeropp.checkpoint.checksums import FileEntry, file_entry
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-BLOCK = 1 << 20  # bytes read at once
 
 
 class DamagedError(Exception):
     """Says which file of a checkpoint is missing or not as it was written."""
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """Size of a file in bytes and the hexadecimal SHA-256 of its content."""
-
-    bytes: int
-    sha256: str
-
-
-def file_entry(path: Path) -> FileEntry:
-    """Read a file and return its size and checksum; raises OSError."""
-    checksum, num_bytes = hashlib.sha256(), 0
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(BLOCK):
-            checksum.update(block)
-            num_bytes += len(block)
-    return FileEntry(num_bytes, checksum.hexdigest())
 
 
 def write_manifest(checkpoint: Path, entries: Mapping[str, FileEntry]) -> None:

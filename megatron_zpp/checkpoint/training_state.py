@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.settings.config import Config, ModelConfig
-from zeropp.atomic import write_atomically
 from zeropp.errors import InputError, first_lines
 
 STATE = "state.json"
@@ -49,10 +48,9 @@ class TrainingState:
     configuration: dict[str, Any] = field(default_factory=dict)
 
 
-def write_state(checkpoint: Path, state: TrainingState) -> None:
-    """Write state.json into a checkpoint; raises OSError."""
-    text = json.dumps({"format": FORMAT, **asdict(state)}, indent=1) + "\n"
-    write_atomically(checkpoint / STATE, lambda file: file.write(text.encode()))
+def state_text(state: TrainingState) -> str:
+    """The content of state.json."""
+    return json.dumps({"format": FORMAT, **asdict(state)}, indent=1) + "\n"
 
 
 def read_state(checkpoint: Path) -> TrainingState:

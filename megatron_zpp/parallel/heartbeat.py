@@ -1,31 +1,64 @@
 """Notices when a rank dies or hangs, so that the others end soon and say which rank it was.
 
-Every rank increments a counter in the launcher's store once a second and watches the counter of the
-next rank. The first rank to notice a failure publishes it, and the others repeat it: otherwise a
-collective that lost a peer would report a broken connection, or wait for its timeout.
+On every rank a thread, the watch, writes once a second to the launcher's store what the main thread
+is doing, and reads what the next rank wrote. A rank that writes nothing has died or was stopped. A
+rank that writes may still have a main thread that hangs, as in a file system or a data worker: that
+one has not moved for as long as the others have waited for it in a collective. The first rank to
+notice a failure publishes it, and the others repeat it: otherwise a collective that lost a peer
+would report a broken connection, or wait for its time limit.
 """
 
+import json
 import os
 import sys
 import threading
 import time
+from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
+from megatron_zpp.parallel.main_thread import Glance, MainThread
+from zeropp.ranks.process_group import OTHER_RANK_FAILED
+
 BEAT_SECONDS = 1.0
-DEAD_SECONDS = 30.0  # without a heartbeat
+DEAD_SECONDS = 30.0  # without a heartbeat, or half of the time limit of collectives
 SUSPECT_SECONDS = 4.0  # the same, once a collective has failed
 GRACE_SECONDS = 5.0  # for the main thread to end by itself after a failure
+MARGIN_SECONDS = 3.0  # before the time limit, or a quarter of it: to notice and to end within it
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank writes: its number of beats, and for how many seconds `glance` has not changed.
+
+    (As a main thread waits for one collective after the other, it may look the same, but its marks
+    change.)
+    """
+
+    count: int
+    still: float
+    marks: int
+    waits: bool
+    where: str
 
 
 class Heartbeat:
-    """This rank's heartbeat and its view of the other ranks; `close` ends it."""
+    """This rank's heartbeat and its view of the other ranks; `close` ends it.
 
-    def __init__(self, store: dist.Store, rank: int, num_ranks: int) -> None:
+    `limit`: the time limit of collectives in seconds, within which a rank that hangs is noticed.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, num_ranks: int, main_thread: MainThread, limit: float
+    ) -> None:
         self.rank, self.num_ranks = rank, num_ranks
+        self._patience = limit - min(MARGIN_SECONDS, limit / 4)
+        self._dead_seconds = min(DEAD_SECONDS, limit / 2)
+        self._main_thread = main_thread
+        self._glance, self._changed = main_thread.look(), time.monotonic()
         self._store = dist.PrefixStore("heartbeat", store.clone())
         self._closed = threading.Event()
-        self._store.set(f"beat/{rank}", "0")
+        self._write(0, self._glance)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -44,45 +77,81 @@ class Heartbeat:
 
         Takes up to `SUSPECT_SECONDS`.
         """
-        beats_before = self._beats()
+        before = {rank: self._beat(rank) for rank in self._others()}
         deadline = time.monotonic() + SUSPECT_SECONDS
         while time.monotonic() < deadline:
             if failure := self._failure():
                 return failure
             time.sleep(BEAT_SECONDS / 4)
-        silent_ranks = [
-            rank
-            for rank, beat in self._beats().items()
-            if beat == beats_before[rank] and rank != self.rank and not self._is_done(rank)
-        ]
-        if silent_ranks:
-            self._publish(f"rank {silent_ranks[0]} died or stopped responding")
+        for rank, beat in before.items():
+            if beat == self._beat(rank) and not self._is_done(rank):
+                self._publish(f"rank {rank} died or stopped responding")
+        self._publish_hung(marks=self._glance.marks, waits=True)
         return self._failure()
+
+    def is_of_this_rank(self, failure: str) -> bool:
+        """Whether a published failure is this rank's."""
+        return failure.startswith((f"rank {self.rank}:", f"rank {self.rank} "))
 
     def _run(self) -> None:
         next_rank = (self.rank + 1) % self.num_ranks
-        last_beat, last_change, count = "", time.monotonic(), 0
+        last_beat, last_change, count = None, time.monotonic(), 0
         while not self._closed.wait(BEAT_SECONDS):
             try:
                 count += 1
-                self._store.set(f"beat/{self.rank}", str(count))
+                own = self._write(count, self._main_thread.look())
                 now, beat = time.monotonic(), self._beat(next_rank)
                 if beat != last_beat:
                     last_beat, last_change = beat, now
-                elif now - last_change > DEAD_SECONDS and not self._is_done(next_rank):
+                elif now - last_change > self._dead_seconds and not self._is_done(next_rank):
                     self._publish(f"rank {next_rank} died or stopped responding")
+                if own.still > self._patience:
+                    self._publish_hung(own.marks, own.waits)
                 failure = self._failure()
             except RuntimeError:  # the store lives with the launcher
                 failure = "the launcher is gone"
-            if failure and not self._closed.wait(GRACE_SECONDS):
-                print(f"[rank {self.rank}] error: {failure}; ending", file=sys.stderr, flush=True)
-                os._exit(1)
+            if failure:
+                self._end(failure)
 
-    def _beats(self) -> dict[int, str]:
-        return {rank: self._beat(rank) for rank in range(self.num_ranks)}
+    def _end(self, failure: str) -> None:
+        """End the process, unless the main thread does so soon; one that hangs cannot."""
+        own = self.is_of_this_rank(failure)
+        hangs = own and failure.startswith(f"rank {self.rank} hangs")
+        if hangs or not self._closed.wait(GRACE_SECONDS):
+            print(f"[rank {self.rank}] error: {failure}; ending", file=sys.stderr, flush=True)
+            os._exit(1 if own else OTHER_RANK_FAILED)
 
-    def _beat(self, rank: int) -> str:
-        return self._read(f"beat/{rank}") or ""
+    def _write(self, count: int, glance: Glance) -> Beat:
+        if glance != self._glance:
+            self._glance, self._changed = glance, time.monotonic()
+        still = time.monotonic() - self._changed
+        beat = Beat(count, still, glance.marks, glance.waits, glance.where)
+        self._store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
+        return beat
+
+    def _publish_hung(self, marks: int, waits: bool) -> None:
+        """Publish which rank this one waits for, having passed `marks`, if one of them hangs.
+
+        That is a rank that has not moved for as long, and has passed fewer marks, or is not in a
+        collective while this one is. Where all are alike, all do something that takes long.
+        """
+        hung = {}
+        for rank in self._others():
+            beat = self._beat(rank)
+            behind = beat and (beat.marks < marks or (waits and not beat.waits))
+            if behind and beat.still > self._patience - BEAT_SECONDS and not self._is_done(rank):
+                hung[rank] = beat
+        if hung:
+            rank = min(hung, key=lambda rank: (hung[rank].marks, hung[rank].waits, rank))
+            where, seconds = hung[rank].where, hung[rank].still
+            self._publish(f"rank {rank} hangs: its main thread is at {where} for {seconds:.0f} s")
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.num_ranks) if rank != self.rank]
+
+    def _beat(self, rank: int) -> Beat | None:
+        text = self._read(f"beat/{rank}")
+        return Beat(**json.loads(text)) if text else None
 
     def _is_done(self, rank: int) -> bool:
         return self._read(f"done/{rank}") is not None

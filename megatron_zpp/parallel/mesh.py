@@ -4,7 +4,7 @@ It is built once and passed as a value. `zeropp.ranks.process_group` chooses the
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from megatron_zpp.parallel.main_thread import MainThread
 from megatron_zpp.settings.config import ParallelConfig
 from zeropp.ranks.coordination import fail_together
+from zeropp.ranks.groups import set_time_limit
 from zeropp.ranks.process_group import pick_device, start_process_group
 from zeropp.ranks.topology import Environment
 
@@ -22,12 +24,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among the ranks of a run: its environment, device, mesh, and shared store."""
+    """This process among the ranks of a run: its environment, device, mesh, and shared store.
+
+    `main_thread` is marked where all ranks go on, so that others notice when this one does not.
+    """
 
     environment: Environment
     device: torch.device
     mesh: DeviceMesh
     store: dist.Store
+    main_thread: MainThread = field(default_factory=MainThread)
 
     @property
     def rank(self) -> int:
@@ -72,4 +78,5 @@ def join_ranks(environment: Environment, config: ParallelConfig) -> Ranks:
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     store = start_process_group(environment, device, timeout, config.distributed_backend)
     mesh = init_device_mesh(device.type, (environment.world_size,), mesh_dim_names=("data",))
+    set_time_limit(mesh.get_group(), timeout)
     return Ranks(environment=environment, device=device, mesh=mesh, store=store)

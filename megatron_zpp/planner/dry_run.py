@@ -29,6 +29,7 @@ ADVICE = MappingProxyType(
         kinds.IN_FLIGHT: "--zero-stage 2 or 3 sums smaller gradients, and smaller blocks help",
         kinds.ACTIVATIONS: f"--recompute-granularity full keeps least, and {SMALLER_MICRO_BATCH}",
         kinds.HEAD: SMALLER_MICRO_BATCH,
+        kinds.SAVED_COPY: "without --async-save a save needs no copy",
     }
 )
 OFFLOAD_MORE = "; --cpu-optimizer moves fp32 weights, gradients and moments to the host"

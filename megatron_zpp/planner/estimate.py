@@ -6,6 +6,7 @@ tensors.
 """
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from zeropp.wire.secondary_copies import SecondaryCopies
 WEIGHTS, MOMENTS, GRADIENTS = "weights", "optimizer state", "gradients"
 GATHERED, COPIES = "gathered weights", "secondary copies (hpZ)"
 IN_FLIGHT, ACTIVATIONS, HEAD = "gradients in flight", "activations", "logits and loss"
-KINDS = (WEIGHTS, MOMENTS, GRADIENTS, GATHERED, COPIES, IN_FLIGHT, ACTIVATIONS, HEAD)
+SAVED_COPY = "copy for --async-save"
+KINDS = (WEIGHTS, MOMENTS, GRADIENTS, GATHERED, COPIES, IN_FLIGHT, ACTIVATIONS, HEAD, SAVED_COPY)
 MOMENTS_BYTES = 2 * FP32_BYTES  # of Adam's two moments of a weight
 DISTINCT_MICRO_BATCHES = 3  # the first, the last, and one between them
 
@@ -70,6 +72,8 @@ def estimate(config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool) -> 
     device, host = simulation.peak, Counter()
     if run.offloads:
         host = _offloaded_bytes(run)
+    if config.checkpoint.async_save and config.checkpoint.save:
+        host[SAVED_COPY] += _saved_bytes(run)
     if is_cpu:
         device, host = {}, device + host
     copies = SecondaryCopies(in_evaluation=True) if run.forecast.weights.keeps else None
@@ -269,6 +273,17 @@ def _initial_bytes(run: PlannedRun) -> Counter:
 def _shard_sizes(run: PlannedRun) -> tuple[int, int]:
     """Return the trained elements and the frozen bytes of this rank's padded shards."""
     return sum(unit.trained for unit in run.units), sum(unit.frozen for unit in run.units)
+
+
+def _saved_bytes(run: PlannedRun) -> int:
+    """Return this rank's part of a checkpoint; at stage 0 the ranks share the work."""
+    trained, frozen = _shard_sizes(run)
+    num_bytes = FP32_BYTES * trained
+    if not run.config.checkpoint.no_save_optim:
+        num_bytes += MOMENTS_BYTES * trained
+    if not run.config.zero.stores_frozen:  # frozen weights that are stored as codes are not saved
+        num_bytes += frozen
+    return num_bytes if run.stage else math.ceil(num_bytes / run.num_ranks)
 
 
 def _offloaded_bytes(run: PlannedRun) -> Counter:

@@ -38,7 +38,9 @@ class ParallelConfig(Section):
     distributed_backend: str | None = flag(
         None, "communication library (default: nccl on GPUs, else gloo)", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: int = flag(10, "a collective fails after so long", minimum=1)
+    distributed_timeout_minutes: float = flag(
+        10.0, "a collective fails, and a rank that hangs ends the run, after so long", above=0
+    )
 
     def check(self) -> None:
         """Raise InputError for kinds of parallelism that are not built yet."""
@@ -129,6 +131,11 @@ class CheckpointConfig(Section):
         minimum=1,
         no_effect=_NEEDS_SAVE,
     )
+    async_save: bool = flag(
+        False,
+        "save beside training, which stops only while the state is copied to host memory",
+        no_effect=_NEEDS_SAVE,
+    )
     no_save_optim: bool = flag(False, "save without the optimizer's state", no_effect=_NEEDS_SAVE)
     no_save_rng: bool = ignored(False, _NO_RNG)
     no_load_optim: bool = flag(False, "start with a fresh optimizer", no_effect=NEEDS_LOAD)
@@ -138,6 +145,9 @@ class CheckpointConfig(Section):
     )
     use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
     reset_iteration: bool = flag(False, "start counting at iteration 0", no_effect=NEEDS_LOAD)
+    no_verify_checkpoint: bool = flag(
+        False, "load without reading the files to compare their checksums", no_effect=NEEDS_LOAD
+    )
     exit_on_missing_checkpoint: bool = flag(False, "fail if --load holds no checkpoint")
     universal_checkpoint: bool = flag(False, "load DeepSpeed's universal format")
 

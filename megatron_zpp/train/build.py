@@ -13,13 +13,14 @@ from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.recipe import build_model, build_optimizer
-from megatron_zpp.settings.config import Config, PrecisionConfig
+from megatron_zpp.settings.config import CheckpointConfig, Config, PrecisionConfig
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.train.inputs import open_inputs
 from megatron_zpp.train.resume import StartingPoint, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
 from zeropp import LossScaler
+from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.ranks.coordination import fail_together
 from zeropp.sharding.shard import find_nodes
 from zeropp.wire.route import require_fit
@@ -55,6 +56,7 @@ def build_run(requested: Config, ranks: Ranks, console: Console, stopping: Stopp
         stopping=stopping,
         counters=starting_point.counters,
         communication=CommunicationMeter(sharding, ranks),
+        async_writer=open_async_writer(config.checkpoint),
     )
     console.table("Megatron-Z++", summary(run))
     return run
@@ -72,6 +74,11 @@ def build_scaler(precision: PrecisionConfig) -> LossScaler | None:
         hysteresis=precision.hysteresis,
         dynamic=fixed is None,
     )
+
+
+def open_async_writer(options: CheckpointConfig) -> AsyncWriter | None:
+    """The process that writes checkpoints beside training, if `--async-save` asks for it."""
+    return AsyncWriter() if options.async_save and options.save is not None else None
 
 
 def open_metrics(

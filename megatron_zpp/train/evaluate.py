@@ -18,6 +18,7 @@ def evaluate(sharding: Sharding, ranks: Ranks, batches: Loader, num_micro_batche
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for _ in range(num_micro_batches):
         batch = next(batches)
+        ranks.main_thread.mark()
         total += model(*batch.inputs())
     model.train()
     sharding.release()

@@ -5,7 +5,7 @@ from megatron_zpp.train.batches import TRAIN, VALIDATION, loader
 from megatron_zpp.train.diagnosis import describe_spike, source_of_non_finite
 from megatron_zpp.train.evaluate import evaluate
 from megatron_zpp.train.pending_iteration import PendingIteration
-from megatron_zpp.train.resume import save
+from megatron_zpp.train.resume import finish_save, save
 from megatron_zpp.train.run import Run, is_due
 from megatron_zpp.train.step import train_step
 from zeropp import InputError
@@ -42,12 +42,16 @@ def train(run: Run) -> bool:
                 evaluate_split(run, VALIDATION, f"iteration {counters.iteration}")
             if saves:
                 save(run)
+            elif run.async_writer is not None:
+                run.async_writer.log_progress()
             if stop_reason:
+                finish_save(run)
                 run.console.line(f"stopping after iteration {counters.iteration}: {stop_reason}")
                 return False
         log_iteration(run, pending)
     if counters.iteration != counters.saved_iteration:
         save(run)
+    finish_save(run)
     return True
 
 

@@ -3,7 +3,7 @@
 import logging
 import signal
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import torch.distributed as dist
 
@@ -21,6 +21,7 @@ from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Interrupted, Stopping
 from zeropp import InputError
 from zeropp.ranks.coordination import report_once
+from zeropp.ranks.process_group import OTHER_RANK_FAILED
 from zeropp.ranks.topology import Environment
 
 USAGE_ERROR, FAILED = 2, 1
@@ -67,7 +68,7 @@ def pretrain(config: Config, ranks: Ranks, console: Console, stopping: Stopping)
     if resumed_complete:
         console.line(f"training is complete: {run.counters.iteration} iterations are done")
     sample = None
-    with closing(run.metrics):
+    with closing(run.metrics), run.async_writer or nullcontext():
         finished = config.training.skip_train or resumed_complete or train(run)
         if finished:
             evaluate_split(run, VALIDATION, "the end of training for val data")
@@ -112,7 +113,10 @@ def output_folders(config: Config) -> list[tuple[str, str]]:
 
 def _with_heartbeat(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> int:
     """Run `pretrain` while the ranks detect each other's failures; return the exit status."""
-    heartbeat = Heartbeat(ranks.store, ranks.rank, ranks.num_ranks) if ranks.num_ranks > 1 else None
+    heartbeat = None
+    if ranks.num_ranks > 1:
+        limit = 60 * config.parallel.distributed_timeout_minutes
+        heartbeat = Heartbeat(ranks.store, ranks.rank, ranks.num_ranks, ranks.main_thread, limit)
     status = _pretrain_and_report(config, ranks, console, stopping, heartbeat)
     if heartbeat:
         heartbeat.close()
@@ -146,5 +150,8 @@ def _pretrain_and_report(
             if heartbeat:
                 heartbeat.publish_own_failure(f"{type(error).__name__}: {error}")
             raise
+        if heartbeat.is_of_this_rank(failure):
+            console.notice(logging.ERROR, failure)
+            return FAILED
         console.notice(logging.ERROR, f"{failure}; this rank ends too")
-        return FAILED
+        return OTHER_RANK_FAILED

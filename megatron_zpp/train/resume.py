@@ -43,10 +43,14 @@ class StartingPoint:
 
 
 def save(run: Run) -> None:
-    """Save a checkpoint of the run if `--save` names a folder; all ranks call it."""
+    """Save a checkpoint of the run if `--save` names a folder; all ranks call it.
+
+    With `--async-save` it is complete after `finish_save`, or when the next one is saved.
+    """
     config, counters = run.config, run.counters
     if config.checkpoint.save is None:
         return
+    run.ranks.main_thread.mark()
     run.metrics.flush()
     counters.saved_iteration = counters.iteration
     state = TrainingState(
@@ -68,8 +72,19 @@ def save(run: Run) -> None:
         state,
         keep=config.checkpoint.keep_checkpoints,
         save_optimizer=not config.checkpoint.no_save_optim,
+        writer=run.async_writer,
     )
-    run.console.line(f"saved checkpoint {path}")
+    if run.async_writer is None:
+        run.console.line(f"saved checkpoint {path}")
+
+
+def finish_save(run: Run) -> None:
+    """Wait until the last checkpoint is complete; all ranks call it.
+
+    Raises InputError if it failed.
+    """
+    if run.async_writer is not None:
+        run.async_writer.finish()
 
 
 def load(
@@ -95,6 +110,7 @@ def load(
         load_optimizer=load_optimizer,
         architecture=architecture(config.model, model.vocab_size),
         tokenizer=tokenizer_fingerprint,
+        verify=not options.no_verify_checkpoint,
     )
     sharding.weights_changed()
     if state is None:

@@ -14,6 +14,7 @@ from megatron_zpp.settings.schedule import Schedules
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.train.stop import Stopping
 from zeropp import LossScaler, Sharding
+from zeropp.checkpoint.async_save import AsyncWriter
 
 
 @dataclass(kw_only=True)
@@ -60,6 +61,7 @@ class Run:
     stopping: Stopping
     counters: Counters
     communication: CommunicationMeter
+    async_writer: AsyncWriter | None  # with --async-save
     loss_watch: LossWatch = field(default_factory=LossWatch)
 
 

@@ -65,6 +65,7 @@ def forward_backward(
     for index in range(num_micro_batches):
         first_sample = batches.consumed_samples + ranks.rank * micro_batch_size
         batch = next(batches)
+        ranks.main_thread.mark()
         seed_dropout(run.config.training.seed, first_sample)
         with sharding.micro_step(last=index == num_micro_batches - 1):
             loss = sharding.model(*batch.inputs())

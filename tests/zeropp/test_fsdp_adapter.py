@@ -23,7 +23,7 @@ def test_fsdp_copies_no_gradient_of_weights_on_the_host(settings):
     def record(
         tensor: torch.Tensor, *arguments: object, non_blocking: bool = False
     ) -> torch.Tensor:
-        if isinstance(arguments[0], torch.device):
+        if isinstance(arguments[0], torch.device) and tensor.is_floating_point():
             copied.append(non_blocking)
         return to(tensor, *arguments, non_blocking=non_blocking)
 
@@ -65,3 +65,26 @@ def test_memory_of_a_gather_that_is_dropped_is_not_reused_before_its_end():
         fsdp.free_gathered(unit)
     assert group._all_gather_result is None
     assert all(stream.waited == [event] for stream in streams.values())
+
+
+@ranks(2, ranks_per_node=1)
+def test_the_pass_after_an_exception_in_forward_waits_for_the_optimizer():
+    """FSDP2's streams wait for the current one where a pass begins, not where one goes on."""
+    sharding = shard_on_nodes({"stage": 3})
+    loss_of(sharding.model, tokens_of(0)).backward()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    hook = sharding.model.blocks[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loss_of(sharding.model, tokens_of(0))
+    hook.remove()
+    (group,) = fsdp._groups(sharding.units[0])
+    streams = {group.comm_ctx.all_gather_stream, group.comm_ctx.all_gather_copy_in_stream}
+    waiting = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu.Stream, "wait_stream", lambda stream, other: waiting.add(stream))
+        with torch.no_grad():
+            loss_of(sharding.model, tokens_of(0))
+    assert streams <= waiting

@@ -10,20 +10,19 @@ write into `.NAME.tmp`, rank 0 adds the last file, flushes the folder to disk an
 `NAME`; only then the pointer file is replaced. A job that is killed at any moment leaves the
 previous checkpoint or the new one. Files that were lost or changed later are a different matter:
 see `megatron_zpp.checkpoint.manifest`.
+
+`sync_save.py` does this with all ranks while training stops, `async_save.py` in processes beside
+training. Nothing here needs torch, as those processes do not import it.
 """
 
 import errno
 import glob
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from zeropp.atomic import sync_folder, write_atomically
-from zeropp.checkpoint.shard_files import os_errors_as_input_errors
 from zeropp.errors import InputError
-from zeropp.ranks.coordination import fail_together, rank
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -69,50 +68,64 @@ class CheckpointFolder:
             return None
         return pointer.read_text(errors="replace").strip()
 
-    @contextmanager
-    def new_checkpoint(self, name: str, num_bytes: int, pointer_text: str | None) -> Iterator[Path]:
-        """Yield the folder in which all ranks write checkpoint `name`; publish it at the end.
+    def prepare(self, name: str, num_bytes: int) -> None:
+        """Make the empty folder `partial(name)`, after removing what interrupted saves left.
 
-        To be entered by all ranks. `num_bytes` is the space that the checkpoint needs, over all
-        ranks. `pointer_text` is written to the pointer file, None leaves that as it is. If the
-        block raises, what it wrote is removed. Raises InputError on all ranks for an error of the
-        operating system on any of them, and for too little disk space.
+        `num_bytes` is the space that the checkpoint needs. Raises OSError, also for too little
+        disk space.
         """
-        partial = self._partial(name)
-        try:
-            with os_errors_as_input_errors(
-                f"cannot save in {self.path}", lambda error: self._explain(error, num_bytes)
-            ):
-                with fail_together():
-                    if rank() == 0:
-                        self._prepare(name, num_bytes)
-                yield partial
-                with fail_together():
-                    if rank() == 0:
-                        self._publish(name, pointer_text)
-        except BaseException:
-            if rank() == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
-
-    def remove(self, checkpoint: Path) -> None:
-        """Remove a checkpoint; if that is interrupted, no part of it stays under its name."""
-        partial = self._partial(checkpoint.name)
-        checkpoint.rename(partial)
-        shutil.rmtree(partial)
-
-    def _partial(self, name: str) -> Path:
-        return self.path / f".{name}.tmp"
-
-    def _replaced(self, name: str) -> Path:
-        return self.path / f".{name}.replaced"
-
-    def _prepare(self, name: str, num_bytes: int) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers(name)
         if shutil.disk_usage(self.path).free < num_bytes:
             raise OSError(errno.ENOSPC, "too little space left", str(self.path))
-        self._partial(name).mkdir()
+        self.partial(name).mkdir()
+
+    def publish(self, name: str, pointer_text: str | None) -> None:
+        """Rename `partial(name)`, which must be complete, to `name`.
+
+        `pointer_text` is written to the pointer file, None leaves that as it is. Raises OSError.
+        """
+        partial, checkpoint, replaced = self.partial(name), self.path / name, self._replaced(name)
+        if not self.is_complete(partial):
+            raise InputError(f"{partial} has no {self.last_file}: the checkpoint is not complete")
+        sync_folder(partial)
+        if checkpoint.exists():
+            checkpoint.rename(replaced)
+        partial.rename(checkpoint)
+        sync_folder(self.path)
+        if pointer_text is not None:
+            write_atomically(
+                self.path / self.pointer, lambda file: file.write(pointer_text.encode())
+            )
+        if replaced.exists():
+            shutil.rmtree(replaced)
+
+    def discard(self, name: str) -> None:
+        """Remove `partial(name)` after a save that failed, as far as the system allows it."""
+        shutil.rmtree(self.partial(name), ignore_errors=True)
+
+    def remove(self, checkpoint: Path) -> None:
+        """Remove a checkpoint; if that is interrupted, no part of it stays under its name."""
+        partial = self.partial(checkpoint.name)
+        checkpoint.rename(partial)
+        shutil.rmtree(partial)
+
+    def partial(self, name: str) -> Path:
+        """The folder in which all ranks write checkpoint `name`."""
+        return self.path / f".{name}.tmp"
+
+    def explain(self, error: OSError, num_bytes: int) -> str:
+        """Say what an error of the system means for a checkpoint of `num_bytes`."""
+        if error.errno not in DISK_FULL:
+            return str(error)
+        free = shutil.disk_usage(self.path).free
+        return (
+            f"{error.strerror}. The checkpoint needs {num_bytes:,} bytes, {free:,} are free there. "
+            f"{self.disk_full_advice}"
+        )
+
+    def _replaced(self, name: str) -> Path:
+        return self.path / f".{name}.replaced"
 
     def _remove_leftovers(self, name: str) -> None:
         """Remove what interrupted saves left, and restore a checkpoint that was being replaced."""
@@ -128,28 +141,3 @@ class CheckpointFolder:
         if self.own_names:
             for pointer in self.path.glob(f".{self.pointer}.*.tmp"):  # of `write_atomically`
                 pointer.unlink()
-
-    def _publish(self, name: str, pointer_text: str | None) -> None:
-        partial, checkpoint, replaced = self._partial(name), self.path / name, self._replaced(name)
-        if not self.is_complete(partial):
-            raise InputError(f"{partial} has no {self.last_file}: the checkpoint is not complete")
-        sync_folder(partial)
-        if checkpoint.exists():
-            checkpoint.rename(replaced)
-        partial.rename(checkpoint)
-        sync_folder(self.path)
-        if pointer_text is not None:
-            write_atomically(
-                self.path / self.pointer, lambda file: file.write(pointer_text.encode())
-            )
-        if replaced.exists():
-            shutil.rmtree(replaced)
-
-    def _explain(self, error: OSError, num_bytes: int) -> str:
-        if error.errno not in DISK_FULL:
-            return str(error)
-        free = shutil.disk_usage(self.path).free
-        return (
-            f"{error.strerror}. The checkpoint needs {num_bytes:,} bytes, {free:,} are free there. "
-            f"{self.disk_full_advice}"
-        )

@@ -22,6 +22,7 @@ from zeropp.checkpoint.shard_files import (
     write_shards,
 )
 from zeropp.checkpoint.state_tensors import load_state, state_to_save
+from zeropp.checkpoint.sync_save import new_checkpoint
 from zeropp.errors import InputError, first_lines
 from zeropp.ranks.coordination import broadcast_object, fail_together, gather_objects, rank
 
@@ -52,7 +53,7 @@ def save(
     pointer_text = tag if save_latest else None
     checkpoints = _checkpoint_folder(folder)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    with checkpoints.new_checkpoint(tag, num_bytes, pointer_text) as partial:
+    with new_checkpoint(checkpoints, tag, num_bytes, pointer_text) as partial:
         write_shards(partial, tensors)
         with fail_together():
             if rank() == 0:

@@ -15,22 +15,37 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
+from zeropp.checkpoint.memory_files import MemoryFile, MemoryFiles
 from zeropp.errors import InputError
 from zeropp.ranks.coordination import current_group
 
-METADATA = ".metadata"  # written by torch.distributed.checkpoint, last
+METADATA = ".metadata"  # written last, by rank 0: which part of which tensor is in which file
 ADVICE = "restore it, or load another checkpoint"
 
 
-def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write `tensors` (DTensors, or tensors equal on all ranks); to be called by all ranks."""
-    with _without_warnings():
-        writer = _Writer(folder)
+def write_shards(target: Path | MemoryFiles, tensors: Mapping[str, Tensor]) -> None:
+    """Write `tensors` (DTensors, or tensors equal on all ranks); to be called by all ranks.
+
+    The files are in the folder `target`, or for the time being in memory, the same byte by byte.
+    """
+    with _saving():
+        in_memory = isinstance(target, MemoryFiles)
+        writer = _MemoryWriter(target) if in_memory else _Writer(target)
         dcp.save(dict(tensors), storage_writer=writer, process_group=current_group())
 
 
@@ -41,7 +56,7 @@ def write_one_by_one(
 
     `tensors` are on the meta device and give shapes and dtypes; `read(name)` returns the values.
     """
-    with _without_warnings():
+    with _saving():
         # A writer holds what goes into a file until that file is complete.
         writer = _Writer(folder, single_file_per_rank=False)
         planner = _ReadWhenWritten(read)
@@ -160,8 +175,29 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _saving() -> Iterator[None]:
+    """As `_without_warnings`, and without CRC-32 in the files, which no reader checks.
+
+    It costs several times as much as copying the tensors.
+    """
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        with _without_warnings():
+            yield
+    finally:
+        set_crc32_options(before)
+
+
 class _Writer(FileSystemWriter):
-    """Raises the OSError that torch.save hides behind a RuntimeError."""
+    """Raises the OSError that torch.save hides behind a RuntimeError.
+
+    Equal tensors give equal files, also in another folder: the metadata says nothing about them.
+    """
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
@@ -170,6 +206,35 @@ class _Writer(FileSystemWriter):
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise
+
+
+class _MemoryWriter(_Writer):
+    """Writes its files to memory."""
+
+    def __init__(self, files: MemoryFiles) -> None:
+        super().__init__(Path(), sync_files=False)
+        self.fs = _MemoryFileSystem(files)
+
+
+class _MemoryFileSystem(FileSystem):
+    """What a writer of torch.distributed.checkpoint does with files, done with `MemoryFiles`."""
+
+    def __init__(self, files: MemoryFiles) -> None:
+        self._files = files
+
+    @contextmanager
+    def create_stream(self, path: Path, mode: str) -> Iterator[MemoryFile]:
+        with self._files.create(path.name) as file:
+            yield file
+
+    def rename(self, path: Path, new_path: Path) -> None:
+        self._files.rename(path.name, new_path.name)
+
+    def mkdir(self, path: Path) -> None:
+        pass  # there are no folders
+
+    def exists(self, path: Path) -> bool:
+        return path.name in self._files.extents
 
 
 class _ReadWhenWritten(DefaultSavePlanner):

@@ -76,10 +76,7 @@ def initialize(
     zero = ZeroConfig.from_json(_config_source(args, config, config_params))
     _require_clear(zero, optimizer, lr_scheduler)
     environment, device = _join(dist_init_required)
-    mesh = mesh_param or init_device_mesh(
-        device.type, (environment.world_size,), mesh_dim_names=(AXIS,)
-    )
-    require_data_axis(mesh)
+    mesh = _data_mesh(mesh_param, environment, device)
     environment = replace(environment, world_size=mesh.size())
     batch = zero.resolve_batch(mesh.size())
     names = names_of(model)
@@ -188,6 +185,16 @@ def _join(dist_init_required: bool | None) -> tuple[Environment, torch.device]:
         local_rank = environment.local_rank
         environment = Environment(rank=rank, world_size=world_size, local_rank=local_rank)
     return environment, device
+
+
+def _data_mesh(
+    mesh: DeviceMesh | None, environment: Environment, device: torch.device
+) -> DeviceMesh:
+    """Return the mesh that was given, or one of all ranks. Raises InputError if it is unusable."""
+    if mesh is None:
+        mesh = init_device_mesh(device.type, (environment.world_size,), mesh_dim_names=(AXIS,))
+    require_data_axis(mesh)
+    return mesh
 
 
 def _require_memory(model: nn.Module) -> None:

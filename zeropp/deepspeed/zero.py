@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from zeropp.errors import InputError
 from zeropp.ranks.coordination import world_size
 from zeropp.settings.zero_config import ZeroConfig
+from zeropp.sharding.between_passes import require_shards
 from zeropp.sharding.materialize import part_for_rank
 from zeropp.sharding.recorded_tensor import recording
 from zeropp.sharding.weight_changes import notify_weights_written
@@ -75,7 +76,7 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
     With `modifier_rank`, that rank's changes are sent to all ranks and written back to the shards;
     otherwise changes are discarded. Parameters that are not sharded are left alone. `fwd_module` is
     accepted and ignored. No forward pass may run inside. Raises InputError for a rank that does not
-    exist and for arguments that are not tensors.
+    exist, for arguments that are not tensors and between a forward pass and its backward pass.
     """
     parameters = [params] if isinstance(params, torch.Tensor) else list(params)
     for parameter in parameters:
@@ -85,6 +86,8 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
     sharded = [each for each in dict.fromkeys(parameters) if isinstance(each, DTensor)]
     _require_rank(modifier_rank, sharded)
     sharded = sharded if enabled else []
+    if enabled:
+        require_shards(each for each in parameters if isinstance(each, nn.Parameter))
     gathered = []
     try:
         for parameter in sharded:

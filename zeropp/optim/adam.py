@@ -94,6 +94,7 @@ class FusedAdam(torch.optim.Optimizer):
                 "FusedAdam counts its steps on the host, and a CUDA graph would repeat the same "
                 "one: capture forward and backward, and call step() after the replay"
             )
+        self.await_gradients()
         self.settle()
         updates = [
             update

@@ -34,7 +34,7 @@ from zeropp.ranks.topology import Environment
 from zeropp.sharding.sharding import Sharding
 from zeropp.sharding.weight_changes import WeightsWritten
 from zeropp.wire.cross_stream import record_use
-from zeropp.wire.gradient_use import clear_gradient, has_gradient
+from zeropp.wire.gradient_use import clear_gradient, gradient_of
 
 BUCKET = 2**25  # elements; one bucket is sent to the device while the next is updated
 HOST = torch.device("cpu")
@@ -185,10 +185,10 @@ class Offload:
                         if copy is not None:
                             copy.copy_(local_part(parameter))
 
-    def has_gradient(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter or its master has a gradient."""
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the gradient of the parameter, or of its master."""
         master = self._masters.get(parameter)
-        return has_gradient(parameter if master is None else master.weight)
+        return gradient_of(parameter if master is None else master.weight)
 
     def clear_gradient(self, parameter: nn.Parameter) -> None:
         """Drop the gradient of the parameter, or of its master."""
@@ -292,7 +292,7 @@ class Offload:
                 parameter.register_post_accumulate_grad_hook(self._take_whole)
         for owner in (sharding.gradient_use, sharding.failed_passes):
             if owner is not None:
-                owner.has_gradient, owner.clear_gradient = self.has_gradient, self.clear_gradient
+                owner.gradient_of, owner.clear_gradient = self.gradient_of, self.clear_gradient
         for module in sharding.model.modules():
             module.register_load_state_dict_post_hook(self._loaded)
         frozen = {

@@ -70,12 +70,17 @@ def time_limit(group: dist.ProcessGroup) -> timedelta | None:
     return min((each._timeout for each in options if each is not None), default=None)
 
 
-def limit_time(groups: Sequence[dist.ProcessGroup], limit: timedelta | None) -> None:
-    """Let collectives of `groups` fail after `limit` at the latest."""
-    for group in groups:
-        current = time_limit(group)
-        if None not in (limit, current) and limit < current:
-            c10d._set_pg_timeout(limit, group)
+def set_time_limit(group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Let collectives of `group` fail after `limit`, if its backend has time limits."""
+    if time_limit(group) is not None:
+        c10d._set_pg_timeout(limit, group)
+
+
+def inherit_time_limit(group: dist.ProcessGroup) -> None:
+    """Let collectives of `group` fail after the default group's time limit at the latest."""
+    own, limit = time_limit(group), time_limit(dist.group.WORLD)
+    if None not in (own, limit) and limit < own:
+        set_time_limit(group, limit)
 
 
 def _axis_name(axis: Sequence[int]) -> str:

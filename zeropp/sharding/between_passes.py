@@ -7,25 +7,28 @@ or frozen would be lost. So the modules get their shards back when such a pass e
 """
 
 import weakref
-from functools import partial
+from collections.abc import Iterable
+from functools import partial, wraps
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
-from zeropp.sharding.weight_changes import Units
+from zeropp.sharding.weight_changes import Notice, Units
 
 
-def hold_shards_between_passes(model: nn.Module, units: Units) -> None:
+def hold_shards_between_passes(model: nn.Module, units: Units) -> "Passes":
     """Let the modules of `units` hold shards whenever no pass of `model` uses them.
 
     Between a forward pass and its backward pass they hold what FSDP2 gives them: a step of an
     optimizer made there raises InputError.
     """
-    passes = _Passes(units)
+    passes = Passes(units)
     model.register_forward_pre_hook(passes.enter, prepend=True)
     model.register_forward_hook(passes.leave, always_call=True)  # after FSDP2's
     for unit in units:
@@ -33,9 +36,16 @@ def hold_shards_between_passes(model: nn.Module, units: Units) -> None:
     references = tuple(weakref.ref(unit) for unit in units)
     handle = register_optimizer_step_pre_hook(partial(_require_shards, references))
     weakref.finalize(model, handle.remove)
+    return passes
 
 
-class _Passes:
+def require_shards(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise InputError for parameters that are weights of some model, gathered for a pass."""
+    if unique := dict.fromkeys(parameters):
+        Notice(unique).step()
+
+
+class Passes:
     """The forward passes of a model that are running, one within another."""
 
     def __init__(self, units: Units) -> None:
@@ -45,8 +55,28 @@ class _Passes:
         self._depth += 1
 
     def leave(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth == 0 and not torch.is_grad_enabled():
+        self._depth = max(0, self._depth - 1)  # a hook before `enter` may have raised
+        if not torch.is_grad_enabled():
+            self._show_shards()
+
+    def include(self, model: nn.Module, name: str) -> None:
+        """Take a method of the model, which needs no gradients, for a forward pass."""
+        register_fsdp_forward_method(model, name)
+        method = getattr(model, name)
+
+        @wraps(method)
+        def as_pass(*arguments: Any, **options: Any) -> Any:
+            self._depth += 1
+            try:
+                return method(*arguments, **options)
+            finally:
+                self._depth -= 1
+                self._show_shards()
+
+        setattr(model, name, as_pass)
+
+    def _show_shards(self) -> None:
+        if self._depth == 0:
             for unit in self._units:
                 fsdp.show_shards(unit)
 
@@ -54,7 +84,7 @@ class _Passes:
 def _require_shards(
     references: tuple[weakref.ref, ...], optimizer: torch.optim.Optimizer, *_: object
 ) -> None:
-    """Raise InputError for an optimizer that holds gathered weights of these units."""
+    """Raise InputError for an optimizer or a notice that holds gathered weights of these units."""
     plain = [
         parameter
         for group in optimizer.param_groups
@@ -69,8 +99,11 @@ def _require_shards(
         names |= fsdp.gathered_names(unit)
     for parameter in plain:
         if parameter in names:
+            user = "GatheredParameters was given"
+            if not isinstance(optimizer, Notice):
+                user = "the optimizer holds"
             raise InputError(
-                f"the optimizer holds {names[parameter]} as it was gathered for a pass, and a step "
-                "on that would be lost: make the optimizer before the forward pass, or after the "
-                "backward pass, when the model's parameters are its shards"
+                f"{user} {names[parameter]} as it was gathered for a pass, and changes of that "
+                "would be lost: take the model's parameters before the forward pass, or after the "
+                "backward pass, when they are its shards"
             )

@@ -6,7 +6,7 @@ import torch
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
-from zeropp.wire.gradient_use import GradientUse, clear_gradient, has_gradient
+from zeropp.wire.gradient_use import GradientUse, clear_gradient, gradient_of
 
 INCOMPLETE = (
     "a backward pass ended with an exception, and the gradients of this step are incomplete: call "
@@ -32,7 +32,7 @@ class FailedPasses:
         use: GradientUse | None,
     ) -> None:
         self._model, self._units, self._stage, self._use = model, units, stage, use
-        self.has_gradient, self.clear_gradient = has_gradient, clear_gradient
+        self.gradient_of, self.clear_gradient = gradient_of, clear_gradient
         self._incomplete = False
         self._depth = 0  # of calls of the model within its own forward
         model.register_forward_pre_hook(self._before_forward, prepend=True)
@@ -40,7 +40,7 @@ class FailedPasses:
 
     def require_complete(self) -> None:
         """Raise InputError if the last backward pass failed and its gradients are still there."""
-        self._recover()
+        self.recover()
         if not self._incomplete:
             return
         if any(map(self._has_gradients, self._units)):
@@ -49,7 +49,7 @@ class FailedPasses:
 
     def discard(self) -> None:
         """Clear all gradients, after which the next pass starts clean."""
-        self._recover()
+        self.recover()
         for unit in self._units:
             fsdp.discard_gradients(unit)
             for shard in fsdp.shards(unit):
@@ -59,7 +59,7 @@ class FailedPasses:
     def _before_forward(self, *_: object) -> None:
         self._depth += 1
         if self._depth == 1 and fsdp.backward_id() == -1:
-            self._recover()
+            self.recover()
             if torch.is_grad_enabled():
                 self.require_complete()
 
@@ -68,10 +68,10 @@ class FailedPasses:
 
     def _has_gradients(self, unit: fsdp.FSDPModule) -> bool:
         """Whether a unit has gradients; at stages 0 and 1 maybe of micro-batches that succeeded."""
-        has_means = any(map(self.has_gradient, fsdp.shards(unit)))
+        has_means = any(self.gradient_of(shard) is not None for shard in fsdp.shards(unit))
         return has_means or self._stage < 2 and fsdp.accumulates(unit)
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """Let FSDP2 forget a pass that did not end."""
         if self._depth > 1 or not fsdp.is_in_pass(self._model):
             return

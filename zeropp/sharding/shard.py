@@ -25,12 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
-from zeropp.ranks.groups import limit_time, shared_group, time_limit
+from zeropp.ranks.groups import inherit_time_limit, shared_group
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.between_passes import hold_shards_between_passes
@@ -74,9 +73,12 @@ def shard(
     With one rank in fp32 there is nothing to shard and the model is left as it is. A model built
     inside `zeropp.zero.Init` gets its memory here, shard by shard.
 
-    Raises InputError for a mesh of more than one axis, settings that are not available or do not
-    fit the ranks, and parameters that cannot be sharded.
+    Raises InputError for a mesh of more than one axis or without this rank, settings that are not
+    available or do not fit the ranks, and parameters that cannot be sharded.
     """
+    if mesh is not None:
+        require_data_axis(mesh)
+        inherit_time_limit(mesh.get_group())
     recorded_tensors = replace_by_meta(model)
     sharding = _shard(model, mesh, config, units, cast_forward_inputs)
     device = torch.device("cpu") if config.offloads_weights else _device_of(mesh)
@@ -208,9 +210,6 @@ def _shard(
     cast_forward_inputs: bool,
 ) -> Sharding:
     num_ranks = 1 if mesh is None else mesh.size()
-    if mesh is not None:
-        require_data_axis(mesh)
-        limit_time([mesh.get_group()], time_limit(dist.group.WORLD))
     compute_dtype = getattr(torch, config.compute_format)
     wire_dtype = getattr(torch, config.wire_format)
     fields = {
@@ -223,23 +222,22 @@ def _shard(
     needs_engine = config.offloads_weights or config.stores_frozen
     if num_ranks == 1 and compute_dtype == torch.float32 and not needs_engine:
         return Sharding(**fields)
-    if mesh is None:
-        raise InputError("zeropp.shard needs a device mesh of one axis (the data axis), not None")
+    require_data_axis(mesh)
     blocks = tuple(outermost_blocks(model) if units is None else units)
     require_shardable(model, blocks)
     nodes = find_nodes(mesh, config)
     routes = weight_route(config, nodes), gradient_route(config, nodes)
     units = _shard_units(model, blocks, mesh, config, cast_forward_inputs)
-    fields["units"] = units
     copies = None
     if routes[0].keeps:
         copies = SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation)
     drop_when_weights_change(model, units, copies)
-    hold_shards_between_passes(model, units)
+    passes = hold_shards_between_passes(model, units)
     if hasattr(model, "generate") and _is_wrapper(model):
-        register_fsdp_forward_method(model, "generate")
+        passes.include(model, "generate")
     use = None if num_ranks == 1 else GradientUse(mesh.get_group(), _device_of(mesh))
     fields |= {
+        "units": units,
         "gradient_use": use,
         "failed_passes": FailedPasses(model, units, stage=config.stage, use=use),
     }
@@ -363,9 +361,9 @@ def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(mesh.mesh.flatten().tolist())
 
 
-def require_data_axis(mesh: DeviceMesh) -> None:
+def require_data_axis(mesh: DeviceMesh | None) -> None:
     """Raise InputError unless the mesh is one axis of ascending ranks, this one among them."""
-    if mesh.ndim != 1:
+    if mesh is None or mesh.ndim != 1:
         raise InputError(f"zeropp.shard needs a device mesh of one axis (the data axis): {mesh}")
     ranks = _ranks_of(mesh)
     if dist.get_rank() not in ranks:

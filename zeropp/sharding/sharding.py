@@ -79,7 +79,9 @@ class Sharding:
             self.failed_passes.require_complete()
 
     def release(self) -> None:
-        """Free weights that forward-only passes left gathered (evaluation, generation)."""
+        """Free weights that forward-only passes, or one that failed, left gathered."""
+        if self.failed_passes is not None and fsdp.backward_id() == -1:
+            self.failed_passes.recover()
         for unit in self.units:
             fsdp.free_gathered(unit)
 

@@ -20,17 +20,18 @@ from zeropp.wire.secondary_copies import SecondaryCopies
 Units = Sequence[fsdp.FSDPModule]
 
 
-class WeightsWritten(torch.optim.Optimizer):
-    """An optimizer that changes nothing: its step only runs the hooks that follow any step.
-
-    It tells that `parameters` were written by other means than an optimizer.
-    """
+class Notice(torch.optim.Optimizer):
+    """An optimizer that changes nothing: its step only runs the hooks around any step."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__(list(parameters), {})
 
     def step(self, closure: None = None) -> None:
-        """Call the hooks that follow a step."""
+        """Call the hooks around a step."""
+
+
+class WeightsWritten(Notice):
+    """Tells that `parameters` were written by other means than an optimizer."""
 
 
 def notify_weights_written(parameters: Iterable[torch.Tensor]) -> None:
@@ -49,8 +50,10 @@ def drop_when_weights_change(
     copies_reference = weakref.ref(copies) if copies else lambda: None
 
     def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        alive = [unit for reference in unit_references if (unit := reference()) is not None]
         stepped_only = not isinstance(optimizer, WeightsWritten)
+        if stepped_only and isinstance(optimizer, Notice):
+            return
+        alive = [unit for reference in unit_references if (unit := reference()) is not None]
         drop_gathered(alive, copies_reference(), stepped_only=stepped_only)
 
     handle = register_optimizer_step_post_hook(after_step)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
@@ -27,7 +28,7 @@ class GradientUse:
         self._group, self._device = group, device
         self._begin: dict[fsdp.FSDPModule, int] = {}  # of a unit's parameters among all
         self._passes: set[int] = set()  # running backward passes at whose end ranks compare
-        self.has_gradient: Callable[[nn.Parameter], bool] = has_gradient
+        self.gradient_of: Callable[[nn.Parameter], torch.Tensor | None] = gradient_of
         self.clear_gradient: Callable[[nn.Parameter], None] = clear_gradient
         self.discard()
 
@@ -49,7 +50,7 @@ class GradientUse:
         """Note a reduction before it begins; see `zeropp.fsdp_adapter.before_reduction`."""
         if fsdp.backward_id() not in self._passes:
             self._passes.add(fsdp.backward_id())
-            fsdp.after_backward(self._compare)
+            fsdp.after_backward(self._compare_last)
         self._order.append(unit)
         begin = self._begin[unit]
         for index in with_gradient:
@@ -59,8 +60,12 @@ class GradientUse:
             shards = fsdp.shards(unit)
             for index in set(reduced).difference(with_gradient):
                 place, shard = begin + index, shards[index]
-                if not self._used[place] and not self.has_gradient(shard):
+                if not self._used[place] and self.gradient_of(shard) is None:
                     self._unused[place] = shard
+
+    def _compare_last(self) -> None:
+        """Compare after what else is to be done at the end of a pass: all reductions have ended."""
+        fsdp.after_backward(self._compare)
 
     def _compare(self) -> None:
         """Clear zeros that all ranks sent; raise InputError if they reduced different units."""
@@ -68,10 +73,17 @@ class GradientUse:
             return
         used, order, unused = self._used, self._order, self._unused
         self.discard()
+        for place, shard in unused.items():  # a penalty on the shards may have given it a gradient
+            gradient = self.gradient_of(shard)
+            if gradient is not None:
+                values = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                used[place] = bool(values.any())
         indices = [[*self._begin].index(unit) for unit in order]
         digest = zlib.crc32(repr(indices).encode()).to_bytes(DIGEST_BYTES, "little")
         inverse = bytes(255 - byte for byte in digest)
-        notes = torch.frombuffer(used + digest + inverse, dtype=torch.uint8).to(self._device)
+        notes = torch.frombuffer(used + digest + inverse, dtype=torch.uint8)
+        if self._device.type != "cpu":  # from pageable memory, the host would wait for the device
+            notes = notes.pin_memory().to(self._device, non_blocking=True)
         dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)
         if self._device.type != "cpu" and not unused:
             return  # the host does not wait for the device
@@ -88,9 +100,9 @@ class GradientUse:
                 self.clear_gradient(shard)
 
 
-def has_gradient(shard: nn.Parameter) -> bool:
-    """Whether a parameter holds a gradient itself."""
-    return shard.grad is not None
+def gradient_of(shard: nn.Parameter) -> torch.Tensor | None:
+    """Return the gradient that a parameter holds itself."""
+    return shard.grad
 
 
 def clear_gradient(shard: nn.Parameter) -> None:

@@ -21,6 +21,7 @@ from tests.megatron_zpp.small_net import (
     train,
 )
 from tests.ranks import ranks
+from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.errors import InputError
 
 
@@ -35,6 +36,29 @@ def test_loads_at_other_ranks_and_stages(stage: int, tmp_path: Path) -> None:
     load_on_four(folder=tmp_path, stage=(stage + 1) % 4, iteration=2)
     load_on_two(folder=tmp_path, stage=3 - stage, iteration=2)
     load_here(tmp_path, 0, 2)  # without a process group
+
+
+@ranks(4)
+def save_both_ways(folder: Path, stage: int) -> None:
+    model, optimizer = build(stage, seed=1)
+    with AsyncWriter() as writer:
+        for iteration in (1, 2, 3):
+            train(model, optimizer, 1)
+            for name, option in (("now", None), ("beside", writer)):
+                state = state_at(iteration)
+                checkpoint.save(folder / name, model, optimizer, state, keep=2, writer=option)
+        writer.finish()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_asynchronous_saves_are_the_same_to_the_last_byte(stage: int, tmp_path: Path) -> None:
+    save_both_ways(folder=tmp_path, stage=stage)
+    now, beside = (
+        {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+        for root in (tmp_path / "now", tmp_path / "beside")
+    )
+    assert names(tmp_path / "now") == names(tmp_path / "beside")
+    assert len(now) == 1 + 2 * (4 + 3) and now == beside
 
 
 @ranks(2)

@@ -6,9 +6,12 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import Pipe
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,6 +22,9 @@ from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.training_state import TrainingState
 from tests.launched import call
 from tests.megatron_zpp.small_net import names, state_at
+from zeropp.checkpoint.async_save import AsyncWriter
+from zeropp.checkpoint.memory_files import MemoryFiles
+from zeropp.checkpoint.writer_process import Job, perform
 
 CHANGES = {"os.rename", "os.mkdir", "os.rmdir", "os.remove"}
 NUM_KILLS = 20
@@ -55,9 +61,22 @@ def loaded(folder: Path) -> TrainingState:
 # Before every change of a file
 
 
-def save_and_die(folder: Path, count: int) -> None:
+class WriterHere(AsyncWriter):
+    """Does in this process what the process for asynchronous saves does."""
+
+    def __init__(self) -> None:
+        self._memory, self._save, self._reports = MemoryFiles(), None, {}
+        self._connection, self._theirs = Pipe()
+
+    def _send(self, message: object) -> None:
+        if isinstance(message, Job):
+            perform(message, self._memory.descriptor, self._theirs)
+
+
+def save_and_die(folder: Path, count: int, beside: bool) -> None:
     """Replace iteration 2 by a later version, killed before the count-th change to a file."""
     model, optimizer = model_of(3)
+    writer = WriterHere() if beside else None
     left = count
 
     def watch(event: str, arguments: tuple) -> None:
@@ -68,19 +87,22 @@ def save_and_die(folder: Path, count: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
-    checkpoint.save(folder, model, optimizer, state_at(2, seed=3), keep=1)
+    checkpoint.save(folder, model, optimizer, state_at(2, seed=3), keep=1, writer=writer)
+    if writer is not None:
+        writer.finish()
 
 
-def test_kill_before_every_change_of_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("beside", "stride"), [(False, 1), (True, 3)])
+def test_kill_before_every_change_of_a_file(beside: bool, stride: int, tmp_path: Path) -> None:
     before = tmp_path / "before"
     for iteration in (1, 2):
         model, optimizer = model_of(iteration)
         checkpoint.save(before, model, optimizer, state_at(iteration, seed=iteration))
-    seeds, count, exitcode = [], 0, -signal.SIGKILL
+    seeds, count, exitcode = [], 1 - stride, -signal.SIGKILL
     while exitcode == -signal.SIGKILL:
-        count += 1
+        count += stride
         folder = shutil.copytree(before, tmp_path / str(count))
-        exitcode = call(save_and_die, folder, count).wait(60)
+        exitcode = call(save_and_die, folder, count, beside).wait(60)
         state = loaded(folder)
         assert state.iteration == 2  # the old or the new one, but never lost
         seeds.append(state.seed)
@@ -96,8 +118,7 @@ def test_kill_before_every_change_of_a_file(tmp_path: Path) -> None:
 # At random moments, two ranks
 
 
-def save_for_ever(folder: Path, rank: int, store: Path, progress: Path) -> None:
-    """Resume, then save each iteration twice, appending which are done, until killed."""
+def join(rank: int, store: Path) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     dist.init_process_group(
@@ -107,6 +128,11 @@ def save_for_ever(folder: Path, rank: int, store: Path, progress: Path) -> None:
         world_size=2,
         timeout=timedelta(seconds=30),
     )
+
+
+def save_for_ever(folder: Path, rank: int, store: Path, progress: Path) -> None:
+    """Resume, then save each iteration twice, appending which are done, until killed."""
+    join(rank, store)
     model, optimizer = model_of(0)
     state = checkpoint.load(folder, model, optimizer)
     iteration = state.iteration if state else 0
@@ -120,11 +146,32 @@ def save_for_ever(folder: Path, rank: int, store: Path, progress: Path) -> None:
                 file.write(f"{value}\n")
 
 
-def test_random_kills_of_two_ranks(tmp_path: Path) -> None:
+def save_beside_for_ever(folder: Path, rank: int, store: Path, progress: Path) -> None:
+    """As `save_for_ever`, asynchronously: when a save begins, the one before is done."""
+    join(rank, store)
+    model, optimizer = model_of(0)
+    state = checkpoint.load(folder, model, optimizer)
+    iteration = state.iteration if state else 0
+    writer = AsyncWriter()
+    while True:
+        iteration += 1
+        fill(model, optimizer, iteration)
+        state = state_at(iteration, seed=iteration)
+        checkpoint.save(folder, model, optimizer, state, keep=2, writer=writer)
+        fill(model, optimizer, -1)
+        if iteration > 1:
+            with progress.open("a") as file:
+                file.write(f"{iteration - 1}\n")
+
+
+@pytest.mark.parametrize(
+    ("save", "num_kills"), [(save_for_ever, NUM_KILLS), (save_beside_for_ever, NUM_KILLS // 4)]
+)
+def test_random_kills_of_two_ranks(save: Callable, num_kills: int, tmp_path: Path) -> None:
     folder, generator, newest = tmp_path / "save", random.Random(1), 0
-    for number in range(NUM_KILLS):
+    for number in range(num_kills):
         store, progress = tmp_path / f"store{number}", tmp_path / f"progress{number}"
-        processes = [call(save_for_ever, folder, rank, store, progress) for rank in range(2)]
+        processes = [call(save, folder, rank, store, progress) for rank in range(2)]
         wait_for(progress)
         time.sleep(generator.uniform(0.0, 0.3))
         generator.shuffle(processes)
@@ -134,7 +181,7 @@ def test_random_kills_of_two_ranks(tmp_path: Path) -> None:
             assert process.wait() == -signal.SIGKILL
         newest = max([newest, *map(int, progress.read_text().split())])
         assert loaded(folder).seed >= newest
-    assert newest > 2 * NUM_KILLS
+    assert newest > 2 * num_kills
 
 
 def wait_for(progress: Path) -> None:

@@ -11,6 +11,7 @@ from megatron_zpp.planner.estimate import (
     GATHERED,
     GRADIENTS,
     MOMENTS,
+    SAVED_COPY,
     WEIGHTS,
     estimate,
 )
@@ -137,6 +138,15 @@ def test_a_part_of_the_optimizer_on_the_host_is_counted_by_whole_parameters(tmp_
     whole = predict("--zero-stage 2 --cpu-optimizer").host[MOMENTS]
     part = predict(f"--deepspeed-config {path}").host[MOMENTS] / whole
     assert 0.1 < part < 0.15
+
+
+def test_an_asynchronous_save_needs_a_copy_on_the_host():
+    saving = "--zero-stage 2 --save folder "
+    assert SAVED_COPY not in predict(saving).host
+    copied = predict(saving + "--async-save")
+    assert copied.host == {SAVED_COPY: copied.device[WEIGHTS] + copied.device[MOMENTS]}
+    weights = predict(saving + "--async-save --no-save-optim")
+    assert weights.host == {SAVED_COPY: copied.device[WEIGHTS]}
 
 
 def test_on_a_gpu_what_is_offloaded_is_on_the_host():

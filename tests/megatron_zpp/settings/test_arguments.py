@@ -135,9 +135,11 @@ SETTINGS = """
 --save s                              checkpoint.save "s"
 --load s                              checkpoint.load "s"
 --keep-checkpoints 3                  checkpoint.keep_checkpoints 3
+--async-save                         checkpoint.async_save true
 --no-save-optim                       checkpoint.no_save_optim true
 --no-save-rng                         checkpoint.no_save_rng true
 --no-load-optim                       checkpoint.no_load_optim true
+--no-verify-checkpoint               checkpoint.no_verify_checkpoint true
 --no-load-rng                         checkpoint.no_load_rng true
 --finetune                            checkpoint.finetune true
 --reset-iteration                     checkpoint.reset_iteration true
@@ -230,6 +232,8 @@ IDLE = """
 --lr-wsd-decay-iters 3
 --fp32-residual-connection
 --keep-checkpoints 2
+--async-save
+--no-verify-checkpoint
 """
 
 UNAVAILABLE = """

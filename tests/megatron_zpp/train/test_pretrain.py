@@ -75,6 +75,24 @@ def test_a_stop_in_the_middle_changes_no_digit(precision, stage, tmp_path):
         assert field(straight, "number of skipped iterations").count("0") > 6
 
 
+@ranks(2, timeout=120)
+def test_saving_beside_training_changes_no_digit(tmp_path):
+    flags = f"{BATCH} --zero-stage 3 --bf16 --train-iters 8 "
+    straight = log_of(flags)
+    folder = f"--save {tmp_path} --load {tmp_path} --async-save --keep-checkpoints 2 "
+    first = log_of(flags + folder + "--save-interval 2 --exit-interval 5")
+    second = log_of(flags + folder + "--no-verify-checkpoint")
+    if dist.get_rank() != 0:
+        return
+    assert losses(first) + losses(second) == losses(straight) and len(losses(first)) == 5
+    # A checkpoint is complete when the next one is saved, and the last one when the run ends.
+    saved = re.findall(r"saved checkpoint \S+iter_(\d+)", first)
+    assert [int(number) for number in saved] == [2, 4, 5]
+    assert "removed" in first and first.index("iter_0000005") < first.index("stopping after")
+    assert "saved checkpoint" in second
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000005", "iter_0000008"]
+
+
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The checkpoint of 4 ranks at stage 3 after half of `RESUMED`, and the log of all of it."""

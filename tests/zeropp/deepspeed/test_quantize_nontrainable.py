@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 import zeropp
 from tests.ranks import ranks
@@ -54,6 +55,16 @@ def test_names_in_an_optimizer_stay_those_of_its_parameters():
     named = dict(engine.module.named_parameters())
     assert [named[name] for name in first["param_names"]] == first["params"]
     assert len(first["params"]) == 12 and second["params"] == second["param_names"] == []
+
+
+@ranks(2)
+def test_adapters_that_are_added_later_need_no_process_groups_of_their_own():
+    engine, *_ = zeropp.initialize(model=small_model(), config=CONFIG)
+    before = dict(c10d._world.pg_names)
+    add_adapters(engine.module)
+    engine.quantize_nontrainable_params()
+    assert engine.sharding.units[1] is not engine.module.blocks[1]  # a unit of adapters
+    assert dict(c10d._world.pg_names) == before
 
 
 @ranks(2)

@@ -11,6 +11,7 @@ from tests.zeropp.small_model import small_model
 from zeropp import ZeroConfig, shard
 from zeropp import fsdp_adapter as fsdp
 from zeropp.optim.offload import HOST, Offload
+from zeropp.optim.offloaded import OffloadedAdam
 
 GPU = torch.device("cuda", 0)
 
@@ -110,6 +111,15 @@ def test_means_of_later_micro_batches_are_added_after_their_copies(monkeypatch):
     assert (taken.gradient == 1.0).all() and not any("host" in call for call in taken.calls)
     taken.end_backward()
     assert (taken.gradient == 3.0).all() and "host waits for all-reduce stream" in taken.calls
+
+
+def test_a_step_waits_for_the_gradients_of_its_own_accord(monkeypatch):
+    taken = Taken(monkeypatch, on_gpu=False)
+    optimizer = OffloadedAdam(taken.offload, [{"params": [taken.parameter]}])
+    taken.take(1.0)
+    taken.end_backward()
+    optimizer.step()
+    assert "host waits for all-reduce stream" in taken.calls
 
 
 @pytest.mark.parametrize("clears", [True, False], ids=["cleared", "not cleared"])

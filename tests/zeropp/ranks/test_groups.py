@@ -16,7 +16,7 @@ from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
 from tests.zeropp.sharded_training import shard_on_nodes
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, shard
-from zeropp.ranks.groups import limit_time, shared_group, time_limit
+from zeropp.ranks.groups import inherit_time_limit, set_time_limit, shared_group, time_limit
 
 LIMIT = 47.0  # seconds, unlike any default
 
@@ -52,8 +52,9 @@ def test_the_mesh_of_a_part_of_the_ranks_has_it_too():
     assert time_limit(mesh.get_group()) == timedelta(minutes=30)  # PyTorch's default
     shard(small_model(), mesh, zero_config({"stage": 3}, 2))
     assert time_limit(mesh.get_group()) == timedelta(seconds=LIMIT)
-    limit_time([mesh.get_group()], timedelta(seconds=99))
-    assert time_limit(mesh.get_group()) == timedelta(seconds=LIMIT)  # never longer
+    set_time_limit(mesh.get_group(), timedelta(seconds=5))
+    inherit_time_limit(mesh.get_group())
+    assert time_limit(mesh.get_group()) == timedelta(seconds=5)  # what is shorter stays
 
 
 @pytest.mark.parametrize("zero", [ALL_THREE, {"stage": 0}])

@@ -112,6 +112,52 @@ def test_a_pass_within_a_pass_and_one_before_backward(zero):
     assert actual == pytest.approx(expected, rel=1e-5)  # sums of 4 equal terms, in fp32
 
 
+@ranks(4)
+def test_a_pass_that_was_refused_changes_nothing():
+    """Hooks of other parts of the program may raise before ours are called."""
+
+    def refuse(*_: object) -> None:
+        raise InputError("not now")
+
+    sharding = shard_on_nodes({"stage": 1})
+    hook = sharding.model.register_forward_pre_hook(refuse, prepend=True)
+    with pytest.raises(InputError, match="not now"):
+        look(sharding)
+    hook.remove()
+    look(sharding)
+    assert all(isinstance(parameter, DTensor) for parameter in sharding.model.parameters())
+
+
+class Wrapper(nn.Module):
+    """A model around another one, whose `generate` calls that past the wrapper, as PEFT's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_model()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.inner(tokens)
+
+    @torch.no_grad()
+    def generate(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.inner(tokens).argmax(-1)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@ranks(4)
+def test_a_model_holds_shards_after_it_generated(stage):
+    sharding = shard_on_nodes({"stage": stage}, Wrapper())
+    for _ in range(2):
+        tokens = sharding.model.generate(tokens_of(0))
+        assert all(isinstance(parameter, DTensor) for parameter in sharding.model.parameters())
+    assert torch.equal(tokens, Wrapper().generate(tokens_of(0)))
+    optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2)
+    trained(sharding, optimizer, looks=False)
+    assert not torch.equal(
+        sharding.model.inner.embedding.weight.full_tensor(), small_model().embedding.weight
+    )
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @ranks(4)
 def test_weights_stay_gathered_between_passes_without_backward(stage):
@@ -127,11 +173,14 @@ def test_weights_stay_gathered_between_passes_without_backward(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @ranks(4)
-def test_an_optimizer_of_gathered_weights_is_an_error(stage):
+def test_taking_gathered_weights_for_parameters_is_an_error(stage):
     """They are what modules hold between forward and backward."""
     sharding = shard_on_nodes({"stage": stage})
     loss = loss_of(sharding.model, tokens_of(0))
     optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2)
+    with pytest.raises(InputError, match=r"GatheredParameters was given embedding\.weight as it"):
+        with GatheredParameters(sharding.model.embedding.weight, modifier_rank=0):
+            pass
     loss.backward()
     with pytest.raises(InputError, match=r"embedding\.weight.*gathered.*before the forward pass"):
         optimizer.step()

@@ -24,6 +24,7 @@ from tests.zeropp.prescribed_gradients import (
 )
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import Sharding, optimizer_step, shard
+from zeropp.wire.collectives import WeightGather
 
 pytestmark = MARKS
 SHAPES = [[(130, 67), (300,), (41, 9)], [(3, 5, 3, 3), (1, 700), (7,), (513, 2)]]
@@ -38,6 +39,8 @@ ZERO = {
 }
 PRODUCTS = ("gemm", "nvjet", "cutlass", "gemv")  # in the names of cuBLAS's kernels
 LATE = 50  # products of 4096 x 4096
+LATE_CYCLES = 20_000_000  # about ten milliseconds
+GATHER = WeightGather.__call__
 FORMATS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
 
 
@@ -124,8 +127,71 @@ def test_a_copy_gathered_on_one_stream_is_read_on_another():
     assert losses[0] == losses[1] == losses[2]
 
 
+def write_late(
+    self: WeightGather, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *, group, async_op
+) -> dist.Work | None:
+    """A gather whose result arrives after some milliseconds, on the stream that it runs on."""
+    work = GATHER(self, output_tensor, input_tensor, group, async_op)
+    gathered = output_tensor.clone()
+    torch.cuda._sleep(LATE_CYCLES)
+    output_tensor.copy_(gathered)
+    return work
+
+
+@ranks(2)
+def test_a_dropped_gather_writes_to_memory_of_no_later_one():
+    """It was begun for a block that was not used, and its memory is wanted while it arrives."""
+
+    def gradients(gather: Callable) -> list[torch.Tensor]:
+        model = Wide().to(GPU)
+        sharding = shard(model, data_mesh(GPU), zero_config({"stage": 3}))
+        model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
+        x = torch.ones(4, 1024, device=GPU)
+        step_of(sharding, x)  # FSDP2 makes its streams
+        model.zero_grad()
+        model.order = (0, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(WeightGather, "__call__", gather)
+            loss = model(x)
+        sharding.release()
+        loss.backward()
+        return [weight.grad.to_local() for weight in model.blocks[:2].parameters()]
+
+    for late, expected in zip(gradients(write_late), gradients(GATHER), strict=True):
+        assert torch.equal(late, expected)
+
+
+@ranks(2)
+def test_gathers_after_an_exception_in_forward_wait_for_the_optimizer():
+    """FSDP2 makes its streams wait where a forward pass begins, not where one goes on."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    def loss(*, waits: bool) -> float:
+        model = Wide().to(GPU)
+        sharding = shard(model, data_mesh(GPU), zero_config({"stage": 3}))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        x = torch.ones(4, 1024, device=GPU)
+        with sharding.micro_step(last=True):
+            model(x).backward()
+        hook = model.blocks[1].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(x)
+        hook.remove()
+        torch.cuda._sleep(LATE_CYCLES)  # the optimizer is late
+        optimizer.step()
+        if waits:
+            torch.cuda.synchronize()
+        return model(x).item()
+
+    assert loss(waits=False) == loss(waits=True)
+
+
 class Wide(nn.Module):
-    """Layers whose products are kernels of their own name."""
+    """Layers whose products are kernels of their own name; `order` says which are used."""
+
+    order = (0, 1, 2)
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,8 +199,8 @@ class Wide(nn.Module):
         self.blocks = nn.ModuleList([nn.Linear(1024, 1024) for _ in range(3)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
+        for index in self.order:
+            x = self.blocks[index](x)
         return x.square().mean()
 
 

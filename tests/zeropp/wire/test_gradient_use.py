@@ -8,6 +8,8 @@ from torch import nn
 from tests.ranks import ranks
 from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from zeropp import InputError, Sharding, initialize, shard
+from zeropp import fsdp_adapter as fsdp
+from zeropp.wire.gradient_use import GradientUse
 
 WIDTH, NUM_EXPERTS = 6, 3
 NEAR = 2e-5  # of the largest element: sums of a few fp32 terms in another order
@@ -164,3 +166,24 @@ def test_offloaded_gradients_are_those_of_the_right_experts(micro_batches: int):
     ):
         error = (weight.full_tensor() - expected).abs().max()
         assert error <= NEAR * expected.abs().max(), (name, error)
+
+
+def test_the_host_does_not_wait_for_a_gpu_to_compare(monkeypatch):
+    """A copy from pageable memory would wait for all that was queued before it."""
+    copies = []
+
+    def record(tensor: torch.Tensor, device: torch.device, **options: bool) -> torch.Tensor:
+        copies.append((device.type, pinned[-1] is tensor, options))
+        return tensor
+
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    monkeypatch.setattr(torch.Tensor, "to", record)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(fsdp, "after_backward", lambda callback: None)
+    monkeypatch.setattr(fsdp, "own_pieces", lambda unit: (None,))
+    use, unit = GradientUse(None, torch.device("cuda")), nn.Linear(1, 1)
+    use.add(unit)
+    use.note(unit, [0], [0])
+    use._compare()
+    assert copies == [("cuda", True, {"non_blocking": True})]

@@ -1,0 +1,171 @@
+"""How long does saving a checkpoint stop training? Synchronous beside asynchronous saves.
+
+    python -m benchmarks.step.save_stall [--rounds N] [--folder FOLDER] [--json FILE]
+
+The state is that of pretrain_gpt.py on one rank, weights and Adam's moments in fp32. It is
+saved both ways first, and all files must be equal byte by byte, or nothing is timed. Then both take
+turns. The stall is the time of the call that saves. While an asynchronous save is being written,
+one training step is timed, and another one when it is complete.
+"""
+
+import argparse
+import filecmp
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from benchmarks.shared.interleaved import Disagreement, interleaved, ratio_summary
+from benchmarks.shared.result import begin, benchmark_parser, finish, heading
+from benchmarks.shared.training_setup import TrainingSetup, add_shape_flags, shape_of
+from benchmarks.step.training_loops import TrainingLoop, ours
+from megatron_zpp.checkpoint import checkpoint
+from megatron_zpp.checkpoint.training_state import TrainingState
+from megatron_zpp.parallel.mesh import join_ranks
+from megatron_zpp.settings.config import ParallelConfig
+from zeropp.checkpoint.async_save import AsyncWriter
+from zeropp.ranks.topology import Environment
+
+SYNCHRONOUS, ASYNCHRONOUS = WAYS = ("synchronous", "asynchronous")
+
+STATE = TrainingState(
+    iteration=1, consumed_samples=1, consumed_tokens=1, seed=1, world_size=1, stage=0, tokenizer="x"
+)
+
+
+def main() -> int:
+    """Build the state, verify, time, print a table."""
+    options = read_options()
+    result = begin(__spec__.name)
+    ranks = join_ranks(Environment.read(), ParallelConfig())
+    shape = shape_of(options)
+    loop = ours(TrainingSetup(shape=shape, ranks=ranks), "one rank")
+    loop.step()()  # the moments are there after it
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder, AsyncWriter() as writer:
+        saves = Saves(loop, Path(folder), writer)
+        first_stall = verify(saves)
+        times = [time_round(saves, way) for way in interleaved(WAYS, options.rounds)]
+    result |= {"shape": shape, "rounds": options.rounds, "first_stall": first_stall}
+    result |= saves.size() | summary(times)
+    loop.close()
+    dist.destroy_process_group()
+    finish(result, show, options.json)
+    return 0
+
+
+def read_options() -> argparse.Namespace:
+    """The command line."""
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=10, help="saves of each kind (default: 10)")
+    parser.add_argument("--folder", help="where to save (default: the folder for temporary files)")
+    add_shape_flags(parser, layers=12, hidden=768, heads=12, seq=64, vocab=20480, micro_batches=1)
+    return parser.parse_args()
+
+
+class Saves:
+    """Saves one state in both ways, each in a folder of its own with one checkpoint at a time."""
+
+    def __init__(self, loop: TrainingLoop, folder: Path, writer: AsyncWriter) -> None:
+        self.loop, self.writer = loop, writer
+        self.folders = {way: folder / way for way in WAYS}
+        self._bytes = 0
+
+    def seconds(self, way: str) -> float:
+        """Save and return how long the call took; an asynchronous save is under way then."""
+        folder = self.folders[way]
+        shutil.rmtree(folder, ignore_errors=True)
+        writer = self.writer if way == ASYNCHRONOUS else None
+        return seconds_of(
+            lambda: checkpoint.save(
+                folder, self.loop.model, self.loop.optimizer, STATE, writer=writer
+            )
+        )
+
+    def differences(self) -> list[str]:
+        """Names of the files that differ between the two checkpoints, or that only one has."""
+        first, second = (folder / "iter_0000001" for folder in self.folders.values())
+        names = sorted({path.name for folder in (first, second) for path in folder.iterdir()})
+        self._bytes = sum((first / name).stat().st_size for name in names)
+        _, differing, missing = filecmp.cmpfiles(first, second, names, shallow=False)
+        return differing + missing
+
+    def size(self) -> dict:
+        """Number of parameters and bytes of a checkpoint."""
+        parameters = sum(parameter.numel() for parameter in self.loop.model.parameters())
+        return {"parameters": parameters, "bytes": self._bytes}
+
+
+def verify(saves: Saves) -> float:
+    """Raise Disagreement unless both ways write the same; return the first asynchronous stall."""
+    saves.seconds(SYNCHRONOUS)
+    stall = saves.seconds(ASYNCHRONOUS)
+    saves.writer.finish()
+    if differences := saves.differences():
+        raise Disagreement(f"synchronous and asynchronous saves differ in {differences}")
+    return stall
+
+
+def time_round(saves: Saves, way: str) -> dict:
+    """Seconds of one save, until it is complete, and of a step beside it and after it."""
+    started = time.perf_counter()
+    stall = saves.seconds(way)
+    if way == SYNCHRONOUS:
+        return {"way": way, "stall": stall}
+    beside = seconds_of(lambda: saves.loop.step()())
+    saves.writer.finish()
+    complete = time.perf_counter() - started
+    alone = seconds_of(lambda: saves.loop.step()())
+    return {"way": way, "stall": stall, "complete": complete, "beside": beside, "alone": alone}
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """How long `work` takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def summary(times: list[dict]) -> dict:
+    """What was measured by kind of save, and the stall's ratio round by round."""
+    of_way = {way: [row for row in times if row["way"] == way] for way in WAYS}
+    stalls = {way: [row["stall"] for row in rows] for way, rows in of_way.items()}
+    beside = {
+        name: [row[name] for row in of_way[ASYNCHRONOUS]]
+        for name in ("complete", "beside", "alone")
+    }
+    return {
+        "stall": stalls,
+        "stall_ratio": ratio_summary(stalls[ASYNCHRONOUS], stalls[SYNCHRONOUS]),
+        **beside,
+        "step_ratio": ratio_summary(beside["beside"], beside["alone"]),
+    }
+
+
+def show(result: dict) -> None:
+    """Print the table."""
+    stall, step = result["stall_ratio"], result["step_ratio"]
+    low, high = stall["quartiles"]
+    step_low, step_high = step["quartiles"]
+    print(heading(result, "torch"))
+    print(
+        f"{result['parameters'] / 1e6:.1f} M parameters, checkpoints of "
+        f"{result['bytes'] / 1e9:.2f} GB, equal byte by byte; {result['rounds']} rounds"
+    )
+    for way, seconds in result["stall"].items():
+        print(f"{way + ' save: training stops for':42} {statistics.median(seconds):8.3f} s")
+    print(f"{'asynchronous / synchronous':42} {stall['ratio']:8.3f}   ({low:.3f} to {high:.3f})")
+    print(f"{'first asynchronous save, into new memory':42} {result['first_stall']:8.3f} s")
+    print(f"{'complete after':42} {statistics.median(result['complete']):8.3f} s")
+    print(
+        f"{'a step beside it / a step alone':42} {step['ratio']:8.3f}   "
+        f"({step_low:.3f} to {step_high:.3f})"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

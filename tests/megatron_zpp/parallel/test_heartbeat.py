@@ -1,0 +1,175 @@
+"""A rank that dies, is stopped, or whose main thread hangs is noticed in time, and named."""
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.parallel import heartbeat
+from megatron_zpp.parallel.heartbeat import Heartbeat
+from megatron_zpp.parallel.main_thread import Glance, MainThread
+from tests.launched import LAUNCH, kill_all, start, wait_for
+from tests.ranks import ranks
+
+MINUTES = 0.1
+TRAINING = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 50 --num-workers 0 --log-interval 1 "
+    "--zero-stage 3 --eval-iters 0 --lr 1e-3 --train-iters 1000000 --save-interval 3 "
+    f"--distributed-timeout-minutes {MINUTES} --save "
+)
+# Rank 1 reads from a pipe that nobody writes to: only its other threads go on.
+HANGING = """
+import os, sys, time
+from megatron_zpp.data.loader import Loader
+from megatron_zpp.train.pretrain import main
+from torch.distributed.checkpoint import FileSystemWriter
+from zeropp.ranks.process_group import exit_process
+
+owner, name = {"data": (Loader, "__next__"), "file": (FileSystemWriter, "write_data")}[sys.argv[1]]
+method, calls = getattr(owner, name), []
+
+def hang(*arguments):
+    calls.append(0)
+    if len(calls) == (5 if name == "__next__" else 1) and os.environ["RANK"] == "1":
+        print("hanging since", time.time(), flush=True)
+        os.read(os.pipe()[0], 1)
+    return method(*arguments)
+
+setattr(owner, name, hang)
+exit_process(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("where", ["data", "file"])
+def test_a_rank_whose_main_thread_hangs_ends_the_job_within_the_time_limit(where, tmp_path):
+    (tmp_path / "hanging.py").write_text(HANGING)
+    flags = (TRAINING + str(tmp_path / "save")).split()
+    command = [*LAUNCH, "--num_ranks", "2", str(tmp_path / "hanging.py"), where, *flags]
+    process, log = start(command, tmp_path / "log", tmp_path), tmp_path / "log"
+    try:
+        wait_for("hanging since", log, process)
+        status = process.wait(60)
+        ended = time.time()
+    finally:
+        if process.poll() is None:
+            kill_all(process)
+    text = log.read_text()
+    began = float(re.search(r"hanging since (\S+)", text)[1])
+    noticed = float(re.search(r"for (\d+) s", text)[1])
+    assert noticed < 60 * MINUTES and ended - began < 60 * MINUTES + 15, text
+    assert "rank 1 hangs: its main thread is at " in text and "hang" in text
+    assert text.splitlines()[-1] == "zeropp: rank 1 exited with code 1", text
+    assert status == 1 and "Traceback" not in text
+
+
+class Posing:
+    """Stands for a main thread that does what it is told."""
+
+    def __init__(self, marks: int = 0, waits: bool = False) -> None:
+        self.now = Glance(marks, 0, waits, f"line {marks}")
+
+    def look(self) -> Glance:
+        return self.now
+
+
+@pytest.fixture
+def posing(monkeypatch) -> Iterator[tuple[Callable, list[int]]]:
+    """Start heartbeats of one store in this process, with given main threads; close them."""
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "GRACE_SECONDS", 600)
+    statuses = []  # of processes that would end here
+    monkeypatch.setattr(heartbeat.os, "_exit", statuses.append)
+    monkeypatch.setattr(heartbeat, "SUSPECT_SECONDS", 0.3)
+    store = dist.TCPStore("localhost", 0, is_master=True)
+    running = []
+
+    def run(*threads: Posing, limit: float = 1.0, num_ranks: int = 0) -> list[Heartbeat]:
+        number = num_ranks or len(threads)
+        running.extend(
+            Heartbeat(store, rank, number, thread, limit) for rank, thread in enumerate(threads)
+        )
+        return running
+
+    yield run, statuses
+    for each in running:
+        each.close()
+
+
+def failure_within(seconds: float, watch: Heartbeat) -> str | None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and watch._failure() is None:
+        time.sleep(0.02)
+    return watch._failure()
+
+
+def test_the_rank_that_has_passed_fewer_marks_hangs(posing):
+    """On GPUs all main threads look alike: they wait for the device."""
+    run, statuses = posing
+    watches = run(Posing(8), Posing(7), Posing(8))
+    failure = failure_within(1.0, watches[0])
+    assert failure.startswith("rank 1 hangs: its main thread is at line 7 for ")
+    assert [watch.is_of_this_rank(failure) for watch in watches] == [False, True, False]
+    deadline = time.monotonic() + 1
+    while not statuses and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert set(statuses) == {1}  # at once: its main thread cannot end by itself
+
+
+def test_the_rank_that_is_in_no_collective_hangs(posing):
+    watches = posing[0](Posing(7, waits=True), Posing(7, waits=True), Posing(7))
+    assert failure_within(1.0, watches[0]).startswith("rank 2 hangs")
+
+
+def test_ranks_that_all_do_something_long_do_not_hang(posing):
+    watches = posing[0](Posing(7), Posing(7))
+    assert failure_within(1.2, watches[0]) is None
+
+
+def test_ranks_that_go_on_do_not_hang(posing):
+    threads = Posing(7, waits=True), Posing(6)
+    (watch, _) = posing[0](*threads, limit=2.0)
+    for number in range(40):
+        time.sleep(0.05)
+        for thread in threads:
+            thread.now = replace(thread.now, marks=thread.now.marks + 1, stack=number)
+    assert watch._failure() is None
+
+
+def test_a_rank_that_has_finished_neither_hangs_nor_died(posing):
+    watch, other = posing[0](Posing(7, waits=True), Posing(6))
+    other.close()
+    assert failure_within(1.2, watch) is None
+
+
+def test_a_rank_without_a_heartbeat_is_noticed_within_the_time_limit(posing):
+    (watch,) = posing[0](Posing(waits=True), num_ranks=2)
+    assert failure_within(1.0, watch) == "rank 1 died or stopped responding"
+
+
+def test_what_the_main_thread_does_is_seen_from_another_one():
+    main_thread, glances = MainThread(), []
+    looking = threading.Timer(0.1, lambda: glances.append(main_thread.look()))
+    looking.start()
+    main_thread.mark()
+    looking.join()
+    (glance,) = glances
+    assert glance.marks == 1 and not glance.waits
+    assert re.fullmatch(r"threading.py:\d+ in \w+", glance.where)
+
+
+@ranks(2)
+def test_waiting_for_another_rank_is_seen_as_such():
+    main_thread, glances = MainThread(), []
+    looking = threading.Timer(0.1, lambda: glances.append(main_thread.look()))
+    looking.start()
+    if dist.get_rank() == 0:
+        looking.join()
+    dist.all_reduce(torch.ones(1))
+    looking.join()
+    assert glances[0].waits == (dist.get_rank() == 1)

@@ -1,0 +1,277 @@
+"""Random legal calls on random small models: each gradient and weight equals one process's.
+
+The one process runs the micro-batches of all ranks in turn, with each rank's own buffers. Set
+RANDOM_SEQUENCES to run more sequences than the suite does.
+"""
+
+import copy
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tests.ranks import ranks
+from tests.zeropp.prescribed_gradients import data_mesh, zero_config
+from tests.zeropp.sharding.random_models import Batch, RandomModel
+from zeropp import shard
+
+SEQUENCES = int(os.environ.get("RANDOM_SEQUENCES", "48"))
+PER_TEST = 8
+LENGTH = 8  # calls in a sequence
+NEAR = 2e-5  # of the largest element: sums of a few fp32 terms in another order
+LR = 0.05
+CHUNKS = pytest.mark.parametrize("first", range(0, SEQUENCES // 2, PER_TEST))
+
+
+class Interrupted(Exception):
+    """Raised by a hook in the middle of a pass."""
+
+
+class OneProcess:
+    """The reference: one model, the buffers of every rank, plain PyTorch."""
+
+    def __init__(self, model: nn.Module, world: int) -> None:
+        self.model, self.world = model, world
+        self.buffers = [copy.deepcopy(dict(model.named_buffers())) for _ in range(world)]
+
+    def pass_of(self, rank: int, run: Callable[[nn.Module], None]) -> None:
+        """Run something with a rank's own buffers."""
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(self.buffers[rank][name])
+        run(self.model)
+        self.buffers[rank] = copy.deepcopy(dict(self.model.named_buffers()))
+
+
+class Sequence:
+    """A random model on both sides, and the calls."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.reference = OneProcess(RandomModel(seed), self.world)
+        self.stage = self.draw.randint(0, 3)
+        zero = {"stage": self.stage}
+        per_node = self.draw.choice([size for size in (1, 2, 4) if self.world % size == 0])
+        if self.stage == 3 and per_node > 1 and self.draw.random() < 0.5:
+            zero["zero_hpz_partition_size"] = per_node
+        self.sharding = shard(RandomModel(seed), data_mesh(), zero_config(zero, per_node))
+        momentum = self.draw.choice([0.0, 0.9])
+        self.optimizers = [
+            torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum, weight_decay=0.01)
+            for model in (self.sharding.model, self.reference.model)
+        ]
+        self.batches = 100 * seed
+        self.calls = [f"{zero}, {per_node} per node, order {self.model.order}"]
+
+    @property
+    def model(self) -> nn.Module:
+        return self.sharding.model
+
+    def run(self) -> None:
+        names = ("step", "step", "accumulate", "evaluate", "freeze", "load", "write", "discard",
+                 "interrupt_forward", "interrupt_backward", "penalize", "save")  # fmt: skip
+        for _ in range(LENGTH):
+            name = self.draw.choice(names)
+            self.calls.append(name)
+            getattr(self, name)()
+            self.compare()
+        self.calls.append("step")
+        self.step()
+        self.compare()
+
+    def micro_batches(self, count: int, *, ends: bool = True, penalty: float = 0.0) -> None:
+        """Forward and backward of micro-batches on both sides."""
+        for index in range(count):
+            self.batches += 1
+            with self.sharding.micro_step(last=ends and index == count - 1):
+                extra = penalty * self.penalty_of_shards() if penalty else 0.0
+                loss = Batch.of(self.batches, self.rank).loss(self.model) / count
+                (loss + extra).backward()
+            for rank in range(self.world):
+                batch = Batch.of(self.batches, rank)
+                self.reference.pass_of(
+                    rank,
+                    lambda model, batch=batch: (batch.loss(model) / count / self.world).backward(),
+                )
+            if penalty:
+                for weight in self.reference.model.parameters():
+                    if weight.requires_grad:
+                        (penalty * (weight.square() + weight).sum()).backward()
+
+    def penalty_of_shards(self) -> torch.Tensor:
+        """Of this rank's shards: this is called before the forward pass."""
+        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+        return sum((weight.to_local().square() + weight.to_local()).sum() for weight in trained)
+
+    def step(self) -> None:
+        self.micro_batches(self.draw.randint(1, 3))
+        self.update()
+
+    def accumulate(self) -> None:
+        """Two complete sums before one update."""
+        self.micro_batches(1)
+        self.micro_batches(self.draw.randint(1, 2))
+        self.update()
+
+    def penalize(self) -> None:
+        self.sharding.release()
+        self.micro_batches(1, penalty=0.1)
+        self.update()
+
+    def update(self) -> None:
+        self.compare()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def evaluate(self) -> None:
+        batch = Batch.of(self.batches, self.rank)
+        losses = []
+
+        def loss(model: nn.Module) -> None:
+            model.eval()
+            with torch.no_grad():
+                losses.append(batch.loss(model).item())
+            model.train()
+
+        loss(self.model)
+        if self.draw.random() < 0.5:
+            self.sharding.release()
+        self.reference.pass_of(self.rank, loss)
+        assert abs(losses[0] - losses[1]) <= NEAR * max(1, abs(losses[1])), (self.calls, losses)
+
+    def freeze(self) -> None:
+        """Freeze a block, or train it again."""
+        index, trains = self.draw.randrange(len(self.model.blocks)), self.draw.random() < 0.5
+        for model in (self.model, self.reference.model):
+            model.blocks[index].requires_grad_(trains)
+
+    def values_of(self, name: str) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(len(self.calls))
+        shape = dict(self.reference.model.named_parameters())[name].shape
+        return 0.3 * torch.randn(shape, generator=generator)
+
+    def load(self) -> None:
+        """Load another state; buffers keep their values."""
+        state = self.model.state_dict()
+        other = self.reference.model.state_dict()
+        aliases = {}  # a tied weight has several names and one value
+        for name, weight in self.reference.model.named_parameters(remove_duplicate=False):
+            value = self.values_of(aliases.setdefault(weight, name))
+            other[name] = value
+            state[name] = distribute(value, state[name])
+        self.model.load_state_dict(state)
+        self.reference.model.load_state_dict(other)
+
+    def save(self) -> None:
+        """Save, change everything, load what was saved."""
+        state = {name: copy.deepcopy(value) for name, value in self.model.state_dict().items()}
+        self.write()
+        self.model.load_state_dict(state)
+        whole = {
+            name: value.full_tensor() if isinstance(value, DTensor) else value
+            for name, value in state.items()
+        }
+        self.reference.model.load_state_dict(whole)
+
+    def write(self) -> None:
+        """Write into the shards of one weight."""
+        name = self.draw.choice([name for name, _ in self.reference.model.named_parameters()])
+        self.sharding.release()
+        value = self.values_of(name)
+        with torch.no_grad():
+            weight = dict(self.model.named_parameters())[name]
+            weight.to_local().copy_(distribute(value, weight).to_local())
+            dict(self.reference.model.named_parameters())[name].copy_(value)
+        self.sharding.weights_changed()
+
+    def discard(self) -> None:
+        """Give a step up in its middle."""
+        self.micro_batches(1, ends=self.draw.random() < 0.5)
+        self.give_up()
+
+    def give_up(self) -> None:
+        self.sharding.discard_gradients()
+        self.optimizers[1].zero_grad()
+
+    def interrupt_forward(self) -> None:
+        """Fail in a forward pass after a micro-batch, and repeat it."""
+        count = self.draw.randint(0, 1)
+        self.micro_batches(count, ends=False)
+        hook = self.model.head.register_forward_pre_hook(interrupt)
+        with pytest.raises(Interrupted):
+            Batch.of(0, self.rank).loss(self.model)
+        hook.remove()
+        for rank in range(self.world):  # its buffers have changed
+            batch = Batch.of(0, rank)
+            self.reference.pass_of(rank, lambda model, batch=batch: batch.loss(model))
+        if count:
+            self.micro_batches(1)
+            self.update()
+
+    def interrupt_backward(self) -> None:
+        """Fail in a backward pass, discard the step and go on."""
+        batch = Batch.of(0, self.rank)
+        with self.sharding.micro_step(last=self.draw.random() < 0.5):
+            hidden = []
+            hook = self.model.stem.register_forward_hook(lambda *all: hidden.append(all[-1]))
+            loss = batch.loss(self.model)
+            hook.remove()
+            if hidden[0].requires_grad:
+                hidden[0].register_hook(interrupt)
+                with pytest.raises(Interrupted):
+                    loss.backward()
+        for rank in range(self.world):
+            self.reference.pass_of(rank, lambda model, rank=rank: Batch.of(0, rank).loss(model))
+        self.give_up()
+
+    def compare(self) -> None:
+        """Compare all weights, gradients and this rank's buffers."""
+        expected = dict(self.reference.model.named_parameters())
+        self.sharding.release()
+        for name, weight in self.model.named_parameters():
+            where = (name, self.calls)
+            assert_near(weight, expected[name], where)
+            gradient = expected[name].grad
+            assert (weight.grad is None) == (gradient is None), where
+            if gradient is not None:
+                assert_near(weight.grad, gradient, where)
+        for name, buffer in self.model.named_buffers():
+            own = self.reference.buffers[self.rank][name]
+            torch.testing.assert_close(
+                buffer, own, rtol=NEAR, atol=NEAR, msg=str((name, self.calls))
+            )
+
+
+def interrupt(*_: object) -> None:
+    raise Interrupted
+
+
+def distribute(value: torch.Tensor, like: DTensor) -> DTensor:
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def assert_near(actual: DTensor, expected: torch.Tensor, where: object) -> None:
+    """Compare to the largest element: momentum and decay add terms of its size."""
+    error = (actual.full_tensor() - expected).abs().max()
+    assert error <= NEAR * max(expected.abs().max().item(), 1e-3), (where, error)
+
+
+@CHUNKS
+@ranks(2, timeout=120)
+def test_two_ranks(first: int):
+    for seed in range(first, first + PER_TEST):
+        Sequence(seed).run()
+
+
+@CHUNKS
+@ranks(4, timeout=120)
+def test_four_ranks(first: int):
+    for seed in range(first, first + PER_TEST):
+        Sequence(10_000 + seed).run()
