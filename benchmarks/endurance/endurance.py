@@ -71,9 +71,16 @@ def read_options() -> argparse.Namespace:
     add("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS), help="what is broken")
     add("--seed", type=int, default=0, help="of the moments, the order and the ranks")
     add("--save-interval", type=int, default=10, help="iterations between checkpoints")
-    add("--limit", type=float, default=60, help="seconds: the job's time limit for collectives")
+    add("--async-save", action="store_true", help="the job saves beside training")
+    add("--limit", type=float, default=20, help="seconds: the job's time limit for collectives")
     add("--pause", type=float, default=3, help="seconds from a recovery to the next one, at most")
     return parser.parse_args()
+
+
+def job_flags(options: argparse.Namespace) -> list[str]:
+    """The flags of the job that the options determine."""
+    flags = ["--save-interval", str(options.save_interval)]
+    return [*flags, "--async-save"] if options.async_save else flags
 
 
 class Campaign:
@@ -89,7 +96,7 @@ class Campaign:
         """Disturb the job for `--minutes`; raises Disagreement if it does not go on by itself."""
         options = self._options
         rows = []
-        with started_job(self._folder, options.limit, options.save_interval) as job:
+        with started_job(self._folder, options.limit, job_flags(options)) as job:
             started = self._started = time.monotonic()
             self._wait(job, lambda: len(job.losses()) > 2 * options.save_interval)
             for number, kind in enumerate(self._kinds()):
@@ -175,7 +182,7 @@ def wait(
 def undisturbed(options: argparse.Namespace, folder: Path, expected: dict[int, float]) -> dict:
     """Run a job to the iteration that the disturbed one reached, and compare their losses."""
     recorder, started, last = Recorder(), time.monotonic(), max(expected)
-    with started_job(folder, options.limit, options.save_interval) as job:
+    with started_job(folder, options.limit, job_flags(options)) as job:
         end = started + 60 * options.undisturbed_minutes
         reached = 0
         while reached < last or time.monotonic() < end:
