@@ -33,6 +33,7 @@ from megatron_zpp.checkpoint.training_state import (
 from megatron_zpp.checkpoint.weight_source import WeightSource
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.checksums import file_entry
+from zeropp.checkpoint.rank_values import name_by_rank
 from zeropp.checkpoint.shard_files import (
     METADATA,
     os_errors_as_input_errors,
@@ -76,6 +77,7 @@ def save(
         last_steps = LastSteps(
             folder=folder, iteration=state.iteration, state_text=state_text(state), keep=keep
         )
+    tensors = name_by_rank(tensors)
     if writer is None:
         with _new_checkpoint(tensors, last_steps) as partial:
             write_shards(partial, tensors)

@@ -16,6 +16,7 @@ from torch import nn
 
 from zeropp.atomic import write_atomically
 from zeropp.checkpoint.complete_or_absent import CheckpointFolder
+from zeropp.checkpoint.rank_values import name_by_rank
 from zeropp.checkpoint.shard_files import (
     damage_as_input_errors,
     os_errors_as_input_errors,
@@ -50,6 +51,7 @@ def save(
     with fail_together():
         state_bytes = _serialize(state) if rank() == 0 else b""
         tensors = state_to_save(model, optimizer)
+    tensors = name_by_rank(tensors)
     pointer_text = tag if save_latest else None
     checkpoints = _checkpoint_folder(folder)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())

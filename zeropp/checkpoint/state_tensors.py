@@ -2,25 +2,33 @@
 
     model.<parameter>                      DTensor or tensor, as the model holds it
     optimizer.<parameter>.<exp_avg ...>    the same, or a scalar such as `step`
+    local.<parameter>.<state>              the optimizer's, as tensors of this rank's shard alone
+    plain.<parameter>.<state>              the optimizer's, of any shape, not sharded
+    number.<parameter>.<state>             the optimizer's, as a number of Python
     behind.<parameter>                     the weights of one update before (delayed updates)
 
 Names are those of the plain model, without the wrappers for compilation and recomputation. The
 optimizer's settings (learning rate, betas) are not saved here: they come from the configuration.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from zeropp import fsdp_adapter as fsdp
+from zeropp.checkpoint.rank_values import LOCAL, PLAIN, names_for_rank
 from zeropp.checkpoint.shard_files import read_shards, saved_tensors
-from zeropp.errors import first_few
+from zeropp.errors import InputError, first_few
 from zeropp.ranks.coordination import fail_together
 from zeropp.wire.frozen_weights import is_quantized
 
-MODEL, OPTIMIZER, BEHIND = "model.", "optimizer.", "behind."
+MODEL, OPTIMIZER, NUMBER, BEHIND = "model.", "optimizer.", "number.", "behind."
+_OPTIMIZERS = (OPTIMIZER, LOCAL, PLAIN, NUMBER)  # what the optimizer's names begin with
 Masters = Mapping[nn.Parameter, nn.Parameter]  # a model's parameter -> the optimizer's fp32 one
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -53,7 +61,13 @@ def load_state(
     and shape, before anything is changed. If it does not raise, the tensors that fit are loaded.
     """
     with fail_together():
-        saved = saved_tensors(folder)
+        everything = saved_tensors(folder)
+        if not with_optimizer_state:
+            everything = {
+                name: tensor for name, tensor in everything.items() if f".{MODEL}" in f".{name}"
+            }
+        names = names_for_rank(everything, exact=MODEL)
+        saved = {name: everything[saved_name] for name, saved_name in names.items()}
         weights = model_tensors(model, optimizer)
         check(shape_differences(model_part(weights), model_part(saved)))
         weights = {
@@ -66,7 +80,8 @@ def load_state(
             optimizer_state = _empty_optimizer_tensors(model, optimizer, saved)
             delayed = _delayed_weights(model, optimizer)
             delayed = {name: weight for name, weight in delayed.items() if name in saved}
-    read_shards(folder, {**weights, **optimizer_state, **delayed})
+    tensors = {**weights, **optimizer_state, **delayed}
+    read_shards(folder, {names[name]: tensor for name, tensor in tensors.items()})
     if with_optimizer_state:
         _restore_optimizer(model, optimizer, optimizer_state)
     if masters_of(optimizer):
@@ -135,9 +150,26 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     for name, parameter in _optimized_parameters(model, optimizer).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
-                tensor = value if torch.is_tensor(value) else torch.tensor(value)
-                tensors[f"{OPTIMIZER}{name}.{key}"] = tensor
+                kind, tensor = _as_saved(value, parameter, f"{type(optimizer).__name__}'s {key}")
+                tensors[f"{kind}{name}.{key}"] = tensor
     return tensors
+
+
+def _as_saved(value: Any, parameter: torch.Tensor, what: str) -> tuple[str, torch.Tensor]:
+    """Return how a name of this kind of state begins, and the tensor to save."""
+    if isinstance(value, bool | int | float):
+        return NUMBER, torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
+    if not isinstance(value, torch.Tensor):
+        raise InputError(
+            f"{what} is a {type(value).__name__}: of an optimizer's state only tensors and numbers "
+            "can be saved"
+        )
+    is_sharded = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
+    if not is_sharded or not value.ndim:
+        return OPTIMIZER, value
+    if value.shape == parameter.to_local().shape:
+        return LOCAL, fsdp.shard_like(parameter, value)
+    return PLAIN, value
 
 
 def _empty_optimizer_tensors(
@@ -147,15 +179,16 @@ def _empty_optimizer_tensors(
 
     A tensor of its parameter's shape is sharded like it; scalars are CPU tensors.
     """
-    by_parameter = _by_parameter(saved)
+    names = _state_names(saved)
     tensors = {}
     for name, parameter in _optimized_parameters(model, optimizer).items():
-        for key, entry in by_parameter.get(name, {}).items():
-            if entry.shape == parameter.shape:
+        for saved_name in names.get(name, {}).values():
+            entry = saved[saved_name]
+            if entry.shape == parameter.shape and saved_name.startswith((OPTIMIZER, LOCAL)):
                 value = torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
             else:
                 value = torch.zeros(entry.shape, dtype=entry.dtype)
-            tensors[f"{OPTIMIZER}{name}.{key}"] = value
+            tensors[saved_name] = value
     return tensors
 
 
@@ -163,14 +196,22 @@ def _restore_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Make these tensors the optimizer's state; its settings stay as they are."""
-    by_parameter = _by_parameter(tensors)
+    names = _state_names(tensors)
     state = {
-        index: by_parameter[name]
+        index: {key: _as_held(each, tensors[each]) for key, each in names[name].items()}
         for index, name in enumerate(_optimized_parameters(model, optimizer))
-        if name in by_parameter
+        if name in names
     }
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _as_held(saved_name: str, tensor: torch.Tensor) -> Any:
+    """Return what the optimizer held when it saved this tensor."""
+    if saved_name.startswith(NUMBER):
+        return tensor.item()
+    is_local = saved_name.startswith(LOCAL) and isinstance(tensor, DTensor)
+    return tensor.to_local() if is_local else tensor
 
 
 def shape_differences(
@@ -201,15 +242,14 @@ def model_part(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def _by_parameter(
-    tensors: Mapping[str, torch.Tensor],
-) -> dict[str, dict[str, torch.Tensor]]:
-    """Of all tensors the optimizer's, by the parameter's name, then by the name of the state."""
-    grouped: dict[str, dict[str, torch.Tensor]] = {}
-    for name, value in tensors.items():
-        if name.startswith(OPTIMIZER):
-            parameter_name, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
-            grouped.setdefault(parameter_name, {})[key] = value
+def _state_names(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Of all names the optimizer's, by the parameter's name, then by the name of the state."""
+    grouped: dict[str, dict[str, str]] = {}
+    for name in names:
+        if name.startswith(_OPTIMIZERS):
+            _, _, rest = name.partition(".")
+            parameter_name, _, key = rest.rpartition(".")
+            grouped.setdefault(parameter_name, {})[key] = name
     return grouped
 
 

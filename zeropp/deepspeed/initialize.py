@@ -27,6 +27,7 @@ from zeropp.optim.adam import FusedAdam, fastest_adamw
 from zeropp.optim.cpu_adam import CPUAdam
 from zeropp.optim.lr_schedule import build_scheduler
 from zeropp.optim.offloaded import offloaded_adamw
+from zeropp.optim.on_shards import require_on_shards
 from zeropp.optim.remap import Names, listed, names_of, remap, remapped
 from zeropp.ranks.coordination import among
 from zeropp.ranks.process_group import pick_device, start_process_group
@@ -68,8 +69,7 @@ def initialize(
     parameters to an optimizer, or is named in the JSON; it steps `model_parameters`, by default all
     that require gradients. `lr_scheduler` is an object, a function from the optimizer, or named in
     the JSON. `training_data` (a stream must be the same on all ranks) is made into a loader of this
-    rank's micro-batches. Raises InputError for arguments that are missing, contradictory or not
-    supported.
+    rank's micro-batches. Raises InputError for missing, contradictory and unsupported arguments.
     """
     _refuse_unsupported(distributed_port, mpu, mesh_param)
     _require_model(model)
@@ -262,6 +262,8 @@ def _offload_optimizer(
 
     The old optimizer then shares the new one's groups, so that a schedule made for it still works.
     """
+    if optimizer is not None:
+        require_on_shards(optimizer)
     if optimizer is None or not zero.offloads_optimizer:
         return optimizer
     kind = type(optimizer)

@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
+from zeropp.fsdp_adapter import inherit
 from zeropp.optim.step import local_part
 from zeropp.ranks.coordination import fail_together
 from zeropp.ranks.host_memory import free_bytes, pinned_bytes
@@ -379,5 +380,5 @@ def _set_local_part(parameter: nn.Parameter, local: Tensor) -> None:
         return
     sharded = fsdp.shard_like(parameter, local)
     new_parameter = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-    fsdp.inherit(new_parameter, parameter)
+    inherit(new_parameter, parameter)
     torch.utils.swap_tensors(parameter, new_parameter)

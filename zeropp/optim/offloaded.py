@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.optim.adam import FusedAdam, Update
+from zeropp.optim.master_weights import use_in_state_dicts
 from zeropp.optim.offload import HOST, Offload
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.sharding import Sharding
@@ -39,8 +40,11 @@ def offloaded_adamw(
         delayed=delay.delayed_param_update,
     )
     if delay.delayed_param_update:
-        return DelayedAdam(offload, groups, warmup=delay.delayed_param_update_warmup, **options)
-    return OffloadedAdam(offload, groups, **options)
+        options["warmup"] = delay.delayed_param_update_warmup
+    kind = DelayedAdam if delay.delayed_param_update else OffloadedAdam
+    optimizer = kind(offload, groups, **options)
+    use_in_state_dicts(sharding.model, optimizer)
+    return optimizer
 
 
 class OffloadedAdam(FusedAdam):

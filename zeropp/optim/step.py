@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from zeropp.errors import InputError
 from zeropp.optim.host_values import HostValues
 from zeropp.optim.loss_scale import LossScaler
+from zeropp.optim.on_shards import require_on_shards
 from zeropp.sharding.sharding import Sharding
 
 CLIP_EPSILON = 1e-6  # Megatron's: clip / (norm + 1e-6)
@@ -57,13 +58,14 @@ def optimizer_step(
     `clip_grad` > 0, scaled down to it. A norm that is not finite, or a `loss` (0-d, the same on all
     ranks), skips the update and, with a scaler, lowers its scale. An optimizer that `takes_factor`,
     as `zeropp.optim.FusedAdam`, scales and skips by itself: without a scaler the host then waits
-    for nothing. Raises InputError where no parameter of the optimizer has a gradient, and after a
-    backward pass that failed.
+    for nothing. Raises InputError where no parameter of the optimizer has a gradient, for
+    optimizers that cannot update shards, and after a backward pass that failed.
     """
     sharding.require_complete_gradients()
     takes_factor = getattr(optimizer, "takes_factor", False)
     if takes_factor:
         optimizer.await_gradients()
+    require_on_shards(optimizer)
     _require_gradients(optimizer)
     gradients = local_gradients(optimizer)
     scale = scaler.scale if scaler else 1.0

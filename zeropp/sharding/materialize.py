@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from zeropp import fsdp_adapter as fsdp
+from zeropp.fsdp_adapter import inherit
 from zeropp.sharding.recorded_tensor import RECORDED_ATTRIBUTES, RecordedTensor
 
 Owners = tuple[tuple[nn.Module, str], ...]  # modules that hold a tensor, and its name in each
@@ -109,7 +109,7 @@ def _as_parameter_like(original: torch.Tensor, tensor: torch.Tensor) -> torch.Te
     if not isinstance(original, nn.Parameter):
         return tensor
     parameter = nn.Parameter(tensor, requires_grad=original.requires_grad)
-    fsdp.inherit(parameter, original)
+    inherit(parameter, original)
     for name in RECORDED_ATTRIBUTES:
         vars(parameter).pop(name, None)
     return parameter

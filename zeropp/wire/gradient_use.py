@@ -76,10 +76,10 @@ class GradientUse:
         for place, shard in unused.items():  # a penalty on the shards may have given it a gradient
             gradient = self.gradient_of(shard)
             if gradient is not None:
-                values = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                used[place] = bool(values.any())
-        indices = [[*self._begin].index(unit) for unit in order]
-        digest = zlib.crc32(repr(indices).encode()).to_bytes(DIGEST_BYTES, "little")
+                own_part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                used[place] = bool(own_part.any())
+        places = [self._begin[unit] for unit in order]
+        digest = zlib.crc32(repr(places).encode()).to_bytes(DIGEST_BYTES, "little")
         inverse = bytes(255 - byte for byte in digest)
         notes = torch.frombuffer(used + digest + inverse, dtype=torch.uint8)
         if self._device.type != "cpu":  # from pageable memory, the host would wait for the device

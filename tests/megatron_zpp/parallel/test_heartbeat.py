@@ -166,15 +166,23 @@ def test_what_the_main_thread_does_is_seen_from_another_one():
 
 
 @ranks(2)
-def test_waiting_for_another_rank_is_seen_as_such():
-    main_thread, glances = MainThread(), []
-    looking = threading.Timer(0.1, lambda: glances.append(main_thread.look()))
-    looking.start()
-    if dist.get_rank() == 0:
-        looking.join()
+def test_waiting_for_another_rank_is_seen_as_such(tmp_path):
+    main_thread, seen = MainThread(), tmp_path / "seen"
+    assert not main_thread.look().waits
+
+    def look() -> None:
+        deadline = time.monotonic() + 10
+        while not main_thread.look().waits and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.write_text(main_thread.look().where)
+
+    if dist.get_rank() == 1:
+        threading.Thread(target=look).start()
+    else:
+        while not seen.exists():  # as a rank that hangs
+            time.sleep(0.01)
     dist.all_reduce(torch.ones(1))
-    looking.join()
-    assert glances[0].waits == (dist.get_rank() == 1)
+    assert "distributed_c10d.py" in seen.read_text()
 
 
 STORE_ENDS = """

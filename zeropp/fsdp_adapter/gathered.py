@@ -1,0 +1,76 @@
+"""What is gathered of a unit: when it is used, seen by others, and freed."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from zeropp.fsdp_adapter.param_groups import groups_of, parameters_of
+
+
+def in_backward(unit: FSDPModule) -> bool:
+    """Whether FSDP2 is gathering this unit for a backward pass."""
+    groups = groups_of(unit)
+    return bool(groups) and groups[0]._training_state == TrainingState.PRE_BACKWARD
+
+
+def free_gathered(unit: FSDPModule) -> None:
+    """Free the unit's full weights, and finish a prefetched gather that nobody waited for."""
+    for group in groups_of(unit):
+        if group._training_state != TrainingState.IDLE:
+            continue  # in use
+        if (prefetched := group._all_gather_result) is not None:
+            if prefetched.all_gather_event is not None:
+                # Its memory goes back to the copy-in stream, or to the current one after `unshard`.
+                group._wait_all_gather_streams_on_event(prefetched.all_gather_event)
+                group.device_handle.current_stream().wait_event(prefetched.all_gather_event)
+            if isinstance(prefetched.all_gather_work, dist.Work):
+                prefetched.all_gather_work.wait()
+            group._all_gather_result = None
+        group.reshard()
+
+
+def before_use(unit: FSDPModule, prepare: Callable[[], None]) -> None:
+    """Call `prepare` each time FSDP2 is about to use the unit's weights, gathered or not."""
+
+    def prepare_and_unshard(unshard: Callable, async_op: bool = False) -> None:
+        prepare()
+        unshard(async_op)
+
+    for group in groups_of(unit):
+        group.unshard = partial(prepare_and_unshard, group.unshard)
+
+
+def show_shards(unit: FSDPModule) -> None:
+    """Let modules hold their shards between passes; weights that are gathered stay so."""
+    for group in groups_of(unit):
+        if group.is_unsharded and group._training_state == TrainingState.IDLE:
+            for parameter in group.fsdp_params:
+                parameter._setattr_on_modules(parameter.sharded_param)
+
+
+def show_gathered(unit: FSDPModule) -> None:
+    """Undo `show_shards` for a pass; parameters frozen since then are frozen in it."""
+    for group in groups_of(unit):
+        if group.is_unsharded and _shows_shards(group):
+            for parameter in group.fsdp_params:
+                parameter.to_unsharded()
+
+
+def gathered_names(unit: FSDPModule) -> dict[nn.Parameter, str]:
+    """Return the unit's gathered weights, which FSDP2 overwrites by gathers, and their names."""
+    return {
+        parameter._unsharded_param: str(parameter._param_fqn)
+        for parameter in parameters_of(unit)
+        if hasattr(parameter, "_unsharded_param")
+    }
+
+
+def _shows_shards(group: FSDPParamGroup) -> bool:
+    first = group.fsdp_params[0]
+    held = getattr(first._module_info.module, first._module_info.param_name)
+    return held is first.sharded_param

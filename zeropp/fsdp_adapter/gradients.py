@@ -1,0 +1,159 @@
+"""A unit's gradients: completed before they are reduced, taken afterwards, or discarded."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+
+from zeropp.fsdp_adapter import parameters
+from zeropp.fsdp_adapter.param_groups import groups_of, groups_of_state, parameters_of
+
+
+def accumulates(unit: FSDPModule) -> bool:
+    """Whether the unit has gradients that are to be reduced later."""
+    return any(
+        parameter.unsharded_accumulated_grad is not None
+        or getattr(parameter, "_unsharded_param", parameter.sharded_param).grad is not None
+        for parameter in parameters_of(unit)
+    )
+
+
+def take_gradients(unit: FSDPModule, take: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
+    """Pass this rank's part of each averaged gradient, in fp32, to `take`; leave no `.grad`.
+
+    `take` is called as each reduction is queued, on its stream. FSDP2 rounds the means to the
+    parameters' dtype; the means from before rounding are passed on. Where it keeps the parameters
+    on the host, it would also copy each rounded mean there, and wait for that because of our hooks.
+    While it puts the means in their places, it is told that the parameters are on the device.
+    """
+    remaining: list[torch.Tensor] = []  # the part of the buffer of means not yet passed on
+    on_host = [parameter for parameter in parameters_of(unit) if parameter.offload_to_cpu]
+
+    def keep_means(means: torch.Tensor) -> None:
+        remaining[:] = [means]
+        for parameter in on_host:
+            parameter.offload_to_cpu = False
+
+    def pass_on(parameter: nn.Parameter, padded: int) -> None:
+        local, parameter.grad = parameter.grad._local_tensor, None
+        means = remaining.pop()
+        if padded < means.numel():  # an empty view would keep the buffer alive
+            remaining.append(means[padded:])
+        else:
+            for each in on_host:
+                each.offload_to_cpu = True
+        take(parameter, means[: local.numel()].view(local.shape))
+
+    unit.set_all_reduce_hook(keep_means)
+    for parameter in on_host:  # a gradient must be where its parameter is, if only until `pass_on`
+        parameter.to_sharded_dtensor = partial(_placeholder, parameter)
+    for parameter in parameters_of(unit):
+        if parameter.sharded_param.requires_grad:
+            hook = partial(pass_on, padded=parameter.padded_sharded_param_size.numel())
+            parameter.sharded_param.register_post_accumulate_grad_hook(hook)
+
+
+def before_reduction(unit: FSDPModule, report: Callable[[list[int], list[int]], None]) -> None:
+    """Complete the unit's gradients before each reduction, and call `report`.
+
+    FSDP2 leaves parameters without a gradient out of the buffer that it reduces, so ranks that use
+    different parameters would add up the wrong ones. Here trained parameters of a unit that was
+    used get zeros instead. `report` gets indices in `own_pieces`: of the parameters that have a
+    gradient of their own, and of all that are in the buffer, in its order.
+    """
+    state = unit._get_fsdp_state()
+    for group in groups_of(unit):
+        group.zeropp_reducer = _Reducer(state, group, group.post_backward, report)
+        group.post_backward = group.zeropp_reducer
+        for module in state._modules:  # a pass may run only some of them
+            module.register_forward_pre_hook(group.zeropp_reducer.note_forward)
+
+
+class _Reducer:
+    """FSDP2's `post_backward` of a unit, which reduces its gradients, after completing them."""
+
+    def __init__(self, state: object, group: object, reduce: Callable, report: Callable) -> None:
+        self.state, self.group, self.reduce, self.report = state, group, reduce, report
+        self.is_due = False  # the unit ran forward, with gradients, since its last reduction
+
+    def note_forward(self, *_: object) -> None:
+        self.is_due = self.is_due or torch.is_grad_enabled()
+
+    def __call__(self, *arguments: object) -> None:
+        if self.state._is_root:
+            self.reduce_others()
+        group = self.group
+        if group.reduce_grads and (self.is_due or group._training_state != TrainingState.IDLE):
+            self.is_due = False
+            with_gradient, reduced = _complete_gradients(group.fsdp_params)
+            if reduced:
+                self.report(with_gradient, reduced)
+        self.reduce(*arguments)
+
+    def reduce_others(self) -> None:
+        """Reduce the units inside the root whose input needs no gradient before the root itself.
+
+        FSDP2 would do so afterwards, and on other ranks the input may need one.
+        """
+        for state in reversed(self.state._state_ctx.all_states):
+            for group in groups_of_state(state):
+                reducer = getattr(group, "zeropp_reducer", self)
+                if reducer is not self and reducer.is_due and group.reduce_grads:
+                    reducer()
+
+
+def _complete_gradients(parameters: list[FSDPParam]) -> tuple[list[int], list[int]]:
+    """Give zeros to trained parameters without a gradient; see `before_reduction`."""
+    gathered = {
+        index: parameter
+        for index, parameter in enumerate(parameters)
+        if hasattr(parameter, "_unsharded_param")
+    }
+    for parameter in gathered.values():
+        parameter.accumulate_unsharded_grad_if_needed()
+    sums = [parameter.unsharded_accumulated_grad for parameter in gathered.values()]
+    dtype = next((total.dtype for total in sums if total is not None), None)
+    with_gradient, reduced = [], []
+    for index, parameter in gathered.items():
+        whole = parameter._unsharded_param
+        if dtype is not None:
+            parameter.to_accumulated_grad_if_needed()  # FSDP2 reduces gradients of one dtype only
+        if parameter.unsharded_accumulated_grad is not None or whole.grad is not None:
+            with_gradient.append(index)
+        elif not whole.requires_grad:
+            continue
+        elif dtype is not None and dtype != whole.dtype:
+            parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)
+        else:
+            whole.grad = torch.zeros_like(whole)
+        reduced.append(index)
+    return with_gradient, reduced
+
+
+def _placeholder(parameter: FSDPParam, gradient: torch.Tensor) -> DTensor:
+    return parameter.sharded_param.detach()
+
+
+def set_gradient_dtypes(unit: FSDPModule) -> None:
+    """Set what the unit's gradients are reduced in, if all of it was frozen when it first ran.
+
+    FSDP2 does that once, and asks the parameters that are trained then.
+    """
+    for group in groups_of(unit):
+        trained = any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
+        if trained and group._reset_sharded_params and group._orig_dtype is None:
+            group._init_mp_dtypes()
+
+
+def discard_gradients(unit: FSDPModule, set_to_none: bool = True) -> None:
+    """Clear the unit's gradients, those included that FSDP2 accumulates until it reduces them."""
+    for group in groups_of(unit):
+        if reducer := getattr(group, "zeropp_reducer", None):
+            reducer.is_due = False
+    for parameter in parameters_of(unit):
+        parameters.discard_gradients(parameter, set_to_none)

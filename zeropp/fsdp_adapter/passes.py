@@ -1,0 +1,48 @@
+"""Forward and backward passes: which is running, what follows it, and what if it failed."""
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
+
+from zeropp.errors import InputError
+from zeropp.fsdp_adapter.param_groups import groups_of_state
+
+
+def backward_id() -> int:
+    """Return an id of the backward pass running on this thread; -1 if there is none."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` at the end of the running backward pass, before `backward()` returns."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def is_in_pass(root: FSDPModule) -> bool:
+    """Whether FSDP2 waits for the end of a pass of this root module."""
+    context = root._get_fsdp_state()._state_ctx
+    return context.iter_forward_root is not None or awaits_end_of_backward(root)
+
+
+def awaits_end_of_backward(root: FSDPModule) -> bool:
+    """Whether a backward pass of this root module has begun and not ended."""
+    return root._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+
+
+def abandon_pass(root: FSDPModule) -> None:
+    """Let FSDP2 forget a pass that failed; gradients stay as they are.
+
+    Raises InputError where FSDP2 cannot, before torch 2.13.
+    """
+    if not hasattr(root, "reset_iter_state"):
+        raise InputError(
+            f"the last pass ended with an exception, and torch {torch.__version__} cannot begin "
+            "another one then: load a checkpoint in a new process, or use torch 2.13"
+        )
+    for state in root._get_fsdp_state()._state_ctx.all_states:
+        for group in groups_of_state(state):
+            if reducer := getattr(group, "zeropp_reducer", None):
+                reducer.is_due = False
+    root.reset_iter_state()

@@ -1,0 +1,189 @@
+"""Units of FSDP2: made, asked for their parameters, and connected to our collectives."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+
+from zeropp.fsdp_adapter.param_groups import groups_of, parameters_of
+from zeropp.fsdp_adapter.parameters import inherit, inherit_when_gathered
+
+ON_DEVICE = OffloadPolicy()  # shards stay on the device
+# How many gathers are issued ahead of a unit's forward. With one, the links between nodes would be
+# idle during its second hop. Each costs the memory of one more gathered unit.
+AHEAD = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One parameter's part of its unit's buffers: `elements` of one rank's padded shard.
+
+    packed_bytes: its size on the wire if it is stored quantized; 0 if it is stored as numbers.
+    """
+
+    elements: int
+    ndim: int
+    trainable: bool
+    packed_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One parameter of a unit, and this rank's part of it."""
+
+    piece: Piece
+    local: torch.Tensor
+    parameter: FSDPParam
+
+
+def shard_unit(
+    unit: nn.Module | list[nn.Module],
+    mesh: DeviceMesh,
+    precision: MixedPrecisionPolicy,
+    *,
+    reshard_after_forward: bool,
+    place: OffloadPolicy = ON_DEVICE,
+    ignored: Iterable[nn.Parameter] = (),
+) -> None:
+    """Make `unit` an FSDP unit in place: one gather before its forward, one reduction after.
+
+    A list of modules becomes one unit, whose collectives are set on the first module. Parameters in
+    `ignored` are left out. Attributes and gradient hooks of the parameters are kept.
+    """
+    modules = unit if isinstance(unit, list) else [unit]
+    owners = {owner for module in modules for owner in module.modules()}
+    originals = {owner: dict(owner.named_parameters(recurse=False)) for owner in owners}
+    fully_shard(
+        unit,
+        mesh=mesh,
+        mp_policy=precision,
+        offload_policy=place,
+        reshard_after_forward=reshard_after_forward,
+        ignored_params=set(ignored),
+    )
+    for parameter in parameters_of(modules[0]):
+        info = parameter._module_info
+        inherit(parameter.sharded_param, originals[info.module][info.param_name])
+        inherit_when_gathered(parameter)
+
+
+def use_all_gather(unit: FSDPModule, comm: AllGather) -> None:
+    """Use `comm` to gather the unit's weights."""
+    unit.set_custom_all_gather(comm)
+
+
+def use_reduce_scatter(unit: FSDPModule, comm: ReduceScatter) -> None:
+    """Use `comm` to average the unit's gradients: it is called with the op SUM and divides."""
+    unit.set_custom_reduce_scatter(comm)
+    unit.set_force_sum_reduction_for_comms(True)
+    unit.set_gradient_divide_factor(1.0)
+
+
+def gather_ahead(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:
+    """Issue each unit's gather while the `AHEAD` units before it compute.
+
+    Without streams (on CPUs) gathers overlap only if they are asynchronous and prefetched.
+    """
+    root._set_unshard_async_op(True)
+    units = (root, *blocks)
+    for index, unit in enumerate(blocks):
+        units[index].set_modules_to_forward_prefetch([unit, *blocks[index + 1 : index + AHEAD]])
+
+
+def own_pieces(unit: FSDPModule) -> tuple[Piece, ...]:
+    """Return the unit's own parameters, not those of units inside it, in buffer order."""
+    return tuple(map(_piece, parameters_of(unit)))
+
+
+def own_shards(unit: FSDPModule) -> tuple[Shard, ...]:
+    """Return the unit's own parameters in buffer order. Must not be called during a pass."""
+    for group in groups_of(unit):
+        group.reshard()
+    return tuple(
+        Shard(
+            piece=_piece(parameter),
+            local=parameter.sharded_param._local_tensor,
+            parameter=parameter,
+        )
+        for parameter in parameters_of(unit)
+    )
+
+
+def refresh_parameters(units: Iterable[FSDPModule]) -> None:
+    """Make FSDP2 use the parameters that the modules hold now."""
+    for unit in units:
+        for parameter in parameters_of(unit):
+            parameter.reset_sharded_param()
+
+
+def store(shard: Shard, stored: torch.Tensor) -> None:
+    """Replace this rank's part by `stored`, a tensor that has FSDP2's all-gather hooks.
+
+    Previously gathered values are dropped. FSDP2 looks for the hooks only when it shards, so its
+    extensions are initialized again. `stored.packed` is the storage that FSDP2 compares with its
+    own.
+    """
+    parameter, old = shard.parameter, shard.parameter.sharded_param
+    if old.is_meta:  # a tensor's device cannot be changed in place
+        sharded = shard_like(old, stored)
+        parameter.sharded_param = nn.Parameter(sharded, requires_grad=old.requires_grad)
+        inherit(parameter.sharded_param, old)
+        parameter._setattr_on_modules(parameter.sharded_param)
+    else:
+        old._local_tensor = stored
+    parameter._sharded_param_data = stored.packed
+    parameter._init_extensions()
+    parameter.all_gather_outputs = []
+    if hasattr(parameter, "_unsharded_param"):
+        del parameter._unsharded_param
+
+
+def is_trainable(unit: FSDPModule) -> bool:
+    """Whether any of the unit's own parameters requires gradients."""
+    return any(parameter.sharded_param.requires_grad for parameter in parameters_of(unit))
+
+
+def has_run(unit: FSDPModule) -> bool:
+    """Whether the unit has been used, so that its parameters' dtypes are fixed."""
+    return any(group._reset_sharded_params for group in groups_of(unit))
+
+
+def is_on_host(unit: FSDPModule) -> bool:
+    """Whether FSDP2 keeps the unit's shards on the host and copies them for each gather."""
+    return any(parameter.offload_to_cpu for parameter in parameters_of(unit))
+
+
+def shard_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a tensor sharded as `parameter` with this rank's part `local`, on any device."""
+    return DTensor(local, parameter._spec, requires_grad=False)
+
+
+def name_of(unit: FSDPModule) -> str:
+    """Return the unit's name in its root module, after the first forward pass."""
+    return next((group._module_fqn for group in groups_of(unit)), "") or "the root"
+
+
+def shards(unit: FSDPModule) -> list[nn.Parameter]:
+    """Return the unit's parameters, as shards, in the order of `own_pieces`."""
+    return [parameter.sharded_param for parameter in parameters_of(unit)]
+
+
+def _piece(parameter: FSDPParam) -> Piece:
+    is_packed = hasattr(parameter.sharded_param._local_tensor, "fsdp_pre_all_gather")
+    return Piece(
+        elements=parameter.padded_sharded_param_size.numel(),
+        ndim=len(parameter._orig_size),
+        trainable=parameter.sharded_param.requires_grad,
+        packed_bytes=parameter._sharded_param_data.nbytes if is_packed else 0,
+    )

@@ -1,0 +1,48 @@
+"""State dicts of a model whose weights an offloaded optimizer updates hold its fp32 masters.
+
+The model's own parameters are rounded to 16 bit, and those of a delayed update are one step behind.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeropp.optim.step import local_part
+
+Masters = Mapping[nn.Parameter, nn.Parameter]
+
+
+def use_in_state_dicts(model: nn.Module, optimizer: Any) -> None:
+    """Let `state_dict` return `optimizer.masters`, and `load_state_dict` load into them exactly.
+
+    With `keep_vars`, `state_dict` returns the model's own parameters. To be called after the
+    optimizer has registered what it does when a state is loaded.
+    """
+    loading: dict[nn.Parameter, torch.Tensor] = {}
+
+    def show(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        masters = optimizer.masters
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            value = state.get(prefix + name)
+            if parameter in masters and value is not None and value is not parameter:
+                state[prefix + name] = masters[parameter].detach()
+
+    def remember(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if (value := state.get(prefix + name)) is not None:
+                loading[parameter] = value
+
+    def load_exactly(module: nn.Module, _: Any) -> None:
+        masters = optimizer.masters
+        for parameter in module.parameters(recurse=False):
+            value = loading.pop(parameter, None)
+            if value is not None and parameter in masters and value.shape == parameter.shape:
+                with torch.no_grad():
+                    local_part(masters[parameter]).copy_(local_part(value))
+
+    for module in model.modules():
+        module.register_state_dict_post_hook(show)
+        module.register_load_state_dict_pre_hook(remember)
+        module.register_load_state_dict_post_hook(load_exactly)
