@@ -71,9 +71,16 @@ def read_options() -> argparse.Namespace:
     add("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS), help="what is broken")
     add("--seed", type=int, default=0, help="of the moments, the order and the ranks")
     add("--save-interval", type=int, default=10, help="iterations between checkpoints")
-    add("--limit", type=float, default=60, help="seconds: the job's time limit for collectives")
+    add("--async-save", action="store_true", help="the job saves beside training")
+    add("--limit", type=float, default=20, help="seconds: the job's time limit for collectives")
     add("--pause", type=float, default=3, help="seconds from a recovery to the next one, at most")
     return parser.parse_args()
+
+
+def job_flags(options: argparse.Namespace) -> list[str]:
+    """The flags of the job that the options determine."""
+    flags = ["--save-interval", str(options.save_interval)]
+    return [*flags, "--async-save"] if options.async_save else flags
 
 
 class Campaign:
@@ -89,7 +96,7 @@ class Campaign:
         """Disturb the job for `--minutes`; raises Disagreement if it does not go on by itself."""
         options = self._options
         rows = []
-        with started_job(self._folder, options.limit, options.save_interval) as job:
+        with started_job(self._folder, options.limit, job_flags(options)) as job:
             started = self._started = time.monotonic()
             self._wait(job, lambda: len(job.losses()) > 2 * options.save_interval)
             for number, kind in enumerate(self._kinds()):
@@ -119,10 +126,7 @@ class Campaign:
         attempts = len(job.resumed())
         began = time.monotonic()
         what = KINDS[kind](job, self._random, self._options.limit)
-        reached = self._reached_before_resuming(job, attempts)
-        resumed = job.resumed()[attempts:][-1]
-        next_save = reached + self._options.save_interval
-        self._wait(job, lambda: max(job.losses(), default=0) > next_save)
+        reached, resumed = self._recover(job, attempts)
         lost, most = reached - resumed, self._options.save_interval * (1 + (kind == "truncate"))
         if lost > most:
             raise Disagreement(f"after {kind} ({what}) {lost} iterations were lost, at most {most}")
@@ -132,22 +136,30 @@ class Campaign:
             "at": began - self._started,
             "reached": reached,
             "resumed": resumed,
+            "restarted": len(job.resumed()) > attempts,
             "seconds": time.monotonic() - began,
         }
 
-    def _reached_before_resuming(self, job: Job, attempts: int) -> int:
-        """Wait until a checkpoint has been loaded; return the last iteration before that."""
-        reached = max(job.losses(), default=0)
+    def _recover(self, job: Job, attempts: int) -> tuple[int, int]:
+        """Wait until the job is past the next save; return where it was and where it resumed.
 
-        def has_resumed() -> bool:
+        `attempts` is how often it had resumed before. The two are equal if it went on without a
+        restart, as it may when the link comes back.
+        """
+        reached = at_first = max(job.losses(), default=0)
+        interval = self._options.save_interval
+
+        def goes_on() -> bool:
             nonlocal reached
             if len(job.resumed()) > attempts:
                 return True
             reached = max([reached, *job.losses()])
-            return False
+            return reached > at_first + interval
 
-        self._wait(job, has_resumed)
-        return reached
+        self._wait(job, goes_on)
+        resumed = job.resumed()[attempts:]
+        self._wait(job, lambda: max(job.losses(), default=0) > reached + interval)
+        return reached, resumed[0] if resumed else reached
 
     def _wait(self, job: Job, condition: Callable[[], bool]) -> None:
         """Supervise the job until the condition holds."""
@@ -170,7 +182,7 @@ def wait(
 def undisturbed(options: argparse.Namespace, folder: Path, expected: dict[int, float]) -> dict:
     """Run a job to the iteration that the disturbed one reached, and compare their losses."""
     recorder, started, last = Recorder(), time.monotonic(), max(expected)
-    with started_job(folder, options.limit, options.save_interval) as job:
+    with started_job(folder, options.limit, job_flags(options)) as job:
         end = started + 60 * options.undisturbed_minutes
         reached = 0
         while reached < last or time.monotonic() < end:
@@ -219,13 +231,8 @@ def show(result: dict) -> None:
 def cells(row: dict) -> tuple[str, ...]:
     """A disturbance as cells of the table."""
     what = f"{row['kind']}: {row['what']}"
-    return (
-        what,
-        f"{row['at']:.0f}",
-        str(row["reached"]),
-        str(row["resumed"]),
-        f"{row['seconds']:.1f}",
-    )
+    resumed = str(row["resumed"]) if row["restarted"] else "no restart"
+    return what, f"{row['at']:.0f}", str(row["reached"]), resumed, f"{row['seconds']:.1f}"
 
 
 def row_text(row: dict) -> str:

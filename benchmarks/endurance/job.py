@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,18 +55,15 @@ class Node:
 class Job:
     """The running job; `supervise` must be called often. Folders are below `folder`."""
 
-    def __init__(
-        self, folder: Path, limit_seconds: float, save_interval: int, nodes: str = str(NODES)
-    ) -> None:
+    def __init__(self, folder: Path, limit_seconds: float, flags: Sequence[str]) -> None:
         self.folder, self.checkpoints = folder, folder / "checkpoints"
         self.nodes = [Node(number=n, log=folder / f"node{n}.log") for n in range(NODES)]
-        self._num_nodes = nodes
         self._flags = [
             *MODEL.split(),
             *("--save", str(self.checkpoints), "--load", str(self.checkpoints)),
-            *("--save-interval", str(save_interval)),
             *("--tensorboard-dir", str(folder / "curves")),
             *("--distributed-timeout-minutes", f"{limit_seconds / 60:g}"),
+            *flags,
         ]
 
     def supervise(self) -> None:
@@ -125,7 +122,7 @@ class Job:
         }
         command = [
             *(*emulation.prefix(node.number), sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", self._num_nodes, "--nproc-per-node", str(RANKS_PER_NODE)),
+            *("--nnodes", str(NODES), "--nproc-per-node", str(RANKS_PER_NODE)),
             *("--local-addr", emulation.address(node.number)),
             *("--rdzv-endpoint", f"{emulation.address(0)}:{PORT}"),
             *f"{AGENT},is_host={node.number == 0}".split(),
@@ -152,12 +149,13 @@ class Job:
 
 
 @contextmanager
-def started_job(folder: Path, limit_seconds: float, save_interval: int) -> Iterator[Job]:
+def started_job(folder: Path, limit_seconds: float, flags: Sequence[str]) -> Iterator[Job]:
     """Start the job on two new nodes, with a small file system of its own for checkpoints.
 
+    `limit_seconds` is its time limit for collectives, `flags` are added to those of the job.
     Raises InputError where the system does not allow that.
     """
-    job = Job(folder, limit_seconds, save_interval)
+    job = Job(folder, limit_seconds, flags)
     with emulation.emulated_cluster(NODES, emulation.UNLIMITED), _small_disk(job.checkpoints):
         try:
             job.supervise()

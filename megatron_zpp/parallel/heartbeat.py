@@ -24,6 +24,7 @@ BEAT_SECONDS = 1.0
 DEAD_SECONDS = 30.0  # without a heartbeat, or half of the time limit of collectives
 SUSPECT_SECONDS = 4.0  # the same, once a collective has failed
 GRACE_SECONDS = 5.0  # for the main thread to end by itself after a failure
+STORE_GONE = "the launcher is gone"  # it keeps the store
 MARGIN_SECONDS = 3.0  # before the time limit, or a quarter of it: to notice and to end within it
 
 
@@ -77,6 +78,12 @@ class Heartbeat:
 
         Takes up to `SUSPECT_SECONDS`.
         """
+        try:
+            return self._find_failure()
+        except RuntimeError:
+            return STORE_GONE
+
+    def _find_failure(self) -> str | None:
         before = {rank: self._beat(rank) for rank in self._others()}
         deadline = time.monotonic() + SUSPECT_SECONDS
         while time.monotonic() < deadline:
@@ -108,8 +115,8 @@ class Heartbeat:
                 if own.still > self._patience:
                     self._publish_hung(own.marks, own.waits)
                 failure = self._failure()
-            except RuntimeError:  # the store lives with the launcher
-                failure = "the launcher is gone"
+            except RuntimeError:
+                failure = STORE_GONE
             if failure:
                 self._end(failure)
 

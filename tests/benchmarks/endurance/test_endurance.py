@@ -18,6 +18,7 @@ def test_a_disturbed_job_goes_on_by_itself_with_the_same_losses(tmp_path: Path) 
     run_benchmark(
         "endurance.endurance",
         *("--minutes", "0", "--kinds", *kinds, "--save-interval", "3", "--pause", "0.2"),
+        *("--limit", "60"),  # seconds: other tests may use all cores for a while
         *("--json", str(tmp_path / "result.json")),
     )
     result = json.loads((tmp_path / "result.json").read_text())

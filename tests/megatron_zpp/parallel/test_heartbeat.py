@@ -1,6 +1,8 @@
 """A rank that dies, is stopped, or whose main thread hangs is noticed in time, and named."""
 
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -181,3 +183,23 @@ def test_waiting_for_another_rank_is_seen_as_such(tmp_path):
             time.sleep(0.01)
     dist.all_reduce(torch.ones(1))
     assert "distributed_c10d.py" in seen.read_text()
+
+
+STORE_ENDS = """
+import os
+import torch.distributed as dist
+from megatron_zpp.parallel.heartbeat import Heartbeat
+from megatron_zpp.parallel.main_thread import MainThread
+
+server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+heartbeat = Heartbeat(client, 1, 2, MainThread(), 60)
+del server
+print(heartbeat.find_failure(), flush=True)
+os._exit(0)  # before the watch ends the process
+"""
+
+
+def test_a_failed_collective_after_the_launcher_has_gone_is_explained() -> None:
+    done = subprocess.run([sys.executable, "-c", STORE_ENDS], stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout) == (0, "the launcher is gone\n")
