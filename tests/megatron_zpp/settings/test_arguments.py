@@ -16,6 +16,7 @@ SETTINGS = """
 --num-attention-heads 8               model.num_attention_heads 8
 --seq-length 32                       model.seq_length 32
 --encoder-seq-length 32               model.seq_length 32
+--skip-samples 16:24                    data.skip_samples ["16:24"]
 --max-position-embeddings 1024        model.max_position_embeddings 1024
 --ffn-hidden-size 77                  model.ffn_hidden_size 77
 --kv-channels 16                      model.kv_channels 16
