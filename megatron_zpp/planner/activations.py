@@ -25,6 +25,7 @@ from megatron_zpp.model.layers import rotary_table
 from megatron_zpp.model.recompute import call_checkpointed
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim.step import local_part
+from zeropp.wire.in_flight import InFlightTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +86,10 @@ class LiveBytes(TorchDispatchMode):
     def _add(self, tensors: Iterable[Tensor]) -> bool:
         """Count the storages of `tensors`; return whether one of them is new."""
         num_before = len(self._storages)
-        for tensor in tensors:
-            storage = local_part(tensor).untyped_storage()
+        for tensor in map(local_part, tensors):
+            if isinstance(tensor, InFlightTensor):
+                continue  # it wraps a buffer that is counted
+            storage = tensor.untyped_storage()
             if tensor.device.type != "meta" and storage not in self._excluded:
                 self._storages.add(storage)
         return len(self._storages) != num_before
