@@ -57,10 +57,10 @@ def link(job: Job, random_numbers: random.Random, limit: float) -> str:
 
 def disk(job: Job, random_numbers: random.Random, limit: float) -> str:
     """Fill the disk until a save has failed."""
-    failures = job.text().count("cannot save")
+    failures = job.failed_saves()
     filler = job.checkpoints / "filler"
     deadline = time.monotonic() + FULL_SECONDS
-    while job.text().count("cannot save") == failures:
+    while job.failed_saves() == failures:
         if time.monotonic() > deadline:
             raise Disagreement(f"no save has met the full disk in {FULL_SECONDS} s")
         job.supervise()

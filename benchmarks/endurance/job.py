@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.cluster import emulation
+from benchmarks.endurance.growing_file import GrowingFile
 from benchmarks.endurance.rank import pid_file
 from zeropp.errors import InputError
 
@@ -41,15 +42,42 @@ SUPERVISOR_SECONDS = 0.5  # before an agent is started again
 LOADED = re.compile(r"loaded checkpoint of iteration (\d+)")
 
 
+def loaded_iteration(line: str) -> int | None:
+    """The iteration of the checkpoint that a line says was loaded."""
+    match = LOADED.search(line)
+    return int(match[1]) if match else None
+
+
+def failed_save(line: str) -> str | None:
+    """The line, if it says that a checkpoint could not be saved."""
+    return line if "cannot save" in line else None
+
+
+def loss_of_iteration(line: str) -> tuple[int, float] | None:
+    """The iteration and the loss of a line of metrics.jsonl."""
+    record = json.loads(line)
+    return record["iteration"], record["lm_loss"]
+
+
 @dataclass(kw_only=True)
 class Node:
     """A machine of the job: its agent's process, and the log of all its agents."""
 
     number: int
     log: Path
+    loaded: GrowingFile[int]
+    failed_saves: GrowingFile[str]
     agent: subprocess.Popen | None = None
     agents_started: int = 0
+    num_loaded: int = 0  # items of `loaded` that are in the job's list
     ended: float = field(default=0.0)  # time.monotonic() when the last agent was seen to have ended
+
+    @classmethod
+    def of(cls, number: int, folder: Path) -> "Node":
+        """A node of a job in `folder`."""
+        log = folder / f"node{number}.log"
+        loaded, failed = GrowingFile(log, loaded_iteration), GrowingFile(log, failed_save)
+        return cls(number=number, log=log, loaded=loaded, failed_saves=failed)
 
 
 class Job:
@@ -57,7 +85,9 @@ class Job:
 
     def __init__(self, folder: Path, limit_seconds: float, flags: Sequence[str]) -> None:
         self.folder, self.checkpoints = folder, folder / "checkpoints"
-        self.nodes = [Node(number=n, log=folder / f"node{n}.log") for n in range(NODES)]
+        self.nodes = [Node.of(number, folder) for number in range(NODES)]
+        self._resumed: list[int] = []
+        self._losses = GrowingFile(folder / "curves" / "metrics.jsonl", loss_of_iteration)
         self._flags = [
             *MODEL.split(),
             *("--save", str(self.checkpoints), "--load", str(self.checkpoints)),
@@ -76,16 +106,19 @@ class Job:
 
     def losses(self) -> dict[int, float]:
         """The loss of each iteration so far, in nats per token."""
-        path = self.folder / "curves" / "metrics.jsonl"
-        with suppress(FileNotFoundError):  # before the first iteration
-            lines = path.read_text().splitlines()
-            records = [json.loads(line) for line in lines if line.endswith("}")]
-            return {record["iteration"]: record["lm_loss"] for record in records}
-        return {}
+        return dict(self._losses.items())
 
     def resumed(self) -> list[int]:
         """The iterations of the checkpoints that attempts have loaded so far."""
-        return [int(number) for number in LOADED.findall(self.text())]
+        for node in self.nodes:  # rank 0, which says so, may move to another node
+            new = node.loaded.items()[node.num_loaded :]
+            node.num_loaded += len(new)
+            self._resumed += new
+        return self._resumed
+
+    def failed_saves(self) -> int:
+        """How many saves have failed so far."""
+        return sum(len(node.failed_saves.items()) for node in self.nodes)
 
     def text(self) -> str:
         """What all ranks and agents have printed, node by node."""
