@@ -93,7 +93,8 @@ class _Reducer:
             with_gradient, reduced = _complete_gradients(group.fsdp_params)
             if reduced:
                 self.report(with_gradient, reduced)
-        self.reduce(*arguments)
+        if group.reduce_grads or all(map(_was_gathered, group.fsdp_params)):
+            self.reduce(*arguments)  # else FSDP2 would fail, and there is nothing to add up
 
     def reduce_others(self) -> None:
         """Reduce the units inside the root whose input needs no gradient before the root itself.
@@ -107,12 +108,14 @@ class _Reducer:
                     reducer()
 
 
+def _was_gathered(parameter: FSDPParam) -> bool:
+    return hasattr(parameter, "_unsharded_param")
+
+
 def _complete_gradients(parameters: list[FSDPParam]) -> tuple[list[int], list[int]]:
     """Give zeros to trained parameters without a gradient; see `before_reduction`."""
     gathered = {
-        index: parameter
-        for index, parameter in enumerate(parameters)
-        if hasattr(parameter, "_unsharded_param")
+        index: parameter for index, parameter in enumerate(parameters) if _was_gathered(parameter)
     }
     for parameter in gathered.values():
         parameter.accumulate_unsharded_grad_if_needed()

@@ -45,12 +45,13 @@ class Normalized(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH, affine=False)  # weights in bf16 would need its buffers so
+        self.gain = nn.Parameter(torch.ones(WIDTH))
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.register_buffer("offset", torch.linspace(-1, 1, WIDTH))
 
     def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
-        return self.norm(x) + self.frozen(x) + self.offset
+        return (self.gain * self.norm(x) + self.frozen(x) + self.offset).to(x.dtype)
 
 
 class Nested(nn.Module):

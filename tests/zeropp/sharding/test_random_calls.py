@@ -1,6 +1,8 @@
 """Random legal calls on random small models: each gradient and weight equals one process's.
 
-The one process runs the micro-batches of all ranks in turn, with each rank's own buffers. Set
+The one process runs the micro-batches of all ranks in turn, with each rank's own buffers. In bf16
+it computes with weights and inputs rounded where the units round theirs, so that gradients differ
+only by how their sums are rounded; it then takes over the gradients that the ranks step with. Set
 RANDOM_SEQUENCES to run more sequences than the suite does.
 """
 
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.func import functional_call
 
 from tests.ranks import ranks
 from tests.zeropp.prescribed_gradients import data_mesh, zero_config
@@ -25,7 +28,9 @@ PER_TEST = 8
 LENGTH = 8  # calls in a sequence
 NEAR = 2e-5  # of the largest element: sums of a few fp32 terms in another order
 LR = 0.05
-CHUNKS = pytest.mark.parametrize("first", range(0, SEQUENCES // 2, PER_TEST))
+UNIT_ROUNDOFF = 2.0**-8  # of bf16, which has 8 bits of precision
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+CHUNKS = pytest.mark.parametrize("first", range(0, SEQUENCES // 4, PER_TEST))
 
 
 class Interrupted(Exception):
@@ -35,39 +40,85 @@ class Interrupted(Exception):
 class OneProcess:
     """The reference: one model, the buffers of every rank, plain PyTorch."""
 
-    def __init__(self, model: nn.Module, world: int) -> None:
-        self.model, self.world = model, world
+    def __init__(self, model: RandomModel, world: int, dtype: torch.dtype) -> None:
+        self.model, self.world, self.dtype = model, world, dtype
         self.buffers = [copy.deepcopy(dict(model.named_buffers())) for _ in range(world)]
+        self.terms: dict[str, torch.Tensor] = {}  # by weight: the sum of its gradients' magnitudes
+        if dtype != torch.float32:
+            for unit in (model, *model.blocks):
+                unit.register_forward_pre_hook(self.round_inputs)
 
-    def pass_of(self, rank: int, run: Callable[[nn.Module], None]) -> None:
+    def round_inputs(self, module: nn.Module, inputs: tuple) -> tuple:
+        """As a unit does."""
+        return tuple(
+            each.to(self.dtype) if isinstance(each, torch.Tensor) else each for each in inputs
+        )
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Of a micro-batch, computed in `dtype`."""
+        if self.dtype == torch.float32:
+            return batch.loss(self.model)
+        weights = {name: weight.to(self.dtype) for name, weight in self.model.named_parameters()}
+        return batch.loss(lambda *inputs: functional_call(self.model, weights, inputs))
+
+    def pass_of(self, rank: int, run: Callable[[], None]) -> None:
         """Run something with a rank's own buffers."""
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(self.buffers[rank][name])
-        run(self.model)
+        run()
         self.buffers[rank] = copy.deepcopy(dict(self.model.named_buffers()))
+
+    def add_gradients(self, batch: Batch, rank: int, divisor: int) -> None:
+        """Add a rank's gradients of a micro-batch, divided, to those of the model."""
+        before = {name: weight.grad for name, weight in self.model.named_parameters()}
+        self.model.zero_grad()
+        self.pass_of(rank, lambda: (self.loss(batch) / divisor).backward())
+        for name, weight in self.model.named_parameters():
+            if weight.grad is not None:
+                weight.grad /= self.world
+                self.terms[name] = self.terms.get(name, 0) + weight.grad.abs()
+                weight.grad += 0 if before[name] is None else before[name]
+            else:
+                weight.grad = before[name]
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self.model.zero_grad()
+        self.terms.clear()
+
+    def most_roundings(self) -> int:
+        """Of an element of a gradient: when it is sent, between hops, and when uses are added."""
+        uses = [self.model.order.count(index) for index in range(len(self.model.blocks))]
+        return 2 + max(2, *uses)  # the root's stem may be its head, too
 
 
 class Sequence:
     """A random model on both sides, and the calls."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
         self.draw = random.Random(seed)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.reference = OneProcess(RandomModel(seed), self.world)
+        self.dtype, self.reference = dtype, OneProcess(RandomModel(seed), self.world, dtype)
         self.stage = self.draw.randint(0, 3)
         zero = {"stage": self.stage}
         per_node = self.draw.choice([size for size in (1, 2, 4) if self.world % size == 0])
         if self.stage == 3 and per_node > 1 and self.draw.random() < 0.5:
             zero["zero_hpz_partition_size"] = per_node
-        self.sharding = shard(RandomModel(seed), data_mesh(), zero_config(zero, per_node))
+        settings = {} if dtype == torch.float32 else {"bf16": {"enabled": True}}
+        config = zero_config(zero, per_node, **settings)
+        model = RandomModel(seed)
+        units = None
+        if model.head.weight is not model.stem.weight and self.draw.random() < 0.3:
+            units = [model.stem, *model.blocks, model.head]
+        self.sharding = shard(model, data_mesh(), config, units=units)
         momentum = self.draw.choice([0.0, 0.9])
         self.optimizers = [
             torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum, weight_decay=0.01)
             for model in (self.sharding.model, self.reference.model)
         ]
         self.batches = 100 * seed
-        self.calls = [f"{zero}, {per_node} per node, order {self.model.order}"]
+        self.calls = [f"{zero}, {per_node} per node, order {model.order}, {units and len(units)}"]
 
     @property
     def model(self) -> nn.Module:
@@ -95,10 +146,7 @@ class Sequence:
                 (loss + extra).backward()
             for rank in range(self.world):
                 batch = Batch.of(self.batches, rank)
-                self.reference.pass_of(
-                    rank,
-                    lambda model, batch=batch: (batch.loss(model) / count / self.world).backward(),
-                )
+                self.reference.add_gradients(batch, rank, count)
             if penalty:
                 for weight in self.reference.model.parameters():
                     if weight.requires_grad:
@@ -126,24 +174,38 @@ class Sequence:
 
     def update(self) -> None:
         self.compare()
+        if self.dtype != torch.float32:
+            self.take_over_gradients()
         for optimizer in self.optimizers:
             optimizer.step()
-            optimizer.zero_grad()
+        self.optimizers[0].zero_grad()
+        self.reference.zero_grad()
+
+    def take_over_gradients(self) -> None:
+        """Step the reference with the same gradients: the next rounded weights must not differ."""
+        for mine, other in zip(
+            self.model.parameters(), self.reference.model.parameters(), strict=True
+        ):
+            if mine.grad is not None:
+                other.grad = mine.grad.full_tensor()
 
     def evaluate(self) -> None:
         batch = Batch.of(self.batches, self.rank)
         losses = []
 
-        def loss(model: nn.Module) -> None:
+        def evaluate(model: nn.Module, loss: Callable[[], torch.Tensor]) -> None:
             model.eval()
             with torch.no_grad():
-                losses.append(batch.loss(model).item())
+                losses.append(loss().item())
             model.train()
 
-        loss(self.model)
+        evaluate(self.model, lambda: batch.loss(self.model))
         if self.draw.random() < 0.5:
             self.sharding.release()
-        self.reference.pass_of(self.rank, loss)
+        reference = self.reference
+        reference.pass_of(
+            self.rank, lambda: evaluate(reference.model, lambda: reference.loss(batch))
+        )
         assert abs(losses[0] - losses[1]) <= NEAR * max(1, abs(losses[1])), (self.calls, losses)
 
     def freeze(self) -> None:
@@ -198,7 +260,7 @@ class Sequence:
 
     def give_up(self) -> None:
         self.sharding.discard_gradients()
-        self.optimizers[1].zero_grad()
+        self.reference.zero_grad()
 
     def interrupt_forward(self) -> None:
         """Fail in a forward pass after a micro-batch, and repeat it."""
@@ -209,8 +271,7 @@ class Sequence:
             Batch.of(0, self.rank).loss(self.model)
         hook.remove()
         for rank in range(self.world):  # its buffers have changed
-            batch = Batch.of(0, rank)
-            self.reference.pass_of(rank, lambda model, batch=batch: batch.loss(model))
+            self.repeat_forward(rank)
         if count:
             self.micro_batches(1)
             self.update()
@@ -228,8 +289,16 @@ class Sequence:
                 with pytest.raises(Interrupted):
                     loss.backward()
         for rank in range(self.world):
-            self.reference.pass_of(rank, lambda model, rank=rank: Batch.of(0, rank).loss(model))
+            self.repeat_forward(rank)
         self.give_up()
+
+    def repeat_forward(self, rank: int) -> None:
+        """Change a rank's buffers as a pass that failed did."""
+        self.reference.pass_of(rank, lambda: self.reference.loss(Batch.of(0, rank)))
+
+    def largest_sum_of_terms(self, name: str) -> float:
+        """Of the gradients that were added up for a weight's, without a penalty's."""
+        return float(torch.as_tensor(self.reference.terms.get(name, 0.0)).max())
 
     def compare(self) -> None:
         """Compare all weights, gradients and this rank's buffers."""
@@ -237,11 +306,15 @@ class Sequence:
         self.sharding.release()
         for name, weight in self.model.named_parameters():
             where = (name, self.calls)
-            assert_near(weight, expected[name], where)
+            assert_near(weight, expected[name], NEAR * largest(expected[name]), where)
             gradient = expected[name].grad
             assert (weight.grad is None) == (gradient is None), where
             if gradient is not None:
-                assert_near(weight.grad, gradient, where)
+                near = NEAR * largest(gradient)
+                if self.dtype != torch.float32:
+                    roundings = self.reference.most_roundings()
+                    near += roundings * UNIT_ROUNDOFF * self.largest_sum_of_terms(name)
+                assert_near(weight.grad, gradient, near, where)
         for name, buffer in self.model.named_buffers():
             own = self.reference.buffers[self.rank][name]
             torch.testing.assert_close(
@@ -257,21 +330,28 @@ def distribute(value: torch.Tensor, like: DTensor) -> DTensor:
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def assert_near(actual: DTensor, expected: torch.Tensor, where: object) -> None:
-    """Compare to the largest element: momentum and decay add terms of its size."""
-    error = (actual.full_tensor() - expected).abs().max()
-    assert error <= NEAR * max(expected.abs().max().item(), 1e-3), (where, error)
+def largest(tensor: torch.Tensor) -> float:
+    """The largest magnitude: momentum and decay add terms of its size."""
+    return max(tensor.abs().max().item(), 1e-3)
+
+
+def assert_near(actual: DTensor, expected: torch.Tensor, near: float, where: object) -> None:
+    """Compare this rank's shard."""
+    difference = actual.to_local() - distribute(expected, actual).to_local()
+    assert not difference.numel() or difference.abs().max() <= near, (where, difference)
 
 
 @CHUNKS
+@DTYPES
 @ranks(2, timeout=120)
-def test_two_ranks(first: int):
+def test_two_ranks(first: int, dtype: torch.dtype):
     for seed in range(first, first + PER_TEST):
-        Sequence(seed).run()
+        Sequence(seed, dtype).run()
 
 
 @CHUNKS
+@DTYPES
 @ranks(4, timeout=120)
-def test_four_ranks(first: int):
+def test_four_ranks(first: int, dtype: torch.dtype):
     for seed in range(first, first + PER_TEST):
-        Sequence(10_000 + seed).run()
+        Sequence(10_000 + seed, dtype).run()

@@ -187,3 +187,17 @@ def test_the_host_does_not_wait_for_a_gpu_to_compare(monkeypatch):
     use.note(unit, [0], [0])
     use._compare()
     assert copies == [("cuda", True, {"non_blocking": True})]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks(2)
+def test_a_block_that_has_never_run_has_no_gradient_in_bf16(stage: int):
+    """It has never been gathered either, while other units add micro-batches up."""
+    config = zero_config({"stage": stage}, bf16={"enabled": True})
+    sharding = shard(Uneven(), data_mesh(), config)
+    for index in range(2):
+        with sharding.micro_step(last=index == 1):
+            sharding.model(torch.ones(2, WIDTH), (0,)).float().backward()
+    used, never_used = sharding.model.blocks
+    assert used.weight.grad is not None
+    assert never_used.weight.grad is None
