@@ -5,6 +5,7 @@ not JSON; the dotted key for a key that is unknown, given twice or of the wrong 
 """
 
 import difflib
+import functools
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -81,14 +82,15 @@ def build(root: type[JsonSection], values: Mapping[str, Any], prefix: str = "") 
     return root(**arguments)
 
 
-def all_keys(root: type[JsonSection]) -> dict[str, Key]:
+@functools.cache
+def all_keys(root: type[JsonSection]) -> Mapping[str, Key]:
     """Every key below a section by its dotted name, sections themselves included."""
     keys: dict[str, Key] = {}
     for entry in settings_of(root):
         keys[entry.dotted] = entry
         if entry.subsection:
             keys |= all_keys(entry.subsection)
-    return keys
+    return MappingProxyType(keys)
 
 
 def unknown_key(dotted: str, root: type[JsonSection]) -> InputError:
