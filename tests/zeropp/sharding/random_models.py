@@ -106,6 +106,13 @@ class RandomModel(nn.Module):
             draw.randrange(len(self.blocks)) for _ in range(draw.randint(1, len(self.blocks) + 2))
         ]
 
+    def chosen_units(self) -> list[nn.Module]:
+        """Other units than the default ones, some inside others; only if the head is not tied."""
+        units: list[nn.Module] = [self.stem]
+        for block in self.blocks:
+            units += [block.layers[0], block] if isinstance(block, Nested) else [block]
+        return [*units, self.head]
+
     def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
         x = self.stem(x)
         if choice % 2:

@@ -110,7 +110,7 @@ class Sequence:
         model = RandomModel(seed)
         units = None
         if model.head.weight is not model.stem.weight and self.draw.random() < 0.3:
-            units = [model.stem, *model.blocks, model.head]
+            units = model.chosen_units()
         self.sharding = shard(model, data_mesh(), config, units=units)
         momentum = self.draw.choice([0.0, 0.9])
         self.optimizers = [
