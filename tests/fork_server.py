@@ -18,7 +18,7 @@ import atexit
 import ctypes
 import functools
 import gc
-import importlib
+import importlib.util
 import inspect
 import io
 import os
@@ -42,6 +42,7 @@ PRELOADED = (
     "torch.distributed.run", "torch.utils.tensorboard", "numpy", "safetensors", "rich.console",
     "rich.progress", "rich.table", "tokenizers", "pytest",
 )  # fmt: skip
+OPTIONAL = ("transformers.modeling_utils", "peft")  # 2 s, where they are installed
 MESSAGE_BYTES = 1 << 20
 MOST_DESCRIPTORS = 16
 SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
@@ -392,6 +393,9 @@ if __name__ == "__main__":
     sys.path.remove(os.path.dirname(os.path.realpath(__file__)))
     for name in PRELOADED:
         importlib.import_module(name)
+    for name in OPTIONAL:
+        if importlib.util.find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
     threads = os.listdir("/proc/self/task")
