@@ -13,7 +13,7 @@ import pytest
 gc.disable()  # until all test files are imported: what they allocate stays
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, which reads it
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compiling processes
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # what the CPU says is not compiled to check it
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # trust the CPU instead of compiling
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each program would compile this project anew
 sys.dont_write_bytecode = False
 ROOT = Path(__file__).resolve().parent.parent
