@@ -40,9 +40,8 @@ PRELOADED = (
     "torch", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint",
     "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.launcher.api",
     "torch.distributed.run", "torch.utils.tensorboard", "numpy", "safetensors", "rich.console",
-    "rich.progress", "rich.table", "tokenizers", "pytest",
+    "rich.progress", "rich.table", "tokenizers", "pytest", "transformers.modeling_utils", "peft",
 )  # fmt: skip
-OPTIONAL = ("transformers.modeling_utils", "peft")  # 2 s, where they are installed
 MESSAGE_BYTES = 1 << 20
 MOST_DESCRIPTORS = 16
 SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
@@ -392,9 +391,7 @@ def main(connection: socket.socket) -> None:
 if __name__ == "__main__":
     sys.path.remove(os.path.dirname(os.path.realpath(__file__)))
     for name in PRELOADED:
-        importlib.import_module(name)
-    for name in OPTIONAL:
-        if importlib.util.find_spec(name.partition(".")[0]):
+        if importlib.util.find_spec(name.partition(".")[0]):  # transformers and peft are optional
             importlib.import_module(name)
     gc.collect()
     gc.freeze()

@@ -152,6 +152,7 @@ class Job:
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": str(ROOT),
             "GLOO_SOCKET_IFNAME": emulation.INTERFACE,
+            "RES_OPTIONS": "timeout:1 attempts:1",  # no name server answers in a namespace
         }
         command = [
             *(*emulation.prefix(node.number), sys.executable, "-m", "torch.distributed.run"),

@@ -20,9 +20,12 @@ class Interrupted(BaseException):
     """A signal asked this process to end now; `code` is the exit status a shell gives for it."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
+        super().__init__(number)  # what pickling passes on: ranks send each other their errors
         self.number = number
         self.code = 128 + number
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.number).name}"
 
 
 class Stopping(AbstractContextManager):

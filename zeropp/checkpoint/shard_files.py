@@ -33,7 +33,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from zeropp.checkpoint.memory_files import MemoryFiles
 from zeropp.errors import InputError
-from zeropp.ranks.coordination import current_group, world_size
+from zeropp.ranks.coordination import RankError, current_group, rank, world_size
 
 METADATA = ".metadata"  # written last, by rank 0: which part of which tensor is in which file
 ADVICE = "restore it, or load another checkpoint"
@@ -156,13 +156,18 @@ def os_errors_as_input_errors(
     """Raise an InputError, "<action> (rank 1): <explanation>", for an OSError in the block.
 
     Works for errors that torch.distributed.checkpoint collected from all ranks; the error of the
-    lowest rank is raised.
+    lowest rank is raised. What interrupted this rank, as a signal does, is raised as it was, and
+    what interrupted another one as a RankError.
     """
     try:
         yield
     except CheckpointException as failure:
         number = min(failure.failures)
-        error = failure.failures[number][0]
+        error, own = failure.failures[number][0], failure.failures.get(rank())
+        if own is not None and not isinstance(own[0], Exception):
+            raise own[0] from None
+        if not isinstance(error, Exception):
+            raise RankError(f"rank {number}: {str(error) or type(error).__name__}") from None
         if isinstance(error, InputError):
             raise error from failure
         if not isinstance(error, OSError):
