@@ -390,9 +390,8 @@ def main(connection: socket.socket) -> None:
 
 if __name__ == "__main__":
     sys.path.remove(os.path.dirname(os.path.realpath(__file__)))
-    for name in PRELOADED:
-        if importlib.util.find_spec(name.partition(".")[0]):  # transformers and peft are optional
-            importlib.import_module(name)
+    for name in filter(lambda name: importlib.util.find_spec(name.split(".")[0]), PRELOADED):
+        importlib.import_module(name)  # of those that are installed
     gc.collect()
     gc.freeze()
     threads = os.listdir("/proc/self/task")
