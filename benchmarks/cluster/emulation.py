@@ -27,6 +27,10 @@ from pathlib import Path
 from zeropp.errors import InputError
 
 INTERFACE, LOOPBACK = "eth0", "lo"  # of a node: to other nodes, and within the node
+VARIABLES = {  # of ranks in nodes, where no name server answers: torch asks for every connection
+    "GLOO_SOCKET_IFNAME": INTERFACE,
+    "RES_OPTIONS": "timeout:1 attempts:1",
+}
 MTU = 9000  # bytes: Ethernet's jumbo frame
 UNLIMITED = "none"
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}

@@ -36,7 +36,7 @@ def started_cluster(nodes: int, ranks_per_node: int, rate: str | None) -> Iterat
             variables = {
                 "MASTER_ADDR": emulation.address(0),
                 "MASTER_PORT": str(PORT),
-                "GLOO_SOCKET_IFNAME": emulation.INTERFACE,
+                **emulation.VARIABLES,
             }
         yield stack.enter_context(started_ranks(prefixes, ranks_per_node, variables))
 

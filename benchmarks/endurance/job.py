@@ -151,8 +151,7 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": str(ROOT),
-            "GLOO_SOCKET_IFNAME": emulation.INTERFACE,
-            "RES_OPTIONS": "timeout:1 attempts:1",  # no name server answers in a namespace
+            **emulation.VARIABLES,
         }
         command = [
             *(*emulation.prefix(node.number), sys.executable, "-m", "torch.distributed.run"),
