@@ -1,10 +1,23 @@
-"""The exception for mistakes that a user can correct: bad flags, bad files, bad settings."""
+"""The exception for mistakes that a user can correct (flags, files, settings), and error texts."""
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 
 
 class InputError(ValueError):
     """Says what was given, what was expected and what to do; shown without a traceback."""
+
+
+def picklable(error: Exception, other: Callable[[str], Exception] = RuntimeError) -> Exception:
+    """Return an error that says the same and can be sent to another process.
+
+    An InputError and an OSError stay what they are; of any other error, `other(its traceback)`.
+    """
+    if type(error) is InputError:
+        return InputError(str(error))
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, error.strerror, error.filename)
+    return other("".join(traceback.format_exception(error)))
 
 
 def first_few(names: Sequence[str], most: int = 6) -> str:

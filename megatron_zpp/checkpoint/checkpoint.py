@@ -33,6 +33,7 @@ from megatron_zpp.checkpoint.training_state import (
 from megatron_zpp.checkpoint.weight_source import WeightSource
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.checksums import file_entry
+from zeropp.checkpoint.complete_or_absent import require_visible
 from zeropp.checkpoint.rank_values import name_by_rank
 from zeropp.checkpoint.shard_files import (
     METADATA,
@@ -42,7 +43,7 @@ from zeropp.checkpoint.shard_files import (
 )
 from zeropp.checkpoint.state_tensors import MODEL, load_state, state_to_save
 from zeropp.checkpoint.sync_save import new_checkpoint
-from zeropp.errors import InputError, first_few
+from zeropp.errors import InputError
 from zeropp.ranks.coordination import (
     broadcast_object,
     fail_together,
@@ -216,12 +217,7 @@ def _add_last_files(partial: Path, last_steps: LastSteps) -> None:
     entries = {name: entry for part in gather_objects(shards) for name, entry in part.items()}
     with fail_together():
         if rank() == 0:
-            missing = [name for name in entries if not (partial / name).exists()]
-            if missing:
-                raise InputError(
-                    f"rank 0 does not see {first_few(missing)} in {partial}: --save must be a "
-                    "folder that all nodes share"
-                )
+            require_visible(partial, entries)
             last_steps.add_last_files(partial, entries)
 
 

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from zeropp.checkpoint.complete_or_absent import CheckpointFolder
 from zeropp.checkpoint.memory_files import MemoryFiles
-from zeropp.checkpoint.shard_files import os_errors_as_input_errors, write_shards
+from zeropp.checkpoint.partial_checkpoint import partial_checkpoint
+from zeropp.checkpoint.shard_files import write_shards
 from zeropp.checkpoint.writer_process import (
     Abort,
     AllWritten,
@@ -37,7 +38,6 @@ from zeropp.errors import InputError
 from zeropp.ranks.coordination import (
     RankError,
     broadcast_object,
-    fail_together,
     gather_objects,
     rank,
     world_size,
@@ -102,20 +102,9 @@ class AsyncWriter(AbstractContextManager):
         """
         self.finish()
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        try:
-            with os_errors_as_input_errors(
-                f"cannot save in {checkpoints.path}",
-                lambda error: checkpoints.explain(error, num_bytes),
-            ):
-                with fail_together():
-                    if rank() == 0:
-                        checkpoints.prepare(name, num_bytes)
-                self._memory.remove_all()
-                write_shards(self._memory, tensors)
-        except BaseException:
-            if rank() == 0:
-                checkpoints.discard(name)
-            raise
+        with partial_checkpoint(checkpoints, name, num_bytes):
+            self._memory.remove_all()
+            write_shards(self._memory, tensors)
         job = Job(
             rank=rank(),
             num_ranks=world_size(),

@@ -18,11 +18,12 @@ training. Nothing here needs torch, as those processes do not import it.
 import errno
 import glob
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from zeropp.atomic import sync_folder, write_atomically
-from zeropp.errors import InputError
+from zeropp.errors import InputError, first_few
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -141,3 +142,13 @@ class CheckpointFolder:
         if self.own_names:
             for pointer in self.path.glob(f".{self.pointer}.*.tmp"):  # of `write_atomically`
                 pointer.unlink()
+
+
+def require_visible(partial: Path, names: Iterable[str]) -> None:
+    """Raise InputError unless rank 0 sees these files, which all ranks have written."""
+    missing = [name for name in names if not (partial / name).exists()]
+    if missing:
+        raise InputError(
+            f"rank 0 does not see {first_few(missing)} in {partial}: checkpoints need a folder "
+            "that all nodes share"
+        )

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zeropp.checkpoint.complete_or_absent import CheckpointFolder
-from zeropp.checkpoint.shard_files import os_errors_as_input_errors
+from zeropp.checkpoint.partial_checkpoint import partial_checkpoint
 from zeropp.ranks.coordination import fail_together, rank
 
 
@@ -15,24 +15,11 @@ def new_checkpoint(
 ) -> Iterator[Path]:
     """Yield the folder in which all ranks write checkpoint `name`; publish it at the end.
 
-    To be entered by all ranks. `num_bytes` is the space that the checkpoint needs, over all ranks.
-    `pointer_text` is written to the pointer file, None leaves that as it is. If the block raises,
-    what it wrote is removed. Raises InputError on all ranks for an error of the operating system
-    on any of them, and for too little disk space.
+    As `partial_checkpoint`. `pointer_text` is written to the pointer file, None leaves that as it
+    is.
     """
-    try:
-        with os_errors_as_input_errors(
-            f"cannot save in {checkpoints.path}",
-            lambda error: checkpoints.explain(error, num_bytes),
-        ):
-            with fail_together():
-                if rank() == 0:
-                    checkpoints.prepare(name, num_bytes)
-            yield checkpoints.partial(name)
-            with fail_together():
-                if rank() == 0:
-                    checkpoints.publish(name, pointer_text)
-    except BaseException:
-        if rank() == 0:
-            checkpoints.discard(name)
-        raise
+    with partial_checkpoint(checkpoints, name, num_bytes) as partial:
+        yield partial
+        with fail_together():
+            if rank() == 0:
+                checkpoints.publish(name, pointer_text)

@@ -20,7 +20,6 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
@@ -29,9 +28,9 @@ from typing import NamedTuple, Protocol
 
 from zeropp.atomic import write_atomically
 from zeropp.checkpoint.checksums import BLOCK, FileEntry
-from zeropp.checkpoint.complete_or_absent import CheckpointFolder
+from zeropp.checkpoint.complete_or_absent import CheckpointFolder, require_visible
 from zeropp.checkpoint.memory_files import Extent, read_blocks
-from zeropp.errors import InputError, first_few
+from zeropp.errors import InputError, picklable
 
 NICENESS = 10  # training goes first where there are too few cores
 POLL_SECONDS = 0.1  # between two looks for other ranks' files, and for the parent
@@ -116,7 +115,7 @@ def perform(job: Job, memory_descriptor: int, connection: Connection) -> None:
     try:
         written = Written(entries=_write_files(job, memory_descriptor))
     except Exception as error:  # noqa: BLE001  (raised by the rank)
-        written = Written(error=_picklable(error))
+        written = Written(error=picklable(error))
     connection.send(written)
     if job.last_steps is None or written.error is not None:
         return
@@ -125,7 +124,7 @@ def perform(job: Job, memory_descriptor: int, connection: Connection) -> None:
     except EOFError:  # the rank is gone
         raise
     except Exception as error:  # noqa: BLE001  (raised by the rank)
-        published = Published(error=_picklable(error))
+        published = Published(error=picklable(error))
     connection.send(published)
 
 
@@ -154,12 +153,7 @@ def _write_file(path: Path, memory_descriptor: int, extent: Extent) -> FileEntry
 def _publish(job: Job, last_steps: LastSteps, connection: Connection) -> list[Note]:
     partial = job.checkpoints.partial(job.name)
     entries = _entries_of_all_ranks(job, partial, connection)
-    missing = [name for name in entries if not (partial / name).exists()]
-    if missing:
-        raise InputError(
-            f"rank 0 does not see {first_few(missing)} in {partial}: checkpoints need a folder "
-            "that all nodes share"
-        )
+    require_visible(partial, entries)
     for rank in range(job.num_ranks):
         _written(partial, rank).unlink(missing_ok=True)
     last_steps.add_last_files(partial, entries)
@@ -194,11 +188,3 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
     os._exit(1)
-
-
-def _picklable(error: Exception) -> Exception:
-    if isinstance(error, OSError) and error.errno is not None:
-        return OSError(error.errno, error.strerror, error.filename)
-    if isinstance(error, InputError):
-        return InputError(str(error))
-    return RuntimeError("".join(traceback.format_exception(error)))

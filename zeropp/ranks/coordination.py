@@ -6,7 +6,6 @@ there are, or those of the group that an enclosing `with among(group)` names; th
 those in the group.
 """
 
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,7 +14,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from zeropp.errors import InputError
+from zeropp.errors import picklable
 from zeropp.ranks.process_group import open_store
 from zeropp.ranks.topology import Environment
 
@@ -84,7 +83,7 @@ def fail_together() -> Iterator[None]:
         yield
     except Exception as exception:  # noqa: BLE001  (raised again on all ranks)
         error = exception
-    errors = gather_objects(None if error is None else _picklable(error))
+    errors = gather_objects(None if error is None else picklable(error, _as_rank_error))
     if error is not None:
         raise error
     for error_of_rank in errors:
@@ -115,11 +114,6 @@ def report_once(environment: Environment, report: Callable[[], None]) -> None:
             report()
 
 
-def _picklable(error: Exception) -> Exception:
-    """Return an exception that says the same and can be pickled."""
-    if type(error) is InputError:
-        return InputError(str(error))
-    if isinstance(error, OSError) and error.errno is not None:
-        return OSError(error.errno, error.strerror, error.filename)
+def _as_rank_error(text: str) -> RankError:
     number = dist.get_rank() if dist.is_initialized() else 0
-    return RankError(f"on rank {number}:\n{''.join(traceback.format_exception(error))}")
+    return RankError(f"on rank {number}:\n{text}")
