@@ -106,6 +106,24 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
             os.kill(int(path.read_text()), signal.SIGKILL)
 
 
+def wait_until_watching(process: subprocess.Popen) -> None:
+    """Wait until the agent knows its ranks; a signal before that reaches them as SIGTERM.
+
+    It then looks for ended ranks ten times a second and sleeps in between, which nothing it does
+    between starting the ranks and watching them does ten times.
+    """
+    if sys.platform != "linux":
+        time.sleep(1)
+        return
+
+    def num_sleeps() -> int:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        return int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)", status, re.MULTILINE)[1])
+
+    before = num_sleeps()
+    wait_for(lambda: num_sleeps() >= before + 10, START_SECONDS, "watching")
+
+
 def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
@@ -265,6 +283,7 @@ def test_signals_reach_the_ranks_which_may_save(
 ) -> None:
     process = start("wait", "--num_ranks", "2")
     running = pids(tmp_path, 2)
+    wait_until_watching(process)
     process.send_signal(number)
     assert last_lines(process) == [f"zeropp: stopped by {number.name}"]
     assert process.returncode == 128 + number
