@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +33,25 @@ def start(command: list[str], log: Path, folder: Path) -> subprocess.Popen:
             env=environment,
             start_new_session=True,
         )
+
+
+@contextlib.contextmanager
+def launching(folder: Path) -> Iterator[Callable[[list[str]], tuple[subprocess.Popen, Path]]]:
+    """Yield a function that starts a command in `folder` and returns its process and its log.
+
+    Whatever is left of the commands is killed at the end.
+    """
+    processes = []
+
+    def run(command: list[str]) -> tuple[subprocess.Popen, Path]:
+        log = folder / f"log-{len(processes)}.txt"
+        processes.append(start(command, log, folder))
+        return processes[-1], log
+
+    yield run
+    for process in processes:
+        if process.poll() is None:
+            kill_all(process)
 
 
 def zeropp(num_ranks: int, script: str, flags: str) -> list[str]:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.launched import LAUNCH, ROOT, TORCHRUN, kill_all, rank_pid, start, wait_for, zeropp
+from tests.launched import LAUNCH, ROOT, TORCHRUN, kill_all, launching, rank_pid, wait_for, zeropp
 
 TUTORIAL = (
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 2 "
@@ -28,18 +28,8 @@ FOREVER = TINY + "--train-iters 1000000 "
 
 @pytest.fixture
 def launch(tmp_path):
-    """Start our script on ranks; whatever is left of it is killed at the end."""
-    processes = []
-
-    def run(command: list[str]) -> tuple[subprocess.Popen, "os.PathLike"]:
-        log = tmp_path / f"log-{len(processes)}.txt"
-        processes.append(start(command, log, tmp_path))
-        return processes[-1], log
-
-    yield run
-    for process in processes:
-        if process.poll() is None:
-            kill_all(process)
+    with launching(tmp_path) as run:
+        yield run
 
 
 def losses(text: str) -> list[float]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import LAUNCH, ROOT, TORCHRUN, kill_all, rank_pid, start
+from tests.launched import LAUNCH, ROOT, TORCHRUN, kill_all, launching, rank_pid
 
 TINY = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --mock-data "
@@ -26,20 +26,14 @@ TINY = (
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable]:
     """Start pretrain_gpt.py under a launcher; whatever is left of it is killed at the end."""
-    processes = []
+    folders = f"--save {tmp_path}/save --load {tmp_path}/save "
+    with launching(tmp_path) as run:
 
-    def run(launcher: list[str], flags: str = "") -> tuple[subprocess.Popen, Path]:
-        log = tmp_path / f"log-{len(processes)}.txt"
-        folders = f"--save {tmp_path}/save --load {tmp_path}/save "
-        arguments = (TINY + ("" if "--save" in flags else folders) + flags).split()
-        command = [*launcher, str(ROOT / "pretrain_gpt.py"), *arguments]
-        processes.append(start(command, log, tmp_path))
-        return processes[-1], log
+        def pretrain(launcher: list[str], flags: str = "") -> tuple[subprocess.Popen, Path]:
+            arguments = (TINY + ("" if "--save" in flags else folders) + flags).split()
+            return run([*launcher, str(ROOT / "pretrain_gpt.py"), *arguments])
 
-    yield run
-    for process in processes:
-        if process.poll() is None:
-            kill_all(process)
+        yield pretrain
 
 
 def loaded(log: Path) -> list[int]:

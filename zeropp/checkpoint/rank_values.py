@@ -83,6 +83,12 @@ def names_for_rank(saved: Iterable[str], exact: str) -> dict[str, str]:
     return names
 
 
+def without_rank(saved_name: str) -> str:
+    """Return the name that the tensor has on its rank."""
+    match = _OF_RANK.fullmatch(saved_name)
+    return match[2] if match else saved_name
+
+
 def _plain_name(name: str) -> str:
     return PLAIN + name.removeprefix(LOCAL) if name.startswith(LOCAL) else name
 

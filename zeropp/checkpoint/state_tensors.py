@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.checkpoint.rank_values import LOCAL, PLAIN, names_for_rank
+from zeropp.checkpoint.rank_values import LOCAL, PLAIN, names_for_rank, without_rank
 from zeropp.checkpoint.shard_files import read_shards, saved_tensors
 from zeropp.errors import InputError, first_few
 from zeropp.ranks.coordination import fail_together
@@ -64,7 +64,9 @@ def load_state(
         everything = saved_tensors(folder)
         if not with_optimizer_state:
             everything = {
-                name: tensor for name, tensor in everything.items() if f".{MODEL}" in f".{name}"
+                name: tensor
+                for name, tensor in everything.items()
+                if without_rank(name).startswith(MODEL)
             }
         names = names_for_rank(everything, exact=MODEL)
         saved = {name: everything[saved_name] for name, saved_name in names.items()}

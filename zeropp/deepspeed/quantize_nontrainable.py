@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from zeropp import fsdp_adapter as fsdp
 from zeropp.deepspeed.fp32_weights import HALVES
 from zeropp.errors import InputError
-from zeropp.fsdp_adapter import inherit
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.between_passes import hold_shards_between_passes
 from zeropp.sharding.materialize import copy_from_first_rank
@@ -170,7 +169,7 @@ def _unshard_added(root: nn.Module, added: set[nn.Parameter], device: torch.devi
             if parameter not in unsharded:
                 full = _trained_in_fp32(parameter.detach().full_tensor(), parameter)
                 full_parameter = nn.Parameter(full, requires_grad=parameter.requires_grad)
-                inherit(full_parameter, parameter)
+                fsdp.inherit(full_parameter, parameter)
                 unsharded[parameter] = full_parameter
             setattr(module, name, unsharded[parameter])
 

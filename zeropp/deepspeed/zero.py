@@ -85,9 +85,10 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
             raise InputError(f"GatheredParameters takes parameters, not {kind}")
     sharded = [each for each in dict.fromkeys(parameters) if isinstance(each, DTensor)]
     _require_rank(modifier_rank, sharded)
-    sharded = sharded if enabled else []
-    if enabled:
-        require_shards(each for each in parameters if isinstance(each, nn.Parameter))
+    if not enabled:
+        yield
+        return
+    require_shards(each for each in parameters if isinstance(each, nn.Parameter))
     gathered = []
     try:
         for parameter in sharded:

@@ -153,10 +153,15 @@ def set_gradient_dtypes(unit: FSDPModule) -> None:
             group._init_mp_dtypes()
 
 
+def forget_forward(group: object) -> None:
+    """Let no reduction be due of these parameters, whose last forward pass counts no more."""
+    if reducer := getattr(group, "zeropp_reducer", None):
+        reducer.is_due = False
+
+
 def discard_gradients(unit: FSDPModule, set_to_none: bool = True) -> None:
     """Clear the unit's gradients, those included that FSDP2 accumulates until it reduces them."""
     for group in groups_of(unit):
-        if reducer := getattr(group, "zeropp_reducer", None):
-            reducer.is_due = False
+        forget_forward(group)
     for parameter in parameters_of(unit):
         parameters.discard_gradients(parameter, set_to_none)

@@ -7,6 +7,7 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
 from zeropp.errors import InputError
+from zeropp.fsdp_adapter.gradients import forget_forward
 from zeropp.fsdp_adapter.param_groups import groups_of_state
 
 
@@ -43,6 +44,5 @@ def abandon_pass(root: FSDPModule) -> None:
         )
     for state in root._get_fsdp_state()._state_ctx.all_states:
         for group in groups_of_state(state):
-            if reducer := getattr(group, "zeropp_reducer", None):
-                reducer.is_due = False
+            forget_forward(group)
     root.reset_iter_state()

@@ -3,15 +3,12 @@
 The model's own parameters are rounded to 16 bit, and those of a delayed update are one step behind.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from zeropp.optim.step import local_part
-
-Masters = Mapping[nn.Parameter, nn.Parameter]
 
 
 def use_in_state_dicts(model: nn.Module, optimizer: Any) -> None:

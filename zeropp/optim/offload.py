@@ -27,7 +27,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
-from zeropp.fsdp_adapter import inherit
 from zeropp.optim.step import local_part
 from zeropp.ranks.coordination import fail_together
 from zeropp.ranks.host_memory import free_bytes, pinned_bytes
@@ -380,5 +379,5 @@ def _set_local_part(parameter: nn.Parameter, local: Tensor) -> None:
         return
     sharded = fsdp.shard_like(parameter, local)
     new_parameter = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-    inherit(new_parameter, parameter)
+    fsdp.inherit(new_parameter, parameter)
     torch.utils.swap_tensors(parameter, new_parameter)

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
-from zeropp.fsdp_adapter import has_accumulation_hooks
 
 
 def require_shardable(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -59,7 +58,7 @@ def _require_order(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 def _require_plain(name: str, parameter: nn.Parameter) -> None:
     """Require a contiguous floating-point `nn.Parameter` without hooks on accumulated gradients."""
-    if has_accumulation_hooks(parameter):
+    if fsdp.has_accumulation_hooks(parameter):
         raise InputError(
             f"parameter {name} has a hook of register_post_accumulate_grad_hook, and its gradient "
             "will be accumulated in shards: register the hook on the model's parameter after "

@@ -70,6 +70,7 @@ class Sharding:
         self.model.zero_grad(set_to_none)
         if self.failed_passes is not None and set_to_none:
             self.failed_passes.discard()
+            return
         for unit in self.units:
             fsdp.discard_gradients(unit, set_to_none)
 

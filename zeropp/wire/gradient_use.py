@@ -27,6 +27,7 @@ class GradientUse:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self._begin: dict[fsdp.FSDPModule, int] = {}  # of a unit's parameters among all
+        self._used = bytearray()
         self._passes: set[int] = set()  # running backward passes at whose end ranks compare
         self.gradient_of: Callable[[nn.Parameter], torch.Tensor | None] = gradient_of
         self.clear_gradient: Callable[[nn.Parameter], None] = clear_gradient
@@ -39,7 +40,7 @@ class GradientUse:
 
     def discard(self) -> None:
         """Forget the notes of a pass that did not end."""
-        self._used = bytearray(sum(len(fsdp.own_pieces(unit)) for unit in self._begin))
+        self._used = bytearray(len(self._used))
         self._order: list[fsdp.FSDPModule] = []
         self._unused: dict[int, nn.Parameter] = {}  # got zeros here, and had no gradient before
         self._passes.clear()

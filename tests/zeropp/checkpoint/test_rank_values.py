@@ -47,10 +47,10 @@ class Normed(SmallModel):
     def __init__(self) -> None:
         super().__init__()
         self.batch_norm = nn.BatchNorm1d(5)
-        self.scale = nn.Parameter(torch.ones(1))
+        self.model = nn.ParameterDict({"scale": nn.Parameter(torch.ones(1))})
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.scale * self.batch_norm(super().forward(tokens))
+        return self.model["scale"] * self.batch_norm(super().forward(tokens))
 
 
 def engine_of(optimizer: Callable = LocalMomentum, stage: int = 3) -> Engine:
