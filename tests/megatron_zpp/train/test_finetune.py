@@ -26,7 +26,7 @@ SENTENCES = ("the cat sat on the mat", "a dog ran to it", "the dog sat on a cat 
 MIXZ = {
     "stage": 3, "zero_quantized_nontrainable_weights": True, "zero_hpz_partition_size": 2,
 }  # fmt: skip
-RUN = "--train-iters 6 --micro-batch-size 1 --global-batch-size 4 --lora-rank 4 --lr-decay-style "
+RUN = "--train-iters 4 --micro-batch-size 1 --global-batch-size 4 --lora-rank 4 --lr-decay-style "
 RUN += "constant --split 90,10,0 "
 
 
@@ -90,9 +90,9 @@ def test_a_dry_run_forecasts_the_memory(base, zero, tmp_path):
 @ranks(2, timeout=180)
 def test_resuming_changes_no_digit_and_reads_the_frozen_weights_again(base, tmp_path):
     flags = base + with_json(tmp_path, MIXZ)
-    saving = f"--save {tmp_path}/save --load {tmp_path}/save --save-interval 3 "
+    saving = f"--save {tmp_path}/save --load {tmp_path}/save --save-interval 2 "
     whole = losses(log_of(flags))
-    first = losses(log_of(flags + saving + "--exit-interval 3"))
+    first = losses(log_of(flags + saving + "--exit-interval 2"))
     assert first + losses(log_of(flags + saving)) == whole
 
 
@@ -138,7 +138,7 @@ def test_a_saved_run_opens_with_its_adapters_merged(base, stored, tmp_path):
     start, first = open_model(folder), open_model(tmp_path / "first")
     second = open_model(tmp_path / "second")
     assert first.base == Path(folder) and second.base == first.path
-    assert first.path == (tmp_path / "first" / "iter_0000006").resolve()
+    assert first.path == (tmp_path / "first" / "iter_0000004").resolve()
     for before, after in ((start, first), (first, second)):
         for name, tensor in before.tensors():
             merged = after.weights.read(name)

@@ -11,11 +11,11 @@ from tests.ranks import ranks
 
 BATCH = "--micro-batch-size 2 --global-batch-size 16 "
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 "
-RESUMED = BATCH + NO_DROPOUT + "--train-iters 12 "
+RESUMED = BATCH + NO_DROPOUT + "--train-iters 8 "
 PRECISIONS = {
     "fp32": "",
     "bf16": "--bf16 ",
-    "fp16": "--fp16 --initial-loss-scale 2097152 --loss-scale-window 4 --hysteresis 1 ",
+    "fp16": "--fp16 --initial-loss-scale 2097152 --loss-scale-window 2 --hysteresis 1 ",
 }
 RELATIVE = 1e-5  # the promise for unquantized fp32 runs, whatever the stage and the ranks
 
@@ -56,23 +56,24 @@ def test_20_losses_agree_at_every_stage_and_on_one_rank(tmp_path):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("precision", list(PRECISIONS))
-@ranks(4, timeout=120)
+@ranks(2, timeout=120)
 def test_a_stop_in_the_middle_changes_no_digit(precision, stage, tmp_path):
-    flags = f"{BATCH} {PRECISIONS[precision]} --zero-stage {stage} --train-iters 12 "
-    flags += "--lr-warmup-iters 3 --lr-decay-style cosine --dataloader-type cyclic "
+    flags = f"{PRECISIONS[precision]} --zero-stage {stage} --train-iters 8 "
+    flags += "--micro-batch-size 2 --global-batch-size 8 --dataloader-type cyclic "
+    flags += "--lr-warmup-iters 2 --lr-decay-style cosine "
     straight = log_of(flags)
     folder = f"--save {tmp_path} --load {tmp_path} "
-    first = log_of(flags + folder + "--exit-interval 6")
+    first = log_of(flags + folder + "--exit-interval 5")
     second = log_of(flags + folder)
     if dist.get_rank() != 0:
         return
-    assert len(losses(straight)) == 12 and len(losses(first)) == 6
+    assert len(losses(straight)) == 8 and len(losses(first)) == 5
     assert losses(first) + losses(second) == losses(straight)
     for name in ("grad norm", "learning rate", "loss scale", "consumed samples"):
         assert field(first, name) + field(second, name) == field(straight, name)
     if precision == "fp16":
         assert len(set(field(straight, "loss scale"))) > 1  # it moved, and came back right
-        assert field(straight, "number of skipped iterations").count("0") > 6
+        assert field(straight, "number of skipped iterations").count("0") >= 4
 
 
 @ranks(2, timeout=120)
@@ -98,8 +99,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The checkpoint of 4 ranks at stage 3 after half of `RESUMED`, and the log of all of it."""
     folder = tmp_path_factory.mktemp("stopped")
     straight = run(4, RESUMED + "--zero-stage 3", folder)
-    first = run(4, f"{RESUMED} --save {folder}/save --zero-stage 3 --exit-interval 6", folder)
-    assert losses(first) == losses(straight)[:6]
+    first = run(4, f"{RESUMED} --save {folder}/save --zero-stage 3 --exit-interval 4", folder)
+    assert losses(first) == losses(straight)[:4]
     return folder / "save", straight
 
 
@@ -107,7 +108,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_resuming_on_other_ranks_and_another_stage(then, stopped, tmp_path):
     saved, straight = stopped
     second = run(then[0], f"{RESUMED} --load {saved} --zero-stage {then[1]}", tmp_path)
-    assert loss_values(second) == pytest.approx(loss_values(straight)[6:], rel=RELATIVE)
+    assert loss_values(second) == pytest.approx(loss_values(straight)[4:], rel=RELATIVE)
 
 
 def test_dropout_does_not_depend_on_the_number_of_ranks(tmp_path):

@@ -15,7 +15,7 @@ from tests.megatron_zpp.train.training_runs import TINY, field, log_of, loss_val
 from tests.ranks import ranks
 from zeropp.ranks.topology import Environment
 
-FLAGS = "--train-iters 8 --global-batch-size 8 --micro-batch-size 1 --bf16 "
+FLAGS = "--train-iters 8 --global-batch-size 4 --micro-batch-size 1 --bf16 "
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -84,7 +84,7 @@ def test_a_stop_with_an_update_under_way_changes_no_digit(tmp_path):
     config.write_text(
         json.dumps(
             {
-                "train_batch_size": 8,
+                "train_batch_size": 4,
                 "train_micro_batch_size_per_gpu": 1,
                 "bf16": {"enabled": True},
                 "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},

@@ -61,7 +61,7 @@ def train_and_evaluate(
     sharding = shard_on_nodes(zero, model, **settings)
     stepper = OPTIMIZERS[optimizer](sharding.model.parameters())
     losses = [evaluate(sharding)]
-    for number in range(3):
+    for number in range(2):
         losses += step(sharding, stepper, number, micro_batches=2)
         losses += [evaluate(sharding), evaluate(sharding)]
     losses += [weight.full_tensor().double().sum().item() for weight in sharding.model.parameters()]
@@ -77,7 +77,6 @@ def train_and_evaluate(
         (SmallModel, "own", {}),
         (SmallModel, "fused", {"bf16": {"enabled": True}}),
         (Recomputed, "sgd", {}),
-        (Recomputed, "fused", {"bf16": {"enabled": True}}),
     ],
 )
 @ranks(4)
@@ -175,7 +174,7 @@ def test_a_frozen_model_crosses_the_nodes_once():
 
 @pytest.mark.parametrize(
     ("size", "ranks_per_node"),
-    [(1, 2), (2, 2), (3, 2), (6, 2), (16, 3), (2, 3), (2, 1), (3, 6)],
+    [(1, 2), (3, 2), (6, 2), (16, 3), (2, 3), (2, 1)],
 )
 @ranks(6)
 def test_any_size_gives_the_same_bits(size, ranks_per_node):
