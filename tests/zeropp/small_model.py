@@ -33,9 +33,9 @@ class SmallModel(nn.Module):
         return F.linear(x, self.embedding.weight)  # tied head
 
 
-def small_model() -> SmallModel:
+def small_model(num_blocks: int = 3) -> SmallModel:
     torch.manual_seed(5)
-    return SmallModel()
+    return SmallModel(num_blocks)
 
 
 def tokens_of(step: int, samples: int = 8) -> torch.Tensor:

@@ -17,7 +17,7 @@ from tests.ranks import ranks
 from zeropp.ranks.topology import Environment
 
 TINY = {
-    "layers": 2,
+    "layers": 1,
     "hidden": 32,
     "heads": 2,
     "seq": 16,
@@ -54,7 +54,7 @@ def test_every_comparison_is_verified_and_timed(finished):
 
 def test_command_and_machine_are_recorded(finished):
     result, _ = finished
-    assert result["command"].startswith("python -m benchmarks.step.train_step --layers 2")
+    assert result["command"].startswith("python -m benchmarks.step.train_step --layers 1")
     assert result["versions"]["torch"] == torch.__version__
     assert result["machine"]["cores"] > 0
     assert result["shape"] == TINY

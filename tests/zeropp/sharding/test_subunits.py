@@ -12,7 +12,7 @@ from zeropp import InputError
 from zeropp.sharding.subunits import trained_subunits
 from zeropp.wire.frozen_weights import is_quantized
 
-STEPS = 3
+STEPS = 2
 MIXZ = {"stage": 3, "zero_quantized_nontrainable_weights": True}
 CONFIG = {
     "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "zero_optimization": MIXZ,

@@ -72,7 +72,7 @@ def test_parameters_without_a_gradient_do_not_shift_others(zero):
     """FSDP2: only parameters that have a gradient are in the buffer that is reduced."""
     sharding = shard_prescribed(SHAPES, zero_config(zero, 2))
     weights = list(sharding.model.parameters())
-    for seed, absent in enumerate([(), (0,), (1, 2), (3, 4), (), (7,), (0, 1, 2, 3)]):
+    for seed, absent in enumerate([(), (0,), (1, 2, 4), (7,), (0, 1, 2, 3)]):
         one_pass(sharding, seed, absent)
         for index, weight in enumerate(weights):
             if index in absent:
@@ -82,7 +82,7 @@ def test_parameters_without_a_gradient_do_not_shift_others(zero):
             weight.grad = None
 
 
-@pytest.mark.parametrize("zero", ZEROS, ids=str)
+@pytest.mark.parametrize("zero", [*ZEROS[:4], ALL_THREE], ids=str)
 @ranks(4)
 def test_micro_batches_add_up_and_may_leave_out_different_parameters(zero):
     sharding = shard_prescribed(SHAPES, zero_config(zero, 2))

@@ -86,8 +86,7 @@ def test_two_forward_passes_before_one_backward(stage: int, ranks_per_node: int)
     require_equal(sharding, expected)
 
 
-@STAGES
-@ROUTES
+@pytest.mark.parametrize(("stage", "ranks_per_node"), [(0, 4), (1, 2), (1, 4), (2, 2), (3, 2)])
 @ranks(4)
 def test_a_penalty_on_the_shards_before_the_forward_pass(stage: int, ranks_per_node: int):
     expected = expected_gradients(Stack((0, 1, 2)), 2, penalty=0.01)

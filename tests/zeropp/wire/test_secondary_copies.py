@@ -28,8 +28,8 @@ from zeropp.wire.collectives import weight_layout
 class Recomputed(SmallModel):
     """A small model whose blocks recompute their activations in backward."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
         for block in self.blocks:
             block.wrapped = block.forward
             block.forward = lambda x, block=block: checkpoint(block.wrapped, x, use_reentrant=False)
@@ -84,9 +84,9 @@ def test_a_copy_changes_no_bit(kind, optimizer, settings):
     """DeepSpeed issues #4851 #5059 #7606: a stale secondary; #4784: activation checkpointing."""
     for without, with_copy in ((QWZ, BOTH), ({"stage": 3}, HPZ)):
         torch.manual_seed(5)
-        expected, more = train_and_evaluate(without, optimizer, kind(), **settings)
+        expected, more = train_and_evaluate(without, optimizer, kind(2), **settings)
         torch.manual_seed(5)
-        losses, fewer = train_and_evaluate(with_copy, optimizer, kind(), **settings)
+        losses, fewer = train_and_evaluate(with_copy, optimizer, kind(2), **settings)
         assert losses == expected
         assert fewer < more
 
@@ -181,7 +181,7 @@ def test_any_size_gives_the_same_bits(size, ranks_per_node):
     """D2: smaller than a node, larger, across nodes, the world, more than the world."""
 
     def losses(zero: dict) -> list[float]:
-        sharding = shard(small_model(), data_mesh(), zero_config(zero, ranks_per_node))
+        sharding = shard(small_model(2), data_mesh(), zero_config(zero, ranks_per_node))
         optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
         values = []
         for number in range(2):

@@ -91,7 +91,7 @@ def test_every_rank_computes_with_the_same_quantized_weights(settings, bits):
         config = zero_config(zero, ranks_per_node, zeropp={"weight_bits": bits}, **settings)
         sharding = shard_odds(config)
         dtype = getattr(torch, config.compute_format)
-        for weights in computed_with(sharding, passes=2):
+        for weights in computed_with(sharding, passes=2 if zero == BOTH else 1):
             for weight, whole in zip(weights, Odd().weights, strict=True):
                 expected = whole.to(dtype)
                 if whole.dim() >= 2:
