@@ -23,7 +23,7 @@ from megatron_zpp.settings.config import Config
 from zeropp import optimizer_step
 from zeropp.ranks.process_group import start_process_group
 from zeropp.ranks.topology import Environment
-from zeropp.sharding.shard import find_nodes
+from zeropp.sharding.grid import find_nodes
 
 CPU = torch.device("cpu")
 VOCABULARY = 1000

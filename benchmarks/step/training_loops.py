@@ -24,7 +24,8 @@ from megatron_zpp.train.step import train_step
 from zeropp import optimizer_step, shard
 from zeropp.fsdp_adapter import gather_ahead
 from zeropp.optim.step import local_part
-from zeropp.sharding.shard import find_nodes, use_gradient_mean
+from zeropp.sharding.grid import find_nodes
+from zeropp.sharding.shard import use_gradient_mean
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.route import gradient_route
 from zeropp.wire.traffic import Traffic

@@ -18,6 +18,7 @@ from megatron_zpp.planner.planned_run import FP32_BYTES, PlannedRun, Unit, plan_
 from megatron_zpp.settings.config import Config
 from zeropp.fsdp_adapter import AHEAD
 from zeropp.ranks.host_memory import pinned_bytes
+from zeropp.sharding.grid import Grid
 from zeropp.sharding.sharding import Sharding
 from zeropp.wire.route import Nodes
 from zeropp.wire.secondary_copies import SecondaryCopies
@@ -78,7 +79,7 @@ def estimate(config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool) -> 
         device, host = {}, device + host
     copies = SecondaryCopies(in_evaluation=True) if run.forecast.weights.keeps else None
     sharding = Sharding(
-        model=run.model, stage=run.stage, num_ranks=run.num_ranks,
+        model=run.model, grid=Grid(run.model, None, None), stage=run.stage, num_ranks=run.num_ranks,
         compute_dtype=run.compute_dtype,
         forecast=run.forecast if run.num_ranks > 1 else None, copies=copies,
         stores_frozen=config.zero.stores_frozen,

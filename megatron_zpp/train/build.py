@@ -22,7 +22,7 @@ from megatron_zpp.train.stop import Stopping
 from zeropp import LossScaler
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.ranks.coordination import fail_together
-from zeropp.sharding.shard import find_nodes
+from zeropp.sharding.grid import find_nodes
 from zeropp.wire.route import require_fit
 
 

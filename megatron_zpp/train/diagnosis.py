@@ -63,7 +63,7 @@ def describe_spike(run: Run, pending: PendingIteration) -> str:
         return text
     _compute_again(run, pending.samples)
     norms = {
-        name: global_norm([local_part(parameter.grad)], run.sharding).item()
+        name: global_norm([(parameter, local_part(parameter.grad))], run.sharding).item()
         for name, parameter in run.sharding.model.named_parameters()
         if parameter.grad is not None
     }

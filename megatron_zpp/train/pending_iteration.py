@@ -112,7 +112,7 @@ def parameters_norm(run: Run) -> float:
     """L2 norm of all parameters, of the optimizer's fp32 copies where it has them."""
     masters = masters_of(run.optimizer)
     weights = [
-        local_part(masters.get(parameter, parameter).detach())
+        (parameter, local_part(masters.get(parameter, parameter).detach()))
         for parameter in run.sharding.model.parameters()
     ]
     return global_norm(weights, run.sharding).item()

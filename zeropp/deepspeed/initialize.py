@@ -33,8 +33,9 @@ from zeropp.ranks.coordination import among
 from zeropp.ranks.process_group import pick_device, start_process_group
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import Batch, ZeroConfig
+from zeropp.sharding.grid import data_axis
 from zeropp.sharding.materialize import copy_from_first_rank
-from zeropp.sharding.shard import require_data_axis, shard
+from zeropp.sharding.shard import shard
 from zeropp.sharding.sharding import Sharding
 
 AXIS = "fsdp"  # by this name PEFT knows that a sharded layer computes with full weights
@@ -193,8 +194,7 @@ def _data_mesh(
     """Return the mesh that was given, or one of all ranks. Raises InputError if it is unusable."""
     if mesh is None:
         mesh = init_device_mesh(device.type, (environment.world_size,), mesh_dim_names=(AXIS,))
-    require_data_axis(mesh)
-    return mesh
+    return data_axis(mesh, None)
 
 
 def _require_memory(model: nn.Module) -> None:

@@ -70,8 +70,7 @@ def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Shard
             "no more then: add adapters before the first forward pass"
         )
     _require_called(sharding.model, added)
-    parameters = sharding.model.parameters()
-    mesh = next(each.device_mesh for each in parameters if isinstance(each, DTensor))
+    mesh = sharding.grid.data
     policy = precision(config, cast_forward_inputs=True)
     subunit_of: dict[nn.Module, fsdp.FSDPModule] = {}
     for unit, subunits in added.items():

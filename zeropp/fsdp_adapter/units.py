@@ -78,6 +78,11 @@ def shard_unit(
         inherit_when_gathered(parameter)
 
 
+def replica_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """Return an axis as two of the same mesh: replicas over all its ranks, shards over none."""
+    return mesh._unflatten(0, (mesh.size(), 1), ("replica", "shard"))
+
+
 def use_all_gather(unit: FSDPModule, comm: AllGather) -> None:
     """Use `comm` to gather the unit's weights."""
     unit.set_custom_all_gather(comm)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from zeropp.errors import InputError
@@ -67,7 +66,7 @@ def optimizer_step(
         optimizer.await_gradients()
     require_on_shards(optimizer)
     _require_gradients(optimizer)
-    gradients = local_gradients(optimizer)
+    gradients = own_gradients(optimizer)
     scale = scaler.scale if scaler else 1.0
     norm = global_norm(gradients, sharding) / scale
     factor = _factor(norm, scale, clip_grad, loss)
@@ -76,7 +75,7 @@ def optimizer_step(
     if takes_factor and (scaler is None or not result.skipped):
         optimizer.step(factor=factor.float())
     elif not takes_factor and not result.skipped:
-        _scale(gradients, result.factor)
+        _scale([part for _, part in gradients], result.factor)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     if scaler:
@@ -84,11 +83,14 @@ def optimizer_step(
     return result
 
 
-def local_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+Parts = Sequence[tuple[torch.Tensor, torch.Tensor]]  # parameters, and this rank's slices of tensors
+
+
+def own_gradients(optimizer: torch.optim.Optimizer) -> Parts:
     """This rank's slices of the gradients, as plain tensors that share their memory; none empty."""
     owners = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    slices = [local_part(owner.grad) for owner in owners if owner.grad is not None]
-    return [slice_ for slice_ in slices if slice_.numel()]
+    parts = [(owner, local_part(owner.grad)) for owner in owners if owner.grad is not None]
+    return [(owner, part) for owner, part in parts if part.numel()]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,20 +98,27 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def global_norm(tensors: Sequence[torch.Tensor], sharding: Sharding) -> torch.Tensor:
-    """L2 norm over all ranks' slices, summed in fp64; 0-d."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_device.setdefault(tensor.device, []).append(tensor)
-    norms = (torch._foreach_norm(alike, dtype=torch.float32) for alike in by_device.values())
-    squares = [torch.stack(each).double().square().sum() for each in norms]
+def global_norm(parts: Parts, sharding: Sharding) -> torch.Tensor:
+    """L2 norm over all ranks' slices, summed in fp64; 0-d. What several ranks hold counts once."""
+    alike: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+    for owner, part in parts:
+        if part.numel():
+            copies = sharding.grid.num_copies(owner)
+            alike.setdefault((part.device, copies), []).append(part)
+    squares = []
+    for (_, copies), tensors in alike.items():
+        norms = torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))
+        squares.append(norms.double().square().sum() / copies)
     return _sum_over_ranks(squares, sharding).sqrt()
 
 
-def global_zeros(tensors: Sequence[torch.Tensor], sharding: Sharding) -> torch.Tensor:
+def global_zeros(parts: Parts, sharding: Sharding) -> torch.Tensor:
     """How many elements over all ranks' slices are zero; fp64, 0-d."""
-    return _sum_over_ranks([t.numel() - torch.count_nonzero(t) for t in tensors], sharding)
+    counts = [
+        (part.numel() - torch.count_nonzero(part)).double() / sharding.grid.num_copies(owner)
+        for owner, part in parts
+    ]
+    return _sum_over_ranks(counts, sharding)
 
 
 def _factor(
@@ -144,6 +153,4 @@ def _sum_over_ranks(terms: list[torch.Tensor], sharding: Sharding) -> torch.Tens
     total = torch.zeros((), dtype=torch.float64, device=device)
     if terms:
         total += torch.stack([term.to(device) for term in terms]).sum(dtype=torch.float64)
-    if sharding.shards_gradients:
-        dist.all_reduce(total, group=sharding.group)
-    return total
+    return sharding.grid.sum(total, over_data=sharding.shards_gradients)

@@ -22,20 +22,19 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
-from zeropp.ranks.groups import inherit_time_limit, shared_group
-from zeropp.ranks.topology import Environment
+from zeropp.ranks.groups import inherit_time_limit
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.between_passes import hold_shards_between_passes
 from zeropp.sharding.checks import require_shardable
 from zeropp.sharding.failed_pass import FailedPasses
 from zeropp.sharding.forecast import Forecast
+from zeropp.sharding.grid import Grid, data_axis, find_nodes, ranks_of, replicas
 from zeropp.sharding.materialize import (
     allocate_meta_tensors,
     materialize_shards,
@@ -49,7 +48,7 @@ from zeropp.wire.frozen_weights import quantize_frozen, stored_bytes
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.in_flight import Reductions
 from zeropp.wire.link import Link, connect
-from zeropp.wire.route import Nodes, Route, gradient_route, weight_route
+from zeropp.wire.route import Route, gradient_route, weight_route
 from zeropp.wire.secondary_copies import SecondaryCopies
 from zeropp.wire.traffic import Traffic
 
@@ -62,10 +61,14 @@ def shard(
     mesh: DeviceMesh | None,
     config: ZeroConfig,
     *,
+    axis: str | None = None,
     units: Iterable[nn.Module] | None = None,
     cast_forward_inputs: bool = True,
 ) -> Sharding:
-    """Shard `model` in place over the one-axis `mesh` of data-parallel ranks.
+    """Shard `model` in place over the data-parallel ranks: `mesh`, or its axis of the name `axis`.
+
+    Parameters may be DTensors on the other axes of `mesh`, as after tensor parallelism's
+    `parallelize_module`.
 
     `units` are the submodules gathered one at a time, in forward order; by default the entries
     of the model's outermost `nn.ModuleList`s. Parameters stay fp32 (or as they are); compute
@@ -73,15 +76,17 @@ def shard(
     With one rank in fp32 there is nothing to shard and the model is left as it is. A model built
     inside `zeropp.zero.Init` gets its memory here, shard by shard.
 
-    Raises InputError for a mesh of more than one axis or without this rank, settings that are not
-    available or do not fit the ranks, and parameters that cannot be sharded.
+    Raises InputError for a mesh of several axes without `axis` or without this rank, settings that
+    are not available or do not fit the ranks, and parameters that cannot be sharded.
     """
+    data = None
     if mesh is not None:
-        require_data_axis(mesh)
-        inherit_time_limit(mesh.get_group())
+        data = data_axis(mesh, axis)
+        for each in range(mesh.ndim):
+            inherit_time_limit(mesh.get_group(each))
     recorded_tensors = replace_by_meta(model)
-    sharding = _shard(model, mesh, config, units, cast_forward_inputs)
-    device = torch.device("cpu") if config.offloads_weights else _device_of(mesh)
+    sharding = _shard(model, mesh, data, config, units, cast_forward_inputs)
+    device = torch.device("cpu") if config.offloads_weights else _device_of(data)
     materialize_shards(recorded_tensors, sharding.group, device)
     fsdp.refresh_parameters(sharding.units)
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -140,24 +145,6 @@ def store_frozen(
     return replace(sharding, forecast=forecast, stores_frozen=True)
 
 
-def find_nodes(mesh: DeviceMesh, config: ZeroConfig) -> Nodes:
-    """Return which ranks of the mesh share a node: by `zeropp.ranks_per_node`, or as launched.
-
-    Raises InputError on every rank if the nodes have different numbers of ranks.
-    """
-    launched_per_node = min(Environment.read().local_world_size, dist.get_world_size())
-    per_node = config.zeropp.ranks_per_node or launched_per_node
-    extremes = torch.tensor([per_node, -per_node], device=mesh.device_type)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.get_group())
-    most, least = extremes[0].item(), -extremes[1].item()
-    if most != least:
-        raise InputError(
-            f"nodes have different numbers of ranks, {least} to {most}: start the same number on "
-            "every node, or set zeropp.ranks_per_node to one that divides them all"
-        )
-    return Nodes.of(_ranks_of(mesh), per_node)
-
-
 def use_weight_gather(
     units: Sequence[fsdp.FSDPModule],
     mesh: DeviceMesh,
@@ -204,11 +191,13 @@ def outermost_blocks(module: nn.Module) -> Sequence[nn.Module]:
 
 def _shard(
     model: nn.Module,
+    whole_mesh: DeviceMesh | None,
     mesh: DeviceMesh | None,
     config: ZeroConfig,
     units: Iterable[nn.Module] | None,
     cast_forward_inputs: bool,
 ) -> Sharding:
+    """As `shard`; `mesh` is the data axis of `whole_mesh`."""
     num_ranks = 1 if mesh is None else mesh.size()
     compute_dtype = getattr(torch, config.compute_format)
     wire_dtype = getattr(torch, config.wire_format)
@@ -218,14 +207,19 @@ def _shard(
         "num_ranks": num_ranks,
         "compute_dtype": compute_dtype,
         "group": mesh.get_group() if mesh else None,
+        "grid": Grid(model, whole_mesh, mesh),
     }  # of the result
     needs_engine = config.offloads_weights or config.stores_frozen
     if num_ranks == 1 and compute_dtype == torch.float32 and not needs_engine:
         return Sharding(**fields)
-    require_data_axis(mesh)
+    if mesh is None:
+        raise InputError(
+            f"zeropp.shard needs a device mesh of the ranks for {config.compute_format} and for "
+            "what is offloaded or stored quantized: init_device_mesh makes one, also of one rank"
+        )
     blocks = tuple(outermost_blocks(model) if units is None else units)
     require_shardable(model, blocks)
-    nodes = find_nodes(mesh, config)
+    nodes = find_nodes(whole_mesh, config, mesh)
     routes = weight_route(config, nodes), gradient_route(config, nodes)
     units = _shard_units(model, blocks, mesh, config, cast_forward_inputs)
     copies = None
@@ -283,7 +277,7 @@ def _shard_units(
     """Shard the blocks and the rest of the model; return the units in forward order, root last."""
     stage, ranks = config.zero_optimization.stage, mesh.size()
     if stage == 0 and ranks > 1:  # replicas: shards of one rank, averaged over all
-        mesh = _replicas(mesh)
+        mesh = replicas(mesh, with_others=_has_other_axes(model))
     regather = stage == 3 and (ranks > 1 or config.offloads_weights or config.stores_frozen)
     options = {
         "mesh": mesh,
@@ -298,6 +292,10 @@ def _shard_units(
     inside = {module for block in blocks for module in block.modules()}
     root, *subunits = _shard_unit(model, inside, config, reshard_after_forward=False, **options)
     return (*units, *subunits, root)
+
+
+def _has_other_axes(model: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def _shard_unit(
@@ -350,40 +348,7 @@ def _connect(
     route: Route, mesh: DeviceMesh, traffic: Traffic, purpose: str
 ) -> tuple[Link | None, Link | None]:
     """Connect this rank to its inner and its outer hop."""
-    ranks, position = _ranks_of(mesh), mesh.get_local_rank()
+    ranks, position = ranks_of(mesh), mesh.get_local_rank()
     hops = route.inner_hop(position), route.outer_hop(position)
     inner, outer = (connect(hop, ranks, position, traffic, purpose) for hop in hops)
     return inner, outer
-
-
-def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return the global ranks of the mesh."""
-    return tuple(mesh.mesh.flatten().tolist())
-
-
-def require_data_axis(mesh: DeviceMesh | None) -> None:
-    """Raise InputError unless the mesh is one axis of ascending ranks, this one among them."""
-    if mesh is None or mesh.ndim != 1:
-        raise InputError(f"zeropp.shard needs a device mesh of one axis (the data axis): {mesh}")
-    ranks = _ranks_of(mesh)
-    if dist.get_rank() not in ranks:
-        raise InputError(
-            f"rank {dist.get_rank()} is not in the mesh of ranks {list(ranks)}: only these ranks "
-            "can shard the model"
-        )
-    if list(ranks) != sorted(ranks):
-        raise InputError(
-            f"the mesh has the ranks {list(ranks)}: give them in ascending order, which is that of "
-            "PyTorch's process groups"
-        )
-
-
-def _replicas(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of shards of one rank, replicated over all ranks; it needs no new groups."""
-    rank, ranks = dist.get_rank(), _ranks_of(mesh)
-    return DeviceMesh.from_group(
-        [mesh.get_group(), shared_group("alone", [rank], ranks)],
-        mesh.device_type,
-        mesh=mesh.mesh.view(-1, 1),
-        mesh_dim_names=("replica", "shard"),
-    )

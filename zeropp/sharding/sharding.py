@@ -13,6 +13,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.ranks.groups import close_groups
 from zeropp.sharding.failed_pass import FailedPasses
 from zeropp.sharding.forecast import REDUCED_WHOLE, Forecast
+from zeropp.sharding.grid import Grid
 from zeropp.sharding.weight_changes import drop_gathered
 from zeropp.wire.frozen_weights import require_frozen
 from zeropp.wire.gradient_use import GradientUse
@@ -29,6 +30,7 @@ class Sharding:
     """A sharded model: its units, its ledger, and the weights' secondary copies under hpZ."""
 
     model: nn.Module
+    grid: Grid = field(repr=False)
     stage: int
     num_ranks: int
     compute_dtype: torch.dtype

@@ -91,6 +91,8 @@ class QuantizedShard(Tensor):
             whole = torch.empty(size, dtype=dtype, device=rows.device)
             dequantize(rows, whole.view(len(rows), -1), self.packing)
             return whole, (whole,)
+        if isinstance(out, DTensor):  # on another axis
+            out = out._local_tensor
         whole = torch.empty(0, dtype=dtype, device=rows.device)
         whole.set_(out.untyped_storage(), 0, (size,), (1,))
         dequantize(rows, whole.view(len(rows), -1), self.packing)

@@ -22,10 +22,15 @@ _NO_COPY = "a copy split over all ranks would be the shards themselves, so none 
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The nodes of the data axis: each has `ranks_per_node` consecutive positions."""
+    """The nodes of the data axis: each has `ranks_per_node` consecutive positions.
+
+    `parts` is how many ranks of a node there are for each of these: more than 1 where other axes,
+    as tensor parallelism, split the model among them.
+    """
 
     num_ranks: int
     ranks_per_node: int
+    parts: int = 1
 
     @classmethod
     def of(cls, ranks: Sequence[int], ranks_per_node: int) -> "Nodes":
@@ -117,8 +122,15 @@ def require_fit(config: ZeroConfig, nodes: Nodes) -> None:
 
     For programs that check before they build anything; `weight_route` calls it by itself.
     """
-    size = config.zero_optimization.zero_hpz_partition_size
-    if size <= nodes.num_ranks and nodes.num_ranks % size:
+    size, parts = config.zero_optimization.zero_hpz_partition_size, nodes.parts
+    if 1 < size and size % parts:
+        raise InputError(
+            f"zero_optimization.zero_hpz_partition_size = {size} counts the ranks of a node, and "
+            f"{parts} of them hold parts of each weight: use {nodes.ranks_per_node * parts}, the "
+            f"ranks of one node, or another multiple of {parts}"
+        )
+    size //= parts
+    if 1 < size <= nodes.num_ranks and nodes.num_ranks % size:
         raise InputError(
             f"zero_optimization.zero_hpz_partition_size = {size} does not divide the "
             f"{nodes.num_ranks} ranks: use the ranks of one node, {nodes.ranks_per_node}, "
@@ -134,8 +146,8 @@ def weight_route(config: ZeroConfig, nodes: Nodes) -> Route:
     quantized = config.zero_optimization.zero_quantized_weights
     bits = config.zeropp.weight_bits if quantized else UNQUANTIZED
     partition = _secondary_partition(config, nodes)
-    inner = partition if partition > 1 else nodes.ranks_per_node if quantized else nodes.num_ranks
-    keeps = 1 < partition < nodes.num_ranks
+    inner = partition or (nodes.ranks_per_node if quantized else nodes.num_ranks)
+    keeps = partition is not None and partition < nodes.num_ranks
     return Route(nodes=nodes, inner=inner, bits=(bits, bits), keeps=keeps)
 
 
@@ -146,17 +158,24 @@ def gradient_route(config: ZeroConfig, nodes: Nodes) -> Route:
     return Route(nodes=nodes, inner=nodes.ranks_per_node, bits=bits)
 
 
-def _secondary_partition(config: ZeroConfig, nodes: Nodes) -> int:
-    """Return how many ranks share one secondary copy; 1 means there is none."""
+def _secondary_partition(config: ZeroConfig, nodes: Nodes) -> int | None:
+    """Return how many ranks of the data axis share one secondary copy; None if there is none.
+
+    The setting counts all ranks of a node. With as many parts of the model in a node as it has
+    ranks, each of them keeps a copy of its own part.
+    """
     require_fit(config, nodes)
     size = config.zero_optimization.zero_hpz_partition_size
-    if size > nodes.num_ranks:
+    if size == 1:
+        return None
+    partition, most = size // nodes.parts, nodes.num_ranks
+    if partition > most:
         log.info(
             "zero_hpz_partition_size = %d is more than the %d ranks there are: using the %d of one "
-            "node%s", size, nodes.num_ranks, nodes.ranks_per_node,
+            "node%s", size, most * nodes.parts, nodes.ranks_per_node * nodes.parts,
             f"; {_NO_COPY}" if nodes.count == 1 else "",
         )  # fmt: skip
         return nodes.ranks_per_node
-    if size == nodes.num_ranks > 1:
+    if partition == most > 1:
         log.info("zero_hpz_partition_size = %d is all ranks: %s", size, _NO_COPY)
-    return size
+    return partition

@@ -95,7 +95,7 @@ def test_a_rank_without_any_part_of_the_model_takes_part():
 
 
 def test_more_zeros_than_fp32_can_count():
-    zeros = [torch.zeros(2**24), torch.zeros(1)]
+    zeros = [(tensor, tensor) for tensor in (torch.zeros(2**24), torch.zeros(1))]
     assert global_zeros(zeros, shard(small_model(), None, ZeroConfig())).item() == 2**24 + 1
 
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import ranks
 from tests.zeropp.small_model import Block, SmallModel, loss_of, small_model, tokens_of, train
-from zeropp import InputError, Sharding, ZeroConfig, shard
+from zeropp import Sharding, ZeroConfig, shard
 from zeropp.sharding.shard import outermost_blocks
 
 # Each of 5 AdamW steps may enlarge a rounding difference of 2^-24 by the depth of the sums
@@ -127,13 +127,6 @@ def test_description_counts_the_bytes_a_node_sends():
     assert rows["gradients"].startswith("all-to-all, 32 bit among 2 ranks of a node\nsummed in")
     assert rows["nodes"] == "1 of 2 ranks"
     assert rows["sends"].splitlines()[-1].split() == ["total", "0.00", f"{sent / 2**20:.2f}"]
-
-
-@ranks(2)
-def test_a_mesh_of_two_axes_is_refused():
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
-    with pytest.raises(InputError, match="one axis"):
-        shard(small_model(), mesh, ZeroConfig())
 
 
 def test_units_are_the_outermost_module_lists():

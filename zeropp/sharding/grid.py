@@ -1,0 +1,171 @@
+"""The grid of ranks: the data axis that ZeRO shards over, and the axes beside it.
+
+The axes beside it split a model in other ways, as tensor parallelism does. Sums over a whole model,
+such as the norm of its gradients, go over every axis, and a part that several ranks hold counts
+once.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zeropp import fsdp_adapter as fsdp
+from zeropp.errors import InputError
+from zeropp.ranks.groups import shared_group
+from zeropp.ranks.topology import Environment
+from zeropp.settings.zero_config import ZeroConfig
+from zeropp.wire.route import Nodes
+
+
+class Grid:
+    """The axes over which a model is spread, each by the group of this rank's line of ranks.
+
+    `mesh` is what `zeropp.shard` was given, `data` its data axis. Further axes are found by the
+    parameters that are DTensors on them. A parameter that is not, while others are, is taken to be
+    the same on all ranks of that axis.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh | None, data: DeviceMesh | None) -> None:
+        self.data = data
+        self._beside: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._holding: dict[tuple[int, ...], int] = {}  # axes with DTensors -> how many ranks
+        data_ranks = () if data is None else ranks_of(data)
+        meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+        for each in (mesh, *meshes):
+            for axis in range(each.ndim if each is not None else 0):
+                ranks = _line(each, axis)
+                if len(ranks) > 1 and ranks != data_ranks:
+                    self._beside.setdefault(ranks, each.get_group(axis))
+                    if each in meshes:
+                        self._holding[ranks] = len(ranks)
+
+    def sum(self, total: torch.Tensor, *, over_data: bool) -> torch.Tensor:
+        """Add up `total` in place over the axes beside the data axis and, if asked, over that."""
+        for group in (*([self.data.get_group()] if over_data else []), *self._beside.values()):
+            dist.all_reduce(total, group=group)
+        return total
+
+    def num_copies(self, tensor: torch.Tensor) -> int:
+        """Return how many ranks beside the data axis hold the same part of a parameter."""
+        if not self._holding:
+            return 1
+        holding, copies = dict(self._holding), 1
+        if isinstance(tensor, DTensor):
+            for axis, placement in enumerate(tensor.placements):
+                size = holding.pop(_line(tensor.device_mesh, axis), 1)
+                copies *= size if placement.is_replicate() else 1
+        return copies * prod(holding.values())
+
+
+def data_axis(mesh: DeviceMesh, axis: str | None) -> DeviceMesh:
+    """Return the one-axis mesh of the data-parallel ranks.
+
+    Raises InputError unless it is one axis of ascending ranks, this one among them.
+    """
+    if axis is not None:
+        names = mesh.mesh_dim_names or ()
+        if axis not in names:
+            raise InputError(
+                f"axis={axis!r}: the mesh has the axes {', '.join(names) or 'unnamed'}"
+            )
+        mesh = mesh if mesh.ndim == 1 else mesh[axis]
+    elif mesh.ndim != 1:
+        raise InputError(
+            f"the mesh has {mesh.ndim} axes, {mesh.mesh_dim_names}: zeropp.shard takes the name of "
+            'the one of data-parallel ranks, axis="data", and zeropp.initialize a mesh of one axis'
+        )
+    ranks = ranks_of(mesh)
+    if dist.get_rank() not in ranks:
+        raise InputError(
+            f"rank {dist.get_rank()} is not in the mesh of ranks {list(ranks)}: only these ranks "
+            "can shard the model"
+        )
+    if list(ranks) != sorted(ranks):
+        raise InputError(
+            f"the mesh has the ranks {list(ranks)}: give them in ascending order, which is that of "
+            "PyTorch's process groups"
+        )
+    return mesh
+
+
+def find_nodes(mesh: DeviceMesh, config: ZeroConfig, data: DeviceMesh | None = None) -> Nodes:
+    """Return which ranks of the data axis share a node: by `zeropp.ranks_per_node`, or as launched.
+
+    Raises InputError on every rank if the nodes have different numbers of ranks, or if the lines
+    of ranks along the data axis, by default all of `mesh`, are spread over the nodes in different
+    ways.
+    """
+    launched_per_node = min(Environment.read().local_world_size, dist.get_world_size())
+    per_node = config.zeropp.ranks_per_node or launched_per_node
+    extremes = torch.tensor([per_node, -per_node], device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    most, least = extremes[0].item(), -extremes[1].item()
+    if most != least:
+        raise InputError(
+            f"nodes have different numbers of ranks, {least} to {most}: start the same number on "
+            "every node, or set zeropp.ranks_per_node to one that divides them all"
+        )
+    return nodes_of_grid(ranks_of(mesh), _lines(mesh, data or mesh), per_node)
+
+
+def nodes_of_grid(
+    ranks: Sequence[int], lines: Sequence[Sequence[int]], ranks_per_node: int
+) -> Nodes:
+    """Return the nodes of each line of `ranks` along the data axis; all must be alike.
+
+    Raises InputError if they are not.
+    """
+    nodes = {Nodes.of(line, ranks_per_node): line for line in lines}
+    in_nodes = Counter(rank // ranks_per_node for rank in ranks)
+    if len(nodes) > 1 or len(set(in_nodes.values())) > 1:
+        text = ", ".join(f"{each.ranks_per_node} of {list(line)}" for each, line in nodes.items())
+        raise InputError(
+            f"{ranks_per_node} ranks per node: nodes hold different parts of the lines of ranks "
+            f"along the data axis, {text}: let each node hold whole lines, or equal parts of them"
+        )
+    (own,) = nodes
+    return replace(own, parts=max(in_nodes.values()) // own.ranks_per_node)
+
+
+def replicas(mesh: DeviceMesh, *, with_others: bool) -> DeviceMesh:
+    """Return a mesh of shards of one rank, replicated over all ranks of a data axis.
+
+    `with_others` keeps it a part of the mesh that the data axis is an axis of, which FSDP2 needs
+    for parameters on other axes.
+    """
+    if with_others:
+        return fsdp.replica_axes(mesh)
+    rank, ranks = dist.get_rank(), ranks_of(mesh)
+    return DeviceMesh.from_group(
+        [mesh.get_group(), shared_group("alone", [rank], ranks)],
+        mesh.device_type,
+        mesh=mesh.mesh.view(-1, 1),
+        mesh_dim_names=("replica", "shard"),
+    )
+
+
+def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the global ranks of a mesh, in its order."""
+    return tuple(mesh.mesh.flatten().tolist())
+
+
+def _line(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:
+    """Return the global ranks that differ from this one in their place on an axis alone."""
+    return tuple(dist.get_process_group_ranks(mesh.get_group(axis)))
+
+
+def _lines(mesh: DeviceMesh, data: DeviceMesh) -> Sequence[tuple[int, ...]]:
+    """Return the ranks of each line along the data axis of `mesh`, this rank's or others'."""
+    if mesh is data:
+        return [ranks_of(data)]
+    axis = mesh.mesh_dim_names.index(data.mesh_dim_names[0])
+    lines = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis))
+    return [tuple(line) for line in lines.tolist()]
