@@ -208,12 +208,13 @@ class StepSimulation:
         if not run.uses_engine:
             self._accumulate(index, 0 if run.offloads else unit.fp32_gradient)
             return
-        if is_last or run.stage == 3:
+        stays = run.stage < 3 or run.forecast.reduces_once and index == self._root
+        if is_last or not stays:
             self._free_gathered(index)
         is_fp32 = run.compute_dtype.itemsize == FP32_BYTES
         was_accumulated = index in self._accumulated
         new_gradient = 0 if is_fp32 and was_accumulated else gradient
-        if not is_last and run.stage < 2:
+        if not is_last and run.forecast.reduces_once:
             converted = 0 if is_fp32 else unit.fp32_gradient
             self._record({IN_FLIGHT: new_gradient + converted})
             self._accumulate(index, unit.fp32_gradient)
@@ -302,7 +303,7 @@ def _offloaded_bytes(run: PlannedRun) -> Counter:
         is_separate=run.has_delayed_update or not run.is_cpu,
         allocated_bytes=allocated_bytes,
     )
-    if not run.is_cpu and run.stage >= 2 and run.num_micro_batches > 1:
+    if not run.is_cpu and not run.forecast.reduces_once and run.num_micro_batches > 1:
         offloaded[GRADIENTS] += sum(
             allocated_bytes(FP32_BYTES * elements) for elements in run.offloaded_shards
         )

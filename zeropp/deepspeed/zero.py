@@ -33,7 +33,7 @@ _UNSUPPORTED = {
     "remote_device": "the JSON's offload_param says where shards live",
     "pin_memory": "the JSON's offload_optimizer and offload_param have a pin_memory each",
     "dtype": "the shards are fp32 and computed with in the JSON's format",
-    "mpu": "there are no tensor-parallel ranks",
+    "mpu": "ranks are in meshes (mesh_param)",
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zeropp.settings.json_keys import JsonSection, ignored, key, needs
+from zeropp.settings.json_keys import JsonSection, NoEffect, ignored, key, needs
 
 BITS = (4, 8, 16)
 _BLOCKWISE = "FSDP2 gathers and reduces block by block, from one buffer per block"
@@ -183,7 +183,8 @@ class ActivationCheckpointing(JsonSection):
     path: ClassVar[str] = "activation_checkpointing"
 
     partition_activations: bool = ignored(
-        False, "activations are kept whole: there are no tensor-parallel ranks to split them over"
+        False,
+        "activations are not split over ranks here; --sequence-parallel of pretrain_gpt.py does so",
     )
     cpu_checkpointing: bool = ignored(False, "kept activations stay on the device")
     contiguous_memory_optimization: bool = ignored(False, _RECOMPUTE)
@@ -201,8 +202,9 @@ class Zeropp(JsonSection):
     A node is `ranks_per_node` ranks, as launched by default. `nontrainable_weight_bits`: of frozen
     weights that are stored quantized. `gradient_bits` is [within a node,
     across nodes]. `secondary_in_evaluation`: passes in eval() mode keep hpZ's copies, as training
-    does. `delayed_param_update`: the host's update runs beside the next step, which computes with
-    the weights before it; not in the first `delayed_param_update_warmup` steps.
+    does. `reduce_gradients_once`: ranks accumulate whole gradients and average them at the end of a
+    step, as stages 0 and 1 do. `delayed_param_update`: the host's update runs beside the next step,
+    which computes with the weights before it; not in the first `delayed_param_update_warmup` steps.
     """
 
     path: ClassVar[str] = "zeropp"
@@ -218,6 +220,9 @@ class Zeropp(JsonSection):
         (8, 4), choices=BITS, no_effect=needs("zero_optimization.zero_quantized_gradients")
     )
     secondary_in_evaluation: bool = key(True)
+    reduce_gradients_once: bool = key(
+        False, no_effect=NoEffect("stages 0 and 1 do so anyway", when=lambda c: c.stage < 2)
+    )
     delayed_param_update: bool = key(False)
     delayed_param_update_warmup: int = key(
         40, minimum=0, no_effect=needs("zeropp.delayed_param_update")

@@ -194,6 +194,11 @@ class ZeroConfig(JsonSection):
         return self.zero_optimization.offload_param.device == "cpu"
 
     @property
+    def reduces_once(self) -> bool:
+        """Whether gradients are averaged once per step, whole ones accumulated until then."""
+        return self.stage < 2 or self.zeropp.reduce_gradients_once
+
+    @property
     def stores_frozen(self) -> bool:
         """Whether frozen weights are stored quantized (MixZ++)."""
         return self.zero_optimization.zero_quantized_nontrainable_weights

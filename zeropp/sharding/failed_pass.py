@@ -28,10 +28,11 @@ class FailedPasses:
         model: fsdp.FSDPModule,
         units: Sequence[fsdp.FSDPModule],
         *,
-        stage: int,
+        accumulates: bool,
         use: GradientUse | None,
     ) -> None:
-        self._model, self._units, self._stage, self._use = model, units, stage, use
+        self._model, self._units, self._use = model, units, use
+        self._accumulates = accumulates  # whole gradients until the end of a step
         self.gradient_of, self.clear_gradient = gradient_of, clear_gradient
         self._incomplete = False
         self._depth = 0  # of calls of the model within its own forward
@@ -67,9 +68,9 @@ class FailedPasses:
         self._depth -= 1
 
     def _has_gradients(self, unit: fsdp.FSDPModule) -> bool:
-        """Whether a unit has gradients; at stages 0 and 1 maybe of micro-batches that succeeded."""
+        """Whether a unit has gradients, maybe of micro-batches that succeeded."""
         has_means = any(self.gradient_of(shard) is not None for shard in fsdp.shards(unit))
-        return has_means or self._stage < 2 and fsdp.accumulates(unit)
+        return has_means or self._accumulates and fsdp.accumulates(unit)
 
     def recover(self) -> None:
         """Let FSDP2 forget a pass that did not end."""

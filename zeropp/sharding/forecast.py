@@ -4,7 +4,8 @@ The ledger (`zeropp.wire.traffic`) counts what was sent, and tests compare the t
 of n micro-batches: at stage 3 each block once in forward and once in backward of every micro-batch,
 the root once for both; at stages 1 and 2 every unit once. Where hpZ keeps a copy, only the first
 gather of a step has an outer hop. Gradients are averaged once per micro-batch, at stages 0 and 1
-once per step.
+once per step. With `reduces_once` they are at stages 2 and 3 too, and at stage 3 the root is
+gathered once per step.
 """
 
 from collections import Counter
@@ -27,6 +28,7 @@ class Forecast:
     """The bytes of one step: `units` are the pieces of each block in order, then of the root."""
 
     stage: int
+    reduces_once: bool  # gradients, in a step
     units: tuple[tuple[Piece, ...], ...]
     weights: Route
     gradients: Route
@@ -73,9 +75,10 @@ class Forecast:
         if self.stage == 0:
             yield "gradients", self._all_reduce(pieces, position)
             return
-        forward = num_micro_batches if self.stage == 3 else 1
+        regathers = self.stage == 3 and not (is_root and self.reduces_once)
+        forward = num_micro_batches if regathers else 1
         backward = num_micro_batches if self.stage == 3 and not is_root else 0
-        means = num_micro_batches if self.stage >= 2 else 1
+        means = 1 if self.reduces_once else num_micro_batches
         for times, purpose in ((forward, "weights_forward"), (backward, "weights_backward")):
             first = 1 if purpose == "weights_forward" else 0
             yield purpose, self._gather(pieces, position, times, first)

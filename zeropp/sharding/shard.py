@@ -12,6 +12,9 @@
 | 2     | sharded; gathered once per step | reduce-scattered after each micro-batch    | sharded   |
 | 3     | sharded; gathered for each use  | reduce-scattered after each micro-batch    | sharded   |
 
+`zeropp.reduce_gradients_once` makes the gradients of stages 2 and 3 those of stage 1: more memory
+for fewer bytes. At stage 3 the root then stays gathered from a step's first use of it to the last.
+
 Source: ZeRO (Rajbhandari et al. 2020), section 5; expressed on FSDP2 as in docs/adr/0001.
 """
 
@@ -204,6 +207,7 @@ def _shard(
     fields = {
         "model": model,
         "stage": config.stage,
+        "reduces_once": config.reduces_once,
         "num_ranks": num_ranks,
         "compute_dtype": compute_dtype,
         "group": mesh.get_group() if mesh else None,
@@ -212,11 +216,7 @@ def _shard(
     needs_engine = config.offloads_weights or config.stores_frozen
     if num_ranks == 1 and compute_dtype == torch.float32 and not needs_engine:
         return Sharding(**fields)
-    if mesh is None:
-        raise InputError(
-            f"zeropp.shard needs a device mesh of the ranks for {config.compute_format} and for "
-            "what is offloaded or stored quantized: init_device_mesh makes one, also of one rank"
-        )
+    _require_mesh(mesh, config)
     blocks = tuple(outermost_blocks(model) if units is None else units)
     require_shardable(model, blocks)
     nodes = find_nodes(whole_mesh, config, mesh)
@@ -233,20 +233,13 @@ def _shard(
     fields |= {
         "units": units,
         "gradient_use": use,
-        "failed_passes": FailedPasses(model, units, stage=config.stage, use=use),
+        "failed_passes": FailedPasses(model, units, accumulates=config.reduces_once, use=use),
     }
     if num_ranks == 1:
         return Sharding(**fields)
     if blocks and mesh.device_type == "cpu":
         fsdp.gather_ahead(model, units[:-1])
-    fields["forecast"] = Forecast(
-        stage=config.stage,
-        units=tuple(fsdp.own_pieces(unit) for unit in units),
-        weights=routes[0],
-        gradients=routes[1],
-        compute_dtype=compute_dtype,
-        wire_dtype=wire_dtype,
-    )
+    fields["forecast"] = _forecast(config, units, routes)
     if config.stage == 0:
         for unit in units:
             use.add(unit)
@@ -256,6 +249,30 @@ def _shard(
     use_weight_gather(units, mesh, routes[0], traffic, copies)
     use_gradient_mean(units, mesh, routes[1], traffic, wire_dtype, use)
     return Sharding(**fields, traffic=traffic, copies=copies)
+
+
+def _require_mesh(mesh: DeviceMesh | None, config: ZeroConfig) -> None:
+    if mesh is None:
+        raise InputError(
+            f"zeropp.shard needs a device mesh of the ranks for {config.compute_format} and for "
+            "what is offloaded or stored quantized: init_device_mesh makes one, also of one rank"
+        )
+
+
+def _forecast(
+    config: ZeroConfig, units: Sequence[fsdp.FSDPModule], routes: tuple[Route, Route]
+) -> Forecast:
+    """Return the forecast of units whose weights and gradients take these routes."""
+    weights, gradients = routes
+    return Forecast(
+        stage=config.stage,
+        reduces_once=config.reduces_once,
+        units=tuple(fsdp.own_pieces(unit) for unit in units),
+        weights=weights,
+        gradients=gradients,
+        compute_dtype=getattr(torch, config.compute_format),
+        wire_dtype=getattr(torch, config.wire_format),
+    )
 
 
 def _is_wrapper(model: nn.Module) -> bool:

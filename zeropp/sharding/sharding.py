@@ -41,6 +41,7 @@ class Sharding:
     copies: SecondaryCopies | None = field(default=None, repr=False)
     gradient_use: GradientUse | None = field(default=None, repr=False)
     failed_passes: FailedPasses | None = field(default=None, repr=False)
+    reduces_once: bool = True  # gradients, in a step; whole ones are accumulated until then
     stores_frozen: bool = False  # frozen weights are stored quantized and cannot be trained
 
     @property
@@ -60,14 +61,15 @@ class Sharding:
             require_frozen(self.model)
         for unit in self.units:
             fsdp.set_gradient_dtypes(unit)
-            unit.set_requires_gradient_sync(last or self.stage >= 2, recurse=False)
-            unit.set_reshard_after_backward(last or self.stage == 3, recurse=False)
+            unit.set_requires_gradient_sync(last or not self.reduces_once, recurse=False)
+            stays = self.stage < 3 or self.reduces_once and unit is self.model
+            unit.set_reshard_after_backward(last or not stays, recurse=False)
 
     def discard_gradients(self, set_to_none: bool = True) -> None:
         """Clear all gradients of a step, to begin it again; an optimizer clears only its own.
 
-        Until the last micro-batch of a step, stages 0 and 1 accumulate whole gradients that no
-        parameter holds as `.grad`.
+        Until the last micro-batch of a step, whole gradients may be accumulated that no parameter
+        holds as `.grad`.
         """
         self.model.zero_grad(set_to_none)
         if self.failed_passes is not None and set_to_none:

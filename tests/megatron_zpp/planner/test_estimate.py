@@ -61,13 +61,15 @@ def test_one_rank_in_fp32_has_no_engine_and_offloads_too():
         assert predicted.host_bytes == pytest.approx(measured, rel=LEEWAY), flags
 
 
+@pytest.mark.parametrize(("once", "batch"), [(False, 8), (True, 24)])
 @ranks(4, ranks_per_node=2)
-def test_zeropp_too_with_the_copies_of_a_node(tmp_path):
+def test_zeropp_too_with_the_copies_of_a_node(once, batch, tmp_path):
     path = tmp_path / f"{dist.get_rank()}.json"
     zero = {"stage": 3, **PLUS, "zero_hpz_partition_size": 2}
-    path.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}}))
+    settings = {"bf16": {"enabled": True}, "zeropp": {"reduce_gradients_once": once}}
+    path.write_text(json.dumps({"zero_optimization": zero} | settings))
     predicted, measured = predict_and_measure(
-        f"{MODEL}--global-batch-size 8 --deepspeed-config {path}"
+        f"{MODEL}--global-batch-size {batch} --deepspeed-config {path}"
     )
     assert predicted.host_bytes == pytest.approx(measured, rel=LEEWAY)
 

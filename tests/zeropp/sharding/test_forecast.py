@@ -16,7 +16,9 @@ def forecast_of(nodes: Nodes, inner: int, **settings: object) -> Forecast:
     route = Route(nodes=nodes, inner=inner, **settings)
     means = Route(nodes=nodes, inner=nodes.ranks_per_node, bits=(8, 4))
     wire = {"compute_dtype": torch.bfloat16, "wire_dtype": torch.bfloat16}
-    return Forecast(stage=3, units=units, weights=route, gradients=means, **wire)
+    return Forecast(
+        stage=3, reduces_once=False, units=units, weights=route, gradients=means, **wire
+    )
 
 
 def bytes_across_nodes(sent: dict) -> float:

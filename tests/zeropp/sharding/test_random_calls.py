@@ -106,7 +106,9 @@ class Sequence:
         if self.stage == 3 and per_node > 1 and self.draw.random() < 0.5:
             zero["zero_hpz_partition_size"] = per_node
         settings = {} if dtype == torch.float32 else {"bf16": {"enabled": True}}
-        config = zero_config(zero, per_node, **settings)
+        once = self.draw.random() < 0.3
+        zeropp = {"reduce_gradients_once": once}
+        config = zero_config(zero, per_node, zeropp=zeropp, **settings)
         model = RandomModel(seed)
         units = None
         if model.head.weight is not model.stem.weight and self.draw.random() < 0.3:
@@ -118,7 +120,7 @@ class Sequence:
             for model in (self.sharding.model, self.reference.model)
         ]
         self.batches = 100 * seed
-        self.calls = [f"{zero}, {per_node} per node, order {model.order}, {units and len(units)}"]
+        self.calls = [f"{zero | zeropp}, {per_node} per node, order {model.order}, {units}"]
 
     @property
     def model(self) -> nn.Module:
