@@ -27,7 +27,8 @@ class GPT(nn.Module):
 
     The vocabulary is padded with entries that occur in no text. They take part in the softmax, as
     in Megatron, and training drives their probabilities to zero. `call` runs `blocks_per_call`
-    blocks at a time, directly or with activation checkpointing.
+    blocks at a time, directly or with activation checkpointing. `logits` and `loss` compute the
+    output layer from its input and its weight.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
@@ -46,6 +47,7 @@ class GPT(nn.Module):
         if config.untie_embeddings_and_output_weights:
             self.head = nn.Linear(hidden, self.padded_vocab_size, bias=False)
         self.cross_entropy: CrossEntropy | None = None
+        self.logits, self.loss = F.linear, head_loss
         self.call = call_directly
         self.blocks_per_call = config.num_layers
 
@@ -79,10 +81,10 @@ class GPT(nn.Module):
         x = apply_norm(self.norm, x)
         weight = self.tokens.weight if self.head is None else self.head.weight
         if labels is None:
-            return F.linear(x, weight)
+            return self.logits(x, weight)
         mask = torch.ones(1, device=x.device) if loss_mask is None else loss_mask
         mask = mask.expand(labels.shape)
-        return head_loss(
+        return self.loss(
             x.flatten(0, 1), weight, labels.flatten(), mask.flatten(), self.cross_entropy
         )
 

@@ -54,16 +54,19 @@ def local_ranges(parameter: Tensor) -> list[tuple[int, int]]:
     """Return (start, end) of this rank's part of a parameter in every dimension, end exclusive.
 
     As in torch.chunk, Shard(d) over n ranks gives each rank ceil(size / n) indices, and the last
-    ranks fewer or none. Raises TypeError for placements other than Shard and Replicate.
+    ranks fewer or none. FSDP2 cuts what other axes have cut already: where both cut dimension 0,
+    the placement of its axis, which is the first, has a `split_factor`. Raises TypeError for
+    placements other than Shard and Replicate.
     """
     ranges = [(0, size) for size in parameter.shape]
     if not isinstance(parameter, DTensor):
         return ranges
     mesh = parameter.device_mesh
-    for axis, placement in enumerate(parameter.placements):
+    axes = enumerate(parameter.placements)
+    for axis, placement in sorted(axes, key=lambda each: hasattr(each[1], "split_factor")):
         if type(placement) is Replicate:
             continue
-        if type(placement) is not Shard:
+        if type(placement) is not Shard and not hasattr(placement, "split_factor"):
             raise TypeError(f"cannot initialize a parameter placed as {placement}")
         start, end = ranges[placement.dim]
         chunk = math.ceil((end - start) / mesh.size(axis))

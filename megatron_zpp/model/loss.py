@@ -15,7 +15,7 @@ CPU_CHUNK = 2**18  # logits computed at a time: 1 MiB in fp32 fits in a core's c
 DEVICE_CHUNK = 2**25  # on other devices: 128 MiB of workspace, few kernel launches
 
 
-CrossEntropy = Callable[[Tensor, Tensor, Tensor], Tensor]
+CrossEntropy = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 LogitsKernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -30,10 +30,10 @@ def head_loss(
     `cross_entropy`, which is `chunked_cross_entropy` or `whole_cross_entropy`; None means chunked.
     """
     mask = mask.float()
+    cross_entropy = cross_entropy or chunked_cross_entropy
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        cross_entropy = cross_entropy or chunked_cross_entropy
         return _HeadLoss.apply(hidden, weight, labels, mask, cross_entropy)
-    losses = chunked_cross_entropy(F.linear(hidden, weight), labels, None)
+    losses = cross_entropy(F.linear(hidden, weight), labels, None)
     return torch.dot(losses, mask) / _count(mask)
 
 
@@ -64,13 +64,15 @@ def chunked_cross_entropy(logits: Tensor, labels: Tensor, mask: Tensor | None) -
 
 
 def whole_cross_entropy(
-    logits: Tensor, labels: Tensor, mask: Tensor, kernel: LogitsKernel | None = None
+    logits: Tensor, labels: Tensor, mask: Tensor | None, kernel: LogitsKernel | None = None
 ) -> Tensor:
-    """Return what `chunked_cross_entropy` returns with a mask, computed for all rows at once.
+    """Return what `chunked_cross_entropy` returns, with a mask computed for all rows at once.
 
     `kernel` is `logits_to_gradient`, compiled or not; None means not compiled. Compiled it needs no
     memory but the losses, otherwise several copies of the logits in fp32.
     """
+    if mask is None:
+        return chunked_cross_entropy(logits, labels, None)
     label_columns = labels[:, None]
     # Outside the kernel: compiled by torch 2.11, it would gather from the overwritten logits.
     label_logits = logits.gather(1, label_columns).float()

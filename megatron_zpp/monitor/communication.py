@@ -88,7 +88,8 @@ class CommunicationMeter:
             return None
         columns = interval.sent, interval.expected, interval.plain
         totals = self._ranks.sum(*(column[key] for column in columns for key in KEYS))
-        num_nodes = self._sharding.forecast.weights.nodes.count
+        nodes = self._sharding.forecast.weights.nodes
+        num_nodes = self._ranks.num_ranks / (nodes.ranks_per_node * nodes.parts)
         means = iter(total / num_nodes for total in totals)
         sent, expected, plain = (Counter({key: next(means) for key in KEYS}) for _ in columns)
         node_interval = Communication(

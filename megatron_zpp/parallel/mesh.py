@@ -1,6 +1,10 @@
-"""The mesh of ranks: one axis, `data`, on which the ranks of a node are consecutive.
+"""The mesh of ranks: the axis `data`, and the axis `tensor` where each matrix is split.
 
-It is built once and passed as a value. `zeropp.ranks.process_group` chooses the device.
+    rank = (replica * C + c) * T + t        Megatron's order: tensor ranks fastest, then context
+
+C context ranks that share each sequence are a run of the data axis, as weights and gradients go
+over both alike. Ranks of a node are consecutive. The mesh is built once and passed as a value.
+`zeropp.ranks.process_group` chooses the device.
 """
 
 from collections.abc import Callable
@@ -33,6 +37,7 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     store: dist.Store
+    context_size: int = 1  # consecutive ranks of the data axis that share each sequence
     main_thread: MainThread = field(default_factory=MainThread)
 
     @property
@@ -42,6 +47,31 @@ class Ranks:
     @property
     def num_ranks(self) -> int:
         return self.environment.world_size
+
+    @property
+    def data(self) -> DeviceMesh:
+        """The ranks that hold the same parts of the model's matrices, and see different samples."""
+        return self.mesh["data"] if self.mesh.ndim > 1 else self.mesh
+
+    @property
+    def tensor_size(self) -> int:
+        """How many ranks share each matrix."""
+        return self.mesh.size(1) if self.mesh.ndim > 1 else 1
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks, or groups of ranks that share their work, see different samples."""
+        return self.data.size() // self.context_size
+
+    @property
+    def replica(self) -> int:
+        """The number of this rank's replica."""
+        return self.data.get_local_rank() // self.context_size
+
+    @property
+    def context_place(self) -> int:
+        """Which part of its sequences this rank has."""
+        return self.data.get_local_rank() % self.context_size
 
     @property
     def asynchronous(self) -> bool:
@@ -73,10 +103,21 @@ class Ranks:
 
 
 def join_ranks(environment: Environment, config: ParallelConfig) -> Ranks:
-    """Start the process group and build a mesh of all ranks, with the axis `data`."""
+    """Start the process group and build the mesh of all ranks that the configuration names."""
     device = pick_device(environment)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     store = start_process_group(environment, device, timeout, config.distributed_backend)
-    mesh = init_device_mesh(device.type, (environment.world_size,), mesh_dim_names=("data",))
-    set_time_limit(mesh.get_group(), timeout)
-    return Ranks(environment=environment, device=device, mesh=mesh, store=store)
+    mesh = build_mesh(device, environment.world_size, config)
+    for axis in mesh.mesh_dim_names:
+        set_time_limit(mesh.get_group(axis), timeout)
+    size = config.context_parallel_size
+    return Ranks(environment=environment, device=device, mesh=mesh, store=store, context_size=size)
+
+
+def build_mesh(device: torch.device, num_ranks: int, config: ParallelConfig) -> DeviceMesh:
+    """Return the mesh of all ranks; without tensor parallelism it has one axis."""
+    tensor = config.tensor_model_parallel_size
+    if tensor == 1:
+        return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("data",))
+    shape = (num_ranks // tensor, tensor)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))

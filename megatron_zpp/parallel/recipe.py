@@ -13,7 +13,9 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.model.lora import add_lora, initialize_adapters
 from megatron_zpp.model.recompute import compile_blocks, recompute
+from megatron_zpp.parallel.context_parallel import split_sequences
 from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.parallel.tensor_parallel import split_model
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding, shard
 from zeropp.optim.adam import fastest_adamw
@@ -37,13 +39,19 @@ def build_model(
         model = GPT(config.model, vocab_size)
         if config.lora.lora_rank:
             add_lora(model, config.lora)
+    if ranks.tensor_size > 1:
+        split_model(
+            model, ranks.mesh["tensor"], sequence_parallel=config.parallel.sequence_parallel
+        )
+    if ranks.context_size > 1:
+        split_sequences(model, ranks)
     if apex:
         fuse_norms(model, apex)
     recompute(model, config.recompute)
     if config.training.compile:
         compile_blocks(model)
     # Blocks cast their own inputs, as the residual may be fp32 (--fp32-residual-connection).
-    sharding = shard(model, ranks.mesh, config.zero, cast_forward_inputs=False)
+    sharding = shard(model, ranks.mesh, config.zero, axis="data", cast_forward_inputs=False)
     sharding = allocate_parameters(sharding, config.zero, ranks.device)
     if fill is None:
         initialize(model, config.training.seed, config.model)

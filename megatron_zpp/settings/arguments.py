@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_zpp.settings import defaults
 from megatron_zpp.settings.command_line import HELP, Assignment, help_text, read, vocabulary
-from megatron_zpp.settings.config import SECTIONS, BatchConfig, Config
+from megatron_zpp.settings.config import SECTIONS, BatchConfig, Config, ParallelConfig
 from megatron_zpp.settings.flag import Section
 from megatron_zpp.settings.ignored_flags import IgnoredFlags
 from megatron_zpp.settings.json_flags import ZeroFlags
@@ -52,11 +52,15 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
         file = read_json(typed["deepspeed_config"].value, ZeroConfig)
     values = merge(typed, file, FLAGS)
     accumulation = file.values.get("gradient_accumulation_steps")
-    completed = defaults.complete(values, accumulation, world_size)
+    parallel = _section(ParallelConfig, {**defaults.DEFAULTS, **values})
+    parallel.check()
+    num_replicas = parallel.num_replicas(world_size)
+    completed = defaults.complete(values, accumulation, num_replicas)
     config = Config(**{name: _section(kind, completed) for name, kind in SECTIONS.items()})
-    check(config, world_size)
-    _check_accumulation(config, file, world_size)
-    config = replace(config, zero=_zero(file, completed, config.batch, world_size))
+    check(config, num_replicas)
+    _check_accumulation(config, file, num_replicas)
+    config = replace(config, zero=_zero(file, completed, config.batch, num_replicas))
+    _require_available(config)
     if config.zero.stores_frozen and not config.lora.lora_rank:
         raise InputError(
             "zero_quantized_nontrainable_weights stores frozen weights quantized, and without "
@@ -69,14 +73,56 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
     return config
 
 
-def check(config: Config, world_size: int) -> None:
+def check(config: Config, num_replicas: int) -> None:
     """Raise InputError for values out of range and for values that do not fit each other."""
     for name in SECTIONS:
         getattr(config, name).check()
     layers, limit = config.recompute.recompute_num_layers, config.model.num_layers
     if config.recompute.recompute_granularity == "full" and layers > limit:
         raise InputError(f"--recompute-num-layers {layers} is more than --num-layers {limit}")
-    Schedules.of(config).batch_size.check(world_size)
+    Schedules.of(config).batch_size.check(num_replicas)
+    _require_divisible(config)
+
+
+def _require_divisible(config: Config) -> None:
+    """Raise InputError for sizes of the model that its ranks cannot share out."""
+    model, parallel = config.model, config.parallel
+    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    by_tensor, by_context = (
+        f"--tensor-model-parallel-size {tensor}",
+        f"--context-parallel-size {context}",
+    )
+    by_both = f"{by_tensor} times {by_context}"
+    heads = "--num-query-groups" if model.num_query_groups else "--num-attention-heads"
+    rows = (tensor if parallel.sequence_parallel else 1) * context
+    for name, count, size, splits in (
+        (heads, model.kv_heads, tensor, by_tensor),
+        ("--num-attention-heads", model.num_attention_heads, tensor * context, by_both),
+        ("--ffn-hidden-size", model.ffn_size, tensor, by_tensor),
+        ("--make-vocab-size-divisible-by", model.make_vocab_size_divisible_by, tensor, by_tensor),
+        ("--seq-length", model.seq_length, rows, by_both if rows > context else by_context),
+    ):
+        if count % size:
+            nearest = max(size, round(count / size) * size)
+            raise InputError(
+                f"{name} {count} cannot be split over {splits}: the nearest that can is {nearest}"
+            )
+
+
+def _require_available(config: Config) -> None:
+    """Raise InputError for what these kinds of parallelism cannot be combined with yet."""
+    parallel, training = config.parallel, config.training
+    tensor, offloads = parallel.tensor_model_parallel_size > 1, config.zero.offloads_optimizer
+    both = tensor or parallel.context_parallel_size > 1
+    for is_asked, what in (
+        (tensor and config.lora.lora_rank, "--lora-rank"),
+        (parallel.sequence_parallel and offloads, "--cpu-optimizer with --sequence-parallel"),
+        (both and training.dry_run, "--dry-run"),
+        (both and training.compile, "--compile"),
+    ):
+        if is_asked:
+            kind = "tensor" if tensor else "context"
+            raise InputError(f"{what} is not available with {kind} parallelism yet: leave one out")
 
 
 def _section(kind: type[Section], values: Mapping[str, Any]) -> Section:

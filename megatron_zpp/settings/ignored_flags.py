@@ -7,7 +7,6 @@ from megatron_zpp.settings.flag import Section, ignored
 _SAME_RESULT = "the kernels are PyTorch's own, and the result is the same"
 _OVERLAP = "communication overlaps with computation wherever the device allows it"
 _SDPA = "attention always runs in PyTorch's fused kernels"
-_NO_TENSOR_PARALLEL = "no layer is split over ranks"
 _FORMAT = "there is one format, torch.distributed.checkpoint"
 _MAPPED = "datasets are always memory-mapped, page by page as they are read"
 
@@ -24,8 +23,12 @@ class IgnoredFlags(Section):
     use_cpu_initialization: bool = ignored(
         False, "a seed gives the same weights on every device and number of ranks"
     )
-    no_async_tensor_model_parallel_allreduce: bool = ignored(False, _NO_TENSOR_PARALLEL)
-    distribute_saved_activations: bool = ignored(False, _NO_TENSOR_PARALLEL)
+    no_async_tensor_model_parallel_allreduce: bool = ignored(
+        False, "sums over tensor-parallel ranks do not overlap with computation"
+    )
+    distribute_saved_activations: bool = ignored(
+        False, "use --sequence-parallel, which splits activations over tensor-parallel ranks"
+    )
     accumulate_allreduce_grads_in_fp32: bool = ignored(False, "gradients always accumulate in fp32")
     data_impl: str = ignored("infer", _MAPPED, choices=("infer", "mmap", "lazy", "cached"))
     mmap_warmup: bool = ignored(False, _MAPPED)

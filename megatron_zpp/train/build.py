@@ -1,5 +1,7 @@
 """Builds a run from its configuration: data, model, optimizer, checkpoint, log."""
 
+import logging
+
 import torch
 
 from megatron_zpp.checkpoint.training_state import run_settings
@@ -23,7 +25,9 @@ from zeropp import LossScaler
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.ranks.coordination import fail_together
 from zeropp.sharding.grid import find_nodes
-from zeropp.wire.route import require_fit
+from zeropp.wire.route import Nodes, require_fit
+
+log = logging.getLogger("megatron_zpp")
 
 
 def build_run(requested: Config, ranks: Ranks, console: Console, stopping: Stopping) -> Run:
@@ -32,7 +36,9 @@ def build_run(requested: Config, ranks: Ranks, console: Console, stopping: Stopp
     `requested` is what `parse` returned; the run's configuration also has what the pretrained model
     and the data determine. Raises InputError for what does not fit together or cannot be read.
     """
-    require_fit(requested.zero, find_nodes(ranks.mesh, requested.zero))
+    nodes = find_nodes(ranks.mesh, requested.zero, ranks.data)
+    require_fit(requested.zero, nodes)
+    warn_where_tensor_ranks_cross_nodes(ranks, nodes)
     config, tokenizer, datasets, pretrained = open_inputs(requested, ranks)
     apex = find_apex(ranks.device)
     fill = pretrained.fill if pretrained else None
@@ -119,11 +125,12 @@ def summary(run: Run) -> list[tuple[str, object]]:
     """Rows of the table printed before training, as (name, value)."""
     config, sharding, model = run.config, run.sharding, run.config.model
     batch = run.schedules.batch_size.final
-    micro_batches = batch // (config.batch.micro_batch_size * run.ranks.num_ranks)
+    micro_batches = batch // (config.batch.micro_batch_size * run.ranks.num_replicas)
     shape = (
         f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
         f"heads, vocabulary {run.tokenizer.vocab_size:,}"
     )
+    share = "ranks" if run.ranks.num_replicas == run.ranks.num_ranks else "replicas"
     compute_dtype = str(sharding.compute_dtype).removeprefix("torch.")
     sources = config.data.data_path or config.data.train_data_path or ("made-up samples",)
     return [
@@ -133,16 +140,40 @@ def summary(run: Run) -> list[tuple[str, object]]:
         (
             "batch",
             f"{batch} samples of {model.seq_length} tokens, {micro_batches} micro-batches "
-            f"of {config.batch.micro_batch_size} on each of {run.ranks.num_ranks} ranks",
+            f"of {config.batch.micro_batch_size} on each of {run.ranks.num_replicas} {share}",
         ),
         ("length", f"{run.schedules.length.iterations:,} iterations"),
         ("precision", f"{compute_dtype}, weights and Adam in float32"),
         ("device", f"{run.ranks.device}, {torch.get_num_threads()} threads"),
         *matmul_rate_rows(run.metrics.matmul_rate),
+        *parallel_rows(run.ranks),
         ("ZeRO stage", sharding.stage),
         *offload_rows(config),
         *sharding.describe(micro_batches),
     ]
+
+
+def warn_where_tensor_ranks_cross_nodes(ranks: Ranks, nodes: Nodes) -> None:
+    """Log a line if ranks that exchange activations in every layer are in different nodes."""
+    per_node = nodes.ranks_per_node * nodes.parts
+    if ranks.rank == 0 and per_node % ranks.tensor_size:
+        log.warning(
+            "--tensor-model-parallel-size %d with %d ranks per node: what tensor ranks send each "
+            "other in every layer crosses nodes; a divisor of %d would keep it in a node",
+            ranks.tensor_size, per_node, per_node,
+        )  # fmt: skip
+
+
+def parallel_rows(ranks: Ranks) -> list[tuple[str, str]]:
+    """A row that says how the ranks share the work, where they do not only share the samples."""
+    if ranks.num_replicas == ranks.num_ranks:
+        return []
+    parts = [f"{ranks.num_replicas} replicas"]
+    if ranks.context_size > 1:
+        parts.append(f"{ranks.context_size} ranks share each sequence")
+    if ranks.tensor_size > 1:
+        parts.append(f"{ranks.tensor_size} ranks share each matrix")
+    return [("ranks", ", ".join(parts))]
 
 
 def offload_rows(config: Config) -> list[tuple[str, str]]:

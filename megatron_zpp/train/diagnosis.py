@@ -75,7 +75,7 @@ def describe_spike(run: Run, pending: PendingIteration) -> str:
 def _micro_batches(run: Run, pending: PendingIteration) -> list[tuple[str, float]]:
     """This rank's micro-batches of an iteration: samples and loss."""
     return [
-        (_samples(run, pending.samples, run.ranks.rank, index), loss.item())
+        (_samples(run, pending.samples, run.ranks.replica, index), loss.item())
         for index, loss in enumerate(pending.micro_batch_losses)
     ]
 
@@ -83,7 +83,7 @@ def _micro_batches(run: Run, pending: PendingIteration) -> list[tuple[str, float
 def _samples(run: Run, batch: range, rank: int, index: int) -> str:
     """The samples of a rank's micro-batch, as for --skip-samples."""
     size = run.config.batch.micro_batch_size
-    first = batch.start + (index * run.ranks.num_ranks + rank) * size
+    first = batch.start + (index * run.ranks.num_replicas + rank) * size
     return f"{first}:{first + size}"
 
 

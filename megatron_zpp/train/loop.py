@@ -106,7 +106,7 @@ def evaluate_split(run: Run, split: int, moment: str) -> None:
     consumed = counters.consumed_valid_samples if split == VALIDATION else 0
     if consumed + num_samples > len(run.datasets[split]):
         consumed = 0  # this run has fewer validation samples than the one that saved the checkpoint
-    samples_per_pass = config.batch.micro_batch_size * run.ranks.num_ranks
+    samples_per_pass = config.batch.micro_batch_size * run.ranks.num_replicas
     with loader(run, split, consumed) as batches:
         loss = evaluate(run.sharding, run.ranks, batches, num_samples // samples_per_pass)
     if split == VALIDATION:

@@ -6,6 +6,7 @@ import time
 import torch
 
 from megatron_zpp.data.loader import Loader
+from megatron_zpp.parallel.tensor_parallel import sum_partial_gradients
 from megatron_zpp.train.pending_iteration import PendingIteration, host_fields, timer_now
 from megatron_zpp.train.run import Run
 from zeropp import optimizer_step
@@ -26,6 +27,8 @@ def train_step(
     loss_scale = run.scaler.scale if run.scaler else 1.0
     set_schedule(run)
     loss, micro_batch_losses = forward_backward(run, batches, global_batch_size, loss_scale)
+    if config.parallel.sequence_parallel:
+        sum_partial_gradients(run.sharding.model, run.ranks.mesh.get_group("tensor"))
     backward_ended = timer_now(run)
     update = optimizer_step(
         run.optimizer,
@@ -58,15 +61,15 @@ def forward_backward(
     """
     sharding, ranks = run.sharding, run.ranks
     micro_batch_size = run.config.batch.micro_batch_size
-    num_micro_batches = global_batch_size // (micro_batch_size * ranks.num_ranks)
+    num_micro_batches = global_batch_size // (micro_batch_size * ranks.num_replicas)
     losses = []
     total_loss = torch.zeros((), device=ranks.device)
     run.communication.begin_step()
     for index in range(num_micro_batches):
-        first_sample = batches.consumed_samples + ranks.rank * micro_batch_size
+        first_sample = batches.consumed_samples + ranks.replica * micro_batch_size
         batch = next(batches)
         ranks.main_thread.mark()
-        seed_dropout(run.config.training.seed, first_sample)
+        seed_dropout(run.config.training.seed, first_sample, ranks.context_place)
         with sharding.micro_step(last=index == num_micro_batches - 1):
             loss = sharding.model(*batch.inputs())
             (loss * (loss_scale / num_micro_batches)).backward()
@@ -86,12 +89,13 @@ def set_schedule(run: Run) -> None:
         group["weight_decay"] = weight_decay if group["decays"] else 0.0
 
 
-def seed_dropout(seed: int, first_sample: int) -> None:
-    """Seed dropout with the number of a micro-batch's first sample.
+def seed_dropout(seed: int, first_sample: int, context_place: int = 0) -> None:
+    """Seed dropout with the number of a micro-batch's first sample, and which part of it this is.
 
-    A resumed run, and a run on another number of ranks, then drop the same elements.
+    A resumed run, and a run with another number of replicas, then drop the same elements.
     """
-    digest = hashlib.blake2b(f"{seed}/{first_sample}".encode(), digest_size=4).digest()
+    text = f"{seed}/{first_sample}" + (f"/{context_place}" if context_place else "")
+    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
     number = int.from_bytes(digest, "little")  # mt19937 takes 32 bits
     # `torch.manual_seed` notes where it was called for every kind of device (0.3 ms).
     torch.default_generator.manual_seed(number)

@@ -8,6 +8,7 @@ import torch
 
 from megatron_zpp.monitor.communication import KEYS, Communication, CommunicationMeter
 from megatron_zpp.monitor.tensorboard_names import communication_scalars
+from zeropp.wire.route import Nodes
 from zeropp.wire.traffic import Traffic
 
 MIB = 2**20
@@ -18,12 +19,14 @@ NEAR = ("gradients", "in_node")
 class TwoNodes:
     """The ranks of a job in which all others sent what this one sent: 2 nodes of 2."""
 
+    num_ranks = 4
+
     def sum(self, *values: float) -> list[float]:
         return [4 * value for value in values]
 
 
 def sharding(stage: int = 3, num_ranks: int = 4) -> SimpleNamespace:
-    nodes = SimpleNamespace(count=2)
+    nodes = Nodes(num_ranks=4, ranks_per_node=2)
     return SimpleNamespace(
         stage=stage,
         num_ranks=num_ranks,

@@ -184,6 +184,8 @@ PAIRS = """
 --load s --use-checkpoint-args                       checkpoint.use_checkpoint_args true
 --load s --exit-on-missing-checkpoint                checkpoint.exit_on_missing_checkpoint true
 --rotary-position-embeddings-theta 7 --swiglu        model.rotary_base 7
+--sequence-parallel --tensor-model-parallel-size 2   parallel.sequence_parallel true
+--cp-comm-type a2a                                   parallel.cp_comm_type "a2a"
 """
 
 IDLE = """
@@ -238,11 +240,8 @@ IDLE = """
 """
 
 UNAVAILABLE = """
---tensor-model-parallel-size 2
---model-parallel-size 2
 --pipeline-model-parallel-size 2
---context-parallel-size 2
---sequence-parallel
+--cp-comm-type p2p
 --num-layers-per-virtual-pipeline-stage 2
 --universal-checkpoint
 --remote-device nvme
@@ -261,8 +260,9 @@ def test_a_flag_fills_its_setting_in_every_spelling(line):
     typed, path, value = words[:at], words[at], json.loads(" ".join(words[at + 1 :]))
     other = [w.replace("-", "_").replace("__", "--", 1) if w[:2] == "--" else w for w in typed]
     dashes = [w.replace("_", "-") if w[:2] == "--" else w for w in typed]
+    num_ranks = 2 if "--sequence-parallel" in typed else 1
     for spelled in (typed, other, dashes):
-        assert value_at(parse(spelled, 1), path) == value, spelled
+        assert value_at(parse(spelled, num_ranks), path) == value, spelled
 
 
 def test_every_setting_is_covered():

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_zpp.monitor.console import Console
-from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.parallel.mesh import Ranks, build_mesh
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config
 from megatron_zpp.train.build import build_run
@@ -84,8 +83,11 @@ def _job(
     rank, world = dist.get_rank(), dist.get_world_size()
     source = "" if "--data-path" in flags else "--mock-data "
     config = parse((TINY + source + flags).split(), world)
-    mesh = init_device_mesh(device, (world,), mesh_dim_names=("data",))
+    mesh = build_mesh(torch.device(device), world, config.parallel)
     place = Environment(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
-    ranks = kind(environment=place, device=torch.device(device), mesh=mesh, store=None)
+    size = config.parallel.context_parallel_size
+    ranks = kind(
+        environment=place, device=torch.device(device), mesh=mesh, store=None, context_size=size
+    )
     with Console(rank, printed, interactive=False) as console, Stopping(config.training) as stop:
         yield config, ranks, console, stop

@@ -1,0 +1,259 @@
+"""Tensor parallelism (Shoeybi et al. 2019): ranks that see the same samples share out each matrix.
+
+| parameter                                  | split          | other parameters                   |
+|--------------------------------------------|----------------|------------------------------------|
+| embedding, head                            | by vocabulary  | norms, positions, and the biases   |
+| queries, keys and values, with their bias  | by heads       | of layers that are split by        |
+| input and gate of the MLP, with their bias | by channels    | columns are whole on every rank    |
+| output of attention and MLP                | by columns     |                                    |
+
+The weights are DTensors on the tensor axis when FSDP2 gets them, so that names and shapes in a
+checkpoint do not depend on the number of ranks. In a forward pass each layer computes with its
+local part, and activations are plain tensors.
+
+With sequence parallelism (Korthikanti et al. 2022) each rank has its own rows of the residual
+stream between the layers that are split: what enters one is gathered there, what leaves it is
+summed and scattered. Without it, what leaves is summed on every rank.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.layers import Attention
+from megatron_zpp.model.loss import head_loss
+from megatron_zpp.parallel.collectives import (
+    gather_columns,
+    gather_rows,
+    keep,
+    moved,
+    own_rows,
+    sum_rows,
+    sum_whole,
+)
+from zeropp.optim.step import local_part as own_slice
+
+SPLIT_DIMS = {  # by the last components of a parameter's name
+    "tokens.weight": 0, "head.weight": 0,
+    "attention.qkv.weight": 0, "attention.qkv.bias": 0, "attention.output.weight": 1,
+    "mlp.input.weight": 0, "mlp.input.bias": 0, "mlp.gate.weight": 0, "mlp.gate.bias": 0,
+    "mlp.output.weight": 1,
+}  # fmt: skip
+
+
+@dataclass
+class TensorAxis:
+    """The ranks that split a model, and whether they split the rows of the stream now."""
+
+    group: dist.ProcessGroup
+    sequence_parallel: bool
+    splits_rows: bool = field(default=False, init=False)  # in the current forward pass
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return what a layer that is split by rows of its weight computes with, [B, S, H]."""
+        if self.splits_rows:
+            return moved(x, self.group, gather_rows, sum_rows)
+        return moved(x, self.group, keep, sum_whole)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Sum x [B, S, H] over the ranks, whose layers are split by columns of their weight."""
+        if self.splits_rows:
+            return moved(x, self.group, sum_rows, gather_rows)
+        return moved(x, self.group, sum_whole, keep)
+
+    def leave_embedding(self, x: Tensor) -> Tensor:
+        """Sum x [B, S, H] over the ranks, each of which looked up its part of the vocabulary."""
+        return moved(x, self.group, sum_whole, keep)
+
+
+def split_model(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Split a model that is on the meta device over the ranks of the one-axis `mesh`, in place."""
+    axis = TensorAxis(mesh.get_group(), sequence_parallel)
+    for block in model.blocks:
+        block.attention.kv_heads //= mesh.size()
+        block.attention.qkv = _like(RowsOfLinear, block.attention.qkv)
+        block.attention.attend = partial(attend_with_own_dropout, block.attention, axis)
+        block.mlp.input = _like(RowsOfLinear, block.mlp.input)
+        if block.mlp.gate is not None:
+            block.mlp.gate = _like(RowsOfLinear, block.mlp.gate)
+        for part in (block.attention, block.mlp):
+            part.output = _like(ColumnsOfLinear, part.output)
+            part.output.axis = axis
+            part.register_forward_pre_hook(partial(_enter, axis))
+    model.tokens = _like(PartOfEmbedding, model.tokens)
+    model.tokens.axis = axis
+    model.logits, model.loss = partial(_logits, axis), partial(_loss, axis)
+    model.register_forward_pre_hook(partial(_choose_rows, axis), with_kwargs=True)
+    model.blocks[0].register_forward_pre_hook(partial(_take_own_rows, axis))
+    model.norm.register_forward_hook(partial(_enter_head, axis))
+    split_parameters(model, mesh)
+
+
+def split_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace the meta parameters of `SPLIT_DIMS` by DTensors on `mesh`."""
+    for name, parameter in list(model.named_parameters()):
+        dim = next((dim for end, dim in SPLIT_DIMS.items() if _is_end(end, name)), None)
+        if dim is None:
+            continue
+        shape = list(parameter.shape)
+        shape[dim] //= mesh.size()
+        local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+        whole = DTensor.from_local(
+            local, mesh, [Shard(dim)], run_check=False, shape=parameter.shape,
+            stride=parameter.stride(),
+        )  # fmt: skip
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, nn.Parameter(whole, parameter.requires_grad))
+
+
+def local_part(weight: Tensor | None) -> Tensor | None:
+    """Return this rank's part of a gathered weight; gradients go back to the whole."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+class RowsOfLinear(nn.Linear):
+    """A linear layer whose output channels are split: rows of the weight, and the bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, local_part(self.weight), local_part(self.bias))
+
+
+class ColumnsOfLinear(nn.Linear):
+    """A linear layer whose input channels are split; its bias is whole, and added to the sum."""
+
+    axis: TensorAxis
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.axis.leave(F.linear(x, local_part(self.weight)))
+        return x if self.bias is None else x + self.bias
+
+
+class PartOfEmbedding(nn.Embedding):
+    """An embedding whose vocabulary is split: tokens of other ranks are zeros before the sum."""
+
+    axis: TensorAxis
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = local_part(self.weight)
+        index = tokens - self.axis.group.rank() * len(weight)
+        is_other = (index < 0) | (index >= len(weight))
+        x = F.embedding(index.masked_fill(is_other, 0), weight)
+        return self.axis.leave_embedding(x.masked_fill(is_other[..., None], 0))
+
+
+def attend_with_own_dropout(attention: Attention, axis: TensorAxis, *inputs: Tensor) -> Tensor:
+    """Attend with the heads of this rank, dropping other elements than the other ranks do."""
+    attend = partial(type(attention).attend, attention)
+    if axis.splits_rows or attention.dropout == 0 or not attention.training:
+        return attend(*inputs)
+    with own_random_numbers(axis.group.rank(), inputs[0].device):
+        return attend(*inputs)
+
+
+def shared_random_number() -> int:
+    """Draw a number from the state that all ranks have."""
+    return int(torch.randint(2**31, ()))
+
+
+@contextmanager
+def own_random_numbers(number: int, device: torch.device) -> Iterator[None]:
+    """Use a rank's own random numbers inside, and afterwards again the same on all ranks."""
+    seed = shared_random_number()
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed + number)
+        yield
+
+
+def split_cross_entropy(
+    group: dist.ProcessGroup, logits: Tensor, labels: Tensor, mask: Tensor | None
+) -> Tensor:
+    """Return losses fp32 [N] of logits [N, V/T], each rank's part of the vocabulary.
+
+    labels int64 [N] count the whole vocabulary. With a mask [N] the logits become
+    mask · (softmax − one-hot) in place.
+    """
+    columns = labels - group.rank() * logits.shape[1]
+    is_own = (columns >= 0) & (columns < logits.shape[1])
+    columns = columns.masked_fill(~is_own, 0)[:, None]
+    values = logits.float()
+    row_max = values.amax(dim=1)
+    dist.all_reduce(row_max, dist.ReduceOp.MAX, group=group)
+    values = values - row_max[:, None]
+    label_values = values.gather(1, columns).squeeze(1) * is_own
+    exponentials = values.exp_()
+    sums = sum_whole(torch.stack((label_values, exponentials.sum(dim=1))), group)
+    label_value, exp_sum = sums.unbind()
+    if mask is not None:
+        exponentials.mul_((mask / exp_sum)[:, None])
+        exponentials.scatter_add_(1, columns, -(mask * is_own)[:, None])
+        logits.copy_(exponentials)
+    return exp_sum.log() - label_value
+
+
+def sum_partial_gradients(model: GPT, group: dist.ProcessGroup) -> None:
+    """Sum the gradients of whole parameters that each rank has of its own rows, in place."""
+    modules = [model.norm]
+    for block in model.blocks:
+        modules += [block.norm1, block.norm2, block.attention.output, block.mlp.output]
+    owners = [each for module in modules for each in module.parameters(recurse=False)]
+    parts = [own_slice(each.grad) for each in owners if each.ndim == 1 and each.grad is not None]
+    if not parts:
+        return
+    total = sum_whole(torch.cat([part.flatten() for part in parts]), group)
+    for part, sums in zip(parts, total.split([part.numel() for part in parts]), strict=True):
+        part.copy_(sums.view(part.shape))
+
+
+def _like(kind: type[nn.Module], module: nn.Module) -> nn.Module:
+    """Return the module as one of a subclass, with the same parameters."""
+    module.__class__ = kind
+    return module
+
+
+def _is_end(end: str, name: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _enter(axis: TensorAxis, module: nn.Module, inputs: tuple) -> tuple:
+    return axis.enter(inputs[0]), *inputs[1:]
+
+
+def _enter_head(axis: TensorAxis, module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+    return axis.enter(output)
+
+
+def _choose_rows(axis: TensorAxis, model: nn.Module, inputs: tuple, options: dict) -> None:
+    """Split rows where a loss is computed; logits are, and cached tokens come, for whole rows."""
+    has_labels = len(inputs) > 1 or options.get("labels") is not None
+    divides = inputs[0].shape[1] % axis.group.size() == 0
+    axis.splits_rows = axis.sequence_parallel and has_labels and divides
+
+
+def _take_own_rows(axis: TensorAxis, block: nn.Module, inputs: tuple) -> tuple | None:
+    if not axis.splits_rows:
+        return None
+    if block.training and max(block.dropout, block.attention.dropout) > 0:
+        torch.manual_seed(shared_random_number() + axis.group.rank())
+    x = moved(inputs[0], axis.group, own_rows, gather_rows)
+    return x, *inputs[1:]
+
+
+def _logits(axis: TensorAxis, x: Tensor, weight: Tensor) -> Tensor:
+    return gather_columns(F.linear(x, local_part(weight)), axis.group)
+
+
+def _loss(
+    axis: TensorAxis, hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, _: Callable
+) -> Tensor:
+    cross_entropy = partial(split_cross_entropy, axis.group)
+    return head_loss(hidden, local_part(weight), labels, mask, cross_entropy)

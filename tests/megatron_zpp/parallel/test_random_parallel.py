@@ -1,0 +1,74 @@
+"""Random models on random sizes of the axes print the losses and norms of one rank.
+
+Set RANDOM_PARALLEL to draw more runs than the suite does.
+"""
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.megatron_zpp.parallel.test_tensor_parallel import require_equal, run
+
+RUNS = int(os.environ.get("RANDOM_PARALLEL", "4"))
+
+
+class Drawn:
+    """The flags of a model, and of the ranks that train it."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = draw = random.Random(seed)
+        self.tensor, self.context = draw.choice([(2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (2, 1)])
+        heads = draw.choice([4, 8])
+        divisors = [each for each in (1, 2, 4, 8) if heads % each == 0 and each % self.tensor == 0]
+        positions = draw.choice(["learned_absolute", "rope", "none"])
+        model = [
+            f"--num-layers {draw.randint(1, 3)} --hidden-size {heads * draw.choice([4, 6])}",
+            f"--num-attention-heads {heads} --num-query-groups {draw.choice(divisors)}",
+            f"--ffn-hidden-size {4 * draw.randint(3, 9)} --position-embedding-type {positions}",
+            f"--normalization {draw.choice(['LayerNorm', 'RMSNorm'])}",
+            f"--vocab-size {draw.randint(20, 60)} --seq-length {4 * draw.randint(2, 6)}",
+        ]
+        for flag in (
+            "--swiglu", "--untie-embeddings-and-output-weights", "--disable-bias-linear",
+            "--fp32-residual-connection", "--apply-residual-connection-post-layernorm",
+            "--reset-attention-mask", "--eod-mask-loss", "--reset-position-ids",
+        ):  # fmt: skip
+            if draw.random() < 0.4:
+                model.append(flag)
+        micro_batches = draw.randint(1, 3)
+        self.model = " ".join(model) + (
+            f" --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --train-iters 4 "
+            f"--global-batch-size {4 * micro_batches} --lr 1e-3 --log-params-norm "
+            f"{draw.choice(['', '--clip-grad 0.1', '--clip-grad 0'])} "
+        )
+
+    def ranks(self, folder: Path) -> str:
+        """The flags of the ranks, with a JSON in `folder`."""
+        draw, stage = self.draw, self.draw.randint(0, 3)
+        per_node = draw.choice([each for each in (1, 2, 4) if each % self.tensor == 0 or each == 1])
+        zero, zeropp = {"stage": stage}, {"ranks_per_node": per_node}
+        if stage == 3 and per_node > 1 and draw.random() < 0.6:
+            zero["zero_hpz_partition_size"] = per_node
+        zeropp["reduce_gradients_once"] = draw.random() < 0.4
+        path = folder / "zeropp.json"
+        path.write_text(json.dumps({"zero_optimization": zero, "zeropp": zeropp}))
+        words = [
+            f"--tensor-model-parallel-size {self.tensor}",
+            f"--context-parallel-size {self.context} --deepspeed_config {path}",
+            draw.choice(["", "--recompute-granularity full", "--recompute-granularity selective"]),
+        ]
+        if self.tensor > 1 and draw.random() < 0.6:
+            words.append("--sequence-parallel")
+        return " ".join(words)
+
+
+@pytest.mark.parametrize("seed", range(RUNS))
+def test_the_numbers_are_those_of_one_rank(seed: int, tmp_path: Path) -> None:
+    drawn = Drawn(seed)
+    expected = run(1, drawn.model, tmp_path)
+    how = drawn.ranks(tmp_path)
+    print(drawn.model, how, (tmp_path / "zeropp.json").read_text())
+    require_equal(run(4, drawn.model + how, tmp_path), expected)

@@ -1,0 +1,232 @@
+"""Training on ranks that split each matrix prints the numbers of one rank."""
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.parallel.tensor_parallel import own_random_numbers
+from megatron_zpp.settings.arguments import parse
+from megatron_zpp.train.batches import TRAIN, loader
+from megatron_zpp.train.step import train_step
+from tests.megatron_zpp.train.training_runs import (
+    TINY,
+    built_run,
+    field,
+    log_of,
+    loss_values,
+    losses,
+    write_log,
+)
+from tests.ranks import ranks
+from zeropp import InputError
+
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 "
+LENGTH = "--micro-batch-size 2 --global-batch-size 8 --train-iters 10 --lr 1e-3 "
+GPT2 = NO_DROPOUT + LENGTH
+LLAMA = (
+    GPT2 + "--swiglu --normalization RMSNorm --position-embedding-type rope --num-query-groups 2 "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --reset-attention-mask "
+    "--reset-position-ids --eod-mask-loss "
+)
+SHAPES = {"gpt2": GPT2, "llama": LLAMA}
+TP2, TP4 = (f"--tensor-model-parallel-size {size} " for size in (2, 4))
+SP = "--sequence-parallel "
+RELATIVE = 1e-5  # the promise for unquantized fp32 runs
+
+
+@ranks(1, timeout=120)
+def on_1(flags: str, path: Path) -> None:
+    write_log(flags, path)
+
+
+@ranks(2, timeout=120)
+def on_2(flags: str, path: Path) -> None:
+    write_log(flags, path)
+
+
+@ranks(4, timeout=120)
+def on_4(flags: str, path: Path) -> None:
+    write_log(flags, path)
+
+
+def run(num_ranks: int, flags: str, folder: Path) -> str:
+    """The log of a run of `num_ranks`."""
+    path = folder / "log.txt"
+    {1: on_1, 2: on_2, 4: on_4}[num_ranks](flags=flags, path=path)
+    return path.read_text()
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    """The flags of a shape, and the log of one rank."""
+    flags = SHAPES[request.param]
+    return flags, run(1, flags, tmp_path_factory.mktemp("alone"))
+
+
+def require_equal(log: str, expected: str) -> None:
+    for name in ("lm loss", "grad norm"):
+        numbers, others = (list(map(float, field(each, name))) for each in (log, expected))
+        assert len(numbers) == len(others) > 0
+        assert numbers == pytest.approx(others, rel=RELATIVE), name
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "how"),
+    [
+        (2, TP2 + "--zero-stage 0"),
+        (2, TP2 + SP + "--zero-stage 3 --recompute-granularity full"),
+        (4, TP2 + "--zero-stage 1"),
+        (4, TP2 + SP + "--zero-stage 2"),
+        (4, TP2 + SP + "--zero-stage 3"),
+    ],
+)
+def test_losses_and_norms_are_those_of_one_rank(num_ranks, how, alone, tmp_path):
+    flags, expected = alone
+    require_equal(run(num_ranks, flags + how, tmp_path), expected)
+
+
+@pytest.mark.parametrize("how", ["", SP])
+def test_four_tensor_ranks(how, tmp_path):
+    flags = GPT2 + "--fp32-residual-connection "
+    require_equal(run(4, flags + TP4 + how, tmp_path), run(1, flags, tmp_path))
+
+
+@pytest.mark.parametrize("precision", ["--bf16 ", "--fp16 --initial-loss-scale 65536 "])
+def test_in_16_bit_losses_are_close(precision, tmp_path):
+    log, expected = run(4, GPT2 + TP2 + SP + precision, tmp_path), run(1, GPT2, tmp_path)
+    assert loss_values(log) == pytest.approx(loss_values(expected), rel=1e-2)
+
+
+@ranks(4, timeout=120)
+def test_with_all_of_zeropp_and_gradients_once_per_step(tmp_path):
+    """Two nodes of the two ranks that split the model: each keeps its parts of the weights."""
+    zero = {
+        "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2,
+        "zero_quantized_gradients": True,
+    }  # fmt: skip
+    zeropp = {"ranks_per_node": 2, "reduce_gradients_once": True}
+    path = tmp_path / f"{dist.get_rank()}.json"
+    path.write_text(json.dumps({"zero_optimization": zero, "zeropp": zeropp}))
+    expected = log_of(GPT2 + TP2 + SP)
+    log = log_of(f"{GPT2} {TP2} {SP} --deepspeed_config {path}")
+    if dist.get_rank() == 0:
+        assert loss_values(log) == pytest.approx(loss_values(expected), rel=5e-3)
+        assert "kept in each node" in log and "2 replicas, 2 ranks share each matrix" in log
+        crossed = re.findall(r"across nodes: (\S+) \|", log)  # or else "(formula: ...)" follows
+        assert len(crossed) == 10 and all(float(sent) > 0 for sent in crossed)
+
+
+@ranks(4, timeout=120)
+def test_a_stop_in_the_middle_changes_no_digit(tmp_path):
+    flags = f"{LENGTH} {TP2} {SP} --zero-stage 3 --bf16 "
+    folder = f"--save {tmp_path} --load {tmp_path} "
+    straight = losses(log_of(flags))
+    first = losses(log_of(flags + folder + "--exit-interval 4"))
+    assert first + losses(log_of(flags + folder)) == straight
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    run(4, f"{LLAMA} {TP2} {SP} --zero-stage 3 --save {folder}/save --exit-interval 4", folder)
+    return folder / "save"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "how"), [(1, ""), (4, "--zero-stage 3"), (2, TP2), (4, TP2 + "--zero-stage 1")]
+)
+def test_a_checkpoint_goes_on_at_other_sizes(num_ranks, how, saved, tmp_path):
+    expected = run(1, LLAMA, tmp_path)
+    log = run(num_ranks, f"{LLAMA} {how} --load {saved}", tmp_path)
+    assert loss_values(log) == pytest.approx(loss_values(expected)[4:], rel=RELATIVE)
+
+
+@ranks(2)
+def test_the_first_weights_do_not_depend_on_the_ranks_that_split_them(tmp_path):
+    """Each rank's part is that of the whole weights that one rank draws."""
+    with built_run(GPT2 + TP2) as run_of_two:
+        weights = {
+            name: weight.full_tensor() if hasattr(weight, "full_tensor") else weight.detach()
+            for name, weight in run_of_two.sharding.model.named_parameters()
+        }
+        assert run_of_two.sharding.model.blocks[0].mlp.input.weight.to_local().shape == (64, 32)
+    with built_run(GPT2) as run_of_one:
+        whole = run_of_one.sharding.model
+        for name, weight in whole.named_parameters():
+            assert torch.equal(weights[name], weight.full_tensor()), name
+
+
+@pytest.mark.parametrize("how", [TP2, TP2 + SP])
+@ranks(2, timeout=120)
+def test_dropout_is_equal_where_the_ranks_share_and_different_where_they_split(how):
+    """Whole weights stay the same on both ranks, and a run repeats."""
+    flags = f"--train-iters 4 --global-batch-size 4 {how} --hidden-dropout 0.2 "
+    flags += "--attention-dropout 0.2 "
+    first, again, other = log_of(flags), log_of(flags), log_of(flags + "--seed 1")
+    if dist.get_rank() == 0:  # who has the log
+        assert losses(first) == losses(again) != losses(other)
+    with built_run(flags) as run, loader(run, TRAIN, 0) as batches:
+        for _ in range(3):
+            train_step(run, batches)
+        model = run.sharding.model
+        whole = [model.positions.weight, model.norm.weight, model.blocks[0].mlp.output.bias]
+        everywhere = [None, None]
+        dist.all_gather_object(everywhere, [weight.tolist() for weight in whole])
+        assert everywhere[0] == everywhere[1]
+        assert model.norm.weight.std() > 0
+
+
+@ranks(2)
+def test_the_ranks_drop_other_elements():
+    torch.manual_seed(3)
+    with own_random_numbers(dist.get_rank(), torch.device("cpu")):
+        own = torch.rand(4).tolist()
+    shared = torch.rand(4).tolist()
+    everywhere = [None, None]
+    dist.all_gather_object(everywhere, (own, shared))
+    assert everywhere[0][0] != everywhere[1][0] and everywhere[0][1] == everywhere[1][1] != own
+
+
+@ranks(2)
+def test_a_tensor_axis_across_nodes_is_warned_of(tmp_path):
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("megatron_zpp").addHandler(handler)
+    path = tmp_path / f"{dist.get_rank()}.json"
+    path.write_text(json.dumps({"zeropp": {"ranks_per_node": 1}}))
+    with built_run(f"{GPT2} {TP2} --deepspeed_config {path}"):
+        pass
+    crossing = [line for line in lines if "crosses nodes" in line]
+    assert len(crossing) == (dist.get_rank() == 0)
+
+
+def test_a_sample_of_text_and_a_held_out_loss(tmp_path):
+    flags = f"{GPT2} --train-iters 2 --sample-prompt 1 --sample-length 5 "
+    expected, log = run(1, flags, tmp_path), run(4, flags + TP2 + SP, tmp_path)
+    for pattern in (r"loss at the end of training.* value: (\S+)", r"Sample\n(.*)"):
+        assert re.findall(pattern, log) == re.findall(pattern, expected) != []
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags", "message"),
+    [
+        (3, TP2, "size 2 does not divide the 3 ranks: the nearest that does is 1"),
+        (4, TP4 + "--num-query-groups 2", "--num-query-groups 2 cannot be split .*: .* is 4"),
+        (6, "--tensor-model-parallel-size 3", "--num-attention-heads 4 cannot .*: .* is 3"),
+        (2, TP2 + "--ffn-hidden-size 77", "--ffn-hidden-size 77 cannot be split"),
+        (2, TP2 + "--make-vocab-size-divisible-by 1", "divisible-by 1 cannot .* that can is 2"),
+        (2, TP2 + SP + "--seq-length 17", "--seq-length 17 cannot be split"),
+        (1, SP, "give --tensor-model-parallel-size 2 or more"),
+        (2, TP2 + "--compile", "--compile is not available with tensor parallelism yet"),
+        (2, TP2 + "--dry-run", "--dry-run is not available with tensor parallelism yet"),
+    ],
+)
+def test_sizes_that_do_not_fit(num_ranks, flags, message):
+    with pytest.raises(InputError, match=message):
+        parse((TINY + "--mock-data " + flags).split(), num_ranks)
