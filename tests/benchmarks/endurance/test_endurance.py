@@ -14,7 +14,7 @@ from tests.benchmarks.started import run_benchmark
 
 @needs_namespaces
 def test_a_disturbed_job_goes_on_by_itself_with_the_same_losses(tmp_path: Path) -> None:
-    kinds = ("truncate", "disk")
+    kinds = ("truncate",)
     run_benchmark(
         "endurance.endurance",
         *("--minutes", "0", "--kinds", *kinds, "--save-interval", "3", "--pause", "0.2"),

@@ -28,7 +28,7 @@ from zeropp.checkpoint.memory_files import MemoryFiles
 from zeropp.checkpoint.writer_process import Job, perform
 
 CHANGES = {"os.rename", "os.mkdir", "os.rmdir", "os.remove"}
-NUM_KILLS = 8
+NUM_KILLS = 6
 
 
 def model_of(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:

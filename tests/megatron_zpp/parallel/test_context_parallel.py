@@ -19,28 +19,26 @@ from tests.ranks import ranks
 from zeropp import InputError
 
 CP2, CP4 = (f"--context-parallel-size {size} " for size in (2, 4))
-SHAPES = {"gpt2": GPT2, "llama": LLAMA}  # the second with documents apart and 2 key-value heads
 
 
-@pytest.fixture(scope="module", params=SHAPES)
-def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple:
-    """The flags of a shape, and the log of one rank."""
-    flags = SHAPES[request.param]
-    return flags, run(1, flags, tmp_path_factory.mktemp("alone"))
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The log of one rank by its flags."""
+    return {flags: run(1, flags, tmp_path_factory.mktemp("alone")) for flags in (GPT2, LLAMA)}
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "how"),
+    ("flags", "num_ranks", "how"),
     [
-        (2, CP2 + "--zero-stage 3"),
-        (4, CP4 + "--zero-stage 1 --recompute-granularity full"),
-        (4, CP2 + "--zero-stage 2"),
-        (4, CP2 + TP2 + SP + "--zero-stage 0"),
+        (GPT2, 2, CP2 + "--zero-stage 3"),
+        (GPT2, 4, CP2 + TP2 + SP + "--zero-stage 0"),
+        (LLAMA, 4, CP4 + "--zero-stage 1 --recompute-granularity full"),
+        (LLAMA, 4, CP2 + "--zero-stage 2"),
     ],
 )
-def test_losses_and_norms_are_those_of_one_rank(num_ranks, how, alone, tmp_path):
-    flags, expected = alone
-    require_equal(run(num_ranks, flags + how, tmp_path), expected)
+def test_losses_and_norms_are_those_of_one_rank(flags, num_ranks, how, alone, tmp_path):
+    """The Llama keeps documents apart, and has fewer key-value heads than ranks."""
+    require_equal(run(num_ranks, flags + how, tmp_path), alone[flags])
 
 
 def test_the_held_out_loss_and_a_sample(tmp_path):
@@ -60,12 +58,11 @@ def test_a_stop_in_the_middle_changes_no_digit(tmp_path):
     assert first + losses(log_of(flags + folder)) == straight
 
 
-def test_a_checkpoint_goes_on_with_whole_sequences(tmp_path):
-    expected = run(1, GPT2, tmp_path)
+def test_a_checkpoint_goes_on_with_whole_sequences(alone, tmp_path):
     folder = tmp_path / "save"
     run(2, f"{GPT2} {CP2} --save {folder} --exit-interval 4", tmp_path)
     log = run(1, f"{GPT2} --load {folder}", tmp_path)
-    assert loss_values(log) == pytest.approx(loss_values(expected)[4:], rel=RELATIVE)
+    assert loss_values(log) == pytest.approx(loss_values(alone[GPT2])[4:], rel=RELATIVE)
 
 
 @ranks(2, timeout=120)

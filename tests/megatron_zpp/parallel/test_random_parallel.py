@@ -12,7 +12,7 @@ import pytest
 
 from tests.megatron_zpp.parallel.test_tensor_parallel import require_equal, run
 
-RUNS = int(os.environ.get("RANDOM_PARALLEL", "4"))
+RUNS = int(os.environ.get("RANDOM_PARALLEL", "3"))
 
 
 class Drawn:

@@ -87,8 +87,10 @@ def expected() -> tuple[list[float], list[float]]:
     return train(shard(Model(), None, zero_config({"stage": 0}, 1)))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize(
+    ("shape", "stage"),
+    [((2, 2), 0), ((2, 2), 1), ((2, 2), 2), ((2, 2), 3), ((1, 4), 3), ((4, 1), 2)],
+)
 @ranks(4)
 def test_losses_and_norms_are_those_of_one_process(shape, stage):
     mesh = grid(*shape)

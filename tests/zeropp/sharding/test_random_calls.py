@@ -23,8 +23,8 @@ from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.sharding.random_models import Batch, RandomModel
 from zeropp import shard
 
-SEQUENCES = int(os.environ.get("RANDOM_SEQUENCES", "28"))
-PER_TEST = 7
+SEQUENCES = int(os.environ.get("RANDOM_SEQUENCES", "20"))
+PER_TEST = 5
 LENGTH = 8  # calls in a sequence
 NEAR = 2e-5  # of the largest element: sums of a few fp32 terms in another order
 LR = 0.05

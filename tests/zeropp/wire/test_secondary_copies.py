@@ -1,7 +1,5 @@
 """hpZ's secondary copies: packed, of any size, reused until the weights change, exact."""
 
-import logging
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +7,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import ranks
-from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.sharded_training import (
     BOTH,
     HPZ,
@@ -20,8 +17,8 @@ from tests.zeropp.sharded_training import (
     shard_on_nodes,
     step,
 )
-from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
-from zeropp import Sharding, shard
+from tests.zeropp.small_model import SmallModel, small_model
+from zeropp import Sharding
 from zeropp.wire.collectives import weight_layout
 
 
@@ -170,48 +167,3 @@ def test_a_frozen_model_crosses_the_nodes_once():
     assert sharding.traffic.take()[across] == 0
     load_random_weights(sharding, 3)
     assert evaluate(sharding) != first
-
-
-@pytest.mark.parametrize(
-    ("size", "ranks_per_node"),
-    [(1, 2), (3, 2), (6, 2), (16, 3), (2, 3), (2, 1)],
-)
-@ranks(6)
-def test_any_size_gives_the_same_bits(size, ranks_per_node):
-    """D2: smaller than a node, larger, across nodes, the world, more than the world."""
-
-    def losses(zero: dict) -> list[float]:
-        sharding = shard(small_model(2), data_mesh(), zero_config(zero, ranks_per_node))
-        optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
-        values = []
-        for number in range(2):
-            loss = loss_of(sharding.model, tokens_of(number))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            values.append(loss.item())
-        sent = sharding.traffic.sent
-        assert sent == {key: 2 * n for key, n in sharding.expected_traffic().items()}
-        return values
-
-    zero = {"stage": 3, "zero_hpz_partition_size": size}
-    assert losses(zero | QWZ) == losses(QWZ)
-    assert losses(zero) == losses({"stage": 3})
-
-
-@ranks(4)
-def test_more_than_the_world_is_the_node_with_one_line_in_the_log():
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("zeropp")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        sharding = shard_on_nodes(BOTH | {"zero_hpz_partition_size": 16})
-    finally:
-        logger.removeHandler(handler)
-    assert sharding.forecast.weights.inner == 2
-    assert [line for line in records if "zero_hpz_partition_size = 16" in line] == records[:1]
-    assert len(records) == 1
-    assert shard_on_nodes(BOTH | {"zero_hpz_partition_size": 4}).copies is None  # nothing to keep
