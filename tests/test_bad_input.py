@@ -67,7 +67,7 @@ def prefix(tmp_path) -> Path:
         ("--micro-batch-size 3 --global-batch-size 7", ["7", "3"]),
         ("--max-position-embeddings 4", ["8", "4"]),
         ("--lr fast", ["--lr", "fast"]),
-        ("--tensor-model-parallel-size 2", ["--tensor-model-parallel-size 2", "not available"]),
+        ("--tensor-model-parallel-size 2", ["--tensor-model-parallel-size 2", "the 1 ranks"]),
         ("--train-samples 4", ["--train-samples", "--train-iters"]),
     ],
 )
