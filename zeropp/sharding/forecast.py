@@ -57,7 +57,8 @@ class Forecast:
         total: Counter[tuple[str, str]] = Counter()
         for position in range(period):
             total.update(self.rank(position, num_micro_batches))
-        return {key: sent * per_node / period for key, sent in total.items()}
+        in_node = per_node * self.weights.nodes.parts
+        return {key: sent * in_node / period for key, sent in total.items()}
 
     def plain(self) -> "PlainForecast":
         """Return the forecast of the same stage and shapes under plain FSDP2."""

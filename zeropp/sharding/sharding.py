@@ -141,7 +141,8 @@ class Sharding:
                 ("gradients", f"all-to-all, {means}\nsummed in fp32, whatever the wire carries"),
             ]
         sent = _table(forecast.node(num_micro_batches))
-        return (("nodes", f"{nodes.count} of {nodes.ranks_per_node} ranks"), *rows, ("sends", sent))
+        size = nodes.ranks_per_node * nodes.parts
+        return (("nodes", f"{nodes.count} of {size} ranks"), *rows, ("sends", sent))
 
 
 def _hops(route: Route, wire: torch.dtype, order: tuple[str, str]) -> str:

@@ -141,7 +141,11 @@ def test_with_tensor_ranks_filling_the_node_each_keeps_its_part_of_the_weights()
     assert sent["weights_backward", "across_nodes"] == 0 < sent["weights_forward", "across_nodes"]
     once = sharding.expected_traffic(1)["weights_forward", "across_nodes"]
     assert sent["weights_forward", "across_nodes"] == 2 * once  # whatever the micro-batches
-    assert sharding.copies is not None
+    rows = dict(sharding.describe())
+    assert rows["nodes"] == "2 of 2 ranks"
+    everywhere = torch.tensor(sum(sharding.expected_traffic(1).values()))
+    dist.all_reduce(everywhere)
+    assert sum(sharding.forecast.node().values()) == everywhere.item() / 2
 
 
 @ranks(4)
