@@ -1,6 +1,6 @@
 """ZeRO++ on an emulated cluster: step times, bytes on the wire beside the ledger's, and losses.
 
-    python -m benchmarks.cluster.cluster [fsdp2 zero3 qwz hpz qgz zeropp zeropp-4-4] \\
+    python -m benchmarks.cluster.cluster [fsdp2 zero3 qwz hpz qgz zeropp zeropp-once] \\
         [--rate 200mbit --rate 1gbit --rate none] [--deepspeed] [--json FILE] [--plot FILE.png]
 
 Every node is a network namespace of this machine, with a link of the given rate to the other nodes

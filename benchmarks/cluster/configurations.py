@@ -23,7 +23,7 @@ from zeropp import Sharding, ZeroConfig
 from zeropp.optim.step import local_part
 from zeropp.wire.frozen_weights import stored_bytes
 
-OURS = ("zero3", "qwz", "hpz", "qgz", "zeropp", "zeropp-4-4")
+OURS = ("zero3", "qwz", "hpz", "qgz", "zeropp", "zeropp-4-4", "zeropp-once")
 LORA = ("lora-zero3", "mixz", "mixz-hpz")
 ADAPTERS = LoraConfig(lora_rank=8, pretrained_checkpoint="none: the weights are drawn")
 FSDP2, DEEPSPEED = "fsdp2", "deepspeed"

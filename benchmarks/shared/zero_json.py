@@ -1,16 +1,17 @@
 """The ZeRO++ settings that benchmarks compare, by name, as DeepSpeed's JSON.
 
-| name         | weights travel as             | gradients travel as               |
-|--------------|-------------------------------|-----------------------------------|
-| `zero3`      | bf16                          | bf16, two hops                    |
-| `qwz`        | INT8                          | as `zero3`                        |
-| `hpz`        | bf16; across nodes once       | as `zero3`                        |
-| `qgz`        | as `zero3`                    | INT8 in a node, INT4 across nodes |
-| `zeropp`     | INT8; across nodes once       | as `qgz`                          |
-| `zeropp-4-4` | as `zeropp`                   | INT4 on both hops                 |
-| `lora-zero3` | as `zero3`                    | as `zero3`                        |
-| `mixz`       | INT8, frozen ones as stored   | as `zero3`                        |
-| `mixz-hpz`   | the same; frozen ones once    | as `zero3`                        |
+| name          | weights travel as             | gradients travel as               |
+|---------------|-------------------------------|-----------------------------------|
+| `zero3`       | bf16                          | bf16, two hops                    |
+| `qwz`         | INT8                          | as `zero3`                        |
+| `hpz`         | bf16; across nodes once       | as `zero3`                        |
+| `qgz`         | as `zero3`                    | INT8 in a node, INT4 across nodes |
+| `zeropp`      | INT8; across nodes once       | as `qgz`                          |
+| `zeropp-4-4`  | as `zeropp`                   | INT4 on both hops                 |
+| `zeropp-once` | as `zeropp`, the root once    | as `qgz`, once per step           |
+| `lora-zero3`  | as `zero3`                    | as `zero3`                        |
+| `mixz`        | INT8, frozen ones as stored   | as `zero3`                        |
+| `mixz-hpz`    | the same; frozen ones once    | as `zero3`                        |
 
 Where training is in fp32, so are numbers that are not quantized.
 """
@@ -26,6 +27,7 @@ COMPONENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "qgz": ("qgz",),
         "zeropp": ("qwz", "hpz", "qgz"),
         "zeropp-4-4": ("qwz", "hpz", "qgz-4-4"),
+        "zeropp-once": ("qwz", "hpz", "qgz", "once"),
         "lora-zero3": (),
         "mixz": ("mixz",),
         "mixz-hpz": ("mixz", "hpz"),
@@ -46,7 +48,9 @@ def zero_json(name: str, ranks_per_node: int) -> dict:
     zero: dict = {"stage": 3}
     zeropp: dict = {"ranks_per_node": ranks_per_node}
     for component in COMPONENTS[name]:
-        zero |= keys[component]
+        zero |= keys.get(component, {})
+        if component == "once":
+            zeropp["reduce_gradients_once"] = True
         if component in gradient_bits:
             zeropp["gradient_bits"] = gradient_bits[component]
     return {"zero_optimization": zero, "zeropp": zeropp}

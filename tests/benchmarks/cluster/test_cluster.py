@@ -86,8 +86,10 @@ def test_each_configuration_switches_on_what_its_name_says():
     assert settings == {
         "zero3": (False, 1, False), "qwz": (True, 1, False), "hpz": (False, 3, False),
         "qgz": (False, 1, True), "zeropp": (True, 3, True), "zeropp-4-4": (True, 3, True),
+        "zeropp-once": (True, 3, True),
     }  # fmt: skip
     assert zero_config("zeropp-4-4", 2).zeropp.gradient_bits == (4, 4)
+    assert [name for name in OURS if zero_config(name, 2).reduces_once] == ["zeropp-once"]
     assert all(zero_config(name, 2).zeropp.ranks_per_node == 2 for name in OURS)
     assert NAMES == ("fsdp2", *OURS, "deepspeed")
 
