@@ -25,7 +25,7 @@ from tests.closed_folder import ClosedFolder  # noqa: E402
 from tests.ranks import shared_pool  # noqa: E402
 
 PROCESSES = re.compile(
-    r"\b(subprocess|tests\.ranks|tests\.launched|benchmarks\.started|run_on_ranks|closed|"
+    r"\b(subprocess|tests\.ranks|tests\.launched|training_runs|benchmarks\.started|run_on_ranks|closed|"
     r"emulated|cuda_compile|torch\.compile)\b"
 )
 

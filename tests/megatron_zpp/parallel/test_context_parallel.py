@@ -12,9 +12,8 @@ from tests.megatron_zpp.parallel.test_tensor_parallel import (
     SP,
     TP2,
     require_equal,
-    run,
 )
-from tests.megatron_zpp.train.training_runs import TINY, field, log_of, loss_values, losses
+from tests.megatron_zpp.train.training_runs import TINY, field, log_of, loss_values, losses, run
 from tests.ranks import ranks
 from zeropp import InputError
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_zpp.parallel.test_tensor_parallel import require_equal, run
+from tests.megatron_zpp.parallel.test_tensor_parallel import require_equal
+from tests.megatron_zpp.train.training_runs import run
 
 RUNS = int(os.environ.get("RANDOM_PARALLEL", "3"))
 

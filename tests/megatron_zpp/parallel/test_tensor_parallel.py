@@ -20,7 +20,7 @@ from tests.megatron_zpp.train.training_runs import (
     log_of,
     loss_values,
     losses,
-    write_log,
+    run,
 )
 from tests.ranks import ranks
 from zeropp import InputError
@@ -36,28 +36,6 @@ LLAMA = (
 TP2, TP4 = (f"--tensor-model-parallel-size {size} " for size in (2, 4))
 SP = "--sequence-parallel "
 RELATIVE = 1e-5  # the promise for unquantized fp32 runs
-
-
-@ranks(1, timeout=120)
-def on_1(flags: str, path: Path) -> None:
-    write_log(flags, path)
-
-
-@ranks(2, timeout=120)
-def on_2(flags: str, path: Path) -> None:
-    write_log(flags, path)
-
-
-@ranks(4, timeout=120)
-def on_4(flags: str, path: Path) -> None:
-    write_log(flags, path)
-
-
-def run(num_ranks: int, flags: str, folder: Path) -> str:
-    """The log of a run of `num_ranks`."""
-    path = folder / "log.txt"
-    {1: on_1, 2: on_2, 4: on_4}[num_ranks](flags=flags, path=path)
-    return path.read_text()
 
 
 @pytest.fixture(scope="module")

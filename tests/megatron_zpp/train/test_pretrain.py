@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.megatron_zpp.train.training_runs import field, log_of, loss_values, losses, write_log
+from tests.megatron_zpp.train.training_runs import field, log_of, loss_values, losses, run
 from tests.ranks import ranks
 
 BATCH = "--micro-batch-size 2 --global-batch-size 16 "
@@ -18,31 +18,6 @@ PRECISIONS = {
     "fp16": "--fp16 --initial-loss-scale 2097152 --loss-scale-window 2 --hysteresis 1 ",
 }
 RELATIVE = 1e-5  # the promise for unquantized fp32 runs, whatever the stage and the ranks
-
-
-@ranks(1, timeout=120)
-def on_1(flags: str, path: Path) -> None:
-    write_log(flags, path)
-
-
-@ranks(2, timeout=120)
-def on_2(flags: str, path: Path) -> None:
-    write_log(flags, path)
-
-
-@ranks(4, timeout=120)
-def on_4(flags: str, path: Path) -> None:
-    write_log(flags, path)
-
-
-ON = {1: on_1, 2: on_2, 4: on_4}
-
-
-def run(num_ranks: int, flags: str, folder: Path) -> str:
-    """The log of a run of `num_ranks`."""
-    path = folder / "log.txt"
-    ON[num_ranks](flags=flags, path=path)
-    return path.read_text()
 
 
 def test_20_losses_agree_at_every_stage_and_on_one_rank(tmp_path):

@@ -8,23 +8,13 @@ import pytest
 import torch.distributed as dist
 
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
-from tests.megatron_zpp.train.training_runs import log_of, loss_values, losses, write_log
+from tests.megatron_zpp.train.training_runs import log_of, loss_values, losses, on_1, on_4
 from tests.ranks import ranks
 
 VOCAB, EOD = 50, 49  # of the NullTokenizer in these runs; it takes the last id for the end
 BATCH = "--micro-batch-size 2 --global-batch-size 8 --hidden-dropout 0 --attention-dropout 0 "
 BY_DOCUMENT = "--reset-attention-mask --reset-position-ids --eod-mask-loss "
 RELATIVE = 1e-5  # the promise for unquantized fp32 runs, whatever the stage and the ranks
-
-
-@ranks(1, timeout=120)
-def on_1(flags: str, path: Path) -> None:
-    write_log(flags, path)
-
-
-@ranks(4, timeout=120)
-def on_4(flags: str, path: Path) -> None:
-    write_log(flags, path)
 
 
 @pytest.fixture(scope="module")

@@ -7,21 +7,11 @@ import pytest
 import torch.distributed as dist
 
 from tests.megatron_zpp.data.instructions.test_examples import write
-from tests.megatron_zpp.train.training_runs import log_of, loss_values, losses, write_log
+from tests.megatron_zpp.train.training_runs import log_of, loss_values, losses, on_1, on_4
 from tests.ranks import ranks
 
 BATCH = "--micro-batch-size 2 --global-batch-size 8 --hidden-dropout 0 --attention-dropout 0 "
 RELATIVE = 1e-5  # the promise for unquantized fp32 runs, whatever the stage and the ranks
-
-
-@ranks(1, timeout=120)
-def on_1(flags: str, path: Path) -> None:
-    write_log(flags, path)
-
-
-@ranks(4, timeout=120)
-def on_4(flags: str, path: Path) -> None:
-    write_log(flags, path)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.megatron_zpp.train.training_runs import (
     log_of,
     loss_values,
     losses,
-    write_log,
+    run,
 )
 from tests.ranks import ranks
 from zeropp import InputError
@@ -41,28 +41,6 @@ CASES = {
 # the weights' norm. The gradients' is 0.115 of theirs (INT8, then INT4).
 WEIGHTS, GRADIENTS = 0.007, 0.115
 DEVIATIONS = 6
-
-
-@ranks(4, timeout=120)
-def on_4(flags: str, path: Path) -> None:
-    write_log(flags, path)
-
-
-@ranks(2, timeout=120)
-def on_2(flags: str, path: Path) -> None:
-    write_log(flags, path)
-
-
-@ranks(1, timeout=120)
-def on_1(flags: str, path: Path) -> None:
-    write_log(flags, path)
-
-
-def run(num_ranks: int, flags: str, folder: Path) -> str:
-    """The log of a run of `num_ranks`."""
-    path = folder / "log.txt"
-    {1: on_1, 2: on_2, 4: on_4}[num_ranks](flags=flags, path=path)
-    return path.read_text()
 
 
 def close(log: str, expected: list[float]) -> list[float]:

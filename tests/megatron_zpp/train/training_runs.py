@@ -17,6 +17,7 @@ from megatron_zpp.train.build import build_run
 from megatron_zpp.train.pretrain import pretrain
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
+from tests.ranks import ranks
 from zeropp.ranks.topology import Environment
 
 TINY = (
@@ -62,6 +63,31 @@ def write_log(flags: str, path: Path) -> None:
         path.write_text(log)
 
 
+def run(num_ranks: int, flags: str, folder: Path) -> str:
+    """The log of a run on `num_ranks` ranks: 1, 2 or 4."""
+    path = folder / "log.txt"
+    {1: on_1, 2: on_2, 4: on_4}[num_ranks](flags=flags, path=path)
+    return path.read_text()
+
+
+@ranks(1, timeout=120)
+def on_1(flags: str, path: Path) -> None:
+    """Run on one rank, and leave its log at `path`."""
+    write_log(flags, path)
+
+
+@ranks(2, timeout=120)
+def on_2(flags: str, path: Path) -> None:
+    """Run on two ranks."""
+    write_log(flags, path)
+
+
+@ranks(4, timeout=120)
+def on_4(flags: str, path: Path) -> None:
+    """Run on four ranks."""
+    write_log(flags, path)
+
+
 def losses(log: str) -> list[str]:
     """The printed training losses."""
     return re.findall(r"lm loss: (\S+) \|", log)
@@ -86,8 +112,8 @@ def _job(
     mesh = build_mesh(torch.device(device), world, config.parallel)
     place = Environment(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
     size = config.parallel.context_parallel_size
-    ranks = kind(
+    joined = kind(
         environment=place, device=torch.device(device), mesh=mesh, store=None, context_size=size
     )
     with Console(rank, printed, interactive=False) as console, Stopping(config.training) as stop:
-        yield config, ranks, console, stop
+        yield config, joined, console, stop
