@@ -40,7 +40,7 @@ from megatron_zpp.parallel.collectives import (
     sum_rows,
     sum_whole,
 )
-from zeropp.optim.step import local_part as own_slice
+from zeropp.optim.step import local_part
 
 SPLIT_DIMS = {  # by the last components of a parameter's name
     "tokens.weight": 0, "head.weight": 0,
@@ -113,11 +113,6 @@ def split_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
         )  # fmt: skip
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, nn.Parameter(whole, parameter.requires_grad))
-
-
-def local_part(weight: Tensor | None) -> Tensor | None:
-    """Return this rank's part of a gathered weight; gradients go back to the whole."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class RowsOfLinear(nn.Linear):
@@ -206,7 +201,7 @@ def sum_partial_gradients(model: GPT, group: dist.ProcessGroup) -> None:
     for block in model.blocks:
         modules += [block.norm1, block.norm2, block.attention.output, block.mlp.output]
     owners = [each for module in modules for each in module.parameters(recurse=False)]
-    parts = [own_slice(each.grad) for each in owners if each.ndim == 1 and each.grad is not None]
+    parts = [local_part(each.grad) for each in owners if each.ndim == 1 and each.grad is not None]
     if not parts:
         return
     total = sum_whole(torch.cat([part.flatten() for part in parts]), group)
