@@ -10,7 +10,7 @@ shards alone. Tensors that are equal on all ranks are saved once.
 import hashlib
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -24,22 +24,28 @@ _OF_RANK = re.compile(r"rank(\d+)\.(.+)", re.DOTALL)
 log = logging.getLogger("zeropp")
 
 
-def name_by_rank(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what this rank saves of `tensors`, by the names in the table; all ranks call it."""
+def name_by_rank(
+    tensors: Mapping[str, torch.Tensor], elsewhere: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
+    """Return what this rank saves of `tensors`, by the names in the table; all ranks call it.
+
+    `elsewhere` are the names of parameters that other ranks hold, and this one by design does not.
+    """
     if world_size() == 1:
         return dict(tensors)
     kinds = {_plain_name(name): _kind(name, tensor) for name, tensor in tensors.items()}
     summary = hashlib.blake2b(repr(sorted(kinds.items())).encode()).digest()
     if len(set(gather_objects(summary))) == 1:
         return dict(tensors)
-    unlike = _differing(gather_objects(kinds))
+    absent = gather_objects(frozenset(elsewhere))
+    unlike = _differing(gather_objects(kinds), absent)
     values = {  # a shard's shape on one rank may be an accident on another
         _plain_name(name): tensor.to_local() if isinstance(tensor, DTensor) else tensor
         for name, tensor in tensors.items()
         if _plain_name(name) in unlike
     }
     contents = {name: _digest(value) for name, value in values.items()}
-    differing = _differing(gather_objects(contents))
+    differing = _differing(gather_objects(contents), absent)
     named = {name: tensor for name, tensor in tensors.items() if _plain_name(name) not in unlike}
     for name, value in values.items():
         if name in differing:
@@ -93,10 +99,18 @@ def _plain_name(name: str) -> str:
     return PLAIN + name.removeprefix(LOCAL) if name.startswith(LOCAL) else name
 
 
-def _differing(of_ranks: list[dict[str, str]]) -> set[str]:
-    """Return the keys whose values are not the same in all of `of_ranks`."""
-    names = {name for of_rank in of_ranks for name in of_rank}
-    return {name for name in names if len({of_rank.get(name) for of_rank in of_ranks}) > 1}
+def _differing(of_ranks: list[dict[str, str]], absent: list[frozenset[str]]) -> set[str]:
+    """Return the keys whose values are not the same on all ranks, or are missing on some.
+
+    On a rank that has no such parameter, by `absent`, its values are not missing.
+    """
+    values: dict[str, set[str | None]] = {name: set() for each in of_ranks for name in each}
+    for of_rank, without in zip(of_ranks, absent, strict=True):
+        for name, distinct in values.items():
+            _, _, rest = name.partition(".")
+            if name in of_rank or without.isdisjoint((rest, rest.rpartition(".")[0])):
+                distinct.add(of_rank.get(name))
+    return {name for name, distinct in values.items() if len(distinct) > 1}
 
 
 def _kind(name: str, tensor: torch.Tensor) -> str:

@@ -11,7 +11,7 @@ Names are those of the plain model, without the wrappers for compilation and rec
 optimizer's settings (learning rate, betas) are not saved here: they come from the configuration.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -71,7 +71,8 @@ def load_state(
         names = names_for_rank(everything, exact=MODEL)
         saved = {name: everything[saved_name] for name, saved_name in names.items()}
         weights = model_tensors(model, optimizer)
-        check(shape_differences(model_part(weights), model_part(saved)))
+        elsewhere = names_elsewhere(model)
+        check(shape_differences(model_part(weights), model_part(saved), elsewhere))
         weights = {
             name: weight
             for name, weight in weights.items()
@@ -216,10 +217,23 @@ def _as_held(saved_name: str, tensor: torch.Tensor) -> Any:
     return tensor.to_local() if is_local else tensor
 
 
+def names_elsewhere(model: nn.Module) -> frozenset[str]:
+    """Return the names of parameters that only other ranks hold, as those of a pipeline's stages.
+
+    A model that is such a part has them as its attribute `names_elsewhere`.
+    """
+    return getattr(model, "names_elsewhere", frozenset())
+
+
 def shape_differences(
-    weights: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor],
+    saved: Mapping[str, torch.Tensor],
+    elsewhere: Collection[str] = (),
 ) -> list[str]:
-    """Describe how the model's tensors differ from a checkpoint's in name and shape; [] if not."""
+    """Describe how the model's tensors differ from a checkpoint's in name and shape; [] if not.
+
+    `elsewhere` are names that the model need not have, as other ranks do.
+    """
     lines = [
         f"{name} has shape {list(saved[name].shape)} in the checkpoint, "
         f"{list(weight.shape)} in the model"
@@ -227,7 +241,7 @@ def shape_differences(
         if name in saved and weight.shape != saved[name].shape
     ]
     missing = [name for name in weights if name not in saved]
-    extra = [name for name in saved if name not in weights]
+    extra = [name for name in saved if name not in weights and name not in elsewhere]
     if missing:
         lines.append(f"only in the model: {first_few(missing)}")
     if extra:

@@ -106,6 +106,16 @@ def gather_ahead(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:
         units[index].set_modules_to_forward_prefetch([unit, *blocks[index + 1 : index + AHEAD]])
 
 
+def gather_back(blocks: Sequence[FSDPModule]) -> None:
+    """Issue the gather of the block before each block in backward, and none before the first.
+
+    After several forward passes FSDP2 takes the last block of an earlier pass to be the one before
+    the first.
+    """
+    for index, block in enumerate(blocks):
+        block.set_modules_to_backward_prefetch([blocks[max(0, index - 1)]])
+
+
 def own_pieces(unit: FSDPModule) -> tuple[Piece, ...]:
     """Return the unit's own parameters, not those of units inside it, in buffer order."""
     return tuple(map(_piece, parameters_of(unit)))

@@ -264,9 +264,12 @@ class Offload:
             if self._is_separate(device):
                 rounded = self._empty(local, device, self._dtype)
         sets = 2 if self._delayed else 1
+        master = nn.Parameter(_sharded_like(parameter, weight))
+        if hasattr(parameter, "num_stages"):
+            master.num_stages = parameter.num_stages
         return Master(
             parameter=parameter,
-            weight=nn.Parameter(_sharded_like(parameter, weight)),
+            weight=master,
             gradients=tuple(self._empty(local, device, torch.float32) for _ in range(sets)),
             rounded=rounded,
         )
@@ -290,9 +293,11 @@ class Offload:
         if not sharding.units:
             for parameter in self._masters:
                 parameter.register_post_accumulate_grad_hook(self._take_whole)
-        for owner in (sharding.gradient_use, sharding.failed_passes):
-            if owner is not None:
-                owner.gradient_of, owner.clear_gradient = self.gradient_of, self.clear_gradient
+        for part in sharding.parts or (sharding,):
+            for owner in (part.gradient_use, part.failed_passes):
+                if owner is not None:
+                    owner.gradient_of = self.gradient_of
+                    owner.clear_gradient = self.clear_gradient
         for module in sharding.model.modules():
             module.register_load_state_dict_post_hook(self._loaded)
         frozen = {

@@ -4,8 +4,8 @@ The ledger (`zeropp.wire.traffic`) counts what was sent, and tests compare the t
 of n micro-batches: at stage 3 each block once in forward and once in backward of every micro-batch,
 the root once for both; at stages 1 and 2 every unit once. Where hpZ keeps a copy, only the first
 gather of a step has an outer hop. Gradients are averaged once per micro-batch, at stages 0 and 1
-once per step. With `reduces_once` they are at stages 2 and 3 too, and at stage 3 the root is
-gathered once per step.
+once per step. With `reduces_once` they are at stages 2 and 3 too. With `keeps_roots` the root is
+gathered once per step at stage 3, too.
 """
 
 from collections import Counter
@@ -25,21 +25,26 @@ REDUCED_WHOLE = torch.float32  # the dtype in which stage 0 all-reduces
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The bytes of one step: `units` are the pieces of each block in order, then of the root."""
+    """The bytes of one step: `units` are the pieces of each block in order, then of the root.
+
+    `roots` are the indices of roots in `units`, of which several sharded models have several.
+    """
 
     stage: int
     reduces_once: bool  # gradients, in a step
+    keeps_roots: bool  # gathered during a step
     units: tuple[tuple[Piece, ...], ...]
     weights: Route
     gradients: Route
     compute_dtype: torch.dtype
     wire_dtype: torch.dtype
+    roots: tuple[int, ...] = (-1,)
 
     def rank(self, position: int, num_micro_batches: int = 1) -> dict[tuple[str, str], int]:
         """Return the bytes that the rank at `position` sends per step, by (purpose, hop)."""
         sent: Counter[tuple[str, str]] = Counter()
         for index, pieces in enumerate(self.units):
-            is_root = index == len(self.units) - 1
+            is_root = bool({index, index - len(self.units)}.intersection(self.roots))
             for purpose, by_hop in self._unit(pieces, is_root, position, num_micro_batches):
                 for hop, num_bytes in by_hop.items():
                     sent[purpose, hop] += num_bytes
@@ -76,7 +81,7 @@ class Forecast:
         if self.stage == 0:
             yield "gradients", self._all_reduce(pieces, position)
             return
-        regathers = self.stage == 3 and not (is_root and self.reduces_once)
+        regathers = self.stage == 3 and not (is_root and self.keeps_roots)
         forward = num_micro_batches if regathers else 1
         backward = num_micro_batches if self.stage == 3 and not is_root else 0
         means = 1 if self.reduces_once else num_micro_batches

@@ -29,7 +29,8 @@ class Grid:
 
     `mesh` is what `zeropp.shard` was given, `data` its data axis. Further axes are found by the
     parameters that are DTensors on them. A parameter that is not, while others are, is taken to be
-    the same on all ranks of that axis.
+    the same on all ranks of that axis. Parameters of which several stages of a pipeline hold one,
+    as of a tied embedding, have the attribute `num_stages`.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh | None, data: DeviceMesh | None) -> None:
@@ -54,9 +55,10 @@ class Grid:
 
     def num_copies(self, tensor: torch.Tensor) -> int:
         """Return how many ranks beside the data axis hold the same part of a parameter."""
+        copies = getattr(tensor, "num_stages", 1)
         if not self._holding:
-            return 1
-        holding, copies = dict(self._holding), 1
+            return copies
+        holding = dict(self._holding)
         if isinstance(tensor, DTensor):
             for axis, placement in enumerate(tensor.placements):
                 size = holding.pop(_line(tensor.device_mesh, axis), 1)

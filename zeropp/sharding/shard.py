@@ -67,6 +67,7 @@ def shard(
     axis: str | None = None,
     units: Iterable[nn.Module] | None = None,
     cast_forward_inputs: bool = True,
+    keeps_root: bool = False,
 ) -> Sharding:
     """Shard `model` in place over the data-parallel ranks: `mesh`, or its axis of the name `axis`.
 
@@ -77,7 +78,9 @@ def shard(
     of the model's outermost `nn.ModuleList`s. Parameters stay fp32 (or as they are); compute
     runs in `config.compute_format`. Build the optimizer afterwards: it must hold the shards.
     With one rank in fp32 there is nothing to shard and the model is left as it is. A model built
-    inside `zeropp.zero.Init` gets its memory here, shard by shard.
+    inside `zeropp.zero.Init` gets its memory here, shard by shard. `keeps_root` leaves the root
+    gathered from a step's first use of it to the last, at stage 3 too: for pipelines, which compute
+    other micro-batches between the forward and the backward pass of one.
 
     Raises InputError for a mesh of several axes without `axis` or without this rank, settings that
     are not available or do not fit the ranks, and parameters that cannot be sharded.
@@ -88,7 +91,7 @@ def shard(
         for each in range(mesh.ndim):
             inherit_time_limit(mesh.get_group(each))
     recorded_tensors = replace_by_meta(model)
-    sharding = _shard(model, mesh, data, config, units, cast_forward_inputs)
+    sharding = _shard(model, mesh, data, config, units, cast_forward_inputs, keeps_root)
     device = torch.device("cpu") if config.offloads_weights else _device_of(data)
     materialize_shards(recorded_tensors, sharding.group, device)
     fsdp.refresh_parameters(sharding.units)
@@ -199,6 +202,7 @@ def _shard(
     config: ZeroConfig,
     units: Iterable[nn.Module] | None,
     cast_forward_inputs: bool,
+    keeps_root: bool,
 ) -> Sharding:
     """As `shard`; `mesh` is the data axis of `whole_mesh`."""
     num_ranks = 1 if mesh is None else mesh.size()
@@ -208,6 +212,7 @@ def _shard(
         "model": model,
         "stage": config.stage,
         "reduces_once": config.reduces_once,
+        "keeps_root": keeps_root or config.reduces_once,
         "num_ranks": num_ranks,
         "compute_dtype": compute_dtype,
         "group": mesh.get_group() if mesh else None,
@@ -237,9 +242,8 @@ def _shard(
     }
     if num_ranks == 1:
         return Sharding(**fields)
-    if blocks and mesh.device_type == "cpu":
-        fsdp.gather_ahead(model, units[:-1])
-    fields["forecast"] = _forecast(config, units, routes)
+    _order_gathers(model, units, mesh, in_turn=keeps_root)
+    fields["forecast"] = _forecast(config, units, routes, fields["keeps_root"])
     if config.stage == 0:
         for unit in units:
             use.add(unit)
@@ -251,6 +255,17 @@ def _shard(
     return Sharding(**fields, traffic=traffic, copies=copies)
 
 
+def _order_gathers(
+    model: nn.Module, units: Sequence[fsdp.FSDPModule], mesh: DeviceMesh, *, in_turn: bool
+) -> None:
+    """Set which units are gathered while others compute; `in_turn` with passes of other batches."""
+    *blocks, _ = units
+    if blocks and mesh.device_type == "cpu":
+        fsdp.gather_ahead(model, blocks)
+    if in_turn:
+        fsdp.gather_back(blocks)
+
+
 def _require_mesh(mesh: DeviceMesh | None, config: ZeroConfig) -> None:
     if mesh is None:
         raise InputError(
@@ -260,13 +275,17 @@ def _require_mesh(mesh: DeviceMesh | None, config: ZeroConfig) -> None:
 
 
 def _forecast(
-    config: ZeroConfig, units: Sequence[fsdp.FSDPModule], routes: tuple[Route, Route]
+    config: ZeroConfig,
+    units: Sequence[fsdp.FSDPModule],
+    routes: tuple[Route, Route],
+    keeps_root: bool,
 ) -> Forecast:
     """Return the forecast of units whose weights and gradients take these routes."""
     weights, gradients = routes
     return Forecast(
         stage=config.stage,
         reduces_once=config.reduces_once,
+        keeps_roots=keeps_root,
         units=tuple(fsdp.own_pieces(unit) for unit in units),
         weights=weights,
         gradients=gradients,

@@ -19,7 +19,7 @@ from zeropp.wire.frozen_weights import require_frozen
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.route import UNQUANTIZED, Hop, Route
 from zeropp.wire.secondary_copies import SecondaryCopies
-from zeropp.wire.traffic import PURPOSES, Sent, Traffic
+from zeropp.wire.traffic import Sent, Traffic
 
 MIB = 2**20
 COLUMNS = MappingProxyType({"across_nodes": "across nodes", "in_node": "in node"})
@@ -42,7 +42,9 @@ class Sharding:
     gradient_use: GradientUse | None = field(default=None, repr=False)
     failed_passes: FailedPasses | None = field(default=None, repr=False)
     reduces_once: bool = True  # gradients, in a step; whole ones are accumulated until then
+    keeps_root: bool = True  # gathered during a step, also at stage 3
     stores_frozen: bool = False  # frozen weights are stored quantized and cannot be trained
+    parts: tuple["Sharding", ...] = ()  # if this is several models in one: see `joined.py`
 
     @property
     def shards_gradients(self) -> bool:
@@ -62,7 +64,7 @@ class Sharding:
         for unit in self.units:
             fsdp.set_gradient_dtypes(unit)
             unit.set_requires_gradient_sync(last or not self.reduces_once, recurse=False)
-            stays = self.stage < 3 or self.reduces_once and unit is self.model
+            stays = self.stage < 3 or self.keeps_root and unit is self.model
             unit.set_reshard_after_backward(last or not stays, recurse=False)
 
     def discard_gradients(self, set_to_none: bool = True) -> None:
@@ -119,14 +121,18 @@ class Sharding:
             return {}
         return self.forecast.plain().rank(dist.get_rank(self.group), num_micro_batches)
 
-    def describe(self, num_micro_batches: int = 1) -> tuple[tuple[str, str], ...]:
+    def describe(
+        self, num_micro_batches: int = 1, sent: Sent | None = None
+    ) -> tuple[tuple[str, str], ...]:
         """Return table rows (name, text): the collectives as they run, and the bytes a node sends.
 
-        A text may have several lines.
+        A text may have several lines. `sent` are the bytes of a node where others are to be shown
+        than the forecast's, which does not know what is sent besides weights and gradients.
         """
         forecast = self.forecast
         if forecast is None:
-            return (("collectives", "none: one rank"),)
+            rows = [("collectives", "none: one rank" + (" of the data axis" if sent else ""))]
+            return (*rows, *((("sends", _table(sent)),) if sent else ()))
         nodes = forecast.weights.nodes
         if self.stage == 0:
             width = f"{8 * REDUCED_WHOLE.itemsize} bit among {self.num_ranks} ranks"
@@ -140,9 +146,9 @@ class Sharding:
                 ("weights", f"all-gather, {weights}{more}"),
                 ("gradients", f"all-to-all, {means}\nsummed in fp32, whatever the wire carries"),
             ]
-        sent = _table(forecast.node(num_micro_batches))
+        table = _table(sent or forecast.node(num_micro_batches))
         size = nodes.ranks_per_node * nodes.parts
-        return (("nodes", f"{nodes.count} of {size} ranks"), *rows, ("sends", sent))
+        return (("nodes", f"{nodes.count} of {size} ranks"), *rows, ("sends", table))
 
 
 def _hops(route: Route, wire: torch.dtype, order: tuple[str, str]) -> str:
@@ -161,7 +167,8 @@ def _hops(route: Route, wire: torch.dtype, order: tuple[str, str]) -> str:
 
 def _table(sent: Sent) -> str:
     """Format MiB by purpose with a column per hop; purposes that send nothing are left out."""
-    sums = {purpose: [sent[purpose, hop] for hop in COLUMNS] for purpose in PURPOSES}
+    purposes = dict.fromkeys(purpose for purpose, _ in sent)
+    sums = {purpose: [sent[purpose, hop] for hop in COLUMNS] for purpose in purposes}
     sums["total"] = [sum(column) for column in zip(*sums.values(), strict=True)]
     lines = ["MiB per node and step" + "".join(f"{COLUMNS[hop]:>14}" for hop in COLUMNS)]
     for name, row in sums.items():

@@ -6,7 +6,7 @@ direct messages between its members.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 PURPOSES = ("weights_forward", "weights_backward", "gradients")
 HOPS = ("in_node", "across_nodes")
@@ -17,17 +17,19 @@ Sent = Mapping[tuple[str, str], float]  # (purpose, hop) -> bytes
 class Traffic:
     """Bytes this rank has sent since the ledger was made, or since `take` was last called."""
 
-    def __init__(self) -> None:
+    def __init__(self, purposes: tuple[str, ...] = PURPOSES) -> None:
+        self._purposes = purposes
         self._sent: Counter[tuple[str, str]] = Counter()
 
     @property
     def sent(self) -> dict[tuple[str, str], int]:
         """Bytes by (purpose, hop), zeros included."""
-        return {(purpose, hop): self._sent[purpose, hop] for purpose in PURPOSES for hop in HOPS}
+        keys = ((purpose, hop) for purpose in self._purposes for hop in HOPS)
+        return {key: self._sent[key] for key in keys}
 
     def add(self, purpose: str, by_hop: Mapping[str, int]) -> None:
         """Enter what one collective sends, `by_hop`, in bytes."""
-        assert purpose in PURPOSES, purpose
+        assert purpose in self._purposes, purpose
         for hop, num_bytes in by_hop.items():
             self._sent[purpose, hop] += num_bytes
 
@@ -36,3 +38,26 @@ class Traffic:
         sent = self.sent
         self._sent.clear()
         return sent
+
+
+class JoinedTraffic:
+    """The ledgers of several models, read as one."""
+
+    def __init__(self, ledgers: Iterable[Traffic]) -> None:
+        self._ledgers = tuple(ledgers)
+
+    @property
+    def sent(self) -> dict[tuple[str, str], int]:
+        """Bytes by (purpose, hop), zeros included."""
+        return _total(each.sent for each in self._ledgers)
+
+    def take(self) -> dict[tuple[str, str], int]:
+        """Return `sent` and reset the counts to zero."""
+        return _total([each.take() for each in self._ledgers])
+
+
+def _total(ledgers: Iterable[Sent]) -> dict[tuple[str, str], int]:
+    total: Counter[tuple[str, str]] = Counter()
+    for sent in ledgers:
+        total.update(sent)
+    return dict(total)

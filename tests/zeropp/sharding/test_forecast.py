@@ -17,7 +17,13 @@ def forecast_of(nodes: Nodes, inner: int, **settings: object) -> Forecast:
     means = Route(nodes=nodes, inner=nodes.ranks_per_node, bits=(8, 4))
     wire = {"compute_dtype": torch.bfloat16, "wire_dtype": torch.bfloat16}
     return Forecast(
-        stage=3, reduces_once=False, units=units, weights=route, gradients=means, **wire
+        stage=3,
+        reduces_once=False,
+        keeps_roots=False,
+        units=units,
+        weights=route,
+        gradients=means,
+        **wire,
     )
 
 
