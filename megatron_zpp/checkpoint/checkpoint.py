@@ -41,7 +41,7 @@ from zeropp.checkpoint.shard_files import (
     write_one_by_one,
     write_shards,
 )
-from zeropp.checkpoint.state_tensors import MODEL, load_state, state_to_save
+from zeropp.checkpoint.state_tensors import MODEL, load_state, names_elsewhere, state_to_save
 from zeropp.checkpoint.sync_save import new_checkpoint
 from zeropp.errors import InputError
 from zeropp.ranks.coordination import (
@@ -78,7 +78,7 @@ def save(
         last_steps = LastSteps(
             folder=folder, iteration=state.iteration, state_text=state_text(state), keep=keep
         )
-    tensors = name_by_rank(tensors)
+    tensors = name_by_rank(tensors, names_elsewhere(model))
     if writer is None:
         with _new_checkpoint(tensors, last_steps) as partial:
             write_shards(partial, tensors)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.model.init import local_ranges
 from megatron_zpp.model.lora import is_adapter
-from zeropp.checkpoint.state_tensors import shape_differences
+from zeropp.checkpoint.state_tensors import names_elsewhere, shape_differences
 from zeropp.errors import InputError, first_lines
 from zeropp.optim.step import local_part
 
@@ -36,7 +36,7 @@ def fill_parameters(model: nn.Module, weights: WeightSource) -> None:
     parameters = {
         name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)
     }
-    lines = shape_differences(parameters, weights.facts())
+    lines = shape_differences(parameters, weights.facts(), names_elsewhere(model))
     if lines:
         raise InputError(f"the weights are not those of the model:\n  {first_lines(lines)}")
     for name, parameter in parameters.items():

@@ -10,6 +10,7 @@ Shapes: B rows, S tokens of a row, N query heads, K key-value heads, D channels 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -29,6 +30,34 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, dropout: fl
     else:
         attended = _attend_each((flat_q, flat_k, flat_v), edges, dropout)
     return attended.view(q.shape)
+
+
+def attend_in_prefix(
+    q: Tensor, k: Tensor, v: Tensor, first: int, edges: Tensor | None, dropout: float
+) -> Tensor:
+    """Map q [B, R, N, D] of the R tokens from `first` on to [B, R, N, D].
+
+    k and v [B, S, K, D] are those of whole rows; tokens attend to those before them, if there are
+    `edges` int32 [n + 1] only to those of their document.
+    """
+    end = first + q.shape[1]
+    mask = causal_lower_right(q.shape[1], end)
+    if edges is not None:
+        mask = _same_document(edges, len(q), k.shape[1], first, end)
+    attended = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k[:, :end].transpose(1, 2), v[:, :end].transpose(1, 2), attn_mask=mask,
+        dropout_p=dropout, enable_gqa=q.shape[2] > k.shape[2],
+    )  # fmt: skip
+    return attended.transpose(1, 2)
+
+
+def _same_document(edges: Tensor, rows: int, length: int, first: int, end: int) -> Tensor:
+    """Return which of `end` tokens each from `first` on may see, bool [B, 1, R, end]."""
+    indices = torch.arange(rows * length, device=edges.device, dtype=edges.dtype)
+    document = torch.bucketize(indices, edges, right=True).view(rows, length)
+    position = torch.arange(end, device=edges.device)
+    is_before = position <= position[first:, None]
+    return (is_before & (document[:, None, :end] == document[:, first:end, None]))[:, None]
 
 
 @torch.compiler.disable

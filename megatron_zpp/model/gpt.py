@@ -28,7 +28,8 @@ class GPT(nn.Module):
     The vocabulary is padded with entries that occur in no text. They take part in the softmax, as
     in Megatron, and training drives their probabilities to zero. `call` runs `blocks_per_call`
     blocks at a time, directly or with activation checkpointing. `logits` and `loss` compute the
-    output layer from its input and its weight.
+    output layer from its input and its weight. `embed` is what comes before the blocks, `output`
+    what comes after them.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
@@ -72,37 +73,14 @@ class GPT(nn.Module):
         """
         if cache is not None:
             position_ids = cache.positions
-        x = self._embed(tokens, position_ids)  # [B, S, H]
+        x = self.embed(tokens, position_ids)  # [B, S, H]
         rotary = self._rotary(tokens, position_ids)
         for first in range(0, len(self.blocks), self.blocks_per_call):
             x = self.call(self._run_blocks, first, x, rotary, edges, cache)
-        if cache is not None:
-            x = cache.last_tokens(x)
-        x = apply_norm(self.norm, x)
-        weight = self.tokens.weight if self.head is None else self.head.weight
-        if labels is None:
-            return self.logits(x, weight)
-        mask = torch.ones(1, device=x.device) if loss_mask is None else loss_mask
-        mask = mask.expand(labels.shape)
-        return self.loss(
-            x.flatten(0, 1), weight, labels.flatten(), mask.flatten(), self.cross_entropy
-        )
+        return self.output(x, labels, loss_mask, cache)
 
-    def num_parameters(self) -> int:
-        """Return the number of weights of the whole model, also where it is sharded."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
-    def flops_per_token(self) -> float:
-        """Return the model FLOPs of forward and backward for one token of a full sequence.
-
-        3 · (2 · P + 4 · L · S · N · D): P weights of all matrix products, the output layer
-        included; L blocks; S = seq_length; N · D the width of the query heads. A backward pass
-        counts as two forward passes. Attention counts the whole sequence for every token, as PaLM
-        and Megatron do. Recomputation is not counted.
-        """
-        return flops_per_token(self.config, RecomputeConfig(), self.vocab_size)
-
-    def _embed(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
+    def embed(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
+        """Return what the first block is called with, [B, S, H]."""
         x = self.tokens(tokens)
         if self.positions is not None:
             length = tokens.shape[1]
@@ -115,6 +93,41 @@ class GPT(nn.Module):
         if self.config.fp32_residual_connection:
             x = x.float()
         return F.dropout(x, self.config.hidden_dropout, self.training)
+
+    def output(
+        self,
+        x: Tensor,
+        labels: Tensor | None,
+        loss_mask: Tensor | None,
+        cache: KeyValueCache | None,
+    ) -> Tensor:
+        """Return logits or loss, as `forward` does, of what the last block returned [B, S, H]."""
+        if cache is not None:
+            x = cache.last_tokens(x)
+        x = apply_norm(self.norm, x)
+        weight = self.tokens.weight if self.head is None else self.head.weight
+        if labels is None:
+            return self.logits(x, weight)
+        mask = torch.ones(1, device=x.device) if loss_mask is None else loss_mask
+        mask = mask.expand(labels.shape)
+        return self.loss(
+            x.flatten(0, 1), weight, labels.flatten(), mask.flatten(), self.cross_entropy
+        )
+
+    def num_parameters(self, *, trained_only: bool = False) -> int:
+        """Return the number of weights of the whole model, also where it is sharded."""
+        weights = (each for each in self.parameters() if each.requires_grad or not trained_only)
+        return sum(weight.numel() for weight in weights)
+
+    def flops_per_token(self) -> float:
+        """Return the model FLOPs of forward and backward for one token of a full sequence.
+
+        3 · (2 · P + 4 · L · S · N · D): P weights of all matrix products, the output layer
+        included; L blocks; S = seq_length; N · D the width of the query heads. A backward pass
+        counts as two forward passes. Attention counts the whole sequence for every token, as PaLM
+        and Megatron do. Recomputation is not counted.
+        """
+        return flops_per_token(self.config, RecomputeConfig(), self.vocab_size)
 
     def _rotary(self, tokens: Tensor, position_ids: Tensor | None) -> Rotary | None:
         if self.config.position_embedding_type != "rope":

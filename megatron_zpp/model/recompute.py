@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.layers import Block
 from megatron_zpp.model.loss import logits_to_gradient, whole_cross_entropy
 from megatron_zpp.settings.config import RecomputeConfig
 
@@ -25,9 +26,9 @@ def recompute(model: GPT, config: RecomputeConfig) -> None:
     `recompute_num_layers` blocks, while the others store everything. Selective recomputation
     discards the activations of the core attention. Without a granularity nothing changes.
     """
-    num_layers = config.recompute_num_layers
+    num_layers, blocks = config.recompute_num_layers, _own_blocks(model)
     if config.recompute_granularity == "selective":
-        for block in model.blocks:
+        for block in blocks:
             block.attention.call = call_checkpointed
     elif config.recompute_granularity == "full":
         is_block_method = config.recompute_method == "block"
@@ -35,7 +36,7 @@ def recompute(model: GPT, config: RecomputeConfig) -> None:
             model.call = call_checkpointed
             model.blocks_per_call = num_layers
             return
-        for block in model.blocks[: num_layers if is_block_method else None]:
+        for block in blocks[: num_layers if is_block_method else None]:
             block.call = call_checkpointed
 
 
@@ -45,7 +46,7 @@ def compile_blocks(model: GPT, backend: str = "inductor") -> None:
     Blocks of one shape share their code. Compilation, and its errors, happen in the first forward
     pass.
     """
-    for block in model.blocks:
+    for block in _own_blocks(model):
         block.compute = torch.compile(block.compute, backend=backend)
     kernel = torch.compile(logits_to_gradient, backend=backend)
     model.cross_entropy = partial(whole_cross_entropy, kernel=kernel)
@@ -54,3 +55,8 @@ def compile_blocks(model: GPT, backend: str = "inductor") -> None:
 def call_checkpointed(function: Callable[..., Tensor], *arguments: object) -> Tensor:
     """Return `function(*arguments)`; its intermediate results are recomputed for backward."""
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=True)
+
+
+def _own_blocks(model: GPT) -> list[Block]:
+    """Return the blocks of a model that may be a stage of a pipeline, without the others."""
+    return [block for block in model.blocks if isinstance(block, Block)]

@@ -62,9 +62,7 @@ def lora_summary(config: Config, sharding: Sharding) -> list[tuple[str, str]]:
     lora = config.lora
     if not lora.lora_rank:
         return []
-    num_trained = sum(
-        parameter.numel() for parameter in sharding.model.parameters() if parameter.requires_grad
-    )
+    num_trained = sharding.model.num_parameters(trained_only=True)
     text = (
         f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}: {num_trained:,} parameters are trained"
     )

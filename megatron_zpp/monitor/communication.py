@@ -1,17 +1,23 @@
 """What the nodes sent for training steps: the byte counts of all ranks, beside two formulas.
 
-Weights and gradients of training steps only. What evaluation and generation gather is left out: it
-comes at other times than steps do, and would hide what a step costs.
+Weights, gradients, and the activations that ranks sharing samples send each other, in training
+steps only. What evaluation and generation send is left out: it comes at other times than steps do,
+and would hide what a step costs.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megatron_zpp.parallel.activation_forecast import activation_traffic
 from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.parallel.peers import AXES
+from megatron_zpp.settings.config import Config
 from zeropp import Sharding
 from zeropp.wire.traffic import HOPS, PURPOSES
 
-KEYS = tuple((purpose, hop) for purpose in PURPOSES for hop in HOPS)
+ALL_PURPOSES = (*PURPOSES, *AXES)
+KEYS = tuple((purpose, hop) for purpose in ALL_PURPOSES for hop in HOPS)
 ACROSS_NODES, IN_NODE = "across_nodes", "in_node"
 MIB, GIB = 2**20, 2**30
 
@@ -37,11 +43,17 @@ class Communication:
             plain=self.plain + other.plain,
         )
 
+    @property
+    def purposes(self) -> tuple[str, ...]:
+        """What is sent for: weights and gradients, and the axes beside the data axis in use."""
+        axes = [axis for axis in AXES if any(self.expected[axis, hop] for hop in HOPS)]
+        return (*PURPOSES, *axes)
+
     def line(self) -> str:
         """A log line in Megatron's style: bytes across nodes, in all and by purpose, and within."""
         sent, expected = self.sent, self.expected
         values = {"across nodes": (sum_over(sent, ACROSS_NODES), sum_over(expected, ACROSS_NODES))}
-        for purpose in PURPOSES:
+        for purpose in self.purposes:
             key = purpose, ACROSS_NODES
             values[purpose.replace("_", " ")] = sent[key], expected[key]
         values["in node"] = sum_over(sent, IN_NODE), sum_over(expected, IN_NODE)
@@ -61,25 +73,34 @@ class CommunicationMeter:
     `take` and `summary_rows` are collectives: all ranks call them.
     """
 
-    def __init__(self, sharding: Sharding, ranks: Ranks) -> None:
-        self._sharding, self._ranks = sharding, ranks
+    def __init__(self, config: Config, sharding: Sharding, ranks: Ranks) -> None:
+        self._config, self._sharding, self._ranks = config, sharding, ranks
         self._formulas: dict[int, tuple[Counter, Counter]] = {}
         self._rank_interval, self._node_total = Communication(), Communication()
 
     def begin_step(self) -> None:
         """Discard what was sent since the last step."""
         self._sharding.traffic.take()
+        self._ranks.activations.take()
 
     def end_step(self, num_micro_batches: int) -> None:
-        """Count what this rank sent since `begin_step`; nothing at stage 0 and on one rank.
+        """Count what this rank sent since `begin_step`.
 
         Stage 0 all-reduces by PyTorch's own collective, whose bytes are not counted.
         """
-        if self._sharding.stage == 0 or self._sharding.num_ranks == 1:
-            return
         expected, plain = self._formula(num_micro_batches)
+        if not expected:
+            return
         sent = Counter(self._sharding.traffic.take())
+        sent.update(self._ranks.activations.take())
         self._rank_interval += Communication(steps=1, sent=sent, expected=expected, plain=plain)
+
+    def expected_on_node(self, num_micro_batches: int) -> Counter:
+        """Return what a node will send per step, the mean of all; a collective."""
+        expected = Counter(self._sharding.expected_traffic(num_micro_batches))
+        expected.update(self._activations(num_micro_batches))
+        (mean,) = self._on_node([expected])
+        return Counter({key: mean[key] for key in KEYS if key[0] in PURPOSES or mean[key]})
 
     def take(self) -> Communication | None:
         """Return what a node sent since the last call; None if no step was counted."""
@@ -87,11 +108,7 @@ class CommunicationMeter:
         if not interval.steps:
             return None
         columns = interval.sent, interval.expected, interval.plain
-        totals = self._ranks.sum(*(column[key] for column in columns for key in KEYS))
-        nodes = self._sharding.forecast.weights.nodes
-        num_nodes = self._ranks.num_ranks / (nodes.ranks_per_node * nodes.parts)
-        means = iter(total / num_nodes for total in totals)
-        sent, expected, plain = (Counter({key: next(means) for key in KEYS}) for _ in columns)
+        sent, expected, plain = self._on_node(columns)
         node_interval = Communication(
             steps=interval.steps, sent=sent, expected=expected, plain=plain
         )
@@ -105,10 +122,13 @@ class CommunicationMeter:
         sent, plain = sum_over(total.sent, ACROSS_NODES), sum_over(total.plain, ACROSS_NODES)
         if not sent:
             return []
+        between = ("between nodes", _amount(sent, total.steps))
+        if sharding.forecast is None:
+            return [between]
         dtypes = dict.fromkeys((sharding.compute_dtype, sharding.forecast.wire_dtype))
         formats = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         return [
-            ("between nodes", _amount(sent, total.steps)),
+            between,
             (
                 f"plain ZeRO-{sharding.stage}",
                 f"{_amount(plain, total.steps)}: {plain / sent:.1f} times as much\n"
@@ -116,18 +136,34 @@ class CommunicationMeter:
             ),
         ]
 
+    def _on_node(self, columns: Sequence[Counter]) -> list[Counter]:
+        """Return the sums over a node's ranks of numbers of this rank, the mean of all nodes."""
+        totals = self._ranks.sum(*(column[key] for column in columns for key in KEYS))
+        num_nodes = max(1, self._ranks.num_ranks / self._ranks.nodes.ranks_per_node)
+        means = iter(total / num_nodes for total in totals)
+        return [Counter({key: next(means) for key in KEYS}) for _ in columns]
+
     def _formula(self, num_micro_batches: int) -> tuple[Counter, Counter]:
         if num_micro_batches not in self._formulas:
-            self._formulas[num_micro_batches] = (
-                Counter(self._sharding.expected_traffic(num_micro_batches)),
-                Counter(self._sharding.plain_traffic(num_micro_batches)),
-            )
+            sharding, expected, plain = self._sharding, Counter(), Counter()
+            if sharding.stage > 0 and sharding.num_ranks > 1:
+                expected.update(sharding.expected_traffic(num_micro_batches))
+                plain.update(sharding.plain_traffic(num_micro_batches))
+            activations = self._activations(num_micro_batches)
+            expected.update(activations)
+            plain.update(activations)
+            self._formulas[num_micro_batches] = expected, plain
         return self._formulas[num_micro_batches]
+
+    def _activations(self, num_micro_batches: int) -> dict[tuple[str, str], int]:
+        if self._ranks.num_replicas == self._ranks.num_ranks:
+            return {}
+        return activation_traffic(self._config, self._ranks, self._sharding, num_micro_batches)
 
 
 def sum_over(num_bytes: Counter, hop: str) -> float:
     """Bytes of all purposes over one hop."""
-    return sum(num_bytes[purpose, hop] for purpose in PURPOSES)
+    return sum(num_bytes[purpose, hop] for purpose in ALL_PURPOSES)
 
 
 def _amount(num_bytes: float, steps: int) -> str:

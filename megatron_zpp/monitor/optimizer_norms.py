@@ -14,12 +14,15 @@ KINDS = ("variance", "variance_sqrt", "momentum", "weight")
 
 
 @torch.no_grad()
-def optimizer_norms(optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], float]:
+def optimizer_norms(
+    optimizer: torch.optim.Optimizer, pipeline_size: int = 1
+) -> dict[tuple[str, str], float]:
     """L1 norm, L2 norm and largest magnitude over all ranks, by kind of tensor and norm.
 
     The kinds are those of `KINDS`, the norms "l1", "l2" and "abs_max". Every rank must call this:
     it makes two small all-reduces. Parameters may be sharded over any part of the ranks and be on
     the device or on the host; copies count once. A moment that does not exist yet counts as zero.
+    Ranks of a pipeline hold different parameters, but for what `num_stages` of them share.
     """
     settle(optimizer)
     device = optimizer.param_groups[0]["params"][0].device
@@ -27,7 +30,7 @@ def optimizer_norms(optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], f
     peaks = torch.zeros(len(KINDS), dtype=torch.float64, device=device)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            weight = 1 / _num_copies(parameter)
+            weight = 1 / _num_copies(parameter, pipeline_size)
             for kind, tensor in _tensors(parameter, optimizer.state.get(parameter, {})):
                 magnitudes = local_part(tensor).abs().double()
                 column = KINDS.index(kind)
@@ -57,7 +60,7 @@ def _tensors(
         yield "variance_sqrt", local_part(state[MOMENTS["variance"]]).double().sqrt()
 
 
-def _num_copies(parameter: torch.Tensor) -> int:
+def _num_copies(parameter: torch.Tensor, pipeline_size: int) -> int:
     """How many ranks have each element of `parameter`."""
     if not dist.is_initialized():
         return 1
@@ -66,4 +69,5 @@ def _num_copies(parameter: torch.Tensor) -> int:
         for dim, placement in enumerate(parameter.placements):
             if isinstance(placement, Shard):
                 num_shards *= parameter.device_mesh.size(dim)
-    return dist.get_world_size() // num_shards
+    num_ranks = dist.get_world_size() // pipeline_size * getattr(parameter, "num_stages", 1)
+    return num_ranks // num_shards

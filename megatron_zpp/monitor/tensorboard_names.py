@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_zpp.monitor.communication import ACROSS_NODES, KEYS, Communication, sum_over
+from megatron_zpp.monitor.communication import ACROSS_NODES, Communication, sum_over
 from megatron_zpp.monitor.metrics import Interval, Iteration, Validation
 from megatron_zpp.settings.config import LogConfig
 from zeropp.wire.traffic import HOPS
@@ -138,7 +138,8 @@ def communication_scalars(communication: Communication | None) -> Scalars:
     """Bytes that a node sent per step, over iterations only, e.g. "comm/gradients_across_nodes"."""
     if communication is None:
         return {}
-    num_bytes = {f"comm/{purpose}_{hop}": communication.sent[purpose, hop] for purpose, hop in KEYS}
+    keys = [(purpose, hop) for purpose in communication.purposes for hop in HOPS]
+    num_bytes = {f"comm/{purpose}_{hop}": communication.sent[purpose, hop] for purpose, hop in keys}
     num_bytes |= {f"comm/{hop}": sum_over(communication.sent, hop) for hop in HOPS}
     num_bytes["comm/expected_across_nodes"] = sum_over(communication.expected, ACROSS_NODES)
     return {name: total / communication.steps for name, total in num_bytes.items()}

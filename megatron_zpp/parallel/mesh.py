@@ -1,15 +1,17 @@
-"""The mesh of ranks: the axis `data`, and the axis `tensor` where each matrix is split.
+"""The mesh of ranks: the axis `data`, `pipe` where layers and `tensor` where matrices are split.
 
-    rank = (replica * C + c) * T + t        Megatron's order: tensor ranks fastest, then context
+    rank = ((p * R + replica) * C + c) * T + t        Megatron's order: tensor ranks fastest
 
-C context ranks that share each sequence are a run of the data axis, as weights and gradients go
-over both alike. Ranks of a node are consecutive. The mesh is built once and passed as a value.
-`zeropp.ranks.process_group` chooses the device.
+R replicas see different samples. C context ranks that share each sequence are a run of the data
+axis, as weights and gradients go over both alike. p is the place in a pipeline. Ranks of a node are
+consecutive. The mesh is built once and passed as a value. `zeropp.ranks.process_group` chooses the
+device.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -17,11 +19,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_zpp.parallel.main_thread import MainThread
+from megatron_zpp.parallel.peers import AXES, Peers
 from megatron_zpp.settings.config import ParallelConfig
 from zeropp.ranks.coordination import fail_together
-from zeropp.ranks.groups import set_time_limit
+from zeropp.ranks.groups import set_time_limit, shared_group
 from zeropp.ranks.process_group import pick_device, start_process_group
 from zeropp.ranks.topology import Environment
+from zeropp.wire.route import Hop, Nodes
+from zeropp.wire.traffic import Traffic
 
 Result = TypeVar("Result")
 
@@ -38,6 +43,8 @@ class Ranks:
     mesh: DeviceMesh
     store: dist.Store
     context_size: int = 1  # consecutive ranks of the data axis that share each sequence
+    ranks_per_node: int | None = None  # as launched if None
+    activations: Traffic = field(default_factory=partial(Traffic, AXES))  # what this rank has sent
     main_thread: MainThread = field(default_factory=MainThread)
 
     @property
@@ -56,7 +63,71 @@ class Ranks:
     @property
     def tensor_size(self) -> int:
         """How many ranks share each matrix."""
-        return self.mesh.size(1) if self.mesh.ndim > 1 else 1
+        return self._size("tensor")
+
+    @property
+    def tensor_place(self) -> int:
+        """Which part of each matrix this rank has."""
+        return self.mesh.get_local_rank("tensor") if self.tensor_size > 1 else 0
+
+    @property
+    def pipeline_size(self) -> int:
+        """How many ranks share the layers."""
+        return self._size("pipe")
+
+    @property
+    def pipeline(self) -> tuple[int, ...]:
+        """The ranks that share the layers with this one, by their places."""
+        if self.pipeline_size == 1:
+            return (self.rank,)
+        return tuple(dist.get_process_group_ranks(self.mesh.get_group("pipe")))
+
+    @property
+    def pipeline_place(self) -> int:
+        """The place of this rank in its pipeline."""
+        return self.pipeline.index(self.rank)
+
+    @property
+    def nodes(self) -> Nodes:
+        """The nodes of all ranks, wherever they are in the mesh."""
+        per_node = self.ranks_per_node or self.environment.local_world_size
+        return Nodes(num_ranks=self.num_ranks, ranks_per_node=per_node)
+
+    @property
+    def tensor_peers(self) -> Peers:
+        """The ranks that share each matrix with this one."""
+        return self._peers("tensor", self.mesh.get_group("tensor"))
+
+    @property
+    def context_peers(self) -> Peers:
+        """The ranks that share each sequence with this one."""
+        data = self.data.mesh.tolist()
+        first = self.replica * self.context_size
+        group = shared_group("context", data[first : first + self.context_size], data)
+        return self._peers("context", group)
+
+    def sharing(self) -> dict[str, tuple[int, ...]]:
+        """Return the ranks that share something with this one, by what they share."""
+        axes = {}
+        if self.tensor_size > 1:
+            axes["each matrix"] = self.tensor_peers.hop.members
+        if self.context_size > 1:
+            axes["each sequence"] = self.context_peers.hop.members
+        if self.pipeline_size > 1:
+            axes["the layers"] = self.pipeline
+        return axes
+
+    @property
+    def ends_of_pipeline(self) -> Peers:
+        """The first and the last rank of the pipeline, of which this is one."""
+        first, *_, last = self.pipeline
+        group = shared_group("ends", sorted((first, last)), self.pipeline)
+        return self._peers("pipeline", group)
+
+    @property
+    def num_losses(self) -> int:
+        """How many ranks compute a loss: those at the end of a pipeline."""
+        return self.num_ranks // self.pipeline_size
 
     @property
     def num_replicas(self) -> int:
@@ -101,8 +172,20 @@ class Ranks:
         with fail_together():
             return result if self.rank == 0 else build()
 
+    def _peers(self, purpose: str, group: dist.ProcessGroup) -> Peers:
+        hop = Hop(members=tuple(dist.get_process_group_ranks(group)), nodes=self.nodes)
+        return Peers(
+            purpose=purpose, rank=self.rank, group=group, hop=hop, traffic=self.activations
+        )
 
-def join_ranks(environment: Environment, config: ParallelConfig) -> Ranks:
+    def _size(self, axis: str) -> int:
+        names = self.mesh.mesh_dim_names
+        return self.mesh.size(names.index(axis)) if axis in names else 1
+
+
+def join_ranks(
+    environment: Environment, config: ParallelConfig, ranks_per_node: int | None = None
+) -> Ranks:
     """Start the process group and build the mesh of all ranks that the configuration names."""
     device = pick_device(environment)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
@@ -110,14 +193,19 @@ def join_ranks(environment: Environment, config: ParallelConfig) -> Ranks:
     mesh = build_mesh(device, environment.world_size, config)
     for axis in mesh.mesh_dim_names:
         set_time_limit(mesh.get_group(axis), timeout)
-    size = config.context_parallel_size
-    return Ranks(environment=environment, device=device, mesh=mesh, store=store, context_size=size)
+    return Ranks(
+        environment=environment,
+        device=device,
+        mesh=mesh,
+        store=store,
+        context_size=config.context_parallel_size,
+        ranks_per_node=ranks_per_node,
+    )
 
 
 def build_mesh(device: torch.device, num_ranks: int, config: ParallelConfig) -> DeviceMesh:
-    """Return the mesh of all ranks; without tensor parallelism it has one axis."""
-    tensor = config.tensor_model_parallel_size
-    if tensor == 1:
-        return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("data",))
-    shape = (num_ranks // tensor, tensor)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
+    """Return the mesh of all ranks: the data axis, and the others that have several ranks."""
+    pipe, tensor = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
+    sizes = {"pipe": pipe, "data": num_ranks // (pipe * tensor), "tensor": tensor}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "data"}
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

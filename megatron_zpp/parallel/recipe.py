@@ -5,6 +5,7 @@ filled shard by shard: no rank ever holds more than its shards and one block.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -15,11 +16,14 @@ from megatron_zpp.model.lora import add_lora, initialize_adapters
 from megatron_zpp.model.recompute import compile_blocks, recompute
 from megatron_zpp.parallel.context_parallel import split_sequences
 from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.parallel.pipeline import Pipeline
+from megatron_zpp.parallel.pipeline_stage import Stage
 from megatron_zpp.parallel.tensor_parallel import split_model
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding, shard
 from zeropp.optim.adam import fastest_adamw
 from zeropp.optim.offloaded import offloaded_adamw
+from zeropp.sharding.joined import join
 from zeropp.sharding.shard import allocate_parameters
 
 
@@ -33,26 +37,14 @@ def build_model(
     """Build the GPT of `config.model`, sharded over `ranks` as `config.zero` says.
 
     `fill` writes the weights; without it they are drawn. LoRA adapters are added and drawn as
-    `config.lora` says. Returns what `zeropp.shard` returns.
+    `config.lora` says. Returns what `zeropp.shard` returns; of a pipeline, for this rank's stages.
     """
-    with torch.device("meta"):
-        model = GPT(config.model, vocab_size)
-        if config.lora.lora_rank:
-            add_lora(model, config.lora)
-    if ranks.tensor_size > 1:
-        split_model(
-            model, ranks.mesh["tensor"], sequence_parallel=config.parallel.sequence_parallel
-        )
-    if ranks.context_size > 1:
-        split_sequences(model, ranks)
-    if apex:
-        fuse_norms(model, apex)
-    recompute(model, config.recompute)
-    if config.training.compile:
-        compile_blocks(model)
-    # Blocks cast their own inputs, as the residual may be fp32 (--fp32-residual-connection).
-    sharding = shard(model, ranks.mesh, config.zero, axis="data", cast_forward_inputs=False)
-    sharding = allocate_parameters(sharding, config.zero, ranks.device)
+    build = partial(_build_meta_model, config, vocab_size, ranks, apex)
+    if ranks.pipeline_size > 1:
+        sharding = _build_pipeline(config, ranks, build)
+    else:
+        sharding = _shard_model(build(), config, ranks)
+    model = sharding.model
     if fill is None:
         initialize(model, config.training.seed, config.model)
     else:
@@ -99,3 +91,49 @@ def adam_settings(config: Config) -> dict:
         "eps": config.optimizer.adam_eps,
         "weight_decay": config.optimizer.weight_decay,
     }
+
+
+def _build_pipeline(config: Config, ranks: Ranks, build: Callable[[], GPT]) -> Sharding:
+    """Build and shard this rank's stages."""
+    layers = config.parallel.stages(config.model.num_layers)
+    stages = [
+        Stage(index=index, count=len(layers), layers=layers[index], model=build())
+        for index in range(ranks.pipeline_place, len(layers), ranks.pipeline_size)
+    ]
+    for stage in stages:
+        stage.cut()
+        stage.sharding = _shard_model(stage.model, config, ranks, keeps_root=True)
+    is_fp32 = config.model.fp32_residual_connection
+    dtype = torch.float32 if is_fp32 else stages[0].sharding.compute_dtype
+    splits_rows = config.parallel.sequence_parallel
+    pipeline = Pipeline(build(), stages, ranks, dtype, splits_rows=splits_rows)
+    return join(pipeline, [stage.sharding for stage in stages])
+
+
+def _build_meta_model(config: Config, vocab_size: int, ranks: Ranks, apex: Apex | None) -> GPT:
+    """Build a whole GPT without memory that computes as the flags say."""
+    with torch.device("meta"):
+        model = GPT(config.model, vocab_size)
+        if config.lora.lora_rank:
+            add_lora(model, config.lora)
+    if ranks.tensor_size > 1:
+        splits_rows = config.parallel.sequence_parallel
+        split_model(model, ranks.mesh["tensor"], ranks.tensor_peers, sequence_parallel=splits_rows)
+    if ranks.context_size > 1:
+        split_sequences(model, ranks.context_peers, config.parallel.cp_comm_type)
+    if apex:
+        fuse_norms(model, apex)
+    return model
+
+
+def _shard_model(model: GPT, config: Config, ranks: Ranks, *, keeps_root: bool = False) -> Sharding:
+    """Shard a model that is on the meta device over the data axis, and allocate the shards."""
+    recompute(model, config.recompute)
+    if config.training.compile:
+        compile_blocks(model)
+    # Blocks cast their own inputs, as the residual may be fp32 (--fp32-residual-connection).
+    sharding = shard(
+        model, ranks.mesh, config.zero, axis="data", cast_forward_inputs=False,
+        keeps_root=keeps_root,
+    )  # fmt: skip
+    return allocate_parameters(sharding, config.zero, ranks.device)

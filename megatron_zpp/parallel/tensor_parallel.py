@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,11 +34,13 @@ from megatron_zpp.parallel.collectives import (
     gather_columns,
     gather_rows,
     keep,
+    largest,
     moved,
     own_rows,
     sum_rows,
     sum_whole,
 )
+from megatron_zpp.parallel.peers import Peers
 from zeropp.optim.step import local_part
 
 SPLIT_DIMS = {  # by the last components of a parameter's name
@@ -54,30 +55,30 @@ SPLIT_DIMS = {  # by the last components of a parameter's name
 class TensorAxis:
     """The ranks that split a model, and whether they split the rows of the stream now."""
 
-    group: dist.ProcessGroup
+    peers: Peers
     sequence_parallel: bool
     splits_rows: bool = field(default=False, init=False)  # in the current forward pass
 
     def enter(self, x: Tensor) -> Tensor:
         """Return what a layer that is split by rows of its weight computes with, [B, S, H]."""
         if self.splits_rows:
-            return moved(x, self.group, gather_rows, sum_rows)
-        return moved(x, self.group, keep, sum_whole)
+            return moved(x, self.peers, gather_rows, sum_rows)
+        return moved(x, self.peers, keep, sum_whole)
 
     def leave(self, x: Tensor) -> Tensor:
         """Sum x [B, S, H] over the ranks, whose layers are split by columns of their weight."""
         if self.splits_rows:
-            return moved(x, self.group, sum_rows, gather_rows)
-        return moved(x, self.group, sum_whole, keep)
+            return moved(x, self.peers, sum_rows, gather_rows)
+        return moved(x, self.peers, sum_whole, keep)
 
     def leave_embedding(self, x: Tensor) -> Tensor:
         """Sum x [B, S, H] over the ranks, each of which looked up its part of the vocabulary."""
-        return moved(x, self.group, sum_whole, keep)
+        return moved(x, self.peers, sum_whole, keep)
 
 
-def split_model(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+def split_model(model: GPT, mesh: DeviceMesh, peers: Peers, *, sequence_parallel: bool) -> None:
     """Split a model that is on the meta device over the ranks of the one-axis `mesh`, in place."""
-    axis = TensorAxis(mesh.get_group(), sequence_parallel)
+    axis = TensorAxis(peers, sequence_parallel)
     for block in model.blocks:
         block.attention.kv_heads //= mesh.size()
         block.attention.qkv = _like(RowsOfLinear, block.attention.qkv)
@@ -101,7 +102,7 @@ def split_model(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool) -> Non
 def split_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
     """Replace the meta parameters of `SPLIT_DIMS` by DTensors on `mesh`."""
     for name, parameter in list(model.named_parameters()):
-        dim = next((dim for end, dim in SPLIT_DIMS.items() if _is_end(end, name)), None)
+        dim = _split_dim(name)
         if dim is None:
             continue
         shape = list(parameter.shape)
@@ -139,7 +140,7 @@ class PartOfEmbedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = local_part(self.weight)
-        index = tokens - self.axis.group.rank() * len(weight)
+        index = tokens - self.axis.peers.place * len(weight)
         is_other = (index < 0) | (index >= len(weight))
         x = F.embedding(index.masked_fill(is_other, 0), weight)
         return self.axis.leave_embedding(x.masked_fill(is_other[..., None], 0))
@@ -150,7 +151,7 @@ def attend_with_own_dropout(attention: Attention, axis: TensorAxis, *inputs: Ten
     attend = partial(type(attention).attend, attention)
     if axis.splits_rows or attention.dropout == 0 or not attention.training:
         return attend(*inputs)
-    with own_random_numbers(axis.group.rank(), inputs[0].device):
+    with own_random_numbers(axis.peers.place, inputs[0].device):
         return attend(*inputs)
 
 
@@ -170,23 +171,22 @@ def own_random_numbers(number: int, device: torch.device) -> Iterator[None]:
 
 
 def split_cross_entropy(
-    group: dist.ProcessGroup, logits: Tensor, labels: Tensor, mask: Tensor | None
+    peers: Peers, logits: Tensor, labels: Tensor, mask: Tensor | None
 ) -> Tensor:
     """Return losses fp32 [N] of logits [N, V/T], each rank's part of the vocabulary.
 
     labels int64 [N] count the whole vocabulary. With a mask [N] the logits become
     mask · (softmax − one-hot) in place.
     """
-    columns = labels - group.rank() * logits.shape[1]
+    columns = labels - peers.place * logits.shape[1]
     is_own = (columns >= 0) & (columns < logits.shape[1])
     columns = columns.masked_fill(~is_own, 0)[:, None]
     values = logits.float()
-    row_max = values.amax(dim=1)
-    dist.all_reduce(row_max, dist.ReduceOp.MAX, group=group)
+    row_max = largest(values.amax(dim=1), peers)
     values = values - row_max[:, None]
     label_values = values.gather(1, columns).squeeze(1) * is_own
     exponentials = values.exp_()
-    sums = sum_whole(torch.stack((label_values, exponentials.sum(dim=1))), group)
+    sums = sum_whole(torch.stack((label_values, exponentials.sum(dim=1))), peers)
     label_value, exp_sum = sums.unbind()
     if mask is not None:
         exponentials.mul_((mask / exp_sum)[:, None])
@@ -195,18 +195,22 @@ def split_cross_entropy(
     return exp_sum.log() - label_value
 
 
-def sum_partial_gradients(model: GPT, group: dist.ProcessGroup) -> None:
+def sum_partial_gradients(model: nn.Module, peers: Peers) -> None:
     """Sum the gradients of whole parameters that each rank has of its own rows, in place."""
-    modules = [model.norm]
-    for block in model.blocks:
-        modules += [block.norm1, block.norm2, block.attention.output, block.mlp.output]
-    owners = [each for module in modules for each in module.parameters(recurse=False)]
-    parts = [local_part(each.grad) for each in owners if each.ndim == 1 and each.grad is not None]
+    gradients = (parameter.grad for parameter in partial_parameters(model))
+    parts = [local_part(gradient) for gradient in gradients if gradient is not None]
     if not parts:
         return
-    total = sum_whole(torch.cat([part.flatten() for part in parts]), group)
+    total = sum_whole(torch.cat([part.flatten() for part in parts]), peers)
     for part, sums in zip(parts, total.split([part.numel() for part in parts]), strict=True):
         part.copy_(sums.view(part.shape))
+
+
+def partial_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of which each rank has the gradient of its own rows, if it has rows."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 and _split_dim(name) is None and parameter.requires_grad:
+            yield parameter
 
 
 def _like(kind: type[nn.Module], module: nn.Module) -> nn.Module:
@@ -215,8 +219,10 @@ def _like(kind: type[nn.Module], module: nn.Module) -> nn.Module:
     return module
 
 
-def _is_end(end: str, name: str) -> bool:
-    return name == end or name.endswith(f".{end}")
+def _split_dim(name: str) -> int | None:
+    """Return the dimension in which the parameter of this name is split, if it is."""
+    ends = (dim for end, dim in SPLIT_DIMS.items() if f".{name}".endswith(f".{end}"))
+    return next(ends, None)
 
 
 def _enter(axis: TensorAxis, module: nn.Module, inputs: tuple) -> tuple:
@@ -230,7 +236,7 @@ def _enter_head(axis: TensorAxis, module: nn.Module, inputs: tuple, output: Tens
 def _choose_rows(axis: TensorAxis, model: nn.Module, inputs: tuple, options: dict) -> None:
     """Split rows where a loss is computed; logits are, and cached tokens come, for whole rows."""
     has_labels = len(inputs) > 1 or options.get("labels") is not None
-    divides = inputs[0].shape[1] % axis.group.size() == 0
+    divides = inputs[0].shape[1] % axis.peers.size == 0
     axis.splits_rows = axis.sequence_parallel and has_labels and divides
 
 
@@ -238,17 +244,17 @@ def _take_own_rows(axis: TensorAxis, block: nn.Module, inputs: tuple) -> tuple |
     if not axis.splits_rows:
         return None
     if block.training and max(block.dropout, block.attention.dropout) > 0:
-        torch.manual_seed(shared_random_number() + axis.group.rank())
-    x = moved(inputs[0], axis.group, own_rows, gather_rows)
+        torch.manual_seed(shared_random_number() + axis.peers.place)
+    x = moved(inputs[0], axis.peers, own_rows, gather_rows)
     return x, *inputs[1:]
 
 
 def _logits(axis: TensorAxis, x: Tensor, weight: Tensor) -> Tensor:
-    return gather_columns(F.linear(x, local_part(weight)), axis.group)
+    return gather_columns(F.linear(x, local_part(weight)), axis.peers)
 
 
 def _loss(
     axis: TensorAxis, hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, _: Callable
 ) -> Tensor:
-    cross_entropy = partial(split_cross_entropy, axis.group)
+    cross_entropy = partial(split_cross_entropy, axis.peers)
     return head_loss(hidden, local_part(weight), labels, mask, cross_entropy)

@@ -240,6 +240,7 @@ def plan_run(config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool) -> 
     forecast = Forecast(
         stage=zero.stage,
         reduces_once=zero.reduces_once,
+        keeps_roots=zero.reduces_once,
         units=tuple(forecast_units),
         weights=weight_route(zero, nodes),
         gradients=gradient_route(zero, nodes),

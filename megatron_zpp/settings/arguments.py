@@ -81,12 +81,21 @@ def check(config: Config, num_replicas: int) -> None:
     if config.recompute.recompute_granularity == "full" and layers > limit:
         raise InputError(f"--recompute-num-layers {layers} is more than --num-layers {limit}")
     Schedules.of(config).batch_size.check(num_replicas)
-    _require_divisible(config)
+    is_elsewhere = config.checkpoint.use_checkpoint_args or config.lora.pretrained_checkpoint
+    if not is_elsewhere:
+        require_divisible(config, num_replicas)
 
 
-def _require_divisible(config: Config) -> None:
-    """Raise InputError for sizes of the model that its ranks cannot share out."""
+def require_divisible(config: Config, num_replicas: int) -> None:
+    """Raise InputError for sizes of the model that its ranks cannot share out.
+
+    The program calls it again once it knows a model that the flags only name.
+    """
     model, parallel = config.model, config.parallel
+    num_stages = len(parallel.stages(model.num_layers))
+    size = parallel.pipeline_model_parallel_size
+    if num_stages > size:
+        Schedules.of(config).batch_size.check(num_replicas, multiple=size)
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     by_tensor, by_context = (
         f"--tensor-model-parallel-size {tensor}",
@@ -94,13 +103,21 @@ def _require_divisible(config: Config) -> None:
     )
     by_both = f"{by_tensor} times {by_context}"
     heads = "--num-query-groups" if model.num_query_groups else "--num-attention-heads"
-    rows = (tensor if parallel.sequence_parallel else 1) * context
+    splits_rows, exchanges_heads = parallel.sequence_parallel, parallel.cp_comm_type == "a2a"
+    rows, by_rows = (tensor * context, by_both) if splits_rows else (context, by_context)
+    if context > 1 and not exchanges_heads:
+        rows, by_rows = 2 * rows, f"{by_rows} in two parts each (--cp-comm-type allgather)"
     for name, count, size, splits in (
         (heads, model.kv_heads, tensor, by_tensor),
-        ("--num-attention-heads", model.num_attention_heads, tensor * context, by_both),
+        (
+            "--num-attention-heads",
+            model.num_attention_heads,
+            tensor * (context if exchanges_heads else 1),
+            by_both,
+        ),
         ("--ffn-hidden-size", model.ffn_size, tensor, by_tensor),
         ("--make-vocab-size-divisible-by", model.make_vocab_size_divisible_by, tensor, by_tensor),
-        ("--seq-length", model.seq_length, rows, by_both if rows > context else by_context),
+        ("--seq-length", model.seq_length, rows, by_rows),
     ):
         if count % size:
             nearest = max(size, round(count / size) * size)
@@ -113,15 +130,19 @@ def _require_available(config: Config) -> None:
     """Raise InputError for what these kinds of parallelism cannot be combined with yet."""
     parallel, training = config.parallel, config.training
     tensor, offloads = parallel.tensor_model_parallel_size > 1, config.zero.offloads_optimizer
-    both = tensor or parallel.context_parallel_size > 1
+    kinds = {
+        "tensor": tensor,
+        "context": parallel.context_parallel_size > 1,
+        "pipeline": parallel.pipeline_model_parallel_size > 1,
+    }
     for is_asked, what in (
         (tensor and config.lora.lora_rank, "--lora-rank"),
         (parallel.sequence_parallel and offloads, "--cpu-optimizer with --sequence-parallel"),
-        (both and training.dry_run, "--dry-run"),
-        (both and training.compile, "--compile"),
+        (any(kinds.values()) and training.dry_run, "--dry-run"),
+        (any(kinds.values()) and training.compile, "--compile"),
     ):
         if is_asked:
-            kind = "tensor" if tensor else "context"
+            kind = next(name for name, is_used in kinds.items() if is_used)
             raise InputError(f"{what} is not available with {kind} parallelism yet: leave one out")
 
 

@@ -9,20 +9,19 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 
 from megatron_zpp.settings.data import BatchConfig, DataConfig, TokenizerConfig
-from megatron_zpp.settings.finetuning import LoraConfig
 from megatron_zpp.settings.flag import Section
-from megatron_zpp.settings.model import ModelConfig
+from megatron_zpp.settings.model import LoraConfig, ModelConfig
 from megatron_zpp.settings.optimization import (
     OptimizerConfig,
     PrecisionConfig,
     RecomputeConfig,
     ScheduleConfig,
 )
+from megatron_zpp.settings.parallel import ParallelConfig
 from megatron_zpp.settings.run import (
     CheckpointConfig,
     EvaluationConfig,
     LogConfig,
-    ParallelConfig,
     TrainingConfig,
 )
 from zeropp.settings.zero_config import ZeroConfig

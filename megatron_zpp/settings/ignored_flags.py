@@ -16,7 +16,9 @@ class IgnoredFlags(Section):
     """Flags that scripts for Megatron carry and that have no effect here."""
 
     local_rank: int = ignored(0, "it is taken from torchrun's environment")
-    no_pipeline_parallel: bool = ignored(False, "there is no pipeline parallelism yet")
+    no_pipeline_parallel: bool = ignored(
+        False, "--pipeline-model-parallel-size says whether there is a pipeline"
+    )
     overlap_grad_reduce: bool = ignored(False, _OVERLAP)
     overlap_param_gather: bool = ignored(False, _OVERLAP)
     DDP_impl: str = ignored("local", "the ZeRO stage decides how gradients are averaged")

@@ -1,4 +1,4 @@
-"""The shape and the numerics of the GPT model, and how its weights are first drawn."""
+"""The GPT model: its shape and numerics, how its weights are first drawn, adapters beside them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ _NEEDS_ROPE = needs(
 )
 _NEEDS_ROPE_SCALING = needs("--use-rope-scaling", lambda c: c.model.use_rope_scaling)
 _ALL_FP32 = NoEffect("everything is fp32", when=lambda c: c.precision.format == "float32")
+_NEEDS_LORA = needs("--lora-rank", lambda c: c.lora.lora_rank)
 _PRETRAINED = NoEffect(
     "the model in --pretrained-checkpoint says what it is",
     when=lambda c: c.lora.pretrained_checkpoint is not None,
@@ -192,3 +193,38 @@ class ModelFlags(Section):
     no_position_embedding: bool = flag(
         False, "no learned positions; needs --position-embedding-type rope or none"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(Section):
+    """Low-rank adapters beside frozen weights, of a model that was trained before."""
+
+    pretrained_checkpoint: str | None = flag(
+        None, "model to start from: a folder of checkpoints, or a Hugging Face folder"
+    )
+    lora_rank: int = flag(0, "rank of LoRA's adapters; 0: all weights are trained", minimum=0)
+    lora_alpha: float = flag(
+        16.0, "adapters count alpha / rank times", above=0, no_effect=_NEEDS_LORA
+    )
+    lora_dropout: float = flag(
+        0.0, "dropout before the adapters", minimum=0, maximum=1, no_effect=_NEEDS_LORA
+    )
+    lora_target_modules: tuple[str, ...] | None = flag(
+        None, "layers that get adapters (default: all of attention and MLP)"
+    )
+
+    @property
+    def scaling(self) -> float:
+        """What the adapters' product is multiplied by."""
+        return self.lora_alpha / self.lora_rank
+
+    def check(self) -> None:
+        """Raise InputError for adapters of nothing, and for what needs them."""
+        super().check()
+        if self.lora_rank and self.pretrained_checkpoint is None:
+            raise InputError(
+                f"--lora-rank {self.lora_rank} freezes the model's weights: name the model that "
+                "has them, --pretrained-checkpoint FOLDER"
+            )
+        if self.lora_target_modules and not self.lora_rank:
+            raise InputError("--lora-target-modules needs --lora-rank above 0")

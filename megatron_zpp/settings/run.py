@@ -1,4 +1,4 @@
-"""How a run goes: ranks, length, evaluation, checkpoints and what is logged."""
+"""How a run goes: length, evaluation, checkpoints and what is logged."""
 
 from dataclasses import dataclass
 
@@ -18,79 +18,6 @@ _NEEDS_WRITER = needs(
     "--tensorboard-dir or --wandb-project",
     lambda c: c.log.tensorboard_dir is not None or c.log.wandb_project is not None,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig(Section):
-    """How the ranks share the work: those that split a model, and replicas for the data."""
-
-    tensor_model_parallel_size: int = flag(
-        1, "ranks that split each layer", minimum=1, aliases=("model-parallel-size",)
-    )
-    pipeline_model_parallel_size: int = flag(1, "ranks that split the stack of layers", minimum=1)
-    context_parallel_size: int = flag(
-        1, "ranks that split each sequence", minimum=1, aliases=("ds-sequence-parallel-size",)
-    )
-    num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "layers of a stage of the interleaved pipeline", minimum=1
-    )
-    cp_comm_type: str = flag(
-        "a2a",
-        "how ranks that split sequences attend to each other's tokens",
-        choices=("a2a", "allgather", "p2p", "a2a+p2p"),
-        no_effect=needs("--context-parallel-size", lambda c: c.parallel.context_parallel_size > 1),
-    )
-    sequence_parallel: bool = flag(False, "split activations along the sequence")
-    distributed_backend: str | None = flag(
-        None, "communication library (default: nccl on GPUs, else gloo)", choices=("nccl", "gloo")
-    )
-    distributed_timeout_minutes: float = flag(
-        10.0, "a collective fails, and a rank that hangs ends the run, after so long", above=0
-    )
-
-    def check(self) -> None:
-        """Raise InputError for kinds of parallelism that are not built yet."""
-        super().check()
-        if self.pipeline_model_parallel_size > 1:
-            shown = f"--pipeline-model-parallel-size {self.pipeline_model_parallel_size}"
-            raise InputError(f"{shown} is not available yet: only 1 is")
-        if self.cp_comm_type != "a2a":
-            raise InputError(
-                f"--cp-comm-type {self.cp_comm_type} is not available yet: only a2a is"
-            )
-        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise InputError(
-                "--sequence-parallel splits sequences over the ranks of tensor parallelism: give "
-                "--tensor-model-parallel-size 2 or more, or leave it out"
-            )
-        if self.num_layers_per_virtual_pipeline_stage is not None:
-            raise InputError(
-                "--num-layers-per-virtual-pipeline-stage needs pipeline parallelism, "
-                "which is not available yet: leave it out"
-            )
-
-    def num_replicas(self, world_size: int) -> int:
-        """Return how many ranks, or groups of ranks that split a model, see different samples.
-
-        Raises InputError if the ranks cannot be divided into such groups.
-        """
-        for name in ("tensor_model_parallel_size", "context_parallel_size"):
-            size = getattr(self, name)
-            if world_size % size:
-                fitting = [each for each in range(1, world_size + 1) if world_size % each == 0]
-                nearest = min(fitting, key=lambda each: abs(each - size))
-                raise InputError(
-                    f"--{name.replace('_', '-')} {size} does not divide the {world_size} ranks: "
-                    f"the nearest that does is {nearest}"
-                )
-        size = self.tensor_model_parallel_size * self.context_parallel_size
-        if world_size % size:
-            raise InputError(
-                f"--tensor-model-parallel-size {self.tensor_model_parallel_size} times "
-                f"--context-parallel-size {self.context_parallel_size} does not divide the "
-                f"{world_size} ranks"
-            )
-        return world_size // size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,8 +82,11 @@ class GlobalBatchSize:
             consumed_samples = end
         return tuple(batches)
 
-    def check(self, world_size: int) -> None:
-        """Raise InputError unless every size on the way divides among ranks and micro-batches."""
+    def check(self, world_size: int, *, multiple: int = 1) -> None:
+        """Raise InputError unless every size on the way divides among ranks and micro-batches.
+
+        The number of micro-batches must be a `multiple` of the ranks of a pipeline.
+        """
         micro = self.config.micro_batch_size
         ramp = self.config.rampup_batch_size
         for size, _ in self._levels():
@@ -93,6 +96,12 @@ class GlobalBatchSize:
                     f"global batch size {size}{where} is not divisible by micro-batch size {micro} "
                     f"x {world_size} data-parallel ranks = {micro * world_size}: "
                     "change --global-batch-size, --micro-batch-size or the number of ranks"
+                )
+            if (count := size // (micro * world_size)) % multiple:
+                raise InputError(
+                    f"global batch size {size} is {count} micro-batches on each of {world_size} "
+                    f"replicas: several stages per rank need a multiple of the {multiple} ranks of "
+                    f"a pipeline, such as {-(-count // multiple) * multiple}"
                 )
 
     def _levels(self) -> Iterator[tuple[int, int | None]]:

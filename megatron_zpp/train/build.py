@@ -14,6 +14,7 @@ from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.parallel.pipeline_schedule import waiting_share
 from megatron_zpp.parallel.recipe import build_model, build_optimizer
 from megatron_zpp.settings.config import CheckpointConfig, Config, PrecisionConfig
 from megatron_zpp.tokenizer import Tokenizer
@@ -61,7 +62,7 @@ def build_run(requested: Config, ranks: Ranks, console: Console, stopping: Stopp
         metrics=metrics,
         stopping=stopping,
         counters=starting_point.counters,
-        communication=CommunicationMeter(sharding, ranks),
+        communication=CommunicationMeter(config, sharding, ranks),
         async_writer=open_async_writer(config.checkpoint),
     )
     console.table("Megatron-Z++", summary(run))
@@ -147,9 +148,10 @@ def summary(run: Run) -> list[tuple[str, object]]:
         ("device", f"{run.ranks.device}, {torch.get_num_threads()} threads"),
         *matmul_rate_rows(run.metrics.matmul_rate),
         *parallel_rows(run.ranks),
+        *pipeline_rows(run, micro_batches),
         ("ZeRO stage", sharding.stage),
         *offload_rows(config),
-        *sharding.describe(micro_batches),
+        *sharding.describe(micro_batches, run.communication.expected_on_node(micro_batches)),
     ]
 
 
@@ -168,12 +170,35 @@ def parallel_rows(ranks: Ranks) -> list[tuple[str, str]]:
     """A row that says how the ranks share the work, where they do not only share the samples."""
     if ranks.num_replicas == ranks.num_ranks:
         return []
-    parts = [f"{ranks.num_replicas} replicas"]
-    if ranks.context_size > 1:
-        parts.append(f"{ranks.context_size} ranks share each sequence")
-    if ranks.tensor_size > 1:
-        parts.append(f"{ranks.tensor_size} ranks share each matrix")
-    return [("ranks", ", ".join(parts))]
+    parts = [f"{ranks.num_replicas} replica{'s' * (ranks.num_replicas > 1)}"]
+    for what, members in ranks.sharing().items():
+        nodes = {member // ranks.nodes.ranks_per_node for member in members}
+        where = "in a node" if len(nodes) == 1 else "across nodes"
+        parts.append(f"{len(members)} ranks share {what}, {where}")
+    return [("ranks", "\n".join(parts))]
+
+
+def pipeline_rows(run: Run, micro_batches: int) -> list[tuple[str, str]]:
+    """A row with the stages of a pipeline, and how long its ranks wait for each other."""
+    size = run.ranks.pipeline_size
+    if size == 1:
+        return []
+    stages = run.config.parallel.stages(run.config.model.num_layers)
+    counts = list(map(len, stages))
+    layers = f"{counts[0]}" if len(set(counts)) == 1 else ", ".join(map(str, counts))
+    waiting = waiting_share(size, micro_batches, len(stages) // size)
+    if micro_batches < size and run.ranks.rank == 0:
+        log.warning(
+            "%d micro-batches for %d ranks that share the layers: each rank waits for others in "
+            "%.0f%% of a step; more micro-batches, or fewer stages, would shorten that",
+            micro_batches, size, 100 * waiting,
+        )  # fmt: skip
+    return [
+        (
+            "pipeline",
+            f"{len(stages)} stages of {layers} layers; a rank waits in {waiting:.0%} of a step",
+        )
+    ]
 
 
 def offload_rows(config: Config) -> list[tuple[str, str]]:

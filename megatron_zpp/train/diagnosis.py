@@ -6,6 +6,7 @@ with the weights as they are now; that changes neither weights nor the digits of
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -13,14 +14,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.train.batches import TRAIN, loader
 from megatron_zpp.train.pending_iteration import PendingIteration
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.step import forward_backward
-from zeropp.optim.step import global_norm, local_part
+from zeropp import Sharding
+from zeropp import fsdp_adapter as fsdp
+from zeropp.optim.step import local_part
 from zeropp.ranks.coordination import gather_objects
 
 MOST_SHOWN = 3
+CAUSES = ("the weight", "the output", "the loss", "the gradient")  # before what follows from them
 
 
 def source_of_non_finite(run: Run, pending: PendingIteration) -> str:
@@ -32,29 +37,36 @@ def source_of_non_finite(run: Run, pending: PendingIteration) -> str:
     ]
     with _first_non_finite(run.sharding.model) as tensors:
         _compute_again(run, pending.samples)
-    batches = _micro_batches(run, pending)
-    by_rank = gather_objects((weights, tensors, [math.isfinite(loss) for _, loss in batches]))
+    samples = _samples_of_micro_batches(run, pending)
+    finite = [math.isfinite(loss) for loss in pending.micro_batch_losses]
     lines = []
-    for rank, (weights, tensors, finite) in enumerate(by_rank):
+    by_rank = gather_objects((weights, tensors, samples, finite))
+    for rank, (weights, tensors, samples, finite) in enumerate(by_rank):
         lines += [f"the weight {name} on rank {rank}" for name in weights]
-        for index, is_finite in enumerate(finite):
-            samples = _samples(run, pending.samples, rank, index)
+        for index, text in enumerate(samples):
             if index in tensors:
-                lines.append(f"{tensors[index]} on rank {rank} for samples {samples}")
-            elif not is_finite:
+                lines.append(f"{tensors[index]} on rank {rank} for samples {text}")
+            elif index < len(finite) and not finite[index]:
                 lines.append(
-                    f"the loss on rank {rank} for samples {samples}, which is finite when it is "
+                    f"the loss on rank {rank} for samples {text}, which is finite when it is "
                     "computed again: suspect the hardware of this rank"
                 )
+    lines.sort(key=lambda line: CAUSES.index(" ".join(line.split()[:2])))
     return f"not finite: {_first_few(lines)}" if lines else "computed again, all is finite"
 
 
 def describe_spike(run: Run, pending: PendingIteration) -> str:
     """Name the micro-batch with the largest loss, and the tensors with the largest gradients."""
+    own = [
+        (loss.item(), samples)
+        for loss, samples in zip(
+            pending.micro_batch_losses, _samples_of_micro_batches(run, pending), strict=False
+        )
+    ]
     losses = [
         (loss, rank, samples)
-        for rank, batches in enumerate(gather_objects(_micro_batches(run, pending)))
-        for samples, loss in batches
+        for rank, batches in enumerate(gather_objects(own))
+        for loss, samples in batches
     ]
     loss, rank, samples = max(losses)
     median = statistics.median(loss for loss, _, _ in losses)
@@ -62,29 +74,33 @@ def describe_spike(run: Run, pending: PendingIteration) -> str:
     if run.config.zero.offloads_optimizer:  # gradients are on their way to the host
         return text
     _compute_again(run, pending.samples)
-    norms = {
-        name: global_norm([(parameter, local_part(parameter.grad))], run.sharding).item()
-        for name, parameter in run.sharding.model.named_parameters()
-        if parameter.grad is not None
-    }
+    norms = _gradient_norms(run.sharding)
     run.optimizer.zero_grad(set_to_none=True)
     largest = sorted(norms, key=norms.__getitem__, reverse=True)[:MOST_SHOWN]
     return f"{text}; largest gradients: " + ", ".join(f"{n} {norms[n]:.3g}" for n in largest)
 
 
-def _micro_batches(run: Run, pending: PendingIteration) -> list[tuple[str, float]]:
-    """This rank's micro-batches of an iteration: samples and loss."""
-    return [
-        (_samples(run, pending.samples, run.ranks.replica, index), loss.item())
-        for index, loss in enumerate(pending.micro_batch_losses)
-    ]
+def _gradient_norms(sharding: Sharding) -> dict[str, float]:
+    """L2 norm of each parameter's gradient, of the parameters of all ranks."""
+    replicas = 1 if sharding.shards_gradients else sharding.num_ranks
+    squares = {
+        name: local_part(parameter.grad).double().square().sum().item()
+        / (replicas * sharding.grid.num_copies(parameter))
+        for name, parameter in sharding.model.named_parameters()
+        if parameter.grad is not None
+    }
+    total: Counter[str] = Counter()
+    for of_rank in gather_objects(squares):
+        total.update(of_rank)
+    return {name: math.sqrt(square) for name, square in total.items()}
 
 
-def _samples(run: Run, batch: range, rank: int, index: int) -> str:
-    """The samples of a rank's micro-batch, as for --skip-samples."""
-    size = run.config.batch.micro_batch_size
-    first = batch.start + (index * run.ranks.num_replicas + rank) * size
-    return f"{first}:{first + size}"
+def _samples_of_micro_batches(run: Run, pending: PendingIteration) -> list[str]:
+    """The samples of this rank's micro-batches of an iteration, as for --skip-samples."""
+    size, batch = run.config.batch.micro_batch_size, pending.samples
+    step = size * run.ranks.num_replicas
+    firsts = range(batch.start + run.ranks.replica * size, batch.stop, step)
+    return [f"{first}:{first + size}" for first in firsts]
 
 
 def _compute_again(run: Run, samples: range) -> None:
@@ -97,6 +113,14 @@ def _compute_again(run: Run, samples: range) -> None:
 def _first_non_finite(model: nn.Module) -> Iterator[dict[int, str]]:
     """Yield a dict that passes fill: for each of them, by number, the first tensor not finite."""
     first: dict[int, str] = {}
+    with ExitStack() as hooks:
+        for root in model.roots if isinstance(model, Pipeline) else (model,):
+            _watch(root, first, hooks)
+        yield first
+
+
+def _watch(root: nn.Module, first: dict[int, str], hooks: ExitStack) -> None:
+    """Enter into `first`, until `hooks` are removed, what the modules in `root` return."""
     num_passes = 0
 
     def begin(module: nn.Module, inputs: Any) -> None:
@@ -110,17 +134,17 @@ def _first_non_finite(model: nn.Module) -> Iterator[dict[int, str]]:
     def check_output(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return
+        if fsdp.backward_id() != -1:  # recomputed, maybe after the next pass has begun
+            return
         what, number = f"the output of {name or 'the model'}", num_passes - 1
         check(what, number, output.detach())
         if output.requires_grad:
             output.register_hook(partial(check, f"the gradient of {what}", number))
 
-    with ExitStack() as hooks:
-        hooks.callback(model.register_forward_pre_hook(begin).remove)
-        for name, module in model.named_modules():
-            handle = module.register_forward_hook(partial(check_output, name))
-            hooks.callback(handle.remove)
-        yield first
+    hooks.callback(root.register_forward_pre_hook(begin).remove)
+    for name, module in root.named_modules():
+        handle = module.register_forward_hook(partial(check_output, name))
+        hooks.callback(handle.remove)
 
 
 def _first_few(lines: Sequence[str]) -> str:

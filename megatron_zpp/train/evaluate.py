@@ -23,4 +23,4 @@ def evaluate(sharding: Sharding, ranks: Ranks, batches: Loader, num_micro_batche
     model.train()
     sharding.release()
     (sum_of_ranks,) = ranks.sum(total.item())
-    return sum_of_ranks / (num_micro_batches * ranks.num_ranks)
+    return sum_of_ranks / (num_micro_batches * ranks.num_losses)

@@ -9,6 +9,7 @@ from megatron_zpp.data.text_source import resolve_data
 from megatron_zpp.models.open_model import OpenedModel
 from megatron_zpp.models.pretrained_model import with_initial_model
 from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.settings.arguments import require_divisible
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.data import names_examples
 from megatron_zpp.settings.schedule import Schedules
@@ -31,6 +32,7 @@ def open_inputs(
     Raises InputError for a file that cannot be read and for inputs that do not fit together.
     """
     with_model, pretrained = with_initial_model(requested)
+    require_divisible(with_model, ranks.num_replicas)
     data, tokenizer = ranks.rank_zero_first(
         lambda: resolve_data(with_model.data, with_model.tokenizer)
     )

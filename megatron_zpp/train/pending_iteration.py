@@ -103,7 +103,9 @@ def host_fields(
         communication=(
             run.communication.take() if is_due(counters.iteration, log.log_interval) else None
         ),
-        optimizer_norms=optimizer_norms(run.optimizer) if writes_norms else {},
+        optimizer_norms=(
+            optimizer_norms(run.optimizer, run.ranks.pipeline_size) if writes_norms else {}
+        ),
         **(seconds if log.log_timers_to_tensorboard else {}),
     )
 

@@ -50,7 +50,8 @@ def main(
             if config.training.dry_run:
                 return dry_run(config, environment, console)
             with Stopping(config.training) as stopping:
-                ranks = join_ranks(environment, config.parallel)
+                per_node = config.zero.zeropp.ranks_per_node
+                ranks = join_ranks(environment, config.parallel, per_node)
                 return _with_heartbeat(config, ranks, console, stopping)
         except InputError as error:
             message = str(error)

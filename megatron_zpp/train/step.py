@@ -5,7 +5,8 @@ import time
 
 import torch
 
-from megatron_zpp.data.loader import Loader
+from megatron_zpp.data.loader import Batch, Loader
+from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.tensor_parallel import sum_partial_gradients
 from megatron_zpp.train.pending_iteration import PendingIteration, host_fields, timer_now
 from megatron_zpp.train.run import Run
@@ -27,8 +28,6 @@ def train_step(
     loss_scale = run.scaler.scale if run.scaler else 1.0
     set_schedule(run)
     loss, micro_batch_losses = forward_backward(run, batches, global_batch_size, loss_scale)
-    if config.parallel.sequence_parallel:
-        sum_partial_gradients(run.sharding.model, run.ranks.mesh.get_group("tensor"))
     backward_ended = timer_now(run)
     update = optimizer_step(
         run.optimizer,
@@ -62,21 +61,48 @@ def forward_backward(
     sharding, ranks = run.sharding, run.ranks
     micro_batch_size = run.config.batch.micro_batch_size
     num_micro_batches = global_batch_size // (micro_batch_size * ranks.num_replicas)
-    losses = []
-    total_loss = torch.zeros((), device=ranks.device)
+    scale = loss_scale / num_micro_batches
     run.communication.begin_step()
-    for index in range(num_micro_batches):
-        first_sample = batches.consumed_samples + ranks.replica * micro_batch_size
-        batch = next(batches)
-        ranks.main_thread.mark()
-        seed_dropout(run.config.training.seed, first_sample, ranks.context_place)
-        with sharding.micro_step(last=index == num_micro_batches - 1):
-            loss = sharding.model(*batch.inputs())
-            (loss * (loss_scale / num_micro_batches)).backward()
-        losses.append(loss.detach())
-        total_loss += losses[-1]
+    if isinstance(sharding.model, Pipeline):
+        losses = pipeline_passes(run, batches, num_micro_batches, scale)
+    else:
+        losses = []
+        for index in range(num_micro_batches):
+            first_sample, batch = next_micro_batch(run, batches)
+            ranks.main_thread.mark()
+            seed_dropout(run.config.training.seed, first_sample, ranks.context_place)
+            with sharding.micro_step(last=index == num_micro_batches - 1):
+                loss = sharding.model(*batch.inputs())
+                (loss * scale).backward()
+            losses.append(loss.detach())
+    if isinstance(sharding.model, Pipeline):
+        sharding.model.sum_tied_gradients(run.optimizer)
+    if run.config.parallel.sequence_parallel:
+        sum_partial_gradients(sharding.model, ranks.tensor_peers)
     run.communication.end_step(num_micro_batches)
-    return ranks.sum_tensor(total_loss) / (num_micro_batches * ranks.num_ranks), losses
+    total_loss = sum(losses, start=torch.zeros((), device=ranks.device))
+    return ranks.sum_tensor(total_loss) / (num_micro_batches * ranks.num_losses), losses
+
+
+def pipeline_passes(
+    run: Run, batches: Loader, num_micro_batches: int, scale: float
+) -> list[torch.Tensor]:
+    """Run the passes of a step through the stages of a pipeline; return the losses, if any here."""
+    ranks, seed = run.ranks, run.config.training.seed
+    splits_rows = run.config.parallel.sequence_parallel
+
+    def seed_stage(first_sample: int, stage: int) -> None:
+        own_rows = ranks.tensor_place if splits_rows and stage > 0 else 0
+        seed_dropout(seed, first_sample, ranks.context_place, stage, own_rows)
+
+    samples = (next_micro_batch(run, batches) for _ in range(num_micro_batches))
+    return run.sharding.model.forward_backward(samples, num_micro_batches, scale, seed_stage)
+
+
+def next_micro_batch(run: Run, batches: Loader) -> tuple[int, Batch]:
+    """Return the number of the first sample of this rank's next micro-batch, and the batch."""
+    size = run.config.batch.micro_batch_size
+    return batches.consumed_samples + run.ranks.replica * size, next(batches)
 
 
 def set_schedule(run: Run) -> None:
@@ -89,12 +115,12 @@ def set_schedule(run: Run) -> None:
         group["weight_decay"] = weight_decay if group["decays"] else 0.0
 
 
-def seed_dropout(seed: int, first_sample: int, context_place: int = 0) -> None:
+def seed_dropout(seed: int, first_sample: int, *part: int) -> None:
     """Seed dropout with the number of a micro-batch's first sample, and which part of it this is.
 
     A resumed run, and a run with another number of replicas, then drop the same elements.
     """
-    text = f"{seed}/{first_sample}" + (f"/{context_place}" if context_place else "")
+    text = "/".join(map(str, (seed, first_sample, *(part if any(part) else ()))))
     digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
     number = int.from_bytes(digest, "little")  # mt19937 takes 32 bits
     # `torch.manual_seed` notes where it was called for every kind of device (0.3 ms).

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_zpp.monitor.communication import KEYS, Communication, CommunicationMeter
+from megatron_zpp.monitor.communication import Communication, CommunicationMeter
 from megatron_zpp.monitor.tensorboard_names import communication_scalars
+from megatron_zpp.parallel.peers import AXES
+from megatron_zpp.settings.config import Config
 from zeropp.wire.route import Nodes
-from zeropp.wire.traffic import Traffic
+from zeropp.wire.traffic import HOPS, PURPOSES, Traffic
 
 MIB = 2**20
 FORWARD, GRADIENTS = ("weights_forward", "across_nodes"), ("gradients", "across_nodes")
@@ -19,7 +21,9 @@ NEAR = ("gradients", "in_node")
 class TwoNodes:
     """The ranks of a job in which all others sent what this one sent: 2 nodes of 2."""
 
-    num_ranks = 4
+    num_ranks = num_replicas = 4
+    nodes = Nodes(num_ranks=4, ranks_per_node=2)
+    activations = Traffic(AXES)
 
     def sum(self, *values: float) -> list[float]:
         return [4 * value for value in values]
@@ -49,7 +53,7 @@ def step(
 
 def test_the_mean_over_the_steps_of_an_interval_of_the_ranks_of_a_node():
     model = sharding()
-    meter = CommunicationMeter(model, TwoNodes())
+    meter = CommunicationMeter(Config(), model, TwoNodes())
     step(meter, model, 1, weights_forward=MIB, gradients=MIB)
     step(meter, model, 3, gradients=3 * MIB)  # its weights had stayed in the nodes
     taken = meter.take()
@@ -58,7 +62,7 @@ def test_the_mean_over_the_steps_of_an_interval_of_the_ranks_of_a_node():
     assert scalars["comm/gradients_across_nodes"] == 4 * MIB
     assert scalars["comm/across_nodes"] == 5 * MIB and scalars["comm/in_node"] == 0
     assert scalars["comm/expected_across_nodes"] == 6 * MIB
-    assert set(scalars) == {f"comm/{a}_{b}" for a, b in KEYS} | {
+    assert set(scalars) == {f"comm/{a}_{b}" for a in PURPOSES for b in HOPS} | {
         "comm/across_nodes", "comm/in_node", "comm/expected_across_nodes"
     }  # fmt: skip
     assert taken.line() == (
@@ -71,7 +75,7 @@ def test_the_mean_over_the_steps_of_an_interval_of_the_ranks_of_a_node():
 
 def test_what_is_sent_between_steps_is_in_no_number():
     model = sharding()
-    meter = CommunicationMeter(model, TwoNodes())
+    meter = CommunicationMeter(Config(), model, TwoNodes())
     step(meter, model, gradients=MIB)
     model.traffic.add("weights_forward", {"across_nodes": 99 * MIB})  # an evaluation
     step(meter, model, gradients=MIB)
@@ -83,14 +87,14 @@ def test_what_is_sent_between_steps_is_in_no_number():
 @pytest.mark.parametrize(("stage", "num_ranks"), [(0, 4), (3, 1)])
 def test_nothing_is_entered_where_no_collective_of_ours_runs(stage, num_ranks):
     model = sharding(stage, num_ranks)
-    meter = CommunicationMeter(model, TwoNodes())
+    meter = CommunicationMeter(Config(), model, TwoNodes())
     step(meter, model)
     assert meter.take() is None and meter.summary_rows() == []
 
 
 def test_the_ending_compares_all_steps_with_plain_zero():
     model = sharding()
-    meter = CommunicationMeter(model, TwoNodes())
+    meter = CommunicationMeter(Config(), model, TwoNodes())
     for _ in range(3):
         step(meter, model, 256, weights_forward=MIB, gradients=512 * MIB)
         meter.take()
@@ -107,7 +111,7 @@ def test_the_ending_compares_all_steps_with_plain_zero():
 
 def test_one_node_has_no_ending():
     model = sharding()
-    meter = CommunicationMeter(model, TwoNodes())
+    meter = CommunicationMeter(Config(), model, TwoNodes())
     meter.begin_step()
     model.traffic.add("gradients", {"in_node": MIB})
     meter.end_step(1)

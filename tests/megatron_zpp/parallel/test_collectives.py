@@ -18,10 +18,22 @@ from megatron_zpp.parallel.collectives import (
     sum_rows,
     sum_whole,
 )
+from megatron_zpp.parallel.peers import AXES, Peers
 from tests.ranks import ranks
+from zeropp.wire.route import Hop, Nodes
+from zeropp.wire.traffic import Traffic
 
 SIZE = 4
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def peers() -> Peers:
+    """All ranks, two to a node."""
+    members, nodes = tuple(range(SIZE)), Nodes(num_ranks=SIZE, ranks_per_node=2)
+    return Peers(
+        purpose="tensor", rank=dist.get_rank(), group=dist.group.WORLD, traffic=Traffic(AXES),
+        hop=Hop(members=members, nodes=nodes),
+    )  # fmt: skip
 
 
 def of_rank(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -39,13 +51,13 @@ def total(*shape: int, dtype: torch.dtype) -> Tensor:
 @ranks(SIZE)
 def test_a_sum_of_any_shape_is_the_same_on_all_ranks(shape, dtype):
     mine = of_rank(dist.get_rank(), *shape, dtype=dtype)
-    assert torch.equal(sum_whole(mine, dist.group.WORLD), total(*shape, dtype=dtype))
+    assert torch.equal(sum_whole(mine, peers()), total(*shape, dtype=dtype))
 
 
 @DTYPES
 @ranks(SIZE)
 def test_rows_are_those_of_the_ranks_in_order(dtype):
-    rank, group = dist.get_rank(), dist.group.WORLD
+    rank, group = dist.get_rank(), peers()
     whole = torch.cat([of_rank(each, 2, 3, 5, dtype=dtype) for each in range(SIZE)], dim=1)
     gathered = gather_rows(of_rank(rank, 2, 3, 5, dtype=dtype), group)
     assert torch.equal(gathered, whole)
@@ -59,7 +71,7 @@ def test_rows_are_those_of_the_ranks_in_order(dtype):
 @DTYPES
 @ranks(SIZE)
 def test_rows_of_some_heads_are_exchanged_for_heads_of_some_rows(dtype):
-    rank, group = dist.get_rank(), dist.group.WORLD
+    rank, group = dist.get_rank(), peers()
     whole = of_rank(5, 2, 12, 8, 3, dtype=dtype)
     rows, heads = whole.chunk(SIZE, dim=1), whole.chunk(SIZE, dim=2)
     assert torch.equal(rows_of_own_heads(rows[rank], group), heads[rank])
@@ -73,7 +85,7 @@ def test_rows_of_some_heads_are_exchanged_for_heads_of_some_rows(dtype):
 @ranks(SIZE)
 def test_the_gradient_is_moved_back(forward: Callable, backward: Callable):
     """A rank's loss is the product of its result and its own weights."""
-    rank, group = dist.get_rank(), dist.group.WORLD
+    rank, group = dist.get_rank(), peers()
     x = of_rank(rank, 2, 4, 3).requires_grad_()
     result = moved(x, group, forward, backward)
     weights = of_rank(10 + rank, *result.shape)

@@ -18,6 +18,7 @@ from tests.ranks import ranks
 from zeropp import InputError
 
 CP2, CP4 = (f"--context-parallel-size {size} " for size in (2, 4))
+GATHERED = "--cp-comm-type allgather "
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (GPT2, 2, CP2 + "--zero-stage 3"),
         (GPT2, 4, CP2 + TP2 + SP + "--zero-stage 0"),
         (LLAMA, 4, CP4 + "--zero-stage 1 --recompute-granularity full"),
-        (LLAMA, 4, CP2 + "--zero-stage 2"),
+        (LLAMA, 4, CP2 + GATHERED + "--zero-stage 2"),
+        (GPT2, 4, CP4 + GATHERED + "--zero-stage 3"),
     ],
 )
 def test_losses_and_norms_are_those_of_one_rank(flags, num_ranks, how, alone, tmp_path):
@@ -80,7 +82,8 @@ def test_the_parts_of_a_sequence_drop_other_elements(tmp_path):
         (2, CP2 + TP2, "size 2 times --context-parallel-size 2 does not divide the 2 ranks"),
         (2, CP2 + "--seq-length 15", "--seq-length 15 cannot be split over --context-.* is 16"),
         (8, "--context-parallel-size 8", "--num-attention-heads 4 cannot be split over"),
-        (2, CP2 + "--cp-comm-type p2p", "--cp-comm-type p2p is not available yet"),
+        (2, CP2 + GATHERED + "--seq-length 18", "18 cannot .* two parts each .* that can is 16"),
+        (2, CP2 + "--cp-comm-type p2p", "--cp-comm-type p2p is not available: allgather sends"),
         (2, CP2 + "--compile", "--compile is not available with context parallelism yet"),
     ],
 )

@@ -173,6 +173,15 @@ PAIRS = """
 --pretrained-checkpoint m --lora-rank 4 --lora-dropout 0.1  lora.lora_dropout 0.1
 --pretrained-checkpoint m --lora-rank 4 --lora-target-modules qkv mlp.gate \
     lora.lora_target_modules ["qkv", "mlp.gate"]
+--pipeline-model-parallel-size 2                     parallel.pipeline_model_parallel_size 2
+--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8 \
+    parallel.num_virtual_stages_per_pipeline_rank 2
+--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8 \
+    parallel.num_layers_per_virtual_pipeline_stage 1
+--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 \
+    parallel.decoder_first_pipeline_num_layers 1
+--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1 \
+    parallel.decoder_last_pipeline_num_layers 1
 --rampup-batch-size 4 4 60 --global-batch-size 16    batch.rampup_batch_size [4, 4, 60]
 --recompute-method block --recompute-granularity full recompute.recompute_method "block"
 --lr-decay-style WSD --lr-wsd-decay-iters 3          schedule.lr_decay_style "WSD"
@@ -240,9 +249,7 @@ IDLE = """
 """
 
 UNAVAILABLE = """
---pipeline-model-parallel-size 2
 --cp-comm-type p2p
---num-layers-per-virtual-pipeline-stage 2
 --universal-checkpoint
 --remote-device nvme
 """
@@ -260,7 +267,7 @@ def test_a_flag_fills_its_setting_in_every_spelling(line):
     typed, path, value = words[:at], words[at], json.loads(" ".join(words[at + 1 :]))
     other = [w.replace("-", "_").replace("__", "--", 1) if w[:2] == "--" else w for w in typed]
     dashes = [w.replace("_", "-") if w[:2] == "--" else w for w in typed]
-    num_ranks = 2 if "--sequence-parallel" in typed else 1
+    num_ranks = 2 if {"--sequence-parallel", "--pipeline-model-parallel-size"} & {*typed} else 1
     for spelled in (typed, other, dashes):
         assert value_at(parse(spelled, num_ranks), path) == value, spelled
 

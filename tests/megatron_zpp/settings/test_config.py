@@ -118,7 +118,6 @@ def test_values_out_of_range_are_named(values, message):
             ["start", "size 8"],
         ),
         (BatchConfig, {"rampup_batch_size": (2, 4, 9), "global_batch_size": 8}, ["never reach"]),
-        (ParallelConfig, {"pipeline_model_parallel_size": 2}, ["--pipeline-model-parallel-size 2"]),
         (ParallelConfig, {"cp_comm_type": "p2p"}, ["--cp-comm-type p2p is not available"]),
         (ParallelConfig, {"sequence_parallel": True}, ["--tensor-model-parallel-size 2 or more"]),
         (ParallelConfig, {"num_layers_per_virtual_pipeline_stage": 1}, ["virtual-pipeline-stage"]),

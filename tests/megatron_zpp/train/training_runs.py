@@ -113,7 +113,8 @@ def _job(
     place = Environment(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
     size = config.parallel.context_parallel_size
     joined = kind(
-        environment=place, device=torch.device(device), mesh=mesh, store=None, context_size=size
-    )
+        environment=place, device=torch.device(device), mesh=mesh, store=None, context_size=size,
+        ranks_per_node=config.zero.zeropp.ranks_per_node,
+    )  # fmt: skip
     with Console(rank, printed, interactive=False) as console, Stopping(config.training) as stop:
         yield config, joined, console, stop

@@ -1,0 +1,164 @@
+"""The bytes that a step will send along the axes beside the data axis, computed from shapes.
+
+What is sent is counted where it is sent (`peers.py`), and tests compare the two.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from math import gcd
+
+from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.parallel.peers import AXES, Peers
+from megatron_zpp.parallel.pipeline import Pipeline
+from megatron_zpp.parallel.tensor_parallel import partial_parameters
+from megatron_zpp.settings.config import Config
+from zeropp import Sharding
+from zeropp.optim.step import local_part
+from zeropp.wire.traffic import Traffic
+
+FP32_BYTES = 4
+
+
+def activation_traffic(
+    config: Config, ranks: Ranks, sharding: Sharding, num_micro_batches: int
+) -> dict[tuple[str, str], int]:
+    """Return the bytes that this rank will send in a step, by (axis, hop)."""
+    forecast = Forecast(config, ranks, sharding)
+    total: Counter[tuple[str, str]] = Counter()
+    for part in forecast.parts:
+        total.update(forecast.micro_batch(part))
+    total = Counter({key: num_micro_batches * sent for key, sent in total.items()})
+    total.update(forecast.gradients())
+    return dict(total)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A stage of a pipeline, or a whole model."""
+
+    layers: range
+    is_first: bool = True
+    is_last: bool = True
+
+
+class Forecast:
+    """What this rank sends its peers, in terms of the model's sizes."""
+
+    def __init__(self, config: Config, ranks: Ranks, sharding: Sharding) -> None:
+        self.config, self.ranks, self.model = config, ranks, sharding.model
+        model = config.model
+        self.width = sharding.compute_dtype.itemsize
+        self.residual_width = FP32_BYTES if model.fp32_residual_connection else self.width
+        self.tokens = config.batch.micro_batch_size * model.seq_length // ranks.context_size
+        self.elements = self.tokens * model.hidden_size  # of the residual stream
+        if isinstance(self.model, Pipeline):
+            self.parts = [
+                Part(layers=stage.layers, is_first=stage.is_first, is_last=stage.is_last)
+                for stage in self.model.stages
+            ]
+        else:
+            self.parts = [Part(layers=range(model.num_layers))]
+
+    def micro_batch(self, part: Part) -> dict[tuple[str, str], int]:
+        """Return what a micro-batch sends on its way through a part and back."""
+        ledger = Traffic(AXES)
+        if self.ranks.tensor_size > 1:
+            self._tensor(part, self.ranks.tensor_peers.with_ledger(ledger))
+        if self.ranks.context_size > 1:
+            self._context(part, self.ranks.context_peers.with_ledger(ledger))
+        if self.ranks.pipeline_size > 1:
+            self._pipeline(part, ledger)
+        return ledger.sent
+
+    def gradients(self) -> dict[tuple[str, str], int]:
+        """Return what is sent once per step: gradients that ranks of an axis have parts of."""
+        ledger = Traffic(AXES)
+        if self.config.parallel.sequence_parallel:
+            partial = (local_part(each).numel() for each in partial_parameters(self.model))
+            self._sum(self.ranks.tensor_peers.with_ledger(ledger), sum(partial), FP32_BYTES)
+        if isinstance(self.model, Pipeline) and self.model.ties_ends:
+            elements = local_part(self.model.tokens.weight).numel()
+            self.ranks.ends_of_pipeline.with_ledger(ledger).count_reduce(FP32_BYTES * elements)
+        return ledger.sent
+
+    def _tensor(self, part: Part, peers: Peers) -> None:
+        """Count the moves of `tensor_parallel.py`: 2 into and 2 out of the layers of a block."""
+        splits_rows = self.config.parallel.sequence_parallel
+        into, out = 2 * len(part.layers), 2 * len(part.layers)  # forward; backward as many
+        again_into, again_out = self._recomputed_moves(part)
+        if part.is_first:
+            self._sum(peers, self.elements, self.width)
+        if part.is_last:
+            into += 1
+            peers.count_reduce(self.tokens * FP32_BYTES)
+            self._sum(peers, 2 * self.tokens, FP32_BYTES)
+        row = self.elements * self.width // peers.size
+        if not splits_rows:
+            for _ in range(into + out + again_out):
+                self._sum(peers, self.elements, self.width)
+            return
+        peers.count_gather((into + out + again_into) * row)
+        peers.count_exchange((into + out + again_out) * row)
+        if part.is_first:
+            peers.count_gather(self.elements * self.residual_width // peers.size)
+
+    def _context(self, part: Part, peers: Peers) -> None:
+        """Count the moves of `context_parallel.py`, of queries, keys, values and the result."""
+        model, recompute = self.config.model, self.config.recompute
+        heads, kv_heads = (
+            count // self.ranks.tensor_size for count in (model.num_attention_heads, model.kv_heads)
+        )
+        if self.config.parallel.cp_comm_type == "allgather":
+            again = self._recomputed(part)
+            if recompute.recompute_granularity == "selective":
+                again = len(part.layers)
+            num_bytes = self.tokens * 2 * kv_heads * model.head_dim * self.width
+            peers.count_gather((len(part.layers) + again) * num_bytes)
+            peers.count_exchange(len(part.layers) * num_bytes)
+            return
+        kv_heads *= peers.size // gcd(peers.size, kv_heads)
+        all_heads = len(part.layers) * 2 * (2 * heads + 2 * kv_heads)  # forward and backward
+        all_heads += self._recomputed(part) * (2 * heads + 2 * kv_heads)
+        if recompute.recompute_granularity == "selective":  # up to the attention itself
+            all_heads += len(part.layers) * (heads + 2 * kv_heads)
+        elements = self.tokens * model.head_dim * all_heads
+        peers.count_exchange(elements * self.width // peers.size)
+
+    def _pipeline(self, part: Part, ledger: Traffic) -> None:
+        """Count the activations sent onward, and their gradients sent back."""
+        splits_rows = self.config.parallel.sequence_parallel
+        rows = self.ranks.tensor_size if splits_rows else 1
+        links = self.model.links
+        for is_end, link in (
+            (part.is_last, links.activations_out), (part.is_first, links.gradients_out)
+        ):  # fmt: skip
+            if not is_end:
+                ledger.add("pipeline", {link.hop: self.elements // rows * self.residual_width})
+
+    def _sum(self, peers: Peers, elements: int, width: int) -> None:
+        """Count a sum on all ranks: an exchange of its parts, and a gather of their sums."""
+        part = -(-elements // peers.size) * width
+        peers.count_exchange(part)
+        peers.count_gather(part)
+
+    def _recomputed(self, part: Part) -> int:
+        """Return how many of a part's layers are computed twice."""
+        recompute = self.config.recompute
+        if recompute.recompute_granularity != "full":
+            return 0
+        most = recompute.recompute_num_layers
+        is_block_method = recompute.recompute_method == "block"
+        return min(most, len(part.layers)) if is_block_method else len(part.layers)
+
+    def _recomputed_moves(self, part: Part) -> tuple[int, int]:
+        """Return how many moves into and out of layers are made again in backward.
+
+        PyTorch ends a recomputation when it has all that backward needs. That is before the last
+        sum, unless dropout follows it.
+        """
+        recomputed, recompute = self._recomputed(part), self.config.recompute
+        checkpoints = recomputed
+        if recompute.recompute_method == "uniform":
+            checkpoints = len({layer // recompute.recompute_num_layers for layer in part.layers})
+        not_again = checkpoints if recomputed and self.config.model.hidden_dropout == 0 else 0
+        return 2 * recomputed, 2 * recomputed - not_again

@@ -1,0 +1,59 @@
+"""The ranks that send each other activations, and the ledger of what this rank has sent them.
+
+An all-gather is counted as a ring in rank order, a sum of whole tensors too; an all-to-all and a
+message to a neighbour as they are.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from zeropp.wire.route import Hop, Nodes
+from zeropp.wire.traffic import Traffic
+
+AXES = ("tensor", "context", "pipeline")  # the purposes of what is sent, beside those of ZeRO
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """The ranks of `group`, of which this is `rank`; `hop` and `rank` count all ranks of the run.
+
+    `purpose` is one of `AXES`.
+    """
+
+    purpose: str
+    rank: int
+    group: dist.ProcessGroup
+    hop: Hop
+    traffic: Traffic
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.hop.size
+
+    @property
+    def place(self) -> int:
+        """The number of this rank among them."""
+        return self.hop.members.index(self.rank)
+
+    def with_ledger(self, traffic: Traffic) -> "Peers":
+        """Return the same ranks with another ledger."""
+        return replace(self, traffic=traffic)
+
+    def count_gather(self, num_bytes: int) -> None:
+        """Enter an all-gather of `num_bytes` from each rank."""
+        self.traffic.add(self.purpose, self.hop.gather_bytes(self.rank, num_bytes))
+
+    def count_exchange(self, num_bytes: int) -> None:
+        """Enter an all-to-all of `num_bytes` to each rank."""
+        self.traffic.add(self.purpose, self.hop.exchange_bytes(self.rank, num_bytes))
+
+    def count_reduce(self, num_bytes: int) -> None:
+        """Enter an all-reduce of `num_bytes`, which passes each rank's share around twice."""
+        self.count_gather(2 * num_bytes // self.size)
+
+
+def message_hop(sender: int, receiver: int, nodes: Nodes) -> str:
+    """Return which of the ledger's hops a message between two ranks takes."""
+    return "in_node" if nodes.same(sender, receiver) else "across_nodes"

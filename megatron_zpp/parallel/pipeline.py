@@ -1,0 +1,244 @@
+"""Pipeline parallelism: ranks share out the layers, and micro-batches pass from rank to rank.
+
+Between its passes a stage's weights are sharded as ZeRO says, and hpZ's copy serves all
+micro-batches. PyTorch's own runtime for pipelines keeps weights and gradients whole during a step,
+and some of its schedules give wrong gradients at stage 3 (docs/adr/0017).
+Shapes: B batch, S sequence, H hidden, V padded vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_zpp.data.loader import Batch
+from megatron_zpp.model.cache import KeyValueCache
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.parallel.pipeline_links import Message, connect
+from megatron_zpp.parallel.pipeline_schedule import Pass, passes
+from megatron_zpp.parallel.pipeline_stage import Elsewhere, Stage
+from zeropp.checkpoint.state_tensors import masters_of
+from zeropp.optim.step import local_part
+
+SeedDropout = Callable[[int, int], None]  # by the micro-batch's first sample, and the stage
+
+
+@dataclass(kw_only=True)
+class InFlight:
+    """A micro-batch between its forward and its backward pass through a stage."""
+
+    received: Tensor | None
+    output: Tensor
+    sent: Message | None
+
+
+@dataclass(kw_only=True)
+class Step:
+    """The micro-batches of a step on a rank, and the losses of those that have left the last stage.
+
+    `samples` yields the number of each micro-batch's first sample, and the micro-batch.
+    """
+
+    samples: Iterator[tuple[int, Batch]]
+    num_micro_batches: int
+    shape_of: Callable[[Tensor], tuple[int, ...]]
+    loss_scale: float
+    seed_dropout: SeedDropout
+    losses: list[Tensor] = field(default_factory=list)
+    in_flight: dict[tuple[int, int], InFlight] = field(default_factory=dict)  # by chunk and number
+    _read: dict[int, tuple[int, Batch]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._read[0] = next(self.samples)
+        self.shape = self.shape_of(self._read[0][1].tokens)
+
+    def micro_batch(self, index: int, *, keep: bool) -> tuple[int, Batch]:
+        """Return a micro-batch; `keep` it if it is needed again."""
+        if index not in self._read:
+            self._read[index] = next(self.samples)
+        return self._read[index] if keep else self._read.pop(index)
+
+
+class Pipeline(nn.Module):
+    """A rank's stages as one model, which has the parameters of all of them.
+
+    `whole` is the whole model, on the meta device; `dtype` that of the activations. Called without
+    gradients it returns what the whole model would: logits on all ranks, or the loss on those of
+    the last stage, and zero on the others.
+    """
+
+    def __init__(
+        self, whole: GPT, stages: Sequence[Stage], ranks: Ranks, dtype: torch.dtype,
+        *, splits_rows: bool,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.config, self.vocab_size = whole.config, whole.vocab_size
+        self.stages, self._ranks, self._dtype = tuple(stages), ranks, dtype
+        self._rows = ranks.context_size * (ranks.tensor_size if splits_rows else 1)
+        self._num_parameters = {
+            trained_only: whole.num_parameters(trained_only=trained_only)
+            for trained_only in (False, True)
+        }
+        self._padded_vocab_size = whole.padded_vocab_size
+        self._adopt(whole)
+        own = {name for name, _ in self.named_parameters()}
+        self.names_elsewhere = frozenset(dict(whole.named_parameters())) - own
+        self.links = connect(ranks, is_ring=len(self.stages) > 1)
+        is_end = self.stages[0].is_first or self.stages[-1].is_last
+        self.ties_ends = whole.head is None and is_end and whole.tokens.weight.requires_grad
+        self._sent: Message | None = None  # the last one that nobody waits for elsewhere
+
+    def forward_backward(
+        self, samples: Iterator[tuple[int, Batch]], num_micro_batches: int, loss_scale: float,
+        seed_dropout: SeedDropout,
+    ) -> list[Tensor]:  # fmt: skip
+        """Run all passes of a step; return the losses, unscaled, 0-d, on the last stage's ranks.
+
+        Gradients are those of the sum of the losses, each times `loss_scale`.
+        """
+        step = Step(
+            samples=samples, num_micro_batches=num_micro_batches, loss_scale=loss_scale,
+            seed_dropout=seed_dropout, shape_of=partial(self._shape, splits=True),
+        )  # fmt: skip
+        place, size = self._ranks.pipeline_place, self._ranks.pipeline_size
+        order = passes(place, size, num_micro_batches, len(self.stages))
+        arriving = self._expect(step, order[0])
+        for each, following in zip_longest(order, order[1:]):
+            self._ranks.main_thread.mark()
+            arrived, arriving = arriving, following and self._expect(step, following)
+            run = self._forward if each.is_forward else self._backward
+            run(step, each, arrived and arrived.wait())
+        self._await_sent()
+        return step.losses
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        edges: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Return the loss or, without labels, logits [B, S, V]; arguments as of `GPT.forward`."""
+        assert not torch.is_grad_enabled(), "a pipeline is trained by forward_backward"
+        for stage in self.stages:
+            received = None
+            if not stage.is_first:
+                shape = self._shape(tokens, splits=labels is not None)
+                link = self.links.activations_in
+                received = link.expect(shape, self._dtype, self._ranks.device).wait()
+            output = stage(received, tokens, labels, loss_mask, position_ids, edges, cache=cache)
+            if not stage.is_last:
+                self._await_sent()
+                self._sent = self.links.activations_out.send(output)
+        if labels is None:
+            return self._logits_of_last(output, tokens, cache)
+        return output if stage.is_last else output.new_zeros((), dtype=torch.float32)
+
+    @property
+    def roots(self) -> tuple[GPT, ...]:
+        """The models of the stages, each of which is called for itself."""
+        return tuple(stage.model for stage in self.stages)
+
+    def num_parameters(self, *, trained_only: bool = False) -> int:
+        """Return the number of weights of the whole model."""
+        return self._num_parameters[trained_only]
+
+    def train(self, mode: bool = True) -> "Pipeline":
+        """Set training or evaluation mode."""
+        for stage in self.stages:
+            stage.model.train(mode)
+        return super().train(mode)
+
+    def sum_tied_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add up what the first and the last stage have of the tied embedding's gradient."""
+        if not self.ties_ends:
+            return
+        if hasattr(optimizer, "await_gradients"):
+            optimizer.await_gradients()
+        weight = self.tokens.weight
+        gradient = masters_of(optimizer).get(weight, weight).grad
+        if gradient is not None:
+            part = local_part(gradient)
+            total, ends = part.to(self._ranks.device), self._ranks.ends_of_pipeline
+            ends.count_reduce(total.nbytes)
+            dist.all_reduce(total, group=ends.group)
+            if total is not part:  # the optimizer is offloaded
+                part.copy_(total)
+
+    def _adopt(self, whole: GPT) -> None:
+        """Register the modules of the stages under the names they have in the whole model."""
+        for name, module in whole.named_children():
+            if name != "blocks":
+                owners = (getattr(stage.model, name) for stage in self.stages)
+                self.add_module(name, next((each for each in owners if each is not None), None))
+                continue
+            self.blocks = nn.ModuleList(Elsewhere() for _ in module)
+            for stage in self.stages:
+                for layer in stage.layers:
+                    self.blocks[layer] = stage.model.blocks[layer]
+
+    def _expect(self, step: Step, each: Pass) -> Message | None:
+        """Begin to receive what a pass needs of the rank before or after this one."""
+        stage, links = self.stages[each.chunk], self.links
+        link = links.activations_in if each.is_forward else links.gradients_in
+        is_end = stage.is_first if each.is_forward else stage.is_last
+        return None if is_end else link.expect(step.shape, self._dtype, self._ranks.device)
+
+    def _forward(self, step: Step, each: Pass, received: Tensor | None) -> None:
+        stage = self.stages[each.chunk]
+        is_last_use = each.chunk == len(self.stages) - 1
+        first_sample, batch = step.micro_batch(each.micro_batch, keep=not is_last_use)
+        step.seed_dropout(first_sample, stage.index)
+        if received is not None:
+            received.requires_grad_()
+        output, sent = stage(received, *batch.inputs()), None
+        if stage.is_last:
+            step.losses.append(output.detach())
+            output = output * step.loss_scale
+        else:
+            sent = self.links.activations_out.send(output)
+        step.in_flight[each.chunk, each.micro_batch] = InFlight(
+            received=received, output=output, sent=sent
+        )
+
+    def _backward(self, step: Step, each: Pass, gradient: Tensor | None) -> None:
+        stage = self.stages[each.chunk]
+        entry = step.in_flight.pop((each.chunk, each.micro_batch))
+        stage.sharding.begin_micro_step(last=each.micro_batch == step.num_micro_batches - 1)
+        if entry.sent is not None:
+            entry.sent.wait()  # the next stage has long used it
+        entry.output.backward(gradient)
+        if entry.received is not None:
+            self._await_sent()
+            self._sent = self.links.gradients_out.send(entry.received.grad)
+
+    def _shape(self, tokens: Tensor, *, splits: bool) -> tuple[int, ...]:
+        """Return the shape of what a stage returns for tokens [B, S], of which it may have rows."""
+        rows = tokens.shape[1] // (self._rows if splits else 1)
+        return len(tokens), rows, self.config.hidden_size
+
+    def _logits_of_last(
+        self, output: Tensor, tokens: Tensor, cache: KeyValueCache | None
+    ) -> Tensor:
+        """Return the last stage's logits, in fp32, on all ranks."""
+        logits = output.float()
+        if not self.stages[-1].is_last:
+            rows = tokens.shape[1] if cache is None else 1
+            logits = output.new_empty(
+                len(tokens), rows, self._padded_vocab_size, dtype=torch.float32
+            )
+        group = self._ranks.mesh.get_group("pipe")
+        dist.broadcast(logits, self._ranks.pipeline[-1], group=group)
+        return logits
+
+    def _await_sent(self) -> None:
+        if self._sent is not None:
+            self._sent.wait()
+            self._sent = None

@@ -1,0 +1,81 @@
+"""What the ranks of a pipeline send their neighbours: activations onward, gradients back.
+
+Each directed link has a process group of its own, so that on no communicator two ranks wait for
+each other. Messages of a link arrive in the order in which they were sent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.parallel.peers import message_hop
+from zeropp.ranks.groups import shared_group
+from zeropp.wire.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class Link:
+    """One end of a link: the other rank, by its global number, their group, and the ledger."""
+
+    peer: int
+    group: dist.ProcessGroup
+    hop: str
+    traffic: Traffic
+
+    def send(self, x: Tensor) -> "Message":
+        """Begin to send x."""
+        x = x.detach().contiguous()
+        self.traffic.add("pipeline", {self.hop: x.nbytes})
+        return Message(x, dist.isend(x, self.peer, group=self.group))
+
+    def expect(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> "Message":
+        """Begin to receive a tensor."""
+        x = torch.empty(*shape, dtype=dtype, device=device)
+        return Message(x, dist.irecv(x, self.peer, group=self.group))
+
+
+@dataclass(frozen=True)
+class Message:
+    """A tensor on its way."""
+
+    _tensor: Tensor
+    _work: dist.Work
+
+    def wait(self) -> Tensor:
+        """Return the tensor when it has arrived, or may be written again."""
+        self._work.wait()
+        return self._tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """The links of a rank with the ranks before and after it in a pipeline; None at an end."""
+
+    activations_in: Link | None
+    activations_out: Link | None
+    gradients_in: Link | None
+    gradients_out: Link | None
+
+
+def connect(ranks: Ranks, *, is_ring: bool) -> Links:
+    """Connect this rank with its neighbours in the pipeline; all ranks call it.
+
+    In a ring, the last sends activations to the first, which has several stages.
+    """
+    line, place = ranks.pipeline, ranks.pipeline_place
+    links: dict[str, Link] = dict.fromkeys(field.name for field in fields(Links))
+    for index in range(len(line) if is_ring else len(line) - 1):
+        following = (index + 1) % len(line)
+        for what, end, other_end in (("activations", "out", "in"), ("gradients", "in", "out")):
+            for own, peer, way in ((index, following, end), (following, index, other_end)):
+                if own == place:  # the members meet here, in the same order on every rank
+                    members = sorted((line[index], line[following]))
+                    group = shared_group(f"{what} {index}", members, line)
+                    dist.barrier(group=group)  # else a backend may connect at the first message
+                    hop = message_hop(ranks.rank, line[peer], ranks.nodes)
+                    links[f"{what}_{way}"] = Link(line[peer], group, hop, ranks.activations)
+    return Links(**links)

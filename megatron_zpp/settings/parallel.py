@@ -1,0 +1,155 @@
+"""How the ranks share the work: replicas for the data, and those that split a model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+
+from megatron_zpp.settings.flag import Section, flag, needs
+from zeropp.errors import InputError
+
+SIZES = (
+    "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"
+)  # fmt: skip
+STAGES_PER_RANK = (
+    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
+)  # fmt: skip
+LAYERS_OF_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section):
+    """How the ranks share the work: those that split a model, and replicas for the data."""
+
+    tensor_model_parallel_size: int = flag(
+        1, "ranks that split each layer", minimum=1, aliases=("model-parallel-size",)
+    )
+    pipeline_model_parallel_size: int = flag(1, "ranks that split the stack of layers", minimum=1)
+    context_parallel_size: int = flag(
+        1, "ranks that split each sequence", minimum=1, aliases=("ds-sequence-parallel-size",)
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "layers of a stage, if each rank of a pipeline has several stages", minimum=1
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, "stages of each rank of a pipeline (default: 1)", minimum=1
+    )
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, "layers of a pipeline's first rank (default: as many as the others)", minimum=1
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, "layers of a pipeline's last rank (default: as many as the others)", minimum=1
+    )
+    cp_comm_type: str = flag(
+        "a2a",
+        "how ranks that split sequences attend to each other's tokens",
+        choices=("a2a", "allgather", "p2p", "a2a+p2p"),
+        no_effect=needs("--context-parallel-size", lambda c: c.parallel.context_parallel_size > 1),
+    )
+    sequence_parallel: bool = flag(False, "split activations along the sequence")
+    distributed_backend: str | None = flag(
+        None, "communication library (default: nccl on GPUs, else gloo)", choices=("nccl", "gloo")
+    )
+    distributed_timeout_minutes: float = flag(
+        10.0, "a collective fails, and a rank that hangs ends the run, after so long", above=0
+    )
+
+    def check(self) -> None:
+        """Raise InputError for settings that contradict each other or are not built yet."""
+        super().check()
+        if self.cp_comm_type not in ("a2a", "allgather"):
+            raise InputError(
+                f"--cp-comm-type {self.cp_comm_type} is not available: allgather sends the same "
+                "bytes as a ring of p2p messages, and a2a fewer where there are few heads"
+            )
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise InputError(
+                "--sequence-parallel splits sequences over the ranks of tensor parallelism: give "
+                "--tensor-model-parallel-size 2 or more, or leave it out"
+            )
+        if self.pipeline_model_parallel_size == 1:
+            for name in (*STAGES_PER_RANK, *LAYERS_OF_ENDS):
+                if getattr(self, name) is not None:
+                    raise InputError(
+                        f"{self._shown(name)} divides the layers of a pipeline: give "
+                        "--pipeline-model-parallel-size 2 or more, or leave it out"
+                    )
+        if None not in (getattr(self, name) for name in STAGES_PER_RANK):
+            raise InputError(
+                f"{' and '.join(map(self._shown, STAGES_PER_RANK))} say the same in two ways: "
+                "give one of them"
+            )
+
+    def num_replicas(self, world_size: int) -> int:
+        """Return how many ranks, or groups of ranks that split a model, see different samples.
+
+        Raises InputError if the ranks cannot be divided into such groups.
+        """
+        divided = {name: getattr(self, name) for name in SIZES if getattr(self, name) > 1}
+        for name, size in divided.items():
+            if world_size % size:
+                fitting = [each for each in range(1, world_size + 1) if world_size % each == 0]
+                nearest = min(fitting, key=lambda each: abs(each - size))
+                raise InputError(
+                    f"{self._shown(name)} does not divide the {world_size} ranks: the nearest that "
+                    f"does is {nearest}"
+                )
+        if world_size % prod(divided.values()):
+            raise InputError(
+                f"{' times '.join(map(self._shown, divided))} does not divide the {world_size} "
+                "ranks"
+            )
+        return world_size // prod(divided.values())
+
+    def stages(self, num_layers: int) -> list[range]:
+        """Return the layers of each stage of the pipeline; stage i is on its rank i modulo P.
+
+        Raises InputError for layers that cannot be divided like this.
+        """
+        by_rank = self._layers_by_rank(num_layers)
+        per_stage, chunks = (getattr(self, name) for name in STAGES_PER_RANK)
+        chunks = chunks or (max(1, by_rank[0] // per_stage) if per_stage else 1)
+        if any(count % chunks or per_stage not in (None, count // chunks) for count in by_rank):
+            name = STAGES_PER_RANK[0 if per_stage else 1]
+            raise InputError(
+                f"{self._shown(name)}: the ranks of the pipeline have {_listed(by_rank)} layers, "
+                "and each would have to be divided into equally many stages of as many layers"
+            )
+        sizes = [count // chunks for count in by_rank] * chunks
+        return [range(first, end) for first, end in pairwise((0, *accumulate(sizes)))]
+
+    def _layers_by_rank(self, num_layers: int) -> list[int]:
+        """Return how many layers each rank of a pipeline has."""
+        size = self.pipeline_model_parallel_size
+        first, last = (getattr(self, name) for name in LAYERS_OF_ENDS)
+        num_others = size - (first is not None) - (last is not None)
+        left = num_layers - (first or 0) - (last or 0)
+        shown = f"--num-layers {num_layers} over {self._shown(SIZES[2])}"
+        if num_layers < size:
+            raise InputError(
+                f"{shown}: there are more ranks than layers; the most that fit are {num_layers}"
+            )
+        if left < num_others:
+            raise InputError(
+                f"{shown}: the ends have {num_layers - left} layers, and {num_others} other ranks "
+                "need one each: give the ends fewer, or the model more"
+            )
+        if left % max(num_others, 1) or num_others == 0 and left:
+            nearest = (
+                (first or 0) + (last or 0) + max(1, round(left / max(num_others, 1))) * num_others
+            )
+            raise InputError(
+                f"{shown}: {left} layers cannot be shared out equally to {num_others} ranks; the "
+                f"nearest --num-layers that can is {nearest}. --decoder-first-pipeline-num-layers "
+                "and --decoder-last-pipeline-num-layers give the ends other numbers of layers"
+            )
+        counts = [left // num_others] * num_others if num_others else []
+        return [*([first] if first else []), *counts, *([last] if last else [])]
+
+    def _shown(self, name: str) -> str:
+        return f"--{name.replace('_', '-')} {getattr(self, name)}"
+
+
+def _listed(counts: Sequence[int]) -> str:
+    """List the distinct numbers."""
+    return " and ".join(map(str, dict.fromkeys(counts)))

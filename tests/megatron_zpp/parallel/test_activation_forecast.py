@@ -1,0 +1,51 @@
+"""What ranks send along the axes is what the formula says, to the byte."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_zpp.train.batches import TRAIN, loader
+from megatron_zpp.train.step import train_step
+from tests.megatron_zpp.train.training_runs import built_run
+from tests.ranks import ranks
+
+SIZES = (
+    "--num-layers 4 --micro-batch-size 2 --global-batch-size 8 --train-iters 2 --log-interval 9 "
+)
+TP2, CP2, PP2 = (
+    f"--{name}-parallel-size 2 " for name in ("tensor-model", "context", "pipeline-model")
+)
+SP = "--sequence-parallel "
+FULL = "--recompute-granularity full "
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 "
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        TP2 + SP + PP2,
+        TP2 + SP + "--bf16 --fp32-residual-connection",
+        TP2 + CP2 + FULL + NO_DROPOUT + "--untie-embeddings-and-output-weights",
+        TP2 + SP + PP2 + FULL + NO_DROPOUT + "--recompute-method block --recompute-num-layers 1",
+        TP2 + PP2 + FULL + "--recompute-num-layers 3 --fp16",
+        CP2 + PP2 + "--num-virtual-stages-per-pipeline-rank 2 --bf16 --fp32-residual-connection",
+        "--context-parallel-size 4 --num-query-groups 2 --recompute-granularity selective",
+        CP2 + "--cp-comm-type allgather --recompute-granularity full --num-query-groups 2",
+        "--tensor-model-parallel-size 4 --swiglu --disable-bias-linear --zero-stage 0",
+    ],
+)
+@ranks(4, timeout=120)
+def test_the_ledger_is_the_forecast(flags: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{dist.get_rank()}.json"
+    path.write_text(json.dumps({"zeropp": {"ranks_per_node": 2}}))
+    with built_run(f"{SIZES} {flags} --deepspeed_config {path}") as run:
+        with loader(run, TRAIN, 0) as batches:
+            for _ in range(2):
+                train_step(run, batches)
+        counted = run.communication.take()
+    assert counted.sent == counted.expected
+    names = {"tensor-model": "tensor", "context": "context", "pipeline-model": "pipeline"}
+    axes = {axis for name, axis in names.items() if f"--{name}-parallel-size" in flags}
+    assert axes <= {purpose for (purpose, _), num_bytes in counted.sent.items() if num_bytes}

@@ -1,0 +1,82 @@
+"""The order of passes: complete, without a deadlock, and with few micro-batches in flight."""
+
+from itertools import product
+
+import pytest
+
+from megatron_zpp.parallel.pipeline_schedule import Pass, passes, waiting_share
+
+SIZES = [
+    (ranks, count, chunks)
+    for ranks, count, chunks in product((2, 3, 4), (1, 2, 3, 4, 6, 8, 12), (1, 2, 3))
+    if chunks == 1 or count % ranks == 0
+]
+
+
+@pytest.mark.parametrize(("ranks", "count", "chunks"), SIZES)
+def test_every_stage_sees_every_micro_batch_once_in_each_direction(ranks, count, chunks):
+    everything = {
+        Pass(forward, chunk, number)
+        for forward, chunk, number in product((True, False), range(chunks), range(count))
+    }
+    for rank in range(ranks):
+        order = passes(rank, ranks, count, chunks)
+        assert len(order) == len(everything) and set(order) == everything
+
+
+@pytest.mark.parametrize(("ranks", "count", "chunks"), SIZES)
+def test_no_rank_waits_for_ever(ranks, count, chunks):
+    """Each rank runs its next pass as soon as what it needs has been computed."""
+    left = [passes(rank, ranks, count, chunks) for rank in range(ranks)]
+    done: set[tuple[bool, int, int]] = set()  # direction, stage, micro-batch
+    last = ranks * chunks - 1
+
+    def needed(each: Pass, rank: int) -> set[tuple[bool, int, int]]:
+        stage = each.chunk * ranks + rank
+        if each.is_forward:
+            return {(True, stage - 1, each.micro_batch)} if stage else set()
+        after = {(False, stage + 1, each.micro_batch)} if stage < last else set()
+        return after | {(True, stage, each.micro_batch)}
+
+    while any(left):
+        ready = [
+            rank for rank in range(ranks) if left[rank] and needed(left[rank][0], rank) <= done
+        ]
+        assert ready, left
+        for rank in ready:
+            each = left[rank].pop(0)
+            done.add((each.is_forward, each.chunk * ranks + rank, each.micro_batch))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_holds_no_more_micro_batches_than_stages_follow(ranks):
+    for rank in range(ranks):
+        in_flight = most = 0
+        for each in passes(rank, ranks, 16):
+            in_flight += 1 if each.is_forward else -1
+            most = max(most, in_flight)
+        assert most == ranks - rank
+
+
+def test_messages_of_a_link_are_received_in_the_order_in_which_they_are_sent():
+    ranks, count, chunks = 4, 8, 2
+    orders = [passes(rank, ranks, count, chunks) for rank in range(ranks)]
+    for rank, forward in product(range(ranks), (True, False)):
+        peer = (rank + (1 if forward else -1)) % ranks
+        step = 1 if forward else -1
+        sent = [
+            (each.chunk * ranks + rank + step, each.micro_batch)
+            for each in orders[rank]
+            if each.is_forward == forward and 0 <= each.chunk * ranks + rank + step < ranks * chunks
+        ]
+        received = [
+            (each.chunk * ranks + peer, each.micro_batch)
+            for each in orders[peer]
+            if each.is_forward == forward and 0 <= each.chunk * ranks + peer - step < ranks * chunks
+        ]
+        assert sent == received
+
+
+def test_the_share_of_waiting():
+    assert waiting_share(2, 1) == 0.5 and waiting_share(1, 4) == 0.0
+    assert waiting_share(4, 8, 2) == pytest.approx(3 / 19)
