@@ -24,7 +24,7 @@ from benchmarks.cluster import emulation
 from benchmarks.cluster.bf16_matmul import bf16_is_slow
 from benchmarks.cluster.cluster_chart import draw
 from benchmarks.cluster.cluster_report import show, summary
-from benchmarks.cluster.configurations import DEEPSPEED, FSDP2, NAMES
+from benchmarks.cluster.configurations import DEEPSPEED, FSDP2, NAMES, OURS, axes_of
 from benchmarks.cluster.deepspeed_peer import require_deepspeed
 from benchmarks.cluster.interleaved_steps import measure_link, run_interleaved
 from benchmarks.cluster.rank_processes import RankFailed
@@ -67,8 +67,8 @@ def read_options() -> argparse.Namespace:
         "configurations",
         nargs="*",
         metavar="NAME",
-        help=f"of {', '.join(OUR_NAMES)} (default: {' '.join(DEFAULT_NAMES)}); the first is the "
-        "reference",
+        help=f"of {', '.join(OUR_NAMES)} (default: {' '.join(DEFAULT_NAMES)}), or with sizes of "
+        "axes in front, as in pp2-zero1, tp2-zeropp, cp2-zero3; the first is the reference",
     )
     add(
         "--rate",
@@ -118,7 +118,8 @@ def names_of(options: argparse.Namespace) -> tuple[str, ...]:
     """The configurations asked for, each once; raises InputError for an unknown name."""
     names = tuple(dict.fromkeys(options.configurations or DEFAULT_NAMES))
     for name in names:
-        if name not in OUR_NAMES:
+        sizes, zero_name = axes_of(name)
+        if zero_name not in (OURS if sizes else OUR_NAMES):
             hint = f"expected one of {', '.join(OUR_NAMES)}"
             if name == DEEPSPEED:
                 hint = "--deepspeed adds it"

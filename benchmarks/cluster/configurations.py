@@ -1,14 +1,18 @@
 """The configurations that an emulated cluster compares: the same GPT, weights, tokens and AdamW.
 
 `fsdp2` is plain `fully_shard`, `deepspeed` DeepSpeed's ZeRO-3, both in bf16. The others are those
-of benchmarks/shared/zero_json.py; in the last three, only LoRA's adapters are trained.
+of benchmarks/shared/zero_json.py; in the last three, only LoRA's adapters are trained. In front
+of the others stand the sizes of axes that split the model: `tp2-zeropp`, `pp2-zero1`,
+`pp2-tp2-zero3`, `cp2-zeropp`. Every configuration computes the same global batch.
 
 No gradient is clipped and no norm is taken, so that nothing but weights and gradients travels.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -17,13 +21,26 @@ from benchmarks.cluster.deepspeed_peer import deepspeed_step
 from benchmarks.shared.training_setup import TrainingSetup
 from benchmarks.shared.zero_json import zero_json
 from benchmarks.step.training_loops import Steps, accumulate, fsdp2, model_loss_of
+from megatron_zpp.parallel.activation_forecast import activation_traffic
+from megatron_zpp.parallel.mesh import build_mesh
+from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.recipe import build_model, build_optimizer
 from megatron_zpp.settings.config import LoraConfig
 from zeropp import Sharding, ZeroConfig
 from zeropp.optim.step import local_part
 from zeropp.wire.frozen_weights import stored_bytes
 
-OURS = ("zero3", "qwz", "hpz", "qgz", "zeropp", "zeropp-4-4", "zeropp-once")
+OURS = (
+    "zero3", "qwz", "hpz", "qgz", "zeropp", "zeropp-4-4", "zeropp-once", "no-hpz", "zero3-once",
+    "zero1",
+)  # fmt: skip
+AXES = MappingProxyType(
+    {
+        "tp": "--tensor-model-parallel-size",
+        "pp": "--pipeline-model-parallel-size",
+        "cp": "--context-parallel-size",
+    }
+)
 LORA = ("lora-zero3", "mixz", "mixz-hpz")
 ADAPTERS = LoraConfig(lora_rank=8, pretrained_checkpoint="none: the weights are drawn")
 FSDP2, DEEPSPEED = "fsdp2", "deepspeed"
@@ -37,7 +54,8 @@ Sent = Mapping[tuple[str, str], float]  # (purpose, hop) -> bytes
 class Configuration:
     """A model in training on this rank."""
 
-    step: Callable[[], float]  # one training step; returns this rank's loss
+    # One training step; returns this rank's loss, None where another stage of a pipeline has it.
+    step: Callable[[], float | None]
     forward: Callable[[], float] | None = None  # one pass without gradients, likewise
     parameters: int
     take_sent: Callable[[], Sent | None] = lambda: None  # bytes sent since the last call
@@ -55,6 +73,9 @@ def build_configuration(name: str, setup: TrainingSetup, ranks_per_node: int) ->
         loop = fsdp2(setup, name, iter(()))
         step = _unclipped_step(loop.model, loop.optimizer, steps)
         return Configuration(step=step, parameters=loop.model.num_parameters())
+    sizes, zero_name = axes_of(name)
+    if sizes:
+        return _split_model(sizes, zero_name, setup, ranks_per_node)
     config = replace(setup.config, zero=zero_config(name, ranks_per_node))
     if name in LORA:
         config = replace(config, lora=ADAPTERS)
@@ -70,9 +91,64 @@ def build_configuration(name: str, setup: TrainingSetup, ranks_per_node: int) ->
     )
 
 
+def axes_of(name: str) -> tuple[dict[str, int], str]:
+    """Split a name into the sizes of axes, by the first letters of `AXES`, and the rest."""
+    sizes: dict[str, int] = {}
+    while match := re.match(rf"({'|'.join(AXES)})(\d+)-", name):
+        sizes[match[1]], name = int(match[2]), name[match.end() :]
+    return sizes, name
+
+
 def zero_config(name: str, ranks_per_node: int) -> ZeroConfig:
     """The settings of one of our configurations."""
     return ZeroConfig.from_json({"bf16": {"enabled": True}, **zero_json(name, ranks_per_node)})
+
+
+def _split_model(
+    sizes: Mapping[str, int], zero_name: str, setup: TrainingSetup, ranks_per_node: int
+) -> Configuration:
+    """Build a model that ranks split along axes, with ZeRO on the data axis."""
+    words = [f"{AXES[axis]} {size}" for axis, size in sizes.items()]
+    setup = replace(setup, extra_flags=" ".join(words))
+    config = replace(setup.config, zero=zero_config(zero_name, ranks_per_node))
+    ranks = replace(
+        setup.ranks,
+        mesh=build_mesh(setup.ranks.device, setup.ranks.num_ranks, config.parallel),
+        context_size=config.parallel.context_parallel_size,
+        ranks_per_node=ranks_per_node,
+    )
+    setup = replace(setup, ranks=ranks)
+    sharding = build_model(config, setup.vocab_size, ranks, apex=None)
+    optimizer = build_optimizer(sharding, config, ranks.device, apex=None)
+    steps = itertools.cycle(setup.steps(REPEATED_STEPS))
+    step = _unclipped_step(sharding.model, optimizer, steps, sharding)
+    if isinstance(sharding.model, Pipeline):
+        step = _pipeline_step(sharding.model, optimizer, steps, setup.micro_batches)
+    return Configuration(
+        step=step,
+        parameters=sharding.model.num_parameters(),
+        take_sent=lambda: {**sharding.traffic.take(), **ranks.activations.take()},
+        expected={
+            **sharding.expected_traffic(setup.micro_batches),
+            **dict.fromkeys(ranks.activations.sent, 0),
+            **activation_traffic(config, ranks, sharding, setup.micro_batches),
+        },
+    )
+
+
+def _pipeline_step(
+    pipeline: Pipeline, optimizer: torch.optim.Optimizer, steps: Steps, num_micro_batches: int
+) -> Callable[[], float | None]:
+    def step() -> float | None:
+        samples = ((0, batch) for batch in next(steps))
+        scale = 1 / num_micro_batches
+        losses = pipeline.forward_backward(samples, num_micro_batches, scale, lambda *_: None)
+        pipeline.sum_tied_gradients(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(sum(losses)) * scale if losses else None
+
+    return step
 
 
 def _unclipped_step(

@@ -122,4 +122,4 @@ def require_equal_losses(losses: Mapping[str, float], tolerance: float) -> None:
 
 
 def _mean_loss(answers: Sequence[dict]) -> float:
-    return statistics.fmean(answer["loss"] for answer in answers)
+    return statistics.fmean(answer["loss"] for answer in answers if answer["loss"] is not None)

@@ -58,7 +58,9 @@ class TrainingSetup:
 
     @property
     def micro_batches(self) -> int:
-        return self.shape["micro-batches"]
+        """Of a replica in a step: the ranks that split a model take those of all of them."""
+        ranks = self.ranks
+        return self.shape["micro-batches"] * ranks.num_ranks // ranks.num_replicas
 
     def steps(self, count: int) -> list[list[Batch]]:
         """This rank's micro-batches of the first `count` steps, step by step, on its device."""
@@ -69,8 +71,8 @@ class TrainingSetup:
             config.data,
             consumed_samples=0,
             micro_batch_size=config.batch.micro_batch_size,
-            rank=ranks.rank,
-            world=ranks.num_ranks,
+            rank=ranks.replica,
+            world=ranks.num_replicas,
             eod=self.vocab_size - 1,
             device=ranks.device,
         ) as loader:

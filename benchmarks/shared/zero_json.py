@@ -9,6 +9,9 @@
 | `zeropp`      | INT8; across nodes once       | as `qgz`                          |
 | `zeropp-4-4`  | as `zeropp`                   | INT4 on both hops                 |
 | `zeropp-once` | as `zeropp`, the root once    | as `qgz`, once per step           |
+| `no-hpz`      | INT8                          | as `qgz`                          |
+| `zero3-once`  | bf16, the root once           | as `zero3`, once per step         |
+| `zero1`       | bf16, once per step           | as `zero3`, once per step         |
 | `lora-zero3`  | as `zero3`                    | as `zero3`                        |
 | `mixz`        | INT8, frozen ones as stored   | as `zero3`                        |
 | `mixz-hpz`    | the same; frozen ones once    | as `zero3`                        |
@@ -28,6 +31,9 @@ COMPONENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "zeropp": ("qwz", "hpz", "qgz"),
         "zeropp-4-4": ("qwz", "hpz", "qgz-4-4"),
         "zeropp-once": ("qwz", "hpz", "qgz", "once"),
+        "no-hpz": ("qwz", "qgz"),
+        "zero3-once": ("once",),
+        "zero1": ("stage-1",),
         "lora-zero3": (),
         "mixz": ("mixz",),
         "mixz-hpz": ("mixz", "hpz"),
@@ -36,13 +42,14 @@ COMPONENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def zero_json(name: str, ranks_per_node: int) -> dict:
-    """The JSON of one of `COMPONENTS` at stage 3, on nodes of so many ranks."""
+    """The JSON of one of `COMPONENTS`, on nodes of so many ranks."""
     keys = {
         "qwz": {"zero_quantized_weights": True},
         "hpz": {"zero_hpz_partition_size": ranks_per_node},
         "qgz": {"zero_quantized_gradients": True},
         "qgz-4-4": {"zero_quantized_gradients": True},
         "mixz": {"zero_quantized_nontrainable_weights": True},
+        "stage-1": {"stage": 1},
     }
     gradient_bits = {"qgz": [8, 4], "qgz-4-4": [4, 4]}  # within a node, across nodes
     zero: dict = {"stage": 3}

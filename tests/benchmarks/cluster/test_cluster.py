@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks.cluster import cluster, deepspeed_peer
 from benchmarks.cluster.cluster_chart import draw
 from benchmarks.cluster.cluster_report import show, summary
-from benchmarks.cluster.configurations import NAMES, OURS, zero_config
+from benchmarks.cluster.configurations import NAMES, OURS, axes_of, zero_config
 from benchmarks.cluster.emulation import Counters
 from benchmarks.cluster.interleaved_steps import TimedStep, TimedSteps, run_interleaved
 from benchmarks.shared.interleaved import Disagreement
@@ -86,12 +86,21 @@ def test_each_configuration_switches_on_what_its_name_says():
     assert settings == {
         "zero3": (False, 1, False), "qwz": (True, 1, False), "hpz": (False, 3, False),
         "qgz": (False, 1, True), "zeropp": (True, 3, True), "zeropp-4-4": (True, 3, True),
-        "zeropp-once": (True, 3, True),
+        "zeropp-once": (True, 3, True), "no-hpz": (True, 1, True), "zero3-once": (False, 1, False),
+        "zero1": (False, 1, False),
     }  # fmt: skip
     assert zero_config("zeropp-4-4", 2).zeropp.gradient_bits == (4, 4)
-    assert [name for name in OURS if zero_config(name, 2).reduces_once] == ["zeropp-once"]
+    once = [name for name in OURS if zero_config(name, 2).reduces_once]
+    assert once == ["zeropp-once", "zero3-once", "zero1"] and zero_config("zero1", 2).stage == 1
     assert all(zero_config(name, 2).zeropp.ranks_per_node == 2 for name in OURS)
     assert NAMES == ("fsdp2", *OURS, "deepspeed")
+
+
+def test_sizes_of_axes_stand_in_front_of_a_name(monkeypatch):
+    assert axes_of("zeropp-4-4") == ({}, "zeropp-4-4")
+    assert axes_of("pp2-tp4-zero3-once") == ({"pp": 2, "tp": 4}, "zero3-once")
+    with pytest.raises(InputError, match="no configuration is called 'pp2-fsdp2'"):
+        checked_options(monkeypatch, "pp2-fsdp2 --one-host")
 
 
 class FakeRanks:
@@ -206,12 +215,13 @@ def test_a_chart_is_drawn(link, tmp_path: Path):
 
 
 def test_one_host_shows_what_the_ledgers_say():
-    result = measured(f"--one-host zero3 zeropp --nodes 2 --ranks-per-node 2 --rounds 2 {TINY}")
+    names = "zero3 zeropp pp2-zero1 cp2-zeropp"
+    result = measured(f"--one-host {names} --nodes 2 --ranks-per-node 2 --rounds 2 {TINY}")
     assert result["nodes"] == result["ranks_per_node"] == 2
     (run,) = result["runs"]
     assert run["rate"] is None and run["link"] is None
-    plain, ours = run["rows"]
-    for row in (plain, ours):
+    plain, ours, pipeline, _ = run["rows"]
+    for row in run["rows"]:
         assert len(row["seconds"]) == 2 and min(row["seconds"]) > 0
         for node, expected in zip(row["nodes"], row["expected"], strict=True):
             assert node["sent"] is None and node["difference"] is None
@@ -219,6 +229,8 @@ def test_one_host_shows_what_the_ledgers_say():
         assert row["final_loss"] < row["first_loss"]
     assert ours["nodes"][0]["ledger"]["weights_backward/across_nodes"] == 0
     assert plain["nodes"][0]["ledger"]["weights_backward/across_nodes"] > 0
+    assert pipeline["nodes"][0]["ledger"]["weights_forward/across_nodes"] == 0
+    assert pipeline["nodes"][0]["ledger"]["pipeline/across_nodes"] > 0
 
 
 @needs_namespaces
