@@ -169,7 +169,7 @@ def _zero(
 ) -> ZeroConfig:
     """The JSON's settings; what the file leaves open is filled in from the flags."""
     from_flags = json_values(completed, FLAGS)
-    if batch.rampup_batch_size is None:
+    if batch.rampup_batch_size is None and not batch.batch_sizes:
         per_micro_batch = batch.micro_batch_size * world_size
         from_flags["gradient_accumulation_steps"] = batch.global_batch_size // per_micro_batch
     return ZeroConfig.from_values(file, from_flags)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 
 from megatron_zpp.settings.flag import NoEffect, Section, flag, ignored
 from zeropp.errors import InputError
@@ -114,10 +115,42 @@ class BatchConfig(Section):
         "start, increment, samples: the batch grows to --global-batch-size over that many samples",
         minimum=0,
     )
+    step_batch_size_schedule: tuple[str, ...] | None = flag(
+        None,
+        "TOKENS:SIZE ...: the size of the batch from so many tokens on, as in 0:16 2.4B:320 (K, M, "
+        "B, T: powers of 1000)",
+    )
+
+    @property
+    def batch_sizes(self) -> tuple[tuple[int, int], ...]:
+        """`step_batch_size_schedule` as (tokens, size) pairs, ascending; empty without one.
+
+        Raises InputError if it is none.
+        """
+        words = " ".join(self.step_batch_size_schedule or ()).split()
+        pairs = tuple(map(_batch_size_from, words))
+        tokens = [first for first, _ in pairs]
+        if pairs and (tokens[0] != 0 or tokens != sorted(set(tokens))):
+            raise InputError(
+                f"--step-batch-size-schedule {' '.join(words)}: the numbers of tokens must begin "
+                "with 0 and ascend"
+            )
+        return pairs
 
     def check(self) -> None:
-        """Raise InputError for a ramp-up that does not lead to the global batch size."""
+        """Raise InputError for batch sizes on the way that do not fit the global batch size."""
         super().check()
+        largest = max((size for _, size in self.batch_sizes), default=self.global_batch_size)
+        if self.batch_sizes and self.rampup_batch_size is not None:
+            raise InputError(
+                "--step-batch-size-schedule and --rampup-batch-size are two ways to change the "
+                "batch size: give one of them"
+            )
+        if self.global_batch_size is not None and largest != self.global_batch_size:
+            raise InputError(
+                f"--global-batch-size {self.global_batch_size} is not the largest size of "
+                f"--step-batch-size-schedule, {largest}: leave it out, or give that"
+            )
         if self.rampup_batch_size is None:
             return
         start, increment, samples = self.rampup_batch_size
@@ -135,6 +168,17 @@ class BatchConfig(Section):
                 f"{shown}: steps of {increment} from {start} never reach --global-batch-size "
                 f"{self.global_batch_size} exactly"
             )
+
+
+def _batch_size_from(word: str) -> tuple[int, int]:
+    """Return (tokens, size) of a word like 2.4B:320."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?):([1-9]\d*)", word, re.IGNORECASE | re.ASCII)
+    if match is None:
+        raise InputError(
+            f"--step-batch-size-schedule {word}: expected TOKENS:SIZE, as in 2.4B:320 or 0:16"
+        )
+    power = 1000 ** " KMBT".index(match[2].upper() or " ")
+    return int(Fraction(match[1]) * power), int(match[3])
 
 
 def names_examples(data: DataConfig) -> bool:

@@ -85,11 +85,15 @@ def _batch(
     """The micro-batch and global batch size, each from the other where only one is given."""
     micro, total = values.get("micro_batch_size"), values.get("global_batch_size")
     ramp = values.get("rampup_batch_size")
+    schedule = BatchConfig(step_batch_size_schedule=values.get("step_batch_size_schedule"))
+    scheduled = [size for _, size in schedule.batch_sizes]
+    if total is None and scheduled:
+        total = max(scheduled)
     ranks = world_size * (accumulation or 1)
     if micro is None:
         micro = BatchConfig().micro_batch_size
         if total is not None:
-            sizes = (total, *ramp[:2]) if ramp and not accumulation else (total,)
+            sizes = (total, *ramp[:2]) if ramp and not accumulation else (total, *scheduled)
             micro = _micro_batch(math.gcd(*sizes), ranks, accumulation)
     if total is None and ramp is None:
         total = micro * ranks

@@ -34,8 +34,9 @@ def merge(
         values[flag.name] = value
     _check_precision(typed, file)
     _check_distributed_optimizer(typed, file)
-    if "rampup_batch_size" in typed and file.values.get(_ACCUMULATION) is not None:
-        raise _contradiction(typed["rampup_batch_size"], file.assignment(_ACCUMULATION))
+    for name in ("rampup_batch_size", "step_batch_size_schedule"):
+        if name in typed and file.values.get(_ACCUMULATION) is not None:
+            raise _contradiction(typed[name], file.assignment(_ACCUMULATION))
     if "fp16.enabled" in file.values and "initial_loss_scale" not in values:
         # A loss scaler that the JSON switches on starts at the JSON's own default, 2^16.
         values["initial_loss_scale"] = 2.0 ** ZeroConfig().fp16.initial_scale_power

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from megatron_zpp.settings.config import (
@@ -28,13 +29,18 @@ class GlobalBatchSize:
     """Samples of the next step, by the samples consumed before it.
 
     With a ramp-up of start, increment, n samples: start + int(consumed / (n / steps)) * increment,
-    steps = (final - start) / increment, in exact integers; from n samples on the final size.
+    steps = (final - start) / increment, in exact integers; from n samples on the final size. With a
+    schedule of (tokens, size) pairs: the size of the last pair whose tokens have been consumed.
     """
 
     config: BatchConfig
+    seq_length: int = 1
 
     def __call__(self, consumed_samples: int) -> int:
         """Samples of the step that follows `consumed_samples`."""
+        if pairs := self.config.batch_sizes:
+            consumed = consumed_samples * self.seq_length
+            return next(size for tokens, size in reversed(pairs) if tokens <= consumed)
         ramp = self.config.rampup_batch_size
         final = self.final
         if ramp is None or consumed_samples >= ramp[2]:
@@ -45,7 +51,7 @@ class GlobalBatchSize:
 
     @property
     def final(self) -> int:
-        """Samples of a step after the ramp-up."""
+        """Samples of a step after the ramp-up, or of the largest step of a schedule."""
         assert self.config.global_batch_size is not None, "arguments.parse sets the batch size"
         return self.config.global_batch_size
 
@@ -92,6 +98,7 @@ class GlobalBatchSize:
         for size, _ in self._levels():
             if size % (micro * world_size):
                 where = f" in --rampup-batch-size {' '.join(map(str, ramp))}" if ramp else ""
+                where += " in --step-batch-size-schedule" if self.config.batch_sizes else ""
                 raise InputError(
                     f"global batch size {size}{where} is not divisible by micro-batch size {micro} "
                     f"x {world_size} data-parallel ranks = {micro * world_size}: "
@@ -106,6 +113,14 @@ class GlobalBatchSize:
 
     def _levels(self) -> Iterator[tuple[int, int | None]]:
         """Each batch size on the way and how many steps it lasts; None: for ever."""
+        if pairs := self.config.batch_sizes:
+            consumed = 0
+            for (_, size), (until, _) in pairwise(pairs):
+                steps = max(0, -((consumed * self.seq_length - until) // (size * self.seq_length)))
+                yield size, steps
+                consumed += steps * size
+            yield pairs[-1][1], None
+            return
         if self.config.rampup_batch_size is not None:
             consumed = 0
             start, increment, samples = self.config.rampup_batch_size
@@ -210,7 +225,7 @@ class Schedules:
     @classmethod
     def of(cls, config: Config) -> "Schedules":
         """Raises InputError for a run shorter than a step and a warm-up longer than the decay."""
-        batch_size = GlobalBatchSize(config.batch)
+        batch_size = GlobalBatchSize(config.batch, config.model.seq_length)
         length = Length.of(config.training, batch_size, config.model.seq_length)
         return cls(
             length=length,

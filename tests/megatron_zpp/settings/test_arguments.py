@@ -182,6 +182,8 @@ PAIRS = """
     parallel.decoder_first_pipeline_num_layers 1
 --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1 \
     parallel.decoder_last_pipeline_num_layers 1
+--step-batch-size-schedule 0:4 2.5k:8 \
+    batch.step_batch_size_schedule ["0:4", "2.5k:8"]
 --rampup-batch-size 4 4 60 --global-batch-size 16    batch.rampup_batch_size [4, 4, 60]
 --recompute-method block --recompute-granularity full recompute.recompute_method "block"
 --lr-decay-style WSD --lr-wsd-decay-iters 3          schedule.lr_decay_style "WSD"

@@ -324,3 +324,48 @@ def test_the_ends_of_the_weight_decay_come_from_the_optimizer():
         config(sizes, {"train_iters": 10}, weight_decay_incr_style="linear", **ends)
     ).weight_decay
     assert growing(20) == pytest.approx(0.1, rel=RELATIVE)
+
+
+def scheduled(*words: str, seq_length: int = 10) -> GlobalBatchSize:
+    sizes = BatchConfig(micro_batch_size=1, step_batch_size_schedule=words)
+    return GlobalBatchSize(sizes, seq_length)
+
+
+@pytest.mark.parametrize("words", [("0:2", "0.1K:4", "250:8"), ("0:2 0.1k:4 250:8",)])
+def test_a_schedule_has_the_size_of_the_last_number_of_tokens_that_is_reached(words):
+    """Steps of 2 samples end at 10, of 4 at 26: the first multiples from 10 and 25 samples on."""
+    size = scheduled(*words)
+    consumed, sizes = 0, []
+    while len(sizes) < 11:
+        sizes.append(size(consumed))
+        consumed += sizes[-1]
+    assert sizes == [2] * 5 + [4] * 4 + [8, 8]
+    assert [size.samples_after(n) for n in (0, 3, 5, 6, 9, 11)] == [0, 6, 10, 14, 26, 42]
+    assert [size.iterations_within(n) for n in (9, 10, 13, 26, 41, 42)] == [4, 5, 5, 9, 10, 11]
+
+
+def test_a_schedule_may_skip_a_size_and_become_smaller():
+    size = scheduled("0:8", "10:2", "20:4", seq_length=1)
+    assert [size(consumed) for consumed in (0, 8, 16, 18, 20)] == [8, 8, 2, 2, 4]
+    assert size.samples_after(4) == 8 + 8 + 2 + 2 and size.samples_after(5) == 24
+    assert scheduled("0:8", "2:2", "3:4", seq_length=1).samples_after(2) == 12
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"step_batch_size_schedule": ("5:2",)}, "must begin with 0 and ascend"),
+        ({"step_batch_size_schedule": ("0:2", "8:4", "8:6")}, "must begin with 0 and ascend"),
+        ({"step_batch_size_schedule": ("0:2", "8Q:4")}, "8Q:4: expected TOKENS:SIZE"),
+        ({"step_batch_size_schedule": ("0:0",)}, "0:0: expected TOKENS:SIZE"),
+        ({"step_batch_size_schedule": ("0:2",), "global_batch_size": 4}, "is not the largest"),
+        (
+            {"step_batch_size_schedule": ("0:4",), "rampup_batch_size": (2, 2, 9),
+             "global_batch_size": 4},
+            "two ways to change the batch size",
+        ),
+    ],
+)  # fmt: skip
+def test_a_schedule_that_is_none(batch, message):
+    with pytest.raises(InputError, match=message):
+        BatchConfig(**batch).check()
