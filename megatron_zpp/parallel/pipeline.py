@@ -22,8 +22,7 @@ from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_links import Message, connect
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
 from megatron_zpp.parallel.pipeline_stage import Elsewhere, Stage
-from zeropp.checkpoint.state_tensors import masters_of
-from zeropp.optim.step import local_part
+from zeropp.optim.step import gradient_parts
 
 SeedDropout = Callable[[int, int], None]  # by the micro-batch's first sample, and the stage
 
@@ -160,12 +159,7 @@ class Pipeline(nn.Module):
         """Add up what the first and the last stage have of the tied embedding's gradient."""
         if not self.ties_ends:
             return
-        if hasattr(optimizer, "await_gradients"):
-            optimizer.await_gradients()
-        weight = self.tokens.weight
-        gradient = masters_of(optimizer).get(weight, weight).grad
-        if gradient is not None:
-            part = local_part(gradient)
+        for part in gradient_parts(optimizer, [self.tokens.weight]):
             total, ends = part.to(self._ranks.device), self._ranks.ends_of_pipeline
             ends.count_reduce(total.nbytes)
             dist.all_reduce(total, group=ends.group)

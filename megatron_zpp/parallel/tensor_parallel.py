@@ -41,7 +41,7 @@ from megatron_zpp.parallel.collectives import (
     sum_whole,
 )
 from megatron_zpp.parallel.peers import Peers
-from zeropp.optim.step import local_part
+from zeropp.optim.step import gradient_parts, local_part
 
 SPLIT_DIMS = {  # by the last components of a parameter's name
     "tokens.weight": 0, "head.weight": 0,
@@ -195,13 +195,14 @@ def split_cross_entropy(
     return exp_sum.log() - label_value
 
 
-def sum_partial_gradients(model: nn.Module, peers: Peers) -> None:
+def sum_partial_gradients(
+    model: nn.Module, optimizer: torch.optim.Optimizer, peers: Peers, device: torch.device
+) -> None:
     """Sum the gradients of whole parameters that each rank has of its own rows, in place."""
-    gradients = (parameter.grad for parameter in partial_parameters(model))
-    parts = [local_part(gradient) for gradient in gradients if gradient is not None]
+    parts = gradient_parts(optimizer, partial_parameters(model))
     if not parts:
         return
-    total = sum_whole(torch.cat([part.flatten() for part in parts]), peers)
+    total = sum_whole(torch.cat([part.flatten() for part in parts]).to(device), peers)
     for part, sums in zip(parts, total.split([part.numel() for part in parts]), strict=True):
         part.copy_(sums.view(part.shape))
 

@@ -129,7 +129,7 @@ def require_divisible(config: Config, num_replicas: int) -> None:
 def _require_available(config: Config) -> None:
     """Raise InputError for what these kinds of parallelism cannot be combined with yet."""
     parallel, training = config.parallel, config.training
-    tensor, offloads = parallel.tensor_model_parallel_size > 1, config.zero.offloads_optimizer
+    tensor = parallel.tensor_model_parallel_size > 1
     kinds = {
         "tensor": tensor,
         "context": parallel.context_parallel_size > 1,
@@ -137,9 +137,7 @@ def _require_available(config: Config) -> None:
     }
     for is_asked, what in (
         (tensor and config.lora.lora_rank, "--lora-rank"),
-        (parallel.sequence_parallel and offloads, "--cpu-optimizer with --sequence-parallel"),
         (any(kinds.values()) and training.dry_run, "--dry-run"),
-        (any(kinds.values()) and training.compile, "--compile"),
     ):
         if is_asked:
             kind = next(name for name, is_used in kinds.items() if is_used)

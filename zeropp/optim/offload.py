@@ -320,7 +320,7 @@ class Offload:
 
     def _take_whole(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
-        self._take(parameter, gradient)
+        self._take(parameter, local_part(gradient))
 
     def _take(self, parameter: nn.Parameter, mean: Tensor) -> None:
         """Copy a reduction's result to the master's gradient, or add it."""

@@ -1,7 +1,7 @@
 """One optimizer step on sharded gradients: unscale, clip, update, or skip on all ranks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -91,6 +91,20 @@ def own_gradients(optimizer: torch.optim.Optimizer) -> Parts:
     owners = (parameter for group in optimizer.param_groups for parameter in group["params"])
     parts = [(owner, local_part(owner.grad)) for owner in owners if owner.grad is not None]
     return [(owner, part) for owner, part in parts if part.numel()]
+
+
+def gradient_parts(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]
+) -> list[torch.Tensor]:
+    """This rank's slices of the gradients of a model's parameters, wherever the optimizer has them.
+
+    Plain tensors that share their memory; parameters without a gradient are left out.
+    """
+    if getattr(optimizer, "takes_factor", False):
+        optimizer.await_gradients()
+    masters = getattr(optimizer, "masters", {})
+    gradients = (masters.get(parameter, parameter).grad for parameter in parameters)
+    return [local_part(gradient) for gradient in gradients if gradient is not None]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

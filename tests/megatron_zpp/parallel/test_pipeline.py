@@ -53,6 +53,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (GPT2, 4, PP2 + "--zero-stage 0"),
         (GPT2, 4, PP2 + TWO_STAGES + "--zero-stage 3"),
         (LLAMA, 4, PP2 + TP2 + SP),
+        (GPT2, 4, PP2 + TP2 + SP + "--cpu-optimizer --zero-stage 1"),
+        (GPT2, 4, PP2 + "--cpu-optimizer --zero-stage 3"),
         (LLAMA, 4, PP2 + "--context-parallel-size 2 --zero-stage 3"),
     ],
 )
@@ -193,7 +195,6 @@ def test_few_micro_batches_are_warned_of():
         (2, PP2 + "--num-layers-per-virtual-pipeline-stage 2", "stage 2: the ranks .* 1 layers"),
         (2, PP2 + TWO_STAGES + "--num-layers 4 --micro-batch-size 1 --global-batch-size 3",
          "3 micro-batches .* multiple of the 2 ranks of a pipeline, such as 4"),
-        (2, PP2 + "--compile", "--compile is not available with pipeline parallelism yet"),
         (2, PP2 + "--dry-run", "--dry-run is not available with pipeline parallelism yet"),
     ],
 )  # fmt: skip

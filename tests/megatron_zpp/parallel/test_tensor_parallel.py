@@ -3,12 +3,14 @@
 import json
 import logging
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.parallel import recipe
 from megatron_zpp.parallel.tensor_parallel import own_random_numbers
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.train.batches import TRAIN, loader
@@ -149,6 +151,20 @@ def test_dropout_is_equal_where_the_ranks_share_and_different_where_they_split(h
         assert model.norm.weight.std() > 0
 
 
+@pytest.mark.parametrize("how", [TP2 + SP, "--context-parallel-size 2 "])
+@ranks(2, timeout=120)
+def test_blocks_may_be_traced(how):
+    """As `--compile` does, here without generating code."""
+    flags = f"{GPT2} --train-iters 2 {how} "
+    expected = log_of(flags)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "compile_blocks", partial(recipe.compile_blocks, backend="eager"))
+        log = log_of(flags + "--compile")
+    if dist.get_rank() == 0:
+        require_equal(log, expected)
+        assert "(formula: " not in log
+
+
 @ranks(2)
 def test_the_ranks_drop_other_elements():
     torch.manual_seed(3)
@@ -191,7 +207,6 @@ def test_a_sample_of_text_and_a_held_out_loss(tmp_path):
         (2, TP2 + "--make-vocab-size-divisible-by 1", "divisible-by 1 cannot .* that can is 2"),
         (2, TP2 + SP + "--seq-length 17", "--seq-length 17 cannot be split"),
         (1, SP, "give --tensor-model-parallel-size 2 or more"),
-        (2, TP2 + "--compile", "--compile is not available with tensor parallelism yet"),
         (2, TP2 + "--dry-run", "--dry-run is not available with tensor parallelism yet"),
     ],
 )
