@@ -1,6 +1,6 @@
 """Losses and gradient norms at many sizes of the axes, beside those of one rank, in fp32.
 
-    python -m benchmarks.convergence.parallel_losses [--ranks 4 8] [--steps 10] [--json FILE]
+    python -m benchmarks.convergence.parallel_losses [--ranks 4 8] [--sizes "tp2 pp2" cp4]
 
 A GPT-2 (tied, learned positions) and a Llama (grouped queries, SwiGLU, documents kept apart) are
 trained at every ZeRO stage on 4 and on 8 ranks of this machine. Ranks that the axes leave over are
@@ -30,8 +30,8 @@ from zeropp.ranks.topology import Environment
 
 CPU = torch.device("cpu")
 COMMON = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --lr 1e-3 "
-    "--hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --global-batch-size 16 "
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --lr 1e-3 "
+    "--hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --global-batch-size 8 "
     "--make-vocab-size-divisible-by 8 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
     "--num-workers 0 --eval-iters 0 --clip-grad 0.5 "
 )
@@ -53,7 +53,7 @@ SIZES = (
     "tp2 pp2", "tp2 sp pp2", "tp2 cp2", "tp2 cp2 gathered", "pp2 cp2", "pp2 v2 cp2 gathered",
     "pp2 tp2 cp2",
 )  # fmt: skip
-STAGES = range(4)
+STAGES = (0, 1, 2, 3)
 
 
 def main() -> int:
@@ -64,6 +64,7 @@ def main() -> int:
         return 0
     result = begin(__spec__.name)
     arguments = ["--steps", str(options.steps), "--sizes", *options.sizes]
+    arguments += ["--stages", *map(str, options.stages)]
     reference = run_on_ranks(__spec__.name, 1, arguments)
     result["rows"] = [
         row
@@ -80,6 +81,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], metavar="N")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="default: 10")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), metavar="SIZES")
+    parser.add_argument("--stages", type=int, nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--on-ranks", metavar="FILE", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -101,7 +103,8 @@ def train_all(options: argparse.Namespace) -> None:
     start_process_group(environment, CPU, timedelta(minutes=5), "gloo")
     sizes = options.sizes if environment.world_size > 1 else ("",)
     numbers, meshes = {}, {}
-    for model, size, stage in itertools.product(MODELS, sizes, STAGES if sizes != ("",) else (0,)):
+    stages = options.stages if environment.world_size > 1 else (0,)
+    for model, size, stage in itertools.product(MODELS, sizes, stages):
         flags = f"{MODELS[model]} {flags_of(size)} --zero-stage {stage}"
         if fits(size, environment.world_size):
             numbers[f"{model}/{size}/{stage}"] = train(flags, options.steps, environment, meshes)
