@@ -25,8 +25,6 @@ NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 "
 @pytest.mark.parametrize(
     "flags",
     [
-        TP2 + SP + PP2,
-        TP2 + SP + "--bf16 --fp32-residual-connection",
         TP2 + CP2 + FULL + NO_DROPOUT + "--untie-embeddings-and-output-weights",
         TP2 + SP + PP2 + FULL + NO_DROPOUT + "--recompute-method block --recompute-num-layers 1",
         TP2 + PP2 + FULL + "--recompute-num-layers 3 --fp16",

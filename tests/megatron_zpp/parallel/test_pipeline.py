@@ -35,6 +35,7 @@ from zeropp.optim.step import local_part
 GPT2, LLAMA = (flags + "--num-layers 4 " for flags in (SHALLOW, SHALLOW_LLAMA))
 PP2, PP4 = (f"--pipeline-model-parallel-size {size} " for size in (2, 4))
 TWO_STAGES = "--num-virtual-stages-per-pipeline-rank 2 "
+FP16 = "--fp16 --initial-loss-scale 65536 "
 UNEVEN = "--decoder-first-pipeline-num-layers 1 "
 
 
@@ -50,11 +51,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (GPT2, 2, PP2 + TWO_STAGES + "--zero-stage 1"),
         (LLAMA, 2, PP2 + UNEVEN + "--recompute-granularity full"),
         (GPT2, 4, PP4 + "--zero-stage 3"),
-        (GPT2, 4, PP2 + "--zero-stage 0"),
         (GPT2, 4, PP2 + TWO_STAGES + "--zero-stage 3"),
         (LLAMA, 4, PP2 + TP2 + SP),
         (GPT2, 4, PP2 + TP2 + SP + "--cpu-optimizer --zero-stage 1"),
-        (GPT2, 4, PP2 + "--cpu-optimizer --zero-stage 3"),
         (LLAMA, 4, PP2 + "--context-parallel-size 2 --zero-stage 3"),
     ],
 )
@@ -62,9 +61,8 @@ def test_losses_and_norms_are_those_of_one_rank(flags, num_ranks, how, alone, tm
     require_equal(run(num_ranks, flags + how, tmp_path), alone[flags])
 
 
-@pytest.mark.parametrize("precision", ["--bf16 ", "--fp16 --initial-loss-scale 65536 "])
-def test_in_16_bit_losses_are_close(precision, alone, tmp_path):
-    log = run(4, GPT2 + PP2 + precision + "--zero-stage 3 --fp32-residual-connection", tmp_path)
+def test_in_16_bit_losses_are_close(alone, tmp_path):
+    log = run(4, GPT2 + PP2 + FP16 + "--zero-stage 3 --fp32-residual-connection", tmp_path)
     assert loss_values(log) == pytest.approx(loss_values(alone[GPT2]), rel=1e-2)
 
 
@@ -111,7 +109,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (1, ""),
         (4, "--zero-stage 3"),
-        (4, "--tensor-model-parallel-size 4"),
         (4, PP4),
         (2, PP2 + TWO_STAGES),
     ],
