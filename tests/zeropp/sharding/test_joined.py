@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from tests.ranks import ranks
 from zeropp import InputError, ZeroConfig, optimizer_step, shard
@@ -71,6 +72,9 @@ def test_passes_in_turn_train_as_one_model(stage: int, once: bool) -> None:
         torch.testing.assert_close(own.full_tensor(), expected)
 
 
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="no pass follows a failed one before 2.13"
+)
 @ranks(2)
 def test_a_failed_pass_of_a_part_must_be_discarded() -> None:
     model = halves()
