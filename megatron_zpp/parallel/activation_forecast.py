@@ -4,12 +4,12 @@ What is sent is counted where it is sent (`peers.py`), and tests compare the two
 """
 
 from collections import Counter
-from dataclasses import dataclass
 from math import gcd
 
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.peers import AXES, Peers
 from megatron_zpp.parallel.pipeline import Pipeline
+from megatron_zpp.parallel.pipeline_stage import Stage
 from megatron_zpp.parallel.tensor_parallel import partial_parameters
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
@@ -25,20 +25,11 @@ def activation_traffic(
     """Return the bytes that this rank will send in a step, by (axis, hop)."""
     forecast = Forecast(config, ranks, sharding)
     total: Counter[tuple[str, str]] = Counter()
-    for part in forecast.parts:
-        total.update(forecast.micro_batch(part))
+    for stage in forecast.stages:
+        total.update(forecast.micro_batch(stage))
     total = Counter({key: num_micro_batches * sent for key, sent in total.items()})
     total.update(forecast.gradients())
     return dict(total)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A stage of a pipeline, or a whole model."""
-
-    layers: range
-    is_first: bool = True
-    is_last: bool = True
 
 
 class Forecast:
@@ -51,23 +42,18 @@ class Forecast:
         self.residual_width = FP32_BYTES if model.fp32_residual_connection else self.width
         self.tokens = config.batch.micro_batch_size * model.seq_length // ranks.context_size
         self.elements = self.tokens * model.hidden_size  # of the residual stream
-        if isinstance(self.model, Pipeline):
-            self.parts = [
-                Part(layers=stage.layers, is_first=stage.is_first, is_last=stage.is_last)
-                for stage in self.model.stages
-            ]
-        else:
-            self.parts = [Part(layers=range(model.num_layers))]
+        whole = Stage(index=0, count=1, layers=range(model.num_layers), model=self.model)
+        self.stages = self.model.stages if isinstance(self.model, Pipeline) else (whole,)
 
-    def micro_batch(self, part: Part) -> dict[tuple[str, str], int]:
-        """Return what a micro-batch sends on its way through a part and back."""
+    def micro_batch(self, stage: Stage) -> dict[tuple[str, str], int]:
+        """Return what a micro-batch sends on its way through a stage and back."""
         ledger = Traffic(AXES)
         if self.ranks.tensor_size > 1:
-            self._tensor(part, self.ranks.tensor_peers.with_ledger(ledger))
+            self._tensor(stage, self.ranks.tensor_peers.with_ledger(ledger))
         if self.ranks.context_size > 1:
-            self._context(part, self.ranks.context_peers.with_ledger(ledger))
+            self._context(stage, self.ranks.context_peers.with_ledger(ledger))
         if self.ranks.pipeline_size > 1:
-            self._pipeline(part, ledger)
+            self._pipeline(stage, ledger)
         return ledger.sent
 
     def gradients(self) -> dict[tuple[str, str], int]:
@@ -78,17 +64,17 @@ class Forecast:
             self._sum(self.ranks.tensor_peers.with_ledger(ledger), sum(partial), FP32_BYTES)
         if isinstance(self.model, Pipeline) and self.model.ties_ends:
             elements = local_part(self.model.tokens.weight).numel()
-            self.ranks.ends_of_pipeline.with_ledger(ledger).count_reduce(FP32_BYTES * elements)
+            self._sum(self.ranks.ends_of_pipeline.with_ledger(ledger), elements, FP32_BYTES)
         return ledger.sent
 
-    def _tensor(self, part: Part, peers: Peers) -> None:
+    def _tensor(self, stage: Stage, peers: Peers) -> None:
         """Count the moves of `tensor_parallel.py`: 2 into and 2 out of the layers of a block."""
         splits_rows = self.config.parallel.sequence_parallel
-        into, out = 2 * len(part.layers), 2 * len(part.layers)  # forward; backward as many
-        again_into, again_out = self._recomputed_moves(part)
-        if part.is_first:
+        into, out = 2 * len(stage.layers), 2 * len(stage.layers)  # forward; backward as many
+        again_into, again_out = self._recomputed_moves(stage)
+        if stage.is_first:
             self._sum(peers, self.elements, self.width)
-        if part.is_last:
+        if stage.is_last:
             into += 1
             peers.count_reduce(self.tokens * FP32_BYTES)
             self._sum(peers, 2 * self.tokens, FP32_BYTES)
@@ -99,41 +85,42 @@ class Forecast:
             return
         peers.count_gather((into + out + again_into) * row)
         peers.count_exchange((into + out + again_out) * row)
-        if part.is_first:
+        if stage.is_first:
             peers.count_gather(self.elements * self.residual_width // peers.size)
 
-    def _context(self, part: Part, peers: Peers) -> None:
+    def _context(self, stage: Stage, peers: Peers) -> None:
         """Count the moves of `context_parallel.py`, of queries, keys, values and the result."""
         model, recompute = self.config.model, self.config.recompute
         heads, kv_heads = (
             count // self.ranks.tensor_size for count in (model.num_attention_heads, model.kv_heads)
         )
         if self.config.parallel.cp_comm_type == "allgather":
-            again = self._recomputed(part)
+            again = self._recomputed(stage)
             if recompute.recompute_granularity == "selective":
-                again = len(part.layers)
+                again = len(stage.layers)
             num_bytes = self.tokens * 2 * kv_heads * model.head_dim * self.width
-            peers.count_gather((len(part.layers) + again) * num_bytes)
-            peers.count_exchange(len(part.layers) * num_bytes)
+            peers.count_gather((len(stage.layers) + again) * num_bytes)
+            peers.count_exchange(len(stage.layers) * num_bytes)
             return
         kv_heads *= peers.size // gcd(peers.size, kv_heads)
-        all_heads = len(part.layers) * 2 * (2 * heads + 2 * kv_heads)  # forward and backward
-        all_heads += self._recomputed(part) * (2 * heads + 2 * kv_heads)
+        all_heads = len(stage.layers) * 2 * (2 * heads + 2 * kv_heads)  # forward and backward
+        all_heads += self._recomputed(stage) * (2 * heads + 2 * kv_heads)
         if recompute.recompute_granularity == "selective":  # up to the attention itself
-            all_heads += len(part.layers) * (heads + 2 * kv_heads)
+            all_heads += len(stage.layers) * (heads + 2 * kv_heads)
         elements = self.tokens * model.head_dim * all_heads
         peers.count_exchange(elements * self.width // peers.size)
 
-    def _pipeline(self, part: Part, ledger: Traffic) -> None:
+    def _pipeline(self, stage: Stage, ledger: Traffic) -> None:
         """Count the activations sent onward, and their gradients sent back."""
         splits_rows = self.config.parallel.sequence_parallel
         rows = self.ranks.tensor_size if splits_rows else 1
         links = self.model.links
         for is_end, link in (
-            (part.is_last, links.activations_out), (part.is_first, links.gradients_out)
+            (stage.is_last, links.activations_out), (stage.is_first, links.gradients_out)
         ):  # fmt: skip
             if not is_end:
-                ledger.add("pipeline", {link.hop: self.elements // rows * self.residual_width})
+                num_bytes = self.elements // rows * self.residual_width
+                link.peers.with_ledger(ledger).count_exchange(num_bytes)
 
     def _sum(self, peers: Peers, elements: int, width: int) -> None:
         """Count a sum on all ranks: an exchange of its parts, and a gather of their sums."""
@@ -141,24 +128,24 @@ class Forecast:
         peers.count_exchange(part)
         peers.count_gather(part)
 
-    def _recomputed(self, part: Part) -> int:
-        """Return how many of a part's layers are computed twice."""
+    def _recomputed(self, stage: Stage) -> int:
+        """Return how many of a stage's layers are computed twice."""
         recompute = self.config.recompute
         if recompute.recompute_granularity != "full":
             return 0
         most = recompute.recompute_num_layers
         is_block_method = recompute.recompute_method == "block"
-        return min(most, len(part.layers)) if is_block_method else len(part.layers)
+        return min(most, len(stage.layers)) if is_block_method else len(stage.layers)
 
-    def _recomputed_moves(self, part: Part) -> tuple[int, int]:
+    def _recomputed_moves(self, stage: Stage) -> tuple[int, int]:
         """Return how many moves into and out of layers are made again in backward.
 
         PyTorch ends a recomputation when it has all that backward needs. That is before the last
         sum, unless dropout follows it.
         """
-        recomputed, recompute = self._recomputed(part), self.config.recompute
+        recomputed, recompute = self._recomputed(stage), self.config.recompute
         checkpoints = recomputed
         if recompute.recompute_method == "uniform":
-            checkpoints = len({layer // recompute.recompute_num_layers for layer in part.layers})
+            checkpoints = len({layer // recompute.recompute_num_layers for layer in stage.layers})
         not_again = checkpoints if recomputed and self.config.model.hidden_dropout == 0 else 0
         return 2 * recomputed, 2 * recomputed - not_again

@@ -96,7 +96,7 @@ class Ranks:
     @property
     def tensor_peers(self) -> Peers:
         """The ranks that share each matrix with this one."""
-        return self._peers("tensor", self.mesh.get_group("tensor"))
+        return self.peers("tensor", self.mesh.get_group("tensor"))
 
     @property
     def context_peers(self) -> Peers:
@@ -104,7 +104,14 @@ class Ranks:
         data = self.data.mesh.tolist()
         first = self.replica * self.context_size
         group = shared_group("context", data[first : first + self.context_size], data)
-        return self._peers("context", group)
+        return self.peers("context", group)
+
+    def peers(self, purpose: str, group: dist.ProcessGroup) -> Peers:
+        """Return the ranks of a group of this one's as peers for one of `AXES`."""
+        hop = Hop(members=tuple(dist.get_process_group_ranks(group)), nodes=self.nodes)
+        return Peers(
+            purpose=purpose, rank=self.rank, group=group, hop=hop, traffic=self.activations
+        )
 
     def sharing(self) -> dict[str, tuple[int, ...]]:
         """Return the ranks that share something with this one, by what they share."""
@@ -122,7 +129,7 @@ class Ranks:
         """The first and the last rank of the pipeline, of which this is one."""
         first, *_, last = self.pipeline
         group = shared_group("ends", sorted((first, last)), self.pipeline)
-        return self._peers("pipeline", group)
+        return self.peers("pipeline", group)
 
     @property
     def num_losses(self) -> int:
@@ -171,12 +178,6 @@ class Ranks:
                 result = build()
         with fail_together():
             return result if self.rank == 0 else build()
-
-    def _peers(self, purpose: str, group: dist.ProcessGroup) -> Peers:
-        hop = Hop(members=tuple(dist.get_process_group_ranks(group)), nodes=self.nodes)
-        return Peers(
-            purpose=purpose, rank=self.rank, group=group, hop=hop, traffic=self.activations
-        )
 
     def _size(self, axis: str) -> int:
         names = self.mesh.mesh_dim_names

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from zeropp.wire.route import Hop, Nodes
+from zeropp.wire.route import Hop
 from zeropp.wire.traffic import Traffic
 
 AXES = ("tensor", "context", "pipeline")  # the purposes of what is sent, beside those of ZeRO
@@ -52,8 +52,3 @@ class Peers:
     def count_reduce(self, num_bytes: int) -> None:
         """Enter an all-reduce of `num_bytes`, which passes each rank's share around twice."""
         self.count_gather(2 * num_bytes // self.size)
-
-
-def message_hop(sender: int, receiver: int, nodes: Nodes) -> str:
-    """Return which of the ledger's hops a message between two ranks takes."""
-    return "in_node" if nodes.same(sender, receiver) else "across_nodes"

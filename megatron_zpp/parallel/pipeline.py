@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.model.cache import KeyValueCache
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.parallel.collectives import sum_whole
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_links import Message, connect
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
@@ -157,14 +158,9 @@ class Pipeline(nn.Module):
 
     def sum_tied_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Add up what the first and the last stage have of the tied embedding's gradient."""
-        if not self.ties_ends:
-            return
-        for part in gradient_parts(optimizer, [self.tokens.weight]):
-            total, ends = part.to(self._ranks.device), self._ranks.ends_of_pipeline
-            ends.count_reduce(total.nbytes)
-            dist.all_reduce(total, group=ends.group)
-            if total is not part:  # the optimizer is offloaded
-                part.copy_(total)
+        if self.ties_ends:
+            for part in gradient_parts(optimizer, [self.tokens.weight]):
+                part.copy_(sum_whole(part.to(self._ranks.device), self._ranks.ends_of_pipeline))
 
     def _adopt(self, whole: GPT) -> None:
         """Register the modules of the stages under the names they have in the whole model."""

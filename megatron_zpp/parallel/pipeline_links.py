@@ -12,30 +12,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.parallel.peers import message_hop
+from megatron_zpp.parallel.peers import Peers
 from zeropp.ranks.groups import shared_group
-from zeropp.wire.traffic import Traffic
 
 
 @dataclass(frozen=True)
 class Link:
-    """One end of a link: the other rank, by its global number, their group, and the ledger."""
+    """One end of a link: the other rank, by its global number, and the two as peers."""
 
     peer: int
-    group: dist.ProcessGroup
-    hop: str
-    traffic: Traffic
+    peers: Peers
 
     def send(self, x: Tensor) -> "Message":
         """Begin to send x."""
         x = x.detach().contiguous()
-        self.traffic.add("pipeline", {self.hop: x.nbytes})
-        return Message(x, dist.isend(x, self.peer, group=self.group))
+        self.peers.count_exchange(x.nbytes)
+        return Message(x, dist.isend(x, self.peer, group=self.peers.group))
 
     def expect(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> "Message":
         """Begin to receive a tensor."""
         x = torch.empty(*shape, dtype=dtype, device=device)
-        return Message(x, dist.irecv(x, self.peer, group=self.group))
+        return Message(x, dist.irecv(x, self.peer, group=self.peers.group))
 
 
 @dataclass(frozen=True)
@@ -76,6 +73,5 @@ def connect(ranks: Ranks, *, is_ring: bool) -> Links:
                     members = sorted((line[index], line[following]))
                     group = shared_group(f"{what} {index}", members, line)
                     dist.barrier(group=group)  # else a backend may connect at the first message
-                    hop = message_hop(ranks.rank, line[peer], ranks.nodes)
-                    links[f"{what}_{way}"] = Link(line[peer], group, hop, ranks.activations)
+                    links[f"{what}_{way}"] = Link(line[peer], ranks.peers("pipeline", group))
     return Links(**links)
