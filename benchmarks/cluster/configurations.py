@@ -65,6 +65,9 @@ class Configuration:
 
 def build_configuration(name: str, setup: TrainingSetup, ranks_per_node: int) -> Configuration:
     """Build a configuration by its name; raises InputError for what zeropp refuses."""
+    sizes, zero_name = axes_of(name)
+    if sizes:
+        setup = _divided_setup(setup, sizes, ranks_per_node)
     steps = itertools.cycle(setup.steps(REPEATED_STEPS))
     if name == DEEPSPEED:
         step, parameters = deepspeed_step(setup, steps)
@@ -73,20 +76,26 @@ def build_configuration(name: str, setup: TrainingSetup, ranks_per_node: int) ->
         loop = fsdp2(setup, name, iter(()))
         step = _unclipped_step(loop.model, loop.optimizer, steps)
         return Configuration(step=step, parameters=loop.model.num_parameters())
-    sizes, zero_name = axes_of(name)
-    if sizes:
-        return _split_model(sizes, zero_name, setup, ranks_per_node)
-    config = replace(setup.config, zero=zero_config(name, ranks_per_node))
+    config = replace(setup.config, zero=zero_config(zero_name, ranks_per_node))
     if name in LORA:
         config = replace(config, lora=ADAPTERS)
-    sharding = build_model(config, setup.vocab_size, setup.ranks, apex=None)
-    optimizer = build_optimizer(sharding, config, setup.ranks.device, apex=None)
+    ranks, count = setup.ranks, setup.micro_batches
+    sharding = build_model(config, setup.vocab_size, ranks, apex=None)
+    optimizer = build_optimizer(sharding, config, ranks.device, apex=None)
+    if isinstance(sharding.model, Pipeline):
+        step = _pipeline_step(sharding.model, optimizer, steps, count)
+    else:
+        step = _unclipped_step(sharding.model, optimizer, steps, sharding)
     return Configuration(
-        step=_unclipped_step(sharding.model, optimizer, steps, sharding),
-        forward=_forward_only(sharding, steps),
+        step=step,
+        forward=None if sizes else _forward_only(sharding, steps),
         parameters=sharding.model.num_parameters(),
-        take_sent=sharding.traffic.take,
-        expected=sharding.expected_traffic(setup.micro_batches),
+        take_sent=lambda: {**sharding.traffic.take(), **ranks.activations.take()},
+        expected={
+            **sharding.expected_traffic(count),
+            **dict.fromkeys(ranks.activations.sent, 0),
+            **activation_traffic(config, ranks, sharding, count),
+        },
         held=_frozen_bytes(sharding),
     )
 
@@ -104,36 +113,20 @@ def zero_config(name: str, ranks_per_node: int) -> ZeroConfig:
     return ZeroConfig.from_json({"bf16": {"enabled": True}, **zero_json(name, ranks_per_node)})
 
 
-def _split_model(
-    sizes: Mapping[str, int], zero_name: str, setup: TrainingSetup, ranks_per_node: int
-) -> Configuration:
-    """Build a model that ranks split along axes, with ZeRO on the data axis."""
+def _divided_setup(
+    setup: TrainingSetup, sizes: Mapping[str, int], ranks_per_node: int
+) -> TrainingSetup:
+    """Return the set-up of ranks that split the model along axes."""
     words = [f"{AXES[axis]} {size}" for axis, size in sizes.items()]
     setup = replace(setup, extra_flags=" ".join(words))
-    config = replace(setup.config, zero=zero_config(zero_name, ranks_per_node))
+    parallel = setup.config.parallel
     ranks = replace(
         setup.ranks,
-        mesh=build_mesh(setup.ranks.device, setup.ranks.num_ranks, config.parallel),
-        context_size=config.parallel.context_parallel_size,
+        mesh=build_mesh(setup.ranks.device, setup.ranks.num_ranks, parallel),
+        context_size=parallel.context_parallel_size,
         ranks_per_node=ranks_per_node,
     )
-    setup = replace(setup, ranks=ranks)
-    sharding = build_model(config, setup.vocab_size, ranks, apex=None)
-    optimizer = build_optimizer(sharding, config, ranks.device, apex=None)
-    steps = itertools.cycle(setup.steps(REPEATED_STEPS))
-    step = _unclipped_step(sharding.model, optimizer, steps, sharding)
-    if isinstance(sharding.model, Pipeline):
-        step = _pipeline_step(sharding.model, optimizer, steps, setup.micro_batches)
-    return Configuration(
-        step=step,
-        parameters=sharding.model.num_parameters(),
-        take_sent=lambda: {**sharding.traffic.take(), **ranks.activations.take()},
-        expected={
-            **sharding.expected_traffic(setup.micro_batches),
-            **dict.fromkeys(ranks.activations.sent, 0),
-            **activation_traffic(config, ranks, sharding, setup.micro_batches),
-        },
-    )
+    return replace(setup, ranks=ranks)
 
 
 def _pipeline_step(

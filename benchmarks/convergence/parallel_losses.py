@@ -8,23 +8,21 @@ replicas. The table has the largest relative difference of any step, of the loss
 """
 
 import argparse
-import io
 import itertools
 import sys
 from datetime import timedelta
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.shared.pretrain_run import run_step, training_batches
+from benchmarks.cluster.configurations import AXES
+from benchmarks.shared.pretrain_run import run_step, silent_run, training_batches
 from benchmarks.shared.rank_launch import run_on_ranks, write_answer
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading, markdown_table
-from megatron_zpp.monitor.console import Console
 from megatron_zpp.parallel.mesh import Ranks, build_mesh
 from megatron_zpp.settings.arguments import parse
-from megatron_zpp.train.build import build_run
-from megatron_zpp.train.stop import Stopping
 from zeropp.ranks.process_group import start_process_group
 from zeropp.ranks.topology import Environment
 
@@ -41,12 +39,7 @@ MODELS = {
     "--num-query-groups 4 --disable-bias-linear --untie-embeddings-and-output-weights "
     "--reset-attention-mask --reset-position-ids --eod-mask-loss ",
 }
-FLAGS = {
-    "tp": "--tensor-model-parallel-size",
-    "pp": "--pipeline-model-parallel-size",
-    "cp": "--context-parallel-size",
-    "v": "--num-virtual-stages-per-pipeline-rank",
-}
+FLAGS = {**AXES, "v": "--num-virtual-stages-per-pipeline-rank"}
 GATHERED, SEQUENCE_PARALLEL = "--cp-comm-type allgather", "--sequence-parallel"
 SIZES = (
     "tp2", "tp2 sp", "tp4 sp", "pp2", "pp4", "pp2 v2", "cp2", "cp2 gathered", "cp4", "cp4 gathered",
@@ -115,11 +108,7 @@ def train_all(options: argparse.Namespace) -> None:
 
 def fits(size: str, num_ranks: int) -> bool:
     """Whether the ranks can be divided like this."""
-    parts = [int(part[2:]) for part in size.split() if part[:2] in ("tp", "pp", "cp")]
-    product = 1
-    for part in parts:
-        product *= part
-    return product <= num_ranks
+    return prod(int(part[2:]) for part in size.split() if part[:2] in AXES) <= num_ranks
 
 
 def train(
@@ -135,8 +124,7 @@ def train(
         environment=environment, device=CPU, mesh=mesh, store=None,
         context_size=config.parallel.context_parallel_size,
     )  # fmt: skip
-    console = Console(ranks.rank, io.StringIO(), interactive=False)
-    run = build_run(config, ranks, console, Stopping(config.training))
+    run = silent_run(config, ranks)
     with training_batches(run) as batches:
         iterations = [run_step(run, batches) for _ in range(steps)]
     return [(iteration.loss, iteration.grad_norm) for iteration in iterations]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.model.document_attention import attend_in_prefix
+from megatron_zpp.model.document_attention import attend_documents, attend_last
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layers import Attention
 from megatron_zpp.parallel.collectives import (
@@ -134,11 +134,12 @@ def _attend_gathered(
     in_order = torch.cat((first.flatten(1, 2), second.flip(1).flatten(1, 2)), dim=1)
     keys, values = in_order.split(k.shape[2], dim=2)  # [B, S, K, D] each
     dropout = attention.dropout if attention.training else 0.0
-    rows = q.shape[1] // 2
-    return torch.cat(
-        [
-            attend_in_prefix(part, keys, values, number * rows, edges, dropout)
-            for number, part in zip(axis.parts, q.split(rows, dim=1), strict=True)
-        ],
-        dim=1,
-    )
+    attended = []
+    for number, part in zip(axis.parts, q.chunk(2, dim=1), strict=True):
+        first, end = number * part.shape[1], (number + 1) * part.shape[1]
+        if edges is None:
+            prefix = (each[:, :end].transpose(1, 2) for each in (keys, values))
+            attended.append(attend_last(part.transpose(1, 2), *prefix, dropout).transpose(1, 2))
+        else:
+            attended.append(attend_documents(part, keys, values, edges, dropout, first))
+    return torch.cat(attended, dim=1)

@@ -124,7 +124,7 @@ class ParallelConfig(Section):
         first, last = (getattr(self, name) for name in LAYERS_OF_ENDS)
         num_others = size - (first is not None) - (last is not None)
         left = num_layers - (first or 0) - (last or 0)
-        shown = f"--num-layers {num_layers} over {self._shown(SIZES[2])}"
+        shown = f"--num-layers {num_layers} over {self._shown('pipeline_model_parallel_size')}"
         if num_layers < size:
             raise InputError(
                 f"{shown}: there are more ranks than layers; the most that fit are {num_layers}"
@@ -134,17 +134,15 @@ class ParallelConfig(Section):
                 f"{shown}: the ends have {num_layers - left} layers, and {num_others} other ranks "
                 "need one each: give the ends fewer, or the model more"
             )
-        if left % max(num_others, 1) or num_others == 0 and left:
-            nearest = (
-                (first or 0) + (last or 0) + max(1, round(left / max(num_others, 1))) * num_others
-            )
+        count, excess = divmod(left, num_others) if num_others else (0, left)
+        if excess:
             raise InputError(
-                f"{shown}: {left} layers cannot be shared out equally to {num_others} ranks; the "
-                f"nearest --num-layers that can is {nearest}. --decoder-first-pipeline-num-layers "
-                "and --decoder-last-pipeline-num-layers give the ends other numbers of layers"
+                f"{shown}: {left} layers cannot be shared out equally to {num_others} ranks; "
+                f"{excess} fewer can. --decoder-first-pipeline-num-layers and "
+                "--decoder-last-pipeline-num-layers give the ends other numbers of layers"
             )
-        counts = [left // num_others] * num_others if num_others else []
-        return [*([first] if first else []), *counts, *([last] if last else [])]
+        counts = (first, *[count] * num_others, last)
+        return [count for count in counts if count is not None]
 
     def _shown(self, name: str) -> str:
         return f"--{name.replace('_', '-')} {getattr(self, name)}"

@@ -172,8 +172,8 @@ def parallel_rows(ranks: Ranks) -> list[tuple[str, str]]:
         return []
     parts = [f"{ranks.num_replicas} replica{'s' * (ranks.num_replicas > 1)}"]
     for what, members in ranks.sharing().items():
-        nodes = {member // ranks.nodes.ranks_per_node for member in members}
-        where = "in a node" if len(nodes) == 1 else "across nodes"
+        in_node = all(ranks.nodes.same(ranks.rank, member) for member in members)
+        where = "in a node" if in_node else "across nodes"
         parts.append(f"{len(members)} ranks share {what}, {where}")
     return [("ranks", "\n".join(parts))]
 

@@ -131,8 +131,8 @@ class Sharding:
         """
         forecast = self.forecast
         if forecast is None:
-            rows = [("collectives", "none: one rank" + (" of the data axis" if sent else ""))]
-            return (*rows, *((("sends", _table(sent)),) if sent else ()))
+            alone = ("collectives", "none: one rank" + (" of the data axis" if sent else ""))
+            return (alone, ("sends", _table(sent))) if sent else (alone,)
         nodes = forecast.weights.nodes
         if self.stage == 0:
             width = f"{8 * REDUCED_WHOLE.itemsize} bit among {self.num_ranks} ranks"

@@ -8,18 +8,24 @@ import torch.distributed as dist
 
 from megatron_zpp.train.batches import TRAIN, loader
 from megatron_zpp.train.step import train_step
+from tests.megatron_zpp.parallel.flags import (
+    CP2,
+    CP4,
+    GATHERED,
+    NO_DROPOUT,
+    PP2,
+    SP,
+    TP2,
+    TP4,
+    TWO_STAGES,
+)
 from tests.megatron_zpp.train.training_runs import built_run
 from tests.ranks import ranks
 
 SIZES = (
     "--num-layers 4 --micro-batch-size 2 --global-batch-size 8 --train-iters 2 --log-interval 9 "
 )
-TP2, CP2, PP2 = (
-    f"--{name}-parallel-size 2 " for name in ("tensor-model", "context", "pipeline-model")
-)
-SP = "--sequence-parallel "
 FULL = "--recompute-granularity full "
-NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 "
 
 
 @pytest.mark.parametrize(
@@ -28,10 +34,10 @@ NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 "
         TP2 + CP2 + FULL + NO_DROPOUT + "--untie-embeddings-and-output-weights",
         TP2 + SP + PP2 + FULL + NO_DROPOUT + "--recompute-method block --recompute-num-layers 1",
         TP2 + PP2 + FULL + "--recompute-num-layers 3 --fp16",
-        CP2 + PP2 + "--num-virtual-stages-per-pipeline-rank 2 --bf16 --fp32-residual-connection",
-        "--context-parallel-size 4 --num-query-groups 2 --recompute-granularity selective",
-        CP2 + "--cp-comm-type allgather --recompute-granularity full --num-query-groups 2",
-        "--tensor-model-parallel-size 4 --swiglu --disable-bias-linear --zero-stage 0",
+        CP2 + PP2 + TWO_STAGES + "--bf16 --fp32-residual-connection",
+        CP4 + "--num-query-groups 2 --recompute-granularity selective",
+        CP2 + GATHERED + "--recompute-granularity full --num-query-groups 2",
+        TP4 + "--swiglu --disable-bias-linear --zero-stage 0",
     ],
 )
 @ranks(4, timeout=120)

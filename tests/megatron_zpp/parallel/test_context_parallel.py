@@ -4,27 +4,20 @@ import pytest
 import torch.distributed as dist
 
 from megatron_zpp.settings.arguments import parse
-from tests.megatron_zpp.parallel.test_tensor_parallel import (
-    GPT2,
-    LENGTH,
-    LLAMA,
+from tests.megatron_zpp.parallel.flags import CP2, CP4, GATHERED, GPT2, LENGTH, LLAMA, SP, TP2
+from tests.megatron_zpp.train.training_runs import (
     RELATIVE,
-    SP,
-    TP2,
+    TINY,
+    field,
+    log_of,
+    loss_values,
+    losses,
     require_equal,
+    require_same_digits_after_a_stop,
+    run,
 )
-from tests.megatron_zpp.train.training_runs import TINY, field, log_of, loss_values, losses, run
 from tests.ranks import ranks
 from zeropp import InputError
-
-CP2, CP4 = (f"--context-parallel-size {size} " for size in (2, 4))
-GATHERED = "--cp-comm-type allgather "
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The log of one rank by its flags."""
-    return {flags: run(1, flags, tmp_path_factory.mktemp("alone")) for flags in (GPT2, LLAMA)}
 
 
 @pytest.mark.parametrize(
@@ -39,7 +32,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 )
 def test_losses_and_norms_are_those_of_one_rank(flags, num_ranks, how, alone, tmp_path):
     """The Llama keeps documents apart, and has fewer key-value heads than ranks."""
-    require_equal(run(num_ranks, flags + how, tmp_path), alone[flags])
+    require_equal(run(num_ranks, flags + how, tmp_path), alone(flags))
 
 
 def test_the_held_out_loss_and_a_sample(tmp_path):
@@ -53,17 +46,14 @@ def test_the_held_out_loss_and_a_sample(tmp_path):
 @ranks(2, timeout=120)
 def test_a_stop_in_the_middle_changes_no_digit(tmp_path):
     flags = f"{LENGTH} {CP2} --zero-stage 3 --bf16 "
-    folder = f"--save {tmp_path} --load {tmp_path} "
-    straight = losses(log_of(flags))
-    first = losses(log_of(flags + folder + "--exit-interval 4"))
-    assert first + losses(log_of(flags + folder)) == straight
+    require_same_digits_after_a_stop(flags, tmp_path, 2)
 
 
 def test_a_checkpoint_goes_on_with_whole_sequences(alone, tmp_path):
     folder = tmp_path / "save"
-    run(2, f"{GPT2} {CP2} --save {folder} --exit-interval 4", tmp_path)
+    run(2, f"{GPT2} {CP2} --save {folder} --exit-interval 2", tmp_path)
     log = run(1, f"{GPT2} --load {folder}", tmp_path)
-    assert loss_values(log) == pytest.approx(loss_values(alone[GPT2])[4:], rel=RELATIVE)
+    assert loss_values(log) == pytest.approx(loss_values(alone(GPT2))[2:], rel=RELATIVE)
 
 
 @ranks(2, timeout=120)

@@ -11,59 +11,54 @@ import torch.distributed as dist
 
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.train.loop import train
-from tests.megatron_zpp.parallel.test_tensor_parallel import GPT2 as SHALLOW
-from tests.megatron_zpp.parallel.test_tensor_parallel import (
+from tests.megatron_zpp.parallel.flags import (
+    DEEP_GPT2,
+    DEEP_LLAMA,
     LENGTH,
-    RELATIVE,
+    PP2,
+    PP4,
     SP,
     TP2,
-    require_equal,
+    TWO_STAGES,
 )
-from tests.megatron_zpp.parallel.test_tensor_parallel import LLAMA as SHALLOW_LLAMA
 from tests.megatron_zpp.train.training_runs import (
+    RELATIVE,
     TINY,
     built_run,
     log_of,
     loss_values,
     losses,
+    require_equal,
+    require_same_digits_after_a_stop,
     run,
 )
 from tests.ranks import ranks
 from zeropp import InputError
 from zeropp.optim.step import local_part
 
-GPT2, LLAMA = (flags + "--num-layers 4 " for flags in (SHALLOW, SHALLOW_LLAMA))
-PP2, PP4 = (f"--pipeline-model-parallel-size {size} " for size in (2, 4))
-TWO_STAGES = "--num-virtual-stages-per-pipeline-rank 2 "
 FP16 = "--fp16 --initial-loss-scale 65536 "
 UNEVEN = "--decoder-first-pipeline-num-layers 1 "
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The log of one rank by its flags."""
-    return {flags: run(1, flags, tmp_path_factory.mktemp("alone")) for flags in (GPT2, LLAMA)}
 
 
 @pytest.mark.parametrize(
     ("flags", "num_ranks", "how"),
     [
-        (GPT2, 2, PP2 + TWO_STAGES + "--zero-stage 1"),
-        (LLAMA, 2, PP2 + UNEVEN + "--recompute-granularity full"),
-        (GPT2, 4, PP4 + "--zero-stage 3"),
-        (GPT2, 4, PP2 + TWO_STAGES + "--zero-stage 3"),
-        (LLAMA, 4, PP2 + TP2 + SP),
-        (GPT2, 4, PP2 + TP2 + SP + "--cpu-optimizer --zero-stage 1"),
-        (LLAMA, 4, PP2 + "--context-parallel-size 2 --zero-stage 3"),
+        (DEEP_GPT2, 2, PP2 + TWO_STAGES + "--zero-stage 1"),
+        (DEEP_LLAMA, 2, PP2 + UNEVEN + "--recompute-granularity full"),
+        (DEEP_GPT2, 4, PP4 + "--zero-stage 3"),
+        (DEEP_GPT2, 4, PP2 + TWO_STAGES + "--zero-stage 3"),
+        (DEEP_LLAMA, 4, PP2 + TP2 + SP),
+        (DEEP_GPT2, 4, PP2 + TP2 + SP + "--cpu-optimizer --zero-stage 1"),
+        (DEEP_LLAMA, 4, PP2 + "--context-parallel-size 2 --zero-stage 3"),
     ],
 )
 def test_losses_and_norms_are_those_of_one_rank(flags, num_ranks, how, alone, tmp_path):
-    require_equal(run(num_ranks, flags + how, tmp_path), alone[flags])
+    require_equal(run(num_ranks, flags + how, tmp_path), alone(flags))
 
 
 def test_in_16_bit_losses_are_close(alone, tmp_path):
-    log = run(4, GPT2 + PP2 + FP16 + "--zero-stage 3 --fp32-residual-connection", tmp_path)
-    assert loss_values(log) == pytest.approx(loss_values(alone[GPT2]), rel=1e-2)
+    log = run(4, DEEP_GPT2 + PP2 + FP16 + "--zero-stage 3 --fp32-residual-connection", tmp_path)
+    assert loss_values(log) == pytest.approx(loss_values(alone(DEEP_GPT2)), rel=1e-2)
 
 
 @pytest.mark.parametrize("once", [True, False])
@@ -79,28 +74,25 @@ def test_with_all_of_zeropp_a_copy_serves_all_micro_batches(once, tmp_path):
     if not once:
         zero["zero_hpz_partition_size"] = 1
     path.write_text(json.dumps({"zero_optimization": zero, "zeropp": zeropp}))
-    expected = log_of(GPT2 + PP2)
-    log = log_of(f"{GPT2} {PP2} --deepspeed_config {path}")
+    expected = log_of(DEEP_GPT2 + PP2)
+    log = log_of(f"{DEEP_GPT2} {PP2} --deepspeed_config {path}")
     if dist.get_rank() == 0:
         assert loss_values(log) == pytest.approx(loss_values(expected), rel=5e-3)
         assert "2 ranks share the layers, across nodes" in log
         crossed = re.findall(r"across nodes: (\S+) \|", log)  # or else "(formula: ...)" follows
-        assert len(crossed) == 6 and all(float(sent) > 0 for sent in crossed)
+        assert len(crossed) == 4 and all(float(sent) > 0 for sent in crossed)
 
 
 @ranks(4, timeout=120)
 def test_a_stop_in_the_middle_changes_no_digit(tmp_path):
     flags = f"{LENGTH} {PP2} {TP2} {SP} --num-layers 4 --bf16 --log-num-zeros-in-grad "
-    folder = f"--save {tmp_path} --load {tmp_path} "
-    straight = losses(log_of(flags))
-    first = losses(log_of(flags + folder + "--exit-interval 4"))
-    assert first + losses(log_of(flags + folder)) == straight
+    require_same_digits_after_a_stop(flags, tmp_path, 2)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    run(4, f"{GPT2} {PP2} {TP2} {SP} --save {folder}/save --exit-interval 3", folder)
+    run(4, f"{DEEP_GPT2} {PP2} {TP2} {SP} --save {folder}/save --exit-interval 2", folder)
     return folder / "save"
 
 
@@ -114,13 +106,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_checkpoint_goes_on_at_other_sizes(num_ranks, how, saved, alone, tmp_path):
-    log = run(num_ranks, f"{GPT2} {how} --load {saved}", tmp_path)
-    assert loss_values(log) == pytest.approx(loss_values(alone[GPT2])[3:], rel=RELATIVE)
+    log = run(num_ranks, f"{DEEP_GPT2} {how} --load {saved}", tmp_path)
+    assert loss_values(log) == pytest.approx(loss_values(alone(DEEP_GPT2))[2:], rel=RELATIVE)
 
 
 @ranks(4, timeout=120)
 def test_the_first_weights_do_not_depend_on_the_stages(tmp_path):
-    with built_run(GPT2 + PP2 + TWO_STAGES + "--zero-stage 3") as pipeline:
+    with built_run(DEEP_GPT2 + PP2 + TWO_STAGES + "--zero-stage 3") as pipeline:
         model = pipeline.sharding.model
         own = {name: weight.full_tensor() for name, weight in model.named_parameters()}
         everywhere = [None] * 4
@@ -128,7 +120,7 @@ def test_the_first_weights_do_not_depend_on_the_stages(tmp_path):
         assert model.num_parameters() == sum(
             weight.numel() for weight in {**everywhere[0], **everywhere[2]}.values()
         )
-    with built_run(GPT2) as whole:
+    with built_run(DEEP_GPT2) as whole:
         for name, weight in whole.sharding.model.named_parameters():
             holders = [rank for rank, weights in enumerate(everywhere) if name in weights]
             assert len(holders) == (4 if name == "tokens.weight" else 2), name
@@ -145,7 +137,7 @@ def test_dropout_differs_between_stages_and_repeats():
 
 
 def test_a_sample_of_text_and_a_held_out_loss(tmp_path):
-    flags = f"{GPT2} --train-iters 2 --sample-prompt 1 --sample-length 5 "
+    flags = f"{DEEP_GPT2} --train-iters 2 --sample-prompt 1 --sample-length 5 "
     expected, log = run(1, flags, tmp_path), run(4, flags + PP2 + TWO_STAGES, tmp_path)
     for pattern in (r"loss at the end of training.* value: (\S+)", r"Sample\n(.*)"):
         assert re.findall(pattern, log) == re.findall(pattern, expected) != []
@@ -153,7 +145,7 @@ def test_a_sample_of_text_and_a_held_out_loss(tmp_path):
 
 @ranks(2, timeout=120)
 def test_a_weight_of_a_later_stage_that_is_not_finite_is_named():
-    flags = f"{GPT2} {PP2} --log-optimizer-states-to-tensorboard "
+    flags = f"{DEEP_GPT2} {PP2} --log-optimizer-states-to-tensorboard "
     with built_run(flags) as pipeline:
         model = pipeline.sharding.model
         if dist.get_rank() == 1:
@@ -183,7 +175,7 @@ def test_few_micro_batches_are_warned_of():
         (3, PP2, "size 2 does not divide the 3 ranks: the nearest that does is"),
         (6, PP2 + TP2 + "--context-parallel-size 3", "size 3 times .* divide the 6 ranks"),
         (4, PP4, "--num-layers 2 over .* 4: there are more ranks than layers; .* fit are 2"),
-        (2, PP2 + "--num-layers 5", "5 layers cannot be shared out equally .* can is 4. --dec"),
+        (2, PP2 + "--num-layers 5", "5 layers cannot be shared out .* 2 ranks; 1 fewer can. --dec"),
         (2, PP2 + UNEVEN + "--decoder-last-pipeline-num-layers 3", "ends have 4 layers"),
         (1, TWO_STAGES, "rank 2 divides the layers of a pipeline: give --pipeline-model-parallel"),
         (1, UNEVEN, "layers 1 divides the layers of a pipeline"),

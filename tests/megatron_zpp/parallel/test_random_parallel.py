@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_zpp.parallel.test_tensor_parallel import require_equal
-from tests.megatron_zpp.train.training_runs import run
+from tests.megatron_zpp.train.training_runs import require_equal, run
 
 # Ranks of tensor and context parallelism and of a pipeline, of 4.
 SIZES = [
@@ -48,7 +47,7 @@ class Drawn:
                 model.append(flag)
         micro_batches = draw.randint(1, 3)
         self.model = " ".join(model) + (
-            f" --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --train-iters 4 "
+            f" --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --train-iters 3 "
             f"--global-batch-size {4 * micro_batches} --lr 1e-3 --log-params-norm "
             f"{draw.choice(['', '--clip-grad 0.1', '--clip-grad 0'])} "
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -25,6 +26,7 @@ TINY = (
     "--tokenizer-type NullTokenizer --vocab-size 50 --num-workers 0 "
     "--make-vocab-size-divisible-by 8 --log-interval 1 --eval-iters 1 --eval-interval 1000 "
 )
+RELATIVE = 1e-5  # the promise for unquantized fp32 runs
 
 
 def log_of(flags: str, device: str = "cpu", kind: type[Ranks] = Ranks) -> str:
@@ -100,6 +102,23 @@ def field(log: str, name: str) -> list[str]:
 
 def loss_values(log: str) -> list[float]:
     return [float(loss) for loss in losses(log)]
+
+
+def require_equal(log: str, expected: str) -> None:
+    """Require losses and norms that are those of another log, but for rounding."""
+    for name in ("lm loss", "grad norm"):
+        numbers, others = (list(map(float, field(each, name))) for each in (log, expected))
+        assert len(numbers) == len(others) > 0
+        assert numbers == pytest.approx(others, rel=RELATIVE), name
+
+
+def require_same_digits_after_a_stop(flags: str, folder: Path, stop: int) -> None:
+    """Require the losses of a run that ends after `stop` iterations and goes on to be those of one
+    that does not."""
+    saving = f"{flags} --save {folder} --load {folder} "
+    straight = losses(log_of(flags))
+    first = losses(log_of(f"{saving} --exit-interval {stop}"))
+    assert first + losses(log_of(saving)) == straight
 
 
 @contextmanager
