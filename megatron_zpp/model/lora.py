@@ -33,8 +33,12 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., in] to [..., out]."""
+        return super().forward(x) + self.adapt(x)
+
+    def adapt(self, x: Tensor) -> Tensor:
+        """Return what the adapter adds, [..., out]."""
         projected = self.lora_A(F.dropout(x, self.lora_dropout, self.training))  # [..., rank]
-        return super().forward(x) + self.lora_B(projected) * self.scaling
+        return self.lora_B(projected) * self.scaling
 
 
 def add_lora(model: nn.Module, config: LoraConfig) -> tuple[str, ...]:

@@ -4,7 +4,10 @@ What is sent is counted where it is sent (`peers.py`), and tests compare the two
 """
 
 from collections import Counter
+from itertools import groupby
 from math import gcd
+
+from torch import nn
 
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.peers import AXES, Peers
@@ -59,9 +62,11 @@ class Forecast:
     def gradients(self) -> dict[tuple[str, str], int]:
         """Return what is sent once per step: gradients that ranks of an axis have parts of."""
         ledger = Traffic(AXES)
-        if self.config.parallel.sequence_parallel:
-            partial = (local_part(each).numel() for each in partial_parameters(self.model))
-            self._sum(self.ranks.tensor_peers.with_ledger(ledger), sum(partial), FP32_BYTES)
+        if self.ranks.tensor_size > 1:
+            splits_rows = self.config.parallel.sequence_parallel
+            partial = partial_parameters(self.model, splits_rows)
+            elements = sum(local_part(each).numel() for each in partial)
+            self._sum(self.ranks.tensor_peers.with_ledger(ledger), elements, FP32_BYTES)
         if isinstance(self.model, Pipeline) and self.model.ties_ends:
             elements = local_part(self.model.tokens.weight).numel()
             self._sum(self.ranks.ends_of_pipeline.with_ledger(ledger), elements, FP32_BYTES)
@@ -70,22 +75,23 @@ class Forecast:
     def _tensor(self, stage: Stage, peers: Peers) -> None:
         """Count the moves of `tensor_parallel.py`: 2 into and 2 out of the layers of a block."""
         splits_rows = self.config.parallel.sequence_parallel
-        into, out = 2 * len(stage.layers), 2 * len(stage.layers)  # forward; backward as many
+        into = out = 2 * len(stage.layers)
+        back_into, _, back_out = self._moves_back(stage)
         again_into, again_out = self._recomputed_moves(stage)
         if stage.is_first:
             self._sum(peers, self.elements, self.width)
         if stage.is_last:
-            into += 1
+            into, back_into = into + 1, back_into + 1
             peers.count_reduce(self.tokens * FP32_BYTES)
             self._sum(peers, 2 * self.tokens, FP32_BYTES)
         row = self.elements * self.width // peers.size
         if not splits_rows:
-            for _ in range(into + out + again_out):
+            for _ in range(out + back_into + again_out):
                 self._sum(peers, self.elements, self.width)
             return
-        peers.count_gather((into + out + again_into) * row)
-        peers.count_exchange((into + out + again_out) * row)
-        if stage.is_first:
+        peers.count_gather((into + back_out + again_into) * row)
+        peers.count_exchange((out + back_into + again_out) * row)
+        if stage.is_first and self.model.tokens.weight.requires_grad:
             peers.count_gather(self.elements * self.residual_width // peers.size)
 
     def _context(self, stage: Stage, peers: Peers) -> None:
@@ -94,17 +100,18 @@ class Forecast:
         heads, kv_heads = (
             count // self.ranks.tensor_size for count in (model.num_attention_heads, model.kv_heads)
         )
+        _, back, _ = self._moves_back(stage)
         if self.config.parallel.cp_comm_type == "allgather":
             again = self._recomputed(stage)
             if recompute.recompute_granularity == "selective":
                 again = len(stage.layers)
             num_bytes = self.tokens * 2 * kv_heads * model.head_dim * self.width
             peers.count_gather((len(stage.layers) + again) * num_bytes)
-            peers.count_exchange(len(stage.layers) * num_bytes)
+            peers.count_exchange(back * num_bytes)
             return
         kv_heads *= peers.size // gcd(peers.size, kv_heads)
-        all_heads = len(stage.layers) * 2 * (2 * heads + 2 * kv_heads)  # forward and backward
-        all_heads += self._recomputed(stage) * (2 * heads + 2 * kv_heads)
+        moves = len(stage.layers) + back + self._recomputed(stage)
+        all_heads = moves * (2 * heads + 2 * kv_heads)
         if recompute.recompute_granularity == "selective":  # up to the attention itself
             all_heads += len(stage.layers) * (heads + 2 * kv_heads)
         elements = self.tokens * model.head_dim * all_heads
@@ -128,14 +135,41 @@ class Forecast:
         peers.count_exchange(part)
         peers.count_gather(part)
 
+    def _moves_back(self, stage: Stage) -> tuple[int, int, int]:
+        """Return how many gradients are moved: at entries of layers, inside attention, at exits.
+
+        None is needed where all that comes before is frozen.
+        """
+        entries = inside = exits = 0
+        is_needed = not stage.is_first or stage.model.tokens.weight.requires_grad
+        for layer in stage.layers:
+            attention, mlp = stage.model.blocks[layer].attention, stage.model.blocks[layer].mlp
+            entries += is_needed
+            is_needed = is_needed or _is_trained(attention.qkv)
+            inside += is_needed
+            is_needed = is_needed or _is_trained(attention)
+            exits += is_needed
+            entries += is_needed
+            is_needed = is_needed or _is_trained(mlp)
+            exits += is_needed
+        return entries, inside, exits
+
     def _recomputed(self, stage: Stage) -> int:
         """Return how many of a stage's layers are computed twice."""
+        return sum(map(len, self._checkpoints(stage)))
+
+    def _checkpoints(self, stage: Stage) -> list[list[int]]:
+        """Return the layers that are computed twice, grouped as they are computed again at once."""
         recompute = self.config.recompute
         if recompute.recompute_granularity != "full":
-            return 0
-        most = recompute.recompute_num_layers
-        is_block_method = recompute.recompute_method == "block"
-        return min(most, len(stage.layers)) if is_block_method else len(stage.layers)
+            return []
+        layers, size = stage.layers, recompute.recompute_num_layers
+        if recompute.recompute_method == "block":
+            layers, size = layers[:size], 1
+        groups = [list(group) for _, group in groupby(layers, key=lambda layer: layer // size)]
+        trained = (layer for layer in stage.layers if _is_trained(stage.model.blocks[layer]))
+        first = next(trained, stage.layers.stop) if stage.is_first else stage.layers.start
+        return [group for group in groups if group[-1] >= first]
 
     def _recomputed_moves(self, stage: Stage) -> tuple[int, int]:
         """Return how many moves into and out of layers are made again in backward.
@@ -143,9 +177,10 @@ class Forecast:
         PyTorch ends a recomputation when it has all that backward needs. That is before the last
         sum, unless dropout follows it.
         """
-        recomputed, recompute = self._recomputed(stage), self.config.recompute
-        checkpoints = recomputed
-        if recompute.recompute_method == "uniform":
-            checkpoints = len({layer // recompute.recompute_num_layers for layer in stage.layers})
-        not_again = checkpoints if recomputed and self.config.model.hidden_dropout == 0 else 0
-        return 2 * recomputed, 2 * recomputed - not_again
+        checkpoints, moves = self._checkpoints(stage), 2 * self._recomputed(stage)
+        not_again = len(checkpoints) if self.config.model.hidden_dropout == 0 else 0
+        return moves, moves - not_again
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())

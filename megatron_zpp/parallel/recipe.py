@@ -4,7 +4,7 @@ The model is built on the meta device, wrapped (recompute, compile), sharded, al
 filled shard by shard: no rank ever holds more than its shards and one block.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.pipeline_stage import Stage
 from megatron_zpp.parallel.tensor_parallel import split_model
 from megatron_zpp.settings.config import Config
-from zeropp import Sharding, shard
+from zeropp import InputError, Sharding, shard
 from zeropp.optim.adam import fastest_adamw
 from zeropp.optim.offloaded import offloaded_adamw
 from zeropp.sharding.joined import join
@@ -96,6 +96,8 @@ def adam_settings(config: Config) -> dict:
 def _build_pipeline(config: Config, ranks: Ranks, build: Callable[[], GPT]) -> Sharding:
     """Build and shard this rank's stages."""
     layers = config.parallel.stages(config.model.num_layers)
+    whole = build()
+    _require_trained_layers(whole, layers)
     stages = [
         Stage(index=index, count=len(layers), layers=layers[index], model=build())
         for index in range(ranks.pipeline_place, len(layers), ranks.pipeline_size)
@@ -106,8 +108,19 @@ def _build_pipeline(config: Config, ranks: Ranks, build: Callable[[], GPT]) -> S
     is_fp32 = config.model.fp32_residual_connection
     dtype = torch.float32 if is_fp32 else stages[0].sharding.compute_dtype
     splits_rows = config.parallel.sequence_parallel
-    pipeline = Pipeline(build(), stages, ranks, dtype, splits_rows=splits_rows)
+    pipeline = Pipeline(whole, stages, ranks, dtype, splits_rows=splits_rows)
     return join(pipeline, [stage.sharding for stage in stages])
+
+
+def _require_trained_layers(model: GPT, stages: Sequence[range]) -> None:
+    """Raise InputError if a stage has nothing to train."""
+    for index, layers in enumerate(stages):
+        parameters = (each for layer in layers for each in model.blocks[layer].parameters())
+        if not any(parameter.requires_grad for parameter in parameters):
+            raise InputError(
+                f"--lora-target-modules leaves nothing to train in layers {layers.start} to "
+                f"{layers.stop - 1}, stage {index} of the pipeline: name layers in every stage"
+            )
 
 
 def _build_meta_model(config: Config, vocab_size: int, ranks: Ranks, apex: Apex | None) -> GPT:

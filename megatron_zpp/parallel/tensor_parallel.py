@@ -6,6 +6,8 @@
 | queries, keys and values, with their bias  | by heads       | of layers that are split by        |
 | input and gate of the MLP, with their bias | by channels    | columns are whole on every rank    |
 | output of attention and MLP                | by columns     |                                    |
+| B of adapters of the two kinds above those | by rows        | A of the same adapters             |
+| A of adapters of the outputs               | by columns     | B of the same adapters             |
 
 The weights are DTensors on the tensor axis when FSDP2 gets them, so that names and shapes in a
 checkpoint do not depend on the number of ranks. In a forward pass each layer computes with its
@@ -29,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layers import Attention
+from megatron_zpp.model.lora import LoraLinear, is_adapter
 from megatron_zpp.model.loss import head_loss
 from megatron_zpp.parallel.collectives import (
     gather_columns,
@@ -48,6 +51,8 @@ SPLIT_DIMS = {  # by the last components of a parameter's name
     "attention.qkv.weight": 0, "attention.qkv.bias": 0, "attention.output.weight": 1,
     "mlp.input.weight": 0, "mlp.input.bias": 0, "mlp.gate.weight": 0, "mlp.gate.bias": 0,
     "mlp.output.weight": 1,
+    "attention.qkv.lora_B.weight": 0, "mlp.input.lora_B.weight": 0, "mlp.gate.lora_B.weight": 0,
+    "attention.output.lora_A.weight": 1, "mlp.output.lora_A.weight": 1,
 }  # fmt: skip
 
 
@@ -81,17 +86,15 @@ def split_model(model: GPT, mesh: DeviceMesh, peers: Peers, *, sequence_parallel
     axis = TensorAxis(peers, sequence_parallel)
     for block in model.blocks:
         block.attention.kv_heads //= mesh.size()
-        block.attention.qkv = _like(RowsOfLinear, block.attention.qkv)
+        _split_rows(block.attention.qkv)
         block.attention.attend = partial(attend_with_own_dropout, block.attention, axis)
-        block.mlp.input = _like(RowsOfLinear, block.mlp.input)
+        _split_rows(block.mlp.input)
         if block.mlp.gate is not None:
-            block.mlp.gate = _like(RowsOfLinear, block.mlp.gate)
+            _split_rows(block.mlp.gate)
         for part in (block.attention, block.mlp):
-            part.output = _like(ColumnsOfLinear, part.output)
-            part.output.axis = axis
+            _split_columns(part.output, axis)
             part.register_forward_pre_hook(partial(_enter, axis))
-    model.tokens = _like(PartOfEmbedding, model.tokens)
-    model.tokens.axis = axis
+    model.tokens.__class__, model.tokens.axis = PartOfEmbedding, axis
     model.logits, model.loss = partial(_logits, axis), partial(_loss, axis)
     model.register_forward_pre_hook(partial(_choose_rows, axis), with_kwargs=True)
     model.blocks[0].register_forward_pre_hook(partial(_take_own_rows, axis))
@@ -116,11 +119,15 @@ def split_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
         setattr(model.get_submodule(parent), last, nn.Parameter(whole, parameter.requires_grad))
 
 
-class RowsOfLinear(nn.Linear):
-    """A linear layer whose output channels are split: rows of the weight, and the bias."""
+class PartOfLinear(nn.Linear):
+    """A linear layer that computes with this rank's part of its weight, and of its bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, local_part(self.weight), local_part(self.bias))
+
+
+class PartOfLoraLinear(LoraLinear, PartOfLinear):
+    """A linear layer whose output channels are split, those of its adapter too."""
 
 
 class ColumnsOfLinear(nn.Linear):
@@ -129,8 +136,22 @@ class ColumnsOfLinear(nn.Linear):
     axis: TensorAxis
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.axis.leave(F.linear(x, local_part(self.weight)))
+        x = self.axis.leave(self.term(x))
         return x if self.bias is None else x + self.bias
+
+    def term(self, x: Tensor) -> Tensor:
+        """Return this rank's term of the sum."""
+        return F.linear(x, local_part(self.weight))
+
+
+class ColumnsOfLoraLinear(ColumnsOfLinear, LoraLinear):
+    """A linear layer whose input channels are split, those of its adapter too."""
+
+    def term(self, x: Tensor) -> Tensor:
+        if self.axis.splits_rows or self.lora_dropout == 0 or not self.training:
+            return super().term(x) + self.adapt(x)
+        with own_random_numbers(self.axis.peers.place, x.device):
+            return super().term(x) + self.adapt(x)
 
 
 class PartOfEmbedding(nn.Embedding):
@@ -196,10 +217,15 @@ def split_cross_entropy(
 
 
 def sum_partial_gradients(
-    model: nn.Module, optimizer: torch.optim.Optimizer, peers: Peers, device: torch.device
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    peers: Peers,
+    device: torch.device,
+    *,
+    sequence_parallel: bool,
 ) -> None:
-    """Sum the gradients of whole parameters that each rank has of its own rows, in place."""
-    parts = gradient_parts(optimizer, partial_parameters(model))
+    """Sum the gradients of whole parameters of which each rank has a term, in place."""
+    parts = gradient_parts(optimizer, partial_parameters(model, sequence_parallel))
     if not parts:
         return
     total = sum_whole(torch.cat([part.flatten() for part in parts]).to(device), peers)
@@ -207,17 +233,32 @@ def sum_partial_gradients(
         part.copy_(sums.view(part.shape))
 
 
-def partial_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of which each rank has the gradient of its own rows, if it has rows."""
+def partial_parameters(model: nn.Module, sequence_parallel: bool) -> Iterator[nn.Parameter]:
+    """Yield the whole parameters of which each rank computes a term of the gradient.
+
+    Those are what computes with its own rows, and the matrix of an adapter whose other is split.
+    """
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 1 and _split_dim(name) is None and parameter.requires_grad:
+        has_rows = sequence_parallel and parameter.ndim == 1
+        if (has_rows or is_adapter(name)) and _split_dim(name) is None and parameter.requires_grad:
             yield parameter
 
 
-def _like(kind: type[nn.Module], module: nn.Module) -> nn.Module:
-    """Return the module as one of a subclass, with the same parameters."""
-    module.__class__ = kind
-    return module
+def _split_rows(layer: nn.Linear) -> None:
+    """Let a layer compute with rows of its weight, and of B of its adapter."""
+    if isinstance(layer, LoraLinear):
+        layer.__class__, layer.lora_B.__class__ = PartOfLoraLinear, PartOfLinear
+    else:
+        layer.__class__ = PartOfLinear
+
+
+def _split_columns(layer: nn.Linear, axis: TensorAxis) -> None:
+    """Let a layer compute with columns of its weight, and of A of its adapter."""
+    layer.axis = axis
+    if isinstance(layer, LoraLinear):
+        layer.__class__, layer.lora_A.__class__ = ColumnsOfLoraLinear, PartOfLinear
+    else:
+        layer.__class__ = ColumnsOfLinear
 
 
 def _split_dim(name: str) -> int | None:

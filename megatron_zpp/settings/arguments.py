@@ -128,20 +128,15 @@ def require_divisible(config: Config, num_replicas: int) -> None:
 
 def _require_available(config: Config) -> None:
     """Raise InputError for what these kinds of parallelism cannot be combined with yet."""
-    parallel, training = config.parallel, config.training
-    tensor = parallel.tensor_model_parallel_size > 1
+    parallel = config.parallel
     kinds = {
-        "tensor": tensor,
-        "context": parallel.context_parallel_size > 1,
-        "pipeline": parallel.pipeline_model_parallel_size > 1,
+        "tensor": parallel.tensor_model_parallel_size,
+        "context": parallel.context_parallel_size,
+        "pipeline": parallel.pipeline_model_parallel_size,
     }
-    for is_asked, what in (
-        (tensor and config.lora.lora_rank, "--lora-rank"),
-        (any(kinds.values()) and training.dry_run, "--dry-run"),
-    ):
-        if is_asked:
-            kind = next(name for name, is_used in kinds.items() if is_used)
-            raise InputError(f"{what} is not available with {kind} parallelism yet: leave one out")
+    kind = next((name for name, size in kinds.items() if size > 1), None)
+    if kind and config.training.dry_run:
+        raise InputError(f"--dry-run is not available with {kind} parallelism yet: leave one out")
 
 
 def _section(kind: type[Section], values: Mapping[str, Any]) -> Section:

@@ -77,8 +77,11 @@ def forward_backward(
             losses.append(loss.detach())
     if isinstance(sharding.model, Pipeline):
         sharding.model.sum_tied_gradients(run.optimizer)
-    if run.config.parallel.sequence_parallel:
-        sum_partial_gradients(sharding.model, run.optimizer, ranks.tensor_peers, ranks.device)
+    if ranks.tensor_size > 1:
+        sum_partial_gradients(
+            sharding.model, run.optimizer, ranks.tensor_peers, ranks.device,
+            sequence_parallel=run.config.parallel.sequence_parallel,
+        )  # fmt: skip
     run.communication.end_step(num_micro_batches)
     total_loss = sum(losses, start=torch.zeros((), device=ranks.device))
     return ranks.sum_tensor(total_loss) / (num_micro_batches * ranks.num_losses), losses

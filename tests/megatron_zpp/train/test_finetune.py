@@ -16,7 +16,15 @@ from megatron_zpp.settings.arguments import parse
 from megatron_zpp.train.pretrain import main
 from tests.launched import ROOT
 from tests.megatron_zpp.models.foreign_models import add_tokenizer, llama, saved
-from tests.megatron_zpp.train.training_runs import TINY, built_run, log_of, loss_values, losses
+from tests.megatron_zpp.train.training_runs import (
+    TINY,
+    built_run,
+    log_of,
+    loss_values,
+    losses,
+    require_equal,
+    run,
+)
 from tests.ranks import ranks
 from zeropp import InputError
 from zeropp.wire.frozen_weights import is_quantized
@@ -33,7 +41,8 @@ RUN += "constant --split 90,10,0 "
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Flags of a tiny Llama and of examples for it."""
-    folder = saved(llama(), tmp_path_factory.mktemp("llama"))
+    even = llama(vocab_size=104, num_key_value_heads=6)  # what two and four ranks can split
+    folder = saved(even, tmp_path_factory.mktemp("llama"))
     add_tokenizer(folder)
     examples = folder / "examples.jsonl"
     lines = [
@@ -124,6 +133,51 @@ def test_only_adapters_are_trained_and_matrices_are_codes(base, tmp_path):
 def test_recomputation_changes_no_loss(base, tmp_path):
     flags = base + with_json(tmp_path, MIXZ, bf16={"enabled": True})
     assert losses(log_of(flags + "--recompute-granularity full")) == losses(log_of(flags))
+
+
+@pytest.fixture(scope="module")
+def alone(base, tmp_path_factory):
+    """The log of one rank."""
+    return run(1, f"{base} --clip-grad 0.1 ", tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "--tensor-model-parallel-size 2 ",
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 ",
+        "--tensor-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type allgather "
+        "--cpu-optimizer --zero-stage 1 ",
+    ],
+)
+def test_adapters_learn_the_same_at_other_sizes(base, how, alone, tmp_path):
+    log = run(4, f"{base} --clip-grad 0.1 {how}", tmp_path)
+    require_equal(log, alone)
+    assert "(formula: " not in log
+
+
+@ranks(2, timeout=120)
+def test_what_backward_does_not_reach_sends_nothing(base):
+    late = f"{base} --lora-target-modules blocks.1.mlp.input "
+    for how in (
+        "--tensor-model-parallel-size 2 --recompute-granularity full ",
+        "--context-parallel-size 2 --cp-comm-type allgather ",
+    ):
+        assert "(formula: " not in log_of(late + how)  # of bytes, where it is not what was counted
+    with pytest.raises(InputError, match="nothing to train in layers 0 to 0, stage 0 of the"):
+        log_of(late + "--pipeline-model-parallel-size 2 ")
+
+
+@ranks(4, timeout=180)
+def test_parts_of_frozen_weights_are_stored_as_codes(base, tmp_path):
+    sizes = "--tensor-model-parallel-size 2 --sequence-parallel "
+    log = log_of(base + sizes + with_json(tmp_path, MIXZ))
+    exact = log_of(base + sizes)
+    if dist.get_rank() == 0:
+        assert "frozen weights are stored and gathered as INT8 (MixZ++)" in log
+        quantized = loss_values(log)
+        assert quantized[0] == pytest.approx(loss_values(exact)[0], rel=0.005)
+        assert quantized[-1] < 0.8 * quantized[0]
 
 
 @pytest.mark.parametrize("stored", [MIXZ, {"stage": 3}], ids=["MixZ++", "whole"])
