@@ -23,6 +23,7 @@ from benchmarks.shared.rank_launch import run_on_ranks, write_answer
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading, markdown_table
 from megatron_zpp.parallel.mesh import Ranks, build_mesh
 from megatron_zpp.settings.arguments import parse
+from megatron_zpp.train.run import Run
 from zeropp.ranks.process_group import start_process_group
 from zeropp.ranks.topology import Environment
 
@@ -47,6 +48,7 @@ SIZES = (
     "pp2 tp2 cp2",
 )  # fmt: skip
 STAGES = (0, 1, 2, 3)
+Meshes = dict[tuple[int, int], DeviceMesh]
 
 
 def main() -> int:
@@ -95,7 +97,7 @@ def train_all(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     start_process_group(environment, CPU, timedelta(minutes=5), "gloo")
     sizes = options.sizes if environment.world_size > 1 else ("",)
-    numbers, meshes = {}, {}
+    numbers, meshes = {}, Meshes()
     stages = options.stages if environment.world_size > 1 else (0,)
     for model, size, stage in itertools.product(MODELS, sizes, stages):
         flags = f"{MODELS[model]} {flags_of(size)} --zero-stage {stage}"
@@ -112,10 +114,18 @@ def fits(size: str, num_ranks: int) -> bool:
 
 
 def train(
-    flags: str, steps: int, environment: Environment, meshes: dict[tuple[int, int], DeviceMesh]
+    flags: str, steps: int, environment: Environment, meshes: Meshes
 ) -> list[tuple[float, float]]:
-    """Return loss and norm of each step; `meshes` are those made so far, by their sizes."""
-    config = parse(f"{flags} --train-iters {steps}".split(), environment.world_size)
+    """Return loss and norm of each step."""
+    run = open_run(f"{flags} --train-iters {steps}", environment, meshes)
+    with training_batches(run) as batches:
+        iterations = [run_step(run, batches) for _ in range(steps)]
+    return [(iteration.loss, iteration.grad_norm) for iteration in iterations]
+
+
+def open_run(flags: str, environment: Environment, meshes: Meshes) -> Run:
+    """Return a run before its first step; `meshes` are those made so far, by their sizes."""
+    config = parse(flags.split(), environment.world_size)
     sizes = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     if sizes not in meshes:  # each has process groups of its own
         meshes[sizes] = build_mesh(CPU, environment.world_size, config.parallel)
@@ -123,11 +133,9 @@ def train(
     ranks = Ranks(
         environment=environment, device=CPU, mesh=mesh, store=None,
         context_size=config.parallel.context_parallel_size,
+        ranks_per_node=config.zero.zeropp.ranks_per_node,
     )  # fmt: skip
-    run = silent_run(config, ranks)
-    with training_batches(run) as batches:
-        iterations = [run_step(run, batches) for _ in range(steps)]
-    return [(iteration.loss, iteration.grad_norm) for iteration in iterations]
+    return silent_run(config, ranks)
 
 
 def compare(numbers: dict, reference: dict, num_ranks: int) -> list[dict]:

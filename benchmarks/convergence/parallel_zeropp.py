@@ -1,0 +1,143 @@
+"""What ZeRO++ on the data axis does to gradients and losses, at sizes of the other axes.
+
+    python -m benchmarks.convergence.parallel_zeropp [--steps 100] [--sizes tp2 "pp2 v2"]
+
+A GPT-2 is trained on the text of Python's standard library at ZeRO stage 3, in fp32, with the same
+sizes twice: with nothing quantized, and with qwZ, qgZ and, where a node has several ranks, hpZ. The gain is that of the first gradient, the
+projection on the exact one: 1 if quantization takes nothing away and adds nothing on average.
+Losses are means over the last fifth of the steps. Bytes are those of the ledger.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.convergence.parallel_losses import CPU, Meshes, flags_of, open_run
+from benchmarks.shared.pretrain_run import run_step, training_batches
+from benchmarks.shared.rank_launch import run_on_ranks, write_answer
+from benchmarks.shared.result import begin, benchmark_parser, finish, heading, markdown_table
+from benchmarks.shared.zero_json import zero_json
+from megatron_zpp.train.run import Run
+from megatron_zpp.train.step import forward_backward
+from zeropp.optim.step import own_gradients
+from zeropp.ranks.process_group import start_process_group
+from zeropp.ranks.topology import Environment
+
+GLOBAL_BATCH = 16
+MODEL = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --lr 1e-3 "
+    "--hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --num-workers 0 "
+    "--eval-iters 0 --lr-decay-style constant "
+    f"--global-batch-size {GLOBAL_BATCH} "
+)
+# (ranks, ranks of a node) by sizes: the data axis of each crosses nodes.
+PLACES = {
+    "": (4, 2), "tp2": (4, 2), "tp2 sp": (4, 2), "pp2": (4, 1), "pp2 v2": (4, 1), "cp2": (4, 2),
+    "cp2 gathered": (4, 2), "tp2 sp pp2": (8, 2), "pp2 cp2": (8, 2),
+}  # fmt: skip
+
+
+def main() -> int:
+    """Train at all sizes and print the table, or be one of the ranks."""
+    options = read_options()
+    if options.on_ranks is not None:
+        compare(options)
+        return 0
+    result = begin(__spec__.name)
+    result["steps"] = options.steps
+    result["rows"] = []
+    for sizes in options.sizes:
+        arguments = ["--steps", str(options.steps), "--sizes", sizes]
+        num_ranks, per_node = PLACES[sizes]
+        row = run_on_ranks(__spec__.name, num_ranks, arguments)
+        result["rows"].append({"sizes": sizes, "ranks": num_ranks, "node": per_node, **row})
+    finish(result, show, options.json)
+    return 0
+
+
+def read_options() -> argparse.Namespace:
+    """The command line."""
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--steps", type=int, default=100, metavar="N", help="default: 100")
+    parser.add_argument("--sizes", nargs="+", choices=PLACES, default=list(PLACES), metavar="SIZES")
+    parser.add_argument("--on-ranks", metavar="FILE", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Train with and without ZeRO++ on these ranks; rank 0 writes the numbers."""
+    environment, meshes = Environment.read(), Meshes()
+    torch.set_num_threads(1)
+    start_process_group(environment, CPU, timedelta(minutes=5), "gloo")
+    (sizes,) = options.sizes
+    _, per_node = PLACES[sizes]
+    name = "zeropp" if per_node > 1 else "no-hpz"
+    flags = f"{MODEL} {flags_of(sizes)} --train-iters {options.steps}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "zero.json"
+        runs = []
+        for variant in ("zero3", name):
+            path.write_text(json.dumps(zero_json(variant, per_node)))
+            runs.append(open_run(f"{flags} --deepspeed_config {path}", environment, meshes))
+    exact, quantized = runs
+    row = {"gain": gain(exact, quantized)}
+    row["loss"], _ = last_losses(exact, options.steps)
+    row["zeropp loss"], sent = last_losses(quantized, options.steps)
+    row |= {"sent": sum(sent["sent"].values()), "expected": sum(sent["expected"].values())}
+    if environment.rank == 0:
+        write_answer(options.on_ranks, row)
+    dist.destroy_process_group()
+
+
+def gain(exact: Run, quantized: Run) -> float:
+    """Return <q, g> / <g, g> of the gradients of the first global batch."""
+    parts = []
+    for run in (exact, quantized):
+        with training_batches(run) as batches:
+            forward_backward(run, batches, GLOBAL_BATCH, 1.0)
+        parts.append([(owner, part.clone()) for owner, part in own_gradients(run.optimizer)])
+        run.optimizer.zero_grad()
+        run.communication.take()
+    products = torch.zeros(2, dtype=torch.float64)
+    for (owner, g), (_, q) in zip(*parts, strict=True):
+        copies = exact.sharding.grid.num_copies(owner)
+        products += torch.stack([(q.double() * g).sum(), g.double().square().sum()]) / copies
+    product, square = exact.ranks.sum_tensor(products).tolist()
+    return product / square
+
+
+def last_losses(run: Run, steps: int) -> tuple[float, Mapping[str, Mapping]]:
+    """Train; return the mean loss of the last fifth, and the bytes that this rank has sent."""
+    with training_batches(run) as batches:
+        losses = [run_step(run, batches).loss for _ in range(steps)]
+    traffic = run.communication.take()
+    sent = {"sent": traffic.sent, "expected": traffic.expected}
+    return statistics.mean(losses[-max(1, steps // 5) :]), sent
+
+
+def show(result: dict) -> None:
+    """Print a line for each of the sizes."""
+    print(heading(result, "torch"))
+    lines = [
+        [
+            row["sizes"] or "none", f"{row['ranks']} in nodes of {row['node']}",
+            f"{row['gain']:.4f}", f"{row['loss']:.4f}", f"{row['zeropp loss']:.4f}",
+            f"{row['zeropp loss'] / row['loss'] - 1:+.2%}",
+            f"{row['sent'] / row['expected'] - 1:+.2%}",
+        ]
+        for row in result["rows"]
+    ]  # fmt: skip
+    columns = "sizes", "ranks", "gain", "loss", "with ZeRO++", "differs by", "bytes, to formula"
+    print(markdown_table(columns, lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
