@@ -13,9 +13,8 @@ import pytest
 from tests.launched import LAUNCH, ROOT, TORCHRUN, kill_all, launching, rank_pid, wait_for, zeropp
 
 TUTORIAL = (
-    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 2 "
-    "--hidden-size 64 --seq-length 64 --num-attention-heads 4 --batch-size 1 --zero-stage 3 "
-    f"--deepspeed_config {ROOT}/examples/ds_zeropp_config.json "
+    "--num-layers 2 --hidden-size 64 --seq-length 64 --num-attention-heads 4 --batch-size 1 "
+    f"--zero-stage 3 --deepspeed_config {ROOT}/examples/ds_zeropp_config.json "
     "--deepspeed-activation-checkpointing --fp16 --checkpoint-activations "
 )
 TINY = (
@@ -36,9 +35,14 @@ def losses(text: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"lm loss: (\S+) \|", text)]
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_the_tutorials_command(nodes, launch):
-    flags = TUTORIAL + "--train-iters 5 --log-interval 1 --eval-iters 1 --initial-loss-scale 1024 "
+@pytest.mark.parametrize(("nodes", "tensor"), [(1, 1), (2, 1), (1, 2)])
+def test_the_tutorials_command(nodes, tensor, launch):
+    sizes = f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size 1 "
+    flags = (
+        TUTORIAL
+        + sizes
+        + "--train-iters 5 --log-interval 1 --eval-iters 1 --initial-loss-scale 1024 "
+    )
     script = str(ROOT / "pretrain_zeropp_gpt.py")
     launcher = [*TORCHRUN, "--nproc-per-node", "4"]
     if nodes == 2:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
+from megatron_zpp.commands.convert_hf import main as convert
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.train.loop import train
 from tests.megatron_zpp.parallel.flags import (
@@ -19,6 +21,7 @@ from tests.megatron_zpp.parallel.flags import (
     PP4,
     SP,
     TP2,
+    TP4,
     TWO_STAGES,
 )
 from tests.megatron_zpp.train.training_runs import (
@@ -102,12 +105,26 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (1, ""),
         (4, "--zero-stage 3"),
         (4, PP4),
+        (4, TP4 + SP),
         (2, PP2 + TWO_STAGES),
     ],
 )
 def test_a_checkpoint_goes_on_at_other_sizes(num_ranks, how, saved, alone, tmp_path):
     log = run(num_ranks, f"{DEEP_GPT2} {how} --load {saved}", tmp_path)
     assert loss_values(log) == pytest.approx(loss_values(alone(DEEP_GPT2))[2:], rel=RELATIVE)
+
+
+def test_the_exported_model_is_that_of_one_rank(saved, tmp_path):
+    run(1, f"{DEEP_GPT2} --save {tmp_path}/alone --exit-interval 2", tmp_path)
+    exported = []
+    for folder in (saved, tmp_path / "alone"):
+        target = tmp_path / "exported" / folder.name
+        assert convert(["--load", str(folder), "--to-hf", str(target)]) == 0
+        exported.append(load_file(target / "model.safetensors"))
+    tensors, expected = exported
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=RELATIVE, atol=RELATIVE)
 
 
 @ranks(4, timeout=120)
