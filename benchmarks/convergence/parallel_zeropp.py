@@ -3,9 +3,10 @@
     python -m benchmarks.convergence.parallel_zeropp [--steps 100] [--sizes tp2 "pp2 v2"]
 
 A GPT-2 is trained on the text of Python's standard library at ZeRO stage 3, in fp32, with the same
-sizes twice: with nothing quantized, and with qwZ, qgZ and, where a node has several ranks, hpZ. The gain is that of the first gradient, the
-projection on the exact one: 1 if quantization takes nothing away and adds nothing on average.
-Losses are means over the last fifth of the steps. Bytes are those of the ledger.
+sizes twice: with nothing quantized, and with qwZ, qgZ and, where a node has several ranks, hpZ. The
+gain is that of the first gradient, the projection on the exact one: 1 if quantization takes nothing
+away and adds nothing on average. Losses are means over the last fifth of the steps. Bytes are those
+of the ledger.
 """
 
 import argparse

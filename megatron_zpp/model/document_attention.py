@@ -8,10 +8,10 @@ Shapes: B rows, S tokens of a row, N query heads, K key-value heads, D channels 
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
+
+from megatron_zpp.model.prefix_attention import attend_last
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -38,15 +38,6 @@ def attend_documents(
     else:
         attended = _attend_each((flat_q, flat_k, flat_v), q_edges, k_edges, dropout)
     return attended.view(q.shape)
-
-
-def attend_last(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Map q [B, N, R, D] of the last R of S tokens to [B, N, R, D]; k and v [B, K, S, D]."""
-    is_whole = q.shape[2] == k.shape[2]
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=None if is_whole else causal_lower_right(q.shape[2], k.shape[2]),
-        dropout_p=dropout, is_causal=is_whole, enable_gqa=q.shape[1] > k.shape[1],
-    )  # fmt: skip
 
 
 @torch.compiler.disable

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.model.document_attention import attend_documents, attend_last
+from megatron_zpp.model.document_attention import attend_documents
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layers import Attention
+from megatron_zpp.model.prefix_attention import attend_last
 from megatron_zpp.parallel.collectives import (
     gather_rows,
     heads_of_own_rows,
