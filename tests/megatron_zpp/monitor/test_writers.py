@@ -359,7 +359,8 @@ def test_a_training_that_resumes_from_an_earlier_checkpoint_shows_each_step_once
     board, checkpoints = tmp_path / "board", tmp_path / "checkpoints"
     flags = (
         "--micro-batch-size 2 --global-batch-size 4 --train-iters 8 --save-interval 4 "
-        f"--eval-interval 3 --tensorboard-dir {board} --save {checkpoints} --load {checkpoints} "
+        f"--eval-iters 1 --eval-interval 3 --tensorboard-dir {board} --save {checkpoints} "
+        f"--load {checkpoints} "
     )
     with pytest.MonkeyPatch.context() as monkeypatch:
         make_file_names_sortable(monkeypatch)

@@ -36,7 +36,7 @@ def test_losses_and_norms_are_those_of_one_rank(flags, num_ranks, how, alone, tm
 
 
 def test_the_held_out_loss_and_a_sample(tmp_path):
-    flags = f"{LLAMA} --train-iters 2 --sample-prompt 1 --sample-length 5 "
+    flags = f"{LLAMA} --train-iters 2 --eval-iters 1 --sample-prompt 1 --sample-length 5 "
     expected, log = run(1, flags, tmp_path), run(2, flags + CP2, tmp_path)
     for name in ("validation loss at the end of training", "Sample"):
         assert name in log and name in expected

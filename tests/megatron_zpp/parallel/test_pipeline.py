@@ -154,7 +154,7 @@ def test_dropout_differs_between_stages_and_repeats():
 
 
 def test_a_sample_of_text_and_a_held_out_loss(tmp_path):
-    flags = f"{DEEP_GPT2} --train-iters 2 --sample-prompt 1 --sample-length 5 "
+    flags = f"{DEEP_GPT2} --train-iters 2 --eval-iters 1 --sample-prompt 1 --sample-length 5 "
     expected, log = run(1, flags, tmp_path), run(4, flags + PP2 + TWO_STAGES, tmp_path)
     for pattern in (r"loss at the end of training.* value: (\S+)", r"Sample\n(.*)"):
         assert re.findall(pattern, log) == re.findall(pattern, expected) != []

@@ -166,7 +166,7 @@ def test_a_tensor_axis_across_nodes_is_warned_of(tmp_path):
 
 
 def test_a_sample_of_text_and_a_held_out_loss(tmp_path):
-    flags = f"{GPT2} --train-iters 2 --sample-prompt 1 --sample-length 5 "
+    flags = f"{GPT2} --train-iters 2 --eval-iters 1 --sample-prompt 1 --sample-length 5 "
     expected, log = run(1, flags, tmp_path), run(4, flags + TP2 + SP, tmp_path)
     for pattern in (r"loss at the end of training.* value: (\S+)", r"Sample\n(.*)"):
         assert re.findall(pattern, log) == re.findall(pattern, expected) != []

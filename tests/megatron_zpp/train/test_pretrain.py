@@ -101,15 +101,15 @@ def test_the_same_command_prints_the_same_losses(tmp_path):
 
 def test_a_longer_run_with_fewer_evaluations_resumes(tmp_path):
     flags = f"{BATCH} --save {tmp_path} --load {tmp_path} --lr-decay-style constant "
-    run(1, flags + "--train-iters 4 --eval-interval 1", tmp_path)
-    log = run(1, flags + "--train-iters 6 --eval-interval 100", tmp_path)
+    run(1, flags + "--train-iters 4 --eval-iters 1 --eval-interval 1", tmp_path)
+    log = run(1, flags + "--train-iters 6 --eval-iters 1 --eval-interval 100", tmp_path)
     assert len(losses(log)) == 2
     assert "validation loss at the end of training" in log
 
 
 def test_a_growing_batch_resumes_at_its_size(tmp_path):
     flags = "--micro-batch-size 2 --rampup-batch-size 4 4 24 --global-batch-size 12 "
-    flags += "--train-samples 90 --eval-interval 2 "
+    flags += "--train-samples 90 --eval-iters 1 --eval-interval 2 "
     straight = run(2, flags, tmp_path)
     folder = f"--save {tmp_path} --load {tmp_path} "
     first = run(2, flags + folder + "--exit-interval 3", tmp_path)
@@ -122,7 +122,7 @@ def test_a_growing_batch_resumes_at_its_size(tmp_path):
 
 
 def test_finetune_loads_the_weights_and_starts_at_iteration_0(tmp_path):
-    flags = BATCH + NO_DROPOUT + f"--train-iters 4 --load {tmp_path} "
+    flags = BATCH + NO_DROPOUT + f"--train-iters 4 --eval-iters 1 --load {tmp_path} "
     run(1, flags + f"--save {tmp_path}", tmp_path)
     tuned = run(1, flags + "--finetune --lr 2e-3", tmp_path)
     only_evaluated = run(1, flags + "--skip-train --finetune", tmp_path)
@@ -159,7 +159,7 @@ def test_reset_iteration_keeps_the_loss_scale(tmp_path):
 
 
 def test_a_finished_run_says_so_and_evaluates(tmp_path):
-    flags = f"{BATCH} --train-iters 3 --save {tmp_path} --load {tmp_path} "
+    flags = f"{BATCH} --train-iters 3 --eval-iters 1 --save {tmp_path} --load {tmp_path} "
     run(2, flags, tmp_path)
     again = run(2, flags + "--sample-prompt 1 --sample-length 5", tmp_path)
     assert "training is complete: 3 iterations are done" in again

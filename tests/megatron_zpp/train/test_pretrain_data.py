@@ -62,7 +62,7 @@ def test_separating_documents_changes_the_loss(corpus: Path, tmp_path: Path) -> 
 @ranks(2, timeout=120)
 def test_a_stop_in_the_middle_changes_no_digit(corpus: Path, order: str, tmp_path: Path) -> None:
     flags = f"{BATCH} {BY_DOCUMENT} {blend(corpus)} --train-iters 8 --zero-stage 2 "
-    flags += f"--dataloader-type {order} --eval-interval 6 "
+    flags += f"--dataloader-type {order} --eval-iters 1 --eval-interval 6 "
     straight = log_of(flags)
     folder = f"--save {tmp_path} --load {tmp_path} "
     first = log_of(flags + folder + "--num-workers 2 --exit-interval 5")

@@ -26,7 +26,7 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_ranks_and_stages_see_the_same_examples(sums: str, tmp_path: Path) -> None:
-    flags = f"{BATCH} --data-path {sums} --split 80,20 --train-iters 8 "
+    flags = f"{BATCH} --data-path {sums} --split 80,20 --train-iters 8 --eval-iters 1 "
     on_1(flags=flags, path=tmp_path / "1")
     on_4(flags=flags + "--zero-stage 3 --num-workers 1", path=tmp_path / "4")
     alone, together = ((tmp_path / name).read_text() for name in "14")

@@ -34,7 +34,8 @@ UNQUANTIZED = f"{BATCH} {NO_DROPOUT} {NUMBERS} --train-iters 12 "
 QUANTIZED = UNQUANTIZED + ALL_THREE
 CASES = {
     "fp32": "--untie-embeddings-and-output-weights ",
-    "bf16": "--bf16 --eval-interval 3 --recompute-granularity full --recompute-method uniform ",
+    "bf16": "--bf16 --eval-iters 1 --eval-interval 3 --recompute-granularity full "
+    "--recompute-method uniform ",
 }
 # INT8 in blocks of 256 rounds a weight by at most its block's largest / 254. In blocks of a normal
 # distribution, whose largest is about 3 deviations, the error's norm is 3 / 254 / sqrt(3) = 0.7% of
@@ -139,7 +140,8 @@ def test_stages_1_and_2_quantize_and_send_what_the_formula_says(stage, tmp_path)
 
 @ranks(4)
 def test_what_is_logged_is_the_formula_but_where_an_evaluation_left_copies(tmp_path):
-    flags = f"{BATCH} {ALL_THREE} --train-iters 4 --eval-interval 2 --tensorboard-dir {tmp_path}"
+    flags = f"{BATCH} {ALL_THREE} --train-iters 4 --eval-iters 1 --eval-interval 2 "
+    flags += f"--tensorboard-dir {tmp_path}"
     with built_run(flags) as run:
         formula = run.sharding.forecast.node(num_micro_batches=2)
     log = log_of(flags)
@@ -195,7 +197,7 @@ def test_what_does_not_fit_the_ranks_ends_before_data_is_opened(
 
 @ranks(4)
 def test_weights_loaded_in_place_are_the_ones_that_are_evaluated(tmp_path):
-    flags = f"{BATCH} {ALL_THREE} --train-iters 3 "
+    flags = f"{BATCH} {ALL_THREE} --train-iters 3 --eval-iters 1 "
     log_of(f"{flags} --save {tmp_path}")
     with built_run(f"{flags} --load {tmp_path}") as run:
         fresh = validation_loss(run)

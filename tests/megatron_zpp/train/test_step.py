@@ -99,8 +99,8 @@ def numbers_of(log: str) -> str:
 @ranks(2, timeout=120)
 def test_numbers_read_an_iteration_later_are_the_same_and_in_their_place(stop, tmp_path):
     flags = (
-        "--train-iters 7 --zero-stage 2 --eval-interval 3 --save-interval 2 --keep-checkpoints 1 "
-        f"--log-interval 2 {stop}"
+        "--train-iters 7 --zero-stage 2 --eval-iters 1 --eval-interval 3 --save-interval 2 "
+        f"--keep-checkpoints 1 --log-interval 2 {stop}"
     )
     first, second = (
         read(flags + f"--save {Path(tmp_path, read.__name__)}")
