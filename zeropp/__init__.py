@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from zeropp.optim.loss_scale import LossScaler
     from zeropp.optim.step import StepResult, optimizer_step
     from zeropp.settings.zero_config import ZeroConfig
+    from zeropp.sharding.attach import Attached, attach
     from zeropp.sharding.shard import shard
     from zeropp.sharding.sharding import Sharding
 
 __all__ = [
+    "Attached",
     "Engine",
     "FusedAdam",
     "InputError",
@@ -28,6 +30,7 @@ __all__ = [
     "Sharding",
     "StepResult",
     "ZeroConfig",
+    "attach",
     "initialize",
     "optim",
     "optimizer_step",
@@ -39,6 +42,7 @@ __version__ = "0.1.0"
 _SUBPACKAGES = ("optim", "zero")
 _MODULES = MappingProxyType(
     {
+        "Attached": "zeropp.sharding.attach",
         "Engine": "zeropp.deepspeed.engine",
         "FusedAdam": "zeropp.optim.adam",
         "InputError": "zeropp.errors",
@@ -46,6 +50,7 @@ _MODULES = MappingProxyType(
         "Sharding": "zeropp.sharding.sharding",
         "StepResult": "zeropp.optim.step",
         "ZeroConfig": "zeropp.settings.zero_config",
+        "attach": "zeropp.sharding.attach",
         "initialize": "zeropp.deepspeed.initialize",
         "optimizer_step": "zeropp.optim.step",
         "shard": "zeropp.sharding.shard",

@@ -34,15 +34,27 @@ def free_gathered(unit: FSDPModule) -> None:
         group.reshard()
 
 
-def before_use(unit: FSDPModule, prepare: Callable[[], None]) -> None:
-    """Call `prepare` each time FSDP2 is about to use the unit's weights, gathered or not."""
+def before_use(unit: FSDPModule, prepare: Callable[[], None]) -> Callable[[], None]:
+    """Call `prepare` each time FSDP2 is about to use the unit's weights, gathered or not.
+
+    Returns what undoes this.
+    """
+    groups = groups_of(unit)
+    previous = [vars(group).get("unshard") for group in groups]
 
     def prepare_and_unshard(unshard: Callable, async_op: bool = False) -> None:
         prepare()
         unshard(async_op)
 
-    for group in groups_of(unit):
+    def undo() -> None:
+        for group, unshard in zip(groups, previous, strict=True):
+            del group.unshard
+            if unshard is not None:
+                group.unshard = unshard
+
+    for group in groups:
         group.unshard = partial(prepare_and_unshard, group.unshard)
+    return undo
 
 
 def show_shards(unit: FSDPModule) -> None:

@@ -58,20 +58,32 @@ def take_gradients(unit: FSDPModule, take: Callable[[nn.Parameter, torch.Tensor]
             parameter.sharded_param.register_post_accumulate_grad_hook(hook)
 
 
-def before_reduction(unit: FSDPModule, report: Callable[[list[int], list[int]], None]) -> None:
+def before_reduction(
+    unit: FSDPModule, report: Callable[[list[int], list[int]], None]
+) -> Callable[[], None]:
     """Complete the unit's gradients before each reduction, and call `report`.
 
     FSDP2 leaves parameters without a gradient out of the buffer that it reduces, so ranks that use
     different parameters would add up the wrong ones. Here trained parameters of a unit that was
     used get zeros instead. `report` gets indices in `own_pieces`: of the parameters that have a
     gradient of their own, and of all that are in the buffer, in its order.
+
+    Returns what undoes this.
     """
-    state = unit._get_fsdp_state()
-    for group in groups_of(unit):
+    state, groups, hooks = unit._get_fsdp_state(), groups_of(unit), []
+    for group in groups:
         group.zeropp_reducer = _Reducer(state, group, group.post_backward, report)
         group.post_backward = group.zeropp_reducer
         for module in state._modules:  # a pass may run only some of them
-            module.register_forward_pre_hook(group.zeropp_reducer.note_forward)
+            hooks.append(module.register_forward_pre_hook(group.zeropp_reducer.note_forward))
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+        for group in groups:
+            del group.zeropp_reducer, group.post_backward
+
+    return undo
 
 
 class _Reducer:

@@ -88,11 +88,15 @@ def use_all_gather(unit: FSDPModule, comm: AllGather) -> None:
     unit.set_custom_all_gather(comm)
 
 
-def use_reduce_scatter(unit: FSDPModule, comm: ReduceScatter) -> None:
-    """Use `comm` to average the unit's gradients: it is called with the op SUM and divides."""
+def use_reduce_scatter(unit: FSDPModule, comm: ReduceScatter, *, divides: bool) -> None:
+    """Use `comm` to reduce the unit's gradients: it is called with the op SUM.
+
+    It `divides`, or else FSDP2 does afterwards.
+    """
     unit.set_custom_reduce_scatter(comm)
     unit.set_force_sum_reduction_for_comms(True)
-    unit.set_gradient_divide_factor(1.0)
+    if divides:
+        unit.set_gradient_divide_factor(1.0)
 
 
 def gather_ahead(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:
@@ -104,6 +108,13 @@ def gather_ahead(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:
     units = (root, *blocks)
     for index, unit in enumerate(blocks):
         units[index].set_modules_to_forward_prefetch([unit, *blocks[index + 1 : index + AHEAD]])
+
+
+def gather_in_turn(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:
+    """Undo `gather_ahead`."""
+    root._set_unshard_async_op(False)
+    for unit in (root, *blocks):
+        unit.set_modules_to_forward_prefetch([])
 
 
 def gather_back(blocks: Sequence[FSDPModule]) -> None:

@@ -104,18 +104,19 @@ def find_nodes(mesh: DeviceMesh, config: ZeroConfig, data: DeviceMesh | None = N
     of ranks along the data axis, by default all of `mesh`, are spread over the nodes in different
     ways.
     """
-    launched_per_node = min(Environment.read().local_world_size, dist.get_world_size())
-    per_node = config.zeropp.ranks_per_node or launched_per_node
-    extremes = torch.tensor([per_node, -per_node], device=mesh.device_type)
-    for axis in range(mesh.ndim):
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    most, least = extremes[0].item(), -extremes[1].item()
-    if most != least:
-        raise InputError(
-            f"nodes have different numbers of ranks, {least} to {most}: start the same number on "
-            "every node, or set zeropp.ranks_per_node to one that divides them all"
-        )
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    per_node = _ranks_per_node(groups, mesh.device_type, config)
     return nodes_of_grid(ranks_of(mesh), _lines(mesh, data or mesh), per_node)
+
+
+def find_nodes_of(group: dist.ProcessGroup, device_type: str, config: ZeroConfig) -> Nodes:
+    """Return which ranks of a group share a node, as `find_nodes`; raises InputError as that does.
+
+    The other ranks of a node are taken to hold other parts of the model.
+    """
+    per_node = _ranks_per_node([group], device_type, config)
+    nodes = Nodes.of(dist.get_process_group_ranks(group), per_node)
+    return replace(nodes, parts=max(1, per_node // nodes.ranks_per_node))
 
 
 def nodes_of_grid(
@@ -135,6 +136,24 @@ def nodes_of_grid(
         )
     (own,) = nodes
     return replace(own, parts=max(in_nodes.values()) // own.ranks_per_node)
+
+
+def _ranks_per_node(
+    groups: Sequence[dist.ProcessGroup], device_type: str, config: ZeroConfig
+) -> int:
+    """Return how many ranks a node has; raises InputError if the ranks of these groups differ."""
+    launched_per_node = min(Environment.read().local_world_size, dist.get_world_size())
+    per_node = config.zeropp.ranks_per_node or launched_per_node
+    extremes = torch.tensor([per_node, -per_node], device=device_type)
+    for group in groups:
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    most, least = extremes[0].item(), -extremes[1].item()
+    if most != least:
+        raise InputError(
+            f"nodes have different numbers of ranks, {least} to {most}: start the same number on "
+            "every node, or set zeropp.ranks_per_node to one that divides them all"
+        )
+    return per_node
 
 
 def replicas(mesh: DeviceMesh, *, with_others: bool) -> DeviceMesh:

@@ -177,7 +177,7 @@ def use_gradient_mean(
     in_flight = Reductions() if mesh.device_type == "cpu" else None
     for unit in units:
         mean = GradientMean(unit, route, links, wire_dtype, in_flight, use)
-        fsdp.use_reduce_scatter(unit, mean)
+        fsdp.use_reduce_scatter(unit, mean, divides=True)
 
 
 def outermost_blocks(module: nn.Module) -> Sequence[nn.Module]:

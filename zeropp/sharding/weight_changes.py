@@ -7,7 +7,8 @@ them. So notice is given by calls that every rank makes: each optimizer's step, 
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -41,10 +42,11 @@ def notify_weights_written(parameters: Iterable[torch.Tensor]) -> None:
 
 def drop_when_weights_change(
     model: nn.Module, units: Units, copies: SecondaryCopies | None
-) -> None:
+) -> Callable[[], None]:
     """Drop gathered weights after any optimizer's step and when a state dict is loaded.
 
     After a step, copies of units that have been frozen since they were first used are kept.
+    Returns what ends this.
     """
     unit_references = tuple(weakref.ref(unit) for unit in units)
     copies_reference = weakref.ref(copies) if copies else lambda: None
@@ -58,10 +60,14 @@ def drop_when_weights_change(
 
     handle = register_optimizer_step_post_hook(after_step)
     weakref.finalize(model, handle.remove)
+    undo = ExitStack()
+    undo.callback(handle.remove)
     for module in model.modules():
-        module.register_load_state_dict_post_hook(lambda *_: drop_gathered(units, copies))
+        hook = module.register_load_state_dict_post_hook(lambda *_: drop_gathered(units, copies))
+        undo.callback(hook.remove)
     for unit in units if copies else ():
-        fsdp.before_use(unit, partial(copies.note_use, unit))
+        undo.callback(fsdp.before_use(unit, partial(copies.note_use, unit)))
+    return undo.close
 
 
 def drop_gathered(

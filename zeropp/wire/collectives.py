@@ -20,6 +20,7 @@ as they are stored, the others as numbers. Such a gather neither quantizes nor d
 Sources: ZeRO++ (Wang et al. 2023), sections 3.1 to 3.3.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -98,7 +99,10 @@ class WeightGather(fsdp.AllGather):
 class GradientMean(fsdp.ReduceScatter):
     """Average one unit's gradients, each slice on its owner: qgZ by the route's bits.
 
-    Whatever the wire carries, terms are summed in fp32 and in the order of the ranks (D5).
+    Whatever the wire carries, terms are summed in fp32 and in the order of the ranks (D5). Where
+    others have sharded the unit, FSDP2 divides by their factor, and the result is the sum
+    (`divides` False); if it then sums that over replicas, the sum has the dtype that it sends
+    (`rounds` True).
     """
 
     def __init__(
@@ -109,23 +113,31 @@ class GradientMean(fsdp.ReduceScatter):
         wire_dtype: torch.dtype,
         in_flight: Reductions | None,
         use: GradientUse,
+        *,
+        divides: bool = True,
+        rounds: bool = False,
     ) -> None:
         self.unit, self.pieces = unit, fsdp.own_pieces(unit)
         self.reduced: tuple[fsdp.Piece, ...] = ()  # the pieces of the next buffer, in its order
         self.route, self.wire_dtype, self.in_flight = route, wire_dtype, in_flight
-        self.use = use
+        self.use, self.rounds = use, rounds
+        self.divisor = route.nodes.num_ranks if divides else 1
         use.add(unit)
         self.inner, self.outer = links
-        fsdp.before_reduction(unit, self.report)
+        self.leave = fsdp.before_reduction(unit, self.report)
         # Sums travel between the hops; in fp16 they could overflow where the terms do not.
-        self.divides_first = wire_dtype == torch.float16 and None not in links
+        self.divides_first = divides and wire_dtype == torch.float16 and None not in links
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return a buffer for FSDP2: (W*C,) for this rank's gradients, or (C,) for their means."""
+        """Return a buffer for FSDP2: (W*C,) for this rank's gradients, or (C,) for their means.
+
+        `dtype` is what FSDP2 would reduce in. Here it is fp32.
+        """
+        is_result = math.prod(size) == sum(piece.elements for piece in self.reduced)
+        dtype = dtype if is_result and self.rounds else torch.float32
         buffer = torch.empty(*size, dtype=dtype, device=device)
-        is_result = buffer.numel() == sum(piece.elements for piece in self.reduced)
         return InFlightTensor(buffer, self.in_flight) if self.in_flight and is_result else buffer
 
     def __call__(
@@ -143,7 +155,12 @@ class GradientMean(fsdp.ReduceScatter):
         assert op == dist.ReduceOp.SUM and not async_op, (op, async_op)
         slices = input_tensor.view(self.route.nodes.num_ranks, -1)
         if self.in_flight:
-            self.in_flight.add(self.unit, self._hops(slices, output_tensor.buffer, async_op=True))
+            hops = self._hops(slices, output_tensor.buffer, async_op=True)
+            self.in_flight.add(self.unit, output_tensor.filled_by(hops))
+        elif self.rounds:
+            total = torch.empty_like(output_tensor, dtype=torch.float32)
+            run(self._hops(slices, total, async_op=False))
+            output_tensor.copy_(total)
         else:
             run(self._hops(slices, output_tensor, async_op=False))
 
@@ -173,7 +190,8 @@ class GradientMean(fsdp.ReduceScatter):
             yield self.outer.all_to_all(received, rows, "gradients", async_op=async_op)
             rows = received
         reduce_dequantize(rows, mean, layout)
-        mean.div_(self.route.outer if self.divides_first else self.route.nodes.num_ranks)
+        if self.divisor > 1:
+            mean.div_(self.route.outer if self.divides_first else self.divisor)
 
 
 def weight_layout(pieces: Sequence[fsdp.Piece], route: Route, dtype: torch.dtype) -> Layout:

@@ -61,6 +61,15 @@ class InFlightTensor(torch.Tensor):
 
     def __init__(self, buffer: torch.Tensor, reductions: "Reductions") -> None:
         self.buffer, self.reductions = buffer, reductions
+        self.divisor: float | None = None  # to divide by, while the reduction runs
+
+    def filled_by(self, hops: Hops) -> Hops:
+        """Return the hops of the reduction, followed by a division that is asked for meanwhile."""
+        self.divisor = 1.0
+        yield from hops
+        divisor, self.divisor = self.divisor, None
+        if divisor != 1.0:
+            self.buffer.div_(divisor)
 
     @classmethod
     def __torch_dispatch__(
@@ -70,6 +79,10 @@ class InFlightTensor(torch.Tensor):
         if function is torch.ops.aten.as_strided.default:
             view = function(args[0].buffer, *args[1:], **kwargs)
             return cls(view, args[0].reductions)
+        if function is torch.ops.aten.div_.Tensor and isinstance(args[1], float):
+            if isinstance(args[0], cls) and args[0].divisor is not None:
+                args[0].divisor *= args[1]
+                return args[0]
         args, kwargs = tree_map_only(cls, cls.values, (args, kwargs))
         return function(*args, **kwargs)
 

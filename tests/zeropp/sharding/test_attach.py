@@ -1,0 +1,228 @@
+"""Models that `fully_shard` has sharded: attached, they train as before, and send less."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import zeropp
+from tests.ranks import ranks
+from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
+from zeropp import InputError
+
+PLAIN = {"zero_optimization": {"stage": 3}, "zeropp": {"ranks_per_node": 2}}
+ZERO = {
+    "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2,
+    "zero_quantized_gradients": True,
+}  # fmt: skip
+ZEROPP = PLAIN | {"zero_optimization": ZERO}
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def sharded(mesh: DeviceMesh | None = None, **options: object) -> SmallModel:
+    """A model that its owner has sharded."""
+    model = small_model()
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def train(
+    model: FSDPModule, *, steps: int = 4, micro_batches: int = 1, once: bool = True, clip: float = 0
+) -> list[float]:
+    """The losses of this rank, and the weights' sums."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    losses = []
+    for number in range(steps):
+        for index in range(micro_batches):
+            tokens = tokens_of(7 * number + index).chunk(dist.get_world_size())[dist.get_rank()]
+            model.set_requires_gradient_sync(not once or index == micro_batches - 1)
+            loss = loss_of(model, tokens) / micro_batches
+            loss.backward()
+            losses.append(loss.item())
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses + [whole(weight).double().sum().item() for weight in model.parameters()]
+
+
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip": 0.1},
+        {"micro_batches": 3},
+        {"micro_batches": 3, "once": False},
+    ],
+)
+@ranks(4)
+def test_unquantized_it_trains_as_before(options):
+    expected = train(sharded(), **options)
+    model = sharded()
+    attached = zeropp.attach(model, PLAIN)
+    assert train(model, **options) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    count = options.get("micro_batches", 1)
+    sent = attached.expected_traffic(count, reduces_once=options.get("once", True))
+    assert attached.traffic.take() == {key: 4 * num_bytes for key, num_bytes in sent.items()}
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
+@ranks(4)
+def test_with_all_of_zeropp_it_sends_less_and_learns_the_same(policy):
+    expected = train(sharded(mp_policy=policy), micro_batches=2)
+    model = sharded(mp_policy=policy)
+    attached = zeropp.attach(model, ZEROPP)
+    assert train(model, micro_batches=2) == pytest.approx(expected, rel=0.05, abs=0.3)
+    sent, formula = attached.traffic.take(), attached.expected_traffic(2)
+    assert sent == {key: 4 * num_bytes for key, num_bytes in formula.items()}
+    across = [
+        sum(num_bytes for (_, hop), num_bytes in each.items() if hop == "across_nodes")
+        for each in (formula, attached.plain_traffic(2))
+    ]
+    total = torch.tensor(across)
+    dist.all_reduce(total)
+    assert 3 * total[0] < total[1]
+    blocks = [f"blocks.{index}" for index in range(3)]
+    assert attached.skipped == {} and list(attached.units) == ["", *blocks]
+
+
+@pytest.mark.parametrize("factor", [None, 1.0, 7.0])
+@ranks(2)
+def test_the_owners_factor_divides(factor):
+    losses = []
+    for attaches in (False, True):
+        model = sharded()
+        if factor is not None:
+            for unit in model.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.set_gradient_divide_factor(factor)
+                    unit.set_force_sum_reduction_for_comms(True)  # gloo has no other with a factor
+        if attaches:
+            zeropp.attach(model, PLAIN | {"zeropp": {"ranks_per_node": 1}})
+        loss_of(model, tokens_of(dist.get_rank())).backward()
+        losses.append([weight.grad.full_tensor().flatten() for weight in model.parameters()])
+    torch.testing.assert_close(torch.cat(losses[0]), torch.cat(losses[1]), rtol=1e-5, atol=1e-7)
+
+
+@ranks(4)
+def test_detached_it_is_what_it_was():
+    model = sharded()
+    zeropp.attach(model, ZEROPP).detach()
+    assert train(model) == train(sharded())
+    attached = zeropp.attach(model, ZEROPP)
+    loss_of(model, tokens_of(1)).backward()
+    sent = attached.traffic.sent
+    attached.detach()
+    loss_of(model, tokens_of(1)).backward()
+    assert attached.traffic.sent == sent and attached.copies.nbytes == 0
+
+
+class Untied(nn.Module):
+    """A model whose last norm and head are one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(37, 12)
+        self.blocks = nn.ModuleList([nn.Linear(12, 12) for _ in range(2)])
+        self.norm, self.head = nn.LayerNorm(12), nn.Linear(12, 37)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + F.gelu(block(x))
+        return self.head(self.norm(x))
+
+
+def untied() -> nn.Module:
+    model, mesh = Untied(), init_device_mesh("cpu", (4,))
+    for unit in (*model.blocks, [model.norm, model.head]):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not model.blocks[1])
+    return fully_shard(model, mesh=mesh)
+
+
+@ranks(4)
+def test_modules_in_one_unit_and_units_that_stay_gathered():
+    expected, model = train(untied(), micro_batches=2), untied()
+    attached = zeropp.attach(model, PLAIN)
+    assert train(model, micro_batches=2) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert list(attached.units) == ["", "blocks.0", "blocks.1", "norm"]
+    sent = {key: 4 * num_bytes for key, num_bytes in attached.expected_traffic(2).items()}
+    assert attached.traffic.take() == sent
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
+@ranks(4)
+def test_replicas_of_shards(policy):
+    """HSDP: shards in a node, replicas across; FSDP2 sums over the replicas itself."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    expected = train(sharded(mesh, mp_policy=policy))
+    model = sharded(mesh, mp_policy=policy)
+    attached = zeropp.attach(model, PLAIN)
+    close = 1e-5 if policy is not BF16 else 0.02
+    assert train(model) == pytest.approx(expected, rel=close, abs=close)
+    sent = attached.traffic.take()
+    assert sent == {key: 4 * num_bytes for key, num_bytes in attached.expected_traffic().items()}
+
+
+@ranks(4)
+def test_exact_weights_for_others():
+    model = sharded()
+    exact = [weight.full_tensor().clone() for weight in model.parameters()]
+    attached = zeropp.attach(model, ZEROPP)
+
+    def gathered() -> list[torch.Tensor]:
+        for unit in attached.units.values():
+            unit.unshard()
+        return [weight.detach().clone() for weight in model.parameters()]
+
+    with attached.exact_weights():
+        for weight, other in zip(gathered(), exact, strict=True):
+            assert torch.equal(weight, other)
+    rounded = gathered()
+    assert any(not torch.equal(*pair) for pair in zip(rounded, exact, strict=True))
+
+
+@ranks(4)
+def test_what_cannot_be_attached_is_named():
+    def refused(model: nn.Module, config: dict, message: str) -> None:
+        before = [module.forward for module in model.modules()]
+        with pytest.raises(InputError, match=message):
+            zeropp.attach(model, config)
+        assert before == [module.forward for module in model.modules()]
+
+    refused(small_model(), ZEROPP, "SmallModel has no unit of fully_shard")
+    model = sharded()
+    refused(model, {"zero_optimization": {"stage": 0}}, "stage = 0 keeps whole weights")
+    refused(model, {"zero_optimization": ZERO | {"zero_hpz_partition_size": 3}}, "does not divide")
+    offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    refused(model, {"zero_optimization": offload}, "offload_optimizer changes where")
+    refused(model, {"zeropp": {"ranks_per_node": 3}, "zero_optimization": ZERO}, "ranks_per_node")
+    zeropp.attach(model, ZEROPP)
+    refused(model, ZEROPP, "the model has ZeRO\\+\\+'s collectives already")
+    mesh = init_device_mesh("cpu", (4,))
+    sharding = zeropp.shard(small_model(), mesh, zeropp.ZeroConfig.from_json(ZEROPP))
+    refused(sharding.model, ZEROPP, "collectives already, by zeropp.shard")
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    mixed = small_model()
+    fully_shard(mixed.blocks[0], mesh=pairs["a"])
+    fully_shard(mixed, mesh=mesh)
+    refused(mixed, ZEROPP, r"the model is sharded over the ranks \[0, 1, 2, 3\] and blocks.0 over")
+
+
+@ranks(4)
+def test_units_with_other_collectives_keep_them():
+    model = sharded()
+    own = model.blocks[1]
+    own.set_custom_all_gather(type("Own", (), {"allocate": None, "__call__": None})())
+    attached = zeropp.attach(model, ZEROPP)
+    assert list(attached.skipped) == ["blocks.1"] and "blocks.1" not in attached.units

@@ -1,0 +1,105 @@
+"""Units that others have sharded: what they are, and the collectives that they had."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+
+from zeropp.fsdp_adapter.param_groups import groups_of, parameters_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCollectives:
+    """A unit's collectives, and whether FSDP2 has them sum instead of averaging."""
+
+    all_gather: AllGather
+    reduce_scatter: ReduceScatter
+    sums: bool
+
+    @property
+    def are_defaults(self) -> bool:
+        """Whether they are those that FSDP2 begins with."""
+        kinds = type(self.all_gather), type(self.reduce_scatter)
+        return kinds == (DefaultAllGather, DefaultReduceScatter)
+
+
+def named_units(model: nn.Module) -> dict[str, FSDPModule]:
+    """Return the units that have parameters by the name of their first module, outer ones first."""
+    units: dict[object, tuple[str, FSDPModule]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule) and groups_of(module):
+            units.setdefault(module._get_fsdp_state(), (name, module))
+    return dict(units.values())
+
+
+def has_one_mesh(unit: FSDPModule) -> bool:
+    """Whether all parameters of a unit are sharded over the same mesh."""
+    return len(groups_of(unit)) == 1
+
+
+def shard_group(unit: FSDPModule) -> dist.ProcessGroup | None:
+    """Return the ranks that a unit is sharded over; None if it is only replicated."""
+    mesh = groups_of(unit)[0].mesh_info
+    return mesh.shard_process_group if isinstance(mesh, FSDPMeshInfo) else None
+
+
+def is_replicated(unit: FSDPModule) -> bool:
+    """Whether FSDP2 sums a unit's gradients over a second axis of the mesh, as with HSDP."""
+    return isinstance(groups_of(unit)[0].mesh_info, DDPMeshInfo)
+
+
+def device_of(unit: FSDPModule) -> torch.device:
+    """Return where a unit is computed."""
+    return groups_of(unit)[0].device
+
+
+def frees_after_forward(unit: FSDPModule, *, is_root: bool) -> bool:
+    """Whether a unit's weights are gathered for forward and once more for backward.
+
+    If that was left to FSDP2, it decides when the root first runs: the root stays gathered.
+    """
+    stays = is_root and unit._get_fsdp_state()._auto_reshard_after_forward
+    return groups_of(unit)[0].post_forward_mesh_info is not None and not stays
+
+
+def keeps_part_after_forward(unit: FSDPModule) -> bool:
+    """Whether fewer ranks gather a unit for backward, as with an int `reshard_after_forward`."""
+    group = groups_of(unit)[0]
+    return group.post_forward_mesh_info not in (None, group.mesh_info)
+
+
+def dtypes_of(unit: FSDPModule) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes in which weights are gathered and gradients are reduced."""
+    group = groups_of(unit)[0]
+    compute = group.mp_policy.param_dtype or parameters_of(unit)[0].sharded_param.dtype
+    return compute, group.mp_policy.reduce_dtype or compute
+
+
+def collectives_of(unit: FSDPModule) -> UnitCollectives:
+    """Return the collectives of a unit."""
+    group = groups_of(unit)[0]
+    return UnitCollectives(
+        all_gather=group._all_gather_comm,
+        reduce_scatter=group._reduce_scatter_comm,
+        sums=group.force_sum_reduction_for_comms,
+    )
+
+
+def restore_collectives(unit: FSDPModule, collectives: UnitCollectives) -> None:
+    """Set the collectives of a unit to what they were."""
+    unit.set_custom_all_gather(collectives.all_gather)
+    unit.set_custom_reduce_scatter(collectives.reduce_scatter)
+    unit.set_force_sum_reduction_for_comms(collectives.sums)
+
+
+def prefetches(unit: FSDPModule) -> bool:
+    """Whether it was set which units are gathered during this one's forward."""
+    return bool(unit._get_fsdp_state()._states_to_forward_prefetch)

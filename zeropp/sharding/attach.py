@@ -1,0 +1,296 @@
+"""ZeRO++ for a model that is sharded already, by whomever: one call sets its collectives.
+
+    attached = zeropp.attach(model, "ds_zeropp_config.json")
+
+The model consists of units of FSDP2's `fully_shard`. They keep what their owner has set: which
+modules they are, dtypes, prefetching, when gradients are reduced, and the factor by which FSDP2
+divides their sums. Only what travels is changed: weights by qwZ and hpZ, gradients by qgZ.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeropp import fsdp_adapter as fsdp
+from zeropp.errors import InputError
+from zeropp.settings.zero_config import ZeroConfig
+from zeropp.sharding.forecast import Forecast
+from zeropp.sharding.grid import find_nodes_of
+from zeropp.sharding.weight_changes import drop_gathered, drop_when_weights_change
+from zeropp.wire.collectives import GradientMean, WeightGather
+from zeropp.wire.gradient_use import GradientUse
+from zeropp.wire.in_flight import Reductions
+from zeropp.wire.link import Link, connect
+from zeropp.wire.route import Route, gradient_route, weight_route
+from zeropp.wire.secondary_copies import SecondaryCopies
+from zeropp.wire.traffic import Traffic
+
+log = logging.getLogger("zeropp")
+Units = Mapping[str, fsdp.FSDPModule]
+
+
+def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Attached":
+    """Let a model that `fully_shard` has sharded send what ZeRO++ sends; undone by `detach()`.
+
+    `config` is DeepSpeed's JSON as a file, a text or a mapping, or read already. Of it count
+    `zero_quantized_weights`, `zero_hpz_partition_size`, `zero_quantized_gradients`,
+    `communication_data_type` and the section `zeropp`. What is not quantized has the dtype that
+    FSDP2 would send. All ranks call it, between two steps, before or after the optimizer is made.
+
+    Units whose parameters are on several meshes, that are only replicated, or that already have
+    other collectives than FSDP2's own keep theirs; `Attached.skipped` says which and why. With HSDP
+    the sum over replicas stays FSDP2's own, which is not quantized.
+
+    Raises InputError, before anything is changed, for a model that is not sharded or attached
+    already, stage 0, an hpZ partition that does not fit, units on different meshes, and settings
+    that need `zeropp.shard`.
+    """
+    if not isinstance(config, ZeroConfig):
+        config = ZeroConfig.from_json(config)
+    _require_settings(config)
+    named = fsdp.named_units(model)
+    _require_units(model, named)
+    skipped = {name: reason for name, unit in named.items() if (reason := _obstacle(unit))}
+    units = {name: unit for name, unit in named.items() if name not in skipped}
+    if not units:
+        raise InputError(f"zeropp.attach: no unit can be attached: {_listed(skipped)}")
+    group = _common_group(units)
+    device = fsdp.device_of(next(iter(units.values())))
+    nodes = find_nodes_of(group, device.type, config)
+    routes = weight_route(config, nodes), gradient_route(config, nodes)
+    if skipped:
+        log.warning("zeropp.attach leaves these units as they are: %s", _listed(skipped))
+    return Attached(model, units, skipped, group, routes, config)
+
+
+class Attached:
+    """A model that is attached: its units, its ledger, and the weights' secondary copies under hpZ.
+
+    `units` and `skipped`, which has reasons, are by the names of modules.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Units,
+        skipped: Mapping[str, str],
+        group: dist.ProcessGroup,
+        routes: tuple[Route, Route],
+        config: ZeroConfig,
+    ) -> None:
+        self.model, self.units, self.skipped = model, dict(units), dict(skipped)
+        self.group, self.traffic = group, Traffic()
+        self.copies = None
+        if routes[0].keeps:
+            self.copies = SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation)
+        self.forecast = _forecast(model, [*units.values()], routes, config)
+        self._in_flight = Reductions()
+        self._undo = ExitStack()
+        self._previous = {unit: fsdp.collectives_of(unit) for unit in units.values()}
+        self._gathers: dict[fsdp.FSDPModule, WeightGather] = {}
+        if group.size() > 1:
+            self._gathers = self._use_gathers(routes[0])
+            self._use_means(routes[1], config)
+            ends = drop_when_weights_change(model, [*units.values()], self.copies)
+            self._undo.callback(ends)
+            self._gather_ahead()
+
+    def detach(self) -> None:
+        """Give the units back the collectives that they had; all ranks call it, between steps."""
+        self.weights_changed()
+        self._undo.close()
+
+    def weights_changed(self) -> None:
+        """Drop gathered weights, hpZ's copies included, because the shards have changed.
+
+        Steps of torch.optim optimizers and `load_state_dict` do this by themselves. Call it on
+        every rank after writing into the shards by other means.
+        """
+        drop_gathered([*self.units.values()], self.copies)
+
+    @contextmanager
+    def exact_weights(self) -> Iterator[None]:
+        """Gather weights inside as they are, instead of rounded to codes.
+
+        For `unshard()` by others, as where weights are sent to another program. On leaving, weights
+        that were gathered are freed.
+        """
+        self.weights_changed()
+        for unit in self._gathers:
+            fsdp.use_all_gather(unit, self._previous[unit].all_gather)
+        try:
+            yield
+        finally:
+            self.weights_changed()
+            for unit, gather in self._gathers.items():
+                fsdp.use_all_gather(unit, gather)
+
+    def expected_traffic(
+        self, num_micro_batches: int = 1, *, reduces_once: bool = True
+    ) -> dict[tuple[str, str], int]:
+        """Return the bytes this rank sends per step, by (purpose, hop).
+
+        A step `reduces_once` where a trainer accumulates gradients with `no_sync` or its like, and
+        else after each micro-batch. Not counted is what FSDP2 sends by itself: the gradients of
+        skipped units, and with HSDP the sums over replicas.
+        """
+        forecast = replace(self.forecast, reduces_once=reduces_once)
+        return forecast.rank(self.group.rank(), num_micro_batches)
+
+    def plain_traffic(
+        self, num_micro_batches: int = 1, *, reduces_once: bool = True
+    ) -> dict[tuple[str, str], int]:
+        """Return `expected_traffic` of the same units under plain FSDP2, to compare with."""
+        forecast = replace(self.forecast.plain(), reduces_once=reduces_once)
+        return forecast.rank(self.group.rank(), num_micro_batches)
+
+    def _use_gathers(self, route: Route) -> dict[fsdp.FSDPModule, WeightGather]:
+        links = self._connect(route, "weights")
+        gathers = {}
+        for unit in self.units.values():
+            gathers[unit] = WeightGather(unit, route, links, self.copies)
+            self._undo.callback(fsdp.restore_collectives, unit, self._previous[unit])
+            fsdp.use_all_gather(unit, gathers[unit])
+        return gathers
+
+    def _use_means(self, route: Route, config: ZeroConfig) -> None:
+        links = self._connect(route, "gradients")
+        device = fsdp.device_of(next(iter(self.units.values())))
+        use = GradientUse(self.group, device)
+        for unit in self.units.values():
+            rounds = fsdp.is_replicated(unit)
+            in_flight = self._in_flight if device.type == "cpu" and not rounds else None
+            mean = GradientMean(
+                unit, route, links, _wire_dtype(unit, config), in_flight, use,
+                divides=False, rounds=rounds,
+            )  # fmt: skip
+            self._undo.callback(mean.leave)
+            fsdp.use_reduce_scatter(unit, mean, divides=False)
+
+    def _gather_ahead(self) -> None:
+        """On CPUs, issue gathers while others compute, unless their order was set before."""
+        units = [*self.units.values()]
+        root = _root_of(self.model)
+        inside = set(root.modules())
+        is_cpu = fsdp.device_of(units[0]).type == "cpu"
+        if not is_cpu or not inside.issuperset(units) or any(map(fsdp.prefetches, (root, *units))):
+            return
+        blocks = [unit for unit in units if unit is not root]
+        fsdp.gather_ahead(root, blocks)
+        self._undo.callback(fsdp.gather_in_turn, root, blocks)
+
+    def _connect(self, route: Route, purpose: str) -> tuple[Link | None, Link | None]:
+        ranks = tuple(dist.get_process_group_ranks(self.group))
+        position = self.group.rank()
+        hops = route.inner_hop(position), route.outer_hop(position)
+        inner, outer = (connect(hop, ranks, position, self.traffic, purpose) for hop in hops)
+        return inner, outer
+
+
+def _require_settings(config: ZeroConfig) -> None:
+    if config.stage == 0:
+        raise InputError(
+            "zero_optimization.stage = 0 keeps whole weights on every rank, and zeropp.attach is "
+            "for models whose weights are sharded: set 3, or 2 and 1, which here mean the same"
+        )
+    for is_set, key in (
+        (config.offloads_optimizer, "offload_optimizer"),
+        (config.offloads_weights, "offload_param"),
+        (config.stores_frozen, "zero_quantized_nontrainable_weights"),
+    ):
+        if is_set:
+            raise InputError(
+                f"zero_optimization.{key} changes where or how weights are stored, which "
+                "zeropp.attach leaves as it is: shard the model with zeropp.shard, or leave it out"
+            )
+
+
+def _require_units(model: nn.Module, units: Units) -> None:
+    """Raise InputError for a model that is not sharded, or has our collectives already."""
+    if not units:
+        raise InputError(
+            f"zeropp.attach: this {type(model).__name__} has no unit of fully_shard. Call it after "
+            "the model was sharded, or shard it by zeropp.shard, which sets the same collectives"
+        )
+    for name, unit in units.items():
+        if fsdp.has_one_mesh(unit):
+            if isinstance(fsdp.collectives_of(unit).all_gather, WeightGather):
+                raise InputError(
+                    f"zeropp.attach: {name or 'the model'} has ZeRO++'s collectives already, by "
+                    "zeropp.shard or zeropp.attach: call detach() of what that returned first"
+                )
+
+
+def _obstacle(unit: fsdp.FSDPModule) -> str | None:
+    """Return why a unit cannot be attached, if it cannot."""
+    if not fsdp.has_one_mesh(unit):
+        return "its parameters are on several meshes"
+    if fsdp.shard_group(unit) is None:
+        return "it is replicated, not sharded"
+    if fsdp.keeps_part_after_forward(unit):
+        return "an int reshard_after_forward keeps a copy already (use zero_hpz_partition_size)"
+    if not fsdp.collectives_of(unit).are_defaults:
+        return "it has other collectives than FSDP2's own"
+    return None
+
+
+def _common_group(units: Units) -> dist.ProcessGroup:
+    """Return the ranks that all units are sharded over; raise InputError if they differ."""
+    (first_name, first), *others = units.items()
+    group = fsdp.shard_group(first)
+    ranks = dist.get_process_group_ranks(group)
+    for name, unit in others:
+        other_ranks = dist.get_process_group_ranks(fsdp.shard_group(unit))
+        if other_ranks != ranks:
+            raise InputError(
+                f"zeropp.attach: {first_name or 'the model'} is sharded over the ranks {ranks} and "
+                f"{name} over {other_ranks}: attach the modules of each mesh by themselves"
+            )
+    return group
+
+
+def _forecast(
+    root: fsdp.FSDPModule,
+    units: Sequence[fsdp.FSDPModule],
+    routes: tuple[Route, Route],
+    config: ZeroConfig,
+) -> Forecast:
+    weights, gradients = routes
+    kept = [
+        index
+        for index, unit in enumerate(units)
+        if not fsdp.frees_after_forward(unit, is_root=unit is root)
+    ]
+    return Forecast(
+        stage=3,
+        reduces_once=True,
+        keeps_roots=False,
+        units=tuple(fsdp.own_pieces(unit) for unit in units),
+        weights=weights,
+        gradients=gradients,
+        compute_dtype=fsdp.dtypes_of(units[0])[0],
+        wire_dtype=_wire_dtype(units[0], config),
+        roots=tuple(kept),
+    )
+
+
+def _root_of(model: nn.Module) -> fsdp.FSDPModule:
+    """Return the outermost module that is sharded."""
+    return next(module for module in model.modules() if isinstance(module, fsdp.FSDPModule))
+
+
+def _wire_dtype(unit: fsdp.FSDPModule, config: ZeroConfig) -> torch.dtype:
+    """Return what unquantized gradients travel in: what is set, or what FSDP2 would send."""
+    if config.communication_data_type is not None:
+        return getattr(torch, config.wire_format)
+    return fsdp.dtypes_of(unit)[1]
+
+
+def _listed(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{name or 'the model'}: {reason}" for name, reason in reasons.items())
