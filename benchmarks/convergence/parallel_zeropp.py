@@ -14,7 +14,6 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from benchmarks.shared.pretrain_run import run_step, training_batches
 from benchmarks.shared.rank_launch import run_on_ranks, write_answer
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading, markdown_table
 from benchmarks.shared.zero_json import zero_json
+from megatron_zpp.monitor.communication import Communication
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.step import forward_backward
 from zeropp.optim.step import own_gradients
@@ -81,7 +81,8 @@ def compare(options: argparse.Namespace) -> None:
     (sizes,) = options.sizes
     _, per_node = PLACES[sizes]
     name = "zeropp" if per_node > 1 else "no-hpz"
-    flags = f"{MODEL} {flags_of(sizes)} --train-iters {options.steps}"
+    flags = f"{MODEL} {flags_of(sizes)} --train-iters {options.steps} "
+    flags += f"--log-interval {options.steps}"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "zero.json"
         runs = []
@@ -92,7 +93,7 @@ def compare(options: argparse.Namespace) -> None:
     row = {"gain": gain(exact, quantized)}
     row["loss"], _ = last_losses(exact, options.steps)
     row["zeropp loss"], sent = last_losses(quantized, options.steps)
-    row |= {"sent": sum(sent["sent"].values()), "expected": sum(sent["expected"].values())}
+    row |= {"sent": sum(sent.sent.values()), "expected": sum(sent.expected.values())}
     if environment.rank == 0:
         write_answer(options.on_ranks, row)
     dist.destroy_process_group()
@@ -115,13 +116,12 @@ def gain(exact: Run, quantized: Run) -> float:
     return product / square
 
 
-def last_losses(run: Run, steps: int) -> tuple[float, Mapping[str, Mapping]]:
-    """Train; return the mean loss of the last fifth, and the bytes that this rank has sent."""
+def last_losses(run: Run, steps: int) -> tuple[float, Communication]:
+    """Train; return the mean loss of the last fifth, and the bytes that a node has sent."""
     with training_batches(run) as batches:
-        losses = [run_step(run, batches).loss for _ in range(steps)]
-    traffic = run.communication.take()
-    sent = {"sent": traffic.sent, "expected": traffic.expected}
-    return statistics.mean(losses[-max(1, steps // 5) :]), sent
+        iterations = [run_step(run, batches) for _ in range(steps)]
+    losses = [iteration.loss for iteration in iterations[-max(1, steps // 5) :]]
+    return statistics.mean(losses), iterations[-1].communication
 
 
 def show(result: dict) -> None:
