@@ -47,6 +47,7 @@ def test_ruff_finds_nothing() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_has_few_rooms(package: str) -> None:
     rooms = {path.relative_to(ROOT / package).parts[0] for path in (ROOT / package).rglob("*.py")}
+    rooms.remove("__init__.py")  # shows what is in them
     assert len(rooms) <= MAX_ROOMS, sorted(rooms)
 
 

@@ -23,6 +23,7 @@ EXAMPLES = ROOT / "examples"
 PYTHON = {  # run by tests/test_python_examples.py, with the JSON that they read
     "train_engine.py", "ds_train_engine.json",
     "shard_hugging_face.py", "tensor_parallel_hugging_face.py", "ds_hugging_face.json",
+    "attach_fsdp2.py",
     "standard_library.py", "docstrings.py",
 }  # fmt: skip
 MIXZ = "ds_mixz_config.json"  # needs a model: run by tests/megatron_zpp/train/test_finetune.py

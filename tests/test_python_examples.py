@@ -66,6 +66,18 @@ def test_llama_learns_split_within_nodes_and_sharded_across(tmp_path):
     assert kinds == {"weights_forward, across_nodes", "gradients, across_nodes"}
 
 
+def test_llama_learns_under_fsdp2_and_sends_less_than_that(tmp_path):
+    script, log = str(EXAMPLES / "attach_fsdp2.py"), tmp_path / "log"
+    launch = [*LAUNCH, "--num_ranks", "4", "--ranks_per_node", "2", script, "--steps", "10"]
+    assert start(launch, log, tmp_path).wait(timeout=SECONDS) == 0, log.read_text()
+    text = log.read_text()
+    losses = [float(loss) for loss in re.findall(r"^step \d+, loss ([\d.]+)", text, re.M)]
+    assert len(losses) == 2 and losses[0] > 5 > 4.5 > losses[1]  # ln 256 = 5.5 is chance
+    sent = re.findall(r"sent per step, \w+, \w+: ([\d.]+) KiB instead of ([\d.]+)", text)
+    ours, plain = (sum(map(float, column)) for column in zip(*sent, strict=True))
+    assert 0 < 2 * ours < plain
+
+
 def test_docstrings_become_examples_to_fine_tune_on(tmp_path):
     target = tmp_path / "folder" / "docstrings.jsonl"
     command = [sys.executable, str(EXAMPLES / "docstrings.py"), str(target)]
