@@ -5,6 +5,8 @@
         engine.backward(loss)       # of loss / gradient_accumulation_steps, times fp16's scale
         engine.step()               # updates the weights after the last micro-batch only
 
+Who calls `set_gradient_accumulation_boundary` before each backward pass, as accelerate does, says
+himself which micro-batch is the last one, and may call `step()` after that one only.
 The names are DeepSpeed's; the work is done by `zeropp.shard` and `zeropp.optimizer_step`.
 """
 
@@ -74,6 +76,8 @@ class Engine(nn.Module):
         self.scaler = _loss_scaler(config)
         self._grad_norm: float | None = None
         self._forwards = self._backwards = 0  # of this micro-batch
+        self._is_boundary: bool | None = None  # if the caller says so, and not the number of steps
+        self._announced = 0  # micro-batches since the last `step()`, if so
         self._losses = torch.zeros((), device=device)  # sum over this step's micro-batches
 
     def __getattr__(self, name: str) -> Any:
@@ -137,8 +141,8 @@ class Engine(nn.Module):
         if not self._backwards:
             raise InputError("engine.step() without engine.backward(loss) before it")
         boundary = self.is_gradient_accumulation_boundary()
-        self._forwards = self._backwards = 0
-        self.micro_steps += 1
+        self.micro_steps += max(1, self._announced)
+        self._forwards = self._backwards = self._announced = 0
         if boundary:
             self._optimizer_step()
 
@@ -150,7 +154,18 @@ class Engine(nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the weights."""
+        if self._is_boundary is not None:
+            return self._is_boundary
         return (self.micro_steps + 1) % self.batch.micro_batches == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the next backward pass is the last one of a step.
+
+        To be called before each backward pass, from the first one on.
+        """
+        self._is_boundary = bool(is_boundary)
+        self._announced += 1
+        self.sharding.begin_micro_step(last=self._is_boundary)
 
     def train_batch_size(self) -> int:
         """Samples of a step, on all ranks."""
@@ -285,12 +300,15 @@ class Engine(nn.Module):
         return path
 
     def _mid_step(self) -> bool:
+        if self._is_boundary is not None:
+            return self._announced > 0 or not self._is_boundary
         return self.micro_steps % self.batch.micro_batches != 0
 
     def _begin_step_again(self) -> None:
         """Discard what the micro-batches of this step have left."""
         self.zero_grad()
-        self._forwards = self._backwards = 0
+        self._forwards = self._backwards = self._announced = 0
+        self._is_boundary = None
         self.micro_steps -= self.micro_steps % self.batch.micro_batches
         self._losses = torch.zeros_like(self._losses)
 

@@ -83,6 +83,50 @@ def test_batch_sizes_and_counters():
     assert boundaries == [False, True] and (engine.micro_steps, engine.global_steps) == (2, 1)
 
 
+class AsAccelerate:
+    """An engine as accelerate calls it: `step()` after the last micro-batch of a step only."""
+
+    def __init__(self, engine: zeropp.Engine) -> None:
+        self.engine, self.count = engine, 0
+
+    def __call__(self, *arguments: object) -> torch.Tensor:
+        return self.engine(*arguments)
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.engine.gradient_accumulation_steps()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.count += 1
+        is_last = self.count % self.gradient_accumulation_steps() == 0
+        self.engine.set_gradient_accumulation_boundary(is_boundary=is_last)
+        self.engine.backward(loss)
+        if is_last:
+            self.engine.step()
+
+    def step(self) -> None:
+        """Nothing: `backward` has done it."""
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks(2)
+def test_who_says_where_a_step_ends_need_not_call_step_before_that(micro_batches, stage, tmp_path):
+    expected = run(engine_of(stage=stage, micro_batches=micro_batches))
+    engine = engine_of(stage=stage, micro_batches=micro_batches)
+    assert run(AsAccelerate(engine)) == expected
+    assert (engine.global_steps, engine.micro_steps) == (4, 4 * micro_batches)
+    engine.save_checkpoint(tmp_path)
+    if micro_batches > 1:
+        engine.set_gradient_accumulation_boundary(False)
+        engine.backward(loss_of(engine, tokens_of(9)))
+        with pytest.raises(InputError, match="in the middle of a step"):
+            engine.save_checkpoint(tmp_path, tag="broken")
+    engine.load_checkpoint(tmp_path)
+    again = run(engine)
+    engine.load_checkpoint(tmp_path)
+    assert run(AsAccelerate(engine)) == again
+
+
 @ranks(2)
 def test_an_optimizer_made_before_sharding_trains_as_one_named_in_the_json():
     expected = run(engine_of())
