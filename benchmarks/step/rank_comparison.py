@@ -25,6 +25,7 @@ from benchmarks.step.training_loops import (
     local_weights,
     ours,
     plain_pytorch,
+    sharded,
     zeropp_loop,
 )
 
@@ -55,6 +56,17 @@ def compare_on_many_ranks(setup: TrainingSetup, rounds: int) -> dict:
         ours(setup),
     ]
     return _compare(f"{setup.ranks.num_ranks} ranks, stage 3", setup, loops, rounds)
+
+
+def compare_attached(setup: TrainingSetup, rounds: int) -> dict:
+    """All of ZeRO++ in one loop: by `zeropp.shard`, twice, and by `zeropp.attach`."""
+    steps = setup.steps(VERIFIED_STEPS + WARM_UP + rounds)
+    loops = [
+        sharded(setup, "zeropp.shard", iter(steps)),
+        sharded(setup, "zeropp.shard again", iter(steps)),
+        fsdp2(setup, "zeropp.attach", iter(steps), attached=True),
+    ]
+    return _compare(f"{setup.ranks.num_ranks} ranks, ZeRO++", setup, loops, rounds)
 
 
 def verify(loops: Sequence[TrainingLoop], setup: TrainingSetup) -> dict:

@@ -1,15 +1,17 @@
 """How long a training step takes beside plain PyTorch, and the memory of each ZeRO stage.
 
-    python -m benchmarks.step.train_step [--parts one-rank many-ranks memory] [--json FILE]
+    python -m benchmarks.step.train_step [--parts one-rank many-ranks attach memory] [--json FILE]
 
 Every comparison is verified before it is timed. All training loops run in the same processes, one
 step each in turn. One rank, fp32: the step of pretrain_gpt.py against a plain loop over the same
-layers. Several ranks, stage 3: against plain FSDP2 with the same dtypes on the wire. Memory: bytes
+layers. Several ranks, stage 3: against plain FSDP2 with the same dtypes on the wire. In two nodes,
+with all of ZeRO++: `zeropp.attach` against `zeropp.shard`, and that against itself. Memory: bytes
 per parameter at every stage, beside the formula of docs/memory.md.
 """
 
 import argparse
 import dataclasses
+import json
 import sys
 
 import torch.distributed as dist
@@ -19,12 +21,17 @@ from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.rank_launch import RanksFailed, run_on_ranks, write_answer
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading
 from benchmarks.shared.training_setup import DTYPES, TrainingSetup, add_shape_flags, shape_of
-from benchmarks.step.rank_comparison import compare_on_many_ranks, compare_on_one_rank
+from benchmarks.shared.zero_json import zero_json
+from benchmarks.step.rank_comparison import (
+    compare_attached,
+    compare_on_many_ranks,
+    compare_on_one_rank,
+)
 from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.config import ParallelConfig
 from zeropp.ranks.topology import Environment
 
-PARTS = ("one-rank", "many-ranks", "memory")
+PARTS = ("one-rank", "many-ranks", "attach", "memory")
 
 
 def main() -> int:
@@ -62,7 +69,7 @@ def read_options() -> argparse.Namespace:
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=PARTS)
     add("--dtypes", nargs="+", choices=tuple(DTYPES), default=tuple(DTYPES))
-    add("--ranks", type=int, default=4, help="for the part many-ranks (default: 4)")
+    add("--ranks", type=int, default=4, help="for many-ranks and attach (default: 4)")
     add("--memory-ranks", type=int, nargs="+", default=(1, 2, 4), metavar="N",
         help="for the part memory (default: 1 2 4)")  # fmt: skip
     add("--rounds", type=int, default=12, help="timed steps of each loop (default: 12)")
@@ -76,6 +83,7 @@ def rank_counts(options: argparse.Namespace) -> list[int]:
     needed = {
         "one-rank": (1,),
         "many-ranks": (options.ranks,),
+        "attach": (options.ranks,),
         "memory": tuple(options.memory_ranks),
     }
     return sorted({count for part in options.parts for count in needed[part]})
@@ -94,6 +102,12 @@ def measure_on_rank(options: argparse.Namespace) -> dict:
                 dtype_setup = dataclasses.replace(setup, dtype=dtype)
                 comparison = compare_on_many_ranks(dtype_setup, options.rounds)
                 answer["comparisons"].append(comparison)
+        if "attach" in options.parts and ranks.num_ranks == options.ranks:
+            text = json.dumps(zero_json("zeropp", ranks.num_ranks // 2), separators=(",", ":"))
+            for dtype in options.dtypes:
+                flags = f"--deepspeed-config {text}"
+                nodes = dataclasses.replace(setup, dtype=dtype, extra_flags=flags)
+                answer["comparisons"].append(compare_attached(nodes, options.rounds))
     except Disagreement as disagreement:
         sys.exit(f"error: {disagreement}" if ranks.rank == 0 else 1)
     if "memory" in options.parts and ranks.num_ranks in options.memory_ranks:

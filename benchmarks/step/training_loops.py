@@ -21,7 +21,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.train.pending_iteration import PendingIteration
 from megatron_zpp.train.step import train_step
-from zeropp import optimizer_step, shard
+from zeropp import attach, optimizer_step, shard
 from zeropp.fsdp_adapter import gather_ahead
 from zeropp.optim.step import local_part
 from zeropp.sharding.grid import find_nodes
@@ -101,10 +101,12 @@ def fsdp2(
     *,
     all_to_all: bool = False,
     ahead: bool = False,
+    attached: bool = False,
 ) -> TrainingLoop:
     """Plain FSDP2 with our dtypes on the wire.
 
-    `all_to_all` adds our reduce-scatter, `ahead` our gathering of the next block's weights.
+    `all_to_all` adds our reduce-scatter, `ahead` our gathering of the next block's weights;
+    `attached` is `zeropp.attach`.
     """
     zero, mesh, model = setup.config.zero, setup.ranks.mesh, unsharded(setup)
     wire_dtype = getattr(torch, zero.wire_format)
@@ -121,6 +123,8 @@ def fsdp2(
         use_gradient_mean((*model.blocks, model), mesh, route, Traffic(), wire_dtype, use)
     if ahead:
         gather_ahead(model, model.blocks)
+    if attached:
+        attach(model, zero)
     _initialize(model, setup)
     return _clipping_loop(name, model, steps)
 
@@ -138,6 +142,14 @@ def zeropp_loop(setup: TrainingSetup, name: str, steps: Steps) -> TrainingLoop:
         return lambda: (loss.item(), result.grad_norm)
 
     return TrainingLoop(name=name, model=model, optimizer=optimizer, step=step)
+
+
+def sharded(setup: TrainingSetup, name: str, steps: Steps) -> TrainingLoop:
+    """`zeropp.shard` in the loop of plain FSDP2."""
+    model = unsharded(setup)
+    shard(model, setup.ranks.mesh, setup.config.zero)
+    _initialize(model, setup)
+    return _clipping_loop(name, model, steps)
 
 
 def accumulate(

@@ -39,14 +39,17 @@ def finished(tmp_path_factory) -> tuple[dict, str]:
 def test_every_comparison_is_verified_and_timed(finished):
     result, _ = finished
     names = [comparison["name"] for comparison in result["comparisons"]]
-    assert names == ["one rank, fp32", "2 ranks, stage 3, fp32", "2 ranks, stage 3, bf16"]
+    kinds = ("2 ranks, stage 3", "2 ranks, ZeRO++")
+    of_ranks = [f"{kind}, {dtype}" for kind in kinds for dtype in ("fp32", "bf16")]
+    assert names == ["one rank, fp32", *of_ranks]
     for comparison in result["comparisons"]:
         verified = comparison["verified"]
         for what, allowed in verified["allowed"].items():
             assert 0 <= verified["differences"][what] <= allowed
         first, *others = comparison["loops"]
         assert first["name"] == comparison["reference"] and first["ratio"] == 1
-        assert others[-1]["name"] == "ours"
+        last = "zeropp.attach" if "ZeRO++" in comparison["name"] else "ours"
+        assert others[-1]["name"] == last
         for loop in others:
             assert loop["ratio"] == pytest.approx(loop["median"] / first["median"])
             assert len(loop["seconds"]) == result["rounds"] and min(loop["seconds"]) > 0
