@@ -1,0 +1,114 @@
+"""Random calls on random models: attached, they compute what they do under plain FSDP2.
+
+Set RANDOM_ATTACH to draw more sequences than the suite does.
+"""
+
+import os
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import zeropp
+from tests.ranks import ranks
+from tests.zeropp.small_model import SmallModel, loss_of, tokens_of
+
+SEQUENCES = int(os.environ.get("RANDOM_ATTACH", "3"))
+PLAIN = {"stage": 3}
+QWZ = PLAIN | {"zero_quantized_weights": True}
+CALLS = ("train", "train", "train", "evaluate", "step", "step", "load", "unshard")
+
+
+class Drawn:
+    """A model, how its owner shards it, and what then happens to it: the same for a seed."""
+
+    def __init__(self, seed: int, zero: dict | None) -> None:
+        self.draw = draw = random.Random(seed)
+        torch.manual_seed(seed)
+        self.model = SmallModel(draw.randint(1, 4))
+        self.shard(draw.choice([(4,), (4,), (2, 2)]))
+        self.attached = None
+        if zero is not None:
+            json = {"zero_optimization": zero, "zeropp": {"ranks_per_node": 2}}
+            self.attached = zeropp.attach(self.model, json)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        self.losses: list[float] = []
+
+    def shard(self, sizes: tuple[int, ...]) -> None:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replica", "shard")[-len(sizes) :])
+        for block in self.model.blocks:
+            kind = self.draw.choice(["whole", "whole", "parts", "none", "recomputed"])
+            stays = self.draw.choice([True, True, False])
+            if kind == "recomputed":
+                block.forward = recomputed(block)
+            if kind == "parts":
+                self.unit([block.up, block.down], mesh, stays)
+            if kind != "none":
+                self.unit(block, mesh, stays)
+        self.unit(self.model, mesh, self.draw.choice([True, False, None]))
+
+    def unit(self, modules: object, mesh: DeviceMesh, reshards: bool | None) -> None:
+        fully_shard(modules, mesh=mesh, reshard_after_forward=reshards)
+
+    def run(self, count: int) -> list[float]:
+        for number in range(count):
+            getattr(self, self.draw.choice(CALLS))(number)
+        self.step(count)
+        self.evaluate(count)
+        return self.losses
+
+    def train(self, number: int) -> None:
+        syncs = self.draw.random() < 0.6
+        self.model.set_requires_gradient_sync(syncs)
+        tokens = tokens_of(100 + number).chunk(4)[dist.get_rank()]
+        loss = loss_of(self.model, tokens)
+        loss.backward()
+        self.losses.append(loss.item())
+
+    def evaluate(self, number: int) -> None:
+        """FSDP2 would use what a pass without backward leaves gathered after the next step too."""
+        self.model.eval()
+        with torch.no_grad():
+            self.losses.append(loss_of(self.model, tokens_of(number)).item())
+        self.model.train()
+        for unit in self.model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+
+    def step(self, number: int) -> None:
+        if any(weight.grad is not None for weight in self.model.parameters()):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def load(self, number: int) -> None:
+        state = {name: 0.9 * weight for name, weight in self.model.state_dict().items()}
+        self.model.load_state_dict(state)
+
+    def unshard(self, number: int) -> None:
+        self.model.unshard()
+        self.model.reshard()
+
+
+def recomputed(block: nn.Module):
+    forward = type(block).forward.__get__(block)
+    return lambda x: checkpoint(forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("seed", range(SEQUENCES))
+@ranks(4, timeout=120)
+def test_nothing_quantized_computes_the_same(seed):
+    expected = Drawn(seed, None).run(12)
+    assert Drawn(seed, PLAIN).run(12) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(SEQUENCES))
+@ranks(4, timeout=120)
+def test_copies_change_no_bit(seed):
+    expected = Drawn(seed, QWZ).run(12)
+    drawn = Drawn(seed, QWZ | {"zero_hpz_partition_size": 2})
+    assert drawn.run(12) == expected
