@@ -21,7 +21,8 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.forecast import Forecast
-from zeropp.sharding.grid import find_nodes_of
+from zeropp.sharding.grid import Grid, find_nodes_of
+from zeropp.sharding.sharding import Sharding
 from zeropp.sharding.weight_changes import drop_gathered, drop_when_weights_change
 from zeropp.wire.collectives import GradientMean, WeightGather
 from zeropp.wire.gradient_use import GradientUse
@@ -33,6 +34,14 @@ from zeropp.wire.traffic import Traffic
 
 log = logging.getLogger("zeropp")
 Units = Mapping[str, fsdp.FSDPModule]
+HONOURED = frozenset(
+    {
+        "communication_data_type", "zeropp.ranks_per_node", "zeropp.weight_bits",
+        "zeropp.gradient_bits", "zeropp.secondary_in_evaluation", "zero_optimization.stage",
+        "zero_optimization.zero_quantized_weights", "zero_optimization.zero_hpz_partition_size",
+        "zero_optimization.zero_quantized_gradients",
+    }
+)  # fmt: skip
 
 
 def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Attached":
@@ -64,9 +73,10 @@ def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Atta
     device = fsdp.device_of(next(iter(units.values())))
     nodes = find_nodes_of(group, device.type, config)
     routes = weight_route(config, nodes), gradient_route(config, nodes)
-    if skipped:
-        log.warning("zeropp.attach leaves these units as they are: %s", _listed(skipped))
-    return Attached(model, units, skipped, group, routes, config)
+    attached = Attached(model, units, skipped, group, routes, config)
+    if dist.get_rank() == 0:
+        _log(attached, config)
+    return attached
 
 
 class Attached:
@@ -131,6 +141,18 @@ class Attached:
             for unit, gather in self._gathers.items():
                 fsdp.use_all_gather(unit, gather)
 
+    def describe(self, num_micro_batches: int = 1) -> tuple[tuple[str, str], ...]:
+        """Return table rows (name, text): the collectives as they run, and the bytes a node sends.
+
+        A text may have several lines.
+        """
+        sharding = Sharding(
+            model=self.model, grid=Grid(self.model, None, None), stage=self.forecast.stage,
+            num_ranks=self.group.size(), compute_dtype=self.forecast.compute_dtype,
+            forecast=self.forecast, copies=self.copies,
+        )  # fmt: skip
+        return sharding.describe(num_micro_batches)
+
     def expected_traffic(
         self, num_micro_batches: int = 1, *, reduces_once: bool = True
     ) -> dict[tuple[str, str], int]:
@@ -191,6 +213,20 @@ class Attached:
         hops = route.inner_hop(position), route.outer_hop(position)
         inner, outer = (connect(hop, ranks, position, self.traffic, purpose) for hop in hops)
         return inner, outer
+
+
+def _log(attached: Attached, config: ZeroConfig) -> None:
+    """Say what is sent from now on, and what of the settings has no effect."""
+    for name, text in attached.describe():
+        if name != "sends":
+            log.info("zeropp.attach, %s: %s", name, text.replace("\n", "; "))
+    if without_effect := sorted(config.file_keys - HONOURED):
+        log.info(
+            "zeropp.attach: no effect on a model that is sharded already: %s",
+            ", ".join(without_effect),
+        )
+    if attached.skipped:
+        log.warning("zeropp.attach leaves these units as they are: %s", _listed(attached.skipped))
 
 
 def _require_settings(config: ZeroConfig) -> None:
