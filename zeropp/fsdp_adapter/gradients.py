@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import nn
@@ -23,16 +24,20 @@ def accumulates(unit: FSDPModule) -> bool:
     )
 
 
-def take_gradients(unit: FSDPModule, take: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
+def take_gradients(
+    unit: FSDPModule, take: WeakMethod[Callable[[nn.Parameter, torch.Tensor], None]]
+) -> None:
     """Pass this rank's part of each averaged gradient, in fp32, to `take`; leave no `.grad`.
 
     `take` is called as each reduction is queued, on its stream. FSDP2 rounds the means to the
     parameters' dtype; the means from before rounding are passed on. Where it keeps the parameters
     on the host, it would also copy each rounded mean there, and wait for that because of our hooks.
     While it puts the means in their places, it is told that the parameters are on the device.
+    Python's collector does not see what a tensor's hooks refer to, so they refer to nothing that
+    would keep the tensor alive.
     """
     remaining: list[torch.Tensor] = []  # the part of the buffer of means not yet passed on
-    on_host = [parameter for parameter in parameters_of(unit) if parameter.offload_to_cpu]
+    on_host = WeakSet(each for each in parameters_of(unit) if each.offload_to_cpu)
 
     def keep_means(means: torch.Tensor) -> None:
         remaining[:] = [means]
@@ -47,7 +52,7 @@ def take_gradients(unit: FSDPModule, take: Callable[[nn.Parameter, torch.Tensor]
         else:
             for each in on_host:
                 each.offload_to_cpu = True
-        take(parameter, means[: local.numel()].view(local.shape))
+        take()(parameter, means[: local.numel()].view(local.shape))
 
     unit.set_all_reduce_hook(keep_means)
     for parameter in on_host:  # a gradient must be where its parameter is, if only until `pass_on`

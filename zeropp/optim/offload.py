@@ -289,10 +289,11 @@ class Offload:
 
     def _listen(self, sharding: Sharding) -> None:
         for unit in sharding.units:
-            fsdp.take_gradients(unit, self._take)
+            fsdp.take_gradients(unit, weakref.WeakMethod(self._take))
         if not sharding.units:
+            take_whole = weakref.WeakMethod(self._take_whole)
             for parameter in self._masters:
-                parameter.register_post_accumulate_grad_hook(self._take_whole)
+                parameter.register_post_accumulate_grad_hook(lambda each: take_whole()(each))
         for part in sharding.parts or (sharding,):
             for owner in (part.gradient_use, part.failed_passes):
                 if owner is not None:

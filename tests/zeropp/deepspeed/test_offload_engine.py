@@ -1,5 +1,6 @@
 """ZeRO-Offload under `zeropp.initialize`, with models, optimizers and schedules of the caller."""
 
+import gc
 import warnings
 import weakref
 
@@ -112,6 +113,19 @@ def test_one_rank_with_weak_references_to_its_weights():
         reference() is parameter
         for reference, parameter in zip(references, model.parameters(), strict=True)
     )
+
+
+@pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 2}, {"stage": 3}], ids=str)
+@pytest.mark.parametrize("place", [{}, ON_HOST], ids=["on the device", "offloaded"])
+@ranks(2)
+def test_an_engine_that_nobody_holds_is_freed(zero, place):
+    engine = engine_of(zero | place)
+    run(engine, 2)
+    parts = (engine.module, engine.optimizer, engine.sharding, next(engine.parameters()))
+    references = [weakref.ref(part) for part in parts]
+    del engine, parts
+    gc.collect()
+    assert [type(reference()).__name__ for reference in references] == ["NoneType"] * 4
 
 
 @pytest.mark.parametrize("clear", ["engine", "optimizer"])
