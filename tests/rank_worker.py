@@ -29,6 +29,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
+from torch.distributed.tensor import _collective_utils as dtensor_collectives
+from torch.distributed.tensor import _redistribute as dtensor_redistribute
 from torch.distributed.tensor import debug as dtensor_debug
 
 from tests.ranks import Job, Outcome
@@ -56,9 +58,9 @@ def serve(descriptor: int) -> None:
 def _outcome(job: Job, rank: int, folder: str) -> Outcome:
     kind, text = "passed", ""
     try:
+        function = _function(job)  # before there are groups: what it exempts from collection stays
         _seed()
         _join(job, rank, folder)
-        function = _function(job)
         function(**pickle.loads(job.arguments))
     except pytest.skip.Exception as skip:
         kind, text = "skipped", str(skip)
@@ -137,13 +139,24 @@ def _seed() -> None:
 def _clean() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-    # An equal mesh of the next test would otherwise meet this test's destroyed groups.
-    dtensor_debug._clear_sharding_prop_cache()
+    _forget_meshes()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     torch.set_default_dtype(torch.float32)
     torch.set_num_threads(1)
-    _exempt_from_collection()
+    gc.collect()
+
+
+def _forget_meshes() -> None:
+    """Clear DTensor's caches, which keep meshes alive, and with them groups and gloo's threads.
+
+    An equal mesh of the next test would meet this test's destroyed groups, and each thread of a
+    group that is kept wakes up a hundred times in a second.
+    """
+    dtensor_debug._clear_sharding_prop_cache()
+    dtensor_redistribute._gen_transform_infos.cache_clear()
+    dtensor_redistribute.clear_redistribute_planner_cache()
+    dtensor_collectives.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 @contextmanager
