@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zeropp import optim, zero
+    from zeropp.deepspeed.build_engine import initialize
     from zeropp.deepspeed.engine import Engine
-    from zeropp.deepspeed.initialize import initialize
     from zeropp.errors import InputError
     from zeropp.optim.adam import FusedAdam
     from zeropp.optim.loss_scale import LossScaler
@@ -51,7 +51,7 @@ _MODULES = MappingProxyType(
         "StepResult": "zeropp.optim.step",
         "ZeroConfig": "zeropp.settings.zero_config",
         "attach": "zeropp.sharding.attach",
-        "initialize": "zeropp.deepspeed.initialize",
+        "initialize": "zeropp.deepspeed.build_engine",
         "optimizer_step": "zeropp.optim.step",
         "shard": "zeropp.sharding.shard",
     }

@@ -22,7 +22,7 @@ from zeropp.checkpoint.shard_files import (
     os_errors_as_input_errors,
     write_shards,
 )
-from zeropp.checkpoint.state_tensors import load_state, state_to_save
+from zeropp.checkpoint.state_tensors import load_state, state_to_save, without_frozen
 from zeropp.checkpoint.sync_save import new_checkpoint
 from zeropp.errors import InputError, first_lines
 from zeropp.ranks.coordination import broadcast_object, fail_together, gather_objects, rank
@@ -40,9 +40,11 @@ def save(
     state: Mapping[str, Any],
     *,
     save_latest: bool = True,
+    exclude_frozen: bool = False,
 ) -> Path:
     """Write `folder/tag` and, with `save_latest`, let `latest` name it; return its path.
 
+    `exclude_frozen` leaves out parameters that do not require gradients.
     The `state` of rank 0 is saved: tensors, numbers, strings and containers of them. Raises
     InputError on all ranks for anything else in it, for a tag that is not a folder name or differs
     between ranks, and if the folder cannot be written.
@@ -51,6 +53,8 @@ def save(
     with fail_together():
         state_bytes = _serialize(state) if rank() == 0 else b""
         tensors = state_to_save(model, optimizer)
+        if exclude_frozen:
+            tensors = without_frozen(tensors, model)
     tensors = name_by_rank(tensors)
     pointer_text = tag if save_latest else None
     checkpoints = _checkpoint_folder(folder)

@@ -1,4 +1,4 @@
-"""A sharded model's weights gathered into one 16-bit file, which the plain model loads.
+"""A sharded model's weights gathered, and written to one 16-bit file, which the plain model loads.
 
 Weights are converted to 16 bit and gathered one at a time, and only rank 0 keeps them, in host
 memory: no device ever holds the whole model.
@@ -25,7 +25,7 @@ def save_gathered_weights(
     `.safetensors` file holds tied weights once, under their first name; any other file is written
     by torch.save and keeps them tied. Raises OSError on all ranks if the file cannot be written.
     """
-    weights = _gather_weights(model, dtype, masters)
+    weights = gather_weights(model, dtype, masters)
     with fail_together():
         if rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,13 +38,18 @@ def save_gathered_weights(
                 write_atomically(path, lambda file: torch.save(weights, file))
 
 
-def _gather_weights(
-    model: nn.Module, dtype: torch.dtype, masters: Masters
+def gather_weights(
+    model: nn.Module, dtype: torch.dtype, masters: Masters, *, exclude_frozen: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The whole state dict on the CPU of rank 0, tied names sharing memory; empty elsewhere."""
+    """Return the whole state dict on the CPU of rank 0, floats as `dtype`; empty elsewhere.
+
+    Tied names share memory. `exclude_frozen` leaves out parameters that do not require gradients.
+    """
     gathered: dict[int, torch.Tensor | None] = {}
     weights = {}
     for name, value in model.state_dict(keep_vars=True).items():
+        if exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad:
+            continue
         if id(value) not in gathered:
             gathered[id(value)] = _gather(masters.get(value, value), dtype, value.device)
         weight = gathered[id(value)]

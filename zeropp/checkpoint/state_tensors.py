@@ -114,6 +114,18 @@ def model_tensors(
     return {MODEL + name: state[name] for name in names if name in state}
 
 
+def without_frozen(
+    tensors: Mapping[str, torch.Tensor], model: nn.Module
+) -> dict[str, torch.Tensor]:
+    """Return the tensors but those of the model's frozen parameters."""
+    frozen = {
+        MODEL + _plain_name(name)
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+    }
+    return {name: tensor for name, tensor in tensors.items() if name not in frozen}
+
+
 def settle(optimizer: torch.optim.Optimizer) -> None:
     """Wait for an update that is still running, so that weights and state are up to date."""
     if hasattr(optimizer, "settle"):

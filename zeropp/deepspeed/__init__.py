@@ -1,1 +1,60 @@
-"""ZeRO++ in DeepSpeed's shape: `initialize`, the engine, `zero`."""
+"""ZeRO++ in DeepSpeed's shape: for programs that say `deepspeed`, with their import changed.
+
+    from zeropp import deepspeed
+    from zeropp.deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    engine, optimizer, loader, schedule = deepspeed.initialize(model=model, config="ds.json")
+
+Modules and names are where DeepSpeed has them. `initialize` and `DeepSpeedEngine` are
+`zeropp.initialize` and `zeropp.Engine`. Names are imported when they are first used.
+"""
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zeropp.deepspeed import accelerator, checkpoint, comm, ops, runtime, utils, zero
+    from zeropp.deepspeed.accelerator import get_accelerator
+    from zeropp.deepspeed.arguments import add_config_arguments
+    from zeropp.deepspeed.build_engine import initialize
+    from zeropp.deepspeed.comm import init_distributed
+    from zeropp.deepspeed.engine import Engine as DeepSpeedEngine
+
+__all__ = [
+    "DeepSpeedEngine",
+    "accelerator",
+    "add_config_arguments",
+    "checkpoint",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "ops",
+    "runtime",
+    "utils",
+    "zero",
+]
+
+_SUBMODULES = ("accelerator", "checkpoint", "comm", "ops", "runtime", "utils", "zero")
+_MODULES = MappingProxyType(
+    {
+        "DeepSpeedEngine": "zeropp.deepspeed.runtime.engine",
+        "add_config_arguments": "zeropp.deepspeed.arguments",
+        "get_accelerator": "zeropp.deepspeed.accelerator",
+        "init_distributed": "zeropp.deepspeed.comm",
+        "initialize": "zeropp.deepspeed.build_engine",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

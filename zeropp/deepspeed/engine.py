@@ -10,11 +10,7 @@ himself which micro-batch is the last one, and may call `step()` after that one 
 The names are DeepSpeed's; the work is done by `zeropp.shard` and `zeropp.optimizer_step`.
 """
 
-import functools
 import logging
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,14 +18,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from zeropp.checkpoint import engine_checkpoint
-from zeropp.checkpoint.gathered_weights import save_gathered_weights
-from zeropp.checkpoint.state_tensors import masters_of
+from zeropp.checkpoint.state_tensors import settle
+from zeropp.deepspeed.engine_files import EngineFiles
 from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
 from zeropp.errors import InputError
 from zeropp.optim.loss_scale import LossScaler
 from zeropp.optim.step import optimizer_step
-from zeropp.ranks.coordination import among
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import Batch, ZeroConfig
 from zeropp.sharding.sharding import Sharding
@@ -37,18 +31,18 @@ from zeropp.sharding.sharding import Sharding
 log = logging.getLogger("zeropp")
 
 
-def _among_its_ranks(method: Callable) -> Callable:
-    """Let a method of the engine act among the ranks of the engine's mesh."""
+class ThroughputTimer:
+    """Counts the epochs that a program announces, as DeepSpeed's timer does; times nothing."""
 
-    @functools.wraps(method)
-    def on_mesh(engine: "Engine", *args: Any, **kwargs: Any) -> Any:
-        with among(engine.sharding.group):
-            return method(engine, *args, **kwargs)
+    def __init__(self) -> None:
+        self.epoch_count = 0
 
-    return on_mesh
+    def update_epoch_count(self) -> None:
+        """Count an epoch."""
+        self.epoch_count += 1
 
 
-class Engine(nn.Module):
+class Engine(EngineFiles, nn.Module):
     """A sharded model with its optimizer, schedule, loss scale and counters.
 
     `global_steps` counts optimizer steps, including skipped ones; `micro_steps` counts calls of
@@ -67,13 +61,16 @@ class Engine(nn.Module):
     ) -> None:
         super().__init__()
         self.module = sharding.model
-        self.sharding, self.config, self.batch, self.device = sharding, config, batch, device
+        self.sharding, self.zero_config, self.batch = sharding, config, batch
+        self.config: dict[str, Any] = config.to_dict()  # as JSON: what programs look up in it
+        self.device = device
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.global_rank, self.local_rank = environment.rank, environment.local_rank
         self.world_size = environment.world_size  # ranks of the mesh, as in DeepSpeed
         self._is_first = dist.get_rank(sharding.group) == 0
         self.global_steps = self.micro_steps = self.skipped_steps = 0
         self.scaler = _loss_scaler(config)
+        self.tput_timer = ThroughputTimer()
         self._grad_norm: float | None = None
         self._forwards = self._backwards = 0  # of this micro-batch
         self._is_boundary: bool | None = None  # if the caller says so, and not the number of steps
@@ -183,6 +180,14 @@ class Engine(nn.Module):
         """The ZeRO stage, 0 to 3."""
         return self.sharding.stage
 
+    def fp16_enabled(self) -> bool:
+        """Whether forward and backward compute in float16."""
+        return self.zero_config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether forward and backward compute in bfloat16."""
+        return self.zero_config.bf16.enabled
+
     def quantize_nontrainable_params(self) -> None:
         """Quantize the parameters that are frozen now, and train those that were added (MixZ++).
 
@@ -191,7 +196,7 @@ class Engine(nn.Module):
         `zeropp.deepspeed.quantize_nontrainable.quantize_nontrainable_params` does.
         """
         self.sharding = quantize_nontrainable_params(
-            self.sharding, self.config, self.optimizer, self.device
+            self.sharding, self.zero_config, self.optimizer, self.device
         )
 
     def get_global_grad_norm(self) -> float | None:
@@ -203,101 +208,20 @@ class Engine(nn.Module):
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [group["lr"] for group in groups]
 
+    def destroy(self) -> None:
+        """Wait for an update under way, and drop the optimizer and the schedule.
+
+        Without them, and once nothing else refers to the model, its memory is freed.
+        """
+        if self.optimizer is not None:
+            settle(self.optimizer)
+        self.sharding.release()
+        self.optimizer = self.lr_scheduler = None
+
     @property
     def loss_scale(self) -> float:
         """The factor that fp16 losses are multiplied by; 1 in other formats."""
         return self.scaler.scale if self.scaler else 1.0
-
-    @_among_its_ranks
-    def save_checkpoint(
-        self,
-        save_dir: Path | str,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] = MappingProxyType({}),
-        save_latest: bool = True,
-    ) -> Path:
-        """Write `save_dir/tag` (by default global_stepN) on all ranks; return its path.
-
-        Raises InputError between the micro-batches of a step, whose gradients are not saved, and
-        as `zeropp.checkpoint.engine_checkpoint.save` does.
-        """
-        if self._mid_step():
-            raise InputError(
-                "save_checkpoint in the middle of a step would lose its gradients: save where "
-                f"micro_steps ({self.micro_steps}) is a multiple of "
-                f"gradient_accumulation_steps ({self.batch.micro_batches})"
-            )
-        state = {
-            "global_steps": self.global_steps,
-            "skipped_steps": self.skipped_steps,
-            "loss_scaler": self.scaler.state_dict() if self.scaler else {},
-            "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler else {},
-            "param_groups": _options(self.optimizer),
-            "optimizer_saved": self.optimizer is not None,
-            "client_state": dict(client_state),
-        }
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        return engine_checkpoint.save(
-            Path(save_dir), tag, self.module, self.optimizer, state, save_latest=save_latest
-        )
-
-    @_among_its_ranks
-    def load_checkpoint(
-        self,
-        load_dir: Path | str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[Path, dict[str, Any]]:
-        """Load a checkpoint on all ranks; return its path and its client_state.
-
-        Between the micro-batches of a step, its gradients are discarded and the step begins again.
-        Raises InputError as `zeropp.checkpoint.engine_checkpoint.load` does.
-        """
-        with_optimizer = load_optimizer_states and not load_module_only
-        optimizer = self.optimizer if with_optimizer else None
-        path, state = engine_checkpoint.load(
-            Path(load_dir),
-            tag,
-            self.module,
-            self.optimizer,
-            strict=load_module_strict,
-            with_optimizer_state=with_optimizer,
-        )
-        self.sharding.weights_changed()
-        self._begin_step_again()
-        if not load_module_only:
-            self.global_steps, self.skipped_steps = state["global_steps"], state["skipped_steps"]
-            self.micro_steps = self.global_steps * self.batch.micro_batches
-        if optimizer is not None:
-            _restore_options(optimizer, state["param_groups"], path)
-            if self.scaler and state["loss_scaler"]:
-                self.scaler.load_state_dict(state["loss_scaler"])
-        with_scheduler = load_lr_scheduler_states and not load_module_only
-        if with_scheduler and self.lr_scheduler and state["lr_scheduler"]:
-            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
-        return path, state["client_state"]
-
-    @_among_its_ranks
-    def save_16bit_model(
-        self, save_dir: Path | str, save_filename: str = "pytorch_model.bin"
-    ) -> Path:
-        """Write the full 16-bit weights to one file from rank 0; all ranks must call it.
-
-        A name ending in .safetensors selects that format. fp32 runs write bf16. Raises InputError
-        if the file cannot be written.
-        """
-        path = Path(save_dir) / save_filename
-        dtype = self.sharding.compute_dtype
-        if dtype == torch.float32:
-            dtype = torch.bfloat16
-        try:
-            save_gathered_weights(self.module, path, dtype, masters_of(self.optimizer))
-        except OSError as error:
-            raise InputError(f"cannot write {path}: {error}") from error
-        return path
 
     def _mid_step(self) -> bool:
         if self._is_boundary is not None:
@@ -317,7 +241,7 @@ class Engine(nn.Module):
         result = optimizer_step(
             self.optimizer,
             self.sharding,
-            clip_grad=self.config.gradient_clipping,
+            clip_grad=self.zero_config.gradient_clipping,
             scaler=self.scaler,
         )
         self.global_steps += 1
@@ -334,7 +258,7 @@ class Engine(nn.Module):
         self._report()
 
     def _report(self) -> None:
-        every, losses = self.config.steps_per_print, self._losses
+        every, losses = self.zero_config.steps_per_print, self._losses
         self._losses = torch.zeros_like(losses)
         if every and self.global_steps % every == 0 and self._is_first:
             scale = f", loss scale {self.loss_scale:g}" if self.scaler else ""
@@ -362,27 +286,3 @@ def _loss_scaler(config: ZeroConfig) -> LossScaler | None:
         hysteresis=fp16.hysteresis,
         dynamic=not fixed,
     )
-
-
-def _options(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-    """Return each parameter group's options, with the number of parameters as `params`."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    options = [{**group, "params": len(group["params"])} for group in groups]
-    for group in options:
-        group.pop("param_names", None)
-    return options
-
-
-def _restore_options(
-    optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]], path: Path
-) -> None:
-    sizes = [group["params"] for group in _options(optimizer)]
-    saved_sizes = [group["params"] for group in saved]
-    if sizes != saved_sizes:
-        raise InputError(
-            f"the optimizer has parameter groups of {sizes} parameters, the one in {path} of "
-            f"{saved_sizes}: build it with the same groups, or load with "
-            "load_optimizer_states=False"
-        )
-    for group, options in zip(optimizer.param_groups, saved, strict=True):
-        group.update({name: value for name, value in options.items() if name != "params"})

@@ -7,6 +7,7 @@ not JSON; the dotted key for a key that is unknown, given twice or of the wrong 
 import difflib
 import functools
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -214,6 +215,8 @@ def _check_ignored_object(entry: Key, content: Mapping) -> None:
 
 def _to_setting_type(value: Any, entry: Key) -> Any:
     """A JSON value in the type of its setting: 5e8 as an integer, lists as tuples, any case."""
+    if entry.infinity_is_null and value == math.inf:
+        return None
     if entry.count is None:
         return _to_number(entry.canonical(value), entry.type)
     if isinstance(value, list):

@@ -12,11 +12,12 @@ from zeropp.settings.schema import NoEffect, Section, Setting, setting
 class Key(Setting):
     """A key of the JSON.
 
-    `auto`: "auto" may stand for its value; `keys`: the names inside an object that is accepted
-    whole and has no effect.
+    `auto`: "auto" may stand for its value; `infinity_is_null`: infinity, which accelerate writes,
+    means null; `keys`: the names inside an object that is accepted whole and has no effect.
     """
 
     auto: bool = False
+    infinity_is_null: bool = False
     keys: tuple[str, ...] = ()
 
     @property

@@ -86,7 +86,7 @@ class ZeroOptimization(JsonSection):
     stage3_gather_16bit_weights_on_model_save: bool = ignored(
         False,
         "checkpoints stay sharded; tools/consolidate.py writes one 16-bit file",
-        in_engine="engine.save_16bit_model gathers the weights whenever it is called",
+        in_engine="",
     )
     stage3_prefetch_bucket_size: int = ignored(50_000_000, _PREFETCH, auto=True)
     stage3_max_live_parameters: int = ignored(1_000_000_000, _PREFETCH, auto=True)
@@ -153,6 +153,9 @@ class Optimizer(JsonSection):
     legacy_fusion: bool = ignored(False, "the fastest Adam of the device is used")
 
 
+SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulerParams(JsonSection):
     path: ClassVar[str] = "scheduler.params"
@@ -171,7 +174,7 @@ class SchedulerParams(JsonSection):
 class Scheduler(JsonSection):
     path: ClassVar[str] = "scheduler"
 
-    type: str | None = key(None, choices=("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"))
+    type: str | None = key(None, choices=SCHEDULES)
     params: SchedulerParams = key(SchedulerParams())
 
 

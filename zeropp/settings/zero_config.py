@@ -91,7 +91,9 @@ class ZeroConfig(JsonSection):
     zero_force_ds_cpu_optimizer: bool = ignored(True, _ANY_OPTIMIZER)
     graph_harvesting: bool = ignored(False, "no CUDA graphs are captured")
     dataloader_drop_last: bool = ignored(False, "every rank always gets full batches")
-    steps_per_print: int | None = ignored(None, "use --log-interval", minimum=1, in_engine="")
+    steps_per_print: int | None = ignored(
+        None, "use --log-interval", minimum=1, infinity_is_null=True, in_engine=""
+    )
     wall_clock_breakdown: bool = ignored(False, "use --timing-log-level", in_engine=_PRINTED)
     memory_breakdown: bool = ignored(False, _PRINTED)
     dump_state: bool = ignored(False, _PRINTED)

@@ -7,7 +7,6 @@ the model as the JSON says, and makes the optimizer and the schedule hold the sh
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from zeropp.deepspeed.comm import DEEPSPEED_PORT, init_distributed, refuse_port
 from zeropp.deepspeed.engine import Engine
 from zeropp.deepspeed.fp32_weights import use_fp32_weights
+from zeropp.deepspeed.ops import adam
 from zeropp.deepspeed.sample_stream import SamplesOfRank
 from zeropp.errors import InputError
 from zeropp.optim.adam import FusedAdam, fastest_adamw
@@ -29,8 +30,8 @@ from zeropp.optim.lr_schedule import build_scheduler
 from zeropp.optim.offloaded import offloaded_adamw
 from zeropp.optim.on_shards import require_on_shards
 from zeropp.optim.remap import Names, listed, names_of, remap, remapped
-from zeropp.ranks.coordination import among
-from zeropp.ranks.process_group import pick_device, start_process_group
+from zeropp.ranks.coordination import among, gather_objects
+from zeropp.ranks.process_group import pick_device
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import Batch, ZeroConfig
 from zeropp.sharding.grid import data_axis
@@ -39,8 +40,6 @@ from zeropp.sharding.shard import shard
 from zeropp.sharding.sharding import Sharding
 
 AXIS = "fsdp"  # by this name PEFT knows that a sharded layer computes with full weights
-DEEPSPEED_PORT = 29500  # DeepSpeed's default; here the launcher chooses the port
-TIMEOUT = timedelta(minutes=30)  # of a collective, as torch's default
 OFFLOADABLE = (torch.optim.AdamW, torch.optim.Adam, FusedAdam, CPUAdam)
 JSON_LR = 1e-3  # DeepSpeed's default if the JSON names an optimizer without a rate
 
@@ -82,6 +81,8 @@ def initialize(
     batch = zero.resolve_batch(mesh.size())
     names = names_of(model)
     parameters = None if model_parameters is None else listed(model_parameters)
+    with among(mesh.get_group()):
+        _require_same_model(model)
     copy_from_first_rank(model, mesh.get_group(), device)
     held = parameters or getattr(optimizer, "param_groups", ())
     use_fp32_weights(model, _parameters_in(held), zero.compute_format)
@@ -115,12 +116,22 @@ def _require_model(model: Any) -> None:
         raise InputError("the model given to zeropp.initialize is sharded already: give a new one")
 
 
+def _require_same_model(model: nn.Module) -> None:
+    """Raise InputError on all ranks unless the names and shapes of the weights are the same."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    shapes = {name: list(tensor.shape) for name, tensor in tensors}
+    for rank, others in enumerate(gather_objects(shapes)):
+        for name in {**others, **shapes}:
+            if shapes.get(name) != others.get(name):
+                here = shapes.get(name, "nothing")
+                raise InputError(
+                    f"the model differs between ranks: {name} is {others.get(name, 'nothing')} on "
+                    f"rank {rank} and {here} on rank {dist.get_rank()}; build the same one on all"
+                )
+
+
 def _refuse_unsupported(distributed_port: int, mpu: Any, mesh_param: Any) -> None:
-    if distributed_port != DEEPSPEED_PORT:
-        raise InputError(
-            f"distributed_port = {distributed_port}: the launcher chooses the port; give it to "
-            "torchrun (--master-port), or start the ranks with zeropp, which finds a free one"
-        )
+    refuse_port(distributed_port)
     if mpu is not None:
         raise InputError(
             "mpu: there are no tensor- or pipeline-parallel ranks here; leave it out, and all "
@@ -174,13 +185,7 @@ def _join(dist_init_required: bool | None) -> tuple[Environment, torch.device]:
     """Join the default process group; return this process's environment and device."""
     environment = Environment.read()
     device = pick_device(environment)
-    if not dist.is_initialized():
-        if dist_init_required is False:
-            raise InputError(
-                "dist_init_required=False, and torch.distributed is not initialized: call "
-                "torch.distributed.init_process_group first, or leave it to zeropp.initialize"
-            )
-        start_process_group(environment, device, TIMEOUT)
+    init_distributed(dist_init_required=dist_init_required)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if (rank, world_size) != (environment.rank, environment.world_size):
         local_rank = environment.local_rank
@@ -267,7 +272,7 @@ def _offload_optimizer(
     if optimizer is None or not zero.offloads_optimizer:
         return optimizer
     kind = type(optimizer)
-    if kind not in OFFLOADABLE:
+    if kind not in (*OFFLOADABLE, adam.FusedAdam, adam.DeepSpeedCPUAdam):
         supported = ", ".join(
             f"{cls.__module__.rpartition('.')[0]}.{cls.__name__}" for cls in OFFLOADABLE
         )

@@ -1,0 +1,169 @@
+"""DeepSpeed's modules under `zeropp.deepspeed`: names that programs import, and what they do."""
+
+import argparse
+import importlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeropp
+from tests.ranks import ranks
+from tests.zeropp.deepspeed.small_engine import run
+from tests.zeropp.small_model import small_model
+from zeropp import InputError, deepspeed
+from zeropp.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from zeropp.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+
+def test_every_public_name_is_where_deepspeed_has_it():
+    for name in deepspeed.__all__:
+        assert getattr(deepspeed, name) is not None
+    assert deepspeed.initialize is zeropp.initialize
+    assert deepspeed.DeepSpeedEngine is deepspeed.runtime.engine.DeepSpeedEngine is zeropp.Engine
+    assert deepspeed.get_accelerator is deepspeed.accelerator.get_accelerator
+    parameters = importlib.import_module("zeropp.deepspeed.runtime.zero.partition_parameters")
+    assert parameters.Init is zeropp.zero.Init is deepspeed.zero.Init
+    assert "WarmupLR" in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
+    assert deepspeed.utils.logger.name == "zeropp"
+    with pytest.raises(AttributeError, match="pipe"):
+        _ = deepspeed.pipe
+
+
+def test_the_flags_that_deepspeed_adds():
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args("--deepspeed --deepspeed_config ds.json".split())
+    assert args.deepspeed and args.deepspeed_config == "ds.json"
+    assert not parser.parse_args([]).deepspeed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU answers")
+def test_the_cpu_as_an_accelerator():
+    accelerator = deepspeed.get_accelerator()
+    accelerator.set_device(1)
+    assert accelerator.device_name(1) == accelerator.current_device_name() == "cpu"
+    assert accelerator.device() == accelerator.device(0) == torch.device("cpu")
+    assert accelerator.is_available() and accelerator.device_count() == 1
+    assert accelerator.communication_backend_name() == "gloo"
+    assert accelerator.on_accelerator(torch.ones(1))
+    accelerator.synchronize()  # of torch.cpu
+
+
+@ranks(2)
+def test_ranks_that_have_met_need_not_meet_again():
+    deepspeed.init_distributed("gloo", rank=dist.get_rank(), world_size=2)
+    assert deepspeed.comm.get_world_size() == 2
+    for options, message in (
+        ({"rank": 7, "world_size": 9}, "rank = 7 and world_size = 9.*leave them out"),
+        ({"init_method": "tcp://there:1"}, "ranks meet as the launcher says"),
+        ({"distributed_port": 1}, "the launcher chooses the port"),
+    ):
+        with pytest.raises(InputError, match=message):
+            deepspeed.init_distributed(**options)
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, DeepSpeedCPUAdam])
+def test_adam_with_deepspeeds_defaults(kind):
+    weight, expected = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+    ours, torchs = kind([weight], lr=0.1), torch.optim.AdamW([expected], lr=0.1, weight_decay=0.0)
+    for optimizer, parameter in ((ours, weight), (torchs, expected)):
+        for step in range(3):
+            parameter.grad = torch.full((8,), float(step))
+            optimizer.step()
+    torch.testing.assert_close(weight, expected)
+    with pytest.raises(InputError, match="amsgrad"):
+        kind([weight], amsgrad=True)
+
+
+@ranks(2)
+def test_deepspeeds_adam_may_be_offloaded():
+    losses = {}
+    for kind, place in ((FusedAdam, "none"), (DeepSpeedCPUAdam, "cpu"), (FusedAdam, "cpu")):
+        zero = {"stage": 2, "offload_optimizer": {"device": place}}
+        model = small_model()
+        config = {"train_batch_size": 4, "zero_optimization": zero}
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=kind(model.parameters(), lr=1e-2), config=config
+        )
+        losses[kind, place] = run(engine, 3)
+    assert len({tuple(each) for each in losses.values()}) == 1
+
+
+@ranks(2)
+def test_what_programs_ask_the_engine():
+    config = {
+        "train_batch_size": 4,
+        "bf16": {"enabled": True},
+        "steps_per_print": float("inf"),  # as accelerate writes "never"
+        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+    }
+    engine, *_ = deepspeed.initialize(model=small_model(), config=config)
+    assert engine.config.get("zero_optimization", {}).get("stage") == 3
+    assert engine.bfloat16_enabled() and not engine.fp16_enabled()
+    assert engine.zero_gather_16bit_weights_on_model_save()
+    engine.module.blocks[2].requires_grad_(False)
+    weights = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    everything = engine._zero3_consolidated_16bit_state_dict()
+    if dist.get_rank():
+        assert weights is everything is None
+    else:
+        assert {value.dtype for value in everything.values()} == {torch.bfloat16}
+        frozen = everything.keys() - weights.keys()
+        assert frozen and all(name.startswith("blocks.2") for name in frozen)
+    engine.tput_timer.update_epoch_count()
+    engine.destroy()
+    assert engine.optimizer is None
+
+
+@ranks(2)
+def test_a_checkpoint_without_frozen_weights(tmp_path):
+    def engine_of(seed: int) -> zeropp.Engine:
+        torch.manual_seed(seed)
+        model = small_model()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(seed)
+        model.blocks[2].requires_grad_(False)
+        optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
+        config = {"train_batch_size": 4, "zero_optimization": {"stage": 3}, "optimizer": optimizer}
+        return deepspeed.initialize(model=model, config=config)[0]
+
+    engine = engine_of(1)
+    run(engine, 2)
+    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    other = engine_of(2)
+    with pytest.raises(InputError, match=r"(?s)another model.*blocks\.2"):
+        other.load_checkpoint(tmp_path)
+    frozen = other.module.blocks[2].up.weight.full_tensor()
+    other.load_checkpoint(tmp_path, load_module_strict=False)
+    assert torch.equal(other.module.blocks[2].up.weight.full_tensor(), frozen)
+    trained = engine.module.blocks[0].up.weight.full_tensor()
+    assert torch.equal(other.module.blocks[0].up.weight.full_tensor(), trained)
+
+
+@ranks(2)
+def test_copies_of_a_state_dict_are_whole_and_tied_weights_stay_tied():
+    model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Linear(5, 3), nn.Linear(3, 5, bias=False))
+    model[2].weight = model[0].weight
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    engine, *_ = deepspeed.initialize(
+        model=model, config={"train_batch_size": 2, "zero_optimization": {"stage": 2}}
+    )
+    gathered = [None] * 2
+    dist.all_gather_object(gathered, expected)
+    copies = clone_tensors_for_torch_save({"list": [engine.module.state_dict(), 7]})
+    assert copies["list"][1] == 7
+    for name, value in copies["list"][0].items():
+        assert torch.equal(value, gathered[0][name])
+    if dist.get_rank() == 0:
+        assert copies["list"][0]["0.weight"] is copies["list"][0]["2.weight"]
+
+
+@ranks(2)
+def test_models_that_differ_between_ranks_are_named():
+    sizes = (3, 5 + dist.get_rank())
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(*sizes))
+    message = r"the model differs between ranks: 1.weight is \[\d, 3\] on rank \d and \[\d, 3\]"
+    with pytest.raises(InputError, match=message):
+        deepspeed.initialize(model=model, config={"train_batch_size": 2})

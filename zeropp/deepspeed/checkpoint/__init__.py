@@ -1,0 +1,1 @@
+"""`deepspeed.checkpoint`: helpers for state dicts."""

@@ -1,0 +1,95 @@
+"""`deepspeed.comm`: torch.distributed, and `init_distributed`."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import (  # noqa: F401  (names of deepspeed.comm)
+    ReduceOp,
+    all_gather,
+    all_gather_into_tensor,
+    all_gather_object,
+    all_reduce,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    broadcast_object_list,
+    destroy_process_group,
+    gather,
+    get_backend,
+    get_rank,
+    get_world_size,
+    irecv,
+    is_available,
+    is_initialized,
+    isend,
+    monitored_barrier,
+    new_group,
+    recv,
+    reduce,
+    reduce_scatter_tensor,
+    scatter,
+    send,
+)
+
+from zeropp.errors import InputError
+from zeropp.ranks.process_group import pick_device, start_process_group
+from zeropp.ranks.topology import Environment
+
+DEEPSPEED_PORT = 29500  # DeepSpeed's default; here the launcher chooses the port
+TIMEOUT = timedelta(minutes=30)  # of a collective, as torch's default
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = DEEPSPEED_PORT,
+    verbose: bool = True,
+    timeout: timedelta = TIMEOUT,
+    *,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join the default process group, unless this process has joined one.
+
+    The launcher's environment says which rank this is; `auto_mpi_discovery`, `verbose` and `config`
+    have no effect. Raises InputError for another port, another way to meet, and a rank or number of
+    ranks that is not the launcher's.
+    """
+    refuse_port(distributed_port)
+    environment = Environment.read()
+    expected = (environment.rank, environment.world_size)
+    if (rank, world_size) not in ((-1, -1), expected):
+        raise InputError(
+            f"rank = {rank} and world_size = {world_size}, and the launcher says {expected[0]} and "
+            f"{expected[1]}: leave them out"
+        )
+    if init_method not in (None, "env://"):
+        raise InputError(
+            f"init_method = {init_method!r}: ranks meet as the launcher says; leave it out"
+        )
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise InputError(
+            "dist_init_required=False, and torch.distributed is not initialized: call "
+            "torch.distributed.init_process_group first, or leave it to zeropp.initialize"
+        )
+    start_process_group(environment, pick_device(environment), timeout, dist_backend)
+
+
+def get_local_rank() -> int:
+    """Return this rank's number on its node."""
+    return Environment.read().local_rank
+
+
+def refuse_port(distributed_port: int) -> None:
+    """Raise InputError for any but the default port."""
+    if distributed_port != DEEPSPEED_PORT:
+        raise InputError(
+            f"distributed_port = {distributed_port}: the launcher chooses the port; give it to "
+            "torchrun (--master-port), or start the ranks with zeropp, which finds a free one"
+        )

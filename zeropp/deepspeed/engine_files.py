@@ -1,0 +1,176 @@
+"""What the engine writes and reads: checkpoints, and whole weights in 16 bit."""
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from zeropp.checkpoint import engine_checkpoint
+from zeropp.checkpoint.gathered_weights import gather_weights, save_gathered_weights
+from zeropp.checkpoint.state_tensors import masters_of
+from zeropp.errors import InputError
+from zeropp.ranks.coordination import among
+
+
+def _among_its_ranks(method: Callable) -> Callable:
+    """Let a method of the engine act among the ranks of the engine's mesh."""
+
+    @functools.wraps(method)
+    def on_mesh(engine: "EngineFiles", *args: Any, **kwargs: Any) -> Any:
+        with among(engine.sharding.group):
+            return method(engine, *args, **kwargs)
+
+    return on_mesh
+
+
+class EngineFiles:
+    """The methods of `Engine` that touch files; of its other attributes they set the counters."""
+
+    @_among_its_ranks
+    def save_checkpoint(
+        self,
+        save_dir: Path | str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Path:
+        """Write `save_dir/tag` (by default global_stepN) on all ranks; return its path.
+
+        With `exclude_frozen_parameters`, only what is trained is written, and `load_checkpoint`
+        leaves frozen parameters alone if it is called with `load_module_strict=False`.
+
+        Raises InputError between the micro-batches of a step, whose gradients are not saved, and
+        as `zeropp.checkpoint.engine_checkpoint.save` does.
+        """
+        if self._mid_step():
+            raise InputError(
+                "save_checkpoint in the middle of a step would lose its gradients: save where "
+                f"micro_steps ({self.micro_steps}) is a multiple of "
+                f"gradient_accumulation_steps ({self.batch.micro_batches})"
+            )
+        state = {
+            "global_steps": self.global_steps,
+            "skipped_steps": self.skipped_steps,
+            "loss_scaler": self.scaler.state_dict() if self.scaler else {},
+            "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler else {},
+            "param_groups": _options(self.optimizer),
+            "optimizer_saved": self.optimizer is not None,
+            "client_state": dict(client_state),
+        }
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        return engine_checkpoint.save(
+            Path(save_dir),
+            tag,
+            self.module,
+            self.optimizer,
+            state,
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+        )
+
+    @_among_its_ranks
+    def load_checkpoint(
+        self,
+        load_dir: Path | str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[Path, dict[str, Any]]:
+        """Load a checkpoint on all ranks; return its path and its client_state.
+
+        Between the micro-batches of a step, its gradients are discarded and the step begins again.
+        Raises InputError as `zeropp.checkpoint.engine_checkpoint.load` does.
+        """
+        with_optimizer = load_optimizer_states and not load_module_only
+        optimizer = self.optimizer if with_optimizer else None
+        path, state = engine_checkpoint.load(
+            Path(load_dir),
+            tag,
+            self.module,
+            self.optimizer,
+            strict=load_module_strict,
+            with_optimizer_state=with_optimizer,
+        )
+        self.sharding.weights_changed()
+        self._begin_step_again()
+        if not load_module_only:
+            self.global_steps, self.skipped_steps = state["global_steps"], state["skipped_steps"]
+            self.micro_steps = self.global_steps * self.batch.micro_batches
+        if optimizer is not None:
+            _restore_options(optimizer, state["param_groups"], path)
+            if self.scaler and state["loss_scaler"]:
+                self.scaler.load_state_dict(state["loss_scaler"])
+        with_scheduler = load_lr_scheduler_states and not load_module_only
+        if with_scheduler and self.lr_scheduler and state["lr_scheduler"]:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        return path, state["client_state"]
+
+    @_among_its_ranks
+    def save_16bit_model(
+        self, save_dir: Path | str, save_filename: str = "pytorch_model.bin"
+    ) -> Path:
+        """Write the full 16-bit weights to one file from rank 0; all ranks must call it.
+
+        A name ending in .safetensors selects that format. fp32 runs write bf16. Raises InputError
+        if the file cannot be written.
+        """
+        path = Path(save_dir) / save_filename
+        dtype = self.sharding.compute_dtype
+        if dtype == torch.float32:
+            dtype = torch.bfloat16
+        try:
+            save_gathered_weights(self.module, path, dtype, masters_of(self.optimizer))
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error}") from error
+        return path
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether the JSON's `stage3_gather_16bit_weights_on_model_save` is set."""
+        return self.zero_config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
+    @_among_its_ranks
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """Return the whole weights, in the computing format, on rank 0; None on other ranks.
+
+        All ranks must call it.
+        """
+        masters = masters_of(self.optimizer)
+        weights = gather_weights(
+            self.module,
+            self.sharding.compute_dtype,
+            masters,
+            exclude_frozen=exclude_frozen_parameters,
+        )
+        return weights if self._is_first else None
+
+
+def _options(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    """Return each parameter group's options, with the number of parameters as `params`."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    options = [{**group, "params": len(group["params"])} for group in groups]
+    for group in options:
+        group.pop("param_names", None)
+    return options
+
+
+def _restore_options(
+    optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]], path: Path
+) -> None:
+    sizes = [group["params"] for group in _options(optimizer)]
+    saved_sizes = [group["params"] for group in saved]
+    if sizes != saved_sizes:
+        raise InputError(
+            f"the optimizer has parameter groups of {sizes} parameters, the one in {path} of "
+            f"{saved_sizes}: build it with the same groups, or load with "
+            "load_optimizer_states=False"
+        )
+    for group, options in zip(optimizer.param_groups, saved, strict=True):
+        group.update({name: value for name, value in options.items() if name != "params"})

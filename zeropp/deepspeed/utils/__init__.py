@@ -1,0 +1,5 @@
+"""`deepspeed.utils`: the logger."""
+
+import logging
+
+logger = logging.getLogger("zeropp")
