@@ -1,0 +1,96 @@
+"""A program on two ranks: Hugging Face's Trainer with `deepspeed=`, at several accumulations.
+
+It prints a line of JSON: for each run its losses, and the number of updates. accelerate joins
+DeepSpeed's ranks only where they have GPUs, so it is told here which of its ways to train is meant.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+STEPS, SAVED = 4, 2
+AUTO = {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"} | {
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"
+}  # fmt: skip
+OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}}
+WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
+ZERO3 = AUTO | {
+    "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+    "optimizer": OPTIMIZER,
+}
+WITH_SCHEDULE = ZERO3 | {"scheduler": {"type": "WarmupLR", "params": WARMUP}}
+ZERO2 = AUTO | {"zero_optimization": {"stage": 2}}
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=True, **sizes, **heads))
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 64, (64, 16), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def arguments(folder: Path, config: dict | None, accumulation: int) -> TrainingArguments:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    made = TrainingArguments(
+        str(folder),
+        deepspeed=config,
+        use_cpu=True,
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_steps=SAVED,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    assert made.device.type == "cpu"  # starts accelerate
+    if config is not None:
+        PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+    return made
+
+
+def train(
+    folder: Path, config: dict | None, accumulation: int, pretrained: Path | None = None, **how: str
+) -> tuple[Trainer, list[float]]:
+    made = arguments(folder, config, accumulation)
+    model = LlamaForCausalLM.from_pretrained(pretrained) if pretrained else llama()
+    trainer = Trainer(model, made, train_dataset=samples())
+    trainer.train(**how)
+    return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def main(folder: Path) -> None:
+    results = {}
+    for accumulation in (1, 2, 4):
+        for name, config in (("plain", None), ("stage 2", ZERO2), ("stage 3", ZERO3)):
+            trainer, losses = train(folder / name / str(accumulation), config, accumulation)
+            updates = STEPS if config is None else trainer.deepspeed.global_steps
+            results[f"{name}, {accumulation}"] = [losses, updates]
+    whole = folder / "with a schedule"
+    results["whole"] = train(whole, WITH_SCHEDULE, 2)[1]
+    saved = whole / f"checkpoint-{SAVED}"
+    results["resumed"] = train(whole, WITH_SCHEDULE, 2, resume_from_checkpoint=str(saved))[1]
+    saved = folder / "stage 3" / "1" / f"checkpoint-{STEPS}"
+    for name, config in (("plain", None), ("stage 3", ZERO3)):
+        results[f"from the saved weights, {name}"] = train(folder / "again", config, 1, saved)[1]
+    if dist.get_rank() == 0:
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
