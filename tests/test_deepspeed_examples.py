@@ -1,0 +1,64 @@
+"""The loops in DeepSpeed's style make 20 steps and learn."""
+
+import contextlib
+import io
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.ranks import ranks
+
+FOLDER = Path(__file__).resolve().parent.parent / "examples" / "deepspeed"
+COMMANDS = (
+    "image_classifier.py --deepspeed --stage 2",
+    "image_classifier.py --stage 3 --dtype fp16",
+    "gan.py --deepspeed_config {folder}/gan.json",
+    "bf16_training.py --deepspeed_config {folder}/bf16_zero3.json --activation_checkpointing",
+    "supervised_finetuning.py --deepspeed --zero_stage 3 --gradient_checkpointing",
+    "supervised_finetuning.py --zero_stage 2 --offload --dtype fp32",
+)
+
+
+def printed(command: str) -> str:
+    """What the first rank prints at the end."""
+    name, *flags = command.format(folder=FOLDER).split()
+    sys.argv = [name, *flags]
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        runpy.run_path(str(FOLDER / name), run_name="__main__")
+    return text.getvalue()
+
+
+def numbers(text: str) -> list[float]:
+    """The two numbers of "NAME FIRST -> LAST"; on other ranks two that are in order."""
+    if dist.get_rank():
+        return [1.0, 0.0]
+    return [float(number) for number in re.search(r"(\d+\.\d+) -> (\d+\.\d+)\n$", text).groups()]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@ranks(2, timeout=120)
+def test_a_loop_learns(command):
+    first, last = numbers(printed(command))
+    assert last < 0.9 * first
+
+
+@ranks(2, timeout=120)
+def test_the_masked_language_model_goes_on_where_it_stopped(tmp_path):
+    command = f"masked_language_model.py --steps 10 --checkpoint_dir {tmp_path}"
+    first, middle = numbers(printed(command))
+    text = printed(command)
+    assert dist.get_rank() or text.startswith("from step 10: ")
+    then, last = numbers(text)
+    assert last < middle < first or dist.get_rank()
+    whole = printed("masked_language_model.py --steps 20")
+    assert numbers(whole)[1] == last
+
+
+def test_all_loops_are_run():
+    scripts = {command.partition(" ")[0] for command in COMMANDS} | {"masked_language_model.py"}
+    assert scripts == {path.name for path in FOLDER.glob("*.py")}
