@@ -12,6 +12,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 from megatron_zpp.settings.command_line import HELP
+from zeropp import __version__
 
 PROGRAM = "megatron-zpp"
 USAGE_ERROR = 2
@@ -67,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(help_text())
         return 0 if words else USAGE_ERROR
     name = words[0]
+    if name == "--version":
+        print(f"{PROGRAM} {__version__}")
+        return 0
     if name not in COMMANDS:
         print(f"error: {_unknown(name)}", file=sys.stderr)
         return USAGE_ERROR
@@ -89,7 +93,8 @@ def help_text() -> str:
             "",
             *lines,
             "",
-            f"{PROGRAM} COMMAND --help lists the flags of a command.",
+            f"{PROGRAM} COMMAND --help lists the flags of a command,",
+            f"{PROGRAM} --version prints the version.",
             f"To run {ranks} on several ranks:",
             "  zeropp --num_ranks N --module megatron_zpp.commands COMMAND [flags]",
             "  torchrun --nproc-per-node N -m megatron_zpp.commands COMMAND [flags]",

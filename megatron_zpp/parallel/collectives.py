@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_zpp.parallel.peers import Peers
-from zeropp.wire.link import ALL_GATHER
+from zeropp.wire.link import ALL_GATHER, traced
 
 Move = Callable[[Tensor, Peers], Tensor]
 
@@ -33,7 +33,8 @@ def sum_whole(x: Tensor, peers: Peers) -> Tensor:
 def largest(x: Tensor, peers: Peers) -> Tensor:
     """Return the largest of each element of x over the ranks."""
     peers.count_reduce(x.nbytes)
-    dist.all_reduce(x, dist.ReduceOp.MAX, group=peers.group)
+    with traced("all_reduce", peers.purpose, peers.hop):
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=peers.group)
     return x
 
 
@@ -90,7 +91,8 @@ def _gather(part: Tensor, peers: Peers) -> Tensor:
     """Return the parts of all ranks, [T, ...]."""
     whole = part.new_empty(peers.size, *part.shape)
     peers.count_gather(part.nbytes)
-    ALL_GATHER(whole.view(-1), part.contiguous().view(-1), group=peers.group)
+    with traced("all_gather", peers.purpose, peers.hop):
+        ALL_GATHER(whole.view(-1), part.contiguous().view(-1), group=peers.group)
     return whole
 
 
@@ -104,5 +106,6 @@ def _exchange(parts: Tensor, peers: Peers) -> Tensor:
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     peers.count_exchange(parts.nbytes // peers.size)
-    dist.all_to_all_single(received, parts, group=peers.group)
+    with traced("all_to_all", peers.purpose, peers.hop):
+        dist.all_to_all_single(received, parts, group=peers.group)
     return received

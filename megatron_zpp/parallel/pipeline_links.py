@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.peers import Peers
 from zeropp.ranks.groups import shared_group
+from zeropp.wire.link import traced
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Link:
         """Begin to send x."""
         x = x.detach().contiguous()
         self.peers.count_exchange(x.nbytes)
-        return Message(x, dist.isend(x, self.peer, group=self.peers.group))
+        with traced("send", self.peers.purpose, self.peers.hop):
+            return Message(x, dist.isend(x, self.peer, group=self.peers.group))
 
     def expect(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> "Message":
         """Begin to receive a tensor."""

@@ -13,6 +13,7 @@ _NEEDS_PROMPT = needs("--sample-prompt", lambda c: c.evaluation.sample_prompt is
 _NEEDS_SAVE = needs("--save", lambda c: c.checkpoint.save is not None)
 NEEDS_LOAD = needs("--load", lambda c: c.checkpoint.load is not None)
 _NEEDS_TENSORBOARD = needs("--tensorboard-dir", lambda c: c.log.tensorboard_dir is not None)
+_NEEDS_PROFILE = needs("--profile", lambda c: c.log.profile)
 _NEEDS_WANDB = needs("--wandb-project", lambda c: c.log.wandb_project is not None)
 _NEEDS_WRITER = needs(
     "--tensorboard-dir or --wandb-project",
@@ -162,6 +163,19 @@ class LogConfig(Section):
     log_world_size_to_tensorboard: bool = flag(
         False, "the number of ranks as a scalar", no_effect=_NEEDS_WRITER
     )
+    profile: bool = flag(
+        False, "write a trace of some iterations to the folder profile in --tensorboard-dir"
+    )
+    profile_step_start: int = flag(
+        10, "iterations before the trace begins", minimum=0, no_effect=_NEEDS_PROFILE
+    )
+    profile_step_end: int = flag(
+        12, "iterations after which the trace ends", minimum=1, no_effect=_NEEDS_PROFILE
+    )
+    profile_ranks: tuple[int, ...] = flag(
+        (0,), "ranks that write a trace", minimum=0, no_effect=_NEEDS_PROFILE
+    )
+    use_pytorch_profiler: bool = ignored(False, "--profile uses PyTorch's profiler")
     wandb_project: str | None = flag(None, "Weights & Biases project; switches it on")
     wandb_exp_name: str | None = flag(
         None, "name of the run at Weights & Biases", no_effect=_NEEDS_WANDB
@@ -169,3 +183,14 @@ class LogConfig(Section):
     wandb_save_dir: str | None = flag(
         None, "folder of the Weights & Biases files", no_effect=_NEEDS_WANDB
     )
+
+    def check(self) -> None:
+        """Raise InputError for a profile without a folder or without an iteration."""
+        super().check()
+        if self.profile and self.tensorboard_dir is None:
+            raise InputError("--profile needs --tensorboard-dir FOLDER, where the trace is written")
+        if self.profile and self.profile_step_end <= self.profile_step_start:
+            raise InputError(
+                f"--profile-step-end {self.profile_step_end}: expected more than "
+                f"--profile-step-start {self.profile_step_start}"
+            )

@@ -1,6 +1,7 @@
 """The training loop: step, log, evaluate, save, stop."""
 
 from megatron_zpp.monitor.metrics import Validation
+from megatron_zpp.monitor.step_profiler import StepProfiler
 from megatron_zpp.train.batches import TRAIN, VALIDATION, loader
 from megatron_zpp.train.diagnosis import describe_spike, source_of_non_finite
 from megatron_zpp.train.evaluate import evaluate
@@ -21,9 +22,14 @@ def train(run: Run) -> bool:
     if config.evaluation.eval_at_start and counters.iteration == 0:
         evaluate_split(run, VALIDATION, "the start of training")
     skipped = run.schedules.batch_size.batches_with(config.data.skipped, counters.consumed_samples)
-    with loader(run, TRAIN, counters.consumed_samples, skipped) as batches, run.console.live():
+    with (
+        loader(run, TRAIN, counters.consumed_samples, skipped) as batches,
+        run.console.live(),
+        StepProfiler(config.log, run.ranks.rank) as profiler,
+    ):
         pending: PendingIteration | None = None
         while counters.iteration < run.schedules.length.iterations:
+            profiler.before_iteration(counters.iteration)
             if any(counters.consumed_samples in samples for samples in skipped):
                 leave_out_batch(run)
             else:

@@ -121,6 +121,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "-m", "--module", action="store_true", help="run a module, as python -m does, not a script"
     )
+    version = importlib.import_module("zeropp").__version__
+    parser.add_argument("--version", action="version", version=f"zeropp {version}")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="script.py ...")
     options, unknown = parser.parse_known_args(arguments)
     if unknown:

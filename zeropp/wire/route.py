@@ -9,6 +9,7 @@ forecast of the bytes they send.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 from zeropp.errors import InputError
@@ -72,6 +73,13 @@ class Hop:
     @property
     def size(self) -> int:
         return len(self.members)
+
+    @cached_property
+    def place(self) -> str:
+        """Where the members are, in words."""
+        first, *others = self.members
+        near = all(self.nodes.same(first, other) for other in others)
+        return "in a node" if near else "across nodes"
 
     def gather_bytes(self, position: int, num_bytes: int) -> dict[str, int]:
         """Return what the member at `position` sends in a ring all-gather of `num_bytes` each."""

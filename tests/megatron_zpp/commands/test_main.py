@@ -2,7 +2,9 @@
 
 import pytest
 
+import zeropp
 from megatron_zpp.commands.__main__ import COMMANDS, main
+from zeropp.ranks.launcher import main as launch
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +26,14 @@ def test_the_help_of_a_command_names_it(name: str, capsys: pytest.CaptureFixture
     else:
         assert main([name, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"usage: megatron-zpp {name} ")
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        launch(["--version"])
+    version = zeropp.__version__
+    assert capsys.readouterr().out == f"megatron-zpp {version}\nzeropp {version}\n"
 
 
 def test_the_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,6 +167,10 @@ SETTINGS = """
 
 # Flags that need another one beside them.
 PAIRS = """
+--profile --tensorboard-dir board                       log.profile true
+--profile --tensorboard-dir board --profile-step-start 3   log.profile_step_start 3
+--profile --tensorboard-dir board --profile-step-end 20    log.profile_step_end 20
+--profile --tensorboard-dir board --profile-ranks 0 2      log.profile_ranks [0,2]
 --pretrained-checkpoint m                             lora.pretrained_checkpoint "m"
 --pretrained-checkpoint m --lora-rank 4               lora.lora_rank 4
 --pretrained-checkpoint m --lora-rank 4 --lora-alpha 8  lora.lora_alpha 8.0
