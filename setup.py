@@ -1,7 +1,8 @@
 """The part of the build that pyproject.toml cannot express: the optional C++ and CUDA of csrc/.
 
 The sources have a plain C interface and use neither Python nor torch, so that any C++17 compiler
-builds them in seconds. The package works without them as well, in plain PyTorch and NumPy.
+builds them in seconds, and one wheel serves every version of Python. The package works without them
+as well, in plain PyTorch and NumPy.
 
 The kernels for GPUs are built if there are nvcc (in CUDA_HOME, on the PATH, in /usr/local/cuda) and
 a torch with CUDA. torch's version.py says whether it has CUDA; it is read and not imported, because
@@ -21,9 +22,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
@@ -45,6 +48,11 @@ class BuildLibraries(build_ext):
             record = Path(self.build_lib, "zeropp", HASHING["RECORD"])
             record.parent.mkdir(parents=True, exist_ok=True)
             record.write_text(f"{SOURCE_HASH}\n")
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """The path of a library, whose name holds no version of Python: one file for all."""
+        path = super().get_ext_filename(fullname)
+        return path.removesuffix(sysconfig.get_config_var("EXT_SUFFIX")) + EXTENSION_SUFFIXES[-1]
 
     def build_extension(self, extension: Extension) -> None:
         """Compile and link; as the extension is optional, an error is only a warning."""
@@ -74,6 +82,14 @@ class BuildLibraries(build_ext):
             [find_nvcc(), *flags, "--threads=0", "-cudart=static", "-shared", *extension.sources]
             + ["-o", str(target)]
         )
+
+
+class WheelForAnyPython(bdist_wheel):
+    """Tags the wheel for the platform alone: the libraries do not depend on Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the tags of Python, of its binary interface and of the platform."""
+        return "py3", "none", super().get_tag()[2]
 
 
 def isa_flags(source: str) -> list[str]:
@@ -155,4 +171,5 @@ def libraries() -> list[Extension]:
 
 
 if __name__ == "__main__":
-    setup(ext_modules=libraries(), cmdclass={"build_ext": BuildLibraries})
+    commands = {"build_ext": BuildLibraries, "bdist_wheel": WheelForAnyPython}
+    setup(ext_modules=libraries(), cmdclass=commands)

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from zeropp.native.library import SUFFIX
+
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests" / "data"
 SOURCES = ("csrc", "megatron_zpp", "zeropp")
@@ -97,7 +99,7 @@ def wheel(request: pytest.FixtureRequest, sdist: Path, tmp_path_factory) -> Path
 def is_compiled(wheel: Path) -> bool:
     """Whether the wheel holds both libraries; holding only one of them is an error."""
     names = zipfile.ZipFile(wheel).namelist()
-    present = [any(name.startswith(library + ".") for name in names) for library in LIBRARIES]
+    present = [library + SUFFIX in names for library in LIBRARIES]
     assert present[0] == present[1], names
     return present[0]
 
@@ -130,6 +132,7 @@ def test_the_wheel_holds_what_it_should(wheel: Path, request: pytest.FixtureRequ
     assert {"zeropp/py.typed", "megatron_zpp/py.typed"} <= names
     folders = {name.partition("/")[0] for name in names}
     assert {name.partition("-")[0] for name in folders} == {"zeropp", "megatron_zpp"}
+    assert re.search(r"-py3-none-(?!any)\w+\.whl$", wheel.name)  # for every Python
     assert is_compiled(wheel) == ("without a compiler" not in request.node.callspec.id)
     metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
     assert "Requires-Dist: torch<2.14,>=2.11.0a0" in zipfile.ZipFile(wheel).read(metadata).decode()
@@ -145,7 +148,7 @@ def test_it_works_in_an_empty_folder(wheel: Path, programs: Path, tmp_path: Path
     assert f"installed in: {site_packages}\n" in text
     loaded = re.search("^loaded:(.*)$", text, re.MULTILINE)[1].split()
     expected = sorted(LIBRARIES) if is_compiled(wheel) else []
-    assert [path.partition(".cpython")[0] for path in loaded] == [
+    assert [path.removesuffix(SUFFIX) for path in loaded] == [
         str(site_packages / library) for library in expected
     ]
     command = [programs / "megatron-zpp", "pretrain"]

@@ -14,7 +14,6 @@ import re
 import shlex
 import shutil
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -34,6 +33,7 @@ from benchmarks.shared.gpu_report import (
 )
 from benchmarks.shared.result import write_text
 from benchmarks.shared.time_limited_command import run_with_limit
+from zeropp.native.library import SUFFIX
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = MappingProxyType(
@@ -220,7 +220,7 @@ def shown(command: Sequence[str], folder: Path) -> str:
 
 def built_library(stem: str) -> Path | None:
     """The library that setup.py builds in place, if it exists."""
-    path = ROOT / (stem + sysconfig.get_config_var("EXT_SUFFIX"))
+    path = ROOT / (stem + SUFFIX)
     return path if path.exists() else None
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from zeropp.native.source_hash import expected_hash
 
+SUFFIX = EXTENSION_SUFFIXES[-1]  # the one without a version of Python, as setup.py names them
 INT, ADDRESS = ctypes.c_int64, ctypes.c_void_p
 NOT_BUILT = "csrc/ was not built here (no compiler, or not installed with pip or make setup)"
 
@@ -26,9 +27,8 @@ def load(
 
     Raises LibraryError if it is not there, saying `not_built`, or was built from other sources.
     """
-    candidates = [folder / (stem + suffix) for suffix in EXTENSION_SUFFIXES]
-    path = next((candidate for candidate in candidates if candidate.exists()), None)
-    if path is None:
+    path = folder / (stem + SUFFIX)
+    if not path.exists():
         raise LibraryError(not_built)
     library = ctypes.CDLL(str(path))
     if _built_from(library) != expected_hash():

@@ -3,14 +3,13 @@
 import ctypes
 import shutil
 import subprocess
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
 import torch
 
 from zeropp.native import source_hash as module
-from zeropp.native.library import INT, LibraryError, load
+from zeropp.native.library import INT, SUFFIX, LibraryError, load
 from zeropp.native.source_hash import RECORD, SOURCES, expected_hash, source_hash
 
 
@@ -20,7 +19,7 @@ def build(folder: Path, source: str) -> Path:
     if compiler is None:
         pytest.skip("no g++ here to compile a library")
     (folder / "some.cpp").write_text(source)
-    path = folder / ("_some" + EXTENSION_SUFFIXES[0])
+    path = folder / ("_some" + SUFFIX)
     command = [compiler, "-shared", "-fPIC", str(folder / "some.cpp"), "-o", str(path)]
     subprocess.run(command, check=True)
     return path
@@ -49,7 +48,7 @@ def test_a_library_of_other_sources_is_refused(tmp_path):
 
 
 def test_a_library_without_a_hash_is_refused(tmp_path):
-    (tmp_path / ("_some" + EXTENSION_SUFFIXES[0])).symlink_to(torch._C.__file__)
+    (tmp_path / ("_some" + SUFFIX)).symlink_to(torch._C.__file__)
     with pytest.raises(LibraryError, match="was built from other sources"):
         load(tmp_path, "_some", {})
 

@@ -8,13 +8,13 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
 
 from tests.zeropp.quant.layout_ops import LayoutOps
 from zeropp.native.kernels import load_cuda
+from zeropp.native.library import SUFFIX
 from zeropp.native.source_hash import source_hash
 from zeropp.quant.cpu import CpuKernels
 
@@ -49,7 +49,7 @@ def build(folder: Path) -> EmulatedLibrary:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ here to compile the emulated kernels")
-    target = folder / ("_cuda" + EXTENSION_SUFFIXES[0])
+    target = folder / ("_cuda" + SUFFIX)
     csrc = ROOT / "csrc"
     sources = [*sorted(csrc.glob("*/*.cu")), csrc / "shared/source_hash.cpp"]
     subprocess.run(
