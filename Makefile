@@ -41,7 +41,7 @@ SMOLLM2 := runs/finetune/smollm2/latest_checkpointed_iteration.txt
 QUESTION := Write the docstring of this Python function.\n\ndef square(x):\n    return x * x\n\nDocstring: 
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-quick pretrain finetune smollm2 clean
+.PHONY: help setup test test-quick docs pretrain finetune smollm2 clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,6 +53,9 @@ test: setup ## run the tests (ARGS="-k name" chooses)
 
 test-quick: setup ## run the tests that start no processes, in under a minute
 	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --quick $(ARGS)
+
+docs: setup ## build the documentation with its API reference as a site: build/site/index.html
+	.venv/bin/python -m mkdocs build --strict
 
 pretrain: setup ## train a small GPT with ZeRO++ on RANKS ranks, two per node; resumes where it stopped
 	.venv/bin/zeropp --num_ranks $(RANKS) pretrain_gpt.py $(PRETRAIN) \
