@@ -26,6 +26,7 @@ PYTHON = {  # run by tests/test_python_examples.py, with the JSON that they read
     "attach_fsdp2.py",
     "standard_library.py", "docstrings.py",
     "deepspeed",  # by tests/test_deepspeed_examples.py
+    "cluster",  # by tests/test_cluster_examples.py
 }  # fmt: skip
 MIXZ = "ds_mixz_config.json"  # needs a model: run by tests/megatron_zpp/train/test_finetune.py
 JSON_FILES = sorted(EXAMPLES.glob("*.json"))
