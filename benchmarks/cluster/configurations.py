@@ -1,9 +1,9 @@
 """The configurations that an emulated cluster compares: the same GPT, weights, tokens and AdamW.
 
-`fsdp2` is plain `fully_shard`, `deepspeed` DeepSpeed's ZeRO-3, both in bf16. The others are those
-of benchmarks/shared/zero_json.py; in the last three, only LoRA's adapters are trained. In front
-of the others stand the sizes of axes that split the model: `tp2-zeropp`, `pp2-zero1`,
-`pp2-tp2-zero3`, `cp2-zeropp`. Every configuration computes the same global batch.
+`fsdp2` is plain `fully_shard`, `attach` the same with all of ZeRO++ by `zeropp.attach`, `deepspeed`
+DeepSpeed's ZeRO-3, all in bf16. The others are those of benchmarks/shared/zero_json.py; in the last
+three, only LoRA's adapters are trained. In front of the others stand the sizes of axes that split
+the model: `tp2-zeropp`, `pp2-zero1`, `pp2-tp2-zero3`, `cp2-zeropp`. All compute the same batches.
 
 No gradient is clipped and no norm is taken, so that nothing but weights and gradients travels.
 """
@@ -26,7 +26,7 @@ from megatron_zpp.parallel.mesh import build_mesh
 from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.recipe import build_model, build_optimizer
 from megatron_zpp.settings.config import LoraConfig
-from zeropp import Sharding, ZeroConfig
+from zeropp import Sharding, ZeroConfig, attach
 from zeropp.optim.step import local_part
 from zeropp.wire.frozen_weights import stored_bytes
 
@@ -43,8 +43,8 @@ AXES = MappingProxyType(
 )
 LORA = ("lora-zero3", "mixz", "mixz-hpz")
 ADAPTERS = LoraConfig(lora_rank=8, pretrained_checkpoint="none: the weights are drawn")
-FSDP2, DEEPSPEED = "fsdp2", "deepspeed"
-NAMES = (FSDP2, *OURS, DEEPSPEED)
+FSDP2, ATTACH, DEEPSPEED = "fsdp2", "attach", "deepspeed"
+NAMES = (FSDP2, ATTACH, *OURS, DEEPSPEED)
 REPEATED_STEPS = 4  # the batches of these steps are repeated, so the loss falls
 
 Sent = Mapping[tuple[str, str], float]  # (purpose, hop) -> bytes
@@ -72,10 +72,18 @@ def build_configuration(name: str, setup: TrainingSetup, ranks_per_node: int) ->
     if name == DEEPSPEED:
         step, parameters = deepspeed_step(setup, steps)
         return Configuration(step=step, parameters=parameters)
-    if name == FSDP2:
+    if name in (FSDP2, ATTACH):
         loop = fsdp2(setup, name, iter(()))
         step = _unclipped_step(loop.model, loop.optimizer, steps)
-        return Configuration(step=step, parameters=loop.model.num_parameters())
+        plain = Configuration(step=step, parameters=loop.model.num_parameters())
+        if name == FSDP2:
+            return plain
+        attached = attach(loop.model, zero_config("zeropp", ranks_per_node))
+        return replace(
+            plain,
+            take_sent=attached.traffic.take,
+            expected=attached.expected_traffic(setup.micro_batches),
+        )
     config = replace(setup.config, zero=zero_config(zero_name, ranks_per_node))
     if name in LORA:
         config = replace(config, lora=ADAPTERS)

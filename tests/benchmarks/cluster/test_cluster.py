@@ -93,7 +93,7 @@ def test_each_configuration_switches_on_what_its_name_says():
     once = [name for name in OURS if zero_config(name, 2).reduces_once]
     assert once == ["zeropp-once", "zero3-once", "zero1"] and zero_config("zero1", 2).stage == 1
     assert all(zero_config(name, 2).zeropp.ranks_per_node == 2 for name in OURS)
-    assert NAMES == ("fsdp2", *OURS, "deepspeed")
+    assert NAMES == ("fsdp2", "attach", *OURS, "deepspeed")
 
 
 def test_sizes_of_axes_stand_in_front_of_a_name(monkeypatch):
@@ -215,12 +215,12 @@ def test_a_chart_is_drawn(link, tmp_path: Path):
 
 
 def test_one_host_shows_what_the_ledgers_say():
-    names = "zero3 zeropp pp2-zero1 cp2-zeropp"
+    names = "zero3 zeropp pp2-zero1 cp2-zeropp attach"
     result = measured(f"--one-host {names} --nodes 2 --ranks-per-node 2 --rounds 2 {TINY}")
     assert result["nodes"] == result["ranks_per_node"] == 2
     (run,) = result["runs"]
     assert run["rate"] is None and run["link"] is None
-    plain, ours, pipeline, _ = run["rows"]
+    plain, ours, pipeline, _, attached = run["rows"]
     for row in run["rows"]:
         assert len(row["seconds"]) == 2 and min(row["seconds"]) > 0
         for node, expected in zip(row["nodes"], row["expected"], strict=True):
@@ -231,6 +231,9 @@ def test_one_host_shows_what_the_ledgers_say():
     assert plain["nodes"][0]["ledger"]["weights_backward/across_nodes"] > 0
     assert pipeline["nodes"][0]["ledger"]["weights_forward/across_nodes"] == 0
     assert pipeline["nodes"][0]["ledger"]["pipeline/across_nodes"] > 0
+    assert [node["ledger"] for node in attached["nodes"]] == [
+        node["ledger"] for node in ours["nodes"]
+    ]
 
 
 @needs_namespaces
