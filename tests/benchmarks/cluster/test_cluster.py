@@ -231,9 +231,8 @@ def test_one_host_shows_what_the_ledgers_say():
     assert plain["nodes"][0]["ledger"]["weights_backward/across_nodes"] > 0
     assert pipeline["nodes"][0]["ledger"]["weights_forward/across_nodes"] == 0
     assert pipeline["nodes"][0]["ledger"]["pipeline/across_nodes"] > 0
-    assert [node["ledger"] for node in attached["nodes"]] == [
-        node["ledger"] for node in ours["nodes"]
-    ]
+    for node, sharded in zip(attached["nodes"], ours["nodes"], strict=True):
+        assert node["ledger"].items() <= sharded["ledger"].items()
 
 
 @needs_namespaces
