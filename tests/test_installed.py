@@ -158,3 +158,17 @@ def test_it_works_in_an_empty_folder(wheel: Path, programs: Path, tmp_path: Path
     text = run([*command, *ONE_STEP], tmp_path)
     assert re.search(r"iteration +1/ +1 .*lm loss: 1\.\d+E\+01 ", text), text
     assert ("INT8" in text) == ("--deepspeed_config" in command)
+
+
+def test_other_trainers_and_loops_for_deepspeed_need_no_clone(
+    wheel: Path, programs: Path, tmp_path: Path
+) -> None:
+    if is_compiled(wheel):
+        pytest.skip("the wheel without libraries shows it")
+    for name in ("attach_fsdp2.py", "standard_library.py", "deepspeed/gan.py", "deepspeed/gan.json"):
+        shutil.copy(ROOT / "examples" / name, tmp_path)
+    launch = [programs / "zeropp", "--num_ranks", "2"]
+    text = run([*launch, "gan.py", "--deepspeed_config", "gan.json", "--steps", "3"], tmp_path)
+    assert re.search(r"distance \d", text)
+    text = run([*launch, "attach_fsdp2.py", "--steps", "2"], tmp_path)
+    assert "step 1, loss" in text and "sent per step, gradients" in text

@@ -16,7 +16,8 @@ from zeropp.sharding.attach import Attached, attach
 class ZeroppCallback(Callback):
     """Attaches the module when training begins; `attached` is what `zeropp.attach` returned.
 
-    `config` is as for `zeropp.attach`. The module stays attached after training, for evaluation and
+    `config` is as for `zeropp.attach`; where its `zeropp.ranks_per_node` is not given, a node has the
+    Trainer's number of devices, as Lightning's own launcher does not say it. The module stays attached after training, for evaluation and
     further training.
     """
 
@@ -27,4 +28,8 @@ class ZeroppCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the module, which has been sharded and has an optimizer."""
         if self.attached is None or self.attached.model is not pl_module:
-            self.attached = attach(pl_module, self.config)
+            config = self.config
+            if not isinstance(config, ZeroConfig):
+                per_node = {"zeropp.ranks_per_node": trainer.num_devices}
+                config = ZeroConfig.from_json(config, per_node)
+            self.attached = attach(pl_module, config)

@@ -81,3 +81,12 @@ def test_unquantized_it_learns_the_same_and_with_zeropp_it_sends_less(accumulati
     assert losses(tmp_path, accumulation, quantized)[0] == pytest.approx(expected[0], rel=5e-3)
     sent = [sum(each.attached.traffic.sent.values()) for each in (quantized, plain)]
     assert 2 * sent[0] < sent[1]
+
+
+@ranks(2, ranks_per_node=1, timeout=120)
+def test_a_node_has_the_trainers_devices_unless_the_json_says_otherwise(tmp_path):
+    os.chdir(tmp_path)
+    for config, nodes in ((PLAIN, "2 of 1 ranks"), ({"zero_optimization": ZERO}, "1 of 2 ranks")):
+        callback = ZeroppCallback(config)
+        losses(tmp_path, 1, callback)
+        assert dict(callback.attached.describe(1))["nodes"].startswith(nodes)

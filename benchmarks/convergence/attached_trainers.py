@@ -1,0 +1,267 @@
+"""The same text under five trainers on CPUs, each sharding by FSDP2, with or without ZeRO++.
+
+accelerate shards by FSDP2 only where ranks have GPUs, or so it is told here, and torchtitan is told
+that its device is the CPU, without its kernels for experts and without FlexAttention.
+"""
+
+import sys
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from lightning.pytorch import LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import ModelParallelStrategy
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.data import DataLoader
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+from trl import SFTConfig, SFTTrainer
+
+import zeropp
+from zeropp.integrations.lightning import ZeroppCallback as LightningCallback
+from zeropp.integrations.torchtitan import AttachedParallelize
+from zeropp.integrations.transformers import ZeroppCallback
+
+LENGTH, SAMPLES, LR = 64, 2, 2e-3  # tokens of a sample; samples of a rank's micro-batch
+Answer = tuple[list[float], zeropp.Attached | None]  # losses of the steps, of all ranks
+
+
+def train_fsdp2(tokens: torch.Tensor, config: dict | None, _: Path) -> Answer:
+    """A loop of one's own."""
+    model = llama()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shard_layers(model, mesh)
+    attached = None if config is None else zeropp.attach(model, config)
+
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=batch, labels=batch).loss
+
+    return loop(model, tokens, loss_of), attached
+
+
+def train_transformers(tokens: torch.Tensor, config: dict | None, folder: Path) -> Answer:
+    """Hugging Face's Trainer, through accelerate."""
+    samples = [{"input_ids": row, "labels": row} for row in tokens.flatten(0, 2)]
+    callbacks = [] if config is None else [ZeroppCallback(config)]
+    made = hugging_face_arguments(folder, TrainingArguments, len(tokens))
+    return ended(Trainer(llama(), made, train_dataset=samples, callbacks=callbacks), callbacks)
+
+
+def train_trl(tokens: torch.Tensor, config: dict | None, folder: Path) -> Answer:
+    """TRL's supervised fine-tuning."""
+    data = Dataset.from_list([{"input_ids": row.tolist()} for row in tokens.flatten(0, 2)])
+    words = WordLevel({str(number): number for number in range(256)}, "0")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(words), eos_token="0", pad_token="1"
+    )
+    callbacks = [] if config is None else [ZeroppCallback(config)]
+    made = hugging_face_arguments(folder, SFTConfig, len(tokens), max_length=LENGTH, bf16=False)
+    made.activation_checkpointing = False
+    options = {"train_dataset": data, "callbacks": callbacks, "processing_class": tokenizer}
+    return ended(SFTTrainer(llama(), made, **options), callbacks)
+
+
+def train_lightning(tokens: torch.Tensor, config: dict | None, folder: Path) -> Answer:
+    """Lightning's Trainer with a model-parallel strategy."""
+    ranks = dist.get_world_size()
+    module = LlamaModule()
+    callbacks = [] if config is None else [LightningCallback(config)]
+    LightningTrainer(
+        accelerator="cpu", devices=ranks, max_steps=len(tokens), logger=False,
+        strategy=ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1),
+        plugins=[LaunchedRanks()], default_root_dir=str(folder), enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
+        use_distributed_sampler=False,
+    ).fit(module, DataLoader(tokens[:, dist.get_rank()], batch_size=None))  # fmt: skip
+    return module.losses, callbacks[0].attached if callbacks else None
+
+
+def train_torchtitan(tokens: torch.Tensor, config: dict | None, _: Path) -> Answer:
+    """torchtitan's smallest Llama, sharded by its own function."""
+    sys.modules.setdefault("torchtitan.distributed.minimal_async_ep", MagicMock())
+    from torchtitan.config.configs import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import parallel_dims
+    from torchtitan.models.llama3 import model_registry
+
+    parallel_dims.device_type = "cpu"
+    spec = model_registry("debugmodel", attn_backend="flex")
+    parallelism = ParallelismConfig(
+        data_parallel_shard_degree=dist.get_world_size(), spmd_backend="partial_dtensor"
+    )
+    dims = parallel_dims.ParallelDims.from_config(parallelism, dist.get_world_size())
+    parallelize = spec.parallelize_fn
+    if config is not None:
+        parallelize = AttachedParallelize(parallelize, config)
+    with torch.device("meta"):
+        model = spec.model.build()
+    for block in model.layers.values():
+        block.attention.inner_attention.forward = attend
+    model = parallelize(
+        model, parallel_dims=dims, training=TrainingConfig(mixed_precision_param="float32"),
+        parallelism=parallelism, compile_config=CompileConfig(), ac_config=None, dump_folder="",
+    )  # fmt: skip
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # gloo cannot multiply by torchtitan's factor
+            module.set_force_sum_reduction_for_comms(True)
+    positions = torch.arange(LENGTH - 1).expand(SAMPLES, -1)
+
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
+        logits = model(batch[:, :-1], positions)
+        return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+    losses = loop(model, tokens, loss_of)
+    return losses, None if config is None else parallelize.attached[0]
+
+
+TRAINERS = MappingProxyType(
+    {
+        "FSDP2": train_fsdp2,
+        "transformers": train_transformers,
+        "TRL": train_trl,
+        "Lightning": train_lightning,
+        "torchtitan": train_torchtitan,
+    }
+)
+
+
+def llama() -> LlamaForCausalLM:
+    """A small Llama on bytes, the same each time."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256, hidden_size=96, intermediate_size=256, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH,
+            bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        )
+    )  # fmt: skip
+
+
+def shard_layers(model: LlamaForCausalLM, mesh: Any) -> None:
+    """Shard each layer, and the rest, by FSDP2."""
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def loop(model: nn.Module, tokens: torch.Tensor, loss_of: Any) -> list[float]:
+    """Train on `tokens` (steps, ranks, samples, LENGTH); return the mean losses of all ranks."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses = []
+    for batch in tokens[:, dist.get_rank()]:
+        loss = loss_of(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_of_ranks(loss))
+    return losses
+
+
+def mean_of_ranks(loss: torch.Tensor) -> float:
+    """Return the mean over the ranks."""
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def hugging_face_arguments(folder: Path, kind: type, steps: int, **more: object) -> Any:
+    """Return arguments of a run that accelerate shards by FSDP2."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    made = kind(
+        str(folder), use_cpu=True, fsdp=True, max_steps=steps, learning_rate=LR,
+        per_device_train_batch_size=SAMPLES, lr_scheduler_type="constant", weight_decay=0.01,
+        max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
+        **more,
+    )  # fmt: skip
+    assert made.device.type == "cpu"  # starts accelerate
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return made
+
+
+def ended(trainer: Trainer, callbacks: list[ZeroppCallback]) -> Answer:
+    """Train; return the losses that the Trainer logs."""
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, callbacks[0].attached if callbacks else None
+
+
+class LlamaModule(LightningModule):
+    """The Llama, sharded by its owner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.losses = llama(), []
+
+    def configure_model(self) -> None:
+        """Shard it."""
+        shard_layers(self.model, self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        """Return the loss of a batch."""
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.losses.append(mean_of_ranks(loss))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=LR)
+
+
+class LaunchedRanks(LightningEnvironment):
+    """Ranks that run already."""
+
+    creates_processes_externally = True
+
+    def teardown(self) -> None:
+        """Leave the environment as it is: the ranks train again."""
+
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return dist.get_world_size()
+
+    def global_rank(self) -> int:
+        """This rank's number."""
+        return dist.get_rank()
+
+    def local_rank(self) -> int:
+        """This rank's number on this machine."""
+        return dist.get_rank()
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    attention_masks: object,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Causal attention in torchtitan's layout, (batch, sequence, heads, channels)."""
+    heads = (each.transpose(1, 2) for each in (q, k, v))
+    attended = F.scaled_dot_product_attention(
+        *heads, is_causal=True, scale=scale, enable_gqa=enable_gqa
+    )
+    return attended.transpose(1, 2)
