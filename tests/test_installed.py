@@ -165,7 +165,8 @@ def test_other_trainers_and_loops_for_deepspeed_need_no_clone(
 ) -> None:
     if is_compiled(wheel):
         pytest.skip("the wheel without libraries shows it")
-    for name in ("attach_fsdp2.py", "standard_library.py", "deepspeed/gan.py", "deepspeed/gan.json"):
+    names = ("attach_fsdp2.py", "standard_library.py", "deepspeed/gan.py", "deepspeed/gan.json")
+    for name in names:
         shutil.copy(ROOT / "examples" / name, tmp_path)
     launch = [programs / "zeropp", "--num_ranks", "2"]
     text = run([*launch, "gan.py", "--deepspeed_config", "gan.json", "--steps", "3"], tmp_path)
