@@ -16,9 +16,9 @@ from zeropp.sharding.attach import Attached, attach
 class ZeroppCallback(Callback):
     """Attaches the module when training begins; `attached` is what `zeropp.attach` returned.
 
-    `config` is as for `zeropp.attach`; where its `zeropp.ranks_per_node` is not given, a node has the
-    Trainer's number of devices, as Lightning's own launcher does not say it. The module stays attached after training, for evaluation and
-    further training.
+    `config` is as for `zeropp.attach`. Where it does not say `zeropp.ranks_per_node`, a node has as
+    many ranks as the Trainer has devices: Lightning's own launcher does not tell the ranks. The
+    module stays attached after training, for evaluation and further training.
     """
 
     def __init__(self, config: ZeroConfig | Mapping | str | Path) -> None:
