@@ -31,7 +31,8 @@ CONFIG = {
     "zero_optimization": {
         "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": RANKS_PER_NODE,
         "zero_quantized_gradients": True,
-    }
+    },
+    "zeropp": {"ranks_per_node": RANKS_PER_NODE},
 }  # fmt: skip
 Sent = dict[tuple[str, str], float]
 
