@@ -42,7 +42,7 @@ def checked_options(monkeypatch: pytest.MonkeyPatch, arguments: str) -> argparse
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("zero4", "no configuration is called 'zero4'; expected one of fsdp2, zero3, qwz"),
+        ("zero4", "no configuration is called 'zero4'; expected one of fsdp2, attach, zero3, qwz"),
         ("fsdp2 deepspeed", "no configuration is called 'deepspeed'; --deepspeed adds it"),
         ("--rounds 0", "--rounds 0: expected at least 1"),
         ("--warm-up 0", "--warm-up 0: expected at least 1"),
