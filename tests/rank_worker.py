@@ -20,20 +20,17 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import CodeType, ModuleType
 
 import pytest
 import torch
-import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
-from torch.distributed.tensor import _collective_utils as dtensor_collectives
-from torch.distributed.tensor import _redistribute as dtensor_redistribute
-from torch.distributed.tensor import debug as dtensor_debug
 
-from tests.ranks import Job, Outcome
+from tests.rank_group import Membership
+from tests.ranks import Idle, Job, Outcome
 
 
 def serve(descriptor: int) -> None:
@@ -43,24 +40,28 @@ def serve(descriptor: int) -> None:
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
     _exempt_from_collection()
+    membership = Membership()
     connection.send("ready")
     while True:
         try:
-            rank, folder, job = pickle.loads(connection.recv_bytes())
+            rank, folder, world, job = pickle.loads(connection.recv_bytes())
         except EOFError:
             os._exit(0)
         with _output_to(Path(folder) / f"output.{rank}"), _restored():
-            connection.send(_outcome(job, rank, folder))
+            connection.send(
+                _outcome(job, partial(membership.join, world, rank, job.ranks_per_node))
+            )
+            progress = membership.end_test()
             _clean()
-        connection.send(None)
+        connection.send(Idle(progress))
 
 
-def _outcome(job: Job, rank: int, folder: str) -> Outcome:
+def _outcome(job: Job, join: Callable[[], None]) -> Outcome:
     kind, text = "passed", ""
     try:
         function = _function(job)  # before there are groups: what it exempts from collection stays
         _seed()
-        _join(job, rank, folder)
+        join()
         function(**pickle.loads(job.arguments))
     except pytest.skip.Exception as skip:
         kind, text = "skipped", str(skip)
@@ -70,27 +71,6 @@ def _outcome(job: Job, rank: int, folder: str) -> Outcome:
         inside = error.__traceback__.tb_next or error.__traceback__
         kind, text = "failed", "".join(traceback.format_exception(type(error), error, inside))
     return Outcome(kind, text, time.monotonic())
-
-
-def _join(job: Job, rank: int, folder: str) -> None:
-    node, local = divmod(rank, job.ranks_per_node)
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(job.world_size),
-        LOCAL_RANK=str(local),
-        LOCAL_WORLD_SIZE=str(min(job.ranks_per_node, job.world_size)),
-        GROUP_RANK=str(node),
-        OMP_NUM_THREADS="1",
-        GLOO_SOCKET_IFNAME="lo0" if sys.platform == "darwin" else "lo",
-    )
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=job.world_size,
-        timeout=timedelta(seconds=job.timeout),
-    )
-    dist.barrier()  # a rank that is done at once would otherwise leave while others still connect
 
 
 def _function(job: Job) -> Callable:
@@ -137,26 +117,11 @@ def _seed() -> None:
 
 
 def _clean() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    _forget_meshes()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     torch.set_default_dtype(torch.float32)
     torch.set_num_threads(1)
     gc.collect()
-
-
-def _forget_meshes() -> None:
-    """Clear DTensor's caches, which keep meshes alive, and with them groups and gloo's threads.
-
-    An equal mesh of the next test would meet this test's destroyed groups, and each thread of a
-    group that is kept wakes up a hundred times in a second.
-    """
-    dtensor_debug._clear_sharding_prop_cache()
-    dtensor_redistribute._gen_transform_infos.cache_clear()
-    dtensor_redistribute.clear_redistribute_planner_cache()
-    dtensor_collectives.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 @contextmanager

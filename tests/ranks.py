@@ -8,6 +8,7 @@ a test costs a new process group, not new processes. The function sees its own r
 
 import atexit
 import functools
+import itertools
 import os
 import pickle
 import signal
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -42,7 +43,7 @@ def ranks(count: int, *, timeout: float = 60, ranks_per_node: int | None = None)
         @functools.wraps(function)
         def on_ranks(**kwargs: object) -> None:
             __tracebackhide__ = True
-            job = _job(function, kwargs, count, timeout, ranks_per_node or count)
+            job = _job(function, kwargs, ranks_per_node or count)
             run = shared_pool().run(job, count, timeout)
             run.report()
 
@@ -60,16 +61,31 @@ def shared_pool() -> "Pool":
 
 
 @dataclass(frozen=True, kw_only=True)
+class World:
+    """The ranks of a test, and the file through which they meet; an equal one is joined once."""
+
+    store: str
+    size: int
+    timeout: float  # seconds
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How much a rank did in the default group: only ranks that did the same can go on in it."""
+
+    groups: int
+    collectives: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
-    """A test function (by file and name), its pickled arguments and the world it runs in."""
+    """A test function (by file and name), its pickled arguments and how large a node is."""
 
     path: str
     module: str
     name: str
     arguments: bytes
-    world_size: int
     ranks_per_node: int
-    timeout: float  # seconds
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,13 @@ class Outcome:
     kind: str
     text: str
     time: float
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A rank that has cleaned up after a test, and how far it is in the default group if any."""
+
+    progress: Progress | None
 
 
 @dataclass
@@ -91,6 +114,13 @@ class Run:
     died: dict[int, str] = field(default_factory=dict)
     hung: list[int] = field(default_factory=list)
     outputs: dict[int, str] = field(default_factory=dict)
+    progress: dict[int, Progress | None] = field(default_factory=dict)
+
+    def can_go_on(self) -> bool:
+        """Return whether all ranks have come equally far in a group that the next test can use."""
+        progress = set(self.progress.values())
+        passed = len(self.progress) == self.count and not self.failed()
+        return passed and len(progress) == 1 and None not in progress
 
     def failed(self) -> bool:
         return bool(self.died) or any(o.kind == "failed" for o in self.outcomes.values())
@@ -146,19 +176,24 @@ class Pool:
 
     def __init__(self) -> None:
         self.workers: dict[int, Worker] = {}
+        self.world: World | None = None
+        self.folder = tempfile.TemporaryDirectory(prefix="worlds-", ignore_cleanup_errors=True)
+        self.number = itertools.count()
 
     def run(self, job: Job, count: int, timeout: float) -> Run:
         """Run the job on the first `count` ranks and wait for them all."""
         self._start_missing(count)
+        world = self._world(count, timeout)
         with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
             for rank in range(count):
-                message = pickle.dumps((rank, folder, job))
+                message = pickle.dumps((rank, folder, world, job))
                 self.workers[rank].connection.send_bytes(message)
             run = Run(count, timeout)
             try:
                 self._collect(run)
             finally:
                 self._kill_busy(run)
+                self.world = world if run.can_go_on() else None
             for rank in range(count):
                 run.outputs[rank] = _tail(Path(folder) / f"output.{rank}")
         return run
@@ -168,6 +203,7 @@ class Pool:
         for worker in self.workers.values():
             worker.kill()
         self.workers.clear()
+        self.folder.cleanup()
 
     def _start_missing(self, count: int) -> None:
         fresh = []
@@ -176,10 +212,20 @@ class Pool:
                 continue
             self.workers[rank] = _start_worker()
             fresh.append(rank)
+        if fresh:
+            self.world = None
         for rank in fresh:
             if not self.workers[rank].connection.poll(START_SECONDS):
                 raise TimeoutError(f"rank {rank} did not start in {START_SECONDS} s")
             self.workers[rank].connection.recv()
+
+    def _world(self, count: int, timeout: float) -> World:
+        """Return the world of the last test if it will do, else a new one."""
+        store = str(Path(self.folder.name) / str(next(self.number)))
+        world = World(store=store, size=count, timeout=timeout)
+        if self.world is not None and replace(world, store=self.world.store) == self.world:
+            return self.world
+        return world
 
     def _collect(self, run: Run) -> None:
         """Wait until every rank is idle again, or dead, or its time is over."""
@@ -195,7 +241,7 @@ class Pool:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
 
     def _receive(self, run: Run, rank: int) -> None:
-        """Take one message: an outcome, then None once the rank is idle, or the end of the pipe."""
+        """Take one message: an outcome, then Idle once the rank is idle, or the end of the pipe."""
         worker = self.workers[rank]
         try:
             message = worker.connection.recv()
@@ -204,8 +250,9 @@ class Pool:
             run.hung.remove(rank)
             self.workers.pop(rank).kill()
             return
-        if message is None:
+        if isinstance(message, Idle):
             run.hung.remove(rank)
+            run.progress[rank] = message.progress
         else:
             run.outcomes[rank] = message
 
@@ -231,7 +278,7 @@ def _start_worker() -> Worker:
     return Worker(process, ours)
 
 
-def _job(function: Callable, kwargs: dict, count: int, timeout: float, per_node: int) -> Job:
+def _job(function: Callable, kwargs: dict, ranks_per_node: int) -> Job:
     if "<locals>" in function.__qualname__:
         raise TypeError(f"{function.__qualname__} is not at the top of its file: a rank needs that")
     for name, value in kwargs.items():
@@ -244,9 +291,7 @@ def _job(function: Callable, kwargs: dict, count: int, timeout: float, per_node:
         module=function.__module__,
         name=function.__name__,
         arguments=pickle.dumps(kwargs),
-        world_size=count,
-        ranks_per_node=per_node,
-        timeout=timeout,
+        ranks_per_node=ranks_per_node,
     )
 
 

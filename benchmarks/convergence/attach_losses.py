@@ -69,7 +69,7 @@ def compare(options: argparse.Namespace) -> None:
 
     start_process_group(Environment.read(), torch.device("cpu"), timedelta(minutes=10))
     (name,) = options.trainers
-    tokens = text(options.steps * RANKS * SAMPLES * LENGTH)
+    tokens = shuffled_text(options.steps * RANKS * SAMPLES, LENGTH)
     tokens = tokens.view(options.steps, RANKS, SAMPLES, LENGTH)
     with tempfile.TemporaryDirectory() as folder:
         plain, _ = TRAINERS[name](tokens, None, Path(folder))
@@ -88,11 +88,13 @@ def compare(options: argparse.Namespace) -> None:
         write_answer(options.on_ranks, row)
 
 
-def text(num_bytes: int) -> torch.Tensor:
-    """Return the first bytes of the standard library, as token ids."""
+def shuffled_text(samples: int, length: int) -> torch.Tensor:
+    """Return the first bytes of the standard library, as token ids (samples, length), shuffled."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     content = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
-    return torch.frombuffer(bytearray(content[:num_bytes]), dtype=torch.uint8).long()
+    tokens = torch.frombuffer(bytearray(content[: samples * length]), dtype=torch.uint8).long()
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(0))
+    return tokens.view(samples, length)[order]
 
 
 def across_nodes(sent: Sent) -> float:

@@ -11,7 +11,7 @@ device.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
@@ -55,7 +55,7 @@ class Ranks:
     def num_ranks(self) -> int:
         return self.environment.world_size
 
-    @property
+    @cached_property
     def data(self) -> DeviceMesh:
         """The ranks that hold the same parts of the model's matrices, and see different samples."""
         return self.mesh["data"] if self.mesh.ndim > 1 else self.mesh
