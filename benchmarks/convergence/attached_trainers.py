@@ -40,7 +40,7 @@ from zeropp.integrations.lightning import ZeroppCallback as LightningCallback
 from zeropp.integrations.torchtitan import AttachedParallelize
 from zeropp.integrations.transformers import ZeroppCallback
 
-LENGTH, SAMPLES, LR = 64, 8, 2e-3  # tokens of a sample; samples of a rank's micro-batch
+LENGTH, SAMPLES, LR = 64, 8, 5e-4  # tokens of a sample; samples of a rank's micro-batch
 Answer = tuple[list[float], zeropp.Attached | None]  # losses of the steps, of all ranks
 
 

@@ -8,6 +8,7 @@ import difflib
 import functools
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -123,6 +124,10 @@ def _load(source: Path | str | Mapping) -> tuple[Any, str]:
         return source, JsonValues.source
     if isinstance(source, str) and source.lstrip().startswith(("{", "[")):
         return _parse(source, JsonValues.source), JsonValues.source
+    if not isinstance(source, str | os.PathLike):
+        raise InputError(
+            f"the configuration is {source!r}: give a dict, the path of a JSON file, or its text"
+        )
     try:
         text = Path(source).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -23,6 +23,7 @@ ARGUMENTS = {
     "no sizes": (dict(config={}), "give train_batch_size or train_micro_batch_size_per_gpu"),
     "wrong sizes": (dict(config={"train_batch_size": 3}), "train_batch_size = 3: expected a mul"),
     "no such file": (dict(config="nowhere.json"), "cannot read the configuration nowhere.json"),
+    "a number": (dict(config=7), "the configuration is 7: give a dict, the path of a JSON file"),
     "auto": (
         dict(config=config_of(optimizer={"type": "Adam", "params": {"lr": "auto"}})),
         'optimizer.params.lr = "auto"',

@@ -41,7 +41,9 @@ def samples() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def arguments(folder: Path, config: dict | None, accumulation: int) -> TrainingArguments:
+def arguments(
+    folder: Path, config: dict | None, accumulation: int, saves: bool
+) -> TrainingArguments:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     made = TrainingArguments(
@@ -54,6 +56,7 @@ def arguments(folder: Path, config: dict | None, accumulation: int) -> TrainingA
         learning_rate=1e-2,
         lr_scheduler_type="constant",
         logging_steps=1,
+        save_strategy="steps" if saves else "no",
         save_steps=SAVED,
         report_to=[],
         disable_tqdm=True,
@@ -65,9 +68,15 @@ def arguments(folder: Path, config: dict | None, accumulation: int) -> TrainingA
 
 
 def train(
-    folder: Path, config: dict | None, accumulation: int, pretrained: Path | None = None, **how: str
+    folder: Path,
+    config: dict | None,
+    accumulation: int = 1,
+    *,
+    pretrained: str | None = None,
+    saves: bool = False,
+    **how: str,
 ) -> tuple[Trainer, list[float]]:
-    made = arguments(folder, config, accumulation)
+    made = arguments(folder, config, accumulation, saves)
     model = LlamaForCausalLM.from_pretrained(pretrained) if pretrained else llama()
     trainer = Trainer(model, made, train_dataset=samples())
     trainer.train(**how)
@@ -78,16 +87,15 @@ def main(folder: Path) -> None:
     results = {}
     for accumulation in (1, 2, 4):
         for name, config in (("plain", None), ("stage 2", ZERO2), ("stage 3", ZERO3)):
-            trainer, losses = train(folder / name / str(accumulation), config, accumulation)
+            trainer, losses = train(folder, config, accumulation)
             updates = STEPS if config is None else trainer.deepspeed.global_steps
             results[f"{name}, {accumulation}"] = [losses, updates]
     whole = folder / "with a schedule"
-    results["whole"] = train(whole, WITH_SCHEDULE, 2)[1]
-    saved = whole / f"checkpoint-{SAVED}"
-    results["resumed"] = train(whole, WITH_SCHEDULE, 2, resume_from_checkpoint=str(saved))[1]
-    saved = folder / "stage 3" / "1" / f"checkpoint-{STEPS}"
+    results["whole"] = train(whole, WITH_SCHEDULE, 2, saves=True)[1]
+    middle, end = (str(whole / f"checkpoint-{step}") for step in (SAVED, STEPS))
+    results["resumed"] = train(whole, WITH_SCHEDULE, 2, resume_from_checkpoint=middle)[1]
     for name, config in (("plain", None), ("stage 3", ZERO3)):
-        results[f"from the saved weights, {name}"] = train(folder / "again", config, 1, saved)[1]
+        results[f"from the saved weights, {name}"] = train(folder, config, pretrained=end)[1]
     if dist.get_rank() == 0:
         print(json.dumps(results))
 
