@@ -5,7 +5,7 @@
 PYTHON ?= python3
 TORCH ?= 2.13.0
 RANKS ?= 4
-WORKERS ?= 2
+WORKERS ?= 3
 ARGS ?=
 
 EXACT := $(if $(filter file,$(origin TORCH)),,--exact)
