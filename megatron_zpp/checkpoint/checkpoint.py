@@ -34,6 +34,7 @@ from megatron_zpp.checkpoint.weight_source import WeightSource
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.checksums import file_entry
 from zeropp.checkpoint.complete_or_absent import require_visible
+from zeropp.checkpoint.kept_codes import codes_to_save
 from zeropp.checkpoint.rank_values import name_by_rank
 from zeropp.checkpoint.shard_files import (
     METADATA,
@@ -78,7 +79,7 @@ def save(
         last_steps = LastSteps(
             folder=folder, iteration=state.iteration, state_text=state_text(state), keep=keep
         )
-    tensors = name_by_rank(tensors, names_elsewhere(model))
+    tensors = name_by_rank(tensors, names_elsewhere(model)) | codes_to_save(model)
     if writer is None:
         with _new_checkpoint(tensors, last_steps) as partial:
             write_shards(partial, tensors)

@@ -15,6 +15,7 @@ from megatron_zpp.parallel.peers import AXES
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
 from zeropp.wire.traffic import HOPS, PURPOSES
+from zeropp.wire.weight_steps import StepCounts
 
 ALL_PURPOSES = (*PURPOSES, *AXES)
 KEYS = tuple((purpose, hop) for purpose in ALL_PURPOSES for hop in HOPS)
@@ -27,13 +28,15 @@ class Communication:
     """Bytes sent in `steps` steps, by (purpose, hop): by a rank, or by a node, the mean of all.
 
     `expected` is what the formula says for these steps, `plain` what the same ZeRO stage would have
-    sent without ZeRO++, on rings over all ranks.
+    sent without ZeRO++, on rings over all ranks. `weight_steps` is what the last messages of all
+    ranks held that moved codes.
     """
 
     steps: int = 0
     sent: Counter = field(default_factory=Counter)
     expected: Counter = field(default_factory=Counter)
     plain: Counter = field(default_factory=Counter)
+    weight_steps: StepCounts = StepCounts()
 
     def __add__(self, other: "Communication") -> "Communication":
         return Communication(
@@ -41,6 +44,7 @@ class Communication:
             sent=self.sent + other.sent,
             expected=self.expected + other.expected,
             plain=self.plain + other.plain,
+            weight_steps=other.weight_steps,
         )
 
     @property
@@ -110,8 +114,9 @@ class CommunicationMeter:
         columns = interval.sent, interval.expected, interval.plain
         sent, expected, plain = self._on_node(columns)
         node_interval = Communication(
-            steps=interval.steps, sent=sent, expected=expected, plain=plain
-        )
+            steps=interval.steps, sent=sent, expected=expected, plain=plain,
+            weight_steps=StepCounts(*self._ranks.sum(*self._sharding.last_weight_steps())),
+        )  # fmt: skip
         self._node_total += node_interval
         return node_interval
 

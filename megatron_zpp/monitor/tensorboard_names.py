@@ -13,6 +13,7 @@ from megatron_zpp.monitor.communication import ACROSS_NODES, Communication, sum_
 from megatron_zpp.monitor.metrics import Interval, Iteration, Validation
 from megatron_zpp.settings.config import LogConfig
 from zeropp.wire.traffic import HOPS
+from zeropp.wire.weight_steps import StepCounts
 
 Scalars = dict[str, float]
 
@@ -142,7 +143,19 @@ def communication_scalars(communication: Communication | None) -> Scalars:
     num_bytes = {f"comm/{purpose}_{hop}": communication.sent[purpose, hop] for purpose, hop in keys}
     num_bytes |= {f"comm/{hop}": sum_over(communication.sent, hop) for hop in HOPS}
     num_bytes["comm/expected_across_nodes"] = sum_over(communication.expected, ACROSS_NODES)
-    return {name: total / communication.steps for name, total in num_bytes.items()}
+    means = {name: total / communication.steps for name, total in num_bytes.items()}
+    return means | _weight_step_scalars(communication.weight_steps)
+
+
+def _weight_step_scalars(counts: StepCounts) -> Scalars:
+    """Shares of codes and of their blocks, where weights cross nodes as steps of codes."""
+    if not counts.codes:
+        return {}
+    return {
+        "comm/weight_codes_moved": counts.moved / counts.codes,
+        "comm/weight_codes_capped": counts.capped / counts.codes,
+        "comm/weight_blocks_rescaled": counts.rescaled / counts.blocks,
+    }
 
 
 def without_none(scalars: dict[str, float | None]) -> Scalars:

@@ -112,7 +112,6 @@ def load(
         tokenizer=tokenizer_fingerprint,
         verify=not options.no_verify_checkpoint,
     )
-    sharding.weights_changed()
     if state is None:
         if options.exit_on_missing_checkpoint:
             raise no_checkpoint_error(options.load, "--exit-on-missing-checkpoint")

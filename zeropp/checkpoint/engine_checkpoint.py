@@ -16,6 +16,7 @@ from torch import nn
 
 from zeropp.atomic import write_atomically
 from zeropp.checkpoint.complete_or_absent import CheckpointFolder
+from zeropp.checkpoint.kept_codes import codes_to_save
 from zeropp.checkpoint.rank_values import name_by_rank
 from zeropp.checkpoint.shard_files import (
     damage_as_input_errors,
@@ -55,7 +56,7 @@ def save(
         tensors = state_to_save(model, optimizer)
         if exclude_frozen:
             tensors = without_frozen(tensors, model)
-    tensors = name_by_rank(tensors)
+    tensors = name_by_rank(tensors) | codes_to_save(model)
     pointer_text = tag if save_latest else None
     checkpoints = _checkpoint_folder(folder)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())

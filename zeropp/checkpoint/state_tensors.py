@@ -7,6 +7,8 @@
     number.<parameter>.<state>             the optimizer's, as a number of Python
     behind.<parameter>                     the weights of one update before (delayed updates)
 
+and what `kept_codes.py` adds.
+
 Names are those of the plain model, without the wrappers for compilation and recomputation. The
 optimizer's settings (learning rate, betas) are not saved here: they come from the configuration.
 """
@@ -21,10 +23,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
+from zeropp.checkpoint.kept_codes import codes_to_load, restore_codes, without_codes
 from zeropp.checkpoint.rank_values import LOCAL, PLAIN, names_for_rank, without_rank
 from zeropp.checkpoint.shard_files import read_shards, saved_tensors
 from zeropp.errors import InputError, first_few
 from zeropp.ranks.coordination import fail_together
+from zeropp.sharding.weight_changes import notify_weights_written
 from zeropp.wire.frozen_weights import is_quantized
 
 MODEL, OPTIMIZER, NUMBER, BEHIND = "model.", "optimizer.", "number.", "behind."
@@ -57,11 +61,14 @@ def load_state(
 ) -> None:
     """Read the checkpoint in `folder` into model and optimizer, in place; all ranks call it.
 
+    Whoever holds gathered weights is told that they have changed.
+
     `check` is called with the differences between the model's tensors and the checkpoint's in name
     and shape, before anything is changed. If it does not raise, the tensors that fit are loaded.
     """
     with fail_together():
-        everything = saved_tensors(folder)
+        with_codes = saved_tensors(folder)
+        everything = without_codes(with_codes)
         if not with_optimizer_state:
             everything = {
                 name: tensor
@@ -83,8 +90,11 @@ def load_state(
             optimizer_state = _empty_optimizer_tensors(model, optimizer, saved)
             delayed = _delayed_weights(model, optimizer)
             delayed = {name: weight for name, weight in delayed.items() if name in saved}
+        codes = codes_to_load(model, with_codes)
     tensors = {**weights, **optimizer_state, **delayed}
-    read_shards(folder, {names[name]: tensor for name, tensor in tensors.items()})
+    read_shards(folder, codes | {names[name]: tensor for name, tensor in tensors.items()})
+    notify_weights_written(model.parameters())
+    restore_codes(model, codes)
     if with_optimizer_state:
         _restore_optimizer(model, optimizer, optimizer_state)
     if masters_of(optimizer):

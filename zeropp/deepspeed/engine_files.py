@@ -97,7 +97,6 @@ class EngineFiles:
             strict=load_module_strict,
             with_optimizer_state=with_optimizer,
         )
-        self.sharding.weights_changed()
         self._begin_step_again()
         if not load_module_only:
             self.global_steps, self.skipped_steps = state["global_steps"], state["skipped_steps"]

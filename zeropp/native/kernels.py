@@ -30,11 +30,18 @@ FUNCTIONS = MappingProxyType({
     "zpp_adam": (ADDRESS,),
 })  # fmt: skip
 
+CPU_FUNCTIONS = MappingProxyType({
+    # layout, rows, type of the rows, packed, messages, number of rows
+    "zpp_code_steps": (ADDRESS, ADDRESS, INT, ADDRESS, ADDRESS, INT),
+    # layout, messages, packed, number of rows
+    "zpp_apply_code_steps": (ADDRESS, ADDRESS, ADDRESS, INT),
+})  # fmt: skip
+
 
 @cache
 def cpu_library() -> ctypes.CDLL:
     """The kernels for CPUs. Raises LibraryError if there are none to use."""
-    functions = {name: (*types, INT) for name, types in FUNCTIONS.items()}
+    functions = {name: (*types, INT) for name, types in (FUNCTIONS | CPU_FUNCTIONS).items()}
     return load(FOLDER, "_cpu", functions | {"zpp_set_isa": (INT,)})
 
 

@@ -68,3 +68,19 @@ class CpuKernels:
             table.buffer_info()[0], packed.data_ptr(), out.data_ptr(), FLOATS.index(out.dtype),
             packed.shape[0], torch.get_num_threads(),
         )  # fmt: skip
+
+    def code_steps(
+        self, rows: Tensor, packed: Tensor, messages: Tensor, layout: Sequence[int]
+    ) -> None:
+        table = array("q", layout)
+        self.library.zpp_code_steps(
+            table.buffer_info()[0], rows.data_ptr(), FLOATS.index(rows.dtype), packed.data_ptr(),
+            messages.data_ptr(), rows.shape[0], torch.get_num_threads(),
+        )  # fmt: skip
+
+    def apply_code_steps(self, messages: Tensor, packed: Tensor, layout: Sequence[int]) -> None:
+        table = array("q", layout)
+        self.library.zpp_apply_code_steps(
+            table.buffer_info()[0], messages.data_ptr(), packed.data_ptr(), packed.shape[0],
+            torch.get_num_threads(),
+        )  # fmt: skip

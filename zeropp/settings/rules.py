@@ -75,6 +75,22 @@ RULES = (
         why="the update that runs beside the next step is the CPU's; it needs the optimizer there",
     ),
     Rule(
+        keys=("zeropp.weight_steps", _ZERO + "zero_quantized_weights"),
+        broken=lambda c: c.zeropp.weight_steps and not c.zero_optimization.zero_quantized_weights,
+        why="the steps are those of INT8 codes, which quantized weights have",
+    ),
+    Rule(
+        keys=("zeropp.weight_steps", "zeropp.weight_bits"),
+        broken=lambda c: c.zeropp.weight_steps and c.zeropp.weight_bits != 8,
+        why="the steps are those of INT8 codes; it needs 8 bits",
+    ),
+    Rule(
+        keys=("zeropp.weight_steps", _ZERO + "zero_hpz_partition_size"),
+        broken=lambda c: c.zeropp.weight_steps and c.zero_optimization.zero_hpz_partition_size == 1,
+        why="a node takes steps from the codes that it keeps: it needs hpZ, with the ranks of a "
+        "node as the partition",
+    ),
+    Rule(
         keys=BATCH_KEYS,
         broken=lambda c: (
             (c.train_batch_size or 0)

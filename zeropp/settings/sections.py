@@ -203,11 +203,13 @@ class Zeropp(JsonSection):
     """What DeepSpeed's JSON cannot say.
 
     A node is `ranks_per_node` ranks, as launched by default. `nontrainable_weight_bits`: of frozen
-    weights that are stored quantized. `gradient_bits` is [within a node,
-    across nodes]. `secondary_in_evaluation`: passes in eval() mode keep hpZ's copies, as training
-    does. `reduce_gradients_once`: ranks accumulate whole gradients and average them at the end of a
-    step, as stages 0 and 1 do. `delayed_param_update`: the host's update runs beside the next step,
-    which computes with the weights before it; not in the first `delayed_param_update_warmup` steps.
+    weights that are stored quantized. `gradient_bits` is [within a node, across nodes].
+    `weight_steps`: after an optimizer's step, weights cross nodes as how far each of their codes
+    moves, one of `weight_step_levels`, or of as many levels as are needed if that is null.
+    `secondary_in_evaluation`: passes in eval() mode keep hpZ's copies, as training does.
+    `reduce_gradients_once`: ranks accumulate whole gradients and average them at the end of a step,
+    as stages 0 and 1 do. `delayed_param_update`: the host's update runs beside the next step, which
+    computes with the weights before it; not in the first `delayed_param_update_warmup` steps.
     """
 
     path: ClassVar[str] = "zeropp"
@@ -221,6 +223,10 @@ class Zeropp(JsonSection):
     )
     gradient_bits: tuple[int, int] = key(
         (8, 4), choices=BITS, no_effect=needs("zero_optimization.zero_quantized_gradients")
+    )
+    weight_steps: bool = key(False)
+    weight_step_levels: int | None = key(
+        None, choices=(3, 5, 9), no_effect=needs("zeropp.weight_steps")
     )
     secondary_in_evaluation: bool = key(True)
     reduce_gradients_once: bool = key(

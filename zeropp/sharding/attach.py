@@ -29,7 +29,7 @@ from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.in_flight import Reductions
 from zeropp.wire.link import Link, connect
 from zeropp.wire.route import Route, gradient_route, weight_route
-from zeropp.wire.secondary_copies import SecondaryCopies
+from zeropp.wire.secondary_copies import copies_of
 from zeropp.wire.traffic import Traffic
 
 log = logging.getLogger("zeropp")
@@ -37,7 +37,8 @@ Units = Mapping[str, fsdp.FSDPModule]
 HONOURED = frozenset(
     {
         "communication_data_type", "zeropp.ranks_per_node", "zeropp.weight_bits",
-        "zeropp.gradient_bits", "zeropp.secondary_in_evaluation", "zero_optimization.stage",
+        "zeropp.gradient_bits", "zeropp.weight_steps", "zeropp.weight_step_levels",
+        "zeropp.secondary_in_evaluation", "zero_optimization.stage",
         "zero_optimization.zero_quantized_weights", "zero_optimization.zero_hpz_partition_size",
         "zero_optimization.zero_quantized_gradients",
     }
@@ -96,9 +97,7 @@ class Attached:
     ) -> None:
         self.model, self.units, self.skipped = model, dict(units), dict(skipped)
         self.group, self.traffic = group, Traffic()
-        self.copies = None
-        if routes[0].keeps:
-            self.copies = SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation)
+        self.copies = copies_of(model, routes[0], group.rank(), config)
         self.forecast = _forecast(model, [*units.values()], routes, config)
         self._in_flight = Reductions()
         self._undo = ExitStack()

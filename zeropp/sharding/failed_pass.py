@@ -7,6 +7,7 @@ import torch
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.wire.gradient_use import GradientUse, clear_gradient, gradient_of
+from zeropp.wire.secondary_copies import SecondaryCopies
 
 INCOMPLETE = (
     "a backward pass ended with an exception, and the gradients of this step are incomplete: call "
@@ -30,8 +31,9 @@ class FailedPasses:
         *,
         accumulates: bool,
         use: GradientUse | None,
+        copies: SecondaryCopies | None,
     ) -> None:
-        self._model, self._units, self._use = model, units, use
+        self._model, self._units, self._use, self._copies = model, units, use, copies
         self._accumulates = accumulates  # whole gradients until the end of a step
         self.gradient_of, self.clear_gradient = gradient_of, clear_gradient
         self._incomplete = False
@@ -80,3 +82,5 @@ class FailedPasses:
         fsdp.abandon_pass(self._model)
         if self._use is not None:
             self._use.discard()
+        if self._copies is not None:
+            self._copies.drop()  # ranks may have brought different ones up to date

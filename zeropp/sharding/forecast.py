@@ -3,9 +3,10 @@
 The ledger (`zeropp.wire.traffic`) counts what was sent, and tests compare the two. Gathers per step
 of n micro-batches: at stage 3 each block once in forward and once in backward of every micro-batch,
 the root once for both; at stages 1 and 2 every unit once. Where hpZ keeps a copy, only the first
-gather of a step has an outer hop. Gradients are averaged once per micro-batch, at stages 0 and 1
-once per step. With `reduces_once` they are at stages 2 and 3 too. With `keeps_roots` the root is
-gathered once per step at stage 3, too.
+gather of a step has an outer hop. With steps of codes that is the message of a step that follows
+others, with as many levels as may be needed. Gradients are averaged once per micro-batch, at stages
+0 and 1 once per step. With `reduces_once` they are at stages 2 and 3 too. With `keeps_roots` the
+root is gathered once per step at stage 3, too.
 """
 
 from collections import Counter
@@ -16,6 +17,7 @@ from math import lcm
 import torch
 
 from zeropp.fsdp_adapter import Piece
+from zeropp.quant.code_steps import step_layout
 from zeropp.wire.collectives import gradient_layouts, weight_layout
 from zeropp.wire.route import Hop, Route
 from zeropp.wire.traffic import HOPS, PURPOSES
@@ -100,10 +102,13 @@ class Forecast:
             width = self.compute_dtype.itemsize
             row = sum(piece.packed_bytes or width * piece.elements for piece in pieces)
         if route.outer > 1:
-            crossings = first if route.keeps else times
+            crossings, crossing = first if route.keeps else times, row
+            if route.step_reach:
+                layout = weight_layout(pieces, route, self.compute_dtype)
+                crossing = step_layout(layout, route.step_reach).num_bytes
             if route.keeps and not any(piece.trainable for piece in pieces):
                 crossings = 0  # these weights never change: they cross once in the whole run
-            _add(sent, route.outer_hop(position).gather_bytes(position, row), crossings)
+            _add(sent, route.outer_hop(position).gather_bytes(position, crossing), crossings)
         if route.inner > 1:
             arrived = row * route.outer
             _add(sent, route.inner_hop(position).gather_bytes(position, arrived), times)

@@ -11,6 +11,7 @@ from torch import nn
 
 from zeropp.sharding.sharding import Sharding
 from zeropp.wire.traffic import JoinedTraffic
+from zeropp.wire.weight_steps import StepCounts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,11 @@ class JoinedSharding(Sharding):
         """Drop all gathered weights, hpZ's copies included."""
         for part in self.parts:
             part.weights_changed()
+
+    def last_weight_steps(self) -> StepCounts:
+        """Return what the last messages of all parts held."""
+        counts = (part.last_weight_steps() for part in self.parts)
+        return StepCounts(*map(sum, zip(*counts, strict=True)))
 
 
 def join(model: nn.Module, parts: Sequence[Sharding]) -> JoinedSharding:

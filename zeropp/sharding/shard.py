@@ -52,7 +52,7 @@ from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.in_flight import Reductions
 from zeropp.wire.link import Link, connect
 from zeropp.wire.route import Route, gradient_route, weight_route
-from zeropp.wire.secondary_copies import SecondaryCopies
+from zeropp.wire.secondary_copies import SecondaryCopies, copies_of
 from zeropp.wire.traffic import Traffic
 
 MIB = 2**20
@@ -227,9 +227,8 @@ def _shard(
     nodes = find_nodes(whole_mesh, config, mesh)
     routes = weight_route(config, nodes), gradient_route(config, nodes)
     units = _shard_units(model, blocks, mesh, config, cast_forward_inputs)
-    copies = None
-    if routes[0].keeps:
-        copies = SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation)
+    position = mesh.get_local_rank()
+    copies = copies_of(model, routes[0], position, config)
     drop_when_weights_change(model, units, copies)
     passes = hold_shards_between_passes(model, units)
     if hasattr(model, "generate") and _is_wrapper(model):
@@ -238,7 +237,9 @@ def _shard(
     fields |= {
         "units": units,
         "gradient_use": use,
-        "failed_passes": FailedPasses(model, units, accumulates=config.reduces_once, use=use),
+        "failed_passes": FailedPasses(
+            model, units, accumulates=config.reduces_once, use=use, copies=copies
+        ),
     }
     if num_ranks == 1:
         return Sharding(**fields)

@@ -20,6 +20,7 @@ from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.route import UNQUANTIZED, Hop, Route
 from zeropp.wire.secondary_copies import SecondaryCopies
 from zeropp.wire.traffic import Sent, Traffic
+from zeropp.wire.weight_steps import StepCounts
 
 MIB = 2**20
 COLUMNS = MappingProxyType({"across_nodes": "across nodes", "in_node": "in node"})
@@ -121,6 +122,11 @@ class Sharding:
             return {}
         return self.forecast.plain().rank(dist.get_rank(self.group), num_micro_batches)
 
+    def last_weight_steps(self) -> StepCounts:
+        """Return what the last messages that moved codes held; zeros without such messages."""
+        has_steps = self.copies is not None and self.copies.steps is not None
+        return self.copies.steps.last_counts() if has_steps else StepCounts()
+
     def describe(
         self, num_micro_batches: int = 1, sent: Sent | None = None
     ) -> tuple[tuple[str, str], ...]:
@@ -142,6 +148,9 @@ class Sharding:
             means = _hops(forecast.gradients, forecast.wire_dtype, ("inner", "outer"))
             more = "\nfrozen matrices as they are stored, as codes" if self.stores_frozen else ""
             more += "\nkept in each node until the weights change (hpZ)" if self.copies else ""
+            if reach := forecast.weights.step_reach:
+                levels = self.copies.steps.fixed and f"{2 * reach + 1} levels"
+                more += f"\nthen across nodes as steps of the codes, {levels or '3, 5 or 9 levels'}"
             rows = [
                 ("weights", f"all-gather, {weights}{more}"),
                 ("gradients", f"all-to-all, {means}\nsummed in fp32, whatever the wire carries"),

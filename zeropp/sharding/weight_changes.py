@@ -34,6 +34,11 @@ class Notice(torch.optim.Optimizer):
 class WeightsWritten(Notice):
     """Tells that `parameters` were written by other means than an optimizer."""
 
+    def wrote_some_of(self, units: Iterable[fsdp.FSDPModule]) -> bool:
+        """Whether a shard of these units is among the parameters."""
+        written = {id(each) for group in self.param_groups for each in group["params"]}
+        return any(id(shard) in written for unit in units for shard in fsdp.shards(unit))
+
 
 def notify_weights_written(parameters: Iterable[torch.Tensor]) -> None:
     """Tell everyone who holds copies that these shards were written without an optimizer."""
@@ -56,6 +61,8 @@ def drop_when_weights_change(
         if stepped_only and isinstance(optimizer, Notice):
             return
         alive = [unit for reference in unit_references if (unit := reference()) is not None]
+        if not stepped_only and not optimizer.wrote_some_of(alive):
+            return
         drop_gathered(alive, copies_reference(), stepped_only=stepped_only)
 
     handle = register_optimizer_step_post_hook(after_step)

@@ -16,12 +16,13 @@ n*R + r. C = elements of one rank's padded shard of the unit, P = bytes of a pac
 Units with quantized frozen weights (zeropp/wire/frozen_weights.py) are sent as bytes: those weights
 as they are stored, the others as numbers. Such a gather neither quantizes nor dequantizes.
 *) hpZ's secondary copy (zeropp/wire/secondary_copies.py). A gather that uses it begins below here.
+   One that is out of date is brought up to date by steps (zeropp/wire/weight_steps.py).
 +) Divided by R here, rather than at the end, if sums are sent in fp16, where they could overflow.
 Sources: ZeRO++ (Wang et al. 2023), sections 3.1 to 3.3.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -74,17 +75,9 @@ class WeightGather(fsdp.AllGather):
         layout = None
         if not is_stored:
             layout = weight_layout(fsdp.own_pieces(self.unit), self.route, shard.dtype)
-        version = self.copies.version if self.copies else 0
         rows = self.copies.get(self.unit) if self.copies else None
         if rows is None:
-            rows = shard.view(1, -1)
-            rows = rows.clone() if is_stored else quantize(rows, layout)
-            if self.outer:
-                arrived = rows.new_empty(self.outer.size, rows.shape[1])
-                yield self.outer.all_gather(arrived, rows, purpose, async_op=async_op)
-                rows = arrived
-            if self.copies:
-                self.copies.keep(self.unit, rows, version)
+            rows = yield from self._cross(shard, layout, purpose, async_op=async_op)
         if self.inner:
             arrived = rows.new_empty(self.inner.size * rows.shape[0], rows.shape[1])
             yield self.inner.all_gather(arrived, rows, purpose, async_op=async_op)
@@ -94,6 +87,36 @@ class WeightGather(fsdp.AllGather):
             whole.view(by_hop[1], by_hop[0], -1).copy_(rows.view(by_hop).transpose(0, 1))
         else:
             dequantize(rows, whole.view(len(rows), -1), layout, fold=self.route.inner)
+
+    def _cross(
+        self, shard: torch.Tensor, layout: Layout | None, purpose: str, *, async_op: bool
+    ) -> Generator[dist.Work | None, None, torch.Tensor]:
+        """Return the rows of the outer hop; `layout` is None for weights sent as stored."""
+        version = self.copies.version if self.copies else 0
+        rows = self.copies.get_outdated(self.unit) if self.copies else None
+        is_outdated = rows is not None
+        if rows is None:
+            rows, is_outdated = self._own_row(shard, layout)
+            if self.outer:
+                arrived = rows.new_empty(self.outer.size, rows.shape[1])
+                yield self.outer.all_gather(arrived, rows, purpose, async_op=async_op)
+                rows = arrived
+        if is_outdated:
+            yield from self.copies.steps.hops(
+                self.unit, shard, rows, layout, self.outer, purpose, async_op=async_op
+            )
+        if self.copies:
+            self.copies.keep(self.unit, rows, version)
+        return rows
+
+    def _own_row(self, shard: torch.Tensor, layout: Layout | None) -> tuple[torch.Tensor, bool]:
+        """Return this rank's row (1, P), and whether it is a checkpoint's and out of date."""
+        if layout is None:
+            return shard.view(1, -1).clone(), False
+        loaded = self.copies.get_loaded(self.unit) if self.copies else None
+        if loaded is not None and len(loaded.row) == layout.packed_bytes:
+            return loaded.row.to(shard.device).view(1, -1), loaded.is_outdated
+        return quantize(shard.view(1, -1), layout), False
 
 
 class GradientMean(fsdp.ReduceScatter):

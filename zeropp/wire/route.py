@@ -18,6 +18,7 @@ from zeropp.settings.zero_config import ZeroConfig
 log = logging.getLogger("zeropp")
 
 UNQUANTIZED = 16
+MOST_LEVELS = 9  # of the steps of codes, where their number follows what is needed
 _NO_COPY = "a copy split over all ranks would be the shards themselves, so none is kept"
 
 
@@ -99,13 +100,15 @@ class Route:
     """Two hops over all ranks: one among `inner` ranks, one among `outer` = ranks / inner.
 
     `bits` is (inner hop, outer hop); 16 means unquantized. With `keeps`, what arrives by the outer
-    hop is kept for later gathers: hpZ's secondary copy.
+    hop is kept for later gathers: hpZ's secondary copy. With `step_reach`, its codes then move by
+    at most that many in a step, and what crosses nodes is by how many (0: whole codes cross).
     """
 
     nodes: Nodes
     inner: int
     bits: tuple[int, int] = (UNQUANTIZED, UNQUANTIZED)
     keeps: bool = False
+    step_reach: int = 0
 
     @property
     def outer(self) -> int:
@@ -156,7 +159,11 @@ def weight_route(config: ZeroConfig, nodes: Nodes) -> Route:
     partition = _secondary_partition(config, nodes)
     inner = partition or (nodes.ranks_per_node if quantized else nodes.num_ranks)
     keeps = partition is not None and partition < nodes.num_ranks
-    return Route(nodes=nodes, inner=inner, bits=(bits, bits), keeps=keeps)
+    reach = (config.zeropp.weight_step_levels or MOST_LEVELS) // 2
+    return Route(
+        nodes=nodes, inner=inner, bits=(bits, bits), keeps=keeps,
+        step_reach=reach if keeps and config.zeropp.weight_steps else 0,
+    )  # fmt: skip
 
 
 def gradient_route(config: ZeroConfig, nodes: Nodes) -> Route:

@@ -3,25 +3,51 @@
 Source: ZeRO++ (Wang et al. 2023), section 3.2.
 """
 
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeropp import fsdp_adapter as fsdp
+from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.cross_stream import CrossStreamTensor
+from zeropp.wire.route import Route
+from zeropp.wire.weight_steps import WeightSteps
+
+_COPIES: "WeakKeyDictionary[nn.Module, SecondaryCopies]" = WeakKeyDictionary()
+
+
+class OwnRow(NamedTuple):
+    """This rank's row of a unit's copy, as a checkpoint holds it."""
+
+    row: Tensor  # uint8 (P,)
+    steps: Tensor  # int64: whether it is out of date, then `WeightSteps.state`
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether weights have been stepped since."""
+        return bool(self.steps[0])
 
 
 class SecondaryCopies:
     """hpZ's secondary copies: each unit's rows after the outer hop, until the weights change.
 
     The choice between a copy and a new gather follows from calls that every rank makes, never from
-    a tensor's state: ranks that chose differently would wait for each other forever.
+    a tensor's state: ranks that chose differently would wait for each other forever. With `steps`,
+    copies of weights that an optimizer may have stepped are brought up to date instead of dropped.
+    `place` is that of this rank's row in a copy.
     """
 
-    def __init__(self, *, in_evaluation: bool) -> None:
-        self.in_evaluation = in_evaluation
+    def __init__(
+        self, *, in_evaluation: bool, place: int = 0, steps: WeightSteps | None = None
+    ) -> None:
+        self.in_evaluation, self.place, self.steps = in_evaluation, place, steps
         self.version = 0
         self._rows: dict[nn.Module, CrossStreamTensor] = {}
+        self._outdated: set[nn.Module] = set()
         self._trained: set[nn.Module] = set()
+        self._loaded: dict[nn.Module, OwnRow] = {}
 
     def note_use(self, unit: nn.Module) -> None:
         """Note that the unit is about to be used, and whether that may train it.
@@ -32,24 +58,93 @@ class SecondaryCopies:
         if fsdp.is_trainable(unit):
             self._trained.add(unit)
 
-    def get(self, unit: nn.Module) -> torch.Tensor | None:
+    def get(self, unit: nn.Module) -> Tensor | None:
         """Return the unit's rows for use on the current stream, or None if there is no copy."""
-        rows = self._rows.get(unit)
-        return rows.on_current_stream() if rows else None
+        return None if unit in self._outdated else self._on_current_stream(unit)
 
-    def keep(self, unit: nn.Module, rows: torch.Tensor, version: int) -> None:
-        """Keep `rows`, gathered at `version`, unless the weights have changed since."""
-        if version == self.version and (unit.training or self.in_evaluation):
-            self._rows[unit] = CrossStreamTensor(rows)
+    def get_outdated(self, unit: nn.Module) -> Tensor | None:
+        """Return the unit's rows from before the last steps of optimizers; None if there are none.
+
+        They are to be brought up to date in place, and kept again.
+        """
+        return self._on_current_stream(unit) if unit in self._outdated else None
+
+    def get_loaded(self, unit: nn.Module) -> OwnRow | None:
+        """Return this rank's row from a checkpoint, until a copy is kept; None if there is none."""
+        return self._loaded.get(unit)
+
+    def keep(self, unit: nn.Module, rows: Tensor, version: int) -> None:
+        """Keep `rows`, gathered or brought up to date at `version`.
+
+        If the weights have changed since, they are not kept, or are out of date again.
+        """
+        is_new = unit not in self._rows and unit not in self._loaded
+        if is_new and (version != self.version or not (unit.training or self.in_evaluation)):
+            return
+        self._rows[unit] = CrossStreamTensor(rows)
+        self._loaded.pop(unit, None)
+        if version == self.version:
+            self._outdated.discard(unit)
+        else:
+            self._outdated.add(unit)
 
     def drop(self, *, stepped_only: bool = False) -> None:
         """Drop the copies of all units, or only of those that an optimizer may have stepped."""
         self.version += 1
-        for unit in tuple(self._rows):
-            if not stepped_only or unit in self._trained:
+        if not stepped_only:
+            for each in (self._rows, self._outdated, self._loaded):
+                each.clear()
+            return
+        for own in self._loaded.values():
+            own.steps[0] = 1
+        for unit in self._trained.intersection(self._rows):
+            if self.steps is not None:
+                self._outdated.add(unit)
+            else:
                 del self._rows[unit]
+
+    def own_row(self, unit: nn.Module) -> OwnRow | None:
+        """Return this rank's row of a copy that steps bring up to date; it shares its memory."""
+        if unit in self._loaded or unit not in self._trained or unit not in self._rows:
+            return self._loaded.get(unit)
+        state = [int(unit in self._outdated), *self.steps.state(unit)]
+        return OwnRow(self._rows[unit].on_current_stream()[self.place], torch.tensor(state))
+
+    def restore(self, unit: nn.Module, row: Tensor, steps: Tensor) -> None:
+        """Let the unit's next gather begin with what `own_row` returned when it was saved."""
+        self._loaded[unit] = OwnRow(row, steps.clone())
+        self.steps.restore(unit, steps[1:].tolist())
 
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds."""
         return sum(rows.tensor.nbytes for rows in self._rows.values())
+
+    def _on_current_stream(self, unit: nn.Module) -> Tensor | None:
+        rows = self._rows.get(unit)
+        return rows.on_current_stream() if rows else None
+
+
+def copies_of(
+    model: nn.Module, route: Route, position: int, config: ZeroConfig
+) -> SecondaryCopies | None:
+    """Return what keeps the copies of a model's weights that take this route; None if none are.
+
+    `position` is this rank's on the data axis.
+    """
+    if not route.keeps:
+        return None
+    levels = config.zeropp.weight_step_levels
+    steps = WeightSteps(levels and levels // 2) if config.zeropp.weight_steps else None
+    copies = SecondaryCopies(
+        in_evaluation=config.zeropp.secondary_in_evaluation,
+        place=position // route.inner,
+        steps=steps,
+    )
+    _COPIES[model] = copies
+    return copies
+
+
+def copies_of_model(model: nn.Module) -> SecondaryCopies | None:
+    """Return the copies of a root module's weights; None if it keeps none."""
+    return _COPIES.get(model)

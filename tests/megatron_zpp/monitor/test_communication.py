@@ -12,6 +12,7 @@ from megatron_zpp.parallel.peers import AXES
 from megatron_zpp.settings.config import Config
 from zeropp.wire.route import Nodes
 from zeropp.wire.traffic import HOPS, PURPOSES, Traffic
+from zeropp.wire.weight_steps import StepCounts
 
 MIB = 2**20
 FORWARD, GRADIENTS = ("weights_forward", "across_nodes"), ("gradients", "across_nodes")
@@ -35,6 +36,7 @@ def sharding(stage: int = 3, num_ranks: int = 4) -> SimpleNamespace:
         stage=stage,
         num_ranks=num_ranks,
         traffic=Traffic(),
+        last_weight_steps=lambda: StepCounts(codes=100, moved=30, capped=2, blocks=4, rescaled=1),
         compute_dtype=torch.bfloat16,
         forecast=SimpleNamespace(weights=SimpleNamespace(nodes=nodes), wire_dtype=torch.bfloat16),
         expected_traffic=lambda num: {FORWARD: MIB, GRADIENTS: num * MIB, NEAR: 0},
@@ -59,11 +61,15 @@ def test_the_mean_over_the_steps_of_an_interval_of_the_ranks_of_a_node():
     taken = meter.take()
     scalars = communication_scalars(taken)
     assert scalars["comm/weights_forward_across_nodes"] == 1 * MIB  # 2 ranks, every other step
+    assert scalars["comm/weight_codes_moved"] == 0.3
+    assert scalars["comm/weight_codes_capped"] == 0.02
+    assert scalars["comm/weight_blocks_rescaled"] == 0.25
     assert scalars["comm/gradients_across_nodes"] == 4 * MIB
     assert scalars["comm/across_nodes"] == 5 * MIB and scalars["comm/in_node"] == 0
     assert scalars["comm/expected_across_nodes"] == 6 * MIB
     assert set(scalars) == {f"comm/{a}_{b}" for a in PURPOSES for b in HOPS} | {
-        "comm/across_nodes", "comm/in_node", "comm/expected_across_nodes"
+        "comm/across_nodes", "comm/in_node", "comm/expected_across_nodes",
+        "comm/weight_codes_moved", "comm/weight_codes_capped", "comm/weight_blocks_rescaled",
     }  # fmt: skip
     assert taken.line() == (
         " comm per node and step (MiB) | across nodes: 5.00 (formula: 6.00) |"

@@ -83,6 +83,24 @@ def test_a_stop_in_the_middle_changes_no_digit(case, tmp_path):
     assert field(first, "grad norm") + field(second, "grad norm") == field(straight, "grad norm")
 
 
+@pytest.mark.parametrize("levels", [None, 5])
+@ranks(4, timeout=180)
+def test_steps_of_codes_go_on_after_a_stop_to_the_last_digit(levels, tmp_path):
+    settings = json.loads(EXAMPLE.read_text())
+    settings["zeropp"] |= {"weight_steps": True, "weight_step_levels": levels}
+    flags = f"{BATCH} --train-iters 8 --lr-decay-style cosine --eval-iters 1 --eval-interval 3 "
+    flags += f"--deepspeed_config {json.dumps(settings, separators=(',', ':'))} "
+    straight = log_of(flags)
+    often = log_of(f"{flags} --save {tmp_path}/often --save-interval 1")
+    folder = f"--save {tmp_path}/stopped --load {tmp_path}/stopped "
+    first, second = log_of(flags + folder + "--exit-interval 3"), log_of(flags + folder)
+    if dist.get_rank() != 0:
+        return
+    assert losses(often) == losses(straight)
+    assert losses(first) + losses(second) == losses(straight)
+    assert field(first, "grad norm") + field(second, "grad norm") == field(straight, "grad norm")
+
+
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The checkpoint of 4 ranks after half of `QUANTIZED`, and the log of all of it."""

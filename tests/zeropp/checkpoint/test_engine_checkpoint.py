@@ -49,12 +49,21 @@ def test_a_resumed_run_equals_one_that_never_stopped(name, tmp_path):
         assert torch.equal(gathered_parameters(second.module)[key], weight)
 
 
+@pytest.mark.parametrize("weight_steps", [False, True])
 @ranks(4, ranks_per_node=2)
-def test_a_loaded_checkpoint_replaces_what_nodes_keep(tmp_path):
-    """hpZ: copies of the weights from before loading are not used after it."""
+def test_a_loaded_checkpoint_replaces_what_nodes_keep(weight_steps, tmp_path):
+    """hpZ: copies of the weights from before loading are not used after it.
+
+    If their codes move by steps, those of the checkpoint are.
+    """
 
     def engine(model: torch.nn.Module | None = None) -> Engine:
-        return engine_of(model, micro_batches=2, zero_optimization=ALL_THREE)
+        return engine_of(
+            model,
+            micro_batches=2,
+            zero_optimization=ALL_THREE,
+            zeropp={"weight_steps": weight_steps},
+        )
 
     through = engine()
     expected = run(through, steps=4)

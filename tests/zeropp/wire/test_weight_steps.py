@@ -1,0 +1,225 @@
+"""Weights that cross nodes as steps of their codes: equal copies, bytes, and what they catch up."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import ranks
+from tests.zeropp.sharded_training import (
+    BOTH,
+    HPZ,
+    QWZ,
+    evaluate,
+    load_random_weights,
+    shard_on_nodes,
+    step,
+)
+from zeropp import InputError, Sharding, ZeroConfig, fsdp_adapter
+from zeropp.quant.ops import dequantize
+from zeropp.quant.packing import RAW
+from zeropp.wire.collectives import weight_layout
+
+ALL = BOTH | {"zero_quantized_gradients": True}
+
+
+def shard_with_steps(levels: int | None = 5, zero: dict = ALL, **settings: object) -> Sharding:
+    steps = {"weight_steps": True, "weight_step_levels": levels}
+    return shard_on_nodes(zero, zeropp=steps, **settings)
+
+
+def adamw(sharding: Sharding, lr: float = 1e-3) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(sharding.model.parameters(), lr=lr, weight_decay=0.0, fused=True)
+
+
+def rows_of(sharding: Sharding) -> list[torch.Tensor | None]:
+    """The copies of all units, up to date or not; ranks of one place in their nodes share them."""
+    copies = sharding.copies
+    both = ((copies.get(unit), copies.get_outdated(unit)) for unit in sharding.units)
+    return [current if outdated is None else outdated for current, outdated in both]
+
+
+def require_equal_copies(sharding: Sharding) -> None:
+    for rows in rows_of(sharding):
+        if rows is not None:
+            everywhere = [torch.empty_like(rows) for _ in range(4)]
+            dist.all_gather(everywhere, rows)
+            assert torch.equal(everywhere[0], everywhere[2])
+            assert torch.equal(everywhere[1], everywhere[3])
+
+
+def require_close_to_the_weights(sharding: Sharding) -> None:
+    """Every number of a copy is the one that is nearest to the weight by its scale."""
+    for unit, rows in zip(sharding.units, rows_of(sharding), strict=True):
+        layout = weight_layout(
+            fsdp_adapter.own_pieces(unit), sharding.forecast.weights, sharding.compute_dtype
+        )
+        own = rows[dist.get_rank() // 2][None]
+        numbers = torch.empty((1, layout.elements))
+        dequantize(own, numbers, layout)
+        shards = [shard.local.detach().flatten() for shard in fsdp_adapter.own_shards(unit)]
+        for segment, shard in zip(layout.segments, [s for s in shards if len(s)], strict=True):
+            part = numbers[0, segment.start : segment.start + len(shard)]
+            if segment.bits == RAW:
+                assert torch.equal(part, shard.to(sharding.compute_dtype).float())
+                continue
+            blocks = -(-segment.size // 256)
+            scales = own[0, segment.scales_at : segment.scales_at + 2 * blocks]
+            scales = scales.view(torch.bfloat16).float().abs().repeat_interleave(256)
+            rounded, scales = shard.to(sharding.compute_dtype).float(), scales[: len(shard)]
+            allowed = torch.where(part.abs() >= 127 * scales, 2.0, 0.5001)  # in docs/numerics.md
+            assert ((part - rounded).abs() <= allowed * scales).all()
+
+
+@pytest.mark.parametrize("levels", [3, 5, 9])
+@ranks(4)
+def test_bytes_are_those_foretold(levels):
+    sharding = shard_with_steps(levels)
+    optimizer = adamw(sharding)
+    step(sharding, optimizer, 0)
+    whole = sharding.traffic.take()["weights_forward", "across_nodes"]
+    for number, micro_batches in enumerate((1, 3)):
+        step(sharding, optimizer, number, micro_batches=micro_batches)
+        sent = sharding.traffic.take()
+        assert sent == sharding.expected_traffic(micro_batches)
+        assert sent["weights_forward", "across_nodes"] < whole
+
+
+@ranks(4, timeout=180)
+def test_copies_stay_equal_and_catch_up():
+    sharding = shard_with_steps()
+    optimizer = adamw(sharding)
+    for number in range(60):
+        step(sharding, optimizer, number)
+        if number % 20 == 0:
+            evaluate(sharding)
+            require_equal_copies(sharding)
+    resting = adamw(sharding, lr=0.0)
+    for number in range(70):
+        step(sharding, resting, number)
+    evaluate(sharding)  # takes the steps that the last update calls for, which are none
+    require_equal_copies(sharding)
+    require_close_to_the_weights(sharding)
+    counts = sharding.last_weight_steps()
+    assert counts.codes > 0 and counts.moved == counts.capped == counts.rescaled == 0
+
+
+@ranks(4)
+def test_losses_stay_close_to_those_of_whole_codes():
+    results = []
+    for levels in (0, 9, None):
+        sharding = shard_with_steps(levels) if levels != 0 else shard_on_nodes(ALL)
+        optimizer = adamw(sharding, lr=2e-3)
+        losses = [step(sharding, optimizer, number)[0] for number in range(40)]
+        mean = torch.tensor(sum(losses[-20:]) / 20)
+        dist.all_reduce(mean)
+        results.append(mean.item() / 4)
+    assert results[1] == pytest.approx(results[0], rel=0.02)
+    assert results[2] == pytest.approx(results[0], rel=0.02)
+
+
+@ranks(4)
+def test_evaluations_change_no_training():
+    runs = []
+    for evaluations in (0, 2):
+        sharding = shard_with_steps(None)
+        optimizer = adamw(sharding)
+        losses = []
+        for number in range(6):
+            losses += step(sharding, optimizer, number, micro_batches=2)
+            for _ in range(evaluations):
+                evaluate(sharding)
+        runs.append(losses)
+    assert runs[0] == runs[1]
+
+
+@ranks(4)
+def test_levels_follow_what_is_needed():
+    sharding = shard_with_steps(None)
+    steps = sharding.copies.steps
+    fast, slow = adamw(sharding, lr=0.1), adamw(sharding, lr=1e-6)
+    for number in range(3):
+        step(sharding, fast, number)
+    assert 4 in {steps.reach_of(unit) for unit in sharding.units}
+    for number in range(60):
+        step(sharding, slow, number)
+    assert {steps.reach_of(unit) for unit in sharding.units} == {1}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@ranks(4, timeout=180)
+def test_random_calls_leave_equal_copies(seed):
+    generator = random.Random(seed)
+    settings = generator.choice([{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}])
+    sharding = shard_with_steps(generator.choice([None, 3, 5, 9]), **settings)
+    optimizers = [adamw(sharding), adamw(sharding, 1e-2)]
+    blocks = list(sharding.model.blocks)
+    for number in range(40):
+        call = generator.choice(
+            ["step", "step", "step", "accumulate", "evaluate", "load", "changed", "freeze", "fail"]
+        )
+        optimizer = generator.choice(optimizers)
+        if call == "step":
+            step(sharding, optimizer, number)
+        elif call == "accumulate":
+            step(sharding, optimizer, number, micro_batches=generator.choice([2, 3]))
+        elif call == "evaluate":
+            evaluate(sharding)
+        elif call == "load":
+            load_random_weights(sharding, number)
+        elif call == "changed":
+            with torch.no_grad():
+                for weight in sharding.model.parameters():
+                    weight.to_local().mul_(0.9)
+            sharding.weights_changed()
+        elif call == "freeze":
+            frozen = generator.random() < 0.5
+            for parameter in generator.choice(blocks).parameters():
+                parameter.requires_grad_(not frozen)
+        elif torch.__version__ >= "2.13":
+            fail_in_the_middle(sharding, generator)
+        require_equal_copies(sharding)
+    resting = adamw(sharding, lr=0.0)
+    for number in range(70):
+        step(sharding, resting, number)
+    evaluate(sharding)
+    require_close_to_the_weights(sharding)
+
+
+def fail_in_the_middle(sharding: Sharding, generator: random.Random) -> None:
+    """A forward pass that raises, on each rank after another block."""
+    depth = generator.randrange(2)
+    block = sharding.model.blocks[(depth + dist.get_rank()) % len(sharding.model.blocks)]
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    handle = block.register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        evaluate(sharding)
+    handle.remove()
+    sharding.model.train()
+    sharding.release()
+
+
+@ranks(2)
+def test_one_node_keeps_no_copy_and_sends_no_steps():
+    sharding = shard_on_nodes(BOTH, zeropp={"weight_steps": True})
+    assert sharding.copies is None
+
+
+@pytest.mark.parametrize(
+    ("zero", "settings", "message"),
+    [
+        (HPZ, {}, "weight_steps = true and zero_optimization.zero_quantized_weights = false: the"),
+        (QWZ, {}, "zero_hpz_partition_size = 1: a node takes steps from the codes that it keeps"),
+        (BOTH, {"weight_bits": 4}, "zeropp.weight_bits = 4: the steps are those of INT8 codes"),
+        (BOTH, {"weight_step_levels": 4}, "weight_step_levels = 4: expected one of 3, 5, 9"),
+    ],
+)
+def test_bad_settings_are_named(zero, settings, message):
+    with pytest.raises(InputError, match=message):
+        ZeroConfig.from_json(
+            {"zero_optimization": zero, "zeropp": {"weight_steps": True} | settings}
+        )

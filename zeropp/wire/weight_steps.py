@@ -1,0 +1,135 @@
+"""Weights that cross nodes as steps of their codes, where every node already holds the codes.
+
+hpZ keeps all weights in each node as INT8 codes. After an optimizer's step few codes belong
+elsewhere, and not far away. So the owner of a shard sends by how much each code moves, at most by
+the unit's reach, and all nodes, its own included, move the codes that they hold. A code that would
+have to move further catches up in later steps: the difference is always taken to the true weights.
+
+    shard (C,), own row (1, P) of the copy -> message (1, S) -> of all nodes (N, S) -> copy (N, P)
+
+How far codes may move follows the share of those that would have moved further in the last message,
+summed over the nodes: the same number on every rank of the outer hop.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zeropp.quant.code_step_ops import apply_code_steps, code_steps
+from zeropp.quant.code_step_reference import read_counts
+from zeropp.quant.code_steps import COUNTED, REACHES, RESCALED, step_layout
+from zeropp.quant.packing import RAW, Layout, num_blocks
+from zeropp.wire.in_flight import Hops
+from zeropp.wire.link import Link
+
+CAPPED_SHARE = 0.003  # of a unit's codes: with more, they may move further in the next step
+
+
+class StepCounts(NamedTuple):
+    """What messages held: codes, those that moved, those that would have moved further; blocks of
+    codes, those that changed their scale."""
+
+    codes: int = 0
+    moved: int = 0
+    capped: int = 0
+    blocks: int = 0
+    rescaled: int = 0
+
+
+@dataclass
+class _Message:
+    """What is remembered of a unit's last message."""
+
+    reach: int
+    counts: Tensor  # int32 (COUNTS,), summed over the nodes; on the host, maybe not yet there
+    codes: int
+    blocks: int
+    arrived: torch.cuda.Event | None = None
+
+    def read(self) -> list[int]:
+        if self.arrived is not None:
+            self.arrived.synchronize()  # queued a whole step ago
+        return self.counts.tolist()
+
+
+class WeightSteps:
+    """How far each unit's codes may move, and what their last messages held.
+
+    `reach` is 1, 2 or 4 codes, or None to follow what is needed.
+    """
+
+    def __init__(self, reach: int | None = None) -> None:
+        self.fixed = reach
+        self._last: dict[nn.Module, _Message] = {}
+
+    def reach_of(self, unit: nn.Module) -> int:
+        """Return how far the unit's codes may move in its next message."""
+        if self.fixed is not None:
+            return self.fixed
+        last = self._last.get(unit)
+        if last is None:
+            return REACHES[-1]
+        counts, limit = last.read(), CAPPED_SHARE * last.codes
+        fitting = (reach for reach in REACHES if counts[COUNTED.index(reach)] <= limit)
+        return next(fitting, REACHES[-1])
+
+    def hops(
+        self,
+        unit: nn.Module,
+        shard: Tensor,
+        rows: Tensor,
+        layout: Layout,
+        outer: Link,
+        purpose: str,
+        *,
+        async_op: bool,
+    ) -> Hops:
+        """Move the codes of `rows` (N, P), one row of each node, towards the shards' values."""
+        reach = self.reach_of(unit)
+        steps = step_layout(layout, reach)
+        place = outer.hop.members.index(outer.position)
+        message = code_steps(shard.view(1, -1), rows[place : place + 1], steps)
+        arrived = message.new_empty(outer.size, steps.num_bytes)
+        yield outer.all_gather(arrived, message, purpose, async_op=async_op)
+        apply_code_steps(arrived, rows, steps)
+        self._note(unit, reach, arrived, layout)
+
+    def last_counts(self) -> StepCounts:
+        """Return what the last messages of all units held together, those of all nodes."""
+        columns = zip(*map(_counts, self._last.values()), strict=True)
+        return StepCounts(*map(sum, columns)) if self._last else StepCounts()
+
+    def state(self, unit: nn.Module) -> list[int]:
+        """Return what the unit's next reach depends on; it may be empty."""
+        last = self._last.get(unit)
+        return [] if last is None else [last.reach, last.codes, last.blocks, *last.read()]
+
+    def restore(self, unit: nn.Module, state: list[int]) -> None:
+        """Go on from what `state` returned."""
+        if state:
+            reach, codes, blocks, *counts = state
+            self._last[unit] = _Message(reach, torch.tensor(counts), codes, blocks)
+
+    def _note(self, unit: nn.Module, reach: int, arrived: Tensor, layout: Layout) -> None:
+        counts = read_counts(arrived).sum(0, dtype=torch.int32)
+        event = None
+        if counts.is_cuda:
+            host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            counts = host.copy_(counts, non_blocking=True)
+            event = torch.cuda.current_stream(arrived.device).record_event()
+        quantized = [each for each in layout.segments if each.bits != RAW]
+        self._last[unit] = _Message(
+            reach=reach,
+            counts=counts,
+            codes=len(arrived) * sum(each.size for each in quantized),
+            blocks=len(arrived) * sum(num_blocks(each.size, each.bits) for each in quantized),
+            arrived=event,
+        )
+
+
+def _counts(message: _Message) -> StepCounts:
+    counts = message.read()
+    capped = counts[COUNTED.index(message.reach)]
+    return StepCounts(message.codes, counts[0], capped, message.blocks, counts[RESCALED])
