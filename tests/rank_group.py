@@ -18,6 +18,9 @@ from tests.ranks import Progress, World
 from zeropp.ranks.groups import PREFIX
 
 
+KEPT_GROUPS = 4  # a thread of each wakes up a hundred times in a second
+
+
 class Membership:
     """The default group of this process."""
 
@@ -43,15 +46,19 @@ class Membership:
         _use_store_of(self.tests)
 
     def end_test(self) -> Progress | None:
-        """Close the groups that a test created itself; return None if it closed the default one."""
+        """Close what a test created beside the default group; return None if it closed that.
+
+        Groups that models share until the default one is closed are kept, if they are few.
+        """
         if not dist.is_initialized():
             self.world = None
             forget_meshes()
             return None
-        others = [group for group in c10d._world.pg_map if not _is_kept(group)]
-        for group in others:
-            dist.destroy_process_group(group)
-        if others:
+        others = [group for group in c10d._world.pg_map if group is not dist.group.WORLD]
+        names = [c10d._world.pg_names[group] for group in others]
+        if len(others) > KEPT_GROUPS or not all(name.startswith(PREFIX) for name in names):
+            for group in others:
+                dist.destroy_process_group(group)
             forget_meshes()
         collectives = dist.group.WORLD._get_sequence_number_for_group()
         return Progress(c10d._world.group_count, collectives)
@@ -62,16 +69,10 @@ class Membership:
             forget_meshes()
 
 
-def _is_kept(group: dist.ProcessGroup) -> bool:
-    """Return whether it is the default group or one that models share until that one is closed."""
-    return group is dist.group.WORLD or c10d._world.pg_names[group].startswith(PREFIX)
-
-
 def forget_meshes() -> None:
     """Clear DTensor's caches, which keep meshes alive, and with them groups and gloo's threads.
 
-    An equal mesh of the next test would meet this test's closed groups, and each thread of a group
-    that is kept wakes up a hundred times in a second.
+    An equal mesh of the next test would meet this test's closed groups.
     """
     dtensor_debug._clear_sharding_prop_cache()
     dtensor_redistribute._gen_transform_infos.cache_clear()

@@ -31,8 +31,8 @@ from zeropp.optim.step import local_part
 from zeropp.wire.frozen_weights import stored_bytes
 
 OURS = (
-    "zero3", "qwz", "hpz", "qgz", "zeropp", "zeropp-4-4", "zeropp-once", "no-hpz", "zero3-once",
-    "zero1",
+    "zero3", "qwz", "hpz", "qgz", "zeropp", "zeropp-4-4", "zeropp-once", "code-steps-5",
+    "no-hpz", "zero3-once", "zero1",
 )  # fmt: skip
 AXES = MappingProxyType(
     {

@@ -35,6 +35,8 @@ VARIANTS: Mapping[str, str] = MappingProxyType(
         "qgz": "gradients in INT8 then INT4",
         "zeropp": "all three",
         "zeropp-4-4": "all three, gradients in INT4 in both hops",
+        "code-steps": "all three, weights as steps of their codes",
+        "code-steps-5": "all three, weights as steps of their codes of 5 levels",
     }
 )
 

@@ -1,20 +1,22 @@
 """The ZeRO++ settings that benchmarks compare, by name, as DeepSpeed's JSON.
 
-| name          | weights travel as             | gradients travel as               |
-|---------------|-------------------------------|-----------------------------------|
-| `zero3`       | bf16                          | bf16, two hops                    |
-| `qwz`         | INT8                          | as `zero3`                        |
-| `hpz`         | bf16; across nodes once       | as `zero3`                        |
-| `qgz`         | as `zero3`                    | INT8 in a node, INT4 across nodes |
-| `zeropp`      | INT8; across nodes once       | as `qgz`                          |
-| `zeropp-4-4`  | as `zeropp`                   | INT4 on both hops                 |
-| `zeropp-once` | as `zeropp`, the root once    | as `qgz`, once per step           |
-| `no-hpz`      | INT8                          | as `qgz`                          |
-| `zero3-once`  | bf16, the root once           | as `zero3`, once per step         |
-| `zero1`       | bf16, once per step           | as `zero3`, once per step         |
-| `lora-zero3`  | as `zero3`                    | as `zero3`                        |
-| `mixz`        | INT8, frozen ones as stored   | as `zero3`                        |
-| `mixz-hpz`    | the same; frozen ones once    | as `zero3`                        |
+| name           | weights travel as                   | gradients travel as               |
+|----------------|-------------------------------------|-----------------------------------|
+| `zero3`        | bf16                                | bf16, two hops                    |
+| `qwz`          | INT8                                | as `zero3`                        |
+| `hpz`          | bf16; across nodes once             | as `zero3`                        |
+| `qgz`          | as `zero3`                          | INT8 in a node, INT4 across nodes |
+| `zeropp`       | INT8; across nodes once             | as `qgz`                          |
+| `zeropp-4-4`   | as `zeropp`                         | INT4 on both hops                 |
+| `zeropp-once`  | as `zeropp`, the root once          | as `qgz`, once per step           |
+| `code-steps`   | steps of codes, levels as needed     | as `qgz`                          |
+| `code-steps-5` | the same, always of 5 levels        | as `qgz`                          |
+| `no-hpz`       | INT8                                | as `qgz`                          |
+| `zero3-once`   | bf16, the root once                 | as `zero3`, once per step         |
+| `zero1`        | bf16, once per step                 | as `zero3`, once per step         |
+| `lora-zero3`   | as `zero3`                          | as `zero3`                        |
+| `mixz`         | INT8, frozen ones as stored         | as `zero3`                        |
+| `mixz-hpz`     | the same; frozen ones once          | as `zero3`                        |
 
 Where training is in fp32, so are numbers that are not quantized.
 """
@@ -31,6 +33,8 @@ COMPONENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "zeropp": ("qwz", "hpz", "qgz"),
         "zeropp-4-4": ("qwz", "hpz", "qgz-4-4"),
         "zeropp-once": ("qwz", "hpz", "qgz", "once"),
+        "code-steps": ("qwz", "hpz", "qgz", "steps"),
+        "code-steps-5": ("qwz", "hpz", "qgz", "steps-5"),
         "no-hpz": ("qwz", "qgz"),
         "zero3-once": ("once",),
         "zero1": ("stage-1",),
@@ -51,13 +55,17 @@ def zero_json(name: str, ranks_per_node: int) -> dict:
         "mixz": {"zero_quantized_nontrainable_weights": True},
         "stage-1": {"stage": 1},
     }
+    own_keys = {
+        "once": {"reduce_gradients_once": True},
+        "steps": {"weight_steps": True},
+        "steps-5": {"weight_steps": True, "weight_step_levels": 5},
+    }
     gradient_bits = {"qgz": [8, 4], "qgz-4-4": [4, 4]}  # within a node, across nodes
     zero: dict = {"stage": 3}
     zeropp: dict = {"ranks_per_node": ranks_per_node}
     for component in COMPONENTS[name]:
         zero |= keys.get(component, {})
-        if component == "once":
-            zeropp["reduce_gradients_once"] = True
+        zeropp |= own_keys.get(component, {})
         if component in gradient_bits:
             zeropp["gradient_bits"] = gradient_bits[component]
     return {"zero_optimization": zero, "zeropp": zeropp}

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.convergence import convergence
 from benchmarks.convergence.comparison import WINDOW, compare, curves, smoothed, table, verdict
 from benchmarks.convergence.convergence import RunFailed, add_run, read_runs, train_missing
-from benchmarks.convergence.convergence_chart import draw
+from benchmarks.convergence.convergence_chart import COLOURS, draw
 from benchmarks.convergence.variants import BASELINE, VARIANTS, Recipe
 from benchmarks.shared.charts import require_matplotlib
 from zeropp.errors import InputError
@@ -95,6 +95,7 @@ def test_the_table_has_every_variant_and_its_numbers():
 def test_curves_are_drawn(tmp_path):
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
     runs = {variant: {1: result_of(5.0 + number / 100)} for number, variant in enumerate(VARIANTS)}
+    assert len(COLOURS) == len(VARIANTS)
     drawn = curves(runs)
     assert drawn[1].held_out_difference[-1] == (40, pytest.approx(0.002))
     draw(drawn, tmp_path / "curves.png", "a title")
@@ -117,9 +118,15 @@ def test_variants_differ_in_zeropp_alone():
     assert on == {
         "baseline": (False, 1, False), "qwz": (True, 1, False), "hpz": (False, 2, False),
         "qgz": (False, 1, True), "zeropp": (True, 2, True), "zeropp-4-4": (True, 2, True),
+        "code-steps": (True, 2, True), "code-steps-5": (True, 2, True),
     }  # fmt: skip
     assert configs["zeropp"].zero.zeropp.gradient_bits == (8, 4)
     assert configs["zeropp-4-4"].zero.zeropp.gradient_bits == (4, 4)
+    steps = {variant: config.zero.zeropp.weight_steps for variant, config in configs.items()}
+    assert [variant for variant, has_steps in steps.items() if has_steps] == [
+        "code-steps", "code-steps-5"
+    ]  # fmt: skip
+    assert configs["code-steps-5"].zero.zeropp.weight_step_levels == 5
 
 
 def test_a_table_goes_on_where_it_stopped(tmp_path, monkeypatch):
