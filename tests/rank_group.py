@@ -17,7 +17,6 @@ from torch.distributed.tensor import debug as dtensor_debug
 from tests.ranks import Progress, World
 from zeropp.ranks.groups import PREFIX
 
-
 KEPT_GROUPS = 4  # a thread of each wakes up a hundred times in a second
 
 

@@ -4,7 +4,7 @@ Source: ZeRO++ (Wang et al. 2023), section 3.2.
 """
 
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,8 @@ from zeropp.wire.cross_stream import CrossStreamTensor
 from zeropp.wire.route import Route
 from zeropp.wire.weight_steps import WeightSteps
 
-_COPIES: "WeakKeyDictionary[nn.Module, SecondaryCopies]" = WeakKeyDictionary()
+# By root module. The copies hold the model's units, so they must not be held here.
+_COPIES: "WeakKeyDictionary[nn.Module, ref[SecondaryCopies]]" = WeakKeyDictionary()
 
 
 class OwnRow(NamedTuple):
@@ -141,10 +142,11 @@ def copies_of(
         place=position // route.inner,
         steps=steps,
     )
-    _COPIES[model] = copies
+    _COPIES[model] = ref(copies)
     return copies
 
 
 def copies_of_model(model: nn.Module) -> SecondaryCopies | None:
     """Return the copies of a root module's weights; None if it keeps none."""
-    return _COPIES.get(model)
+    copies = _COPIES.get(model)
+    return None if copies is None else copies()
