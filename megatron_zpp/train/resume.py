@@ -103,6 +103,7 @@ def load(
     if options.load is None:
         return beginning
     load_optimizer = not (options.no_load_optim or options.finetune)
+    sharding.weights_changed()
     state = checkpoint.load(
         options.load,
         model,

@@ -28,7 +28,6 @@ from zeropp.checkpoint.rank_values import LOCAL, PLAIN, names_for_rank, without_
 from zeropp.checkpoint.shard_files import read_shards, saved_tensors
 from zeropp.errors import InputError, first_few
 from zeropp.ranks.coordination import fail_together
-from zeropp.sharding.weight_changes import notify_weights_written
 from zeropp.wire.frozen_weights import is_quantized
 
 MODEL, OPTIMIZER, NUMBER, BEHIND = "model.", "optimizer.", "number.", "behind."
@@ -61,7 +60,7 @@ def load_state(
 ) -> None:
     """Read the checkpoint in `folder` into model and optimizer, in place; all ranks call it.
 
-    Whoever holds gathered weights is told that they have changed.
+    Gathered weights must have been dropped before, by `Sharding.weights_changed`.
 
     `check` is called with the differences between the model's tensors and the checkpoint's in name
     and shape, before anything is changed. If it does not raise, the tensors that fit are loaded.
@@ -93,7 +92,6 @@ def load_state(
         codes = codes_to_load(model, with_codes)
     tensors = {**weights, **optimizer_state, **delayed}
     read_shards(folder, codes | {names[name]: tensor for name, tensor in tensors.items()})
-    notify_weights_written(model.parameters())
     restore_codes(model, codes)
     if with_optimizer_state:
         _restore_optimizer(model, optimizer, optimizer_state)

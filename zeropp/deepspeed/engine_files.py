@@ -89,6 +89,7 @@ class EngineFiles:
         """
         with_optimizer = load_optimizer_states and not load_module_only
         optimizer = self.optimizer if with_optimizer else None
+        self.sharding.weights_changed()
         path, state = engine_checkpoint.load(
             Path(load_dir),
             tag,
