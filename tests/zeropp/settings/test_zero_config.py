@@ -63,6 +63,9 @@ def accepted(draw: st.DrawFn) -> dict[str, object]:
     values[ZERO + "stage"] = 3
     for name in ("bf16.enabled", "train_batch_size"):
         values.pop(name, None)
+    if values.get("zeropp.weight_steps"):
+        values |= {ZERO + "zero_quantized_weights": True, ZERO + "zero_hpz_partition_size": 2}
+        values["zeropp.weight_bits"] = 8
     if values.get("zeropp.delayed_param_update"):
         values |= {ZERO + "offload_optimizer.device": "cpu"}
     if values.get(ZERO + "offload_param.device") == "cpu":
