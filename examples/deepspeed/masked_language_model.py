@@ -1,6 +1,6 @@
 """Fill in masked words, as a program written for DeepSpeed does: the loop of HelloDeepSpeed's BERT.
 
-    zeropp --num_ranks 2 examples/deepspeed/masked_language_model.py --checkpoint_dir /tmp/bert
+    zeropp --num_ranks 2 examples/deepspeed/masked_language_model.py --checkpoint_dir checkpoints
 
 Run again with the same folder, it goes on where it stopped.
 """
