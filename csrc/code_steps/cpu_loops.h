@@ -10,13 +10,6 @@ constexpr int64_t BLOCK = BLOCK8;
 
 #define ZPP_INLINE static inline __attribute__((always_inline))
 
-// Rounded half to even and clamped, for magnitudes below 2^22.
-ZPP_INLINE int32_t nearest_code(float steps) {
-    const int32_t rounded = int32_t(bits_of(steps + 12582912.0f)) - 0x4B400000;
-    const int32_t low = rounded < -128 ? -128 : rounded;
-    return low > 127 ? 127 : low;
-}
-
 ZPP_INLINE float scale_at(const uint8_t* scales, int64_t block) {
     uint16_t bits;
     memcpy(&bits, scales + 2 * block, 2);
@@ -52,7 +45,7 @@ ZPP_INLINE int distance_with_half(const float* elements, const int8_t* codes, fl
                                   int64_t size) {
     int largest = 0;
     for (int64_t i = 0; i < size; ++i) {
-        const int32_t distance = nearest_code(elements[i] * factor) - 2 * codes[i];
+        const int32_t distance = code_of(elements[i] * factor, 8) - 2 * codes[i];
         const int32_t magnitude = distance < 0 ? -distance : distance;
         largest = magnitude > largest ? magnitude : largest;
     }
@@ -102,8 +95,8 @@ ZPP_INLINE void find_in_block(const float* elements, const int8_t* codes, float 
                               uint8_t* digits, int64_t size, int32_t* counts) {
     int8_t distances[BLOCK];
     for (int64_t i = 0; i < size; ++i) {
-        const int32_t held = REMAPS ? nearest_code(float(codes[i]) * ratio) : codes[i];
-        const int32_t distance = nearest_code(elements[i] * factor) - held;
+        const int32_t held = REMAPS ? code_of(float(codes[i]) * ratio, 8) : codes[i];
+        const int32_t distance = code_of(elements[i] * factor, 8) - held;
         const int32_t low = distance < -128 ? -128 : distance;
         distances[i] = int8_t(low > 127 ? 127 : low);
     }
@@ -218,7 +211,7 @@ static void apply_steps(const uint8_t* steps, const uint8_t* new_scales, int8_t*
             for (int64_t i = 0; i < count; ++i) moved[i] = int8_t(moved[i] + by[i] - REACH);
         } else {
             for (int64_t i = 0; i < count; ++i) {
-                moved[i] = int8_t(nearest_code(float(moved[i]) * ratio) + by[i] - REACH);
+                moved[i] = int8_t(code_of(float(moved[i]) * ratio, 8) + by[i] - REACH);
             }
         }
     }
