@@ -19,6 +19,7 @@ from zeropp.quant.code_steps import (
     TILE,
     StepSegment,
     places_in,
+    rows_end,
     step_bytes,
 )
 from zeropp.quant.packing import (
@@ -31,7 +32,7 @@ from zeropp.quant.packing import (
     num_blocks,
     segments_in,
 )
-from zeropp.quant.reference import TINY
+from zeropp.quant.reference import TINY, put
 
 TOP = 128  # codes are -TOP ... TOP - 1
 MOST = 129  # codes that the largest element may need: a truncated scale begins with up to these
@@ -48,7 +49,7 @@ def code_steps(rows: Tensor, packed: Tensor, messages: Tensor, layout: Sequence[
     for segment, place in pairs:
         values = rows[:, segment.start : segment.start + segment.size]
         if segment.bits == RAW:
-            _put(messages, place.data_at, values.to(FLOATS[layout[WIRE]]))
+            put(messages, place.data_at, values.to(FLOATS[layout[WIRE]]))
             continue
         codes, scales = _read(packed, segment)
         blocks = _by_block(values.float())
@@ -59,10 +60,10 @@ def code_steps(rows: Tensor, packed: Tensor, messages: Tensor, layout: Sequence[
             counts[:, index] += (distance.abs() > steps).sum((1, 2), dtype=torch.int32)
         changed = _bits(scales) != _bits(new_scales)
         counts[:, RESCALED] += changed.sum(1, dtype=torch.int32)
-        _put(messages, place.scales_at, _bits(new_scales))
+        put(messages, place.scales_at, _bits(new_scales))
         steps = distance.clamp(-reach, reach).flatten(1)[:, : segment.size]
-        _put(messages, place.data_at, _packed_steps(steps, reach))
-    _put(messages, 0, counts)
+        put(messages, place.data_at, _packed_steps(steps, reach))
+    put(messages, 0, counts)
 
 
 def apply_code_steps(messages: Tensor, packed: Tensor, layout: Sequence[int]) -> None:
@@ -72,7 +73,7 @@ def apply_code_steps(messages: Tensor, packed: Tensor, layout: Sequence[int]) ->
     for segment, place in pairs:
         if segment.bits == RAW:
             stop = place.data_at + segment.size * width
-            _put(packed, segment.data_at, messages[:, place.data_at : stop])
+            put(packed, segment.data_at, messages[:, place.data_at : stop])
             continue
         codes, scales = _read(packed, segment)
         stop = place.scales_at + SCALE_BYTES * num_blocks(segment.size, 8)
@@ -80,8 +81,8 @@ def apply_code_steps(messages: Tensor, packed: Tensor, layout: Sequence[int]) ->
         stop = place.data_at + step_bytes(segment.size, reach)
         steps = _unpacked_steps(messages[:, place.data_at : stop], segment.size, reach)
         codes = _remapped(codes, scales, new_scales).flatten(1)[:, : segment.size] + steps
-        _put(packed, segment.scales_at, _bits(new_scales))
-        _put(packed, segment.data_at, codes.to(torch.int8))
+        put(packed, segment.scales_at, _bits(new_scales))
+        put(packed, segment.data_at, codes.to(torch.int8))
 
 
 def read_counts(messages: Tensor) -> Tensor:
@@ -91,11 +92,7 @@ def read_counts(messages: Tensor) -> Tensor:
 
 def _segments(layout: Sequence[int]) -> tuple[int, Iterator[tuple[Segment, StepSegment]]]:
     reach, places = places_in(layout)
-    return reach, zip(segments_in(layout[: _rows_end(layout)]), places, strict=True)
-
-
-def _rows_end(layout: Sequence[int]) -> int:
-    return len(layout) - 2 - 2 * layout[3]
+    return reach, zip(segments_in(layout[: rows_end(layout)]), places, strict=True)
 
 
 def _fitting_scales(blocks: Tensor, codes: Tensor, scales: Tensor, reach: int) -> Tensor:
@@ -213,8 +210,3 @@ def _truncated(values: Tensor) -> Tensor:
 
 def _bits(scales: Tensor) -> Tensor:
     return (scales.view(torch.int32) >> 16).to(torch.int16)
-
-
-def _put(target: Tensor, offset: int, values: Tensor) -> None:
-    data = values.contiguous().view(torch.uint8)
-    target[:, offset : offset + data.shape[1]].copy_(data)

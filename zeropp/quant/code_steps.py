@@ -27,7 +27,7 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from zeropp.quant.packing import HEADER, RAW, SCALE_BYTES, Layout, Segment, num_blocks
+from zeropp.quant.packing import COUNT, HEADER, RAW, SCALE_BYTES, Layout, Segment, num_blocks
 
 TILE = 3840  # elements: 15 blocks, and a multiple of all numbers of planes
 PLANES = MappingProxyType({1: 5, 2: 24, 4: 5})  # by reach
@@ -110,16 +110,21 @@ def step_layout(rows: Layout, reach: int) -> StepLayout:
     return StepLayout(rows=rows, reach=reach)
 
 
+def rows_end(table: Sequence[int]) -> int:
+    """How much of a `StepLayout.table` is the `Layout.table` that it begins with."""
+    return HEADER + len(Segment._fields) * table[COUNT]
+
+
 def places_in(table: Sequence[int]) -> tuple[int, list[StepSegment]]:
     """The reach and the places of a `StepLayout.table`."""
-    at = HEADER + len(Segment._fields) * table[HEADER - 1]
+    at = rows_end(table)
     numbers = table[at + 2 :]
     return table[at + 1], [StepSegment(*numbers[i : i + 2]) for i in range(0, len(numbers), 2)]
 
 
 def message_bytes(table: Sequence[int]) -> int:
     """S of a `StepLayout.table`."""
-    return table[HEADER + len(Segment._fields) * table[HEADER - 1]]
+    return table[rows_end(table)]
 
 
 def step_bytes(size: int, reach: int) -> int:

@@ -86,17 +86,18 @@ def _pack(values: Tensor, segment: Segment, packed: Tensor, wire: torch.dtype) -
     if not len(values):
         return
     if segment.bits == RAW:
-        _put(packed, segment.data_at, values.to(wire))
+        put(packed, segment.data_at, values.to(wire))
         return
     codes, scales = _quantized(values.float(), segment.bits)
-    _put(packed, segment.scales_at, scales)
+    put(packed, segment.scales_at, scales)
     if segment.bits == 4:
         codes = pad(codes, (0, segment.size % 2))
         codes = (codes[:, 0::2] & 15) | (codes[:, 1::2] << 4)
-    _put(packed, segment.data_at, codes)
+    put(packed, segment.data_at, codes)
 
 
-def _put(packed: Tensor, offset: int, values: Tensor) -> None:
+def put(packed: Tensor, offset: int, values: Tensor) -> None:
+    """Write values (K, n) as bytes to a place in the packed rows (K, P)."""
     data = values.contiguous().view(torch.uint8)
     packed[:, offset : offset + data.shape[1]].copy_(data)
 
