@@ -103,8 +103,9 @@ class WeightGather(fsdp.AllGather):
                 rows = arrived
         if is_outdated:
             yield from self.copies.steps.hops(
-                self.unit, shard, rows, layout, self.outer, purpose, async_op=async_op
-            )
+                self.unit, shard, rows, layout, self.copies.place, self.outer, purpose,
+                async_op=async_op,
+            )  # fmt: skip
         if self.copies:
             self.copies.keep(self.unit, rows, version)
         return rows
