@@ -103,7 +103,7 @@ class CommunicationMeter:
         """Return what a node will send per step, the mean of all; a collective."""
         expected = Counter(self._sharding.expected_traffic(num_micro_batches))
         expected.update(self._activations(num_micro_batches))
-        (mean,) = self._on_node([expected])
+        (mean,), _ = self._on_node([expected])
         return Counter({key: mean[key] for key in KEYS if key[0] in PURPOSES or mean[key]})
 
     def take(self) -> Communication | None:
@@ -112,10 +112,10 @@ class CommunicationMeter:
         if not interval.steps:
             return None
         columns = interval.sent, interval.expected, interval.plain
-        sent, expected, plain = self._on_node(columns)
+        (sent, expected, plain), counts = self._on_node(columns, self._sharding.last_weight_steps())
         node_interval = Communication(
             steps=interval.steps, sent=sent, expected=expected, plain=plain,
-            weight_steps=StepCounts(*self._ranks.sum(*self._sharding.last_weight_steps())),
+            weight_steps=StepCounts(*counts),
         )  # fmt: skip
         self._node_total += node_interval
         return node_interval
@@ -141,12 +141,18 @@ class CommunicationMeter:
             ),
         ]
 
-    def _on_node(self, columns: Sequence[Counter]) -> list[Counter]:
-        """Return the sums over a node's ranks of numbers of this rank, the mean of all nodes."""
-        totals = self._ranks.sum(*(column[key] for column in columns for key in KEYS))
+    def _on_node(
+        self, columns: Sequence[Counter], counts: Sequence[int] = ()
+    ) -> tuple[list[Counter], list[float]]:
+        """Return the sums over a node's ranks of numbers of this rank, the mean of all nodes, and
+        the sums of `counts` over all ranks; one collective."""
+        numbers = [column[key] for column in columns for key in KEYS]
+        totals = self._ranks.sum(*numbers, *counts)
         num_nodes = max(1, self._ranks.num_ranks / self._ranks.nodes.ranks_per_node)
-        means = iter(total / num_nodes for total in totals)
-        return [Counter({key: next(means) for key in KEYS}) for _ in columns]
+        means = iter(total / num_nodes for total in totals[: len(numbers)])
+        return [Counter({key: next(means) for key in KEYS}) for _ in columns], totals[
+            len(numbers) :
+        ]
 
     def _formula(self, num_micro_batches: int) -> tuple[Counter, Counter]:
         if num_micro_batches not in self._formulas:
