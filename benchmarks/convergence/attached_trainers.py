@@ -4,11 +4,9 @@ accelerate shards by FSDP2 only where ranks have GPUs, or so it is told here, an
 that its device is the CPU, without its kernels for experts and without FlexAttention.
 """
 
-import sys
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
@@ -24,7 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 from transformers import (
     LlamaConfig,
@@ -36,8 +34,8 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 import zeropp
+from benchmarks.shared.torchtitan_llama import sharded_llama
 from zeropp.integrations.lightning import ZeroppCallback as LightningCallback
-from zeropp.integrations.torchtitan import AttachedParallelize
 from zeropp.integrations.transformers import ZeroppCallback
 
 LENGTH, SAMPLES, LR = 64, 8, 5e-4  # tokens of a sample; samples of a rank's micro-batch
@@ -96,35 +94,7 @@ def train_lightning(tokens: torch.Tensor, config: dict | None, folder: Path) -> 
 
 def train_torchtitan(tokens: torch.Tensor, config: dict | None, _: Path) -> Answer:
     """torchtitan's smallest Llama, sharded by its own function."""
-    sys.modules.setdefault("torchtitan.distributed.minimal_async_ep", MagicMock())
-    from torchtitan.config.configs import CompileConfig, ParallelismConfig, TrainingConfig
-    from torchtitan.distributed import parallel_dims
-    from torchtitan.models.llama3 import model_registry
-
-    parallel_dims.device_type = "cpu"
-    spec = model_registry("debugmodel", attn_backend="flex")
-    parallelism = ParallelismConfig(
-        data_parallel_shard_degree=dist.get_world_size(), spmd_backend="partial_dtensor"
-    )
-    dims = parallel_dims.ParallelDims.from_config(parallelism, dist.get_world_size())
-    parallelize = spec.parallelize_fn
-    if config is not None:
-        parallelize = AttachedParallelize(parallelize, config)
-    with torch.device("meta"):
-        model = spec.model.build()
-    for block in model.layers.values():
-        block.attention.inner_attention.forward = attend
-    model = parallelize(
-        model, parallel_dims=dims, training=TrainingConfig(mixed_precision_param="float32"),
-        parallelism=parallelism, compile_config=CompileConfig(), ac_config=None, dump_folder="",
-    )  # fmt: skip
-    model.to_empty(device="cpu")
-    torch.manual_seed(0)
-    with torch.no_grad():
-        model.init_weights(buffer_device=None)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):  # gloo cannot multiply by torchtitan's factor
-            module.set_force_sum_reduction_for_comms(True)
+    model, parallelize = sharded_llama(config)
     positions = torch.arange(LENGTH - 1).expand(SAMPLES, -1)
 
     def loss_of(batch: torch.Tensor) -> torch.Tensor:
@@ -248,20 +218,3 @@ class LaunchedRanks(LightningEnvironment):
     def local_rank(self) -> int:
         """This rank's number on this machine."""
         return dist.get_rank()
-
-
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    attention_masks: object,
-    scale: float | None,
-    enable_gqa: bool,
-) -> torch.Tensor:
-    """Causal attention in torchtitan's layout, (batch, sequence, heads, channels)."""
-    heads = (each.transpose(1, 2) for each in (q, k, v))
-    attended = F.scaled_dot_product_attention(
-        *heads, is_causal=True, scale=scale, enable_gqa=enable_gqa
-    )
-    return attended.transpose(1, 2)

@@ -1,21 +1,13 @@
-"""torchtitan's Llama on CPUs, sharded by its own function, with and without ZeRO++.
-
-Its device is set to the CPU here, its kernels for experts are left out, as they need Triton, and
-attention is computed without FlexAttention, which has no backward pass on CPUs.
-"""
-
-import sys
-from unittest.mock import MagicMock
+"""torchtitan's Llama on CPUs, sharded by its own function, with and without ZeRO++."""
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
+from benchmarks.shared.torchtitan_llama import sharded_llama
 from tests.ranks import ranks
-from zeropp.integrations.torchtitan import AttachedParallelize
 
 pytest.importorskip("torchtitan", exc_type=ImportError)
 PLAIN = {"zero_optimization": {"stage": 3}, "zeropp": {"ranks_per_node": 2}}
@@ -23,60 +15,7 @@ ZERO = {
     "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2,
     "zero_quantized_gradients": True,
 }  # fmt: skip
-KERNELS = "torchtitan.distributed.minimal_async_ep"
 STEPS = 3
-
-
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    attention_masks: object,
-    scale: float | None,
-    enable_gqa: bool,
-) -> torch.Tensor:
-    heads = (each.transpose(1, 2) for each in (q, k, v))
-    attended = F.scaled_dot_product_attention(
-        *heads, is_causal=True, scale=scale, enable_gqa=enable_gqa
-    )
-    return attended.transpose(1, 2)
-
-
-def llama(tensor_size: int, config: dict | None) -> tuple[nn.Module, AttachedParallelize | None]:
-    """The smallest Llama, split by tensor parallelism and sharded, and what attached it."""
-    sys.modules.setdefault(KERNELS, MagicMock())
-    from torchtitan.config.configs import CompileConfig, ParallelismConfig, TrainingConfig
-    from torchtitan.distributed import parallel_dims
-    from torchtitan.models.llama3 import model_registry
-
-    parallel_dims.device_type = "cpu"
-    spec = model_registry("debugmodel", attn_backend="flex")
-    parallelism = ParallelismConfig(
-        data_parallel_shard_degree=dist.get_world_size() // tensor_size,
-        tensor_parallel_degree=tensor_size,
-        spmd_backend="partial_dtensor",
-    )
-    dims = parallel_dims.ParallelDims.from_config(parallelism, dist.get_world_size())
-    parallelize = spec.parallelize_fn
-    if config is not None:
-        parallelize = AttachedParallelize(parallelize, config)
-    with torch.device("meta"):
-        model = spec.model.build()
-    for block in model.layers.values():
-        block.attention.inner_attention.forward = attend
-    model = parallelize(
-        model, parallel_dims=dims, training=TrainingConfig(mixed_precision_param="float32"),
-        parallelism=parallelism, compile_config=CompileConfig(), ac_config=None, dump_folder="",
-    )  # fmt: skip
-    model.to_empty(device="cpu")
-    torch.manual_seed(0)
-    with torch.no_grad():
-        model.init_weights(buffer_device=None)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):  # gloo cannot multiply by torchtitan's factor
-            module.set_force_sum_reduction_for_comms(True)
-    return model, None if config is None else parallelize
 
 
 def losses(model: nn.Module, tensor_size: int) -> list[float]:
@@ -97,10 +36,10 @@ def losses(model: nn.Module, tensor_size: int) -> list[float]:
 @pytest.mark.parametrize("tensor_size", [1, 2])
 @ranks(4, timeout=120)
 def test_unquantized_it_learns_the_same_and_with_zeropp_it_sends_less(tensor_size):
-    expected = losses(llama(tensor_size, None)[0], tensor_size)
+    expected = losses(sharded_llama(None, tensor_size)[0], tensor_size)
     sent = []
     for config in (PLAIN, PLAIN | {"zero_optimization": ZERO}):
-        model, parallelize = llama(tensor_size, config)
+        model, parallelize = sharded_llama(config, tensor_size)
         measured = losses(model, tensor_size)
         if config is PLAIN:
             assert measured == pytest.approx(expected, rel=1e-6)
