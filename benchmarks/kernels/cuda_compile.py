@@ -23,7 +23,7 @@ from setup import CUDA_FLAGS, find_nvcc
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = ("sm_80", "sm_90")
 SOURCES = tuple(sorted((ROOT / "csrc").glob("*/*.cu")))
-THREADS = 256  # of a thread block, csrc/shared/cuda_tiles.h
+THREADS, STEP_THREADS = 256, 128  # of a thread block; for steps of codes
 REGISTERS, WARPS = 65536, 64  # of a multiprocessor of sm_80 and sm_90
 _KERNEL = re.compile(
     r"Function properties for (?P<name>\S+)\s+(?P<stack>\d+) bytes stack frame, "
@@ -38,6 +38,7 @@ class Compiled:
 
     name: str
     gpu: str
+    threads: int
     registers: int
     shared: int
     stack: int
@@ -47,7 +48,7 @@ class Compiled:
     def warps(self) -> int:
         """Warps that a multiprocessor has registers for."""
         each = -(-self.registers // 8) * 8  # registers are allocated in multiples of 8
-        return min(WARPS, REGISTERS // (each * THREADS) * (THREADS // 32))
+        return min(WARPS, REGISTERS // (each * self.threads) * (self.threads // 32))
 
 
 def main() -> int:
@@ -79,10 +80,12 @@ def compiled(nvcc: str, source: Path, gpu: str) -> Iterator[Compiled]:
     if process.returncode:
         sys.stderr.write(process.stderr)
         process.check_returncode()
+    threads = STEP_THREADS if source.parent.name == "code_steps" else THREADS
     for match in _KERNEL.finditer(process.stderr):
         shared = re.search(r"(\d+) bytes smem", match["rest"])
         yield Compiled(
-            name=_readable(match["name"]), gpu=gpu, registers=int(match["registers"]),
+            name=_readable(match["name"]), gpu=gpu, threads=threads,
+            registers=int(match["registers"]),
             shared=int(shared.group(1)) if shared else 0, stack=int(match["stack"]),
             spilled=int(match["stores"]) + int(match["loads"]),
         )  # fmt: skip
@@ -110,7 +113,8 @@ def report(nvcc: str, kernels: list[Compiled], seconds: float) -> str:
             f"nvcc {version}, flags "
             f"`{' '.join(CUDA_FLAGS)}`; {len(GPUS)} architectures of {len(SOURCES)} files in "
             f"{seconds:.0f} s. Nothing ran: there was no GPU. Warps are those that the registers "
-            f"let a multiprocessor hold, in blocks of {THREADS} threads.",
+            f"let a multiprocessor hold, in blocks of {THREADS} threads ({STEP_THREADS} for steps "
+            "of codes).",
             "",
             markdown_table(columns, rows),
             "",

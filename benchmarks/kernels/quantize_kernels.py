@@ -1,4 +1,4 @@
-"""How fast the quantization kernels are, compared with a copy of as many bytes.
+"""How fast the kernels of quantization and of steps of codes are, beside a copy of as many bytes.
 
     python -m benchmarks.kernels.quantize_kernels [--device cpu|cuda] [--elements N ...]
         [--rounds N] [--json FILE]
@@ -30,10 +30,9 @@ from benchmarks.shared.result import begin, benchmark_parser, finish, heading, p
 from benchmarks.shared.timers import THREAD_CLOCK, CpuTimer, GpuTimer, Timer
 from zeropp.native.kernels import ISAS, use_isa
 from zeropp.quant import cpu, cuda, reference
-from zeropp.quant.ops import Backend
-from zeropp.quant.timing import ROWS, Case, cases
+from zeropp.quant.timing import ROWS, Case, cases, code_step_cases
 
-CHECKED = 1 << 20  # elements that are compared with the reference on the CPU
+CHECKED = 1 << 20  # elements, at most, that are compared with the reference on the CPU
 GOAL, LARGE = 0.85, 64 << 20  # share of a copy's speed to reach on so many bytes
 CPU_ELEMENTS = (1 << 26, 1 << 17)  # beyond every cache; inside level 2
 CUDA_ELEMENTS = (1 << 28, 1 << 26, 1 << 21)  # a GiB of fp32; 64 MiB of INT8; inside level 2
@@ -44,7 +43,7 @@ class Place:
     """Where the kernels run, and how they are timed there."""
 
     device: torch.device
-    kernels: Backend
+    kernels: cpu.CpuKernels | cuda.CudaKernels
     timer: Timer
     cache: int  # bytes; larger data is not in the cache when a run begins; 0: not controlled
     sample: int  # bytes to move in each measurement, in at most `most` runs
@@ -65,17 +64,18 @@ def main() -> int:
     """Verify, time, print a table; 1 if a kernel does not write what it should."""
     options = read_options()
     place = on_gpu() if options.device == "cuda" else on_cpu(options.isa)
+    sizes = options.elements or (CUDA_ELEMENTS if options.device == "cuda" else CPU_ELEMENTS)
+    checked = all_cases(place, min(CHECKED, max(sizes)))
     result = {
         **begin(__spec__.name),
         "device": options.device,
         "kernels": options.isa or best_isa() if options.device == "cpu" else "CUDA",
         "libraries": other_libraries.versions(),
         "rounds": options.rounds,
-        "wrong": [case.name for case in all_cases(place, CHECKED) if not is_right(case, "cpu")],
+        "wrong": [case.name for case in checked if not is_right(case, "cpu")],
         "rows": [],
     }
-    default = CUDA_ELEMENTS if options.device == "cuda" else CPU_ELEMENTS
-    for elements in options.elements or default:
+    for elements in sizes:
         for case in all_cases(place, elements):
             if case.name in result["wrong"]:
                 continue
@@ -141,6 +141,7 @@ def best_isa() -> str:
 def all_cases(place: Place, elements: int) -> Iterator[Case]:
     """All kernels at one size."""
     yield from cases(place.kernels, elements, place.device)
+    yield from code_step_cases(place.kernels, elements, place.device)
     yield from adam_cases(elements, place.device)
 
 

@@ -98,17 +98,17 @@ void zpp_code_steps(const Layout* layout, const uint8_t* rows, int64_t type, uin
             uint8_t* target = message + tile.place->data_at + tile.first * WORD_BYTES[layout->wire];
             return use.convert.from_to[type][layout->wire](values, target, tile.size);
         }
-        alignas(64) float elements[STEP_TILE];
-        use.convert.from_to[type][FP32](values, elements, tile.size);
         const uint8_t* held = packed + row * layout->packed_bytes;
         int32_t counts[COUNTS] = {};
-        use.find[index_of(steps.reach)](
-            elements, reinterpret_cast<const int8_t*>(held + tile.segment->data_at + tile.first),
+        use.find[type][index_of(steps.reach)](
+            values, held + tile.segment->data_at + tile.first,
             held + tile.segment->scales_at + tile.scales(),
             message + tile.place->data_at + tile.steps_at,
             message + tile.place->scales_at + tile.scales(), tile.size, counts);
         auto* sums = reinterpret_cast<int32_t*>(message);
-        for (int i = 0; i < COUNTS; ++i) __atomic_fetch_add(sums + i, counts[i], __ATOMIC_RELAXED);
+        for (int i = 0; i < COUNTS; ++i) {
+            if (counts[i]) __atomic_fetch_add(sums + i, counts[i], __ATOMIC_RELAXED);
+        }
     });
 }
 

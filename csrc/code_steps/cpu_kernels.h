@@ -6,9 +6,9 @@
 
 namespace zpp {
 
-// One tile of one segment: `elements` fp32, the codes and scales that are held, the steps and scales
-// to send. Adds to `counts`.
-using FindSteps = void (*)(const float* elements, const int8_t* codes, const uint8_t* scales,
+// One tile of one segment: its elements, the codes and scales that are held, the steps and scales to
+// send. Adds to `counts`.
+using FindSteps = void (*)(const void* values, const uint8_t* codes, const uint8_t* scales,
                            uint8_t* steps, uint8_t* new_scales, int64_t size, int32_t* counts);
 // Moves the codes of a tile, and replaces its scales.
 using ApplySteps = void (*)(const uint8_t* steps, const uint8_t* new_scales, int8_t* codes,
@@ -16,7 +16,7 @@ using ApplySteps = void (*)(const uint8_t* steps, const uint8_t* new_scales, int
 
 struct CodeStepKernels {
     Conversions convert;
-    FindSteps find[3];  // by reach: 1, 2, 4
+    FindSteps find[NUM_TYPES][3];  // by reach: 1, 2, 4
     ApplySteps apply[3];
 };
 

@@ -26,4 +26,10 @@ ZPP_HD float fitting_scale(float largest, float scale, int largest_code, bool ha
     return halves ? scale * 0.5f : scale;
 }
 
+// What turns codes in steps of one scale into codes in steps of another; 0 if one of them is none.
+ZPP_HD float rescaling(float scale, float new_scale) {
+    if (!is_scale(scale) || !is_scale(new_scale)) return 0.0f;
+    return bits_of(scale) == bits_of(new_scale) ? 1.0f : scale / new_scale;
+}
+
 }  // namespace zpp

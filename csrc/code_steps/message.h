@@ -9,6 +9,9 @@ namespace zpp {
 constexpr int64_t STEP_TILE = 3840;  // elements whose steps are packed together: 15 blocks
 constexpr int64_t COUNTS = 8;        // int32 at the beginning of a message
 
+ZPP_HD constexpr int planes_of(int64_t reach) { return reach == 2 ? 24 : 5; }
+ZPP_HD constexpr int lane_bytes_of(int64_t reach) { return reach == 2 ? 7 : reach == 4 ? 2 : 1; }
+
 // The place of a segment in a message, in bytes.
 struct StepSegment {
     int64_t scales_at, data_at;
@@ -22,8 +25,8 @@ struct StepLayout {
         return *reinterpret_cast<const StepLayout*>(rows.segments() + rows.count);
     }
     const StepSegment* segments() const { return reinterpret_cast<const StepSegment*>(this + 1); }
-    int64_t planes() const { return reach == 2 ? 24 : 5; }
-    int64_t lane_bytes() const { return reach == 2 ? 7 : reach == 4 ? 2 : 1; }
+    int64_t planes() const { return planes_of(reach); }
+    int64_t lane_bytes() const { return lane_bytes_of(reach); }
     int64_t lanes(int64_t elements) const { return (elements + planes() - 1) / planes(); }
     int64_t bytes(int64_t elements) const {
         return elements / STEP_TILE * (STEP_TILE / planes()) * lane_bytes() +

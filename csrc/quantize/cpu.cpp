@@ -107,7 +107,7 @@ void put(const QuantizeKernels& use, const Layout& layout, const Tile& tile, con
 }
 
 // Fill sums with the sum of terms that are `stride` bytes apart, added in order. If `extremes` is not
-// null, fill it with those of the sums; raw tiles have none.
+// null, fill it with those of the sums; raw and INT3 tiles have none.
 void add_up(const QuantizeKernels& use, const Layout& layout, const Tile& tile, uint8_t* packed,
             int64_t stride, int64_t terms, float* sums, Extremes* extremes) {
     const Segment& segment = *tile.segment;
@@ -129,7 +129,11 @@ void add_up(const QuantizeKernels& use, const Layout& layout, const Tile& tile, 
         Extremes* of_batch = term + count == terms ? extremes : nullptr;
         use.sum[segment.width()](batch, count, term == 0, sums, tile.size, of_batch);
     }
+    if (segment.width() == INT3) use.unrotate(sums, tile.size);
 }
+
+// Whether a sum's extremes are found on the way: not for values that are sent as they are, or rotated.
+bool has_extremes(const Segment& segment) { return segment.bits != RAW && segment.width() != INT3; }
 
 // The row of values of a packed row: n*fold+r for packed row r*N+n, N = rows / fold.
 int64_t unfolded(int64_t packed_row, int64_t rows, int64_t fold) {
@@ -183,7 +187,7 @@ void zpp_reduce_quantize(const Layout* layout, uint8_t* packed, const Layout* on
         const int64_t stride = count * layout->packed_bytes;
         Tile target = tile;
         target.segment = onto->segments() + (tile.segment - layout->segments());
-        if (tile.segment->bits == RAW || target.segment->bits == RAW) {
+        if (!has_extremes(*tile.segment) || !has_extremes(*target.segment)) {
             add_up(use, *layout, tile, first, stride, terms, sums, nullptr);
             return put(use, *onto, target, sums, FP32, out);
         }

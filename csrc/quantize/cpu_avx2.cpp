@@ -8,23 +8,12 @@
 
 #include "../shared/vector_avx2.h"
 #include "cpu_tiles.h"
+#include "three_bits_x86.h"
 
 namespace zpp {
 namespace {
 
 struct Avx2Codes : Avx2 {
-    // The 32 int8 of four vectors of floats, rounded half to even and saturated; four from the lower
-    // half of each vector, then four from the upper half of each.
-    static I rounded(const __m256* unit) {
-        const I a = _mm256_packs_epi32(_mm256_cvtps_epi32(unit[0]), _mm256_cvtps_epi32(unit[1]));
-        const I b = _mm256_packs_epi32(_mm256_cvtps_epi32(unit[2]), _mm256_cvtps_epi32(unit[3]));
-        return _mm256_packs_epi16(a, b);
-    }
-
-    static __m256 floats(__m128i int8s) {
-        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(int8s));
-    }
-
     static uint32_t most_unsigned(__m128i words) {  // of eight 16-bit words
         const __m128i ones = _mm_set1_epi16(-1);
         const __m128i least = _mm_minpos_epu16(_mm_xor_si128(words, ones));
@@ -64,25 +53,30 @@ struct Avx2Codes : Avx2 {
     };
 
     template <Width W> static void put(const F* unit, uint8_t* codes) {
-        I bytes = rounded(unit);
-        if (W == INT8) {
-            const I order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-            put_at(codes, _mm256_permutevar8x32_epi32(bytes, order));
-            return;
+        if (W == INT3) {
+            F halves[4];
+            for (int i = 0; i < 4; ++i) halves[i] = add_product(unit[i], all(0.5f), all(-0.5f));
+            const I most = _mm256_min_epi8(int8_of(halves), _mm256_set1_epi8(3));  // all >= -4.04
+            return put_three_bits(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1),
+                                  codes);
         }
+        I bytes = int8_of(unit);
+        if (W == INT8) return put_at(codes, bytes);
         bytes = _mm256_min_epi8(bytes, _mm256_set1_epi8(7));  // all are >= -8.07 steps
         bytes = _mm256_and_si256(bytes, _mm256_set1_epi8(15));
         const I pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(0x1001));  // low + 16 high
-        const __m128i packed = _mm_packus_epi16(_mm256_castsi256_si128(pairs),
-                                                _mm256_extracti128_si256(pairs, 1));
-        const __m128i order = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
-        put_half_at(codes, _mm_shuffle_epi8(packed, order));
+        put_half_at(codes, _mm_packus_epi16(_mm256_castsi256_si128(pairs),
+                                            _mm256_extracti128_si256(pairs, 1)));
     }
 
     template <Width W> static void get(const uint8_t* codes, F* unit) {
-        if (W == INT8) {
+        if (W == INT8) return load_int8(codes, unit);
+        if (W == INT3) {
+            const F values = _mm256_setr_ps(-7, -5, -3, -1, 1, 3, 5, 7);  // by the lowest 3 bits
+            const I shifts = _mm256_setr_epi32(0, 3, 6, 9, 12, 15, 18, 21);
             for (int i = 0; i < 4; ++i) {
-                unit[i] = floats(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + 8 * i)));
+                const I words = _mm256_set1_epi32(eight_codes(codes, i));
+                unit[i] = _mm256_permutevar8x32_ps(values, _mm256_srlv_epi32(words, shifts));
             }
             return;
         }
@@ -96,6 +90,33 @@ struct Avx2Codes : Avx2 {
         unit[1] = floats(_mm_srli_si128(first, 8));
         unit[2] = floats(last);
         unit[3] = floats(_mm_srli_si128(last, 8));
+    }
+
+    // Lanes of `x` that differ by a stride are beside each other in `swapped`: first + second in the
+    // first of each two, first - second in the other one, whose sign bit is in `second`.
+    static F butterfly(F x, F swapped, F second) {
+        return _mm256_add_ps(swapped, _mm256_xor_ps(x, second));
+    }
+
+    static void across(F& first, F& second) {
+        const F sum = _mm256_add_ps(first, second);
+        second = _mm256_sub_ps(first, second);
+        first = sum;
+    }
+
+    static void rotate(F* unit) {
+        const F signs[3] = {_mm256_setr_ps(0, 0, 0, 0, -0.0f, -0.0f, -0.0f, -0.0f),
+                            _mm256_setr_ps(0, 0, -0.0f, -0.0f, 0, 0, -0.0f, -0.0f),
+                            _mm256_setr_ps(0, -0.0f, 0, -0.0f, 0, -0.0f, 0, -0.0f)};
+        across(unit[0], unit[2]);
+        across(unit[1], unit[3]);
+        across(unit[0], unit[1]);
+        across(unit[2], unit[3]);
+        for (int i = 0; i < 4; ++i) {
+            unit[i] = butterfly(unit[i], _mm256_permute2f128_ps(unit[i], unit[i], 1), signs[0]);
+            unit[i] = butterfly(unit[i], _mm256_permute_ps(unit[i], 0x4E), signs[1]);
+            unit[i] = butterfly(unit[i], _mm256_permute_ps(unit[i], 0xB1), signs[2]);
+        }
     }
 
     static void extremes(const uint16_t* from, int64_t size, uint32_t* high, uint32_t* low) {

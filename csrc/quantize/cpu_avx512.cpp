@@ -9,34 +9,12 @@
 
 #include "../shared/vector_avx512.h"
 #include "cpu_tiles.h"
+#include "three_bits_x86.h"
 
 namespace zpp {
 namespace {
 
 struct Avx512Codes : Avx512 {
-    static __m128i quarter_at(const void* from) {
-        return _mm_loadu_si128(static_cast<const __m128i*>(from));
-    }
-    static void put_quarter_at(void* to, __m128i value) {
-        _mm_storeu_si128(static_cast<__m128i*>(to), value);
-    }
-
-    // 16 int8, rounded half to even and saturated.
-    static __m128i rounded(__m512 steps) {
-        return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(steps));
-    }
-
-    static __m512 floats(__m128i int8s) {
-        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(int8s));
-    }
-
-    // 16 int4 as eight 16-bit words, each two codes: low + 16 high.
-    static __m128i pairs_of(__m512 steps) {
-        const __m128i top = _mm_min_epi8(rounded(steps), _mm_set1_epi8(7));  // all >= -8.07
-        const __m128i bytes = _mm_and_si128(top, _mm_set1_epi8(15));
-        return _mm_maddubs_epi16(bytes, _mm_set1_epi16(0x1001));
-    }
-
     static uint32_t most_unsigned(__m256i words) {  // of sixteen 16-bit words
         const __m128i eight =
             _mm_max_epu16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
@@ -65,32 +43,68 @@ struct Avx512Codes : Avx512 {
     };
 
     template <Width W> static void put(const F* unit, uint8_t* codes) {
-        for (int i = 0; i < 4; i += 2) {
-            if (W == INT8) {
-                put_quarter_at(codes + 16 * i, rounded(unit[i]));
-                put_quarter_at(codes + 16 * i + 16, rounded(unit[i + 1]));
-            } else {
-                const __m128i both = _mm_packus_epi16(pairs_of(unit[i]), pairs_of(unit[i + 1]));
-                put_quarter_at(codes + 8 * i, both);
-            }
+        if (W == INT3) {
+            F halves[4];
+            for (int i = 0; i < 4; ++i) halves[i] = add_product(unit[i], all(0.5f), all(-0.5f));
+            const I most = _mm512_min_epi8(int8_of(halves), _mm512_set1_epi8(3));  // all >= -4.04
+            put_three_bits(_mm512_castsi512_si128(most), _mm512_extracti32x4_epi32(most, 1), codes);
+            return put_three_bits(_mm512_extracti32x4_epi32(most, 2),
+                                  _mm512_extracti32x4_epi32(most, 3), codes + 12);
         }
+        I bytes = int8_of(unit);
+        if (W == INT8) return put_at(codes, bytes);
+        bytes = _mm512_min_epi8(bytes, _mm512_set1_epi8(7));  // all are >= -8.07 steps
+        bytes = _mm512_and_si512(bytes, _mm512_set1_epi8(15));
+        const I pairs = _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(0x1001));  // low + 16 high
+        put_half_at(codes, _mm512_cvtepi16_epi8(pairs));
+    }
+
+    // What 16 codes of three bits stand for: words `i` and `i` + 1 of 12 bytes.
+    static __m512 sixteen_values(const uint8_t* codes, int i) {
+        const __m512 values =  // by the lowest 4 bits, of which the highest is the next code's
+            _mm512_setr_ps(-7, -5, -3, -1, 1, 3, 5, 7, -7, -5, -3, -1, 1, 3, 5, 7);
+        const I shifts =
+            _mm512_setr_epi32(0, 3, 6, 9, 12, 15, 18, 21, 0, 3, 6, 9, 12, 15, 18, 21);
+        const __m256i first = _mm256_set1_epi32(eight_codes(codes, i));
+        const __m256i second = _mm256_set1_epi32(eight_codes(codes, i + 1));
+        const I words = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+        return _mm512_permutexvar_ps(_mm512_srlv_epi32(words, shifts), values);
     }
 
     template <Width W> static void get(const uint8_t* codes, F* unit) {
+        if (W == INT8) return load_int8(codes, unit);
+        if (W == INT3) {
+            for (int i = 0; i < 4; ++i) unit[i] = sixteen_values(codes + i / 2 * 12, i % 2 * 2);
+            return;
+        }
         const __m128i value = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
         const __m128i nibble = _mm_set1_epi8(15);
         for (int i = 0; i < 4; i += 2) {
-            if (W == INT8) {
-                unit[i] = floats(quarter_at(codes + 16 * i));
-                unit[i + 1] = floats(quarter_at(codes + 16 * i + 16));
-                continue;
-            }
             const __m128i pairs = quarter_at(codes + 8 * i);
             const __m128i low = _mm_shuffle_epi8(value, _mm_and_si128(pairs, nibble));
             const __m128i high =
                 _mm_shuffle_epi8(value, _mm_and_si128(_mm_srli_epi16(pairs, 4), nibble));
             unit[i] = floats(_mm_unpacklo_epi8(low, high));
             unit[i + 1] = floats(_mm_unpackhi_epi8(low, high));
+        }
+    }
+
+    // Of each two lanes that are swapped: their sum in the first one, their difference in `second`.
+    static F butterfly(F x, F swapped, __mmask16 second) {
+        return _mm512_mask_sub_ps(_mm512_add_ps(x, swapped), second, swapped, x);
+    }
+
+    static void rotate(F* unit) {
+        for (int i = 0; i < 4; i += 2) {
+            const F first = unit[i], second = unit[i + 1];
+            unit[i] = _mm512_add_ps(first, second);
+            unit[i + 1] = _mm512_sub_ps(first, second);
+        }
+        for (int i = 0; i < 4; ++i) {
+            unit[i] = butterfly(unit[i], _mm512_shuffle_f32x4(unit[i], unit[i], 0x4E), 0xFF00);
+            unit[i] = butterfly(unit[i], _mm512_shuffle_f32x4(unit[i], unit[i], 0xB1), 0xF0F0);
+            unit[i] = butterfly(unit[i], _mm512_permute_ps(unit[i], 0x4E), 0xCCCC);
+            unit[i] = butterfly(unit[i], _mm512_permute_ps(unit[i], 0xB1), 0xAAAA);
         }
     }
 

@@ -8,7 +8,7 @@
 namespace zpp {
 
 constexpr int64_t TILE = 2048;  // elements; a multiple of every block
-constexpr int64_t CHUNK = 128;  // elements; divides every block
+constexpr int64_t CHUNK = 128;  // elements; divides every block but that of INT3
 constexpr int MAX_TERMS = 8;    // of one call of a sum
 
 // Where a tile's codes and scales are.
@@ -24,21 +24,24 @@ struct Extremes {
 
 using Quantize = void (*)(const void* values, uint8_t* codes, uint8_t* scales, int64_t size);
 using Dequantize = void (*)(Coded from, void* values, int64_t size);
-// sums = 0 if `fresh`; then add the terms one after another, at most MAX_TERMS of them. If
-// `extremes` is not null, fill it with those of the sums.
+// sums = 0 if `fresh`; then add the terms one after another, at most MAX_TERMS of them: for INT3
+// those of rotated values. If `extremes` is not null, fill it with those of the sums, not for INT3.
 using Sum = void (*)(const Coded* terms, int count, bool fresh, float* sums, int64_t size,
                      Extremes* extremes);
 using QuantizeSum = void (*)(const float* sums, const Extremes& extremes, uint8_t* codes,
                              uint8_t* scales, int64_t size);
 using SumRaw = void (*)(const void* values, float* sums, int64_t size);
+// Turns sums of rotated values into sums of values.
+using Unrotate = void (*)(float* sums, int64_t size);
 
 struct QuantizeKernels {
     Quantize quantize[NUM_TYPES][NUM_WIDTHS];
     Dequantize dequantize[NUM_WIDTHS][NUM_TYPES];
     Conversions convert;
     Sum sum[NUM_WIDTHS];
-    QuantizeSum quantize_sum[NUM_WIDTHS];
+    QuantizeSum quantize_sum[NUM_WIDTHS];  // none for INT3
     SumRaw sum_raw[NUM_TYPES];
+    Unrotate unrotate;
 };
 
 extern const QuantizeKernels PLAIN_QUANTIZE, AVX2_QUANTIZE, AVX512_QUANTIZE;

@@ -47,6 +47,14 @@ struct PlainCodes : Plain {
             for (int i = 0; i < UNIT_SIZE; ++i) codes[i] = uint8_t(code[i]);
             return;
         }
+        if (W == INT3) {
+            for (int i = 0; i < UNIT_SIZE; i += 8) {
+                uint32_t eight = 0;
+                for (int k = 0; k < 8; ++k) eight |= uint32_t(code[i + k] + 4) << 3 * k;
+                for (int k = 0; k < 3; ++k) codes[i / 8 * 3 + k] = uint8_t(eight >> 8 * k);
+            }
+            return;
+        }
         for (int i = 0; i < UNIT_SIZE / 2; ++i) {
             codes[i] = uint8_t((code[2 * i] & 15) | ((code[2 * i + 1] & 15) << 4));
         }
@@ -56,10 +64,31 @@ struct PlainCodes : Plain {
         float values[UNIT_SIZE];
         if (W == INT8) {
             for (int i = 0; i < UNIT_SIZE; ++i) values[i] = float(int8_t(codes[i]));
+        } else if (W == INT3) {
+            for (int i = 0; i < UNIT_SIZE; ++i) {
+                const uint8_t* three = codes + i / 8 * 3;
+                const uint32_t eight = three[0] | three[1] << 8 | uint32_t(three[2]) << 16;
+                values[i] = float(2 * int(eight >> 3 * (i % 8) & 7) - 7);
+            }
         } else {
             for (int i = 0; i < UNIT_SIZE / 2; ++i) {
                 values[2 * i] = float(int((codes[i] & 15) ^ 8) - 8);
                 values[2 * i + 1] = float(int((codes[i] >> 4) ^ 8) - 8);
+            }
+        }
+        memcpy(unit, values, sizeof(values));
+    }
+
+    static void rotate(F* unit) {
+        float values[UNIT_SIZE];
+        memcpy(values, unit, sizeof(values));
+        for (int stride = ROTATED / 2; stride > 0; stride /= 2) {
+            for (int first = 0; first < UNIT_SIZE; first += 2 * stride) {
+                for (int i = first; i < first + stride; ++i) {
+                    const float sum = values[i] + values[i + stride];
+                    values[i + stride] = values[i] - values[i + stride];
+                    values[i] = sum;
+                }
             }
         }
         memcpy(unit, values, sizeof(values));

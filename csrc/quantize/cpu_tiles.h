@@ -1,17 +1,14 @@
 // The kernels over one tile, for any vector type V. Each instruction set instantiates them.
 //
 // Besides what ../shared/convert.h needs, V has: put and get, which write and read the codes of a
-// unit (UNIT = 4 * WIDTH elements); extremes of 16-bit numbers; and FloatExtremes,
-// which collects the extremes of floats. The remainder of a segment goes through a zeroed buffer of one unit.
+// unit (UNIT = 4 * WIDTH elements); rotate, which multiplies each ROTATED elements of a unit by the
+// Hadamard matrix; extremes of 16-bit numbers; and FloatExtremes, which collects the extremes of floats.
+// The remainder of a segment goes through a zeroed buffer of one unit; segments of INT3 have none.
 #pragma once
 
 #include "cpu_kernels.h"
 
 namespace zpp {
-
-// Loops over a block are compiled twice: for a whole block, whose size is then a constant, and for
-// the rest of a segment.
-#define ZPP_INLINE static inline __attribute__((always_inline))
 
 ZPP_HD uint16_t scale_at(const uint8_t* scales, int64_t block) {
     uint16_t scale;
@@ -19,7 +16,15 @@ ZPP_HD uint16_t scale_at(const uint8_t* scales, int64_t block) {
     return scale;
 }
 
-// One block of one segment: elements of type T, codes of width W.
+// A unit of rotated values, or of sums of them, as values: exact, as no result is subnormal.
+template <class V> ZPP_INLINE void unrotate_unit(typename V::F* unit) {
+    V::rotate(unit);
+    const typename V::F share = V::all(1.0f / ROTATED);
+    for (int i = 0; i < 4; ++i) unit[i] = V::mul(unit[i], share);
+}
+
+// One block of one segment: elements of type T, codes of width W. Its loops are compiled twice: for
+// a whole block, whose size is then a constant, and for the rest of a segment.
 template <class V, Type T, Width W> struct Block {
     using Word = typename Element<T>::Word;
     using F = typename V::F;
@@ -75,6 +80,7 @@ template <class V, Type T, Width W> struct Block {
         V::template get<W>(codes, unit);
         const F scales = V::all(scale), zero = V::all(0.0f);
         for (int i = 0; i < 4; ++i) unit[i] = V::add_product(unit[i], scales, zero);
+        if constexpr (W == INT3) unrotate_unit<V>(unit);
         V::template store<T>(unit, values);
     }
 
@@ -142,6 +148,35 @@ static void quantize_tile(const void* from, uint8_t* codes, uint8_t* scales, int
     }
     if (left) B::extremes(values + whole * BLOCK, left, high + whole, low + whole);
     quantize_blocks<V, T, W>(values, high, low, codes, scales, size);
+}
+
+template <class V, Type T>
+static void quantize_rotated(const void* from, uint8_t* codes, uint8_t* scales, int64_t size) {
+    const auto* values = static_cast<const typename Element<T>::Word*>(from);
+    alignas(64) uint32_t rotated[TILE];
+    uint32_t high[TILE / BLOCK3] = {}, low[TILE / BLOCK3] = {};
+    for (int64_t first = 0; first < size; first += BLOCK3) {
+        typename V::FloatExtremes tracker;
+        for (int64_t i = first; i < first + BLOCK3; i += UNIT<V>) {
+            typename V::F unit[4];
+            V::template load<T>(values + i, unit);
+            V::rotate(unit);
+            tracker.add(unit);
+            V::template store<FP32>(unit, rotated + i);
+        }
+        tracker.end(high + first / BLOCK3, low + first / BLOCK3);
+    }
+    quantize_blocks<V, FP32, INT3>(rotated, high, low, codes, scales, size);
+}
+
+template <class V> static void unrotate(float* sums, int64_t size) {
+    for (int64_t i = 0; i < size; i += UNIT<V>) {
+        typename V::F unit[4];
+        auto* words = reinterpret_cast<uint32_t*>(sums + i);
+        V::template load<FP32>(words, unit);
+        unrotate_unit<V>(unit);
+        V::template store<FP32>(unit, words);
+    }
 }
 
 template <class V, Width W>
@@ -221,6 +256,7 @@ ZPP_INLINE void add_chunk(const uint8_t* const* codes, const float* scales, floa
 
 template <class V, Width W, int COUNT, bool FRESH, bool TRACK>
 static void sum_terms(const Coded* terms, float* sums, int64_t size, Extremes* extremes) {
+    constexpr int64_t CHUNK = W == INT3 ? BLOCK3 : zpp::CHUNK;
     for (int64_t i = 0; i < size; i += CHUNK) {
         const uint8_t* codes[COUNT];
         float scales[COUNT];
@@ -266,7 +302,7 @@ static void sum_some(const Coded* terms, int count, bool fresh, float* sums, int
 template <class V, Width W>
 static void sum_tile(const Coded* terms, int count, bool fresh, float* sums, int64_t size,
                      Extremes* extremes) {
-    if (extremes == nullptr) {
+    if (W == INT3 || extremes == nullptr) {
         return sum_some<V, W, false>(terms, count, fresh, sums, size, nullptr);
     }
     for (int64_t i = 0; i < TILE / CHUNK; ++i) {
@@ -285,17 +321,20 @@ static void sum_raw_tile(const void* from, float* sums, int64_t size) {
 
 template <class V> constexpr QuantizeKernels quantize_kernels() {
     return {
-        {{quantize_tile<V, BF16, INT8>, quantize_tile<V, BF16, INT4>},
-         {quantize_tile<V, FP16, INT8>, quantize_tile<V, FP16, INT4>},
-         {quantize_tile<V, FP32, INT8>, quantize_tile<V, FP32, INT4>}},
+        {{quantize_tile<V, BF16, INT8>, quantize_tile<V, BF16, INT4>, quantize_rotated<V, BF16>},
+         {quantize_tile<V, FP16, INT8>, quantize_tile<V, FP16, INT4>, quantize_rotated<V, FP16>},
+         {quantize_tile<V, FP32, INT8>, quantize_tile<V, FP32, INT4>, quantize_rotated<V, FP32>}},
         {{dequantize_tile<V, BF16, INT8>, dequantize_tile<V, FP16, INT8>,
           dequantize_tile<V, FP32, INT8>},
          {dequantize_tile<V, BF16, INT4>, dequantize_tile<V, FP16, INT4>,
-          dequantize_tile<V, FP32, INT4>}},
+          dequantize_tile<V, FP32, INT4>},
+         {dequantize_tile<V, BF16, INT3>, dequantize_tile<V, FP16, INT3>,
+          dequantize_tile<V, FP32, INT3>}},
         conversions<V>(),
-        {sum_tile<V, INT8>, sum_tile<V, INT4>},
-        {quantize_sum<V, INT8>, quantize_sum<V, INT4>},
+        {sum_tile<V, INT8>, sum_tile<V, INT4>, sum_tile<V, INT3>},
+        {quantize_sum<V, INT8>, quantize_sum<V, INT4>, nullptr},
         {sum_raw_tile<V, BF16>, sum_raw_tile<V, FP16>, sum_raw_tile<V, FP32>},
+        unrotate<V>,
     };
 }
 

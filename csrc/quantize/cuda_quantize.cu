@@ -27,10 +27,15 @@ ZPP_DEVICE void unpack(const Place& place, int wire, const Tile& tile, uint8_t* 
             Coded<INT8, VEC> read;
             read_codes(codes, scales, tile, &read);
             add_codes(read, tile, &held);
-        } else {
+        } else if (place.bits == 4) {
             Coded<INT4, VEC> read;
             read_codes(codes, scales, tile, &read);
             add_codes(read, tile, &held);
+        } else {
+            Coded<INT3, VEC> read;
+            read_codes(codes, scales, tile, &read);
+            add_codes(read, tile, &held);
+            unrotate(held.value, tile.lane);
         }
     }
     write_numbers<T, VEC>(held, tile, values);

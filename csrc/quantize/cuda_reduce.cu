@@ -7,20 +7,20 @@ namespace {
 
 // Terms whose codes a lane requests at once: 4 of 32 bytes each, as many bytes in flight as in the
 // quantization of fp32. Small units take more requests for as many bytes, so they get half of it.
-template <int VEC> constexpr int64_t AT_ONCE = VEC < 8 ? 2 : 4;
+template <Width W, int VEC> constexpr int64_t AT_ONCE = VEC < 8 || W == INT3 ? 2 : 4;
 
 template <Width W, int VEC>
 ZPP_DEVICE void sum_codes(const Job& job, const Tile& tile, const uint8_t* codes,
                           const uint8_t* scales, Held<VEC>* sums) {
-    for (int64_t first = 0; first < job.terms; first += AT_ONCE<VEC>) {
-        Coded<W, VEC> read[AT_ONCE<VEC>];
+    for (int64_t first = 0; first < job.terms; first += AT_ONCE<W, VEC>) {
+        Coded<W, VEC> read[AT_ONCE<W, VEC>];
 #pragma unroll
-        for (int64_t i = 0; i < AT_ONCE<VEC>; ++i) {
+        for (int64_t i = 0; i < AT_ONCE<W, VEC>; ++i) {
             const int64_t skip = (first + i) * job.stride;
             if (first + i < job.terms) read_codes(codes + skip, scales + skip, tile, &read[i]);
         }
 #pragma unroll
-        for (int64_t i = 0; i < AT_ONCE<VEC>; ++i) {
+        for (int64_t i = 0; i < AT_ONCE<W, VEC>; ++i) {
             if (first + i < job.terms) add_codes(read[i], tile, sums);
         }
     }
@@ -50,8 +50,11 @@ ZPP_DEVICE void sum_terms(const Job& job, const Tile& tile, const Place& place, 
     const uint8_t* scales = scales_at(place, tile, packed);
     if (place.bits == 8) {
         sum_codes<INT8>(job, tile, codes, scales, sums);
-    } else {
+    } else if (place.bits == 4) {
         sum_codes<INT4>(job, tile, codes, scales, sums);
+    } else if constexpr (VEC <= 8) {
+        sum_codes<INT3>(job, tile, codes, scales, sums);
+        unrotate(sums->value, tile.lane);
     }
 }
 
@@ -72,7 +75,8 @@ __global__ void __launch_bounds__(WARPS * LANES) reduce_rows(const __grid_consta
     const bool raw = entry.packed.bits == RAW, raw_after = entry.reduced.bits == RAW;
     uint8_t* packed = job.from + job.row() * table.packed_bytes;
     uint8_t* reduced = job.to + job.row() * table.reduced_bytes;
-    if (!raw && !raw_after) return reduce<16>(job, tile, packed, reduced);
+    const bool rotated = entry.packed.bits == 3 || entry.reduced.bits == 3;
+    if (!raw && !raw_after && !rotated) return reduce<16>(job, tile, packed, reduced);
     const uint8_t* from = raw_at(entry.packed, table.wire, tile, packed);
     const uint8_t* to = raw_at(entry.reduced, table.reduced_wire, tile, reduced);
     if ((!raw || wire_fits<8>(table.wire, from, tile.size)) &&

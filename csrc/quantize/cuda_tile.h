@@ -12,6 +12,7 @@
 
 #include "../shared/cuda_numbers.h"
 #include "cuda_launch.h"
+#include "cuda_three_bits.h"
 
 namespace zpp {
 
@@ -122,8 +123,8 @@ template <Width W, int VEC> struct Shape {
     static constexpr int GROUP = UNIT < BLOCK ? BLOCK / UNIT : 1;          // units
     static constexpr int BLOCKS = UNIT < BLOCK ? 1 : UNIT / BLOCK;         // of a group
     static constexpr int SPAN = LANES / BLOCKS;                            // lanes of a block
-    static constexpr int BYTES = VEC * BITS / 8;                           // of a lane's unit
-    static constexpr int ALIGNED = int(ALIGN) * 8 / BITS;                  // elements
+    static constexpr int BYTES = W == INT3 ? 4 : VEC * BITS / 8;           // of a lane's unit
+    static constexpr int ALIGNED = int(ALIGN) * 8 / BITS;                  // elements, not INT3
 };
 
 // Integers in the order that extreme_bits has: by magnitude, and of a tie the positive one above.
@@ -191,6 +192,16 @@ ZPP_DEVICE void write_codes(const Held<VEC>& held, const Tile& tile, uint8_t* co
     if (tile.lane * S::BLOCK < tile.size) {
         reinterpret_cast<uint16_t*>(scales)[tile.lane] = uint16_t(scale);
     }
+    if constexpr (W == INT3) {
+        const int end = (tile.size / 8 * 3 + int(ALIGN) - 1) / int(ALIGN) * int(ALIGN);
+#pragma unroll
+        for (int u = 0; u < S::UNITS; ++u) {
+            const int block = u * (S::UNIT / S::BLOCK) + tile.at<VEC>(0) / S::BLOCK;
+            const float factor = __shfl_sync(ALL, factors, block);
+            write_three_bits<VEC>(held.value[u], factor, u, tile.lane, end, codes);
+        }
+        return;
+    }
     const int end = (tile.size + S::ALIGNED - 1) / S::ALIGNED * S::ALIGNED;
     codes += tile.lane * S::BYTES;
 #pragma unroll
@@ -217,6 +228,15 @@ ZPP_DEVICE void read_codes(const uint8_t* codes, const uint8_t* scales, const Ti
         read->scale = reinterpret_cast<const uint16_t*>(scales)[tile.lane];
     }
     const int left = tile.size - tile.at<VEC>(0);
+    if constexpr (W == INT3) {
+#pragma unroll
+        for (int u = 0; u < S::UNITS; ++u) {
+            if (u * S::UNIT < left) {
+                read->unit[u].word[0] = read_three_bits<VEC>(codes, u, tile.lane);
+            }
+        }
+        return;
+    }
     codes += tile.lane * S::BYTES;
 #pragma unroll
     for (int u = 0; u < S::UNITS; ++u) {
@@ -237,34 +257,45 @@ ZPP_DEVICE void add_codes(const Coded<W, VEC>& read, const Tile& tile, Held<VEC>
         const float scale = from_bf16(uint16_t(bits));
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-            const uint32_t flipped = read.unit[u].word[i / PER_WORD] ^ SIGNS;
-            const float code = code_in(flipped, i % PER_WORD, S::BITS);
+            const uint32_t word = read.unit[u].word[W == INT3 ? 0 : i / PER_WORD];
+            const float code = W == INT3 ? odd_in(word, i)
+                                         : code_in(word ^ SIGNS, i % PER_WORD, S::BITS);
             sums->value[u][i] = add_value(code, scale, sums->value[u][i]);
         }
     }
+}
+
+// Write zeros to the unused bytes after the end of a segment's scales or raw values.
+ZPP_DEVICE void clear_gap(const Place& place, const Tile& tile, uint8_t* end) {
+    if (tile.is_last && tile.lane < place.gap) end[tile.lane] = 0;
+}
+
+template <int VEC>
+ZPP_DEVICE void put_raw(const Held<VEC>& held, const Place& place, int wire, const Tile& tile,
+                        uint8_t* packed) {
+    uint8_t* to = raw_at(place, wire, tile, packed);
+    write_wire(wire, held, tile, to);
+    clear_gap(place, tile, to + tile.size * word_bytes(wire));
 }
 
 // Write `held`, which has zeros beyond the end, to its place in a packed row.
 template <int VEC>
 ZPP_DEVICE void put(const Held<VEC>& held, const Place& place, int wire, const Tile& tile,
                     uint8_t* packed) {
-    uint8_t* end;
-    if (place.bits == RAW) {
-        uint8_t* to = raw_at(place, wire, tile, packed);
-        write_wire(wire, held, tile, to);
-        end = to + tile.size * word_bytes(wire);
-    } else {
-        const int block = place.bits == 8 ? BLOCK8 : BLOCK4;
-        uint8_t* codes = codes_at(place, tile, packed);
-        uint8_t* scales = scales_at(place, tile, packed);
-        if (place.bits == 8) {
-            write_codes<INT8, VEC>(held, tile, codes, scales);
-        } else {
-            write_codes<INT4, VEC>(held, tile, codes, scales);
-        }
-        end = scales + (tile.size + block - 1) / block * 2;
+    if (place.bits == RAW) return put_raw(held, place, wire, tile, packed);
+    const int block = block_of(place.bits);
+    uint8_t* codes = codes_at(place, tile, packed);
+    uint8_t* scales = scales_at(place, tile, packed);
+    if (place.bits == 8) {
+        write_codes<INT8, VEC>(held, tile, codes, scales);
+    } else if (place.bits == 4) {
+        write_codes<INT4, VEC>(held, tile, codes, scales);
+    } else if constexpr (VEC <= 8) {
+        Held<VEC> rotated = held;
+        rotate(rotated.value, tile.lane);
+        write_codes<INT3, VEC>(rotated, tile, codes, scales);
     }
-    if (tile.is_last && tile.lane < place.gap) end[tile.lane] = 0;
+    clear_gap(place, tile, scales + (tile.size + block - 1) / block * 2);
 }
 
 }  // namespace zpp

@@ -1,4 +1,4 @@
-// The arithmetic of INT8 and INT4 block quantization, shared by host and device. docs/numerics.md
+// The arithmetic of INT8, INT4 and INT3 block quantization, shared by host and device. docs/numerics.md
 // explains it; zeropp/quant/reference.py is the same in PyTorch.
 #pragma once
 
@@ -6,11 +6,15 @@
 
 namespace zpp {
 
-enum Width { INT8 = 0, INT4 = 1, NUM_WIDTHS = 2 };
+enum Width { INT8 = 0, INT4 = 1, INT3 = 2, NUM_WIDTHS = 3 };
 
 // Elements that share a scale; BLOCK in zeropp/quant/packing.py.
 constexpr int BLOCK8 = 256;
 constexpr int BLOCK4 = 128;
+constexpr int BLOCK3 = 64;
+
+// Elements that are rotated together before they become 3-bit codes.
+constexpr int ROTATED = 32;
 
 template <Width W> struct Codes {
     static constexpr int BITS = 8, BLOCK = BLOCK8;
@@ -18,6 +22,11 @@ template <Width W> struct Codes {
 template <> struct Codes<INT4> {
     static constexpr int BITS = 4, BLOCK = BLOCK4;
 };
+template <> struct Codes<INT3> {
+    static constexpr int BITS = 3, BLOCK = BLOCK3;
+};
+
+ZPP_HD int block_of(int bits) { return bits == 8 ? BLOCK8 : bits == 4 ? BLOCK4 : BLOCK3; }
 
 // A block with no element of at least this magnitude (2^-94) becomes zeros. Scales, reciprocals,
 // products and their sums are then never subnormal, so flush-to-zero modes change nothing.
@@ -36,10 +45,12 @@ ZPP_HD uint32_t extreme_bits(uint32_t high, uint32_t low, uint32_t sign) {
 
 // The bf16 scale of a block: -extreme / 2^(bits-1), truncated to 8 significant bits, so that the
 // extreme gets the code -2^(bits-1) and no code times its scale exceeds the extreme. 0 for a block
-// of zeros or below TINY, NaN for a block that is not finite.
+// of zeros or below TINY, NaN for a block that is not finite. With 3 bits, 9/64 of the magnitude.
 ZPP_HD uint32_t scale_of(float extreme, int bits) {
     const uint32_t magnitude = bits_of(extreme) & 0x7FFFFFFFu;
-    const uint32_t scale = bits_of(extreme * (bits == 8 ? -0.0078125f : -0.125f)) >> 16;
+    const float from = bits == 3 ? float_of(magnitude) : extreme;
+    const float factor = bits == 8 ? -0.0078125f : bits == 4 ? -0.125f : 0.140625f;
+    const uint32_t scale = bits_of(from * factor) >> 16;
     const uint32_t finite = mask_of(magnitude < INFINITY_BITS);
     return (scale & finite & mask_of(magnitude >= bits_of(TINY))) | (BF16_NAN & ~finite);
 }
@@ -51,10 +62,11 @@ ZPP_HD float steps_per_unit(uint32_t scale) {
 }
 
 // The code of an element of `steps` steps (at most 2^9): rounded half to even by adding
-// 1.5 * 2^23, then clamped.
+// 1.5 * 2^23, then clamped. With 3 bits, code c stands for 2 c + 1 steps.
 ZPP_HD int code_of(float steps, int bits) {
-    const int lowest = bits == 8 ? -128 : -8, highest = bits == 8 ? 127 : 7;
-    const int rounded = int(bits_of(steps + 12582912.0f)) - 0x4B400000;
+    const int lowest = -(1 << (bits - 1)), highest = -lowest - 1;
+    const float exact = bits == 3 ? steps * 0.5f - 0.5f : steps;
+    const int rounded = int(bits_of(exact + 12582912.0f)) - 0x4B400000;
     const int clamped = rounded < lowest ? lowest : rounded;
     return clamped > highest ? highest : clamped;
 }

@@ -13,8 +13,8 @@ constexpr int RAW = 16;        // the "bits" of a segment that is not quantized
 struct Segment {
     int64_t start, size, bits, scales_at, data_at;
 
-    Width width() const { return bits == 8 ? INT8 : INT4; }
-    int64_t block() const { return bits == 8 ? BLOCK8 : BLOCK4; }
+    Width width() const { return bits == 8 ? INT8 : bits == 4 ? INT4 : INT3; }
+    int64_t block() const { return block_of(int(bits)); }
     int64_t blocks() const { return (size + block() - 1) / block(); }
     int64_t raw_end(int64_t wire) const { return data_at + size * WORD_BYTES[wire]; }
     int64_t scales_end() const { return scales_at + 2 * blocks(); }
@@ -29,6 +29,6 @@ struct Layout {
 };
 
 // Bytes from an offset in a packed row to the next aligned one.
-static inline int64_t gap_after(int64_t offset) { return -offset & (ALIGN - 1); }
+ZPP_HD int64_t gap_after(int64_t offset) { return -offset & (ALIGN - 1); }
 
 }  // namespace zpp

@@ -12,6 +12,7 @@
 #else
 #define ZPP_HD static inline
 #endif
+#define ZPP_INLINE static inline __attribute__((always_inline))
 
 namespace zpp {
 

@@ -65,6 +65,25 @@ struct Avx2 {
             }
         }
     }
+
+    // 32 int8, rounded half to even and saturated.
+    static I int8_of(const F* unit) {
+        const I a = _mm256_packs_epi32(_mm256_cvtps_epi32(unit[0]), _mm256_cvtps_epi32(unit[1]));
+        const I b = _mm256_packs_epi32(_mm256_cvtps_epi32(unit[2]), _mm256_cvtps_epi32(unit[3]));
+        const I order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(a, b), order);
+    }
+
+    static __m256 floats(__m128i int8s) {
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(int8s));
+    }
+
+    static void load_int8(const uint8_t* from, F* unit) {
+        for (int i = 0; i < 4; ++i) {
+            const uint8_t* eight = from + i * WIDTH;
+            unit[i] = floats(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(eight)));
+        }
+    }
 };
 
 }  // namespace zpp

@@ -13,11 +13,16 @@ struct Avx512 {
     using I = __m512i;
 
     static I at(const void* from) { return _mm512_loadu_si512(from); }
+    static void put_at(void* to, I value) { _mm512_storeu_si512(to, value); }
     static __m256i half_at(const void* from) {
         return _mm256_loadu_si256(static_cast<const __m256i*>(from));
     }
     static void put_half_at(void* to, __m256i value) {
         _mm256_storeu_si256(static_cast<__m256i*>(to), value);
+    }
+
+    static __m128i quarter_at(const void* from) {
+        return _mm_loadu_si128(static_cast<const __m128i*>(from));
     }
 
     static F all(float value) { return _mm512_set1_ps(value); }
@@ -59,6 +64,22 @@ struct Avx512 {
                 put_half_at(words, bf16_of(unit[i]));
             }
         }
+    }
+
+    // 64 int8, rounded half to even and saturated.
+    static I int8_of(const F* unit) {
+        const I a = _mm512_packs_epi32(_mm512_cvtps_epi32(unit[0]), _mm512_cvtps_epi32(unit[1]));
+        const I b = _mm512_packs_epi32(_mm512_cvtps_epi32(unit[2]), _mm512_cvtps_epi32(unit[3]));
+        const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        return _mm512_permutexvar_epi32(order, _mm512_packs_epi16(a, b));
+    }
+
+    static __m512 floats(__m128i int8s) {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(int8s));
+    }
+
+    static void load_int8(const uint8_t* from, F* unit) {
+        for (int i = 0; i < 4; ++i) unit[i] = floats(quarter_at(from + i * WIDTH));
     }
 };
 

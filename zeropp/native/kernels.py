@@ -26,22 +26,19 @@ FUNCTIONS = MappingProxyType({
     "zpp_reduce_quantize": (ADDRESS, ADDRESS, ADDRESS, ADDRESS, INT, INT),
     # layout, packed, out, type of out, terms
     "zpp_reduce_dequantize": (ADDRESS, ADDRESS, ADDRESS, INT, INT),
-    # an AdamCall, see csrc/adam/call.h
-    "zpp_adam": (ADDRESS,),
-})  # fmt: skip
-
-CPU_FUNCTIONS = MappingProxyType({
     # layout, rows, type of the rows, packed, messages, number of rows
     "zpp_code_steps": (ADDRESS, ADDRESS, INT, ADDRESS, ADDRESS, INT),
     # layout, messages, packed, number of rows
     "zpp_apply_code_steps": (ADDRESS, ADDRESS, ADDRESS, INT),
+    # an AdamCall, see csrc/adam/call.h
+    "zpp_adam": (ADDRESS,),
 })  # fmt: skip
 
 
 @cache
 def cpu_library() -> ctypes.CDLL:
     """The kernels for CPUs. Raises LibraryError if there are none to use."""
-    functions = {name: (*types, INT) for name, types in (FUNCTIONS | CPU_FUNCTIONS).items()}
+    functions = {name: (*types, INT) for name, types in FUNCTIONS.items()}
     return load(FOLDER, "_cpu", functions | {"zpp_set_isa": (INT,)})
 
 

@@ -1,18 +1,20 @@
 """Steps of INT8 codes as ops of PyTorch: what a weight's owner sends to those who hold its codes.
 
 zeropp/quant/code_steps.py defines the message, zeropp/quant/code_step_reference.py the arithmetic,
-which runs on every device; CPUs have kernels, those of csrc/code_steps/. Shapes: K rows, C elements
-of a row, P bytes of a packed row, S bytes of a message. Neither function is differentiable.
+which runs on every device; CPUs and NVIDIA GPUs have kernels, those of csrc/code_steps/. Shapes: K
+rows, C elements of a row, P bytes of a packed row, S bytes of a message. Neither function is
+differentiable.
 """
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from zeropp.quant import code_step_reference as reference
-from zeropp.quant import cpu
+from zeropp.quant import cpu, cuda
 from zeropp.quant.code_steps import StepLayout, message_bytes
 from zeropp.quant.ops import LIBRARY, NAMESPACE
 from zeropp.quant.packing import ELEMENTS, FLOATS, PACKED_BYTES
@@ -42,7 +44,7 @@ def apply_code_steps(messages: Tensor, packed: Tensor, layout: StepLayout) -> No
     torch.ops.zeropp.apply_code_steps.default(messages, packed, layout.table)
 
 
-class _Backend(Protocol):
+class StepBackend(Protocol):
     """Runs the ops on tensors that have been checked; fills memory that it is given."""
 
     def code_steps(self, rows: Tensor, packed: Tensor, messages: Tensor, layout: Table) -> None: ...
@@ -58,12 +60,15 @@ class _FakeBackend:
     apply_code_steps = code_steps
 
 
-def _cpu_backend() -> _Backend:
-    kernels = cpu.backend()
-    return kernels if isinstance(kernels, cpu.CpuKernels) else reference
+def _kernels_of(device: ModuleType) -> Callable[[], StepBackend]:
+    def backend() -> StepBackend:
+        kernels = device.backend()
+        return reference if isinstance(kernels, ModuleType) else kernels
+
+    return backend
 
 
-def _implementations(backend: Callable[[], _Backend]) -> dict[str, Callable]:
+def _implementations(backend: Callable[[], StepBackend]) -> dict[str, Callable]:
     """The ops by name: check the arguments, allocate the result, call the backend."""
 
     def code_steps(rows: Tensor, packed: Tensor, layout: Table) -> Tensor:
@@ -101,7 +106,11 @@ def _register() -> None:
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for name, function in _implementations(_FakeBackend).items():
         torch.library.register_fake(f"{NAMESPACE}::{name}", function, lib=LIBRARY)
-    backends = {"CompositeExplicitAutograd": lambda: reference, "CPU": _cpu_backend}
+    backends = {
+        "CompositeExplicitAutograd": lambda: reference,
+        "CPU": _kernels_of(cpu),
+        "CUDA": _kernels_of(cuda),
+    }
     for key, backend in backends.items():
         for name, function in _implementations(backend).items():
             LIBRARY.impl(name, function, key)

@@ -31,9 +31,10 @@ def backend() -> "CpuKernels | ModuleType":
 
 @dataclass(frozen=True)
 class CpuKernels:
-    """The same functions as zeropp/quant/reference.py, on as many threads as PyTorch uses.
+    """The same functions as those of the two references, on as many threads as PyTorch uses.
 
-    Tensors must be contiguous and of the layout's shapes, which zeropp/quant/ops.py checks.
+    Tensors must be contiguous and of the layout's shapes, which zeropp/quant/ops.py and
+    zeropp/quant/code_step_ops.py check.
     """
 
     library: ctypes.CDLL

@@ -4,8 +4,9 @@
 
 A segment is one parameter's part of the row. Quantized segments are cut into blocks of
 `BLOCK[bits]` elements; the last block is shorter if the segment is not a multiple, and no block
-crosses a segment. A block has one bf16 scale and its codes: one int8 per element, or two int4 per
-byte, the first one in the lower half. The codes of each segment start at a multiple of 16 bytes.
+crosses a segment. A block has one bf16 scale and its codes: one int8 per element, two int4 per
+byte, or eight int3 in three bytes, the first one in the lowest bits. A segment of int3 is a
+multiple of its block. The codes of each segment start at a multiple of 16 bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-BLOCK = MappingProxyType({8: 256, 4: 128})  # elements that share a scale; docs/numerics.md
+BLOCK = MappingProxyType({8: 256, 4: 128, 3: 64})  # elements that share a scale; docs/numerics.md
 RAW = 16  # the "bits" of a segment that is not quantized
 ALIGN = 16  # bytes
 SCALE_BYTES = 2
@@ -29,7 +30,7 @@ class Segment(NamedTuple):
 
     start: int  # elements
     size: int  # elements
-    bits: int  # 4, 8 or RAW
+    bits: int  # 3, 4, 8 or RAW
     scales_at: int  # bytes; 0 for a raw segment
     data_at: int  # bytes; of the codes, or of the raw values
 
@@ -38,9 +39,9 @@ class Segment(NamedTuple):
 class Layout:
     """How a row of C elements is laid out in P bytes.
 
-    sizes: elements of each segment, in order; 0 is allowed. bits: 8 or 4 for a segment that is
-    block-quantized, 16 for one that is sent unchanged, in the type `wire` (bf16, fp16 or fp32).
-    Raises ValueError or TypeError for anything else.
+    sizes: elements of each segment, in order; 0 is allowed. bits: 8, 4 or 3 for a segment that is
+    block-quantized (with 3, a multiple of 64 elements), 16 for one that is sent unchanged, in the
+    type `wire` (bf16, fp16 or fp32). Raises ValueError or TypeError for anything else.
     """
 
     sizes: tuple[int, ...]
@@ -54,7 +55,9 @@ class Layout:
             if size < 0:
                 raise ValueError(f"a segment of {size} elements")
             if bits not in BLOCK and bits != RAW:
-                raise ValueError(f"bits {bits}: a segment has 4, 8 or {RAW} (not quantized)")
+                raise ValueError(f"bits {bits}: a segment has 3, 4, 8 or {RAW} (not quantized)")
+            if bits == 3 and size % BLOCK[3]:
+                raise ValueError(f"{size} elements of 3 bits: give a multiple of {BLOCK[3]}")
         if self.wire not in FLOATS:
             raise TypeError(f"wire {self.wire}: give torch.bfloat16, float16 or float32")
 

@@ -6,6 +6,7 @@ of a packed row, T terms of a sum.
 """
 
 from collections.abc import Iterator, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from zeropp.quant.packing import (
 )
 
 TINY = 2.0**-94  # a block with no element this large becomes zeros
+ROTATED = 32  # elements that are rotated together before they become 3-bit codes
+PER_EXTREME = MappingProxyType({8: -1 / 128, 4: -1 / 8, 3: 9 / 64})  # the scale, not truncated
 
 
 def quantize(rows: Tensor, packed: Tensor, layout: Sequence[int], fold: int) -> None:
@@ -41,7 +44,7 @@ def dequantize(packed: Tensor, out: Tensor, layout: Sequence[int], fold: int) ->
     """packed (K, P) -> out (K, C); packed row r*N+n becomes row n*fold+r, N = K // fold."""
     rows = out.view(len(out) // fold, fold, layout[ELEMENTS]).transpose(0, 1)
     for segment in segments_in(layout):
-        values = _unpack(packed, segment, FLOATS[layout[WIRE]]).to(out.dtype)
+        values = _restored(_unpack(packed, segment, FLOATS[layout[WIRE]]), segment).to(out.dtype)
         part = rows[:, :, segment.start : segment.start + segment.size]
         part.copy_(values.view(part.shape))
 
@@ -64,8 +67,26 @@ def reduce_dequantize(packed: Tensor, out: Tensor, layout: Sequence[int]) -> Non
         out[segment.start : segment.start + segment.size].copy_(total[0])
 
 
+def rotate(values: Tensor) -> Tensor:
+    """Multiply each 32 consecutive elements of fp32 `values` (K, n) by the Hadamard matrix of +-1.
+
+    Done twice, it multiplies values by 32. The order of the additions is part of the definition.
+    """
+    stride, rotated = ROTATED // 2, values
+    while stride:
+        first, second = rotated.reshape(-1, 2, stride).unbind(1)
+        rotated = torch.stack((first + second, first - second), 1)
+        stride //= 2
+    return rotated.reshape(values.shape)
+
+
+def _restored(values: Tensor, segment: Segment) -> Tensor:
+    """Values (K, n) of a segment, or their sums, from what its codes stand for."""
+    return rotate(values) * (1.0 / ROTATED) if segment.bits == 3 else values
+
+
 def _unpack(packed: Tensor, segment: Segment, wire: torch.dtype) -> Tensor:
-    """A segment's values (K, n): fp32 if it is quantized, else as they are, in `wire`."""
+    """What a segment's codes stand for (K, n): fp32, or its values as they are, in `wire`."""
     if segment.bits == RAW:
         stop = segment.data_at + segment.size * wire.itemsize
         return packed[:, segment.data_at : stop].contiguous().view(wire)
@@ -76,6 +97,8 @@ def _unpack(packed: Tensor, segment: Segment, wire: torch.dtype) -> Tensor:
     codes = packed[:, segment.data_at : stop].contiguous().view(torch.int8)
     if segment.bits == 4:
         codes = torch.stack(((codes << 4) >> 4, codes >> 4), dim=-1).flatten(1)
+    elif segment.bits == 3:
+        codes = 2 * _split_in_eight(codes) - 7
     padded = pad(codes[:, : segment.size].float(), (0, blocks * block - segment.size))
     values = padded.view(-1, blocks, block) * scales[..., None] + 0.0  # exact; never -0
     return values.flatten(1)[:, : segment.size]
@@ -88,11 +111,14 @@ def _pack(values: Tensor, segment: Segment, packed: Tensor, wire: torch.dtype) -
     if segment.bits == RAW:
         put(packed, segment.data_at, values.to(wire))
         return
-    codes, scales = _quantized(values.float(), segment.bits)
+    values = values.float()
+    codes, scales = _quantized(rotate(values) if segment.bits == 3 else values, segment.bits)
     put(packed, segment.scales_at, scales)
     if segment.bits == 4:
         codes = pad(codes, (0, segment.size % 2))
         codes = (codes[:, 0::2] & 15) | (codes[:, 1::2] << 4)
+    elif segment.bits == 3:
+        codes = _eight_in_three_bytes(codes)
     put(packed, segment.data_at, codes)
 
 
@@ -103,17 +129,24 @@ def put(packed: Tensor, offset: int, values: Tensor) -> None:
 
 
 def _quantized(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """fp32 (K, n) -> codes int8 (K, n) and the bits of the bf16 scales, int16 (K, blocks)."""
+    """fp32 (K, n) -> codes int8 (K, n) and the bits of the bf16 scales, int16 (K, blocks).
+
+    A code of 8 or 4 bits stands for code * scale; one of 3 bits, 0 ... 7, for (2 code - 7) * scale.
+    """
     rows, size = values.shape
     block, blocks, top = BLOCK[bits], num_blocks(size, bits), 1 << (bits - 1)
     by_block = pad(values, (0, blocks * block - size)).view(rows, blocks, block)
     high, low = by_block.amax(-1), by_block.amin(-1)
     extreme = torch.where(high >= -low, high, low)
     usable = extreme.isfinite() & (extreme.abs() >= TINY)
-    exact = (extreme * (-1.0 / top)).view(torch.int32)
+    exact = ((extreme.abs() if bits == 3 else extreme) * PER_EXTREME[bits]).view(torch.int32)
     scale = torch.where(usable, (exact >> 16 << 16).view(torch.float32), 1.0)
-    steps = torch.round(by_block * (1.0 / scale)[..., None]).clamp(-top, top - 1)
-    codes = torch.where(usable[..., None], steps, 0.0).to(torch.int8)
+    steps = by_block * (1.0 / scale)[..., None]
+    if bits == 3:
+        codes = torch.round(steps * 0.5 - 0.5).clamp(-top, top - 1) + top
+    else:
+        codes = torch.round(steps).clamp(-top, top - 1)
+    codes = torch.where(usable[..., None], codes, 0.0).to(torch.int8)
     stored = torch.where(usable, scale, torch.where(extreme.isfinite(), 0.0, torch.nan))
     return codes.flatten(1)[:, :size], (stored.view(torch.int32) >> 16).to(torch.int16)
 
@@ -124,4 +157,20 @@ def _sums(stacked: Tensor, layout: Sequence[int]) -> Iterator[Tensor]:
         total = stacked.new_zeros((stacked.shape[1], segment.size), dtype=torch.float32)
         for term in stacked:
             total += _unpack(term, segment, FLOATS[layout[WIRE]])
-        yield total
+        yield _restored(total, segment)
+
+
+def _eight_in_three_bytes(codes: Tensor) -> Tensor:
+    """int8 0 ... 7 (K, n) -> uint8 (K, 3n/8), the first of eight codes in the lowest bits."""
+    shifts = 3 * torch.arange(8, device=codes.device, dtype=torch.int32)
+    words = (codes.view(len(codes), -1, 8).int() << shifts).sum(-1, dtype=torch.int32)
+    three_bytes = words[..., None] >> 8 * torch.arange(3, device=codes.device, dtype=torch.int32)
+    return (three_bytes & 255).to(torch.uint8).flatten(1)
+
+
+def _split_in_eight(codes: Tensor) -> Tensor:
+    """int8 (K, 3n/8) -> int8 0 ... 7 (K, n)."""
+    three_bytes = codes.view(torch.uint8).view(len(codes), -1, 3).int()
+    words = three_bytes[..., 0] | three_bytes[..., 1] << 8 | three_bytes[..., 2] << 16
+    shifts = 3 * torch.arange(8, device=codes.device, dtype=torch.int32)
+    return (words[..., None] >> shifts & 7).to(torch.int8).flatten(1)

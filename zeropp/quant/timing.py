@@ -11,12 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeropp.quant import reference
+from zeropp.quant import code_step_reference, reference
+from zeropp.quant.code_step_ops import StepBackend
+from zeropp.quant.code_steps import REACHES, StepLayout
 from zeropp.quant.ops import Backend
 from zeropp.quant.packing import RAW, Layout
 
 ROWS = 8  # ranks that a gradient is cut for
 SEED = 7
+MOVED = 0.01  # of an element's standard deviation: about a third of a code, between two messages
 VECTORS = 8  # of a transformer block: biases and gains, which are sent unchanged
 MATRICES = (3, 1, 4, 4)  # of a transformer block, in units of hidden size squared
 
@@ -42,12 +45,17 @@ class Case:
 
 
 def cases(backend: Backend, elements: int, device: torch.device) -> Iterator[Case]:
-    """The ops of a step's weights and gradients by a backend, on `elements` in all."""
+    """The ops of a step's weights and gradients by a backend, on `elements` in all.
+
+    A row must be whole blocks of 3 bits.
+    """
     columns = elements // ROWS
     generator = torch.Generator(device).manual_seed(SEED)
     fp32 = torch.randn(ROWS, columns, generator=generator, device=device)
     bf16 = fp32.to(torch.bfloat16)
-    int8, int4 = (Layout(sizes=(columns,), bits=(bits,), wire=torch.bfloat16) for bits in (8, 4))
+    int8, int4, int3 = (
+        Layout(sizes=(columns,), bits=(bits,), wire=torch.bfloat16) for bits in (8, 4, 3)
+    )
     yield _quantize(backend, "bf16 -> INT8", bf16, int8)
     yield _quantize(backend, "bf16 -> INT8, 12 segments", bf16, block_layout(columns))
     yield _dequantize(backend, "INT8 -> bf16", bf16, int8)
@@ -57,6 +65,25 @@ def cases(backend: Backend, elements: int, device: torch.device) -> Iterator[Cas
     for terms in (2, 4, 8):
         yield _reduce_quantize(backend, packed8, int8, int4, terms)
     yield _reduce_dequantize(backend, packed4, int4)
+    yield _quantize(backend, "fp32 -> rotated -> INT3", fp32, int3)
+    yield _reduce_quantize(backend, packed8, int8, int3, 4)
+    yield _reduce_dequantize(backend, _packed(backend, fp32, int3), int3)
+
+
+def code_step_cases(backend: StepBackend, elements: int, device: torch.device) -> Iterator[Case]:
+    """Finding the steps of codes of weights in bf16 and fp32, and applying them."""
+    columns = elements // ROWS
+    generator = torch.Generator(device).manual_seed(SEED)
+    weights, change = torch.randn(2, ROWS, columns, generator=generator, device=device)
+    layout = Layout(sizes=(columns,), bits=(8,), wire=torch.bfloat16)
+    packed = torch.empty(ROWS, layout.packed_bytes, dtype=torch.uint8, device=device)
+    reference.quantize(weights, packed, layout.table, 1)
+    moved = weights + MOVED * change
+    for reach in REACHES:
+        message = StepLayout(rows=layout, reach=reach)
+        for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+            yield _code_steps(backend, name, moved.to(dtype), packed, message)
+        yield _apply_code_steps(backend, moved, packed, message)
 
 
 def block_layout(columns: int) -> Layout:
@@ -86,12 +113,12 @@ def _quantize(backend: Backend, name: str, rows: Tensor, layout: Layout, fold: i
         reference.quantize(rows, result, layout.table, fold)
         return (result,)
 
-    one_segment = len(layout.sizes) == 1
+    has_peers = len(layout.sizes) == 1 and layout.bits[0] != 3
     return Case(
         name=name, op="quantize", inputs=(rows,), outputs=(packed,), expected=expected,
         run=lambda: backend.quantize(rows, packed, layout.table, fold),
         num_bytes=rows.nbytes + packed.nbytes,
-        values=rows if one_segment else None, bits=layout.bits[0] if one_segment else None,
+        values=rows if has_peers else None, bits=layout.bits[0] if has_peers else None,
     )  # fmt: skip
 
 
@@ -122,8 +149,9 @@ def _reduce_quantize(
         return (result,)
 
     return Case(
-        name=f"{terms} x INT8 -> sum -> INT4", op="reduce_quantize", inputs=(packed,),
-        outputs=(reduced,), expected=expected, num_bytes=packed.nbytes + reduced.nbytes,
+        name=f"{terms} x INT8 -> sum -> INT{layout_out.bits[0]}", op="reduce_quantize",
+        inputs=(packed,), outputs=(reduced,), expected=expected,
+        num_bytes=packed.nbytes + reduced.nbytes,
         run=lambda: backend.reduce_quantize(
             packed, reduced, layout.table, layout_out.table, terms
         ),
@@ -139,7 +167,46 @@ def _reduce_dequantize(backend: Backend, packed: Tensor, layout: Layout) -> Case
         return (result,)
 
     return Case(
-        name=f"{ROWS} x INT4 -> sum -> fp32", op="reduce_dequantize", inputs=(packed,),
-        outputs=(out,), expected=expected, num_bytes=packed.nbytes + out.nbytes,
+        name=f"{ROWS} x INT{layout.bits[0]} -> sum -> fp32", op="reduce_dequantize",
+        inputs=(packed,), outputs=(out,), expected=expected, num_bytes=packed.nbytes + out.nbytes,
         run=lambda: backend.reduce_dequantize(packed, out, layout.table),
+    )  # fmt: skip
+
+
+def _code_steps(
+    backend: StepBackend, name: str, rows: Tensor, packed: Tensor, message: StepLayout
+) -> Case:
+    messages = torch.ones(ROWS, message.num_bytes, dtype=torch.uint8, device=rows.device)
+
+    def expected(rows: Tensor, packed: Tensor) -> tuple[Tensor, ...]:
+        result = packed.new_empty(messages.shape)
+        code_step_reference.code_steps(rows, packed, result, message.table)
+        return (result,)
+
+    return Case(
+        name=f"{name}, INT8 -> steps, reach {message.reach}", op="code_steps",
+        inputs=(rows, packed), outputs=(messages,), expected=expected,
+        run=lambda: backend.code_steps(rows, packed, messages, message.table),
+        num_bytes=rows.nbytes + packed.nbytes + messages.nbytes,
+    )  # fmt: skip
+
+
+def _apply_code_steps(
+    backend: StepBackend, rows: Tensor, packed: Tensor, message: StepLayout
+) -> Case:
+    """Applied again and again, the codes go on and wrap around, in the same time."""
+    messages = torch.empty(ROWS, message.num_bytes, dtype=torch.uint8, device=rows.device)
+    backend.code_steps(rows, packed, messages, message.table)
+    moved = packed.clone()
+
+    def expected(messages: Tensor, packed: Tensor) -> tuple[Tensor, ...]:
+        result = packed.clone()
+        code_step_reference.apply_code_steps(messages, result, message.table)
+        return (result,)
+
+    return Case(
+        name=f"steps, reach {message.reach} -> INT8", op="apply_code_steps",
+        inputs=(messages, packed), outputs=(moved,), expected=expected,
+        run=lambda: backend.apply_code_steps(messages, moved, message.table),
+        num_bytes=messages.nbytes + 2 * packed.nbytes,
     )  # fmt: skip

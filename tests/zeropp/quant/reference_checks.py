@@ -1,11 +1,17 @@
-"""Compare kernels with the plain-torch reference on the CPU, byte by byte, on any device."""
+"""Compare kernels with the plain-torch reference on the CPU, byte by byte, on any device.
+
+What the reference gives is kept for the next instruction set.
+"""
+
+from functools import lru_cache
 
 import torch
 
 from tests.zeropp.quant.layout_ops import LayoutOps, reference
-from tests.zeropp.quant.packed_bytes import bits_of, bytes_of
-from zeropp.quant.packing import FLOATS, Layout
+from tests.zeropp.quant.packed_bytes import Bits, bits_of, bytes_of
+from zeropp.quant.packing import BLOCK, FLOATS, Layout, num_blocks
 
+KEPT = 1024  # results of the reference, most of them a few KB
 UNTOUCHED = 0xCD  # in memory that a kernel must fill, including its gaps
 
 
@@ -26,13 +32,11 @@ def check_rows(
     """Quantize and, into every type, dequantize; returns the packed rows, on the CPU."""
     packed = torch.empty(len(rows), layout.packed_bytes, dtype=torch.uint8, device=device)
     kernels.quantize_into(copied(rows, device, shift), packed.fill_(UNTOUCHED), layout, fold)
-    right = reference.quantize(rows, layout, fold)
+    right, numbers = expected_rows(Bits(rows), layout, fold)
     assert_same_bytes(packed, right, layout)
-    for dtype in FLOATS:
-        expected = torch.full(rows.shape, 7, dtype=dtype)
-        own = copied(expected, device, shift)
+    for dtype, expected in zip(FLOATS, numbers, strict=True):
+        own = copied(torch.full_like(expected, 7), device, shift)
         kernels.dequantize(packed, own, layout, fold)
-        reference.dequantize(right, expected, layout, fold)
         assert torch.equal(bits_of(own.cpu()), bits_of(expected)), dtype
     return right
 
@@ -46,30 +50,54 @@ def check_sums(
     count = len(packed) // terms
     reduced = torch.empty(count, onto.packed_bytes, dtype=torch.uint8, device=device)
     kernels.reduce_quantize_into(on_device, reduced.fill_(UNTOUCHED), layout, onto)
-    assert_same_bytes(reduced, reference.reduce_quantize(packed, layout, onto, terms), onto)
-    for dtype in FLOATS:
-        expected = torch.full((layout.elements,), 7, dtype=dtype)
-        own = copied(expected, device, shift)
+    right, numbers = expected_sums(Bits(packed), layout, onto, terms)
+    assert_same_bytes(reduced, right, onto)
+    for dtype, expected in zip(FLOATS, numbers, strict=True):
+        own = copied(torch.full_like(expected, 7), device, shift)
         kernels.reduce_dequantize(on_device, own, layout)
-        reference.reduce_dequantize(packed, expected, layout)
         assert torch.equal(bits_of(own.cpu()), bits_of(expected)), dtype
+
+
+@lru_cache(KEPT)
+def expected_rows(rows: Bits, layout: Layout, fold: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The reference's packed rows, and their numbers in every type."""
+    (values,) = rows.tensors
+    packed = reference.quantize(values, layout, fold)
+    numbers = [torch.full(values.shape, 7, dtype=dtype) for dtype in FLOATS]
+    for out in numbers:
+        reference.dequantize(packed, out, layout, fold)
+    return packed, numbers
+
+
+@lru_cache(KEPT)
+def expected_sums(
+    rows: Bits, layout: Layout, onto: Layout, terms: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The reference's sums of `terms` packed rows, packed again, and of all rows in every type."""
+    (packed,) = rows.tensors
+    numbers = [torch.full((layout.elements,), 7, dtype=dtype) for dtype in FLOATS]
+    for out in numbers:
+        reference.reduce_dequantize(packed, out, layout)
+    return reference.reduce_quantize(packed, layout, onto, terms), numbers
 
 
 def other_bits(layout: Layout) -> Layout:
     """The same sizes with every width exchanged for another."""
-    other = {8: 4, 4: 16, 16: 8}
-    bits = tuple(other[width] for width in layout.bits)
+    bits = tuple(map(_other_width, layout.sizes, layout.bits))
     return Layout(sizes=layout.sizes, bits=bits, wire=layout.wire)
+
+
+def _other_width(size: int, bits: int) -> int:
+    of_8_bits = 4 if size % BLOCK[3] else 3
+    return {8: of_8_bits, 4: 16, 3: 4, 16: 8}[bits]
 
 
 def many_segments(count: int, wire: torch.dtype) -> Layout:
     """Segments of all widths, as many as may take several launches of a GPU's kernels."""
     sizes = (7, 0, 256, 1025, 16, 129, 1000, 64, 1)
-    return Layout(
-        sizes=tuple(sizes[i % len(sizes)] for i in range(count)),
-        bits=tuple((8, 16, 4, 4, 8)[i % 5] for i in range(count)),
-        wire=wire,
-    )
+    chosen = [sizes[i % len(sizes)] for i in range(count)]
+    widths = [3 if size == 64 else (8, 16, 4, 4, 8)[i % 5] for i, size in enumerate(chosen)]
+    return Layout(sizes=tuple(chosen), bits=tuple(widths), wire=wire)
 
 
 def with_dirty_gaps(packed: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -80,7 +108,7 @@ def with_dirty_gaps(packed: torch.Tensor, layout: Layout) -> torch.Tensor:
         if segment.bits == 16:
             holds[segment.data_at : segment.data_at + segment.size * width] = 0xFF
             continue
-        blocks = -(-segment.size // {8: 256, 4: 128}[segment.bits])
+        blocks = num_blocks(segment.size, segment.bits)
         holds[segment.scales_at : segment.scales_at + 2 * blocks] = 0xFF
         holds[segment.data_at : segment.data_at + segment.size * segment.bits // 8] = 0xFF
         if segment.size * segment.bits % 8:

@@ -1,5 +1,7 @@
 """Messages that move INT8 codes: what arrives, how fast it catches up, and what it costs."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,10 +12,17 @@ from zeropp.quant.code_step_ops import apply_code_steps, code_steps
 from zeropp.quant.code_step_reference import _packed_steps, _unpacked_steps, read_counts
 from zeropp.quant.code_steps import RESCALED, TILE, StepLayout, step_bytes, step_layout
 from zeropp.quant.ops import dequantize, quantize
-from zeropp.quant.packing import BLOCK, RAW, layout_of
+from zeropp.quant.packing import BLOCK, FLOATS, RAW, Layout, layout_of, num_blocks
 
 SIZES = (3000, 7, 256, 0, 5000, 1)
 WIDTHS = (8, RAW, 8, 8, 8, 8)
+# Around the vectors of all instruction sets, blocks, and tiles.
+RAGGED = (1, 7, 31, 32, 33, 63, 64, 65, 255, 256, 257, TILE - 1, TILE, TILE + 1, 2 * TILE + 700)
+KINDS = (
+    "stays", "moves", "ties", "far", "shrinks", "is small", "grows", "vanishes", "has no scale",
+    "had NaN", "breaks",
+)  # fmt: skip
+SMALL_CODES = ("shrinks", "is small")
 
 
 def row_of(sizes: tuple[int, ...], seed: int = 0, scale: float = 0.02) -> Tensor:
@@ -192,19 +201,18 @@ def test_bad_arguments_are_named() -> None:
         apply_code_steps(packed, packed, message)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.fixture(params=ISAS)
+def of_isa(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The kernels of one instruction set."""
+    if not use_isa(request.param):
+        pytest.skip(f"this processor has no {request.param}")
+    yield
+    use_isa(None)
+
+
 @pytest.mark.parametrize("reach", [1, 2, 4])
-def test_kernels_give_the_bits_of_the_reference(isa: str, reach: int) -> None:
-    if not use_isa(isa):
-        pytest.skip(f"this processor has no {isa}")
-    try:
-        for seed in range(12):
-            compare_with_the_reference(seed, reach)
-    finally:
-        use_isa(None)
-
-
-def compare_with_the_reference(seed: int, reach: int) -> None:
+@pytest.mark.parametrize("seed", range(12))
+def test_kernels_give_the_bits_of_the_reference(of_isa, seed: int, reach: int) -> None:
     """Random layouts and rows that grow, shrink, vanish and break, through some messages."""
     generator = torch.Generator().manual_seed(seed)
     sizes = tuple(torch.randint(0, 9000, (4,), generator=generator).tolist())
@@ -214,7 +222,6 @@ def compare_with_the_reference(seed: int, reach: int) -> None:
     message = step_layout(layout, reach)
     base = row_of(sizes, seed)
     held = quantize(base.to(dtype), layout).repeat(2, 1)
-    expected = held.clone()
     for step in range(6):
         factor = 10.0 ** torch.randint(-3, 2, (), generator=generator)
         base = base + torch.randn(base.shape, generator=generator) * 1e-3
@@ -222,10 +229,78 @@ def compare_with_the_reference(seed: int, reach: int) -> None:
         if step == 3 and sum(sizes):
             row[0, :700] = 0.0
             row[1, len(row[1]) // 2] = (float("nan"), float("inf"))[seed % 2]
-        sent = code_steps(row, held, message)
-        sent_by_reference = torch.empty_like(sent)
-        reference.code_steps(row, expected, sent_by_reference, message.table)
-        assert torch.equal(sent, sent_by_reference)
-        apply_code_steps(sent, held, message)
-        reference.apply_code_steps(sent, expected, message.table)
-        assert torch.equal(held, expected)
+        require_reference_bits(row, held, message)
+
+
+def require_reference_bits(row: Tensor, packed: Tensor, message: StepLayout) -> None:
+    """Kernels and reference write the same message, and move `packed` to the same codes."""
+    expected = packed.clone()
+    sent = code_steps(row, packed, message)
+    sent_by_reference = torch.empty_like(sent)
+    reference.code_steps(row, packed, sent_by_reference, message.table)
+    assert torch.equal(sent, sent_by_reference)
+    apply_code_steps(sent, packed, message)
+    reference.apply_code_steps(sent, expected, message.table)
+    assert torch.equal(packed, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("reach", [1, 2, 4])
+def test_kernels_give_the_bits_of_the_reference_in_all_kinds_of_blocks(
+    of_isa, reach: int, dtype: torch.dtype
+) -> None:
+    layout = layout_of(RAGGED, (8,) * len(RAGGED), dtype)
+    for seed in range(3):
+        row, packed = blocks_of_all_kinds(layout, seed)
+        for _ in range(3):
+            require_reference_bits(row.to(dtype), packed, step_layout(layout, reach))
+
+
+def blocks_of_all_kinds(layout: Layout, seed: int) -> tuple[Tensor, Tensor]:
+    """A row, and what is held of it, whose blocks each need another branch of the kernels."""
+    generator = torch.Generator().manual_seed(seed)
+    row = torch.zeros((1, layout.elements))
+    packed = torch.zeros((1, layout.packed_bytes), dtype=torch.uint8)
+    for segment in layout.segments:
+        codes = packed[0, segment.data_at : segment.data_at + segment.size].view(torch.int8)
+        stop = segment.scales_at + 2 * num_blocks(segment.size, 8)
+        scales = packed[0, segment.scales_at : stop].view(torch.bfloat16)
+        values = row[0, segment.start : segment.start + segment.size]
+        for block, (part, into) in enumerate(zip(values.split(256), codes.split(256), strict=True)):
+            kind = KINDS[torch.randint(len(KINDS), (), generator=generator)]
+            scale = 2.0 ** torch.randint(-12, -6, (), generator=generator)
+            scales[block] = scale * torch.randint(0, 2, (), generator=generator).mul(2).sub(1)
+            fill_block(kind, part, into, scales[block : block + 1], generator)
+    return row, packed
+
+
+def fill_block(
+    kind: str, values: Tensor, codes: Tensor, scale: Tensor, generator: torch.Generator
+) -> None:
+    """Codes of a block and, in steps of its scale, values beside them."""
+    size = codes.shape
+
+    def integers(lowest: int, highest: int) -> Tensor:
+        return torch.randint(lowest, highest + 1, size, generator=generator).float()
+
+    codes.copy_(integers(-57, 57) if kind in SMALL_CODES else integers(-128, 127))
+    steps = {
+        "stays": lambda: codes + torch.randn(size, generator=generator) * 0.4,
+        "moves": lambda: codes + integers(-7, 7),
+        "ties": lambda: integers(-129, 128) + 0.5,
+        "far": lambda: integers(-129, 129),
+        "shrinks": lambda: codes + integers(-3, 3) / 8,
+        "is small": lambda: integers(-57, 57),
+        "grows": lambda: codes * 3.3,
+        "vanishes": lambda: integers(0, 0),
+        "has no scale": lambda: codes,
+        "had NaN": lambda: codes,
+        "breaks": lambda: codes,
+    }[kind]()
+    values.copy_(steps * scale.float())
+    if kind in ("has no scale", "had NaN"):
+        scale.fill_(0.0 if kind == "has no scale" else float("nan"))
+        codes.zero_()
+    if kind == "breaks":
+        at = torch.randint(len(values), (), generator=generator)
+        values[at] = (float("nan"), float("inf"), -float("inf"))[at % 3]

@@ -17,6 +17,7 @@ from tests.zeropp.quant.packed_bytes import (
     any_rows,
     dtypes,
     every_16_bit_number,
+    fitting_width,
     layouts,
     ragged_layouts,
     seeds,
@@ -98,7 +99,7 @@ def test_seventeen_terms(of_isa):
 @given(layouts(), dtypes, seeds, st.data())
 def test_any_rows_and_any_sums(kernels, layout, dtype, seed, data):
     fold, terms = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
-    bits = tuple(data.draw(widths) for _ in layout.bits)
+    bits = tuple(fitting_width(size, data.draw(widths)) for size in layout.sizes)
     onto = Layout(sizes=layout.sizes, bits=bits, wire=data.draw(dtypes))
     rows = any_rows(fold * terms, layout.elements, dtype, seed)
     for _ in filter(use_isa, ISAS):
@@ -131,9 +132,11 @@ def test_steps_at_and_beside_every_tie(of_isa, bits):
         check_rows(of_isa, block[None], layout, 1)
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("bits", [3, 4, 8, 16])
 def test_threads_share_the_work_and_change_nothing(of_isa, threads, bits):
     sizes = (MANY_BYTES // 8 + 77, 33, MANY_BYTES // 8 - 1)
+    if bits == 3:
+        sizes = (MANY_BYTES // 8 + 64, 33, MANY_BYTES // 8 - 64)
     layout = Layout(sizes=sizes, bits=(bits, 16, bits), wire=torch.bfloat16)
     packed = check_rows(of_isa, any_rows(2, layout.elements, torch.float32, bits), layout, 2)
     check_sums(of_isa, packed, layout, other_bits(layout), 2)

@@ -126,7 +126,7 @@ def test_the_same_arguments_give_the_same_layout():
     [
         ({"sizes": (3,)}, ValueError, "1 sizes, 2 bits"),
         ({"sizes": (3, -1)}, ValueError, "-1 elements"),
-        ({"bits": (8, 5)}, ValueError, "bits 5: a segment has 4, 8 or 16"),
+        ({"bits": (8, 5)}, ValueError, "bits 5: a segment has 3, 4, 8 or 16"),
         ({"wire": torch.float64}, TypeError, "torch.float64: give"),
         ({"wire": torch.int8}, TypeError, "torch.int8: give"),
     ],
