@@ -21,6 +21,7 @@ from megatron_zpp.checkpoint.iteration_folders import (
     candidates,
     checkpoint_folder,
     checkpoint_name,
+    require_own,
 )
 from megatron_zpp.checkpoint.training_state import (
     TrainingState,
@@ -122,14 +123,16 @@ def load(
     architecture: Mapping[str, Any] | None = None,
     tokenizer: str | None = None,
     verify: bool = True,
+    iteration: int | None = None,
 ) -> TrainingState | None:
     """Read the newest complete checkpoint into model and optimizer, in place; return its state.
 
     None if there is no checkpoint in `folder`. A damaged one is named in a warning and the one
-    before it is used. Raises InputError if none is usable, or if the checkpoint is of another
-    architecture or tokenizer (with every size and setting that differs).
+    before it is used; with an `iteration`, only that one. Raises InputError if none is usable, or
+    if the checkpoint is of another program, architecture or tokenizer (with every size and setting
+    that differs).
     """
-    path = choose(folder, verify=verify)
+    path = choose(folder, verify=verify, iteration=iteration)
     if path is None:
         return None
     load_optimizer = load_optimizer and optimizer is not None
@@ -147,16 +150,26 @@ def load(
     return state
 
 
-def choose(folder: Path | str, *, verify: bool = True) -> Path | None:
+def choose(
+    folder: Path | str,
+    *,
+    verify: bool = True,
+    iteration: int | None = None,
+    flag: str = "--load",
+) -> Path | None:
     """Return the checkpoint to load: the one that the pointer file names, or the one before it.
 
     All files are read and their checksums compared, the work divided among the ranks; without
-    `verify`, only their sizes are compared. A damaged checkpoint is named in a warning. None if
-    there is no checkpoint. Raises InputError if there are some and none is complete and undamaged.
+    `verify`, only their sizes are compared. A damaged checkpoint is named in a warning. With an
+    `iteration`, its checkpoint is the only choice. None if there is no checkpoint. Raises
+    InputError if there are some and none is complete and undamaged, and for another program's, with
+    the `flag` that names the folder.
     """
     folder = Path(folder)
     with fail_together():
-        choices = candidates(folder) if rank() == 0 else None
+        choices = candidates(folder, iteration) if rank() == 0 else None
+        if choices:
+            require_own(folder, choices[0], flag)
     paths, warning = broadcast_object(choices)
     if warning and rank() == 0:
         log.warning("%s: %s", folder, warning)
@@ -172,7 +185,7 @@ def choose(folder: Path | str, *, verify: bool = True) -> Path | None:
         raise InputError(
             "no checkpoint is complete:\n  "
             + "\n  ".join(damages)
-            + f"\nRestore one of them, or remove {folder} to start afresh."
+            + "\nRestore one of them, or start afresh in another folder."
         )
     return None
 

@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 
 from megatron_zpp.checkpoint.checkpoint import choose
-from megatron_zpp.checkpoint.training_state import read_state
+from megatron_zpp.checkpoint.training_state import read_state, with_tuples
 from megatron_zpp.settings.config import Config
 from zeropp.errors import InputError
 
@@ -16,10 +16,13 @@ def with_checkpoint_model(config: Config) -> Config:
 
     All ranks call it. Raises InputError if there is no checkpoint.
     """
-    path = choose(config.checkpoint.load, verify=not config.checkpoint.no_verify_checkpoint)
+    options = config.checkpoint
+    path = choose(
+        options.load, verify=not options.no_verify_checkpoint, iteration=options.ckpt_step
+    )
     if path is None:
         raise no_checkpoint_error(config.checkpoint.load, "--use-checkpoint-args")
-    settings = dict(read_state(path).architecture)
+    settings = with_tuples(read_state(path).architecture)
     settings.pop("vocab_size")
     num_positions = settings.pop("num_positions", None)
     if num_positions is not None:

@@ -22,7 +22,7 @@ def find_checkpoint(folder: Path, flag: str = "--load") -> Path:
         if problem := damage(folder):
             raise InputError(f"{flag} {folder}: {problem}")
         return folder
-    path = choose(folder)
+    path = choose(folder, flag=flag)
     if path is None:
         raise InputError(f"{flag} {folder}: there is no checkpoint (iter_0000100) in it")
     return path

@@ -8,7 +8,7 @@ Nothing here needs tensors or ranks.
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,11 @@ from megatron_zpp.checkpoint.training_state import STATE
 from zeropp.atomic import write_atomically
 from zeropp.checkpoint.checksums import FileEntry, file_entry
 from zeropp.checkpoint.complete_or_absent import CheckpointFolder
+from zeropp.checkpoint.foreign_layouts import find_layout, foreign_error, layout_of
 from zeropp.checkpoint.writer_process import Note
+from zeropp.errors import InputError
 
+IMPORT = "tools/convert_hf.py --from-hf FOLDER --save OTHER imports a Hugging Face folder"
 POINTER = "latest_checkpointed_iteration.txt"
 _NAME = re.compile(r"iter_(\d{7,})|\.iter_(\d{7,})\.replaced")
 
@@ -80,8 +83,10 @@ class LastSteps:
         return notes
 
 
-def candidates(folder: Path) -> tuple[list[Path], str | None]:
+def candidates(folder: Path, iteration: int | None = None) -> tuple[list[Path], str | None]:
     """List the checkpoints in the order in which to try loading them, and a warning or None.
+
+    With an `iteration` it is its checkpoint alone; raises InputError if there is none.
 
     The one that the pointer file names comes first (even if it is gone), then older ones, newest
     first, then newer ones. Without a usable pointer file the newest comes first. The warning is
@@ -89,9 +94,17 @@ def candidates(folder: Path) -> tuple[list[Path], str | None]:
     """
     checkpoints: dict[int, Path] = {}
     for path in sorted(folder.glob("iter_*")) + sorted(folder.glob(".iter_*.replaced")):
-        iteration = iteration_of(path)
-        if iteration is not None and path.is_dir():
-            checkpoints.setdefault(iteration, path)
+        number = iteration_of(path)
+        if number is not None and path.is_dir():
+            checkpoints.setdefault(number, path)
+    if iteration is not None:
+        if iteration not in checkpoints:
+            others = ", ".join(map(str, sorted(checkpoints))) or "none"
+            raise InputError(
+                f"--ckpt-step {iteration}: {folder} has no checkpoint of that iteration; it has "
+                f"those of {others}"
+            )
+        return [checkpoints[iteration]], None
     newest_first = sorted(checkpoints, reverse=True)
     latest, warning = _latest_iteration(folder)
     if latest is None:
@@ -102,6 +115,22 @@ def candidates(folder: Path) -> tuple[list[Path], str | None]:
         warning = f"{POINTER} says {latest}; {newer[-1].name} is newer and is not used"
     first = checkpoints.get(latest, folder / checkpoint_name(latest))
     return [first, *older, *newer], warning
+
+
+def require_own(folder: Path, checkpoints: Sequence[Path], flag: str) -> None:
+    """Raise InputError, with what it is, if the first checkpoint is of another program.
+
+    Without any, `folder` itself may be one, or hold some under other names.
+    """
+    if checkpoints:
+        path = checkpoints[0]
+        if (path / MANIFEST).exists() or (path / STATE).exists():
+            return
+        layout = layout_of(path)
+    else:
+        path, layout = find_layout(folder) or (folder, None)
+    if layout is not None:
+        raise foreign_error(path, layout, f"{flag} {folder}", IMPORT)
 
 
 def prune(folder: Path, iteration: int, keep: int) -> list[Path]:

@@ -79,6 +79,13 @@ def architecture(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     return {**values, "vocab_size": vocab_size}
 
 
+def with_tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings that were read from JSON with tuples for its lists."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()
+    }
+
+
 def run_settings(config: Config) -> dict[str, Any]:
     """All settings of a run by section, as plain values that JSON can hold."""
     sections = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
@@ -98,8 +105,9 @@ def check_architecture(
     """
     lines = list(shape_differences)
     if model_architecture is not None:
-        saved = state.architecture
-        own = json.loads(json.dumps(dict(model_architecture)))  # tuples become lists
+        defaults = asdict(ModelConfig())  # of settings that older checkpoints do not have
+        saved = {**defaults, **state.architecture}
+        own = {**defaults, **json.loads(json.dumps(dict(model_architecture)))}  # with lists
         names = [*own, *(name for name in saved if name not in own)]
         lines[:0] = [
             f"{name} is {saved.get(name)} in the checkpoint, {own.get(name)} in the model"

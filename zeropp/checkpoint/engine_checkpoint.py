@@ -16,6 +16,7 @@ from torch import nn
 
 from zeropp.atomic import write_atomically
 from zeropp.checkpoint.complete_or_absent import CheckpointFolder
+from zeropp.checkpoint.foreign_layouts import find_layout, foreign_error
 from zeropp.checkpoint.kept_codes import codes_to_save
 from zeropp.checkpoint.rank_values import name_by_rank
 from zeropp.checkpoint.shard_files import (
@@ -28,6 +29,7 @@ from zeropp.checkpoint.sync_save import new_checkpoint
 from zeropp.errors import InputError, first_lines
 from zeropp.ranks.coordination import broadcast_object, fail_together, gather_objects, rank
 
+IMPORT = "the model's own from_pretrained reads a Hugging Face folder, before zeropp.initialize"
 LATEST = "latest"
 STATE = "state.pt"
 FORMAT = 1
@@ -122,6 +124,8 @@ def _find(folder: Path, tag: str | None) -> Path:
         raise InputError(f"there is no folder {folder} to load a checkpoint from")
     checkpoints = _checkpoint_folder(folder)
     tags = sorted(path.name for path in folder.glob("[!.]*") if checkpoints.is_complete(path))
+    if not tags:
+        _require_own(folder, tag)
     existing = f"there are {', '.join(tags)}" if tags else "there is none"
     if tag is None:
         tag = checkpoints.latest()
@@ -133,6 +137,13 @@ def _find(folder: Path, tag: str | None) -> Path:
     if path is None:
         raise InputError(f"there is no complete checkpoint {tag} in {folder}; {existing}")
     return path
+
+
+def _require_own(folder: Path, tag: str | None) -> None:
+    """Raise InputError, with what it is, for a checkpoint of another program."""
+    foreign = find_layout(folder if tag is None else folder / tag)
+    if foreign is not None:
+        raise foreign_error(*foreign, f"load_checkpoint of {folder}", IMPORT)
 
 
 def _check_tag(tag: str) -> None:

@@ -184,8 +184,19 @@ def test_smaller_model_names_what_is_left_over(two_checkpoints: Path) -> None:
 
 def test_equal_shapes_with_other_settings_are_refused(two_checkpoints: Path) -> None:
     model, _ = build(0, seed=2)
-    with pytest.raises(InputError, match="rotary_base is None in the checkpoint, 10000 in"):
-        other = ARCHITECTURE | {"rotary_base": 10000}
+    with pytest.raises(InputError, match="rotary_base is 10000 in the checkpoint, 500 in"):
+        other = ARCHITECTURE | {"rotary_base": 500}
+        checkpoint.load(two_checkpoints, model, None, architecture=other)
+
+
+def test_settings_that_a_checkpoint_is_too_old_for_have_their_defaults(
+    two_checkpoints: Path,
+) -> None:
+    model, _ = build(0, seed=2)
+    newer = ARCHITECTURE | {"window_size": None, "add_qkv_bias": False, "norm_placement": "pre"}
+    checkpoint.load(two_checkpoints, model, None, architecture=newer)
+    with pytest.raises(InputError, match="add_qkv_bias is False in the checkpoint, True in"):
+        other = newer | {"add_qkv_bias": True}
         checkpoint.load(two_checkpoints, model, None, architecture=other)
 
 

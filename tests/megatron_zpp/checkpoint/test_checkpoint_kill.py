@@ -93,17 +93,30 @@ def save_and_die(folder: Path, count: int, beside: bool) -> None:
         writer.finish()
 
 
+def save_and_die_each_time(before: Path, folders: Path, beside: bool, stride: int) -> None:
+    """`save_and_die` in copies of `before`, named after the count, until one is not killed."""
+    for count in itertools.count(1, stride):
+        folder = shutil.copytree(before, folders / str(count))
+        child = os.fork()  # of a process that has imported everything
+        if child == 0:
+            save_and_die(folder, count, beside)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status == 0:
+            return
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
 @pytest.mark.parametrize(("beside", "stride"), [(False, 1), (True, 5)])
 def test_kill_before_every_change_of_a_file(beside: bool, stride: int, tmp_path: Path) -> None:
-    before = tmp_path / "before"
+    before, folders = tmp_path / "before", tmp_path / "killed"
     for iteration in (1, 2):
         model, optimizer = model_of(iteration)
         checkpoint.save(before, model, optimizer, state_at(iteration, seed=iteration))
-    seeds, count, exitcode = [], 1 - stride, -signal.SIGKILL
-    while exitcode == -signal.SIGKILL:
-        count += stride
-        folder = shutil.copytree(before, tmp_path / str(count))
-        exitcode = call(save_and_die, folder, count, beside).wait(60)
+    assert call(save_and_die_each_time, before, folders, beside, stride).wait(120) == 0
+    seeds, counts = [], sorted(int(folder.name) for folder in folders.iterdir())
+    for count in counts:
+        folder = folders / str(count)
         state = loaded(folder)
         assert state.iteration == 2  # the old or the new one, but never lost
         seeds.append(state.seed)
@@ -111,8 +124,7 @@ def test_kill_before_every_change_of_a_file(beside: bool, stride: int, tmp_path:
         checkpoint.save(folder, model, optimizer, state_at(3, seed=4), keep=1)
         assert loaded(folder).iteration == 3
         assert names(folder) == ["iter_0000003"]
-        shutil.rmtree(folder)
-    assert exitcode == 0 and count > 25
+    assert counts[-1] > 25
     assert seeds == sorted(seeds) and set(seeds) == {2, 3}  # from one operation on it is there
 
 

@@ -1,0 +1,72 @@
+"""--load with another program's checkpoint: it says whose it is, and never advises to remove it."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.checkpoint import checkpoint
+from megatron_zpp.checkpoint.checkpoint_weights import find_checkpoint
+from tests.megatron_zpp.small_net import save_on_four
+from tests.megatron_zpp.train.training_runs import log_of
+from tests.ranks import ranks
+from tests.zeropp.checkpoint.test_foreign_layouts import LAYOUTS, megatron_legacy, torchtitan
+from zeropp.errors import InputError
+
+
+@pytest.mark.parametrize(("write_layout", "name"), LAYOUTS)
+def test_it_says_whose_checkpoint_it_is_and_what_to_do(write_layout, name, tmp_path):
+    path = write_layout(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    for look in (checkpoint.choose, find_checkpoint):
+        with pytest.raises(InputError) as caught:
+            look(tmp_path)
+        message = str(caught.value)
+        assert f"--load {tmp_path}: {path} is {name}" in message
+        assert "tools/convert_hf.py --from-hf" in message
+        assert not {"damaged", "remove", "afresh"} & set(message.replace(",", "").split())
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@ranks(2)
+def load_foreign(folder: Path) -> None:
+    with pytest.raises(InputError, match="a checkpoint of torchtitan"):
+        checkpoint.choose(folder)
+
+
+def test_all_ranks_are_told(tmp_path):
+    torchtitan(tmp_path)
+    load_foreign(folder=tmp_path)
+
+
+@ranks(1, timeout=120)
+def run_from(folder: Path, flags: str) -> None:
+    with pytest.raises(InputError, match="a checkpoint of torchtitan"):
+        log_of(f"--train-iters 1 --mock-data --micro-batch-size 1 --load {folder} {flags}")
+
+
+@pytest.mark.parametrize("flags", ["", "--use-checkpoint-args ", "--finetune "])
+def test_a_run_does_not_start_afresh_beside_it(flags, tmp_path):
+    torchtitan(tmp_path)
+    run_from(folder=tmp_path, flags=flags)
+
+
+def test_a_damaged_checkpoint_of_ours_stays_a_damaged_one(tmp_path):
+    save_on_four(folder=tmp_path, stage=2, iterations=(1, 2), keep=None)
+    for iteration in (1, 2):
+        (tmp_path / f"iter_000000{iteration}/manifest.json").unlink()
+    with pytest.raises(InputError, match="manifest.json is missing") as caught:
+        checkpoint.choose(tmp_path)
+    assert "start afresh in another folder" in str(caught.value)
+    assert "remove" not in str(caught.value)
+
+
+def test_ours_are_loaded_beside_those_of_another_program(tmp_path):
+    save_on_four(folder=tmp_path, stage=2, iterations=(20,), keep=None)
+    pointer = (tmp_path / "latest_checkpointed_iteration.txt").read_text()
+    megatron_legacy(tmp_path)  # iteration 10
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(pointer)
+    assert checkpoint.choose(tmp_path).name == "iter_0000020"
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    with pytest.raises(InputError, match="in its legacy format"):
+        checkpoint.choose(tmp_path)
+    assert checkpoint.choose(tmp_path, iteration=20).name == "iter_0000020"

@@ -1,0 +1,152 @@
+"""Which program wrote a checkpoint, by the names of its files; nothing is read but small texts.
+
+A checkpoint of another program is not damaged: it has a layout of its own, and is told from a
+damaged one of ours by the files that each program writes beside the tensors.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeropp.errors import InputError
+
+_BY_BRIDGE = (
+    "Megatron Bridge's examples/conversion/convert_checkpoints.py exports it as a Hugging Face "
+    "folder"
+)
+_BY_DEEPSPEED = (
+    "Megatron-DeepSpeed's tools/convert_checkpoint/deepspeed_to_transformers.py exports a GPT as a "
+    "Hugging Face folder, and DeepSpeed's zero_to_fp32.py, which is in the folder, any model as "
+    "one file of weights"
+)
+_BY_TITAN = (
+    "the program that wrote it may export it as a Hugging Face folder: torchtitan has "
+    "scripts/checkpoint_conversion/convert_to_hf.py for that"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a program lays out a checkpoint.
+
+    `name` is what it is, in words; `files` are patterns, of which each must match a file; `export`
+    says how it becomes a Hugging Face folder, "" for one that is; `ours`: another door of this
+    project wrote it.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    export: str
+    ours: bool = False
+
+
+# The first whose files are there is the one.
+LAYOUTS = (
+    Layout(
+        name="a checkpoint of Megatron Bridge, in Megatron-LM's torch_dist format",
+        files=("run_config.yaml", ".metadata"),
+        export=_BY_BRIDGE,
+    ),
+    Layout(
+        name="a checkpoint of Megatron-LM, in its torch_dist format",
+        files=("common.pt", ".metadata"),
+        export=_BY_BRIDGE,
+    ),
+    Layout(
+        name="a checkpoint of Megatron-LM, in a format of megatron.core.dist_checkpointing",
+        files=("common.pt", "metadata.json"),
+        export=_BY_BRIDGE,
+    ),
+    Layout(
+        name="a checkpoint of Megatron-LM, in its legacy format (mp_rank_XX)",
+        files=("mp_rank_*/model*_rng.pt",),
+        export="Megatron-LM's tools/checkpoint/convert.py brings it to its torch_dist format, and "
+        + _BY_BRIDGE,
+    ),
+    Layout(
+        name="a checkpoint of DeepSpeed, in its universal format",
+        files=("zero/*/fp32.pt",),
+        export="the checkpoint that ds_to_universal.py made it of can be exported: "
+        + _BY_DEEPSPEED,
+    ),
+    Layout(
+        name="a checkpoint of DeepSpeed, sharded by ZeRO",
+        files=("*zero_pp_rank_*_states.pt",),
+        export=_BY_DEEPSPEED,
+    ),
+    Layout(
+        name="a checkpoint of DeepSpeed",
+        files=("*mp_rank_*_model_states.pt",),
+        export=_BY_DEEPSPEED,
+    ),
+    Layout(
+        name="a checkpoint of an engine of zeropp.initialize",
+        files=(".metadata", "state.pt"),
+        export="load it with engine.load_checkpoint, whose model may be any",
+        ours=True,
+    ),
+    Layout(
+        name="a checkpoint of pretrain_gpt.py",
+        files=(".metadata", "manifest.json", "state.json"),
+        export="load it with --load, or export it with tools/convert_hf.py --to-hf",
+        ours=True,
+    ),
+    Layout(
+        name="a checkpoint of torchtitan, or of another program on torch.distributed.checkpoint",
+        files=(".metadata", "*.distcp"),
+        export=_BY_TITAN,
+    ),
+    Layout(
+        name="a model in Hugging Face's format",
+        files=("config.json", "*.safetensors"),
+        export="",
+    ),
+    Layout(
+        name="a model in Hugging Face's format",
+        files=("config.json", "pytorch_model*.bin"),
+        export="",
+    ),
+)
+# Folders of checkpoints inside the one that a user names.
+_CHECKPOINTS = ("iter_*", "release", "global_step*", "step-*", "checkpoint/step-*", "checkpoint-*")
+_POINTERS = ("latest", "latest_universal")
+
+
+def layout_of(checkpoint: Path) -> Layout | None:
+    """Return the layout of a checkpoint's folder; None for one that is not known."""
+    for layout in LAYOUTS:
+        if all(any(checkpoint.glob(pattern)) for pattern in layout.files):
+            return layout
+    return None
+
+
+def find_layout(folder: Path) -> tuple[Path, Layout] | None:
+    """Return the checkpoint in `folder`, or `folder` itself, that has a known layout, and which."""
+    for path in _places(folder):
+        layout = layout_of(path)
+        if layout is not None:
+            return path, layout
+    return None
+
+
+def _places(folder: Path) -> Iterator[Path]:
+    """Yield where a checkpoint may be: `folder`, what its pointers name, the newest in it first."""
+    yield folder
+    for pointer in _POINTERS:
+        if (folder / pointer).is_file():
+            name = (folder / pointer).read_text(errors="replace").strip()
+            if name and Path(name).name == name:
+                yield folder / name
+    for pattern in _CHECKPOINTS:
+        yield from sorted(folder.glob(pattern), reverse=True)
+
+
+def foreign_error(path: Path, layout: Layout, named_by: str, to_import: str) -> InputError:
+    """The error for a checkpoint of another layout than that of the loader.
+
+    `named_by` is the flag or the call that names it, `to_import` what reads a Hugging Face folder.
+    """
+    advice = layout.export if layout.ours else "; ".join(filter(None, (layout.export, to_import)))
+    return InputError(
+        f"{named_by}: {path} is {layout.name}, which cannot be loaded here as it is: {advice}"
+    )
