@@ -1,5 +1,6 @@
 """Units of FSDP2: made, asked for their parameters, and connected to our collectives."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -29,10 +30,12 @@ AHEAD = 2
 class Piece:
     """One parameter's part of its unit's buffers: `elements` of one rank's padded shard.
 
+    row: elements of it with the same first index, as the vector of a token in an embedding.
     packed_bytes: its size on the wire if it is stored quantized; 0 if it is stored as numbers.
     """
 
     elements: int
+    row: int
     ndim: int
     trainable: bool
     packed_bytes: int = 0
@@ -209,6 +212,7 @@ def _piece(parameter: FSDPParam) -> Piece:
     is_packed = hasattr(parameter.sharded_param._local_tensor, "fsdp_pre_all_gather")
     return Piece(
         elements=parameter.padded_sharded_param_size.numel(),
+        row=math.prod(parameter.padded_sharded_param_size[1:]),
         ndim=len(parameter._orig_size),
         trainable=parameter.sharded_param.requires_grad,
         packed_bytes=parameter._sharded_param_data.nbytes if is_packed else 0,

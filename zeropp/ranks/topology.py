@@ -61,6 +61,11 @@ def share_cores(num_ranks: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(usable_cores()) // num_ranks)))
 
 
+def use_deterministic_cublas() -> None:
+    """Let cuBLAS add in one order, if called before its use; the variable that is set holds."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def use_one_rust_thread() -> None:
     """Limit libraries written in Rust (tokenizers) to one thread, if called before their use."""
     os.environ["RAYON_NUM_THREADS"] = "1"

@@ -181,7 +181,7 @@ class _Reader:
         elif value == AUTO and entry.auto:
             self._auto_keys.add(entry.dotted)
         else:
-            if entry.keys and isinstance(value, Mapping):
+            if entry.type is Mapping and isinstance(value, Mapping):
                 _check_ignored_object(entry, value)
             value = _to_setting_type(value, entry)
             entry.check(value)
@@ -206,7 +206,7 @@ class _Reader:
 
 
 def _check_ignored_object(entry: Key, content: Mapping) -> None:
-    for name in content:
+    for name in content if entry.keys else ():
         if name not in entry.keys:
             nearest = difflib.get_close_matches(str(name), entry.keys, n=1, cutoff=0.0)
             raise InputError(
@@ -216,6 +216,21 @@ def _check_ignored_object(entry: Key, content: Mapping) -> None:
     if not isinstance(content.get("enabled", True), bool):
         wrong = json_text(content["enabled"])
         raise InputError(f"{entry.dotted}.enabled = {wrong}: expected true or false")
+    enabled = _enabled_in(content, entry.dotted) if entry.not_enabled else None
+    if enabled is not None:
+        raise InputError(f"{enabled} = true: {entry.not_enabled}")
+
+
+def _enabled_in(content: Mapping, dotted: str) -> str | None:
+    """The first `enabled` that is true in an object, or in those inside if it has none."""
+    if "enabled" in content:
+        return f"{dotted}.enabled" if content["enabled"] is True else None
+    inside = (
+        _enabled_in(value, f"{dotted}.{name}")
+        for name, value in content.items()
+        if isinstance(value, Mapping)
+    )
+    return next((name for name in inside if name is not None), None)
 
 
 def _to_setting_type(value: Any, entry: Key) -> Any:

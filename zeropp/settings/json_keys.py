@@ -13,12 +13,14 @@ class Key(Setting):
     """A key of the JSON.
 
     `auto`: "auto" may stand for its value; `infinity_is_null`: infinity, which accelerate writes,
-    means null; `keys`: the names inside an object that is accepted whole and has no effect.
+    means null; `keys`: the names inside an object that is accepted whole and has no effect, any
+    if there are none; `not_enabled`: why such an object may not be switched on.
     """
 
     auto: bool = False
     infinity_is_null: bool = False
     keys: tuple[str, ...] = ()
+    not_enabled: str = ""
 
     @property
     def dotted(self) -> str:

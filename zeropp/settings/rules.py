@@ -75,6 +75,11 @@ RULES = (
         why="the update that runs beside the next step is the CPU's; it needs the optimizer there",
     ),
     Rule(
+        keys=("zeropp.gradient_bits",),
+        broken=lambda c: c.zeropp.gradient_bits[0] == 3,
+        why="3 bits are for the hop across nodes, as in [8, 3]; twice they cost accuracy",
+    ),
+    Rule(
         keys=("zeropp.weight_steps", _ZERO + "zero_quantized_weights"),
         broken=lambda c: c.zeropp.weight_steps and not c.zero_optimization.zero_quantized_weights,
         why="the steps are those of INT8 codes, which quantized weights have",

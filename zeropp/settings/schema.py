@@ -41,7 +41,7 @@ class Setting:
 
     `type` is that of one value; `count` is None for a single value, a number for exactly that many,
     "+" for one or more; `optional` settings may be None. `refused` are values that exist elsewhere
-    and not here, with the reason.
+    and not here, with the reason; `why_no_others` is the reason why `choices` are all there is.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Setting:
     above: float | None = None
     maximum: float | None = None
     refused: Mapping[Any, str] = field(default_factory=dict)
+    why_no_others: str = ""
     no_effect: tuple[NoEffect, ...] = ()
 
     def text(self, value: Any) -> str:
@@ -103,6 +104,8 @@ class Setting:
         if isinstance(value, str | int) and value in self.refused:
             raise InputError(f"{self.assignment(value, name)}: {self.refused[value]}")
         if self.choices and value not in self.choices:
+            if self.why_no_others:
+                raise InputError(f"{self.assignment(value, name)}: {self.why_no_others}")
             raise self._unexpected(value, self.expected() + self._nearest_choice(value), name)
         if isinstance(value, float) and not math.isfinite(value):
             raise self._unexpected(value, "a finite number", name)

@@ -12,6 +12,7 @@ from typing import ClassVar
 from zeropp.settings.json_keys import JsonSection, NoEffect, ignored, key, needs
 
 BITS = (4, 8, 16)
+GRADIENT_BITS = (3, *BITS)
 _BLOCKWISE = "FSDP2 gathers and reduces block by block, from one buffer per block"
 _ONE_WAY = "there is one way to gather and one to reduce, chosen by the stage"
 _PREFETCH = "FSDP2 gathers one block ahead and frees each block after its use"
@@ -95,6 +96,8 @@ class ZeroOptimization(JsonSection):
     stage3_use_all_reduce_for_fetch_params: bool = ignored(False, _ONE_WAY)
     stage3_param_persistence_threshold: int = ignored(100_000, _FLAT, auto=True)
     stage3_model_persistence_threshold: int | None = ignored(None, _FLAT, auto=True)
+    log_trace_cache_warnings: bool = ignored(False, _PREFETCH)
+    override_module_apply: bool = ignored(True, "no method of a module is replaced")
     mics_shard_size: int = key(-1, choices=(-1, 0))  # MiCS: removed from DeepSpeed too
     mics_hierarchical_params_gather: bool = key(False, refused={True: _REMOVED})
     zeropp_loco_param: Mapping | None = ignored(None, _REMOVED, keys=("err_beta", "reset_T"))
@@ -205,7 +208,8 @@ class Zeropp(JsonSection):
     A node is `ranks_per_node` ranks, as launched by default. `nontrainable_weight_bits`: of frozen
     weights that are stored quantized. `gradient_bits` is [within a node, across nodes].
     `weight_steps`: after an optimizer's step, weights cross nodes as how far each of their codes
-    moves, one of `weight_step_levels`, or of as many levels as are needed if that is null.
+    moves, one of `weight_step_levels`, or of as many levels as are needed if that is null; after
+    every `weight_step_check_interval` of a unit's messages its copies are compared (0: never).
     `secondary_in_evaluation`: passes in eval() mode keep hpZ's copies, as training does.
     `reduce_gradients_once`: ranks accumulate whole gradients and average them at the end of a step,
     as stages 0 and 1 do. `delayed_param_update`: the host's update runs beside the next step, which
@@ -222,12 +226,13 @@ class Zeropp(JsonSection):
         8, choices=(8, 4), no_effect=needs("zero_optimization.zero_quantized_nontrainable_weights")
     )
     gradient_bits: tuple[int, int] = key(
-        (8, 4), choices=BITS, no_effect=needs("zero_optimization.zero_quantized_gradients")
+        (8, 4), choices=GRADIENT_BITS, no_effect=needs("zero_optimization.zero_quantized_gradients")
     )
     weight_steps: bool = key(False)
     weight_step_levels: int | None = key(
         None, choices=(3, 5, 9), no_effect=needs("zeropp.weight_steps")
     )
+    weight_step_check_interval: int = key(0, minimum=0, no_effect=needs("zeropp.weight_steps"))
     secondary_in_evaluation: bool = key(True)
     reduce_gradients_once: bool = key(
         False, no_effect=NoEffect("stages 0 and 1 do so anyway", when=lambda c: c.stage < 2)

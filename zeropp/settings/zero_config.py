@@ -41,11 +41,17 @@ _FORMATS = MappingProxyType(  # torch's name of each
 )
 _PRINTED = "the training script's own log settings decide what is printed and when"
 _WRITTEN = "the training script writes what it wants to see; the engine has the numbers"
+_SERVICE = "checkpoints are written where the training script says, by the ranks themselves"
 _MONITOR = ("enabled", "output_path", "job_name")
 _EXACT_MEAN = "gradients are averaged exactly, without an overflow on the way"
 _FP32_MEAN = NoEffect("stage 0 averages whole gradients in fp32", when=lambda c: c.stage == 0)
 _ANY_OPTIMIZER = "any torch optimizer may be used at any stage"
 _SCHEDULE = "the learning-rate schedule is the training script's (--lr-decay-style and its like)"
+
+
+def _off(why: str) -> Any:
+    """An object that DeepSpeed switches on by `enabled`, for what is not here."""
+    return ignored(None, why, not_enabled=f"{why}; set it to false, or leave the object out")
 
 
 class Batch(NamedTuple):
@@ -94,7 +100,9 @@ class ZeroConfig(JsonSection):
     steps_per_print: int | None = ignored(
         None, "use --log-interval", minimum=1, infinity_is_null=True, in_engine=""
     )
-    wall_clock_breakdown: bool = ignored(False, "use --timing-log-level", in_engine=_PRINTED)
+    wall_clock_breakdown: bool = ignored(
+        False, "use --log-timers-to-tensorboard", in_engine=_PRINTED
+    )
     memory_breakdown: bool = ignored(False, _PRINTED)
     dump_state: bool = ignored(False, _PRINTED)
     tensorboard: Mapping | None = ignored(
@@ -132,6 +140,24 @@ class ZeroConfig(JsonSection):
         keys=("block_size", "queue_depth", "thread_count", "intra_op_parallelism")
         + ("single_submit", "overlap_events", "use_gds"),
     )
+    curriculum_learning: Mapping | None = _off("there is no curriculum here")
+    data_efficiency: Mapping | None = _off("there is neither a curriculum nor token dropping here")
+    progressive_layer_drop: Mapping | None = _off("no layers are dropped here")
+    compression_training: Mapping | None = _off("models are not compressed while they train here")
+    eigenvalue: Mapping | None = _off("no eigenvalues are computed here")
+    sparse_attention: Mapping | None = ignored(None, "the model decides what its attention is")
+    amp: Mapping | None = _off("the sections bf16 and fp16 set the precision")
+    torch_autocast: Mapping | None = _off("the sections bf16 and fp16 set the precision")
+    elasticity: Mapping | None = _off(
+        "the batch sizes do not follow from the ranks; a run may go on at any number of them"
+    )
+    autotuning: Mapping | None = ignored(None, "nothing is tuned before a run")
+    nebula: Mapping | None = ignored(None, _SERVICE)
+    hybrid_engine: Mapping | None = ignored(None, "one engine trains and evaluates")
+    pipeline: Mapping | None = ignored(None, "the training script divides the model")
+    comet: Mapping | None = ignored(None, _WRITTEN)
+    timers: Mapping | None = ignored(None, _PRINTED)
+    compile: Mapping | None = ignored(None, "the training script decides what is compiled")
 
     file_keys: frozenset[str] = frozenset()
     auto_keys: frozenset[str] = frozenset()

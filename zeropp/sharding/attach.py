@@ -38,7 +38,8 @@ HONOURED = frozenset(
     {
         "communication_data_type", "zeropp.ranks_per_node", "zeropp.weight_bits",
         "zeropp.gradient_bits", "zeropp.weight_steps", "zeropp.weight_step_levels",
-        "zeropp.secondary_in_evaluation", "zero_optimization.stage",
+        "zeropp.weight_step_check_interval", "zeropp.secondary_in_evaluation",
+        "zero_optimization.stage",
         "zero_optimization.zero_quantized_weights", "zero_optimization.zero_hpz_partition_size",
         "zero_optimization.zero_quantized_gradients",
     }
@@ -119,7 +120,9 @@ class Attached:
         """Drop gathered weights, hpZ's copies included, because the shards have changed.
 
         Steps of torch.optim optimizers and `load_state_dict` do this by themselves. Call it on
-        every rank after writing into the shards by other means.
+        every rank after writing into the shards by other means, and after an exception in a pass
+        that is caught, beside FSDP2's `reset_iter_state()`: ranks may have come to different
+        points.
         """
         drop_gathered([*self.units.values()], self.copies)
 

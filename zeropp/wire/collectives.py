@@ -21,6 +21,7 @@ as they are stored, the others as numbers. Such a gather neither quantizes nor d
 Sources: ZeRO++ (Wang et al. 2023), sections 3.1 to 3.3.
 """
 
+import logging
 import math
 from collections.abc import Generator, Sequence
 
@@ -29,12 +30,15 @@ import torch.distributed as dist
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
-from zeropp.quant.packing import Layout, layout_of
+from zeropp.quant.packing import BLOCK, Layout, layout_of
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.in_flight import Gathering, Hops, InFlightTensor, Reductions, run
 from zeropp.wire.link import Link
 from zeropp.wire.route import UNQUANTIZED, Route
 from zeropp.wire.secondary_copies import SecondaryCopies
+from zeropp.wire.weight_steps import is_same_on_all_nodes
+
+log = logging.getLogger("zeropp")
 
 
 class WeightGather(fsdp.AllGather):
@@ -96,19 +100,42 @@ class WeightGather(fsdp.AllGather):
         rows = self.copies.get_outdated(self.unit) if self.copies else None
         is_outdated = rows is not None
         if rows is None:
-            rows, is_outdated = self._own_row(shard, layout)
-            if self.outer:
-                arrived = rows.new_empty(self.outer.size, rows.shape[1])
-                yield self.outer.all_gather(arrived, rows, purpose, async_op=async_op)
-                rows = arrived
+            row, is_outdated = self._own_row(shard, layout)
+            rows = yield from self._gathered(row, purpose, async_op=async_op)
         if is_outdated:
             yield from self.copies.steps.hops(
                 self.unit, shard, rows, layout, self.copies.place, self.outer, purpose,
                 async_op=async_op,
             )  # fmt: skip
+            if self.copies.steps.check_is_due(self.unit):
+                rows = yield from self._checked(rows, shard, layout, purpose, async_op=async_op)
         if self.copies:
             self.copies.keep(self.unit, rows, version)
         return rows
+
+    def _gathered(
+        self, row: torch.Tensor, purpose: str, *, async_op: bool
+    ) -> Generator[dist.Work | None, None, torch.Tensor]:
+        """Return the rows (N, P) of all nodes."""
+        if not self.outer:
+            return row
+        arrived = row.new_empty(self.outer.size, row.shape[1])
+        yield self.outer.all_gather(arrived, row, purpose, async_op=async_op)
+        return arrived
+
+    def _checked(
+        self, rows: torch.Tensor, shard: torch.Tensor, layout: Layout, purpose: str, *,
+        async_op: bool,
+    ) -> Generator[dist.Work | None, None, torch.Tensor]:  # fmt: skip
+        """Return `rows` if they are the same on all nodes, else whole codes, sent again."""
+        is_same = yield from is_same_on_all_nodes(rows, self.outer, purpose, async_op=async_op)
+        if is_same:
+            return rows
+        log.warning(
+            "the nodes' copies of %s differ; whole codes are sent again", fsdp.name_of(self.unit)
+        )
+        row = quantize(shard.view(1, -1), layout)
+        return (yield from self._gathered(row, purpose, async_op=async_op))
 
     def _own_row(self, shard: torch.Tensor, layout: Layout | None) -> tuple[torch.Tensor, bool]:
         """Return this rank's row (1, P), and whether it is a checkpoint's and out of date."""
@@ -226,12 +253,21 @@ def weight_layout(pieces: Sequence[fsdp.Piece], route: Route, dtype: torch.dtype
 def gradient_layouts(
     pieces: Sequence[fsdp.Piece], route: Route, wire_dtype: torch.dtype
 ) -> tuple[Layout, Layout]:
-    """Return the layouts of one rank's slice of a unit's gradients in the inner and outer hop."""
+    """Return the layouts of one rank's slice of a unit's gradients in the inner and outer hop.
+
+    No block of 3 bits may span two rows, as it has no code for 0: rows without a gradient, those of
+    tokens that did not occur, would not stay 0. Matrices whose rows are no whole blocks get 4 bits.
+    """
     inner, outer = route.bits
     return _layout(pieces, inner, wire_dtype), _layout(pieces, outer, wire_dtype)
 
 
 def _layout(pieces: Sequence[fsdp.Piece], bits: int, wire: torch.dtype) -> Layout:
     sizes = tuple(piece.elements for piece in pieces)
-    widths = tuple(bits if piece.ndim >= 2 else UNQUANTIZED for piece in pieces)
-    return layout_of(sizes, widths, wire)
+    return layout_of(sizes, tuple(_width(piece, bits) for piece in pieces), wire)
+
+
+def _width(piece: fsdp.Piece, bits: int) -> int:
+    if piece.ndim < 2:
+        return UNQUANTIZED
+    return 4 if bits == 3 and piece.row % BLOCK[3] else bits

@@ -135,8 +135,10 @@ def copies_of(
     """
     if not route.keeps:
         return None
-    levels = config.zeropp.weight_step_levels
-    steps = WeightSteps(levels and levels // 2) if config.zeropp.weight_steps else None
+    steps = None
+    if config.zeropp.weight_steps:
+        levels = config.zeropp.weight_step_levels
+        steps = WeightSteps(levels and levels // 2, config.zeropp.weight_step_check_interval)
     copies = SecondaryCopies(
         in_evaluation=config.zeropp.secondary_in_evaluation,
         place=position // route.inner,

@@ -9,12 +9,18 @@ have to move further catches up in later steps: the difference is always taken t
 
 How far codes may move follows the share of those that would have moved further in the last message,
 summed over the nodes: the same number on every rank of the outer hop.
+
+All nodes' copies are equal, as all start from the same bytes and move them by the same messages. To
+make sure of it, `is_same_on_all_nodes` compares sums over them.
 """
 
+from collections import Counter
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.quant.code_step_ops import apply_code_steps, code_steps
@@ -57,12 +63,14 @@ class _Message:
 class WeightSteps:
     """How far each unit's codes may move, and what their last messages held.
 
-    `reach` is 1, 2 or 4 codes, or None to follow what is needed.
+    `reach` is 1, 2 or 4 codes, or None to follow what is needed. After every `check_interval` of a
+    unit's messages its copies are to be compared; 0 for never.
     """
 
-    def __init__(self, reach: int | None = None) -> None:
-        self.fixed = reach
+    def __init__(self, reach: int | None = None, check_interval: int = 0) -> None:
+        self.fixed, self.check_interval = reach, check_interval
         self._last: dict[nn.Module, _Message] = {}
+        self._messages: Counter[nn.Module] = Counter()
 
     def reach_of(self, unit: nn.Module) -> int:
         """Return how far the unit's codes may move in its next message."""
@@ -98,11 +106,23 @@ class WeightSteps:
         yield outer.all_gather(arrived, message, purpose, async_op=async_op)
         apply_code_steps(arrived, rows, steps)
         self._note(unit, reach, arrived, layout)
+        self._messages[unit] += 1
+
+    def check_is_due(self, unit: nn.Module) -> bool:
+        """Return whether the unit's copies are to be compared now, after a message."""
+        return self.check_interval > 0 and self._messages[unit] % self.check_interval == 0
 
     def last_counts(self) -> StepCounts:
         """Return what the last messages of all units held together, those of all nodes."""
         columns = zip(*map(_counts, self._last.values()), strict=True)
         return StepCounts(*map(sum, columns)) if self._last else StepCounts()
+
+    def codes_by_levels(self) -> Counter[int]:
+        """Return how many codes the last messages of all units held, by their number of levels."""
+        codes: Counter[int] = Counter()
+        for message in self._last.values():
+            codes[2 * message.reach + 1] += message.codes
+        return codes
 
     def state(self, unit: nn.Module) -> list[int]:
         """Return what the unit's next reach depends on; it may be empty."""
@@ -130,6 +150,18 @@ class WeightSteps:
             blocks=len(arrived) * sum(num_blocks(each.size, each.bits) for each in quantized),
             arrived=event,
         )
+
+
+def is_same_on_all_nodes(
+    rows: Tensor, outer: Link, purpose: str, *, async_op: bool
+) -> Generator[dist.Work | None, None, bool]:
+    """Return whether all ranks of the hop hold the same `rows` (N, P); each sends 8 bytes."""
+    words = rows.view(torch.int64).flatten()
+    places = torch.arange(1, 2 * len(words), 2, device=words.device)  # odd: no change is lost
+    own = (words * places).sum().view(1)  # modulo 2^64
+    sums = own.new_empty(outer.size)
+    yield outer.all_gather(sums, own, purpose, async_op=async_op)
+    return bool((sums == own).all())
 
 
 def _counts(message: _Message) -> StepCounts:

@@ -107,8 +107,7 @@ class AsAccelerate:
         """Nothing: `backward` has done it."""
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "micro_batches"), [(1, 2), (2, 4), (3, 1), (3, 2)])
 @ranks(2)
 def test_who_says_where_a_step_ends_need_not_call_step_before_that(micro_batches, stage, tmp_path):
     expected = run(engine_of(stage=stage, micro_batches=micro_batches))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import zeropp
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.lora import add_lora
+from megatron_zpp.models.families.table import FAMILIES
 from megatron_zpp.models.open_model import open_model
-from megatron_zpp.models.weight_names import TABLES
 from megatron_zpp.settings.config import LoraConfig, TokenizerConfig
 from tests.megatron_zpp.models.foreign_models import gpt2, llama, saved
 from tests.ranks import ranks
@@ -236,7 +236,7 @@ def own_copy(theirs: nn.Module, folder: object, targets: tuple[str, ...] | None)
 def copy_adapters(theirs: peft.PeftModel, ours: GPT) -> None:
     """Let our A be theirs; every B is zero to begin with."""
     there = dict(theirs.base_model.model.named_parameters())
-    table = TABLES[theirs.config.model_type]
+    (table,) = (each.names for each in FAMILIES if each.name == theirs.config.model_type)
     for name, parameter in ours.named_parameters():
         layer = name.split(".lora_")[0]
         if ".lora_A." in name:

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -19,7 +18,6 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from trl import SFTConfig, SFTTrainer
 
 from tests.ranks import ranks
 from zeropp.integrations.transformers import ZeroppCallback
@@ -109,6 +107,9 @@ def test_adapters_of_peft(tmp_path):
 
 @ranks(2, timeout=120)
 def test_trl_trains_too(tmp_path):
+    from datasets import Dataset  # takes seconds to import, as does TRL: in the ranks only
+    from trl import SFTConfig, SFTTrainer
+
     data = Dataset.from_list([{"input_ids": sample["labels"].tolist()} for sample in samples()])
     words = WordLevel({str(number): number for number in range(64)}, "0")
     tokenizer = PreTrainedTokenizerFast(

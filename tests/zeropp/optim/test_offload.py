@@ -76,11 +76,12 @@ def check(zero: dict, settings: dict) -> None:
     assert trained(offloaded, zero, settings) == trained(plain, zero, settings)
 
 
-@pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "name"), [(1, "bf16"), (1, "fp16"), (2, "fp32"), (3, "fp32"), (3, "fp16")]
+)
 @ranks(2)
-def test_offload_changes_no_loss_and_no_norm(stage, settings):
-    check({"stage": stage}, settings)
+def test_offload_changes_no_loss_and_no_norm(stage, name):
+    check({"stage": stage}, FORMATS[name])
 
 
 @pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)

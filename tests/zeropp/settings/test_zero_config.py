@@ -51,7 +51,8 @@ def values_for(entry: Key) -> st.SearchStrategy:
     elif entry.type is str:
         value = st.text(max_size=5)
     else:
-        value = st.just({entry.keys[0]: True})
+        inside = {entry.keys[0]: True} if entry.keys else {"enabled": False, "seed": 3}
+        value = st.just(inside)
     return value if entry.count is None else st.lists(value, min_size=2, max_size=2)
 
 
@@ -66,6 +67,8 @@ def accepted(draw: st.DrawFn) -> dict[str, object]:
     if values.get("zeropp.weight_steps"):
         values |= {ZERO + "zero_quantized_weights": True, ZERO + "zero_hpz_partition_size": 2}
         values["zeropp.weight_bits"] = 8
+    if 3 in values.get("zeropp.gradient_bits", ()):
+        values["zeropp.gradient_bits"] = [8, 3]  # only across nodes
     if values.get("zeropp.delayed_param_update"):
         values |= {ZERO + "offload_optimizer.device": "cpu"}
     if values.get(ZERO + "offload_param.device") == "cpu":
@@ -253,3 +256,49 @@ def test_stage_0_reports_its_fixed_communication_type(stage: int, lines: int) ->
     values = {"communication_data_type": "bf16", "zero_optimization": {"stage": stage}}
     notices = ZeroConfig.from_json(values).notices
     assert len([line for line in notices if "fp32" in line]) == lines
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"curriculum_learning": {"enabled": False, "curriculum_type": "seqlen"}}, "no curriculum"),
+        ({"data_efficiency": {"enabled": False, "data_sampling": {"enabled": True}}}, "curriculum"),
+        ({"compression_training": {"layer_reduction": {"enabled": False}}}, "not compressed"),
+        ({"progressive_layer_drop": {"enabled": False, "theta": 0.5}}, "no layers are dropped"),
+        ({"elasticity": {"enabled": False}}, "batch sizes"),
+        ({"amp": {"enabled": False, "opt_level": "O1"}}, "bf16 and fp16"),
+        ({"autotuning": {"enabled": True, "fast": False}}, "nothing is tuned"),
+        ({"nebula": {"enabled": True, "load_path": "p"}}, "checkpoints are written"),
+        ({"hybrid_engine": {"enabled": True}}, "one engine"),
+        ({"sparse_attention": {"mode": "fixed"}}, "the model decides"),
+        ({"aio": {"block_size": 1048576}}, "NVMe"),
+        ({"flops_profiler": {"enabled": True, "detailed": False}}, "--log-throughput"),
+        ({"comms_logger": {"enabled": True}}, "log settings"),
+    ],
+)
+def test_an_idle_object_gets_its_line(section: dict, words: str) -> None:
+    (line,) = ZeroConfig.from_json(section).notices
+    (name,) = section
+    assert line.startswith(f"{name} has no effect here: ") and words in line
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning.enabled"),
+        ({"data_efficiency": {"enabled": True, "seed": 1}}, "data_efficiency.enabled"),
+        ({"amp": {"enabled": True}}, "amp.enabled"),
+        ({"elasticity": {"enabled": True}}, "elasticity.enabled"),
+        (
+            {"compression_training": {"sparse_pruning": {"shared_parameters": {"enabled": True}}}},
+            "compression_training.sparse_pruning.shared_parameters.enabled",
+        ),
+    ],
+)
+def test_what_is_switched_on_and_not_here_is_an_error(section: dict, key: str) -> None:
+    message = error_of(section)
+    assert f"{key} = true: " in message and "set it to false" in message
+
+
+def test_an_idle_objects_switch_is_a_boolean() -> None:
+    assert "expected true or false" in error_of({"curriculum_learning": {"enabled": "yes"}})

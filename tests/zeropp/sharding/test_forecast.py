@@ -12,7 +12,9 @@ BLOCK, ROOT = 3 * 256, 256  # elements of a rank's shard
 
 def forecast_of(nodes: Nodes, inner: int, **settings: object) -> Forecast:
     """Two blocks and a root, each of one matrix, in bf16."""
-    units = tuple((Piece(elements=size, ndim=2, trainable=True),) for size in (BLOCK, BLOCK, ROOT))
+    units = tuple(
+        (Piece(elements=size, row=size, ndim=2, trainable=True),) for size in (BLOCK, BLOCK, ROOT)
+    )
     route = Route(nodes=nodes, inner=inner, **settings)
     means = Route(nodes=nodes, inner=nodes.ranks_per_node, bits=(8, 4))
     wire = {"compute_dtype": torch.bfloat16, "wire_dtype": torch.bfloat16}

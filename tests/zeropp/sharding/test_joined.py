@@ -39,8 +39,7 @@ def train_whole() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("once", [False, True])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "once"), [(1, False), (2, True), (3, False), (3, True)])
 @ranks(2)
 def test_passes_in_turn_train_as_one_model(stage: int, once: bool) -> None:
     """All forward passes of the first part come before its backward passes."""

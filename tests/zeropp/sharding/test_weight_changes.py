@@ -213,10 +213,10 @@ class Skipping(SmallModel):
 
 
 @pytest.mark.parametrize(
-    ("zero", "order"),
-    [({"stage": 3}, (0,)), ({"stage": 3}, (2, 1, 0)), (BOTH, (0, 1, 0)), ({"stage": 2}, (0,))],
-)
-@pytest.mark.parametrize("released", [True, False])
+    ("zero", "order", "released"),
+    [({"stage": 3}, (0,), False), ({"stage": 3}, (2, 1, 0), False), ({"stage": 2}, (0,), False),
+     (BOTH, (0, 1, 0), False), (BOTH, (0, 1, 0), True), ({"stage": 3}, (0,), True)],
+)  # fmt: skip
 @ranks(4)
 def test_a_gather_begun_for_a_block_that_was_not_used_is_not_used_later(zero, order, released):
     """What was gathered ahead for a skipped block is older than the weights loaded after it.

@@ -76,14 +76,15 @@ def test_only_whole_copies_may_be_written():
     assert isinstance(copy, QuantizedShard) and torch.equal(copy.packed, stored.packed)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("more", [{}, {"zero_quantized_weights": True}], ids=["plain", "qwZ"])
+@pytest.mark.parametrize(
+    ("stage", "more"), [(1, {}), (2, {}), (3, {}), (3, {"zero_quantized_weights": True})], ids=str
+)
 @ranks(2)
 def test_training_is_that_of_the_rounded_weights(stage, more):
-    zero = MIXZ | {"stage": stage} | ({} if stage < 3 else more)
+    zero = MIXZ | {"stage": stage} | more
     sharding = shard(lora_model(), data_mesh(), zero_config(zero))
     expected = expected_losses(with_quantized_weights(lora_model(), 2), STEPS, 2, 2)
-    close = 1e-5 if not more or stage < 3 else 1e-3  # qwZ rounds the adapters on their way
+    close = 1e-3 if more else 1e-5  # qwZ rounds the adapters on their way
     assert losses_of(sharding) == pytest.approx(expected, rel=close)
 
 
@@ -217,11 +218,11 @@ def test_whole_weights_can_be_read_and_written():
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}],
-    ids=["fp32", "bf16", "fp16"],
-)
-@pytest.mark.parametrize("when", ["before", "after"])
+    ("when", "settings"),
+    [("before", {}), ("before", {"bf16": {"enabled": True}}), ("after", {}),
+     ("after", {"fp16": {"enabled": True, "initial_scale_power": 8}})],
+    ids=["before-fp32", "before-bf16", "after-fp32", "after-fp16"],
+)  # fmt: skip
 @ranks(2)
 def test_an_engine_of_a_model_that_is_frozen_before_or_after(when, settings):
     """As MixZ++'s tutorial: initialize the base model, convert it to LoRA, make one call."""

@@ -19,6 +19,9 @@ from tests.zeropp.prescribed_gradients import (
     shard_prescribed,
     zero_config,
 )
+from zeropp.fsdp_adapter import Piece
+from zeropp.wire.collectives import gradient_layouts
+from zeropp.wire.route import Nodes, Route
 
 NOISE = 0.115  # relative L2 error of INT8 then INT4 on Gaussian gradients, at most
 SHAPES = [
@@ -108,17 +111,21 @@ def test_mean_in_every_dtype_and_stage(settings, stage):
     check(table, [700 * 51, *sizes], as_they_are=False)
 
 
-@pytest.mark.parametrize("bits", [[8, 8], [4, 4], [4, 8], [16, 4], [8, 16], [16, 16]])
+@pytest.mark.parametrize(
+    "bits", [[8, 8], [4, 4], [4, 8], [16, 4], [8, 16], [16, 16], [8, 3], [16, 3], [4, 3]]
+)
 @ranks(4)
 def test_every_pair_of_widths_keeps_the_gain(bits):
     zero = {"stage": 3, "zero_quantized_gradients": True}
     config = zero_config(zero, 2, zeropp={"gradient_bits": bits})
-    table = moments([[(700, 51), (64,)]], torch.float32, config)
+    row = 64 if 3 in bits else 51
+    table = moments([[(700, row), (64,)]], torch.float32, config)
     product, square, own_square = table[0].tolist()
     error = math.sqrt(max(0.0, own_square - 2 * product + square) / square)
-    # Blocks of Gaussian data: 0.0068 (256 of INT8), 0.108 (128 of INT4), at most once per hop.
+    # Blocks of Gaussian data: 0.0068 (256 of INT8), 0.108 (128 of INT4), 0.21 (64 of INT3), at
+    # most once per hop.
     # The inner hop's errors of R ranks add up as their gradients do, so they count once.
-    worst = math.hypot(*({16: 1e-6, 8: 0.0075, 4: 0.12}[bit] for bit in bits))
+    worst = math.hypot(*({16: 1e-6, 8: 0.0075, 4: 0.12, 3: 0.22}[bit] for bit in bits))
     assert 0.5 * worst < error < 1.1 * worst or bits == [16, 16] and error < 1e-6
     assert product / square == pytest.approx(1, abs=0.005)
     exact = table[1]  # one dim: travels as it is
@@ -165,18 +172,34 @@ def test_no_parameter_is_left_out(zero):
         assert torch.equal(gradient.full_tensor(), torch.full(shape, 2.0)), shape
 
 
+@pytest.mark.parametrize("bits", [4, 3])
 @pytest.mark.parametrize("zero", [{"stage": 3}, ALL_THREE])
 @ranks(4)
-def test_rows_without_a_gradient_stay_exactly_zero(zero):
-    shape = (50, 16)
-    sparse = torch.zeros(shape)
-    sparse[[3, 17, 44]] = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
-    (gradient,) = averaged([[shape]], [sparse], zero_config(zero, 2))
-    whole = gradient.full_tensor()
-    untouched = [row for row in range(50) if row not in (3, 17, 44)]
-    assert (whole[untouched] == 0).all() and (whole[[3, 17, 44]] != 0).any(1).all()
-    (nothing,) = averaged([[shape]], [torch.zeros(shape)], zero_config(zero, 2))
-    assert (nothing.full_tensor() == 0).all()
+def test_rows_without_a_gradient_stay_exactly_zero(zero, bits):
+    """A row of 128 is two blocks of INT3, a row of 16 takes INT4."""
+    if bits == 3 and zero is not ALL_THREE:
+        return  # nothing is quantized: the same as with 4
+    config = zero_config(zero, 2, zeropp={"gradient_bits": [8, bits]})
+    for size in (16, 128):
+        shape = (50, size)
+        sparse = torch.zeros(shape)
+        sparse[[3, 17, 44]] = torch.randn(3, size, generator=torch.Generator().manual_seed(1))
+        (gradient,) = averaged([[shape]], [sparse], config)
+        whole = gradient.full_tensor()
+        untouched = [row for row in range(50) if row not in (3, 17, 44)]
+        assert (whole[untouched] == 0).all() and (whole[[3, 17, 44]] != 0).any(1).all()
+        (nothing,) = averaged([[shape]], [torch.zeros(shape)], config)
+        assert (nothing.full_tensor() == 0).all()
+
+
+def test_matrices_whose_rows_are_no_whole_blocks_take_4_bits_for_3():
+    rows = {64: 3, 128: 3, 96: 4, 32: 4, 1: 4, 5 * 3 * 3: 4, 64 * 3 * 3: 3}
+    pieces = [Piece(elements=7 * row, row=row, ndim=2, trainable=True) for row in rows]
+    pieces.append(Piece(elements=64, row=1, ndim=1, trainable=True))
+    route = Route(nodes=Nodes(num_ranks=4, ranks_per_node=2), inner=2, bits=(8, 3))
+    inner, outer = gradient_layouts(pieces, route, torch.bfloat16)
+    assert inner.bits == (8,) * len(rows) + (16,)
+    assert outer.bits == (*rows.values(), 16)
 
 
 @pytest.mark.parametrize("zero", [{"stage": 3}, ALL_THREE, {"stage": 1}])

@@ -116,8 +116,13 @@ def test_frozen_parameters_inside_a_unit(zero):
         sharding.weights_changed()
 
 
-@pytest.mark.parametrize("zero", [{"stage": 3}, {"stage": 1} | QUANTIZED, ALL_THREE], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    ("zero", "dtype"),
+    [({"stage": 3}, torch.bfloat16), ({"stage": 3}, torch.float64),
+     ({"stage": 1} | QUANTIZED, torch.float16), (ALL_THREE, torch.bfloat16),
+     (ALL_THREE, torch.float64)],
+    ids=str,
+)  # fmt: skip
 @ranks(4)
 def test_parameters_of_other_types_get_the_same_mean(zero, dtype):
     """FSDP2: reduced gradients are cast to the parameter's type, right after the collective."""

@@ -13,7 +13,9 @@ from zeropp import Sharding, shard
 
 NEAR = 2e-5  # of the largest element: sums of a few fp32 terms in another order
 ROUTES = pytest.mark.parametrize("ranks_per_node", [2, 4])  # two hops, one hop
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+STAGES_AND_ROUTES = pytest.mark.parametrize(
+    ("stage", "ranks_per_node"), [(0, 2), (1, 4), (2, 2), (3, 2), (3, 4)]
+)
 
 
 class Stack(nn.Module):
@@ -59,8 +61,7 @@ def sharded(model: nn.Module, stage: int, ranks_per_node: int) -> Sharding:
     return shard(model, data_mesh(), zero_config({"stage": stage}, ranks_per_node))
 
 
-@STAGES
-@ROUTES
+@STAGES_AND_ROUTES
 @ranks(4)
 def test_a_block_that_is_entered_twice_in_one_pass(stage: int, ranks_per_node: int):
     order = (0, 1, 0, 2, 1)
@@ -72,8 +73,7 @@ def test_a_block_that_is_entered_twice_in_one_pass(stage: int, ranks_per_node: i
     require_equal(sharding, expected)
 
 
-@STAGES
-@ROUTES
+@STAGES_AND_ROUTES
 @ranks(4)
 def test_two_forward_passes_before_one_backward(stage: int, ranks_per_node: int):
     expected = expected_gradients(Stack((0, 1)), 2)

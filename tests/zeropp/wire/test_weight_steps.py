@@ -1,5 +1,6 @@
 """Weights that cross nodes as steps of their codes: equal copies, bytes, and what they catch up."""
 
+import logging.handlers
 import random
 
 import pytest
@@ -16,16 +17,27 @@ from tests.zeropp.sharded_training import (
     shard_on_nodes,
     step,
 )
+from tests.zeropp.small_model import loss_of, tokens_of
 from zeropp import InputError, Sharding, ZeroConfig, fsdp_adapter
+from zeropp.checkpoint.kept_codes import codes_to_save, restore_codes
 from zeropp.quant.ops import dequantize
 from zeropp.quant.packing import RAW
 from zeropp.wire.collectives import weight_layout
 
 ALL = BOTH | {"zero_quantized_gradients": True}
+CALLS = (*3 * ("step",), "accumulate", "skip", "evaluate", "load", "changed", "freeze", "fail")
+CALLS += ("save", "go back")
 
 
-def shard_with_steps(levels: int | None = 5, zero: dict = ALL, **settings: object) -> Sharding:
-    steps = {"weight_steps": True, "weight_step_levels": levels}
+def shard_with_steps(
+    levels: int | None = 5, weight_step_check_interval: int = 0, **settings: object
+) -> Sharding:
+    steps = {
+        "weight_steps": True,
+        "weight_step_levels": levels,
+        "weight_step_check_interval": weight_step_check_interval,
+    }
+    zero = ALL
     return shard_on_nodes(zero, zeropp=steps, **settings)
 
 
@@ -70,6 +82,18 @@ def require_close_to_the_weights(sharding: Sharding) -> None:
             rounded, scales = shard.to(sharding.compute_dtype).float(), scales[: len(shard)]
             allowed = torch.where(part.abs() >= 127 * scales, 2.0, 0.5001)  # in docs/numerics.md
             assert ((part - rounded).abs() <= allowed * scales).all()
+
+
+@ranks(4)
+def test_copies_take_the_memory_of_copies_without_steps():
+    """The model's codes and scales, over the ranks of a node."""
+    held = []
+    for sharding in (shard_on_nodes(ALL), shard_with_steps()):
+        step(sharding, adamw(sharding), 0)
+        step(sharding, adamw(sharding), 1)
+        evaluate(sharding)
+        held.append(sharding.copies.nbytes)
+    assert held[0] == held[1] > 0
 
 
 @pytest.mark.parametrize("levels", [3, 5, 9])
@@ -154,16 +178,21 @@ def test_random_calls_leave_equal_copies(seed):
     settings = generator.choice([{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}])
     sharding = shard_with_steps(generator.choice([None, 3, 5, 9]), **settings)
     optimizers = [adamw(sharding), adamw(sharding, 1e-2)]
-    blocks = list(sharding.model.blocks)
+    blocks, saved = list(sharding.model.blocks), {}
     for number in range(40):
-        call = generator.choice(
-            ["step", "step", "step", "accumulate", "evaluate", "load", "changed", "freeze", "fail"]
-        )
+        call = generator.choice(CALLS)
         optimizer = generator.choice(optimizers)
         if call == "step":
             step(sharding, optimizer, number)
         elif call == "accumulate":
             step(sharding, optimizer, number, micro_batches=generator.choice([2, 3]))
+        elif call == "skip":  # as after an overflow in fp16
+            loss_of(sharding.model, tokens_of(number)).backward()
+            optimizer.zero_grad()
+        elif call == "save":
+            saved = saved_state(sharding)
+        elif call == "go back" and saved:
+            go_back(sharding, saved)
         elif call == "evaluate":
             evaluate(sharding)
         elif call == "load":
@@ -187,6 +216,22 @@ def test_random_calls_leave_equal_copies(seed):
     require_close_to_the_weights(sharding)
 
 
+def saved_state(sharding: Sharding) -> dict[str, torch.Tensor]:
+    """This rank's shards and codes, as a checkpoint would hold them."""
+    shards = {name: weight.to_local() for name, weight in sharding.model.named_parameters()}
+    tensors = shards | codes_to_save(sharding.model)
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def go_back(sharding: Sharding, saved: dict[str, torch.Tensor]) -> None:
+    """Load what `saved_state` returned."""
+    with torch.no_grad():
+        for name, weight in sharding.model.named_parameters():
+            weight.to_local().copy_(saved[name])
+    sharding.weights_changed()
+    restore_codes(sharding.model, saved)
+
+
 def fail_in_the_middle(sharding: Sharding, generator: random.Random) -> None:
     """A forward pass that raises, on each rank after another block."""
     depth = generator.randrange(2)
@@ -201,6 +246,36 @@ def fail_in_the_middle(sharding: Sharding, generator: random.Random) -> None:
     handle.remove()
     sharding.model.train()
     sharding.release()
+
+
+@ranks(4)
+def test_copies_that_differ_are_found_and_sent_again():
+    """The second node's copy of a unit is changed; it is noticed after the third message."""
+    sharding = shard_with_steps(weight_step_check_interval=3)
+    optimizer = adamw(sharding)
+    for number in range(3):
+        step(sharding, optimizer, number)
+    unit = sharding.units[0]
+    if dist.get_rank() == 2:
+        rows_of(sharding)[0][1, 100] += 1
+    warnings = logging.handlers.BufferingHandler(capacity=100)
+    warnings.setLevel(logging.WARNING)
+    logging.getLogger("zeropp").addHandler(warnings)
+    step(sharding, optimizer, 3)  # the third message: the first gather sent whole codes
+    messages = [record.getMessage() for record in warnings.buffer]
+    warnings.flush()
+    text = f"the nodes' copies of {fsdp_adapter.name_of(unit)} differ; whole codes are sent again"
+    assert messages == ([text] if dist.get_rank() % 2 == 0 else [])  # those that share the row
+    require_equal_copies(sharding)
+    sharding.traffic.take()
+    for number in range(4, 7):
+        step(sharding, optimizer, number)
+    assert not warnings.buffer
+    logging.getLogger("zeropp").removeHandler(warnings)
+    sent, expected = sharding.traffic.take(), sharding.expected_traffic(1)
+    key = "weights_forward", "across_nodes"
+    # Of the three steps, the last one compares; the root and each block send 8 bytes once.
+    assert sent[key] == 3 * expected[key] + 8 * len(sharding.units)
 
 
 @ranks(2)
