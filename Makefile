@@ -12,13 +12,13 @@ EXACT := $(if $(filter file,$(origin TORCH)),,--exact)
 DONE := .venv/.setup-done$(if $(EXACT),-torch-$(TORCH))
 
 # `make pretrain` trains a small GPT on the source of Python's standard library. The JSON switches
-# ZeRO++ on and makes every two ranks a node.
+# ZeRO++ on, with steps of codes, and makes every two ranks a node.
 PRETRAIN := \
     --num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256 \
     --position-embedding-type rope --untie-embeddings-and-output-weights \
     --hidden-dropout 0 --attention-dropout 0 \
     --micro-batch-size 2 --global-batch-size 8 --train-iters 400 \
-    --deepspeed_config examples/ds_zeropp_two_nodes.json \
+    --deepspeed_config examples/ds_code_steps_two_nodes.json \
     --lr 3e-3 --lr-decay-style cosine --lr-warmup-iters 20 --adam-beta2 0.95 \
     --log-interval 20 --eval-interval 100 --eval-iters 16 --eval-at-start --num-workers 0 \
     --save runs/pretrain/checkpoints --load runs/pretrain/checkpoints --save-interval 50 \

@@ -32,7 +32,7 @@ from zeropp.wire.frozen_weights import stored_bytes
 
 OURS = (
     "zero3", "qwz", "hpz", "qgz", "zeropp", "zeropp-4-4", "zeropp-once", "code-steps-5",
-    "no-hpz", "zero3-once", "zero1",
+    "code-steps-5-int3", "no-hpz", "zero3-once", "zero1",
 )  # fmt: skip
 AXES = MappingProxyType(
     {
@@ -143,7 +143,8 @@ def _pipeline_step(
     def step() -> float | None:
         samples = ((0, batch) for batch in next(steps))
         scale = 1 / num_micro_batches
-        losses = pipeline.forward_backward(samples, num_micro_batches, scale, lambda *_: None)
+        scales = [scale] * num_micro_batches
+        losses = pipeline.forward_backward(samples, scales, lambda *_: None)
         pipeline.sum_tied_gradients(optimizer)
         optimizer.step()
         optimizer.zero_grad()

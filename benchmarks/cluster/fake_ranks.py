@@ -37,13 +37,24 @@ def counted_step(
     config: ZeroConfig,
     num_micro_batches: int = 1,
 ) -> Sharding:
-    """Shard the model that `build` returns and run one step; the bytes are in `traffic`."""
+    """Shard the model that `build` returns and run one step; the bytes are in `traffic`.
+
+    With `weight_steps` it is the second step: in the first one whole codes cross.
+    """
     with torch.device("meta"):
         model = build()
     sharding = shard(model, mesh, config)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model.to_empty(device="cpu")
+
+    def run_step() -> None:
         for index in range(num_micro_batches):
             with sharding.micro_step(last=index == num_micro_batches - 1):
                 loss(model).backward()
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        if config.zeropp.weight_steps:
+            run_step()
+            torch.optim.SGD(model.parameters(), lr=0.0).step()
+            sharding.traffic.take()
+        run_step()
     return sharding

@@ -1,7 +1,8 @@
 """The same text under five trainers on CPUs, each sharding by FSDP2, with or without ZeRO++.
 
 accelerate shards by FSDP2 only where ranks have GPUs, or so it is told here, and torchtitan is told
-that its device is the CPU, without its kernels for experts and without FlexAttention.
+that its device is the CPU, without its kernels for experts and without FlexAttention. Trainers that
+take seconds to import are imported when they are asked for.
 """
 
 from pathlib import Path
@@ -13,17 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
-from datasets import Dataset
-from lightning.pytorch import LightningModule
-from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import ModelParallelStrategy
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -31,11 +26,9 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from trl import SFTConfig, SFTTrainer
 
 import zeropp
 from benchmarks.shared.torchtitan_llama import sharded_llama
-from zeropp.integrations.lightning import ZeroppCallback as LightningCallback
 from zeropp.integrations.transformers import ZeroppCallback
 
 LENGTH, SAMPLES, LR = 64, 8, 5e-4  # tokens of a sample; samples of a rank's micro-batch
@@ -65,6 +58,9 @@ def train_transformers(tokens: torch.Tensor, config: dict | None, folder: Path) 
 
 def train_trl(tokens: torch.Tensor, config: dict | None, folder: Path) -> Answer:
     """TRL's supervised fine-tuning."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
     data = Dataset.from_list([{"input_ids": row.tolist()} for row in tokens.flatten(0, 2)])
     words = WordLevel({str(number): number for number in range(256)}, "0")
     tokenizer = PreTrainedTokenizerFast(
@@ -79,17 +75,11 @@ def train_trl(tokens: torch.Tensor, config: dict | None, folder: Path) -> Answer
 
 def train_lightning(tokens: torch.Tensor, config: dict | None, folder: Path) -> Answer:
     """Lightning's Trainer with a model-parallel strategy."""
-    ranks = dist.get_world_size()
-    module = LlamaModule()
-    callbacks = [] if config is None else [LightningCallback(config)]
-    LightningTrainer(
-        accelerator="cpu", devices=ranks, max_steps=len(tokens), logger=False,
-        strategy=ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1),
-        plugins=[LaunchedRanks()], default_root_dir=str(folder), enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
-        use_distributed_sampler=False,
-    ).fit(module, DataLoader(tokens[:, dist.get_rank()], batch_size=None))  # fmt: skip
-    return module.losses, callbacks[0].attached if callbacks else None
+    from benchmarks.shared.lightning_llama import LlamaModule, train
+
+    module = LlamaModule(llama(), shard_layers, LR)
+    attached = train(module, tokens, config, folder)
+    return module.losses, attached
 
 
 def train_torchtitan(tokens: torch.Tensor, config: dict | None, _: Path) -> Answer:
@@ -175,46 +165,3 @@ def ended(trainer: Trainer, callbacks: list[ZeroppCallback]) -> Answer:
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, callbacks[0].attached if callbacks else None
-
-
-class LlamaModule(LightningModule):
-    """The Llama, sharded by its owner."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model, self.losses = llama(), []
-
-    def configure_model(self) -> None:
-        """Shard it."""
-        shard_layers(self.model, self.device_mesh["data_parallel"])
-
-    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-        """Return the loss of a batch."""
-        loss = self.model(input_ids=batch, labels=batch).loss
-        self.losses.append(mean_of_ranks(loss))
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW."""
-        return torch.optim.AdamW(self.parameters(), lr=LR)
-
-
-class LaunchedRanks(LightningEnvironment):
-    """Ranks that run already."""
-
-    creates_processes_externally = True
-
-    def teardown(self) -> None:
-        """Leave the environment as it is: the ranks train again."""
-
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return dist.get_world_size()
-
-    def global_rank(self) -> int:
-        """This rank's number."""
-        return dist.get_rank()
-
-    def local_rank(self) -> int:
-        """This rank's number on this machine."""
-        return dist.get_rank()

@@ -5,7 +5,7 @@ difference is taken within a seed, relative to the baseline's loss, and only the
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.convergence.variants import BASELINE, VARIANTS
@@ -23,7 +23,9 @@ Runs = Mapping[str, Mapping[int, dict]]  # variant -> seed -> result of the run
 class Row:
     """A variant beside the baseline; differences are relative, within a seed.
 
-    bump: the largest difference of the smoothed training loss, averaged over seeds, and where.
+    error: the standard error of the difference; 0 for one seed. bump: the largest difference of the
+    smoothed training loss, averaged over seeds, and where. levels: the share of codes whose steps
+    were sent in each number of levels.
     """
 
     variant: str
@@ -31,11 +33,14 @@ class Row:
     first: float  # mean held-out loss before training, nats per token
     final: float  # the same at the end
     difference: float
+    error: float
     worst: float  # the largest difference of one seed
     worst_seed: int
     bump: float
     bump_at: int  # iteration
     node_bytes: float  # sent by a node to other nodes per training step
+    of_model: float  # the same in M, the bytes of the model in 16 bit
+    levels: dict[str, float]
     step_seconds: float
 
 
@@ -84,9 +89,20 @@ def verdict(rows: Sequence[Row]) -> str | None:
     return None
 
 
+def levels_lines(rows: Sequence[Row]) -> list[str]:
+    """For each variant with steps of codes, the levels in which they were sent."""
+    return [
+        f"{row.variant}: "
+        + ", ".join(f"{100 * share:.1f}% of the codes in {key}" for key, share in levels)
+        + " levels"
+        for row in rows
+        if (levels := row.levels.items())
+    ]
+
+
 _COLUMNS = (
     "", "held-out loss", "to baseline", "worst seed", "largest bump", "at iteration",
-    "MB across nodes", "ms a step",
+    "MB across nodes", "in M", "ms a step",
 )  # fmt: skip
 
 
@@ -94,8 +110,9 @@ def _cells(row: Row) -> tuple[str, ...]:
     differences = ("-", "-", "-", "-")
     if row.variant != BASELINE:
         worst = f"{_percent(row.worst)} ({row.worst_seed})"
-        differences = (_percent(row.difference), worst, _percent(row.bump), str(row.bump_at))
-    costs = (f"{row.node_bytes / 1e6:.2f}", f"{1e3 * row.step_seconds:.0f}")
+        mean = f"{_percent(row.difference)} ± {100 * row.error:.2f}%"
+        differences = (mean, worst, _percent(row.bump), str(row.bump_at))
+    costs = (f"{row.node_bytes / 1e6:.2f}", f"{row.of_model:.3f}", f"{1e3 * row.step_seconds:.0f}")
     return (row.variant, f"{row.final:.4f}", *differences, *costs)
 
 
@@ -111,23 +128,34 @@ def _row(variant: str, of_seeds: Mapping[int, dict], baseline: Mapping[int, dict
     worst_seed = max(finals, key=lambda seed: finals[seed])
     over_time = _curves(variant, of_seeds, baseline).training_difference
     bump_at, bump = max(over_time, key=lambda point: point[1])
-    across = [
+    across = statistics.fmean(
         sum(sent for key, sent in run["node_bytes"].items() if key.endswith(ACROSS))
         for run in of_seeds.values()
-    ]
+    )
+    error = statistics.stdev(finals.values()) / len(finals) ** 0.5 if len(finals) > 1 else 0.0
+    any_run = next(iter(of_seeds.values()))
     return Row(
         variant=variant,
         seeds=len(of_seeds),
         first=statistics.fmean(run["held_out"][0][1] for run in of_seeds.values()),
         final=statistics.fmean(run["held_out"][-1][1] for run in of_seeds.values()),
         difference=statistics.fmean(finals.values()),
+        error=error,
         worst=finals[worst_seed],
         worst_seed=worst_seed,
         bump=bump,
         bump_at=bump_at,
-        node_bytes=statistics.fmean(across),
+        node_bytes=across,
+        of_model=across / (2 * any_run["parameters"]),
+        levels=_mean_levels(of_seeds.values()),
         step_seconds=statistics.median(run["step_seconds"] for run in of_seeds.values()),
     )
+
+
+def _mean_levels(runs: Iterable[dict]) -> dict[str, float]:
+    shares = [run.get("step_levels", {}) for run in runs]
+    keys = sorted({key for share in shares for key in share}, key=int)
+    return {key: statistics.fmean(share.get(key, 0.0) for share in shares) for key in keys}
 
 
 def _curves(variant: str, of_seeds: Mapping[int, dict], baseline: Mapping[int, dict]) -> Curves:

@@ -19,9 +19,24 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.convergence.comparison import Row, Runs, compare, curves, table, verdict
+from benchmarks.convergence.comparison import (
+    Row,
+    Runs,
+    compare,
+    curves,
+    levels_lines,
+    table,
+    verdict,
+)
 from benchmarks.convergence.convergence_chart import draw
-from benchmarks.convergence.variants import BASELINE, FLAGS, VARIANTS, Recipe
+from benchmarks.convergence.variants import (
+    BASELINE,
+    FLAGS,
+    SPIKE,
+    SPIKE_FACTOR,
+    VARIANTS,
+    Recipe,
+)
 from benchmarks.shared.charts import require_matplotlib
 from benchmarks.shared.environment_report import environment_report
 from benchmarks.shared.rank_launch import RanksFailed, run_on_ranks
@@ -97,6 +112,13 @@ def read_options() -> argparse.Namespace:
         metavar="N",
         help="samples of each held-out loss, always the same (default: 512)",
     )
+    add(
+        "--lr-spike",
+        type=int,
+        default=0,
+        metavar="N",
+        help=f"multiply the learning rate by {SPIKE_FACTOR:g} in {SPIKE} iterations from N on",
+    )
     add("--flags", default="", help="further flags of pretrain_gpt.py, for every variant")
     add("--folder", default="runs/convergence", help="default: runs/convergence")
     add("--plot", type=Path, metavar="FILE.png", help="draw the curves (needs matplotlib)")
@@ -114,6 +136,7 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
         eval_interval=options.eval_interval,
         eval_samples=options.eval_samples,
         flags=f"{FLAGS} {options.flags}".strip(),
+        lr_spike=options.lr_spike,
     )
 
 
@@ -127,6 +150,8 @@ def faster_dtype() -> str:
 def check(options: argparse.Namespace, recipe: Recipe) -> None:
     """Raise InputError for what would fail, or have no effect, only after hours."""
     minimums = {"steps": 1, "ranks": 2, "ranks_per_node": 1, "eval_interval": 1}
+    if not 0 <= recipe.lr_spike <= recipe.steps:
+        raise InputError(f"--lr-spike {recipe.lr_spike}: expected one of the {recipe.steps} steps")
     for name, minimum in minimums.items():
         if getattr(recipe, name) < minimum:
             flag = name.replace("_", "-")
@@ -174,6 +199,7 @@ def read_runs(path: Path, recipe: Recipe) -> dict[tuple[str, int], dict]:
     for line in lines:
         run = json.loads(line)
         variant = run.setdefault("variant", run.get("arm"))  # "arm" in files of November 2026
+        run["recipe"].setdefault("lr_spike", 0)  # not in files of those days either
         if run["recipe"] != asdict(recipe) or variant not in VARIANTS:
             continue
         if run["zero"] == recipe.zero(variant):
@@ -220,6 +246,7 @@ def write_everything(options: argparse.Namespace, recipe: Recipe, runs: Runs) ->
         "runs": [run for of_seeds in runs.values() for run in of_seeds.values()],
     }
     lines = [*heading(result), "", table(rows), *filter(None, [verdict(rows)])]
+    lines += levels_lines(rows)
     finish(result, lambda _: print("\n".join(lines)), options.json)
     if options.plot:
         draw(curves(runs), options.plot, subject(result))
@@ -244,10 +271,12 @@ def heading(result: dict) -> list[str]:
 def subject(result: dict) -> str:
     """The comparison in one line."""
     recipe, runs = result["recipe"], result["runs"]
+    spike = f", {SPIKE_FACTOR:g} times the learning rate for {SPIKE} iterations"
+    spike = f"{spike} from {recipe['lr_spike']} on" if recipe["lr_spike"] else ""
     return (
         f"{runs[0]['parameters'] / 1e6:.2f} M parameters, {recipe['steps']} iterations, "
         f"seeds {', '.join(map(str, result['seeds']))}, {recipe['dtype']}, {recipe['ranks']} ranks "
-        f"as nodes of {recipe['ranks_per_node']}"
+        f"as nodes of {recipe['ranks_per_node']}{spike}"
     )
 
 
@@ -266,11 +295,12 @@ def results_page(result: dict, rows: Sequence[Row], plot: Path | None) -> str:
         "",
         verdict(rows) or "",
         "",
-        "Differences are taken within a seed and averaged. The bump is the largest difference of "
-        "the training loss, smoothed over 20 iterations and averaged over seeds. Bytes are those "
-        "a node sends in a training step, by its ranks' traffic ledgers. Times are medians on a "
-        "shared machine.",
+        "Differences are taken within a seed and averaged, ± their standard error. The bump is the "
+        "largest difference of the training loss, smoothed over 20 iterations and averaged over "
+        "seeds. Bytes are those a node sends in a training step, by its ranks' traffic ledgers; M "
+        "is the model in 16 bit. Times are medians on a shared machine.",
     ]
+    lines += ["", *(f"- {line}" for line in levels_lines(rows))]
     if plot:
         lines += ["", f"![Training and held-out losses, and differences]({plot.name})"]
     lines += ["", "Seed by seed, held-out loss at the end:", ""]

@@ -10,10 +10,13 @@ import json
 import statistics
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch.distributed as dist
 
-from benchmarks.convergence.variants import EVAL_MICRO_BATCH, Recipe
+from benchmarks.convergence.variants import EVAL_MICRO_BATCH, SPIKE, SPIKE_FACTOR, Recipe
 from benchmarks.shared.pretrain_run import held_out_loss, run_step, silent_run, training_batches
 from benchmarks.shared.rank_launch import write_answer
 from megatron_zpp.parallel.mesh import join_ranks
@@ -36,7 +39,12 @@ def main() -> int:
     try:
         config = recipe.config(order["variant"], order["seed"])
         ranks = join_ranks(environment, config.parallel)
-        result = train(silent_run(config, ranks), recipe)
+        run = silent_run(config, ranks)
+        if recipe.lr_spike:
+            batch_size = config.batch.global_batch_size
+            rate = SpikedLearningRate(run.schedules.learning_rate, recipe.lr_spike, batch_size)
+            run = replace(run, schedules=replace(run.schedules, learning_rate=rate))
+        result = train(run, recipe)
     except InputError as mistake:
         message = f"error: {mistake}"
         report_once(environment, lambda: print(message, file=sys.stderr))
@@ -47,19 +55,37 @@ def main() -> int:
     return 0
 
 
+class SpikedLearningRate:
+    """A learning rate, by samples, that is multiplied for `SPIKE` iterations from one on."""
+
+    def __init__(self, rate: Callable[[int], float], iteration: int, batch_size: int) -> None:
+        first = (iteration - 1) * batch_size
+        self.rate, self.samples = rate, range(first, first + SPIKE * batch_size)
+
+    def __call__(self, scheduled_samples: int) -> float:
+        """The learning rate of the step after so many samples."""
+        factor = SPIKE_FACTOR if scheduled_samples in self.samples else 1.0
+        return factor * self.rate(scheduled_samples)
+
+
 def train(run: Run, recipe: Recipe) -> dict:
     """All training losses, held-out losses at intervals, times, and bytes of the traffic ledger.
 
     `node_bytes` are those a node sends per training step, by "purpose/hop", without evaluations.
+    `step_levels` is the share of codes whose steps were sent in each number of levels.
     """
     rounds = recipe.eval_samples // (EVAL_MICRO_BATCH * recipe.ranks)
     batches, seconds, training = training_batches(run), [], []
+    levels: Counter[int] = Counter()
+    copies = run.sharding.copies
     held_out = [(0, held_out_loss(run, EVAL_MICRO_BATCH, rounds))]
     for iteration in range(1, recipe.steps + 1):
         started = time.perf_counter()
         measured = run_step(run, batches)
         seconds.append(time.perf_counter() - started)
         training.append(measured.loss)
+        if copies and copies.steps:
+            levels.update(copies.steps.codes_by_levels())
         if is_due(iteration, recipe.eval_interval) or iteration == recipe.steps:
             held_out.append((iteration, held_out_loss(run, EVAL_MICRO_BATCH, rounds)))
             report(run, iteration, training[-1], held_out[-1][1])
@@ -76,6 +102,7 @@ def train(run: Run, recipe: Recipe) -> dict:
             "/".join(key): num_bytes / communication.steps
             for key, num_bytes in communication.sent.items()
         },
+        "step_levels": {str(key): levels[key] / levels.total() for key in sorted(levels)},
     }
 
 

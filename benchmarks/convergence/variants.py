@@ -16,6 +16,7 @@ from megatron_zpp.settings.config import Config
 from zeropp.errors import InputError
 
 EVAL_MICRO_BATCH = 8  # held-out samples of one forward pass on one rank
+SPIKE, SPIKE_FACTOR = 10, 5.0  # iterations, and what their learning rate is multiplied by
 # A step in fp32 takes 4 ranks on 2 idle cores about 0.2 s.
 FLAGS = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 "
@@ -37,6 +38,8 @@ VARIANTS: Mapping[str, str] = MappingProxyType(
         "zeropp-4-4": "all three, gradients in INT4 in both hops",
         "code-steps": "all three, weights as steps of their codes",
         "code-steps-5": "all three, weights as steps of their codes of 5 levels",
+        "code-steps-int3": "weights as steps of their codes, gradients in INT8 then INT3",
+        "code-steps-5-int3": "the same, steps of 5 levels",
     }
 )
 
@@ -46,6 +49,7 @@ class Recipe:
     """What all runs share; `flags` are those of pretrain_gpt.py, the last of a kind counts.
 
     eval_interval: iterations. eval_samples: held-out samples, the same at every evaluation.
+    lr_spike: the first of `SPIKE` iterations whose learning rate is multiplied; 0 for none.
     """
 
     steps: int
@@ -55,6 +59,7 @@ class Recipe:
     eval_interval: int
     eval_samples: int
     flags: str = FLAGS
+    lr_spike: int = 0
 
     def config(self, variant: str, seed: int) -> Config:
         """The configuration of one run; raises InputError for wrong flags."""

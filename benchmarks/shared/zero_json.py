@@ -1,22 +1,24 @@
 """The ZeRO++ settings that benchmarks compare, by name, as DeepSpeed's JSON.
 
-| name           | weights travel as                   | gradients travel as               |
-|----------------|-------------------------------------|-----------------------------------|
-| `zero3`        | bf16                                | bf16, two hops                    |
-| `qwz`          | INT8                                | as `zero3`                        |
-| `hpz`          | bf16; across nodes once             | as `zero3`                        |
-| `qgz`          | as `zero3`                          | INT8 in a node, INT4 across nodes |
-| `zeropp`       | INT8; across nodes once             | as `qgz`                          |
-| `zeropp-4-4`   | as `zeropp`                         | INT4 on both hops                 |
-| `zeropp-once`  | as `zeropp`, the root once          | as `qgz`, once per step           |
-| `code-steps`   | steps of codes, levels as needed     | as `qgz`                          |
-| `code-steps-5` | the same, always of 5 levels        | as `qgz`                          |
-| `no-hpz`       | INT8                                | as `qgz`                          |
-| `zero3-once`   | bf16, the root once                 | as `zero3`, once per step         |
-| `zero1`        | bf16, once per step                 | as `zero3`, once per step         |
-| `lora-zero3`   | as `zero3`                          | as `zero3`                        |
-| `mixz`         | INT8, frozen ones as stored         | as `zero3`                        |
-| `mixz-hpz`     | the same; frozen ones once          | as `zero3`                        |
+| name                | weights travel as                | gradients travel as               |
+|---------------------|----------------------------------|-----------------------------------|
+| `zero3`             | bf16                             | bf16, two hops                    |
+| `qwz`               | INT8                             | as `zero3`                        |
+| `hpz`               | bf16; across nodes once          | as `zero3`                        |
+| `qgz`               | as `zero3`                       | INT8 in a node, INT4 across nodes |
+| `zeropp`            | INT8; across nodes once          | as `qgz`                          |
+| `zeropp-4-4`        | as `zeropp`                      | INT4 on both hops                 |
+| `zeropp-once`       | as `zeropp`, the root once       | as `qgz`, once per step           |
+| `code-steps`        | steps of codes, levels as needed | as `qgz`                          |
+| `code-steps-5`      | the same, always of 5 levels     | as `qgz`                          |
+| `code-steps-int3`   | as `code-steps`                  | INT8 in a node, INT3 across nodes |
+| `code-steps-5-int3` | as `code-steps-5`                | INT8 in a node, INT3 across nodes |
+| `no-hpz`            | INT8                             | as `qgz`                          |
+| `zero3-once`        | bf16, the root once              | as `zero3`, once per step         |
+| `zero1`             | bf16, once per step              | as `zero3`, once per step         |
+| `lora-zero3`        | as `zero3`                       | as `zero3`                        |
+| `mixz`              | INT8, frozen ones as stored      | as `zero3`                        |
+| `mixz-hpz`          | the same; frozen ones once       | as `zero3`                        |
 
 Where training is in fp32, so are numbers that are not quantized.
 """
@@ -35,6 +37,8 @@ COMPONENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "zeropp-once": ("qwz", "hpz", "qgz", "once"),
         "code-steps": ("qwz", "hpz", "qgz", "steps"),
         "code-steps-5": ("qwz", "hpz", "qgz", "steps-5"),
+        "code-steps-int3": ("qwz", "hpz", "qgz-8-3", "steps"),
+        "code-steps-5-int3": ("qwz", "hpz", "qgz-8-3", "steps-5"),
         "no-hpz": ("qwz", "qgz"),
         "zero3-once": ("once",),
         "zero1": ("stage-1",),
@@ -52,6 +56,7 @@ def zero_json(name: str, ranks_per_node: int) -> dict:
         "hpz": {"zero_hpz_partition_size": ranks_per_node},
         "qgz": {"zero_quantized_gradients": True},
         "qgz-4-4": {"zero_quantized_gradients": True},
+        "qgz-8-3": {"zero_quantized_gradients": True},
         "mixz": {"zero_quantized_nontrainable_weights": True},
         "stage-1": {"stage": 1},
     }
@@ -60,7 +65,8 @@ def zero_json(name: str, ranks_per_node: int) -> dict:
         "steps": {"weight_steps": True},
         "steps-5": {"weight_steps": True, "weight_step_levels": 5},
     }
-    gradient_bits = {"qgz": [8, 4], "qgz-4-4": [4, 4]}  # within a node, across nodes
+    # Within a node, across nodes.
+    gradient_bits = {"qgz": [8, 4], "qgz-4-4": [4, 4], "qgz-8-3": [8, 3]}
     zero: dict = {"stage": 3}
     zeropp: dict = {"ranks_per_node": ranks_per_node}
     for component in COMPONENTS[name]:

@@ -39,13 +39,17 @@ def test_units_are_models_in_16_bit(results):
     assert across["hpZ"] == pytest.approx(2 * hop, rel=0.03)
     assert across["qgZ"] == pytest.approx((1 + blocks) * ring + hop * 4.125 / 16, rel=0.03)
     assert across["all three"] == pytest.approx(hop * (8.0625 + 4.125) / 16, rel=0.05)
+    steps = 7 / 3 + 0.0625  # bits per weight: three codes of 5 levels in 7, and a scale for 256
+    assert across["steps of 5 levels"] == pytest.approx(hop * (steps + 4.125) / 16, rel=0.05)
+    with_int3 = across["steps of 5 levels, INT3"]
+    assert with_int3 == pytest.approx(hop * (steps + 3.25) / 16, rel=0.05)
 
 
 def test_some_rows_and_more_micro_batches(results, capsys):
     run(["--only", "all three", "--micro-batches", "3"])
     lines = capsys.readouterr().out.splitlines()
     assert "3 nodes of 4 ranks; 3 micro-batch(es) per step" in lines[0]
-    once = results["rows"][-1]["ledger"]
+    once = results["rows"][list(COMPONENTS).index("all three")]["ledger"]
     cells = [cell.strip() for cell in lines[-1].split("|")[1:-1]]
     assert cells[0] == "all three" and len(lines) == 6
     assert float(cells[1]) == pytest.approx(once["weights_forward across_nodes"], abs=1e-4)

@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks.convergence import convergence
-from benchmarks.convergence.comparison import WINDOW, compare, curves, smoothed, table, verdict
+from benchmarks.convergence.comparison import (
+    WINDOW,
+    compare,
+    curves,
+    levels_lines,
+    smoothed,
+    table,
+    verdict,
+)
 from benchmarks.convergence.convergence import RunFailed, add_run, read_runs, train_missing
 from benchmarks.convergence.convergence_chart import COLOURS, draw
+from benchmarks.convergence.convergence_rank import SpikedLearningRate
 from benchmarks.convergence.variants import BASELINE, VARIANTS, Recipe
 from benchmarks.shared.charts import require_matplotlib
 from zeropp.errors import InputError
@@ -32,6 +41,7 @@ def result_of(final: float, training: list[float] | None = None, across: float =
         "training": training or [final] * 40,
         "held_out": [[0, 9.0], [20, 7.0], [40, final]],
         "step_seconds": 0.2,
+        "parameters": 5_000_000,
         "node_bytes": {"gradients/across_nodes": across, "gradients/in_node": 7e6},
     }
 
@@ -54,6 +64,8 @@ def test_differences_are_taken_seed_by_seed():
     assert row.difference == pytest.approx(0.025)
     assert (row.worst, row.worst_seed) == (pytest.approx(0.1), 1)
     assert row.node_bytes == pytest.approx(2e6)  # across nodes only
+    assert row.of_model == pytest.approx(0.2)  # of 10 MB in 16 bit
+    assert row.error == pytest.approx(0.075)  # half of the distance of two seeds
     assert verdict([baseline, row]).endswith("+2.50% from the baseline's, NOT within 0.5%.")
     assert verdict([baseline]) is None
 
@@ -89,7 +101,22 @@ def test_the_table_has_every_variant_and_its_numbers():
     runs = {BASELINE: {3: result_of(5.0)}, "qwz": {3: result_of(5.01, across=2.5e6)}}
     rows = compare(runs)
     line = next(line for line in table(rows).splitlines() if "qwz" in line)
-    assert line == "| qwz | 5.0100 | +0.20% | +0.20% (3) | +0.20% | 20 | 2.50 | 200 |"
+    expected = "| qwz | 5.0100 | +0.20% ± 0.00% | +0.20% (3) | +0.20% | 20 | 2.50 | 0.250 | 200 |"
+    assert line == expected
+
+
+def test_levels_are_averaged_over_the_seeds():
+    half, none = (
+        {**result_of(5.0), "step_levels": levels} for levels in ({"3": 0.5, "9": 0.5}, {})
+    )
+    runs = {
+        BASELINE: {1: none, 2: none},
+        "code-steps": {1: half, 2: {**none, "step_levels": {"9": 1}}},
+    }
+    rows = compare(runs)
+    assert levels_lines(rows) == [
+        "code-steps: 25.0% of the codes in 3, 75.0% of the codes in 9 levels"
+    ]
 
 
 def test_curves_are_drawn(tmp_path):
@@ -119,14 +146,16 @@ def test_variants_differ_in_zeropp_alone():
         "baseline": (False, 1, False), "qwz": (True, 1, False), "hpz": (False, 2, False),
         "qgz": (False, 1, True), "zeropp": (True, 2, True), "zeropp-4-4": (True, 2, True),
         "code-steps": (True, 2, True), "code-steps-5": (True, 2, True),
+        "code-steps-int3": (True, 2, True), "code-steps-5-int3": (True, 2, True),
     }  # fmt: skip
     assert configs["zeropp"].zero.zeropp.gradient_bits == (8, 4)
     assert configs["zeropp-4-4"].zero.zeropp.gradient_bits == (4, 4)
     steps = {variant: config.zero.zeropp.weight_steps for variant, config in configs.items()}
     assert [variant for variant, has_steps in steps.items() if has_steps] == [
-        "code-steps", "code-steps-5"
+        "code-steps", "code-steps-5", "code-steps-int3", "code-steps-5-int3"
     ]  # fmt: skip
     assert configs["code-steps-5"].zero.zeropp.weight_step_levels == 5
+    assert configs["code-steps-5-int3"].zero.zeropp.gradient_bits == (8, 3)
 
 
 def test_a_table_goes_on_where_it_stopped(tmp_path, monkeypatch):
@@ -161,13 +190,14 @@ def test_runs_of_other_settings_do_not_count(tmp_path):
     add_run(path, {"arm": "qgz", "seed": 3, **order})  # as files of November 2026 say
     assert list(read_runs(path, RECIPE)) == [("qgz", 1), ("qgz", 3)]
     assert not read_runs(path, replace(RECIPE, steps=41))
+    assert not read_runs(path, replace(RECIPE, lr_spike=5))
     assert not read_runs(path, replace(RECIPE, flags=RECIPE.flags + " --lr 1e-3"))
 
 
 def test_two_variants_from_start_to_table(tmp_path, monkeypatch, capfd):
     arguments = [*SMALL, "--variants", BASELINE, "qwz", "--seeds", "5", "--flags", TINY]
     arguments += ["--ranks", "2", "--ranks-per-node", "1", "--folder", str(tmp_path / "runs")]
-    arguments += ["--results", str(tmp_path / "page.md"), "--json"]
+    arguments += ["--lr-spike", "2", "--results", str(tmp_path / "page.md"), "--json"]
     assert run(monkeypatch, *arguments, str(tmp_path / "result.json")) == 0, capfd.readouterr().err
     result = json.loads((tmp_path / "result.json").read_text())
     baseline, qwz = result["runs"]
@@ -188,6 +218,12 @@ def test_two_variants_from_start_to_table(tmp_path, monkeypatch, capfd):
     assert json.loads(printed)["runs"] == result["runs"]
 
 
+def test_a_spike_multiplies_the_learning_rate_of_ten_iterations():
+    rate = SpikedLearningRate(lambda samples: 0.25, iteration=7, batch_size=8)
+    rates = [rate(8 * (iteration - 1)) for iteration in range(1, 20)]
+    assert rates == [0.25] * 6 + [1.25] * 10 + [0.25] * 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -197,6 +233,7 @@ def test_two_variants_from_start_to_table(tmp_path, monkeypatch, capfd):
         ("--ranks 4 --ranks-per-node 3", "--ranks-per-node 3 does not divide --ranks 4"),
         ("--eval-samples 100", "--eval-samples 100: expected a multiple of 32"),
         ("--eval-interval 0", "--eval-interval 0: expected at least 1"),
+        ("--lr-spike 501", "--lr-spike 501: expected one of the 500 steps"),
         ("--plot curves.jpg", "--plot curves.jpg: expected a name that ends with .png"),
         ("--flags '--no-such-flag 3'", "--no-such-flag"),
         ("--flags '--global-batch-size 6'", "6 is not divisible"),
