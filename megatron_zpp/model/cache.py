@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_zpp.model.prefix_attention import attend_last
+from megatron_zpp.model.scores import CAUSAL, Scores, attend_at
+
 
 class KeyValueCache:
     """Memory for `num_slots` tokens in each of `num_rows` rows, allocated by the first write.
@@ -73,21 +76,33 @@ class LayerCache:
         self._cache = cache
         self._memory: Tensor | None = None  # [2, B, K, num_slots, D]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores = CAUSAL) -> Tensor:
         """Store k and v [B, S, K, D]; return attention of q [B, S, N, D] to all stored."""
         cache = self._cache
         self._write(k, v)
         keys, values = self._memory[:, :, :, : cache.num_used_slots]
         rows, length, heads, channels = q.shape
+        if not scores.is_causal_only(cache.num_used_slots):
+            return self._attend_by(scores, q.transpose(1, 2), keys, values).transpose(1, 2)
         if length == 1:  # the queries of a group take the place of tokens: no key is repeated
             grouped = q.view(rows, k.shape[2], heads // k.shape[2], channels)
-            attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=cache.mask)
+            attended = F.scaled_dot_product_attention(
+                grouped, keys, values, attn_mask=cache.mask, scale=scores.scale
+            )
             return attended.reshape(q.shape)
         attended = F.scaled_dot_product_attention(
             q.transpose(1, 2), keys, values, attn_mask=cache.mask, is_causal=cache.was_empty,
-            enable_gqa=heads > k.shape[2],
+            enable_gqa=heads > k.shape[2], scale=scores.scale,
         )  # fmt: skip
         return attended.transpose(1, 2)
+
+    def _attend_by(self, scores: Scores, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Map q [B, N, S, D] to [B, N, S, D]; keys and values [B, K, T, D]."""
+        if self._cache.was_empty:
+            return attend_last(q, keys, values, 0.0, scores)
+        slots = torch.arange(keys.shape[2], device=q.device)
+        distances = self._cache.positions[:, None, :, None] - slots  # [B, 1, S, T]
+        return attend_at(q, keys, values, distances, scores)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only the rows with these indices, in this order."""

@@ -3,7 +3,7 @@
 The rows of a micro-batch [B, S] are concatenated to one sequence of B * S tokens. `edges` int32
 [n + 1] are the indices where its n documents begin, 0 first, followed by B * S. On CUDA in 16 bit
 one kernel for sequences of different lengths attends to all documents. Elsewhere, and with
-attention dropout, which that kernel does not support, each document is computed by itself.
+attention dropout, windows, ALiBi or caps, each document is computed by itself.
 Shapes: B rows, S tokens of a row, N query heads, K key-value heads, D channels of a head.
 """
 
@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from megatron_zpp.model.prefix_attention import attend_last
+from megatron_zpp.model.scores import CAUSAL, Scores
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def attend_documents(
-    q: Tensor, k: Tensor, v: Tensor, edges: Tensor, dropout: float, first: int = 0
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, edges: Tensor, dropout: float, first: int = 0,
+    scores: Scores = CAUSAL,
+) -> Tensor:  # fmt: skip
     """Map q [B, R, N, D] of the R tokens of each row from `first` on to [B, R, N, D].
 
     k and v [B, S, K, D] are those of whole rows, and edges int32 [n + 1] their documents.
@@ -28,22 +30,25 @@ def attend_documents(
     q_edges = row * num_queries + (place - first).clamp(0, num_queries)
     k_edges = row * end + place.clamp(max=end)
     flat_q, flat_k, flat_v = (part.flatten(0, 1) for part in (q, k[:, :end], v[:, :end]))
-    if q.is_cuda and q.dtype in KERNEL_DTYPES and not dropout:
+    has_kernel = q.is_cuda and q.dtype in KERNEL_DTYPES and not dropout
+    if has_kernel and scores.is_causal_only(end):
         group_size = q.shape[2] // k.shape[2]
         # The kernel of torch 2.11 needs a key and a value for each query head.
         flat_k, flat_v = (part.repeat_interleave(group_size, dim=1) for part in (flat_k, flat_v))
         attended = varlen_attn(
-            flat_q, flat_k, flat_v, q_edges, k_edges, num_queries, end, window_size=(-1, 0)
-        )
+            flat_q, flat_k, flat_v, q_edges, k_edges, num_queries, end, window_size=(-1, 0),
+            scale=scores.scale,
+        )  # fmt: skip
     else:
-        attended = _attend_each((flat_q, flat_k, flat_v), q_edges, k_edges, dropout)
+        attended = _attend_each((flat_q, flat_k, flat_v), q_edges, k_edges, dropout, scores)
     return attended.view(q.shape)
 
 
 @torch.compiler.disable
 def _attend_each(
-    flat_qkv: tuple[Tensor, Tensor, Tensor], q_edges: Tensor, k_edges: Tensor, dropout: float
-) -> Tensor:
+    flat_qkv: tuple[Tensor, Tensor, Tensor], q_edges: Tensor, k_edges: Tensor, dropout: float,
+    scores: Scores,
+) -> Tensor:  # fmt: skip
     """Return the attention of each document by itself, [B * R, N, D].
 
     The queries of a document are its last tokens; some documents have none.
@@ -55,5 +60,5 @@ def _attend_each(
     for document in zip(*parts, strict=True):
         q, k, v = (part.transpose(0, 1)[None] for part in document)  # [1, heads, length, D]
         if q.shape[2] > 0:
-            attended.append(attend_last(q, k, v, dropout)[0].transpose(0, 1))
+            attended.append(attend_last(q, k, v, dropout, scores)[0].transpose(0, 1))
     return torch.cat(attended)

@@ -2,9 +2,10 @@
 
 Only matrix products count, with two operations per multiply-add and a backward pass as two forward
 passes (Narayanan et al. 2021, arXiv 2104.04473, section 5.1, equation 3). Attention counts all S
-keys for every query, as Megatron does, though a causal kernel may skip half of them. Recomputation
-counts among the operations performed, but not among those of the model, which are the ones that MFU
-counts (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+keys for every query, as Megatron does, though a causal kernel may skip half of them; with a window
+it counts those of the window. Recomputation counts among the operations performed, but not among
+those of the model, which are the ones that MFU counts (Chowdhery et al. 2022, arXiv 2204.02311,
+appendix B).
 """
 
 from dataclasses import dataclass
@@ -35,26 +36,27 @@ def flops_per_token(model: ModelConfig, recompute: RecomputeConfig, vocab_size: 
     `vocab_size` is the tokenizer's; the output layer computes the padded vocabulary. For Megatron's
     GPT with full recomputation this is its formula 96·s·L·h²·(1 + s/6h + V/16Lh) per sample.
     """
-    core_attention = _core_attention(model)
-    layer = _projections(model) + core_attention
+    core_attentions = [_core_attention(model, window) for window in model.windows]
+    layers = [_projections(model) + core_attention for core_attention in core_attentions]
     head = 2 * model.hidden_size * model.padded_vocab_size(vocab_size)
-    step = (1 + BACKWARD) * (model.num_layers * layer + head)
+    step = (1 + BACKWARD) * (sum(layers) + head)
     if recompute.recompute_granularity == "full":
-        return step + _recomputed_layers(model, recompute) * layer
+        return step + sum(layers[: _recomputed_layers(model, recompute)])
     if recompute.recompute_granularity == "selective":
-        return step + model.num_layers * core_attention
+        return step + sum(core_attentions)
     return step
 
 
 def _projections(model: ModelConfig) -> float:
     num_heads = 2 * model.num_attention_heads + 2 * model.kv_heads  # query, output, keys, values
     attention = 2 * model.hidden_size * model.head_dim * num_heads
-    num_mlp_matrices = 3 if model.swiglu else 2
+    num_mlp_matrices = 3 if model.is_gated else 2
     return attention + 2 * num_mlp_matrices * model.hidden_size * model.ffn_size
 
 
-def _core_attention(model: ModelConfig) -> float:
-    return 2 * 2 * model.seq_length * model.num_attention_heads * model.head_dim
+def _core_attention(model: ModelConfig, window: int | None) -> float:
+    num_keys = min(model.seq_length, window or model.seq_length)
+    return 2 * 2 * num_keys * model.num_attention_heads * model.head_dim
 
 
 def _recomputed_layers(model: ModelConfig, recompute: RecomputeConfig) -> int:

@@ -4,6 +4,8 @@ Built on the meta device it has no values; `megatron_zpp.model.init.initialize` 
 Shapes: B batch, S sequence, H hidden, V padded vocabulary.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,18 +14,17 @@ from megatron_zpp.model.cache import KeyValueCache
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.layers import (
     Block,
-    Rotary,
     apply_norm,
     call_directly,
     make_norm,
-    rotary_table,
 )
-from megatron_zpp.model.loss import CrossEntropy, head_loss
+from megatron_zpp.model.loss import CrossEntropy, cap_logits, head_loss
+from megatron_zpp.model.rotary import Rotary, rotary_kinds, rotary_tables
 from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
 
 
 class GPT(nn.Module):
-    """Megatron's GPT-2, or by configuration a Llama; each of `blocks` is sharded by itself.
+    """Megatron's GPT-2, or by configuration a Llama and others; each of `blocks` is a unit.
 
     The vocabulary is padded with entries that occur in no text. They take part in the softmax, as
     in Megatron, and training drives their probabilities to zero. `call` runs `blocks_per_call`
@@ -42,7 +43,9 @@ class GPT(nn.Module):
         self.positions = None
         if config.position_embedding_type == "learned_absolute":
             self.positions = nn.Embedding(config.num_positions, hidden)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.embed_norm = make_norm(config) if config.embed_layernorm else None
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.rotary_kinds = rotary_kinds(config)
         self.norm = make_norm(config)
         self.head = None
         if config.untie_embeddings_and_output_weights:
@@ -74,7 +77,7 @@ class GPT(nn.Module):
         if cache is not None:
             position_ids = cache.positions
         x = self.embed(tokens, position_ids)  # [B, S, H]
-        rotary = self._rotary(tokens, position_ids)
+        rotary = self._rotary(tokens, position_ids, cache)
         for first in range(0, len(self.blocks), self.blocks_per_call):
             x = self.call(self._run_blocks, first, x, rotary, edges, cache)
         return self.output(x, labels, loss_mask, cache)
@@ -90,6 +93,11 @@ class GPT(nn.Module):
                 x = x + self.positions.weight[:length]
             else:
                 x = x + self.positions(position_ids)
+        if self.config.scale_embeddings:
+            # Rounded to the dtype of x before the product, as Gemma's was trained.
+            x = x * x.new_tensor(math.sqrt(self.config.hidden_size))
+        if self.embed_norm is not None:
+            x = apply_norm(self.embed_norm, x)
         if self.config.fp32_residual_connection:
             x = x.float()
         return F.dropout(x, self.config.hidden_dropout, self.training)
@@ -106,12 +114,13 @@ class GPT(nn.Module):
             x = cache.last_tokens(x)
         x = apply_norm(self.norm, x)
         weight = self.tokens.weight if self.head is None else self.head.weight
+        cap = self.config.final_logit_softcapping
         if labels is None:
-            return self.logits(x, weight)
+            return cap_logits(self.logits(x, weight), cap)
         mask = torch.ones(1, device=x.device) if loss_mask is None else loss_mask
         mask = mask.expand(labels.shape)
         return self.loss(
-            x.flatten(0, 1), weight, labels.flatten(), mask.flatten(), self.cross_entropy
+            x.flatten(0, 1), weight, labels.flatten(), mask.flatten(), self.cross_entropy, cap
         )
 
     def num_parameters(self, *, trained_only: bool = False) -> int:
@@ -129,25 +138,41 @@ class GPT(nn.Module):
         """
         return flops_per_token(self.config, RecomputeConfig(), self.vocab_size)
 
-    def _rotary(self, tokens: Tensor, position_ids: Tensor | None) -> Rotary | None:
+    def _rotary(
+        self, tokens: Tensor, position_ids: Tensor | None, cache: KeyValueCache | None
+    ) -> tuple[Rotary | None, ...]:
+        """Return the tables of rotary positions by `rotary_kinds`; empty if there are none."""
         if self.config.position_embedding_type != "rope":
-            return None
+            return ()
+        is_long = self._is_long(tokens, position_ids, cache)
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        channels = int(self.config.head_dim * self.config.rotary_percent)
-        scaling_factor = self.config.rope_scaling_factor if self.config.use_rope_scaling else None
-        return rotary_table(position_ids, channels, self.config.rotary_base, scaling_factor)
+        return rotary_tables(self.config, position_ids, is_long)
+
+    def _is_long(
+        self, tokens: Tensor, position_ids: Tensor | None, cache: KeyValueCache | None
+    ) -> bool | Tensor:
+        """Return whether LongRoPE's factors for long texts are the ones to use."""
+        first_length = self.config.longrope_original_positions
+        if self.config.longrope_long_factors is None:
+            return False
+        if cache is not None:  # also for tokens to come, so that all keys are turned alike
+            return cache.num_slots > first_length
+        if position_ids is None:
+            return tokens.shape[1] > first_length
+        return position_ids.max() >= first_length
 
     def _run_blocks(
         self,
         first: int,
         x: Tensor,
-        rotary: Rotary | None,
+        rotary: tuple[Rotary | None, ...],
         edges: Tensor | None,
         cache: KeyValueCache | None,
     ) -> Tensor:
         """Run the blocks of one `call`, from block `first`."""
         for index, block in enumerate(self.blocks[first : first + self.blocks_per_call], first):
             layer_cache = None if cache is None else cache.layers[index]
-            x = block(x, rotary, edges, layer_cache)
+            table = rotary[self.rotary_kinds[index]] if rotary else None
+            x = block(x, table, edges, layer_cache)
         return x

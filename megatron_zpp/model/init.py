@@ -26,13 +26,14 @@ def initialize(model: nn.Module, seed: int, config: ModelConfig) -> None:
     """Initialize every parameter of a model in place, after `to_empty` has allocated them.
 
     Weights are N(0, σ²) with σ = init_method_std, divided by √(2L) in the last layer of a residual
-    branch; biases are 0, gains of normalizations 1. Parameters are plain tensors, or DTensors
-    placed by Shard and Replicate on a mesh with any number of axes. Raises TypeError for another
-    placement.
+    branch; biases are 0, gains of normalizations 1 (with `apply_layernorm_1p` stored as 0).
+    Parameters are plain tensors, or DTensors placed by Shard and Replicate on a mesh with any
+    number of axes. Raises TypeError for another placement.
     """
+    gain = 0.0 if config.apply_layernorm_1p else 1.0
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
-            local_part(parameter).fill_(0.0 if name.endswith("bias") else 1.0)
+            local_part(parameter).fill_(0.0 if name.endswith("bias") else gain)
             continue
         std = config.init_method_std
         if name.endswith(SCALED_WEIGHTS):

@@ -1,10 +1,9 @@
-"""The layers of a GPT: normalization, rotary positions, attention, MLP, and transformer block.
+"""The layers of a GPT: normalization, attention, MLP, and transformer block.
 
 Shapes: B batch, S sequence, H hidden, F hidden of the MLP, N query heads, K key-value
-heads, Q = N/K query heads of one group, D channels of a head, R of them rotated by position.
+heads, Q = N/K query heads of one group, D channels of a head.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -14,12 +13,10 @@ from torch import Tensor, nn
 
 from megatron_zpp.model.cache import LayerCache
 from megatron_zpp.model.document_attention import attend_documents
+from megatron_zpp.model.prefix_attention import attend_last
+from megatron_zpp.model.rotary import Rotary, rotate
+from megatron_zpp.model.scores import Scores
 from megatron_zpp.settings.config import ModelConfig
-
-# Llama 3.1's scaling of rotary positions: wavelengths per context of the first training.
-LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR = 1.0, 4.0
-ORIGINAL_POSITIONS = 8192  # context of the first training, in tokens
-Rotary = tuple[Tensor, Tensor]  # cosines and signed sines, each [B or 1, S, 1, 1, R] in fp32
 
 
 def call_directly(function: Callable[..., Tensor], *arguments: object) -> Tensor:
@@ -27,21 +24,43 @@ def call_directly(function: Callable[..., Tensor], *arguments: object) -> Tensor
     return function(*arguments)
 
 
-def make_norm(config: ModelConfig) -> nn.Module:
-    """Return a normalization over H; it computes in fp32 whatever the dtype of its input."""
-    norm_class = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}[config.normalization]
-    return norm_class(config.hidden_size, eps=config.layernorm_epsilon)
+def make_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
+    """Return a normalization over `size` channels, by default H; it computes in fp32."""
+    classes = {
+        ("LayerNorm", False): nn.LayerNorm,
+        ("RMSNorm", False): nn.RMSNorm,
+        ("LayerNorm", True): LayerNorm1P,
+        ("RMSNorm", True): RMSNorm1P,
+    }
+    norm_class = classes[config.normalization, config.apply_layernorm_1p]
+    return norm_class(size or config.hidden_size, eps=config.layernorm_epsilon)
 
 
 def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    """Return `norm(x)` [B, S, H] in the dtype of the gains, to which an fp32 residual is cast."""
+    """Return `norm(x)` [..., H] in the dtype of the gains, to which an fp32 residual is cast."""
     return norm(x.to(norm.weight.dtype))
+
+
+class LayerNorm1P(nn.LayerNorm):
+    """A LayerNorm whose weight is its gain minus 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain, bias = 1 + self.weight.float(), self.bias.float()
+        return F.layer_norm(x.float(), self.normalized_shape, gain, bias, self.eps).to(x.dtype)
+
+
+class RMSNorm1P(nn.RMSNorm):
+    """An RMSNorm whose weight is its gain minus 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = 1 + self.weight.float()
+        return F.rms_norm(x.float(), self.normalized_shape, gain, self.eps).to(x.dtype)
 
 
 def make_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
     """Return the MLP's nonlinearity: OpenAI's GELU is the tanh form, exact GELU the erf form."""
     if config.swiglu:
-        return F.silu
+        return F.silu  # of the gate
     if config.squared_relu:
         return squared_relu
     is_approximate = config.openai_gelu or config.bias_gelu_fusion
@@ -53,47 +72,6 @@ def squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-def rotary_table(
-    positions: Tensor, channels: int, base: float, scaling_factor: float | None = None
-) -> Rotary:
-    """Return cosines and signed sines for `rotate` (Su et al. 2021, halves instead of pairs).
-
-    positions: integers [B or 1, S]; channels: R. With a `scaling_factor` the frequencies are those
-    of `scale_frequencies`. The sines of the first half of the channels are negated.
-    """
-    exponents = torch.arange(0, channels, 2, device=positions.device, dtype=torch.float32)
-    frequencies = 1.0 / base ** (exponents / channels)  # [R/2]
-    if scaling_factor is not None:
-        frequencies = scale_frequencies(frequencies, scaling_factor)
-    angles = positions[:, :, None, None, None].float() * frequencies  # [B, S, 1, 1, R/2]
-    cosines, sines = angles.cos(), angles.sin()
-    return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
-
-
-def scale_frequencies(frequencies: Tensor, factor: float) -> Tensor:
-    """Scale rotary frequencies [R/2], in radians per position, as Llama 3.1 does.
-
-    Over the original positions, frequencies of at most LOW_FREQ_FACTOR wavelengths are divided by
-    `factor`, those of at least HIGH_FREQ_FACTOR stay, and those between are interpolated.
-    """
-    wavelengths = ORIGINAL_POSITIONS * frequencies / (2 * math.pi)
-    smooth = (wavelengths - LOW_FREQ_FACTOR) / (HIGH_FREQ_FACTOR - LOW_FREQ_FACTOR)
-    unscaled_share = smooth.clamp(0, 1)
-    return frequencies * (unscaled_share + (1 - unscaled_share) / factor)
-
-
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate channels i and i + R/2 of x [B, S, K, heads, D] as a pair, for i < R/2, in fp32."""
-    cosines, sines = rotary
-    channels = cosines.shape[-1]
-    pairs, rest = x.split((channels, x.shape[-1] - channels), dim=-1)
-    pairs = pairs.float()
-    # Not addcmul: Hugging Face's models round the product before the sum.
-    rotated = pairs * cosines + pairs.roll(channels // 2, dims=-1) * sines
-    rotated = rotated.to(x.dtype)
-    return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), dim=-1)
-
-
 class Attention(nn.Module):
     """Causal self-attention with grouped queries and one matrix for queries, keys and values.
 
@@ -101,16 +79,24 @@ class Attention(nn.Module):
     its key and its value. Any slice of whole groups is therefore an attention layer itself.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         bias = not config.disable_bias_linear
+        self.scores = Scores.of(config, layer)
         self.head_dim = config.head_dim
         self.kv_heads = config.kv_heads
         self.group_size = config.num_attention_heads // config.kv_heads
         self.dropout = config.attention_dropout
         rows = self.kv_heads * (self.group_size + 2) * self.head_dim
-        self.qkv = nn.Linear(config.hidden_size, rows, bias=bias)
+        self.qkv = nn.Linear(config.hidden_size, rows, bias=bias or config.add_qkv_bias)
         width = config.num_attention_heads * self.head_dim
+        self.q_norm = self.k_norm = self.queries_norm = self.keys_norm = None
+        if config.qk_layernorm and config.qk_layernorm_across_heads:
+            self.queries_norm = make_norm(config, width)
+            self.keys_norm = make_norm(config, self.kv_heads * self.head_dim)
+        elif config.qk_layernorm:
+            self.q_norm = make_norm(config, self.head_dim)
+            self.k_norm = make_norm(config, self.head_dim)
         self.output = nn.Linear(width, config.hidden_size, bias=bias)
         self.call = call_directly
 
@@ -128,40 +114,45 @@ class Attention(nn.Module):
         queries = self.group_size
         shape = (*x.shape[:2], self.kv_heads, queries + 2, self.head_dim)
         qkv = self.qkv(x).view(shape)  # [B, S, K, Q + 2, D]
-        if rotary is None:
-            q, k, v = qkv.split((queries, 1, 1), dim=3)
-        else:
-            qk, v = qkv.split((queries + 1, 1), dim=3)
-            q, k = rotate(qk, rotary).split((queries, 1), dim=3)
-        q, k, v = (part.flatten(2, 3) for part in (q, k, v))
+        qk, v = qkv.split((queries + 1, 1), dim=3)
+        q, k, v = (part.flatten(2, 3) for part in (*self._turned(qk, rotary), v))
         if cache is not None:
-            return self.output(cache.attend(q, k, v).flatten(2))
+            return self.output(cache.attend(q, k, v, self.scores).flatten(2))
         attended = self.call(self.attend, q, k, v, edges)
         return self.output(attended.flatten(2))
+
+    def _turned(self, qk: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+        """Split qk [B, S, K, Q + 1, D] into queries and keys, normalized and then rotated."""
+        sizes = self.group_size, 1
+        if self.q_norm is None and self.queries_norm is None:
+            return (qk if rotary is None else rotate(qk, rotary)).split(sizes, dim=3)
+        q, k = qk.split(sizes, dim=3)
+        if self.q_norm is not None:
+            q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
+        else:
+            shapes, (q, k) = (q.shape, k.shape), (q.flatten(2), k.flatten(2))
+            q = apply_norm(self.queries_norm, q).view(shapes[0])
+            k = apply_norm(self.keys_norm, k).view(shapes[1])
+        return (q, k) if rotary is None else (rotate(q, rotary), rotate(k, rotary))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, edges: Tensor | None = None) -> Tensor:
         """Map q [B, S, N, D], k and v [B, S, K, D] to [B, S, N, D]; the softmax is in fp32."""
         dropout = self.dropout if self.training else 0.0
         if edges is not None:
-            return attend_documents(q, k, v, edges, dropout)
-        attended = F.scaled_dot_product_attention(
-            *(part.transpose(1, 2) for part in (q, k, v)),
-            dropout_p=dropout,
-            is_causal=True,
-            enable_gqa=self.group_size > 1,
-        )
-        return attended.transpose(1, 2)
+            return attend_documents(q, k, v, edges, dropout, scores=self.scores)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        return attend_last(q, k, v, dropout, self.scores).transpose(1, 2)
 
 
 class MLP(nn.Module):
-    """Two linear layers with a nonlinearity between them; SwiGLU adds a third, the gate."""
+    """Two linear layers with a nonlinearity between them; with SwiGLU and GeGLU a third, a gate."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         bias = not config.disable_bias_linear
         hidden, ffn = config.hidden_size, config.ffn_size
         self.input = nn.Linear(hidden, ffn, bias=bias)
-        self.gate = nn.Linear(hidden, ffn, bias=bias) if config.swiglu else None
+        self.gate = nn.Linear(hidden, ffn, bias=bias) if config.is_gated else None
         self.output = nn.Linear(ffn, hidden, bias=bias)
         self.activation = make_activation(config)
 
@@ -173,19 +164,26 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-LN transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
+    """Transformer block: a branch of attention, then one of the MLP, each added to the stream x.
 
-    `call` runs `compute`, directly or with activation checkpointing, inside the block's hooks. With
-    an fp32 residual stream x must be fp32 whatever the dtype of the weights.
+    By default each is normalized before (pre-LN): x + attention(norm1(x)), then x + mlp(norm2(x));
+    by `norm_placement` behind, before it is added, or on both sides. Parallel, both start from the
+    same x. `call` runs `compute`, directly or with activation checkpointing, inside the block's
+    hooks. With an fp32 residual stream x must be fp32 whatever the dtype of the weights.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        self.norm1 = make_norm(config)
-        self.attention = Attention(config)
-        self.norm2 = make_norm(config)
+        has_norm = config.norm_placement != "post"
+        has_post_norm = config.norm_placement != "pre"
+        self.norm1 = make_norm(config) if has_norm else None
+        self.attention = Attention(config, layer)
+        self.post_norm1 = make_norm(config) if has_post_norm else None
+        self.norm2 = make_norm(config) if has_norm else None
         self.mlp = MLP(config)
+        self.post_norm2 = make_norm(config) if has_post_norm else None
         self.dropout = config.hidden_dropout
+        self.is_parallel = config.use_parallel_residual
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
         self.fp32_residual = config.fp32_residual_connection
         self.call = call_directly
@@ -212,13 +210,25 @@ class Block(nn.Module):
         """Map x [B, S, H] to [B, S, H], without `call`."""
         if self.fp32_residual:
             assert x.dtype == torch.float32, "the fp32 residual was cast to 16 bit"
-        normalized = apply_norm(self.norm1, x)
-        x = self._add(x, normalized, self.attention(normalized, rotary, edges, cache))
-        normalized = apply_norm(self.norm2, x)
-        return self._add(x, normalized, self.mlp(normalized))
+        normalized = self._enter(self.norm1, x)
+        attended = self._leave(self.post_norm1, self.attention(normalized, rotary, edges, cache))
+        if self.is_parallel:
+            branch = self._leave(self.post_norm2, self.mlp(self._enter(self.norm2, x)))
+            return self._residual(x, normalized) + (branch + attended)
+        x = self._residual(x, normalized) + attended
+        normalized = self._enter(self.norm2, x)
+        branch = self._leave(self.post_norm2, self.mlp(normalized))
+        return self._residual(x, normalized) + branch
 
-    def _add(self, x: Tensor, normalized: Tensor, branch: Tensor) -> Tensor:
+    def _enter(self, norm: nn.Module | None, x: Tensor) -> Tensor:
+        """Return what a branch is computed of, in the dtype of its weights."""
+        return x.to(self.mlp.output.weight.dtype) if norm is None else apply_norm(norm, x)
+
+    def _leave(self, norm: nn.Module | None, branch: Tensor) -> Tensor:
+        """Return what a branch adds to the stream."""
+        branch = branch if norm is None else apply_norm(norm, branch)
+        return F.dropout(branch, self.dropout, self.training)
+
+    def _residual(self, x: Tensor, normalized: Tensor) -> Tensor:
         residual = normalized if self.residual_after_norm else x
-        if self.fp32_residual:
-            residual = residual.float()
-        return residual + F.dropout(branch, self.dropout, self.training)
+        return residual.float() if self.fp32_residual else residual

@@ -6,6 +6,7 @@ Shapes: T tokens, H hidden, V padded vocabulary.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +22,19 @@ LogitsKernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def head_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor,
-    cross_entropy: CrossEntropy | None = None,
+    cross_entropy: CrossEntropy | None = None, cap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the mean cross-entropy Σ(loss·mask)/Σmask of logits hidden·weightᵀ, an fp32 scalar.
 
     hidden [T, H], weight [V, H], labels int64 [T] below V, mask [T]. The loss is zero if the mask
     is all zero. Losses and softmax are computed in fp32 whatever the dtype. Differentiable once, by
     `cross_entropy`, which is `chunked_cross_entropy` or `whole_cross_entropy`; None means chunked.
+    With a cap c, logits x are c tanh(x / c).
     """
     mask = mask.float()
     cross_entropy = cross_entropy or chunked_cross_entropy
+    if cap is not None:
+        cross_entropy = partial(_capped_cross_entropy, cross_entropy, cap)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _HeadLoss.apply(hidden, weight, labels, mask, cross_entropy)
     losses = cross_entropy(F.linear(hidden, weight), labels, None)
@@ -94,6 +98,26 @@ def logits_to_gradient(
     softmax = (logits_fp32 - row_max).exp() / exp_sum
     logits.copy_(mask[:, None] * (softmax - (columns == label_columns).float()))
     return (exp_sum.log() + (row_max - label_logits)).squeeze(1)
+
+
+def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
+    """Return c tanh(logits / c) for a cap c, or the logits without one."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def _capped_cross_entropy(
+    cross_entropy: CrossEntropy, cap: float, logits: Tensor, labels: Tensor, mask: Tensor | None
+) -> Tensor:
+    """Return what `cross_entropy` does of capped logits, with the gradient of those before the cap.
+
+    With a mask it needs a second buffer of the size of the logits, for the slope of the cap.
+    """
+    logits.div_(cap).tanh_()
+    slope = None if mask is None else 1 - logits.square()
+    losses = cross_entropy(logits.mul_(cap), labels, mask)
+    if slope is not None:
+        logits.mul_(slope)
+    return losses
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -12,12 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-BLOCK = 512  # queries
+from megatron_zpp.model.scores import BLOCK, CAUSAL, Scores, attend_in_blocks
 
 
-def attend_last(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+def attend_last(q: Tensor, k: Tensor, v: Tensor, dropout: float, scores: Scores = CAUSAL) -> Tensor:
     """Map q [B, N, R, D] of the last R of S tokens to [B, N, R, D]; k and v [B, K, S, D]."""
-    options = {"dropout_p": dropout, "enable_gqa": q.shape[1] > k.shape[1]}
+    if not scores.is_causal_only(k.shape[2]):
+        return attend_in_blocks(q, k, v, scores, dropout)
+    options = {
+        "dropout_p": dropout, "enable_gqa": q.shape[1] > k.shape[1], "scale": scores.scale
+    }  # fmt: skip
     if q.shape[2] == k.shape[2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
     if q.is_cuda:

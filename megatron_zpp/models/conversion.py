@@ -16,7 +16,14 @@ from megatron_zpp.checkpoint.iteration_folders import candidates
 from megatron_zpp.checkpoint.safetensors_files import DTYPES, SUFFIX, write_safetensors
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
 from megatron_zpp.models import gguf
-from megatron_zpp.models.hf_config import build_config, family_of, parse_config
+from megatron_zpp.models.families.forms import Sizes
+from megatron_zpp.models.hf_config import (
+    HuggingFaceConfig,
+    build_config,
+    comparable,
+    family_of,
+    parse_config,
+)
 from megatron_zpp.models.hf_folder import (
     CONFIG,
     ONE_FILE,
@@ -27,7 +34,6 @@ from megatron_zpp.models.hf_folder import (
 from megatron_zpp.models.hf_weights import hugging_face_items
 from megatron_zpp.models.open_model import ORIGIN_FOLDER, OpenedModel, open_model
 from megatron_zpp.models.peft_adapters import write_peft
-from megatron_zpp.models.tensor_forms import Sizes
 from megatron_zpp.models.tokenizer_files import (
     GENERATION,
     copy_files,
@@ -35,8 +41,7 @@ from megatron_zpp.models.tokenizer_files import (
     tokenizer_json_folder,
     write_tokenizer,
 )
-from megatron_zpp.models.weight_names import TABLES
-from megatron_zpp.settings.config import Config, ModelConfig, TokenizerConfig
+from megatron_zpp.settings.config import Config, TokenizerConfig
 from zeropp.errors import InputError
 from zeropp.settings.schema import settings_of
 
@@ -96,16 +101,16 @@ def export_model(
         raise InputError(f"--to-hf {output} holds a model already: name another folder")
     if candidates(output)[0]:
         raise InputError(f"--to-hf {output} holds checkpoints: name another folder")
-    vocab_rows = opened.tokenizer.vocab_size
     origin = _matching_origin(opened)
     if origin is not None:
-        content = read_config(origin)
-        vocab_rows = parse_config(content, str(origin / CONFIG)).vocab_rows
+        content, hf_config = read_config(origin), _read_origin(origin)
+        family, vocab_rows = hf_config.family, hf_config.vocab_rows
     else:
+        family, vocab_rows = family_of(opened.config), opened.tokenizer.vocab_size
         content = build_config(opened.config, vocab_rows, opened.tokenizer.eod)
-    table = TABLES[family_of(opened.config).name]
     sizes = Sizes(model=opened.config, vocab_rows=vocab_rows, padded_rows=opened.padded_vocab_size)
-    items = hugging_face_items(opened.weights, table, sizes, DTYPES[dtype] if dtype else None)
+    dtype = DTYPES[dtype] if dtype else None
+    items = hugging_face_items(opened.weights, family.names, sizes, dtype)
     output.mkdir(parents=True, exist_ok=True)
     paths = write_safetensors(output / ONE_FILE, items, {"format": "pt"}, max_bytes)
     if origin is not None:
@@ -134,7 +139,7 @@ def export_adapters(
             f"{opened.path}: has no adapters of its own: expected a checkpoint of a run with "
             "--lora-rank; --to-hf writes whole models"
         )
-    table = TABLES[opened.family().name]
+    table = opened.family().names
     if base_name is None:
         base_name = str(opened.base.resolve())
         if not is_hugging_face(opened.base):
@@ -186,16 +191,14 @@ def _matching_origin(opened: OpenedModel) -> Path | None:
         origin = tokenizer_json_folder(opened.tokenizer_config)
     if origin is None or not is_hugging_face(origin):
         return None
-    hf_config = parse_config(read_config(origin), str(origin / CONFIG))
-    if _unpadded_architecture(hf_config.model) != _unpadded_architecture(opened.config):
+    if comparable(_read_origin(origin).model) != comparable(opened.config):
         log.info("%s describes another model and is not used", origin / CONFIG)
         return None
     return origin
 
 
-def _unpadded_architecture(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings that the weights depend on, without the padding of the vocabulary."""
-    return architecture(replace(model, make_vocab_size_divisible_by=1), 0)
+def _read_origin(folder: Path) -> HuggingFaceConfig:
+    return parse_config(read_config(folder), str(folder / CONFIG))
 
 
 def _dtype_entry(content: Mapping[str, Any], dtypes: set[torch.dtype]) -> dict[str, str]:

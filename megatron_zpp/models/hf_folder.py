@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_zpp.checkpoint.safetensors_files import DTYPE_NAMES, INDEX, SUFFIX
-from megatron_zpp.models.weight_names import TABLES
+from megatron_zpp.models.families.table import FAMILIES
 from megatron_zpp.tokenizer.base import read_json
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError, first_few
@@ -139,4 +139,4 @@ def _read_header(path: Path) -> dict[str, Tensor]:
 def _is_supported(name: str, dtype: torch.dtype | None) -> bool:
     if dtype is None:
         return False
-    return dtype.is_floating_point or any(table.is_constant(name) for table in TABLES.values())
+    return dtype.is_floating_point or any(family.names.is_constant(name) for family in FAMILIES)

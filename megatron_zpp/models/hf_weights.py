@@ -1,6 +1,7 @@
 """Hugging Face's tensors as the weights of our GPT, and ours as Hugging Face's, one at a time."""
 
-from functools import reduce
+from collections.abc import Mapping, Sequence
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -8,10 +9,10 @@ from torch import Tensor
 from megatron_zpp.checkpoint.safetensors_files import Item
 from megatron_zpp.checkpoint.weight_source import WeightSource
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.models.families.forms import Sizes
+from megatron_zpp.models.families.names import NameRow, NameTable
 from megatron_zpp.models.gguf import GgufModel
 from megatron_zpp.models.hf_folder import FolderTensors
-from megatron_zpp.models.tensor_forms import Sizes
-from megatron_zpp.models.weight_names import NameRow, NameTable
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.errors import InputError, first_lines
 
@@ -55,11 +56,10 @@ class HuggingFaceWeights:
         return reduce(torch.promote_types, dtypes)
 
     def _check(self, parameters: dict[str, Tensor], hf_facts: dict[str, Tensor]) -> None:
-        expected_shapes = {}
-        for gpt_name, row in self._rows.items():
-            parts = row.form.split(parameters[gpt_name], self._sizes)
-            for hf_name, part in zip(row.hf_names, parts, strict=True):
-                expected_shapes[hf_name] = part.shape
+        expected_shapes = {
+            hf_name: joined_parts(parts).shape
+            for hf_name, parts in split_by_name(parameters, self._rows, self._sizes).items()
+        }
         lines = [f"missing: {name}" for name in expected_shapes if name not in self._file_names]
         for hf_name, file_name in self._file_names.items():
             shape, expected = hf_facts[file_name].shape, expected_shapes.get(hf_name)
@@ -96,22 +96,39 @@ def hugging_face_items(
     weights: WeightSource, table: NameTable, sizes: Sizes, dtype: torch.dtype | None
 ) -> list[Item]:
     """Return our weights as Hugging Face's tensors to be written; dtype None keeps each one's."""
-    cache = _LastTensor(weights)
+    cache, facts = _LastTensor(weights), weights.facts()
+    rows = {gpt_name: table.row(gpt_name) for gpt_name in facts}
     items = []
-    for gpt_name, facts in weights.facts().items():
-        row = table.row(gpt_name)
-        for index, part in enumerate(row.form.split(facts, sizes)):
-            items.append(
-                Item(
-                    name=row.hf_names[index],
-                    shape=tuple(part.shape),
-                    dtype=dtype or facts.dtype,
-                    read=lambda row=row, index=index: row.form.split(
-                        cache.read(row.gpt_name), sizes
-                    )[index],
-                )
+    for hf_name, parts in split_by_name(facts, rows, sizes).items():
+        whole = joined_parts(parts)
+        items.append(
+            Item(
+                name=hf_name,
+                shape=tuple(whole.shape),
+                dtype=dtype or whole.dtype,
+                read=partial(_read_tensor, hf_name, [row for row, _ in parts], cache, sizes),
             )
+        )
     return items
+
+
+def split_by_name(
+    parameters: Mapping[str, Tensor], rows: Mapping[str, NameRow], sizes: Sizes
+) -> dict[str, list[tuple[NameRow, Tensor]]]:
+    """Return the rows whose parameters make up each of Hugging Face's tensors, with their parts."""
+    tensors: dict[str, list[tuple[NameRow, Tensor]]] = {}
+    for gpt_name, row in rows.items():
+        parts = row.form.split(parameters[gpt_name], sizes)
+        for hf_name, part in zip(row.hf_names, parts, strict=True):
+            tensors.setdefault(hf_name, []).append((row, part))
+    for parts in tensors.values():
+        parts.sort(key=lambda part: part[0].form.place or 0)
+    return tensors
+
+
+def joined_parts(parts: Sequence[tuple[NameRow, Tensor]]) -> Tensor:
+    """Return one of Hugging Face's tensors from what rows have of it."""
+    return parts[0][1] if len(parts) == 1 else torch.cat([part for _, part in parts])
 
 
 def parameter_shapes(model: ModelConfig, padded_rows: int) -> dict[str, Tensor]:
@@ -120,6 +137,16 @@ def parameter_shapes(model: ModelConfig, padded_rows: int) -> dict[str, Tensor]:
         gpt = GPT(model, padded_rows)
     assert gpt.padded_vocab_size == padded_rows
     return {name: parameter.detach() for name, parameter in gpt.named_parameters()}
+
+
+def _read_tensor(
+    hf_name: str, rows: Sequence[NameRow], cache: "_LastTensor", sizes: Sizes
+) -> Tensor:
+    parts = [
+        (row, row.form.split(cache.read(row.gpt_name), sizes)[row.hf_names.index(hf_name)])
+        for row in rows
+    ]
+    return joined_parts(parts)
 
 
 class _LastTensor:

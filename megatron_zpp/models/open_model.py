@@ -23,6 +23,7 @@ from megatron_zpp.checkpoint.training_state import (
     TrainingState,
     architecture,
     read_state,
+    with_tuples,
 )
 from megatron_zpp.checkpoint.weight_source import WeightSource, fill_parameters
 from megatron_zpp.data.text_source import resolve_tokenizer
@@ -30,13 +31,12 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.lora import is_adapter
 from megatron_zpp.models import gguf
 from megatron_zpp.models import peft_adapters as peft
+from megatron_zpp.models.families.forms import Sizes
 from megatron_zpp.models.hf_config import Family, HuggingFaceConfig, family_of, parse_config
 from megatron_zpp.models.hf_folder import CONFIG, FolderTensors, is_hugging_face, read_config
 from megatron_zpp.models.hf_weights import HuggingFaceWeights, parameter_shapes
 from megatron_zpp.models.lora_adapters import CheckpointAdapters, MergedWeights
-from megatron_zpp.models.tensor_forms import Sizes
 from megatron_zpp.models.tokenizer_files import tokenizer_config_of
-from megatron_zpp.models.weight_names import TABLES
 from megatron_zpp.settings.config import LoraConfig, ModelConfig, TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 from zeropp.errors import InputError
@@ -177,20 +177,28 @@ def _open_checkpoint(
     elif base_folder is not None:
         raise InputError(f"{path}: was trained without --lora-rank: leave --base out")
     tokenizer_config = tokenizer_config or _saved_tokenizer_config(path, state)
-    hf_config, origin = None, path.parent / ORIGIN_FOLDER
-    if is_hugging_face(origin):
-        hf_config = parse_config(read_config(origin), str(origin / CONFIG))
     return OpenedModel(
         path=path,
         config=_section(ModelConfig, settings["model"], path),
         tokenizer=_build_saved_tokenizer(path, state, tokenizer_config),
         tokenizer_config=tokenizer_config,
         weights=weights,
-        hf_config=hf_config,
+        hf_config=_origin_config(path, base_path),
         adapters=adapters,
         base=base_path,
         files=base.files if base else None,
     )
+
+
+def _origin_config(path: Path, base: Path | None) -> HuggingFaceConfig | None:
+    """Return the config.json that a checkpoint, or the base model of its adapters, came with."""
+    folders = [path.parent / ORIGIN_FOLDER]
+    if base is not None:
+        folders += [base, base.parent / ORIGIN_FOLDER]
+    for folder in folders:
+        if is_hugging_face(folder):
+            return parse_config(read_config(folder), str(folder / CONFIG))
+    return None
 
 
 def _saved_tokenizer_config(path: Path, state: TrainingState) -> TokenizerConfig:
@@ -278,7 +286,7 @@ def _open_peft(
         base = open_model(folder, tokenizer_config, vocab_multiple)
     except RecursionError:
         raise InputError(f"{path}: its base model {base_name!r} leads back to it") from None
-    adapters = peft.PeftAdapters(path, TABLES[base.family().name], base.adapter_sizes())
+    adapters = peft.PeftAdapters(path, base.family().names, base.adapter_sizes())
     return replace(base, path=path, weights=MergedWeights(base.weights, adapters), base=base.path)
 
 
@@ -320,7 +328,7 @@ def _open_hugging_face(
         config=model,
         tokenizer=tokenizer,
         tokenizer_config=tokenizer_config,
-        weights=HuggingFaceWeights(tensors, TABLES[hf_config.family.name], sizes),
+        weights=HuggingFaceWeights(tensors, hf_config.family.names, sizes),
         hf_config=hf_config,
     )
 
@@ -359,4 +367,4 @@ def _section(kind: type, values: dict[str, Any], path: Path) -> Any:
     unknown = sorted(values.keys() - names)
     if unknown:
         raise InputError(f"{path} has unknown settings: {', '.join(unknown)}")
-    return kind(**values)
+    return kind(**with_tuples(values))

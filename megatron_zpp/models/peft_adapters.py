@@ -18,12 +18,12 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.safetensors_files import SUFFIX, Item, write_safetensors
 from megatron_zpp.model.lora import A, B
-from megatron_zpp.models.hf_config import MAX_NUMBER
+from megatron_zpp.models.families.forms import Sizes
+from megatron_zpp.models.families.names import NameRow, NameTable
+from megatron_zpp.models.families.settings import MAX_NUMBER
 from megatron_zpp.models.hf_folder import FolderTensors, write_json
-from megatron_zpp.models.hf_weights import parameter_shapes
+from megatron_zpp.models.hf_weights import joined_parts, parameter_shapes, split_by_name
 from megatron_zpp.models.lora_adapters import WEIGHT, CheckpointAdapters
-from megatron_zpp.models.tensor_forms import Sizes
-from megatron_zpp.models.weight_names import NameRow, NameTable
 from megatron_zpp.tokenizer.base import read_json
 from zeropp.errors import InputError, first_few, first_lines
 
@@ -62,6 +62,7 @@ def write_peft(
     if is_peft(output) or (output / TENSORS).exists():
         raise InputError(f"--to-peft {output} holds adapters already: name another folder")
     rows = {layer: table.row(layer + WEIGHT) for layer in adapters.layers}
+    _require_own_modules(rows)
     items = []
     for layer, row in rows.items():
         items += _items(adapters, layer, row, sizes)
@@ -125,6 +126,10 @@ class PeftAdapters:
             if name.startswith("blocks.") and parameter.ndim == 2
         }
         self._rows = {layer: table.row(layer + WEIGHT) for layer in self._weights}
+        tensors = split_by_name(self._weights, self._rows, sizes)
+        self._shapes = {
+            name.removesuffix(WEIGHT): joined_parts(parts).shape for name, parts in tensors.items()
+        }
         self._check()
         self.layers = [layer for layer, row in self._rows.items() if self._has_adapter(row)]
 
@@ -135,10 +140,9 @@ class PeftAdapters:
     def weight_delta(self, layer: str) -> Tensor:
         """Return what the adapters add to the layer's weight, fp32 [out, in]."""
         row = self._rows[layer]
-        parts = row.form.split(self._weights[layer], self._sizes)
         deltas = [
-            self._module_delta(module, part.shape, row.form.is_transposed)
-            for module, part in zip(_module_names(row), parts, strict=True)
+            self._module_delta(module, self._shapes[module], row.form.is_transposed)
+            for module in _module_names(row)
         ]
         return row.form.join(deltas, self._sizes).contiguous()
 
@@ -156,12 +160,13 @@ class PeftAdapters:
     def _check(self) -> None:
         expected_shapes: dict[str, list[int]] = {}
         partners: dict[str, str] = {}  # A's name by B's, and B's by A's
-        for layer, row in self._rows.items():
-            parts = row.form.split_rows(self._weights[layer], self._sizes)
-            for module, part in zip(_module_names(row), parts, strict=True):
+        for row in self._rows.values():
+            for module in _module_names(row):
+                shape = self._shapes[module]
+                num_rows, num_columns = reversed(shape) if row.form.is_transposed else shape
                 name_a, name_b = _adapter_names(module)
-                expected_shapes[name_a] = [self._rank, part.shape[1]]
-                expected_shapes[name_b] = [part.shape[0], self._rank]
+                expected_shapes[name_a] = [self._rank, num_columns]
+                expected_shapes[name_b] = [num_rows, self._rank]
                 partners[name_a] = name_b
                 partners[name_b] = name_a
         lines = []
@@ -202,6 +207,17 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
     if base is not None and not isinstance(base, str):
         raise InputError(f"{path}: {BASE} is {base!r}; expected a name")
     return content
+
+
+def _require_own_modules(rows: Mapping[str, NameRow]) -> None:
+    """Raise InputError for adapters of a layer that is a part of one in Hugging Face's model."""
+    for layer, row in rows.items():
+        if row.form.place is not None:
+            (module,) = _module_names(row)
+            raise InputError(
+                f"--to-peft: {layer} is a part of Hugging Face's layer {module}, for which PEFT "
+                "has one adapter: merge the adapters into the model, --to-hf"
+            )
 
 
 def _items(adapters: CheckpointAdapters, layer: str, row: NameRow, sizes: Sizes) -> list[Item]:

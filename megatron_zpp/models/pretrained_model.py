@@ -73,8 +73,7 @@ def lora_summary(config: Config, sharding: Sharding) -> list[tuple[str, str]]:
 
 
 def _require_data(data: DataConfig, folder: str) -> None:
-    paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
-    if not any(paths) and not data.mock_data:
+    if not data.names_data:
         raise InputError(
             f"--pretrained-checkpoint {folder} needs text for the model's tokenizer: give "
             "--data-path with .jsonl files or the output of tools/preprocess_data.py"

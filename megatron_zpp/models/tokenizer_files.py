@@ -6,6 +6,7 @@ from pathlib import Path
 from megatron_zpp.models.hf_folder import write_json
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer
+from megatron_zpp.tokenizer.factory import TYPES_WITH_TOKENIZER_JSON
 from zeropp.atomic import write_atomically
 
 TOKENIZER_JSON = "tokenizer.json"
@@ -19,7 +20,6 @@ FILES = (
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
     GENERATION,
 )  # fmt: skip
-TYPES_WITH_TOKENIZER_JSON = ("HFTokenizer", "HuggingFaceTokenizer")
 
 
 def copy_files(source: Path, target: Path, names: tuple[str, ...] = FILES) -> list[str]:

@@ -84,6 +84,8 @@ class Forecast:
             into, back_into = into + 1, back_into + 1
             peers.count_reduce(self.tokens * FP32_BYTES)
             self._sum(peers, 2 * self.tokens, FP32_BYTES)
+        for _ in range(self._norms_of_heads(stage)):
+            self._sum(peers, self.tokens, FP32_BYTES)
         row = self.elements * self.width // peers.size
         if not splits_rows:
             for _ in range(out + back_into + again_out):
@@ -93,6 +95,14 @@ class Forecast:
         peers.count_exchange((out + back_into + again_out) * row)
         if stage.is_first and self.model.tokens.weight.requires_grad:
             peers.count_gather(self.elements * self.residual_width // peers.size)
+
+    def _norms_of_heads(self, stage: Stage) -> int:
+        """Return how many normalizations of all heads sum squares, or their gradients."""
+        model = self.config.model
+        if not (model.qk_layernorm and model.qk_layernorm_across_heads):
+            return 0
+        _, back, _ = self._moves_back(stage)
+        return 2 * (len(stage.layers) + back + self._recomputed(stage))
 
     def _context(self, stage: Stage, peers: Peers) -> None:
         """Count the moves of `context_parallel.py`, of queries, keys, values and the result."""
@@ -175,10 +185,12 @@ class Forecast:
         """Return how many moves into and out of layers are made again in backward.
 
         PyTorch ends a recomputation when it has all that backward needs. That is before the last
-        sum, unless dropout follows it.
+        sum, unless dropout or a normalization follows it.
         """
         checkpoints, moves = self._checkpoints(stage), 2 * self._recomputed(stage)
-        not_again = len(checkpoints) if self.config.model.hidden_dropout == 0 else 0
+        model = self.config.model
+        is_last = model.hidden_dropout == 0 and model.norm_placement == "pre"
+        not_again = len(checkpoints) if is_last else 0
         return moves, moves - not_again
 
 

@@ -135,12 +135,15 @@ def _attend_gathered(
     in_order = torch.cat((first.flatten(1, 2), second.flip(1).flatten(1, 2)), dim=1)
     keys, values = in_order.split(k.shape[2], dim=2)  # [B, S, K, D] each
     dropout = attention.dropout if attention.training else 0.0
+    scores = attention.scores
     attended = []
     for number, part in zip(axis.parts, q.chunk(2, dim=1), strict=True):
         first, end = number * part.shape[1], (number + 1) * part.shape[1]
         if edges is None:
             prefix = (each[:, :end].transpose(1, 2) for each in (keys, values))
-            attended.append(attend_last(part.transpose(1, 2), *prefix, dropout).transpose(1, 2))
+            attended.append(
+                attend_last(part.transpose(1, 2), *prefix, dropout, scores).transpose(1, 2)
+            )
         else:
-            attended.append(attend_documents(part, keys, values, edges, dropout, first))
+            attended.append(attend_documents(part, keys, values, edges, dropout, first, scores))
     return torch.cat(attended, dim=1)

@@ -41,13 +41,13 @@ class InFlight:
 class Step:
     """The micro-batches of a step on a rank, and the losses of those that have left the last stage.
 
-    `samples` yields the number of each micro-batch's first sample, and the micro-batch.
+    `samples` yields the number of each micro-batch's first sample, and the micro-batch; `scales`
+    has what each loss is multiplied by.
     """
 
     samples: Iterator[tuple[int, Batch]]
-    num_micro_batches: int
+    scales: Sequence[float | Tensor]
     shape_of: Callable[[Tensor], tuple[int, ...]]
-    loss_scale: float
     seed_dropout: SeedDropout
     losses: list[Tensor] = field(default_factory=list)
     in_flight: dict[tuple[int, int], InFlight] = field(default_factory=dict)  # by chunk and number
@@ -94,19 +94,19 @@ class Pipeline(nn.Module):
         self._sent: Message | None = None  # the last one that nobody waits for elsewhere
 
     def forward_backward(
-        self, samples: Iterator[tuple[int, Batch]], num_micro_batches: int, loss_scale: float,
+        self, samples: Iterator[tuple[int, Batch]], scales: Sequence[float | Tensor],
         seed_dropout: SeedDropout,
     ) -> list[Tensor]:  # fmt: skip
         """Run all passes of a step; return the losses, unscaled, 0-d, on the last stage's ranks.
 
-        Gradients are those of the sum of the losses, each times `loss_scale`.
+        Gradients are those of the sum of the losses, each times its scale.
         """
         step = Step(
-            samples=samples, num_micro_batches=num_micro_batches, loss_scale=loss_scale,
-            seed_dropout=seed_dropout, shape_of=partial(self._shape, splits=True),
+            samples=samples, scales=scales, seed_dropout=seed_dropout,
+            shape_of=partial(self._shape, splits=True),
         )  # fmt: skip
         place, size = self._ranks.pipeline_place, self._ranks.pipeline_size
-        order = passes(place, size, num_micro_batches, len(self.stages))
+        order = passes(place, size, len(scales), len(self.stages))
         arriving = self._expect(step, order[0])
         for each, following in zip_longest(order, order[1:]):
             self._ranks.main_thread.mark()
@@ -191,7 +191,7 @@ class Pipeline(nn.Module):
         output, sent = stage(received, *batch.inputs()), None
         if stage.is_last:
             step.losses.append(output.detach())
-            output = output * step.loss_scale
+            output = output * step.scales[each.micro_batch]
         else:
             sent = self.links.activations_out.send(output)
         step.in_flight[each.chunk, each.micro_batch] = InFlight(
@@ -201,7 +201,7 @@ class Pipeline(nn.Module):
     def _backward(self, step: Step, each: Pass, gradient: Tensor | None) -> None:
         stage = self.stages[each.chunk]
         entry = step.in_flight.pop((each.chunk, each.micro_batch))
-        stage.sharding.begin_micro_step(last=each.micro_batch == step.num_micro_batches - 1)
+        stage.sharding.begin_micro_step(last=each.micro_batch == len(step.scales) - 1)
         if entry.sent is not None:
             entry.sent.wait()  # the next stage has long used it
         entry.output.backward(gradient)

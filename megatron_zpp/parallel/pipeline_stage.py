@@ -52,7 +52,7 @@ class Stage:
         elif not self.is_first:
             model.tokens = None
         if not self.is_first:
-            model.positions = None
+            model.positions = model.embed_norm = None
             model.embed = lambda *_: self._received
         if not self.is_last:
             model.norm = model.head = None

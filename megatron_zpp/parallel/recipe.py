@@ -61,7 +61,9 @@ def build_optimizer(
 
     Offloaded, the 16-bit weights are moved to `device`.
     """
-    groups = parameter_groups(sharding.model)
+    groups = parameter_groups(
+        sharding.model, decouples_ends=config.optimizer.decoupled_lr is not None
+    )
     settings = adam_settings(config)
     if config.zero.offloads_optimizer:
         return offloaded_adamw(sharding, groups, device, config.zero, **settings)
@@ -70,17 +72,27 @@ def build_optimizer(
     return fastest_adamw(groups, **settings, torch_on_cpu=config.optimizer.cpu_torch_adam)
 
 
-def parameter_groups(model: torch.nn.Module) -> list[dict]:
-    """Return Megatron's groups of trained parameters: matrices decay, biases and gains do not."""
-    matrices, vectors = [], []
+def parameter_groups(model: torch.nn.Module, *, decouples_ends: bool = False) -> list[dict]:
+    """Return Megatron's groups of trained parameters: matrices decay, biases and gains do not.
+
+    With `decouples_ends`, the token embedding and the output layer are a group of their own.
+    """
+    layers = (getattr(model, name, None) for name in ("tokens", "head"))
+    ends = [layer.weight for layer in layers if layer is not None]
+    groups: dict[tuple[bool, bool], list] = {
+        (True, False): [],
+        (False, False): [],
+        (True, True): [],
+    }
     for parameter in model.parameters():
         if parameter.requires_grad:
-            (matrices if parameter.ndim >= 2 else vectors).append(parameter)
-    groups = [
-        {"params": matrices, "decays": True},
-        {"params": vectors, "decays": False},
+            at_ends = decouples_ends and any(parameter is each for each in ends)
+            groups[parameter.ndim >= 2, at_ends].append(parameter)
+    return [
+        {"params": parameters, "decays": decays, "at_ends": at_ends}
+        for (decays, at_ends), parameters in groups.items()
+        if parameters
     ]
-    return [group for group in groups if group["params"]]
 
 
 def adam_settings(config: Config) -> dict:

@@ -6,6 +6,7 @@
 | queries, keys and values, with their bias  | by heads       | of layers that are split by        |
 | input and gate of the MLP, with their bias | by channels    | columns are whole on every rank    |
 | output of attention and MLP                | by columns     |                                    |
+| norms of all heads of queries and of keys  | by heads       |                                    |
 | B of adapters of the two kinds above those | by rows        | A of the same adapters             |
 | A of adapters of the outputs               | by columns     | B of the same adapters             |
 
@@ -18,9 +19,10 @@ stream between the layers that are split: what enters one is gathered there, wha
 summed and scattered. Without it, what leaves is summed on every rank.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -51,9 +53,11 @@ SPLIT_DIMS = {  # by the last components of a parameter's name
     "attention.qkv.weight": 0, "attention.qkv.bias": 0, "attention.output.weight": 1,
     "mlp.input.weight": 0, "mlp.input.bias": 0, "mlp.gate.weight": 0, "mlp.gate.bias": 0,
     "mlp.output.weight": 1,
+    "attention.queries_norm.weight": 0, "attention.keys_norm.weight": 0,
     "attention.qkv.lora_B.weight": 0, "mlp.input.lora_B.weight": 0, "mlp.gate.lora_B.weight": 0,
     "attention.output.lora_A.weight": 1, "mlp.output.lora_A.weight": 1,
 }  # fmt: skip
+NORMS_OF_HEADS = re.compile(r"\.attention\.[qk]_norm\.")
 
 
 @dataclass
@@ -85,8 +89,7 @@ def split_model(model: GPT, mesh: DeviceMesh, peers: Peers, *, sequence_parallel
     """Split a model that is on the meta device over the ranks of the one-axis `mesh`, in place."""
     axis = TensorAxis(peers, sequence_parallel)
     for block in model.blocks:
-        block.attention.kv_heads //= mesh.size()
-        _split_rows(block.attention.qkv)
+        _split_heads(block.attention, axis)
         block.attention.attend = partial(attend_with_own_dropout, block.attention, axis)
         _split_rows(block.mlp.input)
         if block.mlp.gate is not None:
@@ -128,6 +131,19 @@ class PartOfLinear(nn.Linear):
 
 class PartOfLoraLinear(LoraLinear, PartOfLinear):
     """A linear layer whose output channels are split, those of its adapter too."""
+
+
+class PartOfRMSNorm(nn.RMSNorm):
+    """A normalization over channels that are split: the squares of all ranks are summed."""
+
+    axis: TensorAxis
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, peers = x.float(), self.axis.peers
+        squares = values.square().sum(-1, keepdim=True)
+        total = moved(squares, peers, sum_whole, sum_whole)
+        normalized = values * torch.rsqrt(total / (x.shape[-1] * peers.size) + self.eps)
+        return (normalized * local_part(self.weight).float()).to(x.dtype)
 
 
 class ColumnsOfLinear(nn.Linear):
@@ -236,12 +252,29 @@ def sum_partial_gradients(
 def partial_parameters(model: nn.Module, sequence_parallel: bool) -> Iterator[nn.Parameter]:
     """Yield the whole parameters of which each rank computes a term of the gradient.
 
-    Those are what computes with its own rows, and the matrix of an adapter whose other is split.
+    Those are what computes with its own rows or its own heads, and the matrix of an adapter whose
+    other is split.
     """
     for name, parameter in model.named_parameters():
-        has_rows = sequence_parallel and parameter.ndim == 1
-        if (has_rows or is_adapter(name)) and _split_dim(name) is None and parameter.requires_grad:
+        has_rows = sequence_parallel and parameter.ndim == 1 and not name.startswith("embed_norm.")
+        has_heads = NORMS_OF_HEADS.search(name) is not None
+        is_term = has_rows or has_heads or is_adapter(name)
+        if is_term and _split_dim(name) is None and parameter.requires_grad:
             yield parameter
+
+
+def _split_heads(attention: Attention, axis: TensorAxis) -> None:
+    """Let an attention compute with this rank's heads."""
+    size, place = axis.peers.size, axis.peers.place
+    attention.kv_heads //= size
+    _split_rows(attention.qkv)
+    for norm in (attention.queries_norm, attention.keys_norm):
+        if norm is not None:
+            norm.__class__, norm.axis = PartOfRMSNorm, axis
+    if attention.scores.alibi_heads is not None:
+        num_heads = attention.scores.alibi_heads[0]
+        own_heads = num_heads, place * num_heads // size, num_heads // size
+        attention.scores = replace(attention.scores, alibi_heads=own_heads)
 
 
 def _split_rows(layer: nn.Linear) -> None:
@@ -296,7 +329,8 @@ def _logits(axis: TensorAxis, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _loss(
-    axis: TensorAxis, hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, _: Callable
-) -> Tensor:
+    axis: TensorAxis, hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, _: Callable,
+    cap: float | None,
+) -> Tensor:  # fmt: skip
     cross_entropy = partial(split_cross_entropy, axis.peers)
-    return head_loss(hidden, local_part(weight), labels, mask, cross_entropy)
+    return head_loss(hidden, local_part(weight), labels, mask, cross_entropy, cap)

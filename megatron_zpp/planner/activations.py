@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.layers import rotary_table
 from megatron_zpp.model.recompute import call_checkpointed
+from megatron_zpp.model.rotary import GLOBAL, rotary_tables
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim.step import local_part
 from zeropp.wire.in_flight import InFlightTensor
@@ -123,8 +123,7 @@ def _trace_block(
     stream = _stream(config, micro_batch, dtype).requires_grad_()
     rotary = None
     if config.position_embedding_type == "rope":
-        positions = torch.arange(config.seq_length)[None]
-        rotary = rotary_table(positions, int(config.head_dim * config.rotary_percent), 1.0)
+        rotary = rotary_tables(config, torch.arange(config.seq_length)[None])[GLOBAL]
     with LiveBytes([*weights.values(), stream, *(rotary or ())]) as live:
         result = functional_call(block, weights, (stream, rotary))
         saved, forward = live.current, live.take_peak()

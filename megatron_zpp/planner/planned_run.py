@@ -290,10 +290,12 @@ def _stored_bytes(pieces: Sequence[Piece]) -> int:
 def _piece(parameter: nn.Parameter, num_shards: int, bits: int | None) -> Piece:
     """Return a rank's shard of a parameter; frozen matrices become codes of `bits`, if set."""
     rows = -(-parameter.shape[0] // num_shards)  # FSDP2 cuts the first dimension, rounded up
-    elements = rows * parameter[0].numel()
+    row = parameter[0].numel()
+    elements = rows * row
     is_stored = bits and parameter.ndim >= 2 and not parameter.requires_grad
     return Piece(
         elements=elements,
+        row=row,
         ndim=parameter.ndim,
         trainable=parameter.requires_grad,
         packed_bytes=stored_layout(elements, bits).packed_bytes if is_stored else 0,

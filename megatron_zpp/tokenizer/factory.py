@@ -26,9 +26,14 @@ TOKENIZER_TYPES = MappingProxyType(
         "Llama2Tokenizer": (Llama2Tokenizer, ("tokenizer_model",)),
         "HFTokenizer": (HFTokenizer, ("tokenizer_model",)),
         "HuggingFaceTokenizer": (HFTokenizer, ("tokenizer_model",)),
+        "PretrainedFromHF": (HFTokenizer, ("tokenizer_model",)),  # BigScience's name of it
+        "TokenizerFromFile": (HFTokenizer, ("tokenizer_model",)),  # BigCode's
         "ByteLevelTokenizer": (ByteLevelTokenizer, ()),
         "NullTokenizer": (NullTokenizer, ("vocab_size",)),
     }
+)
+TYPES_WITH_TOKENIZER_JSON = tuple(
+    name for name, (kind, _) in TOKENIZER_TYPES.items() if kind is HFTokenizer
 )
 FIELDS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 

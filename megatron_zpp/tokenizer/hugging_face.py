@@ -33,6 +33,11 @@ class HFTokenizer(Tokenizer):
 
     def __init__(self, model: str, extra_ids: int = 0):
         path = Path(model) / "tokenizer.json" if Path(model).is_dir() else Path(model)
+        if not path.exists():
+            raise InputError(
+                f"--tokenizer-model {path}: No such file; nothing is downloaded: give a "
+                "tokenizer.json or the folder of one"
+            )
         content = read_bytes(path, "--tokenizer-model")
         self._tokenizer = _load(path, content, self.name)
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)

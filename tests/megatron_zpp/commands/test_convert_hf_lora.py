@@ -15,10 +15,14 @@ from megatron_zpp.models.lora_adapters import MergedWeights
 from megatron_zpp.models.open_model import load_model, open_model
 from megatron_zpp.models.peft_adapters import CONFIG, TENSORS, target_modules
 from tests.megatron_zpp.models.foreign_models import (
+    bloom,
+    gemma3,
     gpt2,
     llama,
     logits,
     neox,
+    phi3,
+    qwen3,
     save_own,
     saved,
 )
@@ -33,6 +37,9 @@ MODELS = {
     "llama, as many keys as queries": lambda: llama(num_key_value_heads=6, attention_bias=True,
                                                     mlp_bias=True),
     "gpt_neox": neox,
+    "qwen3": qwen3,
+    "gemma3": gemma3,
+    "bloom": bloom,
 }  # fmt: skip
 
 
@@ -45,8 +52,10 @@ def error(capsys: pytest.CaptureFixture, *arguments: object) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "MixZ++"])
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    ("make", "is_whole"),
+    [*((make, True) for make in MODELS.values()), (gpt2, False), (llama, False)],
+)
 def test_adapters_give_the_same_logits_in_peft(make: callable, is_whole: bool, tmp_path: Path):
     base, save, out = saved(make(), tmp_path / "base"), tmp_path / "save", tmp_path / "adapters"
     ours = save_lora_checkpoint(base, save, is_whole=is_whole)
@@ -129,6 +138,26 @@ def test_adapters_that_peft_trained(settings: dict, tmp_path: Path) -> None:
     run("--load", out, "--to-hf", tmp_path / "merged", "--base", moved)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(logits(merged), logits(theirs), **LOGITS)
+
+
+def test_adapters_of_fused_layers(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """PEFT has one adapter for queries, keys and values, as we have, and one for gate and input."""
+    theirs = of_peft(phi3(), tmp_path / "adapters", target_modules="all-linear")
+    base = saved(phi3(), tmp_path / "base")
+    ours, _ = load_model(tmp_path / "adapters", base=base)
+    torch.testing.assert_close(logits(ours), logits(theirs), **LOGITS)
+
+    save, out = tmp_path / "save", tmp_path / "out"
+    trained = save_lora_checkpoint(base, save, targets=("attention.qkv", "mlp.output"))
+    run("--load", save, "--to-peft", out)
+    again = peft.PeftModel.from_pretrained(phi3(), out).eval()
+    torch.testing.assert_close(logits(again), logits(trained), **LOGITS)
+
+    save_lora_checkpoint(base, tmp_path / "gates", targets=("mlp.gate",))
+    text = error(capsys, "--load", tmp_path / "gates", "--to-peft", tmp_path / "refused")
+    assert "blocks.0.mlp.gate is a part of Hugging Face's layer model.layers.0.mlp.gate_up" in text
+    assert "merge the adapters into the model, --to-hf" in text
+    assert not (tmp_path / "refused").exists()
 
 
 def test_gpt2_adapters_that_peft_trained(tmp_path: Path) -> None:

@@ -17,13 +17,19 @@ from tests.megatron_zpp.models.foreign_models import (
     ONE_FILE,
     add_tokenizer,
     change,
+    gemma2,
+    gemma3,
     gpt2,
     llama,
     mistral,
     neox,
+    olmo3,
+    phi3,
+    qwen2,
     save_own,
     saved,
     set_config,
+    smollm3,
 )
 
 
@@ -78,6 +84,10 @@ SETTINGS = {
         "type 'mamba2' is not supported",
     ),
     "known ones": ({"model_type": "mamba2"}, "gpt2 (GPT2LMHeadModel), llama (LlamaForCausalLM)"),
+    "experts": (
+        {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
+        "'mixtral' (MixtralForCausalLM) is not supported: it has a mixture of experts, which this",
+    ),
     "class": ({"architectures": ["GPT2ForTokenClassification"]}, "(GPT2ForTokenClassification)"),
     "no type": ({"model_type": None}, "type None"),
     "activation": ({"activation_function": "mish"}, "activation_function 'mish' is not supported"),
@@ -103,10 +113,18 @@ def test_settings_we_do_not_have(
 
 
 LLAMAS = {
-    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' are not supported"),
-    "old key": (
-        {"rope_scaling": {"type": "linear", "factor": 2.0}}, "supported are default, llama3"
+    "yarn": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "original_max_position_embeddings is None; expected a whole number",
     ),
+    "yarn of DeepSeek": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}, "mscale of the yarn"
+    ),
+    "old key": (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "'dynamic' are not supported; supported are default, linear, llama3, yarn",
+    ),
+    "linear": ({"rope_scaling": {"type": "linear", "factor": 2.5}}, "scaling is 2.5; only whole"),
     "llama3": (
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
         "low_freq_factor of the llama3 scaling is 2.0; only 1.0",
@@ -140,21 +158,44 @@ def test_a_config_that_is_not_json(text: str, tiny: Path, capsys: pytest.Capture
     assert "config.json: not JSON that can be read" in import_error(tiny, capsys)
 
 
-def test_a_gpt_neox_of_two_branches_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    source = saved(neox(use_parallel_residual=True), tmp_path / "source")
-    message = "use_parallel_residual is True; only False is supported"
-    assert message in import_error(source, capsys)
-    set_config(source, use_parallel_residual=None)
+def test_settings_of_a_gpt_neox_we_do_not_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    source = saved(neox(), tmp_path / "source")
+    set_config(source, use_parallel_residual="yes")
+    message = "use_parallel_residual is 'yes'; expected true or false"
     assert message in import_error(source, capsys)
     set_config(source, use_parallel_residual=False, rope_parameters=None, rotary_pct=2)
     message = "rotary_pct is 2; only a share above 0 and up to 1 is supported"
     assert message in import_error(source, capsys)
 
 
-def test_a_mistral_with_a_window(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    source = saved(mistral(), tmp_path / "source")
-    set_config(source, sliding_window=16)
-    assert "sliding_window is 16; only None is supported" in import_error(source, capsys)
+LAYERS = {
+    "types": (olmo3, {"layer_types": ["chunked_attention"] * 4}, "only lists of sliding_attention"),
+    "number of types": (olmo3, {"layer_types": ["full_attention", "sliding_attention"]},
+                        "has 2 numbers, but there are 4 layers"),
+    "window": (mistral, {"sliding_window": "wide"}, "sliding_window is 'wide'; expected a whole"),
+    "first layers": (qwen2, {"use_sliding_window": True, "sliding_window": 4, "layer_types": None,
+                             "max_window_layers": "all"}, "max_window_layers is 'all'"),
+    "local scaling": (gemma3, {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
+                      "of type 'linear' in layers with a window are not supported"),
+    "no rope": (smollm3, {"no_rope_layers": "some"}, "no_rope_layers is 'some'; expected a list"),
+    "factors": (phi3, {"rope_scaling": {"type": "longrope", "short_factor": 3}},
+                "short_factor is 3; expected numbers"),
+    "number of factors": (
+        phi3, {"rope_scaling": {"type": "su", "short_factor": [1], "long_factor": [1]},
+               "original_max_position_embeddings": 16}, "has 1 numbers: expected 3 of each"),
+    "both directions": (gemma2, {"use_bidirectional_attention": True}, "is True; only False"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "entries", "message"), LAYERS.values(), ids=LAYERS)
+def test_settings_of_layers_we_do_not_have(
+    make: callable, entries: dict, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    source = saved(make(), tmp_path / "source")
+    set_config(source, **entries)
+    assert message in import_error(source, capsys)
 
 
 def test_a_file_that_is_cut_off(tiny: Path, capsys: pytest.CaptureFixture) -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_zpp.model.layers import make_activation, rotary_table, rotate
+from megatron_zpp.model.layers import make_activation
+from megatron_zpp.model.rotary import base_frequencies, rotary_table, rotate
 from megatron_zpp.settings.config import ModelConfig
 from tests.megatron_zpp.model.small import GPT2, LLAMA, build, rows
 
@@ -47,7 +48,7 @@ def test_rotate_is_a_complex_product(channels: int) -> None:
     turned = number * torch.polar(torch.ones_like(angle), angle)
     expected = torch.cat((turned.real.float(), turned.imag.float(), x[..., channels:]), dim=-1)
     # angles up to 100 in fp32: 100 · 2^-24 = 6e-6 radians
-    result = rotate(x, rotary_table(positions, channels, 500.0))
+    result = rotate(x, rotary_table(positions, base_frequencies(channels, 500.0)))
     torch.testing.assert_close(result, expected, rtol=0, atol=5e-5)
     assert torch.equal(result[..., channels:], x[..., channels:])
 
@@ -55,7 +56,7 @@ def test_rotate_is_a_complex_product(channels: int) -> None:
 def test_rotate_is_exact_in_16_bit() -> None:
     """The product is taken in fp32 and rounded once."""
     x = torch.randn(1, 4, 2, 2, 8).bfloat16()
-    rotary = rotary_table(torch.arange(4)[None] + 1000, 8, 1e4)
+    rotary = rotary_table(torch.arange(4)[None] + 1000, base_frequencies(8, 1e4))
     assert torch.equal(rotate(x, rotary), rotate(x.float(), rotary).bfloat16())
 
 

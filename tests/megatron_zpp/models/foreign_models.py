@@ -9,6 +9,12 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -17,7 +23,19 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from megatron_zpp.checkpoint import checkpoint
@@ -33,6 +51,11 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
+ALTERNATING = ["sliding_attention", "full_attention"]
+BASES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+}
 NUMBERS = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=97)
 WORDS = "<|endoftext|> the cat sat on mat and a dog ran to it".split()
 
@@ -51,9 +74,79 @@ def llama(**changes: object) -> PreTrainedModel:
 
 
 def mistral(**changes: object) -> PreTrainedModel:
-    """Return a Mistral without a window."""
-    sizes = _llama_sizes(max_position_embeddings=48) | {"sliding_window": None}
+    """Return a Mistral with a window of 7 tokens."""
+    sizes = _llama_sizes(max_position_embeddings=48) | {"sliding_window": 7}
     return randomized(MistralForCausalLM(MistralConfig(**sizes | changes)))
+
+
+def qwen2(**changes: object) -> PreTrainedModel:
+    """Return a Qwen2: a bias of queries, keys and values only."""
+    sizes = _llama_sizes(max_position_embeddings=48)
+    return randomized(Qwen2ForCausalLM(Qwen2Config(**sizes | changes)))
+
+
+def qwen3(**changes: object) -> PreTrainedModel:
+    """Return a Qwen3: queries and keys are normalized; heads are wider than H / N."""
+    sizes = _llama_sizes(max_position_embeddings=48) | {"head_dim": 10}
+    return randomized(Qwen3ForCausalLM(Qwen3Config(**sizes | changes)))
+
+
+def phi3(**changes: object) -> PreTrainedModel:
+    """Return a Phi-3: queries, keys and values are one layer, and gate and input are."""
+    sizes = _llama_sizes(max_position_embeddings=48) | {"pad_token_id": None}
+    return randomized(Phi3ForCausalLM(Phi3Config(**sizes | changes)))
+
+
+def longrope(original: int) -> dict[str, object]:
+    """Return settings of a Phi-3 for texts longer than the `original` ones."""
+    return {
+        "original_max_position_embeddings": original,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 500.0,
+            "short_factor": [1.0, 1.1, 1.25], "long_factor": [1.5, 3.0, 7.0],
+        },
+    }  # fmt: skip
+
+
+def olmo2(**changes: object) -> PreTrainedModel:
+    """Return an OLMo 2: all heads of queries are normalized at once, and what branches return."""
+    sizes = _llama_sizes(max_position_embeddings=48) | {"pad_token_id": None}
+    return randomized(Olmo2ForCausalLM(Olmo2Config(**sizes | changes)))
+
+
+def olmo3(**changes: object) -> PreTrainedModel:
+    """Return an OLMo 3 of four blocks, of which the last has no window."""
+    sizes = _llama_sizes(max_position_embeddings=48)
+    more = {"num_hidden_layers": 4, "sliding_window": 7, "pad_token_id": None}
+    return randomized(Olmo3ForCausalLM(Olmo3Config(**sizes | more | changes)))
+
+
+def smollm3(**changes: object) -> PreTrainedModel:
+    """Return a SmolLM3 of four blocks, of which every second has no rotary positions."""
+    sizes = _llama_sizes(max_position_embeddings=48)
+    more = {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": None}
+    return randomized(SmolLM3ForCausalLM(SmolLM3Config(**sizes | more | changes)))
+
+
+def gemma2(**changes: object) -> PreTrainedModel:
+    """Return a Gemma 2 whose caps bend scores and logits, and whose first block has a window."""
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    config = Gemma2Config(**_gemma_sizes() | caps | changes)
+    # transformers' other kernels know no cap.
+    return randomized(Gemma2ForCausalLM._from_config(config, attn_implementation="eager"))
+
+
+def gemma3(**changes: object) -> PreTrainedModel:
+    """Return a Gemma 3 of four blocks; those with a window have another rotary base."""
+    more = {"num_hidden_layers": 4, "layer_types": ALTERNATING * 2, "rope_parameters": BASES}
+    return randomized(Gemma3ForCausalLM(Gemma3TextConfig(**_gemma_sizes() | more | changes)))
+
+
+def bloom(**changes: object) -> PreTrainedModel:
+    """Return a BLOOM of six heads, which is no power of two."""
+    sizes = dict(vocab_size=97, hidden_size=36, n_layer=2, n_head=6, seq_length=48)
+    ends = dict(bos_token_id=0, eos_token_id=0)
+    return randomized(BloomForCausalLM(BloomConfig(**sizes | ends | changes)))
 
 
 def neox(**changes: object) -> PreTrainedModel:
@@ -78,7 +171,55 @@ MODELS = {
     ),
     "llama 3.1": lambda: llama(rope_parameters=LLAMA3, head_dim=32),
     "mistral": mistral,
+    "mistral without a window": lambda: mistral(sliding_window=None),
+    "qwen2": qwen2,
+    "qwen2, tied": lambda: qwen2(tie_word_embeddings=True, num_key_value_heads=6),
+    "qwen3": qwen3,
+    "qwen3, tied": lambda: qwen3(tie_word_embeddings=True, num_key_value_heads=1),
+    "qwen2 with windows": lambda: qwen2(
+        use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
+    "qwen3, linear scaling": lambda: qwen3(
+        rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+    ),
+    "qwen3, yarn": lambda: qwen3(
+        rope_parameters={"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
+                         "original_max_position_embeddings": 40},
+    ),
+    "phi3": phi3,
+    "phi3, a window, a part rotated, tied": lambda: phi3(
+        sliding_window=7, tie_word_embeddings=True, num_key_value_heads=6,
+        rope_parameters={"partial_rotary_factor": 0.75, "rope_theta": 100.0},
+    ),
+    "phi3, long factors": lambda: phi3(**longrope(16)),
+    "phi3, short factors": lambda: phi3(**longrope(44)),
+    "olmo2": olmo2,
+    "olmo3": olmo3,
+    "olmo3, yarn where there is no window": lambda: olmo3(
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+            "full_attention": {
+                "rope_type": "yarn", "rope_theta": 700.0, "factor": 8.0, "beta_fast": 9.0,
+                "beta_slow": 0.5, "attention_factor": 1.2, "original_max_position_embeddings": 30,
+            },
+        },
+    ),
+    "smollm3": smollm3,
+    "smollm3, tied": lambda: smollm3(
+        tie_word_embeddings=True, no_rope_layers=[1, 0, 0, 1], use_sliding_window=True,
+        sliding_window=6,
+    ),
+    "gemma2": gemma2,
+    "gemma2 without caps": lambda: gemma2(
+        attn_logit_softcapping=None, final_logit_softcapping=None, query_pre_attn_scalar=17
+    ),
+    "gemma3": gemma3,
+    "bloom": bloom,
+    "bloom, residual behind the norm": lambda: bloom(
+        apply_residual_connection_post_layernorm=True, n_head=4
+    ),
     "gpt_neox": neox,
+    "gpt_neox, parallel": lambda: neox(use_parallel_residual=True),
     "gpt_neox, tied, a quarter rotated": lambda: neox(
         tie_word_embeddings=True, hidden_act="gelu_new",
         rope_parameters={"partial_rotary_factor": 0.25, "rope_theta": 100.0},
@@ -170,6 +311,14 @@ def _llama_sizes(**more: int) -> dict[str, object]:
         num_key_value_heads=2, intermediate_size=40, bos_token_id=0, eos_token_id=0,
         tie_word_embeddings=False, **more,
     )  # fmt: skip
+
+
+def _gemma_sizes() -> dict[str, object]:
+    more = {
+        "head_dim": 10, "query_pre_attn_scalar": 12, "sliding_window": 7, "pad_token_id": None,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    return _llama_sizes(max_position_embeddings=48) | more
 
 
 def tokens() -> Tensor:

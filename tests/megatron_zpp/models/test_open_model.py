@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.training_state import TrainingState
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.layers import rotary_table
+from megatron_zpp.model.rotary import base_frequencies, rotary_table, scale_frequencies
 from megatron_zpp.models import gguf
-from megatron_zpp.models import hf_rope as rope
 from megatron_zpp.models.conversion import export_model, import_model
+from megatron_zpp.models.families.rope import Rotary
 from megatron_zpp.models.hf_folder import FolderTensors, read_config
 from megatron_zpp.models.open_model import load_model, open_model
 from megatron_zpp.models.tokenizer_files import copy_files
@@ -153,14 +153,15 @@ def test_the_scaling_of_llama_3_1_equals_transformers() -> None:
     """Both are fp32: angles up to 1 differ by a few units of 2^-24."""
     model = llama(rope_parameters=LLAMA3, head_dim=32)
     expected = model.model.rotary_emb.inv_freq
-    fields = rope.read_rope(model.config.to_dict(), rope.LLAMA, "")
+    fields = Rotary().read(model.config.to_dict(), "")
     assert fields == {
-        "rotary_base": 5000, "rotary_percent": 1.0, "use_rope_scaling": True,
-        "rope_scaling_factor": 8.0,
+        "position_embedding_type": "rope", "rotary_base": 5000, "rotary_percent": 1.0,
+        "use_rope_scaling": True, "rope_scaling_factor": 8.0,
     }  # fmt: skip
     unscaled = 1 / 5000 ** (torch.arange(0, 32, 2) / 32)
     is_scaled = (expected / unscaled - 1).abs() > 1e-3
     assert 3 < is_scaled.sum() < 16
-    cosines, sines = rotary_table(torch.tensor([[1]]), 32, 5000, 8.0)
+    frequencies = scale_frequencies(base_frequencies(32, 5000), 8.0)
+    cosines, sines = rotary_table(torch.tensor([[1]]), frequencies)
     torch.testing.assert_close(sines[0, 0, 0, 0, 16:], expected.sin(), rtol=1e-6, atol=0)
     torch.testing.assert_close(cosines[0, 0, 0, 0, 16:], expected.cos(), rtol=1e-6, atol=0)

@@ -16,6 +16,7 @@ from megatron_zpp.planner.estimate import (
     estimate,
 )
 from megatron_zpp.settings.arguments import parse
+from tests.megatron_zpp.models.family_flags import FLAGS
 from tests.ranks import ranks
 from zeropp.wire.route import Nodes
 
@@ -46,6 +47,9 @@ def test_the_fullest_moment_is_foretold(flags):
     [
         "--zero-stage 1 --global-batch-size 8 --recompute-granularity selective",
         "--zero-stage 3 --global-batch-size 4 --swiglu --position-embedding-type rope",
+        f"--zero-stage 3 --global-batch-size 4 {FLAGS['olmo2']}",
+        f"--zero-stage 3 --global-batch-size 4 {FLAGS['gemma2']}",
+        f"--zero-stage 3 --global-batch-size 4 {FLAGS['bloom']}",
     ],
 )
 @ranks(2)

@@ -9,6 +9,7 @@ import sentencepiece
 import tokenizers
 from hypothesis import given
 
+from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 from megatron_zpp.tokenizer.base import END_OF_DOCUMENT, load_package
@@ -64,6 +65,18 @@ def test_hugging_face_agrees_with_the_two_files(bpe: Path, gpt2: Tokenizer) -> N
         assert tokenizer.eod not in tokenizer.encode(END_OF_DOCUMENT)
         assert tokenizer.decode([tokenizer.eod]) == END_OF_DOCUMENT
         assert tokenizer.decode(tokenizer.encode(TEXTS[1])) == TEXTS[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [("PretrainedFromHF", "--tokenizer-name-or-path"), ("TokenizerFromFile", "--tokenizer-file")],
+)
+def test_hugging_face_under_the_names_of_others(kind: str, flag: str, bpe: Path) -> None:
+    config = parse(["--tokenizer-type", kind, flag, str(bpe / "tokenizer.json")], 1)
+    assert build_tokenizer(config.tokenizer).fingerprint == hf_of(bpe).fingerprint
+    missing = parse(["--tokenizer-type", kind, flag, "bigscience/bloom"], 1)
+    with pytest.raises(InputError, match="bloom: No such file; nothing is downloaded"):
+        build_tokenizer(missing.tokenizer)
 
 
 def test_hugging_face_adds_nothing_and_cuts_nothing(bpe: Path, tmp_path: Path) -> None:

@@ -31,12 +31,14 @@ class Form:
     """A pair of conversions: `join` of Hugging Face's tensors into one of ours, `split` back.
 
     `is_transposed`: Hugging Face stores the matrix as [in, out], ours is [out, in]; biases are the
-    same in both.
+    same in both. `place` is set where several rows of the table have parts of one tensor, which are
+    in it one after another.
     """
 
     join: Callable[[Sequence[Tensor], Sizes], Tensor]
     split: Callable[[Tensor, Sizes], tuple[Tensor, ...]]
     is_transposed: bool = False
+    place: int | None = None
 
     def split_rows(self, matrix: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
         """Split a matrix that has the rows of our weight but other columns, such as LoRA's B."""
@@ -86,6 +88,26 @@ def _split_transposed_qkv(qkv: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
     return (torch.cat(_split_qkv(qkv, sizes)).t(),)
 
 
+def _join_fused_qkv(parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
+    """All queries, all keys and all values [(N + 2K) * D, ...]."""
+    (fused,) = parts
+    kv_rows = sizes.model.kv_heads * sizes.model.head_dim
+    return _join_qkv(fused.split((len(fused) - 2 * kv_rows, kv_rows, kv_rows)), sizes)
+
+
+def _split_fused_qkv(qkv: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+    return (torch.cat(_split_qkv(qkv, sizes)),)
+
+
+def _half(index: int) -> Form:
+    """A half of the rows of a tensor, of which another row of the table has the other half."""
+    return Form(
+        join=lambda parts, sizes: parts[0].chunk(2)[index],
+        split=lambda tensor, sizes: (tensor,),
+        place=index,
+    )
+
+
 SAME = Form(join=lambda parts, sizes: parts[0], split=lambda tensor, sizes: (tensor,))
 TRANSPOSED = Form(
     join=lambda parts, sizes: parts[0].t(),
@@ -95,3 +117,5 @@ TRANSPOSED = Form(
 PADDED_VOCABULARY = Form(join=_pad_vocabulary, split=_unpad_vocabulary)
 QKV = Form(join=_join_qkv, split=_split_qkv)
 QKV_TRANSPOSED = Form(join=_join_transposed_qkv, split=_split_transposed_qkv, is_transposed=True)
+QKV_FUSED = Form(join=_join_fused_qkv, split=_split_fused_qkv)
+FIRST_HALF, SECOND_HALF = _half(0), _half(1)

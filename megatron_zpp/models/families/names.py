@@ -7,15 +7,16 @@ positions and a separate output layer depend on its configuration.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 
-from megatron_zpp.models.tensor_forms import (
+from megatron_zpp.models.families.forms import (
+    FIRST_HALF,
     PADDED_VOCABULARY,
     QKV,
+    QKV_FUSED,
     QKV_TRANSPOSED,
     SAME,
+    SECOND_HALF,
     TRANSPOSED,
     Form,
 )
@@ -89,7 +90,7 @@ GPT2 = NameTable(
 )
 
 LLAMA_BLOCK = "model.layers.{}."
-LLAMA = NameTable(  # SmolLM2 too
+LLAMA = NameTable(  # Mistral, Qwen2 and SmolLM2 too
     rows=(
         NameRow("tokens", ("model.embed_tokens",), PADDED_VOCABULARY),
         NameRow("blocks.{}.norm1", (LLAMA_BLOCK + "input_layernorm",)),
@@ -111,6 +112,46 @@ LLAMA = NameTable(  # SmolLM2 too
     constants=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
 )
 
+
+def llama_with(*rows: NameRow) -> NameTable:
+    """Return Llama's names with other rows for some modules, and rows for further modules."""
+    others = {row.gpt_name for row in rows}
+    same = tuple(row for row in LLAMA.rows if row.gpt_name not in others)
+    return replace(LLAMA, rows=(*same, *rows))
+
+
+def block_rows(**hf_names: str) -> tuple[NameRow, ...]:
+    """Return rows of modules of Llama's blocks, with __ for each dot of the GPT's names."""
+    return tuple(
+        NameRow(f"blocks.{{}}.{gpt_name.replace('__', '.')}", (LLAMA_BLOCK + hf_name,))
+        for gpt_name, hf_name in hf_names.items()
+    )
+
+
+QK_NORMS = block_rows(attention__q_norm="self_attn.q_norm", attention__k_norm="self_attn.k_norm")
+QWEN3 = llama_with(*QK_NORMS)
+PHI3 = llama_with(
+    NameRow("blocks.{}.attention.qkv", (LLAMA_BLOCK + "self_attn.qkv_proj",), QKV_FUSED),
+    NameRow("blocks.{}.mlp.gate", (LLAMA_BLOCK + "mlp.gate_up_proj",), FIRST_HALF),
+    NameRow("blocks.{}.mlp.input", (LLAMA_BLOCK + "mlp.gate_up_proj",), SECOND_HALF),
+)
+OLMO2 = llama_with(
+    *block_rows(
+        attention__queries_norm="self_attn.q_norm",
+        attention__keys_norm="self_attn.k_norm",
+        post_norm1="post_attention_layernorm",
+        post_norm2="post_feedforward_layernorm",
+    )
+)
+GEMMA2 = llama_with(
+    *block_rows(
+        post_norm1="post_attention_layernorm",
+        norm2="pre_feedforward_layernorm",
+        post_norm2="post_feedforward_layernorm",
+    )
+)
+GEMMA3 = replace(GEMMA2, rows=(*GEMMA2.rows, *QK_NORMS))
+
 GPT_NEOX_BLOCK = "gpt_neox.layers.{}."
 GPT_NEOX = NameTable(
     rows=(
@@ -130,6 +171,21 @@ GPT_NEOX = NameTable(
     head="embed_out.weight",
 )
 
-TABLES: Mapping[str, NameTable] = MappingProxyType(  # by the model_type of config.json
-    {"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA, "gpt_neox": GPT_NEOX}
+BLOOM_BLOCK = "transformer.h.{}."
+BLOOM = NameTable(
+    rows=(
+        NameRow("tokens", ("transformer.word_embeddings",), PADDED_VOCABULARY),
+        NameRow("embed_norm", ("transformer.word_embeddings_layernorm",)),
+        NameRow("blocks.{}.norm1", (BLOOM_BLOCK + "input_layernorm",)),
+        NameRow("blocks.{}.attention.qkv", (BLOOM_BLOCK + "self_attention.query_key_value",)),
+        NameRow("blocks.{}.attention.output", (BLOOM_BLOCK + "self_attention.dense",)),
+        NameRow("blocks.{}.norm2", (BLOOM_BLOCK + "post_attention_layernorm",)),
+        NameRow("blocks.{}.mlp.input", (BLOOM_BLOCK + "mlp.dense_h_to_4h",)),
+        NameRow("blocks.{}.mlp.output", (BLOOM_BLOCK + "mlp.dense_4h_to_h",)),
+        NameRow("norm", ("transformer.ln_f",)),
+        NameRow("head", ("lm_head",), PADDED_VOCABULARY),
+    ),
+    prefix="transformer.",
+    embedding="transformer.word_embeddings.weight",
+    constants=r"transformer\.h\.\d+\.self_attention\.(masked_)?bias",
 )

@@ -1,0 +1,106 @@
+"""What a layer's attention does beyond causal softmax(q·k / √D): windows, ALiBi, caps, a scale.
+
+PyTorch's kernels take windows and ALiBi as a mask. A mask for R of S tokens would be R x S, so
+queries are taken in blocks, each with the keys that it can see. A cap is computed without a kernel.
+Shapes: B rows, N query heads, K key-value heads, Q = N/K, R queries, T keys, D channels of a head.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_zpp.settings.config import ModelConfig
+
+BLOCK = 512  # queries
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """How a layer turns queries and keys into scores.
+
+    window: keys that a query sees, its own included. cap: c of c·tanh(x / c). scale: of q·k, None
+    for 1 / √D. `alibi_heads`, of ALiBi (Press et al. 2022), are the number of query heads of the
+    model, and the first and the number of those that this rank has.
+    """
+
+    window: int | None = None
+    cap: float | None = None
+    scale: float | None = None
+    alibi_heads: tuple[int, int, int] | None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int) -> "Scores":
+        """Return the scores of layer number `layer` of a model."""
+        heads, scalar = config.num_attention_heads, config.query_pre_attn_scalar
+        has_alibi = config.position_embedding_type == "alibi"
+        return cls(
+            window=config.windows[layer],
+            cap=config.attn_logit_softcapping,
+            scale=None if scalar is None else scalar**-0.5,
+            alibi_heads=(heads, 0, heads) if has_alibi else None,
+        )
+
+    def is_causal_only(self, num_keys: int) -> bool:
+        """Whether scores of `num_keys` keys are q·k times the scale, with a causal mask."""
+        fits = self.window is None or self.window >= num_keys
+        return fits and self.cap is None and self.alibi_heads is None
+
+
+CAUSAL = Scores()
+
+
+def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, scores: Scores, dropout: float) -> Tensor:
+    """Map q [B, N, R, D] of the last R of T tokens to [B, N, R, D]; k and v [B, K, T, D]."""
+    attended, end = [], k.shape[2] - q.shape[2]
+    for block in q.split(BLOCK, dim=2):
+        first, end = end, end + block.shape[2]
+        start = 0 if scores.window is None else max(0, first + 1 - scores.window)
+        queries = torch.arange(first, end, device=q.device)
+        distances = queries[:, None] - torch.arange(start, end, device=q.device)
+        keys, values = k[:, :, start:end], v[:, :, start:end]
+        attended.append(attend_at(block, keys, values, distances, scores, dropout))
+    return torch.cat(attended, dim=2)
+
+
+def attend_at(
+    q: Tensor, k: Tensor, v: Tensor, distances: Tensor, scores: Scores, dropout: float = 0.0
+) -> Tensor:
+    """Map q [B, N, R, D] to [B, N, R, D]; k and v [B, K, T, D].
+
+    distances [R, T] or [B, 1, R, T]: by how many tokens a key is before a query. Keys after it, and
+    those before the window, are not seen.
+    """
+    is_hidden = distances < 0
+    if scores.window is not None:
+        is_hidden = is_hidden | (distances >= scores.window)
+    bias = torch.zeros((), dtype=q.dtype, device=q.device)
+    if scores.alibi_heads is not None:
+        bias = -alibi_slopes(*scores.alibi_heads, q.device)[:, None, None] * distances
+    bias = bias.to(q.dtype).masked_fill(is_hidden, float("-inf"))
+    if scores.cap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, dropout_p=dropout, scale=scores.scale,
+            enable_gqa=q.shape[1] > k.shape[1],
+        )  # fmt: skip
+    groups, scale = (k.shape[1], -1), scores.scale or q.shape[-1] ** -0.5
+    products = (q.unflatten(1, groups) @ k[:, :, None].transpose(-1, -2)).flatten(1, 2) * scale
+    capped = scores.cap * torch.tanh(products / scores.cap) + bias
+    weights = capped.softmax(dim=-1, dtype=torch.float32).to(q.dtype)
+    weights = F.dropout(weights, dropout)
+    return (weights.unflatten(1, groups) @ v[:, :, None]).flatten(1, 2)
+
+
+def alibi_slopes(num_heads: int, first: int, count: int, device: torch.device) -> Tensor:
+    """Return the slopes [count] of the heads from `first` on of a model with `num_heads`, in fp32.
+
+    For a power of two n they are 2^(-8/n), 2^(-16/n), ...; for other numbers those of the next
+    smaller power, followed by every second one of the next larger power.
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    heads = torch.arange(1, power + 1, device=device, dtype=torch.float32)
+    rest = 1 + 2 * torch.arange(num_heads - power, device=device, dtype=torch.float32)
+    exponents = torch.cat((heads * (8 / power), rest * (4 / power)))
+    return torch.exp2(-exponents)[first : first + count]

@@ -1,0 +1,53 @@
+"""Training a model of each family on ranks that share its work prints the numbers of one rank."""
+
+import pytest
+
+from megatron_zpp.settings.arguments import parse
+from tests.megatron_zpp.models.family_flags import FLAGS
+from tests.megatron_zpp.parallel.flags import CP2, GATHERED, GPT2, PP2, SP, TP2
+from tests.megatron_zpp.train.training_runs import TINY, require_equal, run
+from zeropp import InputError
+
+AGAIN = "--recompute-granularity full "
+DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss "
+
+
+@pytest.mark.parametrize("how", [TP2 + AGAIN, TP2 + SP, PP2 + "--zero-stage 1 "])
+@pytest.mark.parametrize("name", FLAGS)
+def test_losses_and_norms_are_those_of_one_rank(name, how, alone, tmp_path):
+    """And what was sent is what the forecast says: the log line shows a formula only where not."""
+    flags = GPT2 + FLAGS[name]
+    log = run(2, flags + how, tmp_path)
+    require_equal(log, alone(flags))
+    assert "(formula: " not in log
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("mistral", CP2),
+        ("mistral", CP2 + GATHERED),
+        ("olmo3", CP2 + GATHERED),
+        ("gemma2", CP2),
+        ("gemma2", CP2 + GATHERED),
+        ("gemma3", CP2),
+        ("bloom", CP2 + GATHERED),
+        ("gpt_neox, parallel", CP2),
+    ],
+)
+def test_ranks_that_share_sequences(name, how, alone, tmp_path):
+    flags = GPT2 + DOCUMENTS + FLAGS[name]
+    require_equal(run(2, flags + how, tmp_path), alone(flags))
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        ("bloom", CP2, "alibi with --context-parallel-size 2: .* use --cp-comm-type allgather"),
+        ("phi3, long factors", CP2 + "--seq-length 32", "32 is longer than --longrope-original"),
+        ("olmo2", TP2 + "--normalization LayerNorm", "across-heads needs --normalization RMSNorm"),
+    ],
+)
+def test_what_ranks_cannot_share(name, flags, message):
+    with pytest.raises(InputError, match=message):
+        parse((TINY + "--mock-data " + FLAGS[name] + flags).split(), 2)
