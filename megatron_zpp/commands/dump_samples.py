@@ -30,7 +30,7 @@ from megatron_zpp.data.split import SPLITS, parse_split
 from megatron_zpp.data.text_source import resolve_data
 from megatron_zpp.settings.config import DataConfig, ModelConfig, TokenizerConfig, TrainingConfig
 from megatron_zpp.settings.flag import Section, flag, shared
-from megatron_zpp.settings.ignored_flags import IgnoredFlags
+from megatron_zpp.settings.no_effect.files import DataFlags
 from megatron_zpp.tokenizer import Tokenizer
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
@@ -58,9 +58,9 @@ class DumpConfig(Section):
     train_samples: int | None = flag(None, f"training samples {EPOCH}", minimum=0)
     valid_samples: int | None = flag(None, f"validation samples {EPOCH}", minimum=0)
     test_samples: int | None = flag(None, f"test samples {EPOCH}", minimum=0)
-    data_impl: str = shared(IgnoredFlags, "data_impl")
-    mmap_warmup: bool = shared(IgnoredFlags, "mmap_warmup")
-    no_mmap_bin_files: bool = shared(IgnoredFlags, "no_mmap_bin_files")
+    data_impl: str = shared(DataFlags, "data_impl")
+    mmap_warmup: bool = shared(DataFlags, "mmap_warmup")
+    no_mmap_bin_files: bool = shared(DataFlags, "no_mmap_bin_files")
     output: str | None = flag(None, "the .npz file to write (default: print samples as text)")
     show: int = flag(3, "samples of each split to print", minimum=1)
 

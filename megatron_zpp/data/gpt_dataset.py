@@ -135,7 +135,7 @@ def build_datasets(
         paths, bounds = (data.data_path,) * len(SPLITS), parse_split(data.split)
     elif any(paths):
         refuse_split(data.split)
-        bounds = [(0.0, 1.0) if path else None for path in paths]
+        bounds = [share if path else None for path, share in zip(paths, data.ranges, strict=True)]
     else:
         raise InputError(
             "no data for the tokenizer that was named: give --data-path, --train-data-path or "
@@ -229,6 +229,11 @@ class _Builder:
             raise InputError(
                 f"--split {self.split_text!r} leaves no document for {split.name} of the "
                 f"{len(self.sources[prefix])} in {prefix}: give {split.name} a larger weight, or 0"
+            )
+        if not num_tokens and (split.low, split.high) != (0.0, 1.0):
+            raise InputError(
+                f"{split.name}: no document of the {len(self.sources[prefix])} in {prefix} is "
+                f"between the shares {split.low:g} and {split.high:g}: give a larger range"
             )
         if size is None and num_tokens < sample_tokens:
             raise InputError(

@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 from megatron_zpp.data.corpus import VOCAB_SIZE, Corpus, load_standard_library
+from megatron_zpp.data.path_files import with_named_paths
 from megatron_zpp.settings.config import DataConfig, TokenizerConfig
 from megatron_zpp.settings.data import names_examples
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
@@ -21,6 +22,7 @@ def resolve_data(data: DataConfig, tokenizer: TokenizerConfig) -> tuple[DataConf
     both are built by the first call and cached. For files of examples, attention and positions are
     reset at each example. Raises InputError if files are missing or invalid.
     """
+    data = with_named_paths(data)
     if names_examples(data) and not (data.reset_attention_mask and data.reset_position_ids):
         data = dataclasses.replace(data, reset_attention_mask=True, reset_position_ids=True)
         log.info("examples: --reset-attention-mask and --reset-position-ids keep them apart")
@@ -61,8 +63,7 @@ def _corpus_tokenizer(corpus: Corpus, tokenizer: TokenizerConfig) -> TokenizerCo
 
 
 def _is_configured(data: DataConfig, tokenizer: TokenizerConfig) -> bool:
-    paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
-    return data.mock_data or any(paths) or _is_tokenizer_configured(tokenizer)
+    return data.names_data or _is_tokenizer_configured(tokenizer)
 
 
 def _is_tokenizer_configured(tokenizer: TokenizerConfig) -> bool:

@@ -112,6 +112,11 @@ class Console(AbstractContextManager):
         if self._bar is not None:
             self._bar.held_out = f"held-out {loss:.4f}"
 
+    def set_level(self, level: int) -> None:
+        """From now on, print what the loggers say at this level of Python's logging or above."""
+        for name in LOGGERS:
+            logging.getLogger(name).setLevel(level)
+
     def __enter__(self) -> "Console":
         for name in LOGGERS:
             log = logging.getLogger(name)

@@ -115,6 +115,7 @@ class WeightsAndBiases(Writer):
         self._run = wandb.init(
             project=config.wandb_project,
             name=config.wandb_exp_name or None,
+            entity=config.wandb_entity or None,
             dir=config.wandb_save_dir or None,
             config=dict(settings),
         )

@@ -12,10 +12,12 @@ from megatron_zpp.settings import defaults
 from megatron_zpp.settings.command_line import HELP, Assignment, help_text, read, vocabulary
 from megatron_zpp.settings.config import SECTIONS, BatchConfig, Config, ParallelConfig
 from megatron_zpp.settings.flag import Section
-from megatron_zpp.settings.ignored_flags import IgnoredFlags
+from megatron_zpp.settings.gpt.model import ModelFlags
 from megatron_zpp.settings.json_flags import ZeroFlags
 from megatron_zpp.settings.merge import json_values, merge
-from megatron_zpp.settings.model import ModelFlags
+from megatron_zpp.settings.no_effect.communication import CommunicationFlags, LauncherFlags
+from megatron_zpp.settings.no_effect.computing import ComputingFlags, ExpertFlags
+from megatron_zpp.settings.no_effect.files import CheckpointFlags, DataFlags, LogFlags
 from megatron_zpp.settings.schedule import Schedules
 from zeropp.errors import InputError
 from zeropp.settings.json_file import JsonValues, read_json
@@ -28,7 +30,11 @@ usage: {program} [FLAGS]
 Trains a GPT with ZeRO stages 0 to 3; torchrun or zeropp starts it on several ranks. The flags are
 Megatron's, and --deepspeed-config names a JSON file with DeepSpeed's keys. Everything has a
 default, the data too. The words of a flag may be separated by - or _."""
-FLAG_SECTIONS = (*SECTIONS.values(), ZeroFlags, ModelFlags, IgnoredFlags)
+FLAG_SECTIONS = (
+    *(*SECTIONS.values(), ZeroFlags, ModelFlags),
+    *(ComputingFlags, ExpertFlags, CommunicationFlags, LauncherFlags),
+    *(CheckpointFlags, DataFlags, LogFlags),
+)
 FLAGS = tuple(flag for section in FLAG_SECTIONS for flag in settings_of(section))
 
 log = logging.getLogger("megatron_zpp")
@@ -80,6 +86,10 @@ def check(config: Config, num_replicas: int) -> None:
     layers, limit = config.recompute.recompute_num_layers, config.model.num_layers
     if config.recompute.recompute_granularity == "full" and layers > limit:
         raise InputError(f"--recompute-num-layers {layers} is more than --num-layers {limit}")
+    if config.checkpoint.no_load_lr_state and config.schedule.use_checkpoint_opt_param_scheduler:
+        raise InputError(
+            "--no-load-lr-state and --use-checkpoint-opt_param-scheduler contradict: leave one out"
+        )
     Schedules.of(config).batch_size.check(num_replicas)
     is_elsewhere = config.checkpoint.use_checkpoint_args or config.lora.pretrained_checkpoint
     if not is_elsewhere:
@@ -103,6 +113,7 @@ def require_divisible(config: Config, num_replicas: int) -> None:
     )
     by_both = f"{by_tensor} times {by_context}"
     heads = "--num-query-groups" if model.num_query_groups else "--num-attention-heads"
+    _require_whole_sequences(config)
     splits_rows, exchanges_heads = parallel.sequence_parallel, parallel.cp_comm_type == "a2a"
     rows, by_rows = (tensor * context, by_both) if splits_rows else (context, by_context)
     if context > 1 and not exchanges_heads:
@@ -124,6 +135,25 @@ def require_divisible(config: Config, num_replicas: int) -> None:
             raise InputError(
                 f"{name} {count} cannot be split over {splits}: the nearest that can is {nearest}"
             )
+
+
+def _require_whole_sequences(config: Config) -> None:
+    """Raise InputError for attention that ranks which share sequences cannot compute."""
+    model, parallel = config.model, config.parallel
+    if parallel.context_parallel_size == 1:
+        return
+    if model.position_embedding_type == "alibi" and parallel.cp_comm_type == "a2a":
+        raise InputError(
+            "--position-embedding-type alibi with --context-parallel-size "
+            f"{parallel.context_parallel_size}: --cp-comm-type a2a moves heads between ranks, "
+            "which differ in their slopes: use --cp-comm-type allgather"
+        )
+    if model.longrope_long_factors and model.seq_length > model.longrope_original_positions:
+        raise InputError(
+            f"--seq-length {model.seq_length} is longer than --longrope-original-positions "
+            f"{model.longrope_original_positions}: LongRoPE's factors depend on whole sequences, "
+            "which --context-parallel-size divides: leave it out, or train shorter sequences"
+        )
 
 
 def _require_available(config: Config) -> None:
@@ -173,7 +203,8 @@ def _log_notices(typed: Mapping[str, Assignment], config: Config) -> None:
         reason = assignment.flag.why_no_effect(config)
         if reason:
             log.info("%s has no effect here: %s", assignment, reason)
-    if not config.model.bias_gelu_fusion:
+    model = config.model
+    if not (model.bias_gelu_fusion or model.swiglu or model.squared_relu):
         log.info("--no-bias-gelu-fusion: the exact (erf) GELU is used instead of its tanh form")
     training = config.training
     if training.train_tokens and (training.train_iters or training.train_samples):

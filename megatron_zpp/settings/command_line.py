@@ -12,24 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.settings.flag import Flag, Section
+from megatron_zpp.settings.unavailable import what_is_missing
 from zeropp.errors import InputError
 from zeropp.settings.schema import TYPE_NAMES, settings_of
 
 HELP = ("-h", "--help")
 WIDTH = 100
 FLAG_COLUMN = 42
-# Megatron's flags for what is not available here, by the beginning of their names.
-UNAVAILABLE = (
-    (("num-experts", "moe-", "expert-", "create-moe", "disable-moe"), "mixture of experts"),
-    (("fp8-", "fp4-"), "computing in 8 or 4 bits"),
-    (("kd", "load-teacher", "mos"), "knowledge distillation"),
-    (("rl-", "grpo-"), "reinforcement learning"),
-    (("mamba-", "hybrid-"), "state-space layers"),
-    (("mtp-",), "multi-token prediction"),
-    (("retro-", "retriever-"), "retrieval"),
-    (("data-efficiency-", "random-ltd", "curriculum-"), "curricula and token dropping"),
-)
-
 log = logging.getLogger("megatron_zpp")
 
 
@@ -92,16 +81,24 @@ def read(argv: Sequence[str], meanings: Mapping[str, Meaning]) -> dict[str, Assi
 
 
 def help_text(usage: str, sections: Iterable[type[Section]]) -> str:
-    """The help, a paragraph for each section and a line for each flag."""
+    """The help: a paragraph for each section, a line for each flag, and flags without effect."""
     parts = [usage]
+    ignored: dict[str, list[str]] = {}
     described: set[str] = set()
     for section in sections:
         new = [flag for flag in settings_of(section) if flag.name not in described]
         described.update(flag.name for flag in new)
-        lines = [_flag_help(flag) for flag in new]
+        for flag in new:
+            if flag.why_ignored:
+                ignored.setdefault(flag.why_ignored, []).append(_names(flag))
+        lines = [_flag_help(flag) for flag in new if not flag.why_ignored]
         lines += [line for flag in new for line in _shorthand_help(flag)]
         title = (section.__doc__ or "").strip().split("\n")[0]
-        parts.append("\n".join([title, *lines]))
+        if lines:
+            parts.append("\n".join([title, *lines]))
+    if ignored:
+        lines = [line for why, names in ignored.items() for line in _ignored_help(why, names)]
+        parts.append("\n".join(["Flags that are accepted and have no effect, because:", *lines]))
     return "\n\n".join(parts)
 
 
@@ -159,9 +156,9 @@ def _convert(flag: Flag, spelling: str, text: str) -> Any:
 
 def _unknown(spelling: str, meanings: Mapping[str, Meaning]) -> str:
     name = _plain(spelling[2:])
-    for beginnings, feature in UNAVAILABLE:
-        if name.startswith(beginnings):
-            return f"{spelling} is not available: there is no {feature} here; leave it out"
+    missing = what_is_missing(name)
+    if missing:
+        return f"{spelling} is not available: {missing}"
     close = difflib.get_close_matches(name, meanings, n=3, cutoff=0.6)
     nearest = ", ".join(f"--{close_name}" for close_name in close)
     hint = f"the nearest known are {nearest}" if len(close) > 1 else f"did you mean {nearest}?"
@@ -172,25 +169,38 @@ def _plain(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _flag_help(flag: Flag) -> str:
+def _names(flag: Flag) -> str:
+    """All names of a flag, with what its value is."""
     switches = flag.shorthands if flag.type is bool else ()
     names = ", ".join(f"--{name}" for name in [*flag.names, *switches])
-    if flag.type is not bool:
-        metavar = {int: "N", float: "X", str: "NAME"}[flag.type]
-        metavar = "|".join(flag.choices) if flag.choices else metavar
-        repeat = flag.count if isinstance(flag.count, int) else 1
-        names += f" {' '.join([metavar] * repeat)}" + (" ..." if flag.count == "+" else "")
+    if flag.type is bool:
+        return names
+    metavar = {int: "N", float: "X", str: "NAME"}[flag.type]
+    metavar = "|".join(map(flag.text, flag.choices)) if flag.choices else metavar
+    repeat = flag.count if isinstance(flag.count, int) else 1
+    return f"{names} {' '.join([metavar] * repeat)}" + (" ..." if flag.count == "+" else "")
+
+
+def _flag_help(flag: Flag) -> str:
     text = flag.help
-    if flag.why_ignored:
-        text = f"no effect here: {flag.why_ignored}"
-    elif flag.type is not bool and flag.default is not None:
+    if flag.type is not bool and flag.default is not None:
         text += f" (default {flag.text(flag.default)})"
-    return _line(names, text)
+    return _line(_names(flag), text)
+
+
+def _ignored_help(why: str, names: Sequence[str]) -> list[str]:
+    """A reason, and below it the flags that have no effect for it."""
+    indent = " " * 4
+    wrapped = textwrap.wrap(
+        ", ".join(names), WIDTH, initial_indent=indent, subsequent_indent=indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    return [*textwrap.wrap(why, WIDTH, initial_indent="  ", subsequent_indent="  "), *wrapped]
 
 
 def _shorthand_help(flag: Flag) -> list[str]:
     """A line for each shorthand of a flag that takes values."""
-    if flag.type is bool:
+    if flag.type is bool or flag.why_ignored:
         return []
     return [
         _line(f"--{name}", f"the same as {flag.assignment(value)}")

@@ -10,7 +10,8 @@ from types import MappingProxyType
 
 from megatron_zpp.settings.data import BatchConfig, DataConfig, TokenizerConfig
 from megatron_zpp.settings.flag import Section
-from megatron_zpp.settings.model import LoraConfig, ModelConfig
+from megatron_zpp.settings.gpt.lora import LoraConfig
+from megatron_zpp.settings.gpt.model import ModelConfig
 from megatron_zpp.settings.optimization import (
     OptimizerConfig,
     PrecisionConfig,

@@ -1,6 +1,7 @@
 """What is read: the tokenizer, the datasets, and how many samples make a step."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -9,7 +10,11 @@ from zeropp.errors import InputError
 
 _OWN_SOURCES = NoEffect(
     "each split has its own source",
-    when=lambda c: c.data.mock_data or bool(c.data.train_data_path or c.data.valid_data_path),
+    when=lambda c: c.data.names_data and not (c.data.data_path or c.data.data_args_path),
+)
+_ONE_SOURCE = NoEffect(
+    "--split divides the data",
+    when=lambda c: not c.data.names_data or bool(c.data.data_path or c.data.data_args_path),
 )
 _NO_INDEX = (
     NoEffect("made-up samples need no index", when=lambda c: c.data.mock_data),
@@ -17,7 +22,22 @@ _NO_INDEX = (
 )
 
 EXAMPLES_SUFFIX = ".jsonl"
+RANGES = "NAME: WEIGHT FROM:TO PREFIX, ...: the documents of each dataset between two shares"
 BLEND = "an indexed dataset's prefix, or weight and prefix pairs; or .jsonl files of examples"
+
+
+# The ways to name datasets, of which a run has one.
+SOURCES = (
+    ("data_path",),
+    ("train_data_path", "valid_data_path", "test_data_path"),
+    ("data_args_path",),
+    ("per_split_data_args_path",),
+    tuple(
+        f"{split}_weighted_split_paths{suffix}"
+        for split in ("train", "valid", "test")
+        for suffix in ("", "_path")
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +47,11 @@ class TokenizerConfig(Section):
     tokenizer_type: str | None = flag(None, "GPT2BPETokenizer, HuggingFaceTokenizer, ...")
     vocab_file: str | None = flag(None, "vocab.json of a byte-pair tokenizer")
     merge_file: str | None = flag(None, "merges.txt of a byte-pair tokenizer")
-    tokenizer_model: str | None = flag(None, "SentencePiece model or tokenizer.json")
+    tokenizer_model: str | None = flag(
+        None,
+        "SentencePiece model, or tokenizer.json, or a folder with one",
+        aliases=("tokenizer-name-or-path", "tokenizer-file"),
+    )
     vocab_size: int | None = flag(None, "size of the NullTokenizer's vocabulary", minimum=1)
     vocab_extra_ids: int = flag(0, "sentinel tokens added to the vocabulary", minimum=0)
 
@@ -40,6 +64,28 @@ class DataConfig(Section):
     train_data_path: tuple[str, ...] | None = flag(None, f"training: {BLEND}")
     valid_data_path: tuple[str, ...] | None = flag(None, f"validation: {BLEND}")
     test_data_path: tuple[str, ...] | None = flag(None, f"test: {BLEND}")
+    split_ranges: tuple[str, str, str] | None = flag(
+        None,
+        "FROM:TO for training, validation and test: the documents that each takes of its own "
+        "datasets, as shares",
+        no_effect=_ONE_SOURCE,
+    )
+    data_args_path: str | None = flag(None, "file with what --data-path would be given")
+    per_split_data_args_path: str | None = flag(
+        None, "JSON with a list as for --data-path under each of train, valid and test"
+    )
+    train_weighted_split_paths: tuple[str, ...] | None = flag(None, f"training: {RANGES}")
+    valid_weighted_split_paths: tuple[str, ...] | None = flag(None, f"validation: {RANGES}")
+    test_weighted_split_paths: tuple[str, ...] | None = flag(None, f"test: {RANGES}")
+    train_weighted_split_paths_path: str | None = flag(
+        None, "file with what --train-weighted-split-paths would be given, in double quotes"
+    )
+    valid_weighted_split_paths_path: str | None = flag(
+        None, "file with what --valid-weighted-split-paths would be given, in double quotes"
+    )
+    test_weighted_split_paths_path: str | None = flag(
+        None, "file with what --test-weighted-split-paths would be given, in double quotes"
+    )
     split: str = flag(
         "969, 30, 1", "shares of training, validation and test documents", no_effect=_OWN_SOURCES
     )
@@ -67,9 +113,23 @@ class DataConfig(Section):
         bounds = (text.split(":") for text in self.skip_samples or ())
         return tuple(range(int(first), int(end)) for first, end in bounds)
 
+    @property
+    def ranges(self) -> tuple[tuple[float, float], ...]:
+        """The shares between which each split takes the documents of its own datasets."""
+        return tuple(map(range_of_documents, self.split_ranges or ("0:1",) * 3))
+
     def check(self) -> None:
         """Raise InputError for sources that exclude each other and for what is not built yet."""
         super().check()
+        if self.split_ranges is not None:
+            words = f"--split-ranges {' '.join(self.split_ranges)}"
+            if names_examples(self):
+                raise InputError(f"{words}: examples have no ranges; leave it out")
+            for text in self.split_ranges:
+                if range_of_documents(text) is None:
+                    raise InputError(
+                        f"{words}: {text} is no FROM:TO with 0 <= FROM < TO <= 1, as in 0:0.95"
+                    )
         for text in self.skip_samples or ():
             numbers = re.fullmatch(r"([0-9]+):([0-9]+)", text)
             if numbers is None or int(numbers[1]) >= int(numbers[2]):
@@ -77,20 +137,29 @@ class DataConfig(Section):
                     f"--skip-samples {text}: expected A:B with A < B, for the samples A to B-1 in "
                     "the order of the run, counted from 0"
                 )
-        separate = [
-            f"--{name.replace('_', '-')}"
-            for name in ("train_data_path", "valid_data_path", "test_data_path")
-            if getattr(self, name) is not None
-        ]
-        if separate and self.data_path is not None:
+        sources = [self._typed(names) for names in SOURCES]
+        sources = [flags for flags in sources if flags]
+        if len(sources) > 1:
             raise InputError(
-                f"--data-path and {separate[0]} contradict: give one blend that --split divides, "
-                "or one blend for each split"
+                f"{sources[0][0]} and {sources[1][0]} contradict: give one blend that --split "
+                "divides, or one blend for each split"
             )
-        if self.mock_data and (separate or self.data_path is not None):
-            raise InputError(
-                f"--mock-data and {(separate or ['--data-path'])[0]} contradict: leave one out"
-            )
+        if self.mock_data and sources:
+            raise InputError(f"--mock-data and {sources[0][0]} contradict: leave one out")
+        for split in ("train", "valid", "test"):
+            name = f"{split}_weighted_split_paths"
+            both = self._typed((name, f"{name}_path"))
+            if len(both) > 1:
+                raise InputError(f"{both[0]} and {both[1]} contradict: give one of them")
+
+    def _typed(self, names: Iterable[str]) -> list[str]:
+        """The flags among the fields of these names that have a value."""
+        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
+
+    @property
+    def names_data(self) -> bool:
+        """Whether any flag names a dataset or made-up samples."""
+        return self.mock_data or any(map(self._typed, SOURCES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +237,13 @@ class BatchConfig(Section):
                 f"{shown}: steps of {increment} from {start} never reach --global-batch-size "
                 f"{self.global_batch_size} exactly"
             )
+
+
+def range_of_documents(text: str) -> tuple[float, float] | None:
+    """The two shares of FROM:TO; None for other text."""
+    match = re.fullmatch(r"(\d*\.?\d+|\d+\.):(\d*\.?\d+|\d+\.)", text, re.ASCII)
+    bounds = (float(match[1]), float(match[2])) if match else (0.0, 0.0)
+    return bounds if 0 <= bounds[0] < bounds[1] <= 1 else None
 
 
 def _batch_size_from(word: str) -> tuple[int, int]:

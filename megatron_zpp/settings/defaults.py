@@ -6,10 +6,13 @@ configuration built from all of them is complete.
 
 import math
 from collections.abc import Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp.settings.config import SECTIONS, BatchConfig, ModelConfig
+from megatron_zpp.settings.data import SOURCES
+from megatron_zpp.settings.json_flags import STRATEGIES
 from zeropp.errors import InputError
 from zeropp.settings.schema import settings_of
 
@@ -17,7 +20,6 @@ ITERATIONS = 100
 # With the default length, so that a short run prints something.
 SHORT_RUN = MappingProxyType({"train_iters": ITERATIONS, "log_interval": 10, "eval_iters": 10})
 LENGTHS = ("train_iters", "train_samples", "train_tokens")
-SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr")
 DEFAULTS = MappingProxyType(
     {flag.name: flag.default for section in SECTIONS.values() for flag in settings_of(section)}
@@ -51,15 +53,37 @@ def describe(values: Mapping[str, Any], completed: Mapping[str, Any]) -> str:
         for name in names
         if name not in values and completed.get(name) is not None
     ]
-    if not any(name in values for name in SOURCES):
+    if not any(name in values for name in ("mock_data", *chain.from_iterable(SOURCES))):
         defaults.append("the Python standard library's text as data")
     return f"not given, so by default: {', '.join(defaults)}" if defaults else ""
 
 
 def _stage(values: Mapping[str, Any]) -> int:
+    """The ZeRO stage: its own, or that of Megatron's flags for FSDP, which must agree."""
+    stages = _fsdp_stages(values)
     if "zero_stage" in values:
-        return values["zero_stage"]
-    return 1 if values.get("use_distributed_optimizer") else 0
+        stages["--zero-stage"] = values["zero_stage"]
+    if len(set(stages.values())) > 1:
+        words = " and ".join(f"{name} is ZeRO stage {stage}" for name, stage in stages.items())
+        raise InputError(f"{words} (flag or JSON): keep one of them")
+    at_least = 1 if values.get("use_distributed_optimizer") else 0
+    return next(iter(stages.values()), at_least)
+
+
+def _fsdp_stages(values: Mapping[str, Any]) -> dict[str, int]:
+    """The ZeRO stage that each of Megatron's flags for FSDP stands for, by the flag."""
+    stages = {}
+    if values.get("use_torch_fsdp2"):
+        keeps = values.get("torch_fsdp2_no_reshard_after_forward")
+        stages["--use-torch-fsdp2"] = 2 if keeps else 3
+    elif values.get("torch_fsdp2_no_reshard_after_forward"):
+        raise InputError("--torch-fsdp2-no-reshard-after-forward needs --use-torch-fsdp2")
+    strategy = values.get("data_parallel_sharding_strategy")
+    if strategy is not None:
+        stages[f"--data-parallel-sharding-strategy {strategy}"] = STRATEGIES[strategy]
+    elif values.get("use_megatron_fsdp"):
+        stages["--use-megatron-fsdp"] = STRATEGIES["optim_grads_params"]
+    return stages
 
 
 def _attention(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +93,15 @@ def _attention(values: Mapping[str, Any]) -> dict[str, Any]:
             "--no-position-embedding needs --position-embedding-type rope or none: "
             "choose what replaces the learned positions"
         )
-    if values.get("group_query_attention") and "num_query_groups" not in values:
+    kind, groups = values.get("attention_head_type"), values.get("num_query_groups")
+    if kind == "multiquery" and groups not in (None, 1):
+        raise InputError(
+            f"--attention-head-type multiquery and --num-query-groups {groups} contradict: keep one"
+        )
+    if kind == "multihead" and (groups is not None or values.get("group_query_attention")):
+        other = f"--num-query-groups {groups}" if groups else "--group-query-attention"
+        raise InputError(f"--attention-head-type multihead and {other} contradict: keep one")
+    if groups is None and (kind == "multiquery" or values.get("group_query_attention")):
         return {"num_query_groups": 1}
     return {}
 

@@ -18,13 +18,15 @@ class SameAs:
     """The JSON key that means the same as a flag.
 
     `to_flag` and `to_json` translate values, `to_json` to None where the JSON cannot express one;
-    `index` is the position in a key that holds two values.
+    `index` is the position in a key that holds two values. `key_counts`: beside another value of
+    the flag the key's is used; otherwise that is an error.
     """
 
     key: str
     to_flag: Callable[[Any], Any] = _unchanged
     to_json: Callable[[Any], Any] = _unchanged
     index: int | None = None
+    key_counts: bool = False
 
     def flag_value(self, json_value: Any) -> Any:
         """The flag's value that the key's value stands for."""

@@ -1,9 +1,14 @@
 """Flags that set JSON keys and nothing else: their values are in `Config.zero`."""
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megatron_zpp.settings.flag import SameAs, Section, flag, ignored, needs
 
+STRATEGIES = MappingProxyType(  # of --data-parallel-sharding-strategy, and their ZeRO stages
+    {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+)
+_BF16 = ("bf16", "bfp16", "bfloat16")
 _ZERO = "zero_optimization"
 _RECOMPUTE = "activation_checkpointing"
 
@@ -24,6 +29,35 @@ class ZeroFlags(Section):
     use_distributed_optimizer: bool = flag(
         False, "shard the optimizer: ZeRO stage 1 if no stage is given"
     )
+    use_megatron_fsdp: bool = flag(
+        False, "shard what --data-parallel-sharding-strategy says", aliases=("use-custom-fsdp",)
+    )
+    data_parallel_sharding_strategy: str = flag(
+        "optim_grads_params", "what is sharded: ZeRO stage 0, 1, 2 or 3", choices=tuple(STRATEGIES)
+    )
+    use_torch_fsdp2: bool = flag(False, "ZeRO stage 3")
+    torch_fsdp2_no_reshard_after_forward: bool = flag(
+        False, "with --use-torch-fsdp2: weights stay gathered in a step, ZeRO stage 2"
+    )
+    grad_reduce_in_bf16: bool = flag(
+        False,
+        "send unquantized gradients in bf16 (default: in the format of the computation)",
+        same_as=SameAs(
+            "communication_data_type",
+            to_flag=lambda name: name in _BF16,
+            to_json=lambda is_on: "bf16" if is_on else None,
+        ),
+    )
+    megatron_fsdp_grad_comm_dtype: str = flag(
+        "auto",
+        "format in which unquantized gradients are sent",
+        choices=("auto", "fp32", "fp16", "bf16"),
+        same_as=SameAs(
+            "communication_data_type",
+            to_flag=lambda name: ("bf" if name in _BF16 else "fp") + name[-2:],
+            to_json=lambda name: None if name == "auto" else name,
+        ),
+    )
     cpu_optimizer: bool = flag(
         False,
         "optimizer state and step on the CPU",
@@ -33,6 +67,14 @@ class ZeroFlags(Section):
             to_flag=lambda device: device == "cpu",
             to_json=lambda is_on: "cpu" if is_on else None,
         ),
+    )
+    optimizer_offload_fraction: float = flag(
+        1.0,
+        "share of the optimizer that is on the CPU",
+        minimum=0,
+        maximum=1,
+        no_effect=needs("--cpu-optimizer", lambda config: config.zero.offloads_optimizer),
+        same_as=f"{_ZERO}.offload_optimizer.ratio",
     )
     remote_device: str = flag(
         "none",

@@ -1,8 +1,10 @@
 """Flags and JSON keys that mean the same: merged into one value, or an error that names both.
 
 A value given in only one place, command line or file, is used; a key set to "auto" gives none.
+Where DeepSpeed's engine would take the file's value whatever the flag says, so is it here.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,6 +16,8 @@ from zeropp.settings.zero_config import ZeroConfig
 
 _STAGE = "zero_optimization.stage"
 _ACCUMULATION = "gradient_accumulation_steps"
+
+log = logging.getLogger("megatron_zpp")
 
 
 def merge(
@@ -30,8 +34,14 @@ def merge(
         key = flag.same_as.key
         value = flag.same_as.flag_value(file.values[key])
         if flag.name in typed and typed[flag.name].value != value:
-            raise _contradiction(typed[flag.name], file.assignment(key))
+            if not flag.same_as.key_counts:
+                raise _contradiction(typed[flag.name], file.assignment(key))
+            log.info(
+                "%s has no effect beside %s, which counts as in Megatron-DeepSpeed",
+                typed[flag.name], file.assignment(key),
+            )  # fmt: skip
         values[flag.name] = value
+    _check_same_keys(typed)
     _check_precision(typed, file)
     _check_distributed_optimizer(typed, file)
     for name in ("rampup_batch_size", "step_batch_size_schedule"):
@@ -58,6 +68,19 @@ def json_values(values: Mapping[str, Any], flags: Iterable[Flag]) -> dict[str, A
         else:
             result[key] = (*result.get(key, ()), value)  # flags are in the order of `index`
     return result
+
+
+def _check_same_keys(typed: Mapping[str, Assignment]) -> None:
+    """Raise InputError for two flags that give a key different values."""
+    first: dict[tuple[str, int | None], tuple[Assignment, Any]] = {}
+    for assignment in typed.values():
+        same_as = assignment.flag.same_as
+        value = None if same_as is None else same_as.to_json(assignment.value)
+        if value is None:
+            continue
+        other, other_value = first.setdefault((same_as.key, same_as.index), (assignment, value))
+        if other_value != value:
+            raise InputError(f"{other} and {assignment} contradict: keep one")
 
 
 def _check_precision(typed: Mapping[str, Assignment], file: JsonValues) -> None:

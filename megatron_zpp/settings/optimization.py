@@ -26,6 +26,7 @@ _NO_DECAY = NoEffect(
     "--lr-decay-style constant does not decay",
     when=lambda c: c.schedule.lr_decay_style == "constant",
 )
+_NEEDS_DECOUPLED = needs("--decoupled-lr", lambda c: c.optimizer.decoupled_lr is not None)
 _NO_WARMUP = NoEffect("there is no warm-up", when=lambda c: not c.schedule.has_warmup)
 
 
@@ -89,6 +90,7 @@ class PrecisionConfig(Section):
             "fp16.loss_scale",
             to_flag=lambda scale: scale or None,
             to_json=lambda scale: scale or 0.0,
+            key_counts=True,
         ),
     )
     initial_loss_scale: float = flag(
@@ -97,7 +99,10 @@ class PrecisionConfig(Section):
         above=0,
         no_effect=_DYNAMIC_SCALE,
         same_as=SameAs(
-            "fp16.initial_scale_power", to_flag=lambda power: 2.0**power, to_json=_power_of_two
+            "fp16.initial_scale_power",
+            to_flag=lambda power: 2.0**power,
+            to_json=_power_of_two,
+            key_counts=True,
         ),
     )
     min_loss_scale: float = flag(
@@ -105,21 +110,21 @@ class PrecisionConfig(Section):
         "smallest dynamic loss scale",
         above=0,
         no_effect=_DYNAMIC_SCALE,
-        same_as="fp16.min_loss_scale",
+        same_as=SameAs("fp16.min_loss_scale", key_counts=True),
     )
     loss_scale_window: int = flag(
         1000,
         "clean steps before the scale doubles",
         minimum=1,
         no_effect=_DYNAMIC_SCALE,
-        same_as="fp16.loss_scale_window",
+        same_as=SameAs("fp16.loss_scale_window", key_counts=True),
     )
     hysteresis: int = flag(
         2,
         "overflows before the scale halves",
         minimum=1,
         no_effect=_DYNAMIC_SCALE,
-        same_as="fp16.hysteresis",
+        same_as=SameAs("fp16.hysteresis", key_counts=True),
     )
 
     @property
@@ -154,6 +159,18 @@ class OptimizerConfig(Section):
     lr: float = flag(3e-4, "largest learning rate", minimum=0, same_as="optimizer.params.lr")
     min_lr: float = flag(
         0.0, "smallest learning rate after the decay", minimum=0, no_effect=_NO_DECAY
+    )
+    decoupled_lr: float | None = flag(
+        None,
+        "--lr of the token embedding and the output layer",
+        minimum=0,
+        no_effect=NoEffect("LoRA trains neither", when=lambda c: c.lora.lora_rank > 0),
+    )
+    decoupled_min_lr: float | None = flag(
+        None,
+        "--min-lr of the token embedding and the output layer",
+        minimum=0,
+        no_effect=(_NEEDS_DECOUPLED, _NO_DECAY),
     )
     weight_decay: float = flag(
         0.01,
@@ -191,7 +208,10 @@ class OptimizerConfig(Section):
         1e-8, "added to the denominator of the update", above=0, same_as="optimizer.params.eps"
     )
     cpu_torch_adam: bool = flag(
-        False, "on CPUs PyTorch's AdamW instead of ours", same_as="optimizer.params.torch_adam"
+        False,
+        "on CPUs PyTorch's AdamW instead of ours",
+        aliases=("use-torch-optimizer-for-cpu-offload",),
+        same_as="optimizer.params.torch_adam",
     )
 
     def check(self) -> None:
@@ -199,6 +219,13 @@ class OptimizerConfig(Section):
         super().check()
         if self.min_lr > self.lr:
             raise InputError(f"--min-lr {self.min_lr:g} is larger than --lr {self.lr:g}")
+        if self.decoupled_lr is not None:
+            name = "--min-lr" if self.decoupled_min_lr is None else "--decoupled-min-lr"
+            lowest = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+            if lowest > self.decoupled_lr:
+                raise InputError(
+                    f"{name} {lowest:g} is larger than --decoupled-lr {self.decoupled_lr:g}"
+                )
         for name in ("adam_beta1", "adam_beta2"):
             if getattr(self, name) == 1:
                 raise InputError(f"--{name.replace('_', '-')} 1: expected less than 1")
@@ -226,6 +253,8 @@ class ScheduleConfig(Section):
 
     lr: float = shared(OptimizerConfig, "lr")
     min_lr: float = shared(OptimizerConfig, "min_lr")
+    decoupled_lr: float | None = shared(OptimizerConfig, "decoupled_lr")
+    decoupled_min_lr: float | None = shared(OptimizerConfig, "decoupled_min_lr")
     lr_decay_style: str = flag("linear", "shape of the decay", choices=LR_STYLES)
     lr_decay_iters: int | None = flag(
         None, "iterations until the minimum (default: the whole run)", minimum=1
@@ -276,6 +305,11 @@ class ScheduleConfig(Section):
             )
         if self.lr_warmup_init > self.lr:
             raise InputError(f"--lr-warmup-init {self.lr_warmup_init:g} is above --lr {self.lr:g}")
+        if self.decoupled_lr is not None and self.lr_warmup_init > self.decoupled_lr:
+            raise InputError(
+                f"--lr-warmup-init {self.lr_warmup_init:g} is above --decoupled-lr "
+                f"{self.decoupled_lr:g}"
+            )
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             raise InputError(
                 "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler "

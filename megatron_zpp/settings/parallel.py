@@ -46,7 +46,14 @@ class ParallelConfig(Section):
         choices=("a2a", "allgather", "p2p", "a2a+p2p"),
         no_effect=needs("--context-parallel-size", lambda c: c.parallel.context_parallel_size > 1),
     )
-    sequence_parallel: bool = flag(False, "split activations along the sequence")
+    sequence_parallel: bool = flag(
+        False,
+        "split activations along the sequence",
+        no_effect=needs(
+            "--tensor-model-parallel-size above 1",
+            lambda c: c.parallel.tensor_model_parallel_size > 1,
+        ),
+    )
     distributed_backend: str | None = flag(
         None, "communication library (default: nccl on GPUs, else gloo)", choices=("nccl", "gloo")
     )
@@ -61,11 +68,6 @@ class ParallelConfig(Section):
             raise InputError(
                 f"--cp-comm-type {self.cp_comm_type} is not available: allgather sends the same "
                 "bytes as a ring of p2p messages, and a2a fewer where there are few heads"
-            )
-        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise InputError(
-                "--sequence-parallel splits sequences over the ranks of tensor parallelism: give "
-                "--tensor-model-parallel-size 2 or more, or leave it out"
             )
         if self.pipeline_model_parallel_size == 1:
             for name in (*STAGES_PER_RANK, *LAYERS_OF_ENDS):

@@ -10,6 +10,7 @@ _NO_EVALUATION = NoEffect(
     "--eval-iters 0 switches evaluation off", when=lambda c: c.evaluation.eval_iters == 0
 )
 _NEEDS_PROMPT = needs("--sample-prompt", lambda c: c.evaluation.sample_prompt is not None)
+_NEEDS_MANUAL_GC = needs("--manual-gc", lambda c: c.training.manual_gc)
 _NEEDS_SAVE = needs("--save", lambda c: c.checkpoint.save is not None)
 NEEDS_LOAD = needs("--load", lambda c: c.checkpoint.load is not None)
 _NEEDS_TENSORBOARD = needs("--tensorboard-dir", lambda c: c.log.tensorboard_dir is not None)
@@ -31,14 +32,39 @@ class TrainingConfig(Section):
     seed: int = flag(
         1234, "seed of weights, dropout and sample order", minimum=0, maximum=2**32 - 1
     )
+    calculate_per_token_loss: bool = flag(
+        False,
+        "the loss is the mean over a step's tokens that have one, instead of the mean over its "
+        "micro-batches of their means",
+    )
     exit_interval: int | None = flag(
         None, "save and stop at an iteration divisible by this", minimum=1
     )
     exit_duration_in_mins: int | None = flag(
         None, "save and stop after this many minutes", minimum=0
     )
-    exit_signal_handler: bool = flag(False, "save and stop on SIGTERM")
+    exit_signal_handler: bool = flag(
+        False, "save and stop on SIGTERM", aliases=("exit-signal-handler-for-training",)
+    )
     skip_train: bool = flag(False, "only evaluate")
+    manual_gc: bool = flag(
+        False, "Python collects garbage when --manual-gc-interval says, on all ranks alike"
+    )
+    manual_gc_interval: int = flag(
+        0,
+        "iterations between collections; 0: none while training",
+        minimum=0,
+        no_effect=_NEEDS_MANUAL_GC,
+    )
+    no_manual_gc_eval: bool = flag(
+        False,
+        "no collection before and after an evaluation",
+        aliases=("disable-manual-gc-eval",),
+        no_effect=_NEEDS_MANUAL_GC,
+    )
+    deterministic_mode: bool = flag(
+        False, "only kernels that give the same digits every time; an error where there is none"
+    )
     compile: bool = flag(False, "compile transformer blocks and the loss with torch.compile")
     dry_run: bool = flag(False, "only print what the run will take, and whether it fits")
     dry_run_ranks: int | None = flag(
@@ -81,10 +107,17 @@ class CheckpointConfig(Section):
 
     save: str | None = flag(None, "folder to save checkpoints in")
     load: str | None = flag(None, "folder to resume from, if it holds a checkpoint")
+    ckpt_step: int | None = flag(
+        None,
+        "iteration of the checkpoint to load (default: the newest)",
+        minimum=0,
+        no_effect=NEEDS_LOAD,
+    )
     save_interval: int | None = flag(
         None,
         "iterations between checkpoints (default: only at the end)",
         minimum=1,
+        aliases=("persistent-save-interval",),
         no_effect=_NEEDS_SAVE,
     )
     keep_checkpoints: int | None = flag(
@@ -106,21 +139,21 @@ class CheckpointConfig(Section):
         False, "take the weights only and start at iteration 0", no_effect=NEEDS_LOAD
     )
     use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
+    no_load_lr_state: bool = flag(
+        False, "start the schedules at their beginning", no_effect=NEEDS_LOAD
+    )
     reset_iteration: bool = flag(False, "start counting at iteration 0", no_effect=NEEDS_LOAD)
     no_verify_checkpoint: bool = flag(
         False, "load without reading the files to compare their checksums", no_effect=NEEDS_LOAD
     )
     exit_on_missing_checkpoint: bool = flag(False, "fail if --load holds no checkpoint")
-    universal_checkpoint: bool = flag(False, "load DeepSpeed's universal format")
+    universal_checkpoint: bool = ignored(
+        False, "every checkpoint loads at any number of ranks and any stage"
+    )
 
     def check(self) -> None:
-        """Raise InputError for demands on a checkpoint that is not loaded, or not built yet."""
+        """Raise InputError for demands on a checkpoint that is not loaded."""
         super().check()
-        if self.universal_checkpoint:
-            raise InputError(
-                "--universal-checkpoint is not available: leave it out, every checkpoint "
-                "here loads at any number of ranks and any stage"
-            )
         if self.load is None:
             for name in ("exit_on_missing_checkpoint", "use_checkpoint_args"):
                 if getattr(self, name):
@@ -132,6 +165,11 @@ class LogConfig(Section):
     """What is printed and written for TensorBoard and Weights & Biases, and how often."""
 
     log_interval: int = flag(100, "iterations between log lines", minimum=1)
+    logging_level: int = flag(
+        20,
+        "print notices from this level of Python's logging on: 20 all, 30 warnings, 40 errors",
+        minimum=0,
+    )
     log_params_norm: bool = flag(False, "log the norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, "log how many gradient elements are zero")
     log_throughput: bool = flag(
@@ -179,6 +217,9 @@ class LogConfig(Section):
     wandb_project: str | None = flag(None, "Weights & Biases project; switches it on")
     wandb_exp_name: str | None = flag(
         None, "name of the run at Weights & Biases", no_effect=_NEEDS_WANDB
+    )
+    wandb_entity: str | None = flag(
+        None, "user or team at Weights & Biases", no_effect=_NEEDS_WANDB
     )
     wandb_save_dir: str | None = flag(
         None, "folder of the Weights & Biases files", no_effect=_NEEDS_WANDB

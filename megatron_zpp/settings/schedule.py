@@ -215,11 +215,15 @@ class WeightDecay:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedules:
-    """Everything about a run that depends on the samples consumed."""
+    """Everything about a run that depends on the samples consumed.
+
+    `ends_learning_rate` is that of the token embedding and the output layer, None: as the others.
+    """
 
     length: Length
     batch_size: GlobalBatchSize
     learning_rate: LearningRate
+    ends_learning_rate: LearningRate | None
     weight_decay: WeightDecay
 
     @classmethod
@@ -227,20 +231,31 @@ class Schedules:
         """Raises InputError for a run shorter than a step and a warm-up longer than the decay."""
         batch_size = GlobalBatchSize(config.batch, config.model.seq_length)
         length = Length.of(config.training, batch_size, config.model.seq_length)
+        schedule = config.schedule
+        learning_rate = _learning_rate(schedule, batch_size, length, config.model.seq_length)
+        ends = None
+        if schedule.decoupled_lr is not None:
+            lowest = schedule.decoupled_min_lr
+            ends = replace(
+                learning_rate,
+                max_lr=schedule.decoupled_lr,
+                min_lr=schedule.min_lr if lowest is None else lowest,
+            )
         return cls(
             length=length,
             batch_size=batch_size,
-            learning_rate=_learning_rate(
-                config.schedule, batch_size, length, config.model.seq_length
-            ),
+            learning_rate=learning_rate,
+            ends_learning_rate=ends,
             weight_decay=_weight_decay(config.optimizer, length),
         )
 
     def state(self) -> dict[str, Any]:
         """The settings of the schedules as plain values, for a checkpoint."""
+        ends = self.ends_learning_rate
         return {
             "learning_rate": asdict(self.learning_rate),
             "weight_decay": asdict(self.weight_decay),
+            **({"ends_learning_rate": asdict(ends)} if ends else {}),
         }
 
     def resumed(self, saved: Mapping[str, Any], config: ScheduleConfig) -> "Schedules":
@@ -249,11 +264,12 @@ class Schedules:
         Raises InputError if they differ and neither that flag nor --override-opt_param-scheduler
         chooses between them.
         """
+        state, saved = self.state(), {"ends_learning_rate": {}, **saved}
         differing = [
-            f"{part} {name}: {now[name]} now, {saved[part][name]} in the checkpoint"
-            for part, now in self.state().items()
-            for name in now
-            if now[name] != saved[part][name]
+            f"{part} {name}: {now.get(name)} now, {saved[part].get(name)} in the checkpoint"
+            for part, now in {"ends_learning_rate": {}, **state}.items()
+            for name in now or saved[part]
+            if now.get(name) != saved[part].get(name)
         ]
         if not differing or config.override_opt_param_scheduler:
             for line in differing:
@@ -265,10 +281,12 @@ class Schedules:
                 "--override-opt_param-scheduler takes the new one, "
                 "--use-checkpoint-opt_param-scheduler the saved one"
             )
+        ends = saved["ends_learning_rate"]
         return replace(
             self,
             learning_rate=LearningRate(**saved["learning_rate"]),
             weight_decay=WeightDecay(**saved["weight_decay"]),
+            ends_learning_rate=LearningRate(**ends) if ends else None,
         )
 
 

@@ -5,6 +5,7 @@ from megatron_zpp.monitor.step_profiler import StepProfiler
 from megatron_zpp.train.batches import TRAIN, VALIDATION, loader
 from megatron_zpp.train.diagnosis import describe_spike, source_of_non_finite
 from megatron_zpp.train.evaluate import evaluate
+from megatron_zpp.train.garbage_collection import GarbageCollection
 from megatron_zpp.train.pending_iteration import PendingIteration
 from megatron_zpp.train.resume import finish_save, save
 from megatron_zpp.train.run import Run, is_due
@@ -26,6 +27,7 @@ def train(run: Run) -> bool:
         loader(run, TRAIN, counters.consumed_samples, skipped) as batches,
         run.console.live(),
         StepProfiler(config.log, run.ranks.rank) as profiler,
+        GarbageCollection(config.training) as garbage,
     ):
         pending: PendingIteration | None = None
         while counters.iteration < run.schedules.length.iterations:
@@ -44,8 +46,10 @@ def train(run: Run) -> bool:
             if evaluates or saves:
                 log_iteration(run, pending)
                 pending = None
+            garbage.after_iteration(counters.iteration)
             if evaluates:
-                evaluate_split(run, VALIDATION, f"iteration {counters.iteration}")
+                with garbage.around_evaluation():
+                    evaluate_split(run, VALIDATION, f"iteration {counters.iteration}")
             if saves:
                 save(run)
             elif run.async_writer is not None:
@@ -114,7 +118,10 @@ def evaluate_split(run: Run, split: int, moment: str) -> None:
         consumed = 0  # this run has fewer validation samples than the one that saved the checkpoint
     samples_per_pass = config.batch.micro_batch_size * run.ranks.num_replicas
     with loader(run, split, consumed) as batches:
-        loss = evaluate(run.sharding, run.ranks, batches, num_samples // samples_per_pass)
+        loss = evaluate(
+            run.sharding, run.ranks, batches, num_samples // samples_per_pass,
+            per_token=config.training.calculate_per_token_loss,
+        )  # fmt: skip
     if split == VALIDATION:
         counters.consumed_valid_samples = consumed + num_samples
     run.metrics.validation(

@@ -16,6 +16,7 @@ from megatron_zpp.settings.config import CheckpointConfig, Config
 from megatron_zpp.text.generate import generate
 from megatron_zpp.train.batches import TEST, VALIDATION
 from megatron_zpp.train.build import build_run
+from megatron_zpp.train.determinism import deterministic_kernels
 from megatron_zpp.train.loop import evaluate_split, train
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Interrupted, Stopping
@@ -41,6 +42,7 @@ def main(
             environment = Environment.read()
             console.rank = environment.rank
             config = parse(argv, environment.world_size, program)
+            console.set_level(config.log.logging_level)
             if needs_pretrained and config.lora.pretrained_checkpoint is None:
                 raise InputError(
                     f"{program} needs --pretrained-checkpoint FOLDER, the model to fine-tune: a "
@@ -49,7 +51,10 @@ def main(
                 )
             if config.training.dry_run:
                 return dry_run(config, environment, console)
-            with Stopping(config.training) as stopping:
+            with (
+                Stopping(config.training) as stopping,
+                deterministic_kernels(config.training.deterministic_mode),
+            ):
                 per_node = config.zero.zeropp.ranks_per_node
                 ranks = join_ranks(environment, config.parallel, per_node)
                 return _with_heartbeat(config, ranks, console, stopping)

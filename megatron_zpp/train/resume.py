@@ -27,7 +27,7 @@ STATE_COUNTERS = tuple(
 SAMPLE_ORDER = (
     ("training", ("seed",)),
     ("model", ("seq_length",)),
-    ("data", ("data_path", "train_data_path", "split", "dataloader_type")),
+    ("data", ("data_path", "train_data_path", "split", "split_ranges", "dataloader_type")),
 )
 
 log = logging.getLogger("megatron_zpp")
@@ -112,6 +112,7 @@ def load(
         architecture=architecture(config.model, model.vocab_size),
         tokenizer=tokenizer_fingerprint,
         verify=not options.no_verify_checkpoint,
+        iteration=options.ckpt_step,
     )
     if state is None:
         if options.exit_on_missing_checkpoint:
@@ -126,6 +127,24 @@ def load(
         scaler.load_state_dict(state.loss_scaler)
     if options.finetune or options.reset_iteration or not state.iteration:
         return beginning
+    _log_other_samples(config, state)
+    scheduled_samples = 0
+    if not options.no_load_lr_state:
+        scheduled_samples = state.schedule["scheduled_samples"]
+        schedules = schedules.resumed(state.schedule, config.schedule)
+    return StartingPoint(
+        counters=Counters(
+            **{name: getattr(state, name) for name in STATE_COUNTERS},
+            scheduled_samples=scheduled_samples,
+            saved_iteration=state.iteration,
+        ),
+        schedules=schedules,
+        history=state.history,
+    )
+
+
+def _log_other_samples(config: Config, state: TrainingState) -> None:
+    """Log a line for each setting whose change gives the resumed run other samples."""
     batch, saved = config.batch.global_batch_size, state.configuration["batch"]["global_batch_size"]
     if batch != saved:
         log.info(
@@ -134,15 +153,6 @@ def load(
         )  # fmt: skip
     for line in sample_order_changes(run_settings(config), state.configuration):
         log.info("%s: other samples come next than without that change", line)
-    return StartingPoint(
-        counters=Counters(
-            **{name: getattr(state, name) for name in STATE_COUNTERS},
-            scheduled_samples=state.schedule["scheduled_samples"],
-            saved_iteration=state.iteration,
-        ),
-        schedules=schedules.resumed(state.schedule, config.schedule),
-        history=state.history,
-    )
 
 
 def sample_order_changes(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
@@ -152,7 +162,7 @@ def sample_order_changes(settings: Mapping[str, Any], saved: Mapping[str, Any]) 
         f"{name} is {current[section][name]} now, {saved[section][name]} in the checkpoint"
         for section, names in SAMPLE_ORDER
         for name in names
-        if current[section][name] != saved[section][name]
+        if name in saved[section] and current[section][name] != saved[section][name]
     ]
 
 

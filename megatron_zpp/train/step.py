@@ -2,10 +2,12 @@
 
 import hashlib
 import time
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from megatron_zpp.data.loader import Batch, Loader
+from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.tensor_parallel import sum_partial_gradients
 from megatron_zpp.train.pending_iteration import PendingIteration, host_fields, timer_now
@@ -55,23 +57,28 @@ def forward_backward(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Add the gradients of the mean loss over a global batch, times `loss_scale`, to `.grad`.
 
-    Returns the mean loss over all ranks (fp64, 0-d) and this rank's of each micro-batch (0-d), all
-    without the scale.
+    The mean is over micro-batches, or with `--calculate-per-token-loss` over tokens. Returns the
+    mean loss over all ranks (fp64, 0-d) and this rank's of each micro-batch (0-d), all without the
+    scale.
     """
     sharding, ranks = run.sharding, run.ranks
     micro_batch_size = run.config.batch.micro_batch_size
     num_micro_batches = global_batch_size // (micro_batch_size * ranks.num_replicas)
-    scale = loss_scale / num_micro_batches
+    samples = (next_micro_batch(run, batches) for _ in range(num_micro_batches))
+    weights = [1.0] * num_micro_batches
+    if run.config.training.calculate_per_token_loss:
+        samples = list(samples)
+        weights = shares_of_tokens([batch for _, batch in samples], ranks)
+    scales = [loss_scale / num_micro_batches * weight for weight in weights]
     run.communication.begin_step()
     if isinstance(sharding.model, Pipeline):
-        losses = pipeline_passes(run, batches, num_micro_batches, scale)
+        losses = pipeline_passes(run, iter(samples), scales)
     else:
         losses = []
-        for index in range(num_micro_batches):
-            first_sample, batch = next_micro_batch(run, batches)
+        for (first_sample, batch), scale in zip(samples, scales, strict=True):
             ranks.main_thread.mark()
             seed_dropout(run.config.training.seed, first_sample, ranks.context_place)
-            with sharding.micro_step(last=index == num_micro_batches - 1):
+            with sharding.micro_step(last=len(losses) == num_micro_batches - 1):
                 loss = sharding.model(*batch.inputs())
                 (loss * scale).backward()
             losses.append(loss.detach())
@@ -83,12 +90,25 @@ def forward_backward(
             sequence_parallel=run.config.parallel.sequence_parallel,
         )  # fmt: skip
     run.communication.end_step(num_micro_batches)
-    total_loss = sum(losses, start=torch.zeros((), device=ranks.device))
+    # `losses` is empty on ranks that do not hold the end of a pipeline.
+    weighted = (loss * weight for loss, weight in zip(losses, weights, strict=False))
+    total_loss = sum(weighted, start=torch.zeros((), device=ranks.device))
     return ranks.sum_tensor(total_loss) / (num_micro_batches * ranks.num_losses), losses
 
 
+def shares_of_tokens(batches: Sequence[Batch], ranks: Ranks) -> list[torch.Tensor]:
+    """Return how many tokens of each of this rank's micro-batches have a loss, 0-d fp32 each.
+
+    In units of the mean over the micro-batches of all replicas; a collective.
+    """
+    counts = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in batches])
+    total = ranks.sum_tensor(counts.sum()) / (ranks.num_ranks // ranks.num_replicas)
+    mean = total / (len(batches) * ranks.num_replicas)
+    return list((counts / mean.clamp(min=torch.finfo(torch.float64).tiny)).float())
+
+
 def pipeline_passes(
-    run: Run, batches: Loader, num_micro_batches: int, scale: float
+    run: Run, samples: Iterator[tuple[int, Batch]], scales: Sequence[float | torch.Tensor]
 ) -> list[torch.Tensor]:
     """Run the passes of a step through the stages of a pipeline; return the losses, if any here."""
     ranks, seed = run.ranks, run.config.training.seed
@@ -98,8 +118,7 @@ def pipeline_passes(
         own_rows = ranks.tensor_place if splits_rows and stage > 0 else 0
         seed_dropout(seed, first_sample, ranks.context_place, stage, own_rows)
 
-    samples = (next_micro_batch(run, batches) for _ in range(num_micro_batches))
-    return run.sharding.model.forward_backward(samples, num_micro_batches, scale, seed_stage)
+    return run.sharding.model.forward_backward(samples, scales, seed_stage)
 
 
 def next_micro_batch(run: Run, batches: Loader) -> tuple[int, Batch]:
@@ -112,9 +131,10 @@ def set_schedule(run: Run) -> None:
     """Set the optimizer's learning rate and weight decay for the next step."""
     scheduled_samples = run.counters.scheduled_samples
     learning_rate = run.schedules.learning_rate(scheduled_samples)
+    ends = run.schedules.ends_learning_rate or run.schedules.learning_rate
     weight_decay = run.schedules.weight_decay(scheduled_samples)
     for group in run.optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = ends(scheduled_samples) if group["at_ends"] else learning_rate
         group["weight_decay"] = weight_decay if group["decays"] else 0.0
 
 

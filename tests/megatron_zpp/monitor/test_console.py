@@ -180,6 +180,17 @@ def test_notices_go_to_rank_0_and_warnings_come_from_everybody():
     assert streams[1].getvalue() == "[rank 1] warning: slow\n[rank 1] error: bad\n" * 2
 
 
+def test_a_level_hides_what_is_below_it():
+    stream = io.StringIO()
+    log = logging.getLogger("megatron_zpp")
+    with Console(stream=stream) as console:
+        console.set_level(logging.WARNING)
+        log.info("hidden")
+        log.warning("shown")
+        console.line("a line of the log")
+    assert stream.getvalue() == "warning: shown\na line of the log\n"
+
+
 def test_loggers_are_as_before_after_the_context():
     log = logging.getLogger("zeropp")
     before = (log.level, log.propagate, list(log.handlers))

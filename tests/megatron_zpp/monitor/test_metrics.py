@@ -233,3 +233,11 @@ def test_operations_follow_the_shape_and_what_is_recomputed():
     assert plain - grouped == 3 * 12 * 2 * 768 * 2 * (768 - 3 * 64)
     gated = flops_per_token(ModelConfig(**SHAPE, swiglu=True, ffn_hidden_size=3072), none, 50257)
     assert gated - plain == 3 * 12 * 2 * 768 * 3072
+    windows = ModelConfig(**SHAPE, window_size="255,0", window_attn_skip_freq="3")
+    seen = flops_per_token(windows, none, 50257)
+    assert plain - seen == 3 * 4 * 768 * 8 * (1024 - 256)  # in 8 of 12 layers
+    last = RecomputeConfig(
+        recompute_granularity="full", recompute_method="block", recompute_num_layers=1
+    )
+    layer = 2 * (4 * 768**2 + 2 * 768 * 3072) + 4 * 768 * 256
+    assert flops_per_token(windows, last, 50257) - seen == layer

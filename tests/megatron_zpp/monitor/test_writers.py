@@ -320,12 +320,16 @@ def test_wandb_gets_the_same_names(monkeypatch):
         return types.SimpleNamespace(log=log, finish=lambda: logged.append("finished"))
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    config = replace(BARE, wandb_project="project", log_timers_to_tensorboard=True)
+    config = replace(
+        BARE, wandb_project="project", wandb_entity="team", log_timers_to_tensorboard=True
+    )
     writers = open_writers(config, rank=0, world_size=2, settings={"seed": 1})
     write(writers, range(2, 3), **EXTRA)
     validate(writers, 2, 3.0)
     close(writers)
-    assert runs == [{"project": "project", "name": None, "dir": None, "config": {"seed": 1}}]
+    (run,) = runs
+    assert run.pop("config") == {"seed": 1}
+    assert run == {"project": "project", "name": None, "entity": "team", "dir": None}
     assert logged == [
         (2, {
             "learning-rate/learning-rate": 0.5,

@@ -12,6 +12,7 @@ from tests.megatron_zpp.settings.command_lines import config_of, error_of, value
 # What is typed, the setting it fills, and its value; one line for each flag of Megatron's.
 SETTINGS = """
 --num-layers 3                        model.num_layers 3
+--encoder-num-layers 3                model.num_layers 3
 --hidden-size 512                     model.hidden_size 512
 --num-attention-heads 8               model.num_attention_heads 8
 --seq-length 32                       model.seq_length 32
@@ -28,6 +29,8 @@ SETTINGS = """
 --normalization RMSNorm               model.normalization "RMSNorm"
 --normalization rmsnorm               model.normalization "RMSNorm"
 --make-vocab-size-divisible-by 8      model.make_vocab_size_divisible_by 8
+--no-pad-vocab-size                   model.make_vocab_size_divisible_by 1
+--disable-pad-vocab-size              model.make_vocab_size_divisible_by 1
 --untie-embeddings-and-output-weights model.untie_embeddings_and_output_weights true
 --disable-bias-linear                 model.disable_bias_linear true
 --swiglu                              model.swiglu true
@@ -43,7 +46,35 @@ SETTINGS = """
 --num-key-value-heads 2               model.num_query_groups 2
 --num-query-groups 2                  model.num_query_groups 2
 --group-query-attention               model.num_query_groups 1
+--attention-head-type multiquery      model.num_query_groups 1
 --no-bias-gelu-fusion                 model.bias_gelu_fusion false
+--add-qkv-bias                        model.add_qkv_bias true
+--qk-layernorm                        model.qk_layernorm true
+--qk-layernorm-across-heads           model.qk_layernorm_across_heads true
+--window-size 127,0                   model.window_size "127,0"
+--window-attn-skip-freq 4             model.window_attn_skip_freq "4"
+--no-rope-freq [0,0,0,1]              model.no_rope_freq "[0,0,0,1]"
+--rotary-base-local 10000             model.rotary_base_local 10000
+--rotary-seq-len-interpolation-factor 8  model.rotary_seq_len_interpolation_factor 8
+--longrope-original-positions 8192    model.longrope_original_positions 8192
+--longrope-attention-factor 1.19      model.longrope_attention_factor 1.19
+--longrope-short-factors 1 2 --longrope-long-factors 3 4.5 --kv-channels 4 model.kv_channels 4
+--rope-type yarn                      model.rope_type "yarn"
+--rotary-scaling-factor 4             model.rotary_scaling_factor 4.0
+--yarn-original-max-position-embeddings 8192  model.yarn_original_max_position_embeddings 8192
+--yarn-beta-fast 30                   model.yarn_beta_fast 30.0
+--yarn-beta-slow 2                    model.yarn_beta_slow 2.0
+--yarn-attention-factor 1.2           model.yarn_attention_factor 1.2
+--query-pre-attn-scalar 256           model.query_pre_attn_scalar 256.0
+--attn-logit-softcapping 50           model.attn_logit_softcapping 50.0
+--final-logit-softcapping 30          model.final_logit_softcapping 30.0
+--scale-embeddings                    model.scale_embeddings true
+--embed-layernorm                     model.embed_layernorm true
+--apply-layernorm-1p                  model.apply_layernorm_1p true
+--norm-placement sandwich             model.norm_placement "sandwich"
+--use-parallel-residual               model.use_parallel_residual true
+--geglu                               model.geglu true
+--position-embedding-type alibi       model.position_embedding_type "alibi"
 --fp32-residual-connection            model.fp32_residual_connection true
 --apply-residual-connection-post-layernorm model.apply_residual_connection_post_layernorm true
 --micro-batch-size 2                  batch.micro_batch_size 2
@@ -55,6 +86,13 @@ SETTINGS = """
 --exit-interval 5                     training.exit_interval 5
 --exit-duration-in-mins 30            training.exit_duration_in_mins 30
 --exit-signal-handler                 training.exit_signal_handler true
+--exit-signal-handler-for-training    training.exit_signal_handler true
+--manual-gc                           training.manual_gc true
+--manual-gc-interval 7                training.manual_gc_interval 7
+--no-manual-gc-eval                   training.no_manual_gc_eval true
+--disable-manual-gc-eval              training.no_manual_gc_eval true
+--deterministic-mode                  training.deterministic_mode true
+--calculate-per-token-loss            training.calculate_per_token_loss true
 --skip-train                          training.skip_train true
 --seed 42                             training.seed 42
 --compile                             training.compile true
@@ -64,6 +102,13 @@ SETTINGS = """
 --context-parallel-size 1             parallel.context_parallel_size 1
 --distributed-backend gloo            parallel.distributed_backend "gloo"
 --distributed-timeout-minutes 3       parallel.distributed_timeout_minutes 3
+--use-megatron-fsdp                   zero.stage 3
+--use-custom-fsdp                     zero.stage 3
+--use-torch-fsdp2                     zero.stage 3
+--data-parallel-sharding-strategy optim zero.stage 1
+--grad-reduce-in-bf16                 zero.communication_data_type "bf16"
+--megatron-fsdp-grad-comm-dtype fp32  zero.communication_data_type "fp32"
+--optimizer-offload-fraction 0.5      zero.zero_optimization.offload_optimizer.ratio 0.5
 --use-distributed-optimizer           zero.stage 1
 --zero-stage 2                        zero.stage 2
 --remote-device none                  zero.zero_optimization.offload_param.device "none"
@@ -82,6 +127,15 @@ SETTINGS = """
 --train-data-path a                   data.train_data_path ["a"]
 --valid-data-path a                   data.valid_data_path ["a"]
 --test-data-path a                    data.test_data_path ["a"]
+--data-args-path f                    data.data_args_path "f"
+--per-split-data-args-path f          data.per_split_data_args_path "f"
+--train-weighted-split-paths t        data.train_weighted_split_paths ["t"]
+--valid-weighted-split-paths v w      data.valid_weighted_split_paths ["v", "w"]
+--test-weighted-split-paths t         data.test_weighted_split_paths ["t"]
+--train-weighted-split-paths-path f   data.train_weighted_split_paths_path "f"
+--valid-weighted-split-paths-path f   data.valid_weighted_split_paths_path "f"
+--test-weighted-split-paths-path f    data.test_weighted_split_paths_path "f"
+--split-ranges 0:0.9 .9:1 0:1         data.split_ranges ["0:0.9", ".9:1", "0:1"]
 --split 949,50,1                      data.split "949,50,1"
 --data-cache-path c                   data.data_cache_path "c"
 --num-workers 0                       data.num_workers 0
@@ -95,6 +149,8 @@ SETTINGS = """
 --vocab-file v                        tokenizer.vocab_file "v"
 --merge-file m                        tokenizer.merge_file "m"
 --tokenizer-model t                   tokenizer.tokenizer_model "t"
+--tokenizer-name-or-path t            tokenizer.tokenizer_model "t"
+--tokenizer-file t                    tokenizer.tokenizer_model "t"
 --vocab-size 300                      tokenizer.vocab_size 300
 --vocab-extra-ids 3                   tokenizer.vocab_extra_ids 3
 --optimizer adam                      optimizer.optimizer "adam"
@@ -102,6 +158,8 @@ SETTINGS = """
 --lr 6e-5                             schedule.lr 6e-5
 --min-lr 1e-6                         schedule.min_lr 1e-6
 --min-lr 1e-6                         optimizer.min_lr 1e-6
+--decoupled-lr 1e-4                   schedule.decoupled_lr 1e-4
+--decoupled-lr 1e-4                   optimizer.decoupled_lr 1e-4
 --lr-decay-style cosine               schedule.lr_decay_style "cosine"
 --lr-decay-style inverse-square-root  schedule.lr_decay_style "inverse-square-root"
 --lr-decay-style constant             schedule.lr_decay_style "constant"
@@ -125,6 +183,7 @@ SETTINGS = """
 --adam-beta1 0.8                      optimizer.adam_beta1 0.8
 --adam-beta2 0.95                     optimizer.adam_beta2 0.95
 --adam-eps 1e-6                       optimizer.adam_eps 1e-6
+--use-torch-optimizer-for-cpu-offload optimizer.cpu_torch_adam true
 --cpu_torch_adam                      optimizer.cpu_torch_adam true
 --fp16                                precision.fp16 true
 --bf16                                precision.bf16 true
@@ -135,6 +194,9 @@ SETTINGS = """
 --hysteresis 3                        precision.hysteresis 3
 --save s                              checkpoint.save "s"
 --load s                              checkpoint.load "s"
+--ckpt-step 7                         checkpoint.ckpt_step 7
+--no-load-lr-state                    checkpoint.no_load_lr_state true
+--persistent-save-interval 5          checkpoint.save_interval 5
 --keep-checkpoints 3                  checkpoint.keep_checkpoints 3
 --async-save                         checkpoint.async_save true
 --no-save-optim                       checkpoint.no_save_optim true
@@ -158,10 +220,12 @@ SETTINGS = """
 --log-world-size-to-tensorboard       log.log_world_size_to_tensorboard true
 --log-params-norm                     log.log_params_norm true
 --log-num-zeros-in-grad               log.log_num_zeros_in_grad true
+--logging-level 40                    log.logging_level 40
 --log-throughput                      log.log_throughput true
 --timing-log-level 2                  log.timing_log_level 2
 --wandb-project p                     log.wandb_project "p"
 --wandb-exp-name e                    log.wandb_exp_name "e"
+--wandb-entity e                      log.wandb_entity "e"
 --wandb-save-dir d                    log.wandb_save_dir "d"
 """
 
@@ -190,6 +254,8 @@ PAIRS = """
     batch.step_batch_size_schedule ["0:4", "2.5k:8"]
 --rampup-batch-size 4 4 60 --global-batch-size 16    batch.rampup_batch_size [4, 4, 60]
 --recompute-method block --recompute-granularity full recompute.recompute_method "block"
+--decoupled-lr 1e-4 --decoupled-min-lr 1e-5           schedule.decoupled_min_lr 1e-5
+--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward   zero.stage 2
 --lr-decay-style WSD --lr-wsd-decay-iters 3          schedule.lr_decay_style "WSD"
 --start-weight-decay 0 --end-weight-decay 1 --weight-decay-incr-style cosine \
     optimizer.end_weight_decay 1.0
@@ -252,11 +318,12 @@ IDLE = """
 --keep-checkpoints 2
 --async-save
 --no-verify-checkpoint
+--universal-checkpoint
+--sequence-parallel
 """
 
 UNAVAILABLE = """
 --cp-comm-type p2p
---universal-checkpoint
 --remote-device nvme
 """
 
@@ -317,52 +384,6 @@ def test_weights_on_the_host_need_the_optimizer_there():
 
 def test_offload_needs_shards():
     assert "offload_optimizer.device" in error_of("--cpu-optimizer --zero-stage 0")
-
-
-@pytest.mark.parametrize(
-    ("line", "ranks", "sizes"),
-    [
-        ("", 4, (4, 16)),
-        ("--batch-size 3", 2, (3, 6)),
-        ("--global-batch-size 24", 4, (3, 24)),  # 6 a rank: the largest divisor up to 4
-        ("--global-batch-size 16", 2, (4, 16)),
-        ("--global-batch-size 24 --rampup-batch-size 4 4 10", 2, (2, 24)),
-    ],
-)
-def test_batch_sizes_complete_each_other(line, ranks, sizes):
-    batch = config_of(line, ranks).batch
-    assert (batch.micro_batch_size, batch.global_batch_size) == sizes
-
-
-def test_a_global_batch_that_does_not_divide_names_all_three_numbers():
-    message = error_of("--global-batch-size 10 --micro-batch-size 2", 4)
-    assert "global batch size 10" in message
-    assert "micro-batch size 2 x 4 data-parallel ranks = 8" in message
-    ramp = error_of("--global-batch-size 16 --micro-batch-size 1 --rampup-batch-size 8 2 9", 4)
-    assert "global batch size 14 in --rampup-batch-size 8 2 9" in ramp
-
-
-def test_defaults_of_an_empty_command_line_are_logged(caplog):
-    caplog.set_level(logging.INFO, "megatron_zpp")
-    config = parse([], 2)
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 1
-    for words in ("--num-layers 4", "--train-iters 100", "--lr 0.0003", "standard library"):
-        assert words in messages[0]
-    assert config.training.train_iters == 100
-    assert config.model.max_position_embeddings == config.model.seq_length
-    assert config.zero.stage == 0
-    caplog.clear()
-    config_of("--data-path x --train-iters 5 --lr 1 --num-layers 1 --hidden-size 8 --seq-length 8 "
-          "--num-attention-heads 1 --batch-size 1 --global-batch-size 2", 2)  # fmt: skip
-    assert not caplog.records
-
-
-def test_tokens_beside_samples_say_where_the_run_ends(caplog):
-    """As most of Megatron-DeepSpeed's scripts give them."""
-    caplog.set_level(logging.INFO, "megatron_zpp")
-    config_of("--train-samples 999 --train-tokens 2048 --seq-length 256 --batch-size 2")
-    assert "ends the run, after 4 iterations" in caplog.text
 
 
 def test_no_bias_gelu_fusion_says_that_it_changes_numerics(caplog):

@@ -19,7 +19,7 @@ from zeropp.settings.schema import settings_of
         ("--ddp-impl local", "--DDP-impl"),
         ("--qqqqqq", "see --help"),
         ("--num-experts 8", "mixture of experts"),
-        ("--moe-loss-coeff 0.1", "mixture of experts"),
+        ("--moe-router-topk 2", "mixture of experts"),
         ("4", "'4' is not a flag"),
         ("--lr 1 2", "--lr takes 1 value, but 2 follow it: 1 2"),
         ("--lr", "--lr needs a value: a number"),

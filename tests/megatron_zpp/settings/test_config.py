@@ -109,6 +109,31 @@ def test_values_out_of_range_are_named(values, message):
         (DataConfig, {"data_path": ("a",), "valid_data_path": ("b",)}, ["--data-path", "--valid"]),
         (DataConfig, {"data_path": ("a",), "mock_data": True}, ["--mock-data and --data-path"]),
         (DataConfig, {"train_data_path": ("a",), "mock_data": True}, ["--train-data-path"]),
+        (DataConfig, {"data_path": ("a",), "data_args_path": "f"}, ["--data-path and --data-args"]),
+        (
+            DataConfig,
+            {"per_split_data_args_path": "f", "train_weighted_split_paths": ("g",)},
+            ["--per-split-data-args-path and --train-weighted-split-paths"],
+        ),
+        (
+            DataConfig,
+            {"test_weighted_split_paths": ("g",), "test_weighted_split_paths_path": "f"},
+            ["--test-weighted-split-paths and --test-weighted-split-paths-path"],
+        ),
+        (DataConfig, {"split_ranges": ("0:1", "0:1", "1:0.5")}, ["1:0.5 is no FROM:TO"]),
+        (
+            DataConfig,
+            {"split_ranges": ("0:1",) * 3, "train_data_path": ("a.jsonl",)},
+            ["examples have no ranges"],
+        ),
+        (TrainingConfig, {"manual_gc_interval": -1}, ["--manual-gc-interval -1: expected"]),
+        (OptimizerConfig, {"decoupled_lr": 1e-4, "decoupled_min_lr": 1e-3}, ["decoupled-min-lr"]),
+        (OptimizerConfig, {"decoupled_lr": 1e-4, "min_lr": 2e-4}, ["--min-lr 0.0002 is larger"]),
+        (
+            ScheduleConfig,
+            {"decoupled_lr": 1e-5, "lr_warmup_init": 1e-4},
+            ["--lr-warmup-init 0.0001 is above --decoupled-lr"],
+        ),
         (BatchConfig, {"rampup_batch_size": (2, 2, 9)}, ["needs --global-batch-size"]),
         (BatchConfig, {"rampup_batch_size": (0, 2, 9), "global_batch_size": 8}, ["at least 1"]),
         (BatchConfig, {"rampup_batch_size": (2, 0, 9), "global_batch_size": 8}, ["at least 1"]),
@@ -119,7 +144,6 @@ def test_values_out_of_range_are_named(values, message):
         ),
         (BatchConfig, {"rampup_batch_size": (2, 4, 9), "global_batch_size": 8}, ["never reach"]),
         (ParallelConfig, {"cp_comm_type": "p2p"}, ["--cp-comm-type p2p is not available"]),
-        (ParallelConfig, {"sequence_parallel": True}, ["--tensor-model-parallel-size 2 or more"]),
         (ParallelConfig, {"num_layers_per_virtual_pipeline_stage": 1}, ["virtual-pipeline-stage"]),
         (RecomputeConfig, {"recompute_method": "block"}, ["--recompute-method block", "none"]),
         (
@@ -155,7 +179,6 @@ def test_values_out_of_range_are_named(values, message):
         (TrainingConfig, {"train_iters": 0}, ["--train-iters 0"]),
         (CheckpointConfig, {"exit_on_missing_checkpoint": True}, ["needs --load"]),
         (CheckpointConfig, {"use_checkpoint_args": True}, ["--use-checkpoint-args needs --load"]),
-        (CheckpointConfig, {"universal_checkpoint": True}, ["--universal-checkpoint"]),
     ],
 )
 def test_sections_refuse_what_does_not_fit(section, values, named):

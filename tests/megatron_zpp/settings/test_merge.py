@@ -39,15 +39,6 @@ from tests.megatron_zpp.settings.command_lines import config_of, error_of, value
         ),
         ("--adam-eps 1e-6", {"optimizer": {"params": {"eps": 1e-8}}}, ["eps = 1e-08"]),
         (
-            "--initial-loss-scale 65536",
-            {"fp16": {"enabled": True, "initial_scale_power": 12}},
-            ["--initial-loss-scale 65536", "initial_scale_power = 12"],
-        ),
-        ("--loss-scale 128", {"fp16": {"loss_scale": 0}}, ["--loss-scale 128", "loss_scale = 0"]),
-        ("--min-loss-scale 2", {"fp16": {"min_loss_scale": 1}}, ["min_loss_scale = 1"]),
-        ("--loss-scale-window 9", {"fp16": {"loss_scale_window": 8}}, ["loss_scale_window = 8"]),
-        ("--hysteresis 3", {"fp16": {"hysteresis": 2}}, ["--hysteresis 3", "hysteresis = 2"]),
-        (
             "--partition-activations",
             {"activation_checkpointing": {"partition_activations": False}},
             ["--partition-activations", "partition_activations = false"],
@@ -83,6 +74,11 @@ from tests.megatron_zpp.settings.command_lines import config_of, error_of, value
             ["--cpu-optimizer", 'offload_optimizer.device = "none"'],
         ),
         (
+            "--grad-reduce-in-bf16 --zero-stage 1",
+            {"communication_data_type": "fp32"},
+            ["--grad-reduce-in-bf16", 'communication_data_type = "fp32"'],
+        ),
+        (
             "--use-distributed-optimizer",
             {"zero_optimization": {"stage": 0}},
             ["--use-distributed-optimizer", "stage = 0"],
@@ -103,6 +99,34 @@ def test_flags_and_json_that_contradict_are_both_named(line, file, named, tmp_pa
     message = error_of(line, 1, file, tmp_path)
     for words in [*named, "ds.json", "contradict"]:
         assert words in message
+
+
+@pytest.mark.parametrize(
+    ("flag", "file", "path", "value"),
+    [
+        ("--loss-scale 128", {"loss_scale": 0}, "loss_scale", None),
+        ("--loss-scale 128", {"loss_scale": 64}, "loss_scale", 64.0),
+        (
+            "--initial-loss-scale 65536", {"initial_scale_power": 12}, "initial_loss_scale", 4096.0,
+        ),
+        ("--min-loss-scale 2", {"min_loss_scale": 1}, "min_loss_scale", 1.0),
+        ("--loss-scale-window 9", {"loss_scale_window": 8}, "loss_scale_window", 8),
+        ("--hysteresis 3", {"hysteresis": 2}, "hysteresis", 2),
+    ],
+)  # fmt: skip
+def test_the_loss_scale_of_the_json_counts_and_a_line_says_so(
+    flag, file, path, value, tmp_path, caplog
+):
+    """DeepSpeed scales the loss of Megatron-DeepSpeed, by its JSON, whatever the flags say."""
+    caplog.set_level(logging.INFO, "megatron_zpp")
+    (key, in_json), *_ = file.items()
+    config = config_of(flag, 1, {"fp16": {"enabled": True, **file}}, tmp_path)
+    assert value_at(config.precision, path) == value
+    lines = [record.getMessage() for record in caplog.records if flag in record.getMessage()]
+    assert len(lines) == 1 and f"fp16.{key} = {in_json}" in lines[0] and "ds.json" in lines[0]
+    caplog.clear()
+    config_of("--fp16 " + flag, 1, {"fp16": {"loss_scale_window": "auto"}}, tmp_path)
+    assert "which counts" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -169,3 +193,45 @@ def test_json_notices_are_passed_on(tmp_path, caplog):
     caplog.set_level(logging.INFO, "megatron_zpp")
     config_of("", 1, {"steps_per_print": 10}, tmp_path)
     assert "ds.json: steps_per_print has no effect here" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        (
+            "--grad-reduce-in-bf16 --megatron-fsdp-grad-comm-dtype fp32 --zero-stage 1",
+            "--grad-reduce-in-bf16 and --megatron-fsdp-grad-comm-dtype fp32 contradict",
+        ),
+        (
+            "--use-megatron-fsdp --data-parallel-sharding-strategy optim --zero-stage 3",
+            "--data-parallel-sharding-strategy optim is ZeRO stage 1 and --zero-stage is ZeRO",
+        ),
+        ("--use-torch-fsdp2 --use-megatron-fsdp --data-parallel-sharding-strategy optim", "keep"),
+        ("--torch-fsdp2-no-reshard-after-forward", "needs --use-torch-fsdp2"),
+        (
+            "--load s --no-load-lr-state --use-checkpoint-opt_param-scheduler",
+            "--no-load-lr-state and --use-checkpoint-opt_param-scheduler contradict",
+        ),
+        ("--attention-head-type multiquery --num-query-groups 2", "contradict: keep one"),
+        ("--attention-head-type multihead --group-query-attention", "contradict: keep one"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_both_named(line, named):
+    assert named in error_of(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "stage"),
+    [
+        ("--use-megatron-fsdp", 3),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy no_shard", 0),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", 1),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", 2),
+        ("--use-distributed-optimizer --use-megatron-fsdp", 3),
+        ("--use-torch-fsdp2", 3),
+        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", 2),
+        ("--use-torch-fsdp2 --zero-stage 3", 3),
+    ],
+)
+def test_megatrons_flags_for_fsdp_are_zero_stages(line, stage):
+    assert config_of(line, 2).zero.stage == stage

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_zpp.train.determinism import deterministic_kernels
 from tests.gpu import GPU, MARKS
 from tests.launched import ROOT, zeropp
 from tests.megatron_zpp.train.training_runs import TINY, log_of, loss_values, losses
@@ -86,3 +87,10 @@ def launched(backend: str, folder: Path) -> list[float]:
     )  # fmt: skip
     assert process.returncode == 0, process.stdout + process.stderr
     return loss_values(process.stdout)
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16", "--bf16 --reset-attention-mask", LLAMA])
+@ranks(1, timeout=180)
+def test_deterministic_kernels_do_all_that_a_run_does(flags):
+    with deterministic_kernels(True):
+        assert losses(log_of(FLAGS + flags, GPU)) == losses(log_of(FLAGS + flags, GPU))

@@ -70,7 +70,10 @@ def read_nothing(flags: str, optimizer: Callable[[Run], torch.optim.Optimizer]) 
 
 
 def build_torch_adam(run: Run) -> torch.optim.Optimizer:
-    groups = [{k: group[k] for k in ("params", "decays")} for group in run.optimizer.param_groups]
+    groups = [
+        {k: group[k] for k in ("params", "decays", "at_ends")}
+        for group in run.optimizer.param_groups
+    ]
     return torch.optim.AdamW(groups, lr=0.1, fused=True)
 
 

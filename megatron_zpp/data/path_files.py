@@ -1,0 +1,113 @@
+"""Flags that name datasets in a file, or with the range of documents that each split takes.
+
+`--data-args-path` and `--per-split-data-args-path` are Megatron-LM's, the flags named
+`weighted-split-paths` are those of BigScience's Megatron-DeepSpeed.
+"""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+from megatron_zpp.data.split import SPLITS
+from megatron_zpp.settings.config import DataConfig
+from megatron_zpp.settings.data import EXAMPLES_SUFFIX, range_of_documents
+from zeropp.errors import InputError
+
+WEIGHTED = "weighted_split_paths"
+
+
+def with_named_paths(data: DataConfig) -> DataConfig:
+    """Return `data` with the paths that its files and weighted ranges name, and without those.
+
+    Raises InputError for a file that cannot be read or is none of the kind, and for what this
+    program's splits cannot be.
+    """
+    if data.data_args_path is not None:
+        words = _read(data.data_args_path, "--data-args-path").split()
+        if not words:
+            raise InputError(f"--data-args-path {data.data_args_path}: the file names no data")
+        return dataclasses.replace(data, data_args_path=None, data_path=tuple(words))
+    if data.per_split_data_args_path is not None:
+        return _of_each_split(data)
+    return _of_weighted_ranges(data)
+
+
+def _of_each_split(data: DataConfig) -> DataConfig:
+    """Read an object of three lists, each as --data-path would have it, or null."""
+    flag = f"--per-split-data-args-path {data.per_split_data_args_path}"
+    text = _read(data.per_split_data_args_path, "--per-split-data-args-path")
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{flag}: not JSON: {error}") from None
+    if not isinstance(content, dict) or not content or not content.keys() <= set(SPLITS):
+        raise InputError(f"{flag}: expected an object with the keys {', '.join(SPLITS)}")
+    changes = {}
+    for split, paths in content.items():
+        if isinstance(paths, str):
+            paths = paths.split()
+        if paths is not None and not isinstance(paths, list):
+            raise InputError(f"{flag}: {split} is {paths!r}: expected a list as for --data-path")
+        changes[f"{split}_data_path"] = tuple(map(str, paths)) if paths else None
+    return dataclasses.replace(data, per_split_data_args_path=None, **changes)
+
+
+def _of_weighted_ranges(data: DataConfig) -> DataConfig:
+    changes, ranges = {}, []
+    for split in SPLITS:
+        name = f"{split}_{WEIGHTED}"
+        groups, path = getattr(data, name), getattr(data, f"{name}_path")
+        flag = f"--{name.replace('_', '-')}"
+        if path is not None:
+            groups = tuple(re.findall(r'"([^"]*)"', _read(path, f"{flag}-path")))
+            if not groups:
+                raise InputError(
+                    f'{flag}-path {path}: expected "NAME: WEIGHT FROM:TO PREFIX, ..." in quotes'
+                )
+        if groups is None:
+            ranges.append("0:1")
+            continue
+        if len(groups) > 1:
+            raise InputError(f"{flag}: {len(groups)} groups; a split has one here: keep one")
+        changes[f"{split}_data_path"], bounds = _parse_group(groups[0], flag)
+        changes |= {name: None, f"{name}_path": None}
+        ranges.append(bounds)
+    if not changes:
+        return data
+    return dataclasses.replace(data, split_ranges=tuple(ranges), **changes)
+
+
+def _parse_group(group: str, flag: str) -> tuple[tuple[str, ...], str]:
+    """Return weights and prefixes as for --data-path, and the range of documents, of a group."""
+    _, _, datasets = group.partition(":")
+    words, ranges = [], []
+    for dataset in datasets.split(","):
+        match = re.fullmatch(r"\s*(\S+)\s+(\S+:\S+)\s+(\S+)\s*", dataset)
+        if match is None:
+            raise InputError(
+                f"{flag} {group!r}: expected NAME: WEIGHT FROM:TO PREFIX, ..., as in "
+                "'train: 0.7 0:0.95 web, 0.3 0:0.95 code'"
+            )
+        weight, bounds, prefix = match.groups()
+        words += [weight, prefix]
+        ranges.append(bounds)
+        if range_of_documents(bounds) is None:
+            raise InputError(
+                f"{flag} {group!r}: {bounds} is no FROM:TO with 0 <= FROM < TO <= 1, as in 0:0.95"
+            )
+        if prefix.endswith(EXAMPLES_SUFFIX):
+            raise InputError(f"{flag} {group!r}: examples have no ranges: give --train-data-path")
+    if len(set(map(range_of_documents, ranges))) > 1:
+        raise InputError(
+            f"{flag} {group!r}: the datasets of a split have other ranges; they must have the same"
+        )
+    return tuple(words), ranges[0]
+
+
+def _read(path: str, flag: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise InputError(f"{flag} {path}: {reason}") from None

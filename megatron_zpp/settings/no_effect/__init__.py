@@ -1,0 +1,1 @@
+"""Megatron's flags that are accepted and have no effect, each with the reason."""

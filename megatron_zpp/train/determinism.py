@@ -1,0 +1,24 @@
+"""`--deterministic-mode`: kernels that give the same digits every time they run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from zeropp.ranks.topology import use_deterministic_cublas
+
+
+@contextmanager
+def deterministic_kernels(wanted: bool) -> Iterator[None]:
+    """Let PyTorch raise RuntimeError for an operation without a deterministic kernel, if `wanted`.
+
+    It has to be entered before the first product of matrices on a GPU.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    if wanted:
+        use_deterministic_cublas()
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

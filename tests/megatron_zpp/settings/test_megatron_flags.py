@@ -1,0 +1,262 @@
+"""The flags that Megatron's programs have, each given as its example scripts may give it.
+
+`tests/data/megatron_flags.tsv` lists the flags of Megatron-LM and Megatron-DeepSpeed: how often
+their example scripts use each, the type of its value, and whether only mixtures of experts have it.
+"""
+
+import csv
+import json
+import logging
+import re
+import shlex
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.settings.arguments import FLAG_SECTIONS, parse
+from megatron_zpp.settings.command_line import vocabulary
+from megatron_zpp.settings.config import SECTIONS
+from megatron_zpp.settings.unavailable import UNAVAILABLE
+from zeropp.errors import InputError
+from zeropp.settings.schema import settings_of
+
+PACKAGE = Path(__file__).parents[3] / "megatron_zpp"
+TABLE = Path(__file__).parents[2] / "data/megatron_flags.tsv"
+WANTED_SHARE = 0.9
+SWITCHES = ("flag", "StoreFalse", "BooleanOptional", "Help")
+OF_TYPE = {"int": "2", "float": "0.5", "bool": "true"}
+# Values that a script gives, where not any value of the type will do.
+VALUES = """
+--hidden-size 512
+--recompute-method block
+--data-parallel-sharding-strategy optim_grads
+--loss-scale-window 500
+--warmup 0.01
+--window-size 128,0
+--window-attn-skip-freq 2
+--no-rope-freq 2
+--max-position-embeddings 512
+--min-lr 1e-5
+--num-workers 4
+--train-samples 100
+--train-tokens 1e6
+--lr-warmup-init 1e-7
+--initial-loss-scale 65536
+--step-batch-size-schedule 0:8 1M:16
+--rope-scaling-factor 4
+--rotary-scaling-factor 4
+--cp-comm-type allgather
+--dist-ckpt-strictness log_all
+--num-experts 1
+--moe-expert-parallel-size 1
+"""
+# What else stands in a script that gives the flag.
+BESIDE = """
+--sequence-parallel --tensor-model-parallel-size 2
+--recompute-method --recompute-granularity full
+--use-checkpoint-args --load FOLDER
+--exit-on-missing-checkpoint --load FOLDER
+--rampup-batch-size --global-batch-size 8
+--cpu-optimizer --zero-stage 1
+--optimizer-cpu-offload --zero-stage 1
+--remote-device --zero-stage 3 --cpu-optimizer
+--no-position-embedding --use-rotary-position-embeddings
+--profile --tensorboard-dir FOLDER
+--decoder-first-pipeline-num-layers --pipeline-model-parallel-size 2
+--decoder-last-pipeline-num-layers --pipeline-model-parallel-size 2
+--num-layers-per-virtual-pipeline-stage --pipeline-model-parallel-size 2 --global-batch-size 8
+--num-virtual-stages-per-pipeline-rank --pipeline-model-parallel-size 2 --global-batch-size 8
+--start-weight-decay --end-weight-decay 1 --weight-decay-incr-style linear
+--end-weight-decay --start-weight-decay 0 --weight-decay-incr-style linear
+--weight-decay-incr-style --start-weight-decay 0 --end-weight-decay 1
+--torch-fsdp2-no-reshard-after-forward --use-torch-fsdp2
+--grad-reduce-in-bf16 --zero-stage 1
+--window-attn-skip-freq --window-size 128,0
+--no-rope-freq --use-rotary-position-embeddings
+"""
+# Accepted with the default as the only value, which is what the programs do.
+ONLY_DEFAULT = {"--optimizer"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """A flag of Megatron's: how often scripts use it, and the type that it has there."""
+
+    flag: str
+    count: int
+    type: str
+    of_experts: bool
+
+
+def read_uses() -> list[Use]:
+    with TABLE.open() as file:
+        return [
+            Use(
+                flag=row["flag"], count=int(row["uses"]), type=row["type"],
+                of_experts=row["experts"] == "yes",
+            )
+            for row in csv.DictReader(file, delimiter="\t")
+        ]  # fmt: skip
+
+
+@cache
+def table(text: str) -> dict[str, list[str]]:
+    """The words behind each flag of a table above."""
+    return {words[0]: words[1:] for words in map(shlex.split, text.strip().splitlines())}
+
+
+USES = read_uses()
+KNOWN = vocabulary(FLAG_SECTIONS)
+
+
+def plain(flag: str) -> str:
+    return flag[2:].replace("_", "-")
+
+
+def words_of(use: Use, folder: Path) -> tuple[list[str], list[str]]:
+    """The flag with a value, and what stands beside it."""
+    beside = [word.replace("FOLDER", str(folder)) for word in table(BESIDE).get(use.flag, [])]
+    if use.flag == "--deepspeed_config":
+        file = folder / "ds.json"
+        file.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+        return [use.flag, str(file)], beside
+    if use.type in SWITCHES:
+        return [use.flag], beside
+    meaning = KNOWN.get(plain(use.flag))
+    values = table(VALUES).get(use.flag)
+    if values is None and meaning is not None and meaning.flag.choices:
+        others = [each for each in meaning.flag.choices if each != meaning.flag.default]
+        values = [meaning.flag.text((others or meaning.flag.choices)[0])]
+    if values is None:
+        values = [OF_TYPE.get(use.type, "x")]
+        if meaning is not None and isinstance(meaning.flag.count, int):
+            values *= meaning.flag.count
+    return [use.flag, *values], beside
+
+
+def refusal_of(use: Use, folder: Path) -> str | None:
+    """The error for the flag, None if it is accepted."""
+    own, beside = words_of(use, folder)
+    try:
+        parse(own + beside, 2)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def accepted_share(uses: list[Use], folder: Path) -> float:
+    """The share of uses that belong to flags which the parser accepts."""
+    accepted = sum(use.count for use in uses if refusal_of(use, folder) is None)
+    return accepted / sum(use.count for use in uses)
+
+
+def test_nine_of_ten_uses_are_accepted(tmp_path):
+    dense = [use for use in USES if not use.of_experts and use.type != "Help"]
+    assert sum(use.count for use in dense) > 4000
+    share = accepted_share(dense, tmp_path)
+    assert share >= WANTED_SHARE, f"{share:.4f} of the uses in example scripts are accepted"
+
+
+def test_the_share_is_that_of_the_accepted_uses(tmp_path):
+    uses = [
+        Use(flag="--num-layers", count=3, type="int", of_experts=False),
+        Use(flag="--mamba-state-dim", count=1, type="int", of_experts=False),
+    ]
+    assert accepted_share(uses, tmp_path) == 0.75
+
+
+@pytest.mark.parametrize(
+    "use", [use for use in USES if plain(use.flag) in KNOWN], ids=lambda use: use.flag
+)
+def test_a_known_flag_has_an_effect_or_says_why_not(use, tmp_path, caplog):
+    own, beside = words_of(use, tmp_path)
+    caplog.set_level(logging.INFO, "megatron_zpp")
+    config = parse(own + beside, 2)
+    lines = [record.getMessage() for record in caplog.records]
+    said = [line for line in lines if use.flag in line and "no effect" in line]
+    if "no_effect" in KNOWN[plain(use.flag)].flag.section.__module__:
+        assert len(said) == 1, lines
+    if not said and use.flag not in ONLY_DEFAULT and config == without(beside):
+        assert use.flag in beside or not beside
+        pytest.fail(f"{' '.join(own)} changes nothing, and no line says why")
+
+
+def without(beside: list[str]) -> object:
+    """The configuration of what stands beside a flag; None where it cannot stand alone."""
+    try:
+        return parse(beside, 2)
+    except InputError:
+        return None
+
+
+@pytest.mark.parametrize(
+    "use",
+    [use for use in USES if plain(use.flag) not in KNOWN and use.type != "Help"],
+    ids=lambda use: use.flag,
+)
+def test_a_flag_that_is_not_here_names_what_is_missing(use, tmp_path):
+    message = refusal_of(use, tmp_path)
+    assert message is not None and message.startswith(f"{use.flag} is not available: ")
+    assert len(message.removeprefix(f"{use.flag} is not available: ")) > 20
+
+
+def test_every_pattern_of_what_is_missing_matches_a_flag():
+    """A pattern that matches nothing of Megatron's would only catch slips of the keyboard."""
+    names = [plain(use.flag) for use in USES]
+    for _, patterns in UNAVAILABLE:
+        for pattern in patterns.split():
+            regex = re.compile(pattern.replace("*", ".*"))
+            assert any(map(regex.fullmatch, names)), pattern
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--num-experts 8", "there is no mixture of experts here"),
+        ("--num-experts 8 16", "there is no mixture of experts here"),
+        ("--mlp-type residual", "there is no mixture of experts here"),
+        ("--softmax-type learnable", "no sink beside the softmax"),
+        ("--main-grads-dtype bf16", "kept in fp32: leave it out"),
+        ("--recompute-modules moe_act", "--recompute-granularity full"),
+        ("--rerun-mode report_stats", "no step is computed twice"),
+        ("--exit-signal SIGUSR1", "SIGTERM and SIGINT"),
+        ("--outer-dp-sharding-strategy optim", "zero_hpz_partition_size"),
+        ("--num-distributed-optimizer-instances 2", "zero_hpz_partition_size"),
+        ("--data-parallel-sharding-strategy everything", "expected one of no_shard, optim"),
+        ("--rotary-bas 3", "the nearest known are --rotary-base, --rotary-base-local"),
+        ("--tokenizer-modell t", "--tokenizer-model"),
+    ],
+)
+def test_a_value_that_is_not_here_says_what_to_do(line, words):
+    with pytest.raises(InputError) as caught:
+        parse(line.split(), 2)
+    assert line.split()[0] in str(caught.value) and words in str(caught.value)
+
+
+def test_a_script_for_a_dense_model_may_mention_experts(caplog):
+    """As Megatron-DeepSpeed's do, whose number of experts is 1 by default."""
+    caplog.set_level(logging.INFO, "megatron_zpp")
+    line = (
+        "--num-experts 1 --mlp-type standard --moe-expert-parallel-size 1 --moe-loss-coeff 0.01 "
+        "--moe-train-capacity-factor 1.0 --moe-eval-capacity-factor 1.0 --moe-min-capacity 4 "
+        "--disable-moe-token-dropping --create-moe-param-group"
+    )
+    assert parse(line.split(), 1) == parse([], 1)
+    assert caplog.text.count("the model is dense") == 8
+    assert "--num-experts 1 has no effect here: one expert is a dense model" in caplog.text
+
+
+def test_every_setting_is_read_somewhere():
+    """A flag that fills a field which nothing reads would be accepted and ignored."""
+    source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    by_f_string = re.compile(
+        r"lr_(wsd_)?(decay|warmup)_(iters|samples|tokens|fraction)|\w+_weighted_split_paths(_path)?"
+    )
+    for section in SECTIONS.values():
+        for setting in settings_of(section):
+            if setting.why_ignored or by_f_string.fullmatch(setting.name):
+                continue
+            uses = re.findall(rf"(?:\.{setting.name}\b|[\"']{setting.name}[\"'])", source)
+            assert uses, f"{section.__name__}.{setting.name} is never read"

@@ -1,0 +1,68 @@
+"""--decoupled-lr: the token embedding and the output layer learn at a rate of their own."""
+
+import pytest
+import torch
+
+from megatron_zpp.train.batches import TRAIN, loader
+from megatron_zpp.train.run import Run
+from megatron_zpp.train.step import train_step
+from tests.megatron_zpp.train.training_runs import built_run, field, run
+from tests.ranks import ranks
+from zeropp.optim.step import local_part
+
+FLAGS = "--mock-data --micro-batch-size 2 --train-iters 4 --weight-decay 0.1 "
+ENDS = {"tokens.weight", "head.weight"}
+
+
+def changed_by_a_step(run: Run) -> set[str]:
+    """The names of the parameters of which this rank's part changes in a step."""
+    parameters = dict(run.sharding.model.named_parameters())
+    before = {name: local_part(each.detach()).clone() for name, each in parameters.items()}
+    with loader(run, TRAIN, 0) as batches:
+        train_step(run, batches).result()
+    return {
+        name for name, each in parameters.items()
+        if not torch.equal(before[name], local_part(each.detach()))
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", ["", "--untie-embeddings-and-output-weights"])
+@ranks(1, timeout=120)
+def test_at_a_rate_of_zero_only_the_ends_stay(flags: str) -> None:
+    with built_run(FLAGS + flags) as usual, built_run(FLAGS + flags + " --decoupled-lr 0") as still:
+        names = {name for name, _ in usual.sharding.model.named_parameters()}
+        assert changed_by_a_step(usual) == names
+        assert changed_by_a_step(still) == names - ENDS
+
+
+@pytest.mark.parametrize("flags", ["--zero-stage 3", "--pipeline-model-parallel-size 2"])
+@ranks(2, timeout=120)
+def test_on_several_ranks_too(flags: str) -> None:
+    flags = f"{FLAGS} --global-batch-size 4 {flags} --untie-embeddings-and-output-weights "
+    with built_run(flags + "--decoupled-lr 0") as still:
+        assert not changed_by_a_step(still) & ENDS
+
+
+@ranks(1, timeout=120)
+def test_the_same_rate_as_the_others_changes_nothing() -> None:
+    rates = "--lr 1e-2 --min-lr 1e-3 "
+    with (
+        built_run(FLAGS + rates) as usual,
+        built_run(FLAGS + rates + "--decoupled-lr 1e-2") as same,
+    ):
+        for each in (usual, same):
+            changed_by_a_step(each)
+        pairs = zip(
+            usual.sharding.model.parameters(), same.sharding.model.parameters(), strict=True
+        )
+        assert all(torch.equal(one, other) for one, other in pairs)
+        assert len(same.optimizer.param_groups) == 3 and len(usual.optimizer.param_groups) == 2
+
+
+def test_a_resumed_run_has_the_same_rates(tmp_path):
+    flags = FLAGS + "--decoupled-lr 3e-3 --decoupled-min-lr 1e-3 --lr-warmup-iters 2 "
+    folder = f"--save {tmp_path} --load {tmp_path} "
+    straight = run(1, flags, tmp_path)
+    first = run(1, flags + folder + "--exit-interval 2", tmp_path)
+    second = run(1, flags + folder, tmp_path)
+    assert field(first, "lm loss") + field(second, "lm loss") == field(straight, "lm loss")

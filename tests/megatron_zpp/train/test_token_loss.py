@@ -1,0 +1,78 @@
+"""--calculate-per-token-loss: the mean over a step's tokens, however the step is divided."""
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from tests.megatron_zpp.train.training_runs import field, log_of, loss_values, run
+from tests.ranks import ranks
+
+VOCAB, EOD = 50, 49  # of the NullTokenizer; it takes the last id for the end
+RELATIVE = 1e-5  # the promise for unquantized fp32 runs, whatever the stage and the ranks
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Documents of 1 to 40 tokens: with --eod-mask-loss, samples of 16 lose none to eight."""
+    prefix = tmp_path_factory.mktemp("data") / "text"
+    random = np.random.default_rng(0)
+    with IndexedDatasetWriter(prefix, VOCAB) as writer:
+        for length in random.integers(1, 41, 300):
+            start = random.integers(EOD)
+            writer.add_item(np.append((start + np.arange(length)) % EOD, EOD))
+            writer.end_document()
+    return (
+        f"--data-path {prefix} --split 80,20,0 --eod-mask-loss --hidden-dropout 0 "
+        "--attention-dropout 0 --global-batch-size 8 --train-iters 3 --eval-iters 1 "
+    )
+
+
+def held_out(log: str) -> list[float]:
+    return [float(line.split("loss value: ")[1].split()[0]) for line in log.splitlines()
+            if "loss value" in line]  # fmt: skip
+
+
+def require_same_numbers(log: str, expected: str) -> None:
+    assert loss_values(log) == pytest.approx(loss_values(expected), rel=RELATIVE)
+    assert held_out(log) == pytest.approx(held_out(expected), rel=RELATIVE)
+    norms, expected_norms = (
+        [float(norm) for norm in field(each, "grad norm")] for each in (log, expected)
+    )
+    assert norms == pytest.approx(expected_norms, abs=1e-3)  # printed with three digits
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [
+        (1, "--micro-batch-size 1"),
+        (2, "--micro-batch-size 2 --zero-stage 2"),
+        (4, "--micro-batch-size 1 --zero-stage 3"),
+        (2, "--micro-batch-size 2 --pipeline-model-parallel-size 2"),
+        (4, "--micro-batch-size 1 --context-parallel-size 2"),
+        (4, "--micro-batch-size 1 --tensor-model-parallel-size 2"),
+    ],
+)
+def test_it_is_the_loss_of_the_step_in_one_micro_batch(num_ranks, flags, data, tmp_path):
+    """A single micro-batch has one mean over its tokens, with the flag and without it."""
+    whole = run(1, data + "--micro-batch-size 8", tmp_path)
+    divided = run(num_ranks, f"{data} {flags} --calculate-per-token-loss", tmp_path)
+    require_same_numbers(divided, whole)
+    assert len(held_out(whole)) >= 1
+
+
+def test_without_it_a_micro_batch_counts_whatever_it_has(data, tmp_path):
+    whole = run(1, data + "--micro-batch-size 8", tmp_path)
+    divided = run(1, data + "--micro-batch-size 1", tmp_path)
+    differences = np.abs(np.subtract(loss_values(divided), loss_values(whole)))
+    assert differences.min() > 10 * RELATIVE * max(loss_values(whole))
+
+
+@ranks(1, timeout=120)
+def run_twice(flags: str) -> None:
+    assert loss_values(log_of(flags)) == loss_values(log_of(flags + "--calculate-per-token-loss"))
+    assert dist.get_world_size() == 1
+
+
+def test_where_every_token_has_a_loss_nothing_changes():
+    run_twice(flags="--mock-data --micro-batch-size 1 --global-batch-size 4 --train-iters 2 ")
