@@ -31,7 +31,7 @@ PROCESSES = re.compile(
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a background job: tests interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)
-if fork_server.AVAILABLE:
+if fork_server.AVAILABLE and fork_server.starter.client is None:
     fork_server.starter.install(fork_server.Client())
 
 

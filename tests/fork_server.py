@@ -38,8 +38,8 @@ from pathlib import Path
 AVAILABLE = sys.platform == "linux"  # elsewhere no process can adopt another's child
 PRELOADED = (
     "torch", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint",
-    "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.launcher.api",
-    "torch.distributed.run", "torch.utils.tensorboard", "numpy", "safetensors", "rich.console",
+    "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.run",
+    "torch.nn.attention.varlen", "torch.utils.tensorboard", "numpy", "safetensors", "rich.console",
     "rich.progress", "rich.table", "tokenizers", "pytest", "transformers.modeling_utils", "peft",
 )  # fmt: skip
 MESSAGE_BYTES = 1 << 20
@@ -50,7 +50,7 @@ IN_NETWORK = ["ip", "netns", "exec"]  # and a name
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET of linux/sched.h
 FORKED = {"PYTHONPATH", "PYTHONUNBUFFERED"}  # variables that take effect in a forked process too
 ENV = "/usr/bin/env"
-# A forked program may import this file again, as pytest's workers do: it is patched by then.
+# A forked program that imports this file, as a worker of pytest does, has been patched already.
 new_process = inspect.unwrap(subprocess.Popen._execute_child)
 SIGNATURE = inspect.signature(new_process)
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -108,6 +108,7 @@ class Starter:
         def execute_child(process: subprocess.Popen, *values: object) -> None:
             self.execute_child(process, *values)
 
+        execute_child.starter = self
         subprocess.Popen._execute_child = execute_child
 
     @contextmanager
@@ -135,7 +136,7 @@ class Starter:
         process._close_pipe_fds(*(names[name] for name in PIPES))
 
 
-starter = Starter()
+starter = getattr(subprocess.Popen._execute_child, "starter", None) or Starter()
 
 
 def _program(names: Mapping[str, object]) -> Program | None:
@@ -358,10 +359,8 @@ def _main(arguments: Sequence[str]) -> None:
 
 
 def _status(code: object) -> int:
-    if code is None:
-        return 0
-    if isinstance(code, int):
-        return code & 0xFF
+    if code is None or isinstance(code, int):
+        return (code or 0) & 0xFF
     print(code, file=sys.stderr)
     return 1
 

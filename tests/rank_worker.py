@@ -27,7 +27,7 @@ from types import CodeType, ModuleType
 
 import pytest
 import torch
-from _pytest.assertion.rewrite import rewrite_asserts
+from _pytest.assertion import rewrite
 
 from tests.rank_group import Membership
 from tests.ranks import Idle, Job, Outcome
@@ -103,9 +103,16 @@ class _Rewriting(importlib.machinery.SourceFileLoader):
     """Import a test file with pytest's `assert`."""
 
     def get_code(self, fullname: str) -> CodeType:
+        path = Path(self.path)
+        code = rewrite._read_pyc(
+            path, rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+        )
+        return code or self._rewritten()  # pytest keeps the code of test files only
+
+    def _rewritten(self) -> CodeType:
         source = self.get_data(self.path)
         tree = ast.parse(source, self.path)
-        rewrite_asserts(tree, source, self.path)
+        rewrite.rewrite_asserts(tree, source, self.path)
         return compile(tree, self.path, "exec", dont_inherit=True)
 
 

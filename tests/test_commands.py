@@ -41,21 +41,22 @@ def test_the_tutorials_command(nodes, tensor, launch):
     flags = (
         TUTORIAL
         + sizes
-        + "--train-iters 3 --log-interval 1 --eval-iters 1 --initial-loss-scale 1024 "
+        + "--train-iters 2 --log-interval 1 --eval-iters 1 --initial-loss-scale 1024 "
     )
     script = str(ROOT / "pretrain_zeropp_gpt.py")
     launcher = [*TORCHRUN, "--nproc-per-node", "4"]
     if nodes == 2:
         launcher = [*LAUNCH, "--num_ranks", "4", "--ranks_per_node", "2"]
+    if (nodes, tensor) != (1, 1):  # the tutorial's own has GPT-2's vocabulary, which takes longer
         flags += "--mock-data --tokenizer-type NullTokenizer --vocab-size 50"
     process, log = launch([*launcher, script, *flags.split()])
     assert process.wait(200) == 0, log.read_text()
     text = log.read_text()
-    assert len(losses(text)) == 3 and all(0 < loss < 20 for loss in losses(text))
-    assert re.findall(r"number of skipped iterations: +(\d+)", text) == ["0"] * 3
+    assert len(losses(text)) == 2 and all(0 < loss < 20 for loss in losses(text))
+    assert re.findall(r"number of skipped iterations: +(\d+)", text) == ["0"] * 2
     assert f"using the {4 // nodes} of one node" in text and "INT8" in text
     crossed = re.findall(r"across nodes: (\S+) .* weights backward: (\S+) ", text)
-    assert len(crossed) == 3 and all(float(backward) == 0 for _, backward in crossed)
+    assert len(crossed) == 2 and all(float(backward) == 0 for _, backward in crossed)
     assert all((float(total) > 0) == (nodes == 2) for total, _ in crossed)
 
 

@@ -89,9 +89,21 @@ def put(folder: Path, name: str, line: str) -> None:
 def run(script: str, flags: str, programs: Path, folder: Path, **variables: str) -> str:
     """What an example prints when it is run in `folder` with these programs first on the PATH."""
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    settings = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return printed([str(EXAMPLES / script), *flags.split()], folder, PATH=path, **variables)
+
+
+def run_alone(script: str, flags: str, launcher: str, programs: Path, folder: Path) -> str:
+    """What the program prints that an example launches, on one rank and without the launcher."""
+    put(programs, launcher, 'printf "%s\\n" "$@"')
+    words = run(script, flags, programs, folder).splitlines()
+    program = next(index for index, word in enumerate(words) if word.endswith(".py"))
+    return printed([sys.executable, *words[program:]], folder)
+
+
+def printed(command: list[str], folder: Path, **variables: str) -> str:
+    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [str(EXAMPLES / script), *flags.split()],
+        command,
         cwd=folder,
         env={**os.environ, **settings, **variables},
         capture_output=True,
@@ -110,8 +122,7 @@ def test_nothing_in_the_folder_is_untested() -> None:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script_trains_with_small_sizes(name, corpus, programs) -> None:
-    put(programs, "zeropp", f'exec "{sys.executable}" "$@"')  # one rank, without a launcher
-    log = run(name, SMALL + SCRIPTS[name], programs, corpus)
+    log = run_alone(name, SMALL + SCRIPTS[name], "zeropp", programs, corpus)
     losses = loss_values(log)
     assert len(losses) == 2 and all(4 < loss < 8 for loss in losses)  # ln 400 = 6.0
     assert "Finished" in log and "validation loss" in log
@@ -143,9 +154,8 @@ def test_slurm_script_starts_torchrun_once_on_each_machine(programs, tmp_path) -
 
 
 def test_tutorial_script_trains_with_small_sizes(corpus, programs) -> None:
-    one_rank = f'until [ -f "$1" ]; do shift; done; exec "{sys.executable}" "$@"'
-    put(programs, "torchrun", one_rank)
-    log = run(TUTORIAL, f"{SMALL} {SCRIPTS['pretrain_gpt2_124m.sh']}", programs, corpus)
+    flags = SMALL + SCRIPTS["pretrain_gpt2_124m.sh"]
+    log = run_alone(TUTORIAL, flags, "torchrun", programs, corpus)
     assert len(loss_values(log)) == 2 and "Finished" in log
     for folder in ("save", "board"):
         (corpus / folder).rename(corpus / f"{folder}-{TUTORIAL}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import fork_server
-from tests.launched import call
+from tests.launched import ROOT, call
 
 pytestmark = pytest.mark.skipif(not fork_server.AVAILABLE, reason="only Linux has subreapers")
 # What a program sees of itself, as JSON.
@@ -85,6 +85,13 @@ def test_a_signal_ends_a_program_and_a_started_program_forks_too() -> None:
     process.send_signal(signal.SIGTERM)
     process.communicate()
     assert process.returncode == -signal.SIGTERM
+
+
+def test_a_program_that_imports_the_fork_server_goes_on_with_its_own() -> None:
+    code = "from tests import conftest, fork_server; print(fork_server.starter.client.connection)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    shown = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert "socket" in shown  # of a server that runs; a new client starts one when it needs it
 
 
 def test_open_files_keep_their_numbers() -> None:
