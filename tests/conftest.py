@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+import torch.distributed as dist  # noqa: E402  (needs the variables above)
+
 from tests import fork_server  # noqa: E402  (needs the path above)
 from tests.closed_folder import ClosedFolder  # noqa: E402
 from tests.ranks import shared_pool  # noqa: E402
@@ -52,6 +54,15 @@ def closed(tmp_path: Path) -> Iterator[ClosedFolder]:
     folder = ClosedFolder(tmp_path / "closed")
     yield folder
     folder.open()
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left_open() -> Iterator[None]:
+    """Fail the test that leaves its process in a default process group, instead of a later one."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left the default process group open")
 
 
 @pytest.hookimpl(wrapper=True)
