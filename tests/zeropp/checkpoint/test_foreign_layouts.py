@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import zeropp
+from tests.ranks import ranks
 from zeropp.checkpoint.foreign_layouts import find_layout, layout_of
 
 CONFIG = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
@@ -142,16 +143,20 @@ def test_other_folders_have_no_layout(tmp_path):
     assert find_layout(tmp_path / "absent") is None
 
 
-@pytest.mark.parametrize(("write_layout", "name"), LAYOUTS)
-def test_an_engine_says_whose_checkpoint_it_is(write_layout, name, tmp_path):
-    checkpoint = write_layout(tmp_path)
+@ranks(1)
+def test_an_engine_says_whose_checkpoint_it_is(tmp_path):
     engine, *_ = zeropp.initialize(model=torch.nn.Linear(2, 2), config=CONFIG)
-    with pytest.raises(zeropp.InputError) as caught:
-        engine.load_checkpoint(tmp_path)
-    message = str(caught.value)
-    assert name in message and str(checkpoint) in message and "from_pretrained" in message
+    for number, (write_layout, name) in enumerate(LAYOUTS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        checkpoint = write_layout(folder)
+        with pytest.raises(zeropp.InputError) as caught:
+            engine.load_checkpoint(folder)
+        message = str(caught.value)
+        assert name in message and str(checkpoint) in message and "from_pretrained" in message
 
 
+@ranks(1)
 def test_an_engine_knows_its_own_and_that_of_pretrain_gpt(tmp_path):
     engine, *_ = zeropp.initialize(model=torch.nn.Linear(2, 2), config=CONFIG)
     own = engine.save_checkpoint(tmp_path / "own", tag="first")
