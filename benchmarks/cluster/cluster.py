@@ -16,6 +16,7 @@ bytes. The namespaces are removed when the benchmark ends, however it ends.
 
 import argparse
 import sys
+from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
@@ -68,7 +69,8 @@ def read_options() -> argparse.Namespace:
         nargs="*",
         metavar="NAME",
         help=f"of {', '.join(OUR_NAMES)} (default: {' '.join(DEFAULT_NAMES)}), or with sizes of "
-        "axes in front, as in pp2-zero1, tp2-zeropp, cp2-zero3; the first is the reference",
+        "axes in front, as in pp2-zero1, tp2-zeropp, cp2-zero3; the first is the reference; a name "
+        "that is repeated is built again, which shows how much equal configurations differ",
     )
     add(
         "--rate",
@@ -115,15 +117,22 @@ def check(options: argparse.Namespace) -> None:
 
 
 def names_of(options: argparse.Namespace) -> tuple[str, ...]:
-    """The configurations asked for, each once; raises InputError for an unknown name."""
-    names = tuple(dict.fromkeys(options.configurations or DEFAULT_NAMES))
-    for name in names:
+    """The configurations asked for, the second of a name as `zeropp 2`.
+
+    Raises InputError for an unknown name.
+    """
+    asked_for = options.configurations or DEFAULT_NAMES
+    for name in asked_for:
         sizes, zero_name = axes_of(name)
         if zero_name not in (OURS if sizes else OUR_NAMES):
             hint = f"expected one of {', '.join(OUR_NAMES)}"
             if name == DEEPSPEED:
                 hint = "--deepspeed adds it"
             raise InputError(f"no configuration is called {name!r}; {hint}")
+    counts, names = Counter(), ()
+    for name in asked_for:
+        counts[name] += 1
+        names += (name if counts[name] == 1 else f"{name} {counts[name]}",)
     if options.deepspeed:
         require_deepspeed()
         names += (DEEPSPEED,)

@@ -37,9 +37,10 @@ class ClusterRank:
         return {}
 
     def build(self, name: str, shape: Mapping[str, int]) -> dict:
-        """Build a configuration beside the others."""
+        """Build a configuration beside the others; `zeropp 2` is a second one of `zeropp`."""
         setup = TrainingSetup(shape=shape, ranks=self.ranks, dtype="bf16", stage=3)
-        configuration = build_configuration(name, setup, self.ranks.environment.local_world_size)
+        ranks_per_node = self.ranks.environment.local_world_size
+        configuration = build_configuration(name.split()[0], setup, ranks_per_node)
         self.configurations[name] = configuration
         gc.collect()
         gc.freeze()  # the models are never garbage, so no step should spend time on them

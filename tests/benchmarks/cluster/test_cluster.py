@@ -64,12 +64,12 @@ def test_a_missing_deepspeed_is_refused_with_the_command_that_installs_it(monkey
         checked_options(monkeypatch, "--one-host --deepspeed")
 
 
-def test_configurations_and_rates_count_once(monkeypatch):
+def test_a_repeated_rate_counts_once_and_a_repeated_name_is_another_configuration(monkeypatch):
     monkeypatch.setattr(cluster.emulation, "require_namespaces", lambda: None)
     chosen = checked_options(
         monkeypatch, "qgz zero3 qgz --rate none --rate 1gbit --rate none --products fp32"
     )
-    assert chosen.configurations == ("qgz", "zero3") and chosen.rate == ["none", "1gbit"]
+    assert chosen.configurations == ("qgz", "zero3", "qgz 2") and chosen.rate == ["none", "1gbit"]
     default = checked_options(monkeypatch, "--one-host --products fp32")
     assert default.configurations == ("fsdp2", "zero3", "zeropp") and default.rate == [None]
     assert default.layers == 8 and default.hidden == 512
