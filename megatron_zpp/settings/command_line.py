@@ -5,10 +5,12 @@ name. Names cannot be abbreviated, and an unknown one is an error.
 """
 
 import difflib
+import functools
 import logging
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp.settings.flag import Flag, Section
@@ -43,7 +45,8 @@ class Assignment:
         return self.text
 
 
-def vocabulary(sections: Iterable[type[Section]]) -> Mapping[str, Meaning]:
+@functools.cache
+def vocabulary(sections: tuple[type[Section], ...]) -> Mapping[str, Meaning]:
     """Every known name, with dashes inside and none in front, and its meaning."""
     meanings: dict[str, Meaning] = {}
     by_name: dict[str, Flag] = {}
@@ -56,7 +59,7 @@ def vocabulary(sections: Iterable[type[Section]]) -> Mapping[str, Meaning]:
                 meanings[_plain(name)] = Meaning(flag=flag, constant=constant)
             for name, value in flag.shorthands.items():
                 meanings[_plain(name)] = Meaning(flag=flag, constant=value)
-    return meanings
+    return MappingProxyType(meanings)
 
 
 def read(argv: Sequence[str], meanings: Mapping[str, Meaning]) -> dict[str, Assignment]:

@@ -152,26 +152,32 @@ def accepted_share(uses: list[Use], folder: Path) -> float:
     return accepted / sum(use.count for use in uses)
 
 
-def test_nine_of_ten_uses_are_accepted(tmp_path):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the files that flags name."""
+    return tmp_path_factory.mktemp("flags")
+
+
+def test_nine_of_ten_uses_are_accepted(folder):
     dense = [use for use in USES if not use.of_experts and use.type != "Help"]
     assert sum(use.count for use in dense) > 4000
-    share = accepted_share(dense, tmp_path)
+    share = accepted_share(dense, folder)
     assert share >= WANTED_SHARE, f"{share:.4f} of the uses in example scripts are accepted"
 
 
-def test_the_share_is_that_of_the_accepted_uses(tmp_path):
+def test_the_share_is_that_of_the_accepted_uses(folder):
     uses = [
         Use(flag="--num-layers", count=3, type="int", of_experts=False),
         Use(flag="--mamba-state-dim", count=1, type="int", of_experts=False),
     ]
-    assert accepted_share(uses, tmp_path) == 0.75
+    assert accepted_share(uses, folder) == 0.75
 
 
 @pytest.mark.parametrize(
     "use", [use for use in USES if plain(use.flag) in KNOWN], ids=lambda use: use.flag
 )
-def test_a_known_flag_has_an_effect_or_says_why_not(use, tmp_path, caplog):
-    own, beside = words_of(use, tmp_path)
+def test_a_known_flag_has_an_effect_or_says_why_not(use, folder, caplog):
+    own, beside = words_of(use, folder)
     caplog.set_level(logging.INFO, "megatron_zpp")
     config = parse(own + beside, 2)
     lines = [record.getMessage() for record in caplog.records]
@@ -196,8 +202,8 @@ def without(beside: list[str]) -> object:
     [use for use in USES if plain(use.flag) not in KNOWN and use.type != "Help"],
     ids=lambda use: use.flag,
 )
-def test_a_flag_that_is_not_here_names_what_is_missing(use, tmp_path):
-    message = refusal_of(use, tmp_path)
+def test_a_flag_that_is_not_here_names_what_is_missing(use, folder):
+    message = refusal_of(use, folder)
     assert message is not None and message.startswith(f"{use.flag} is not available: ")
     assert len(message.removeprefix(f"{use.flag} is not available: ")) > 20
 
@@ -251,6 +257,7 @@ def test_a_script_for_a_dense_model_may_mention_experts(caplog):
 def test_every_setting_is_read_somewhere():
     """A flag that fills a field which nothing reads would be accepted and ignored."""
     source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    read = {a or b for a, b in re.findall(r"\.(\w+)|[\"'](\w+)[\"']", source)}
     by_f_string = re.compile(
         r"lr_(wsd_)?(decay|warmup)_(iters|samples|tokens|fraction)|\w+_weighted_split_paths(_path)?"
     )
@@ -258,5 +265,4 @@ def test_every_setting_is_read_somewhere():
         for setting in settings_of(section):
             if setting.why_ignored or by_f_string.fullmatch(setting.name):
                 continue
-            uses = re.findall(rf"(?:\.{setting.name}\b|[\"']{setting.name}[\"'])", source)
-            assert uses, f"{section.__name__}.{setting.name} is never read"
+            assert setting.name in read, f"{section.__name__}.{setting.name} is never read"
