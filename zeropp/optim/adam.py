@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zeropp.errors import InputError
 from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernel_for
@@ -213,14 +214,22 @@ def fastest_adamw(
     if reason is None:
         log.info("AdamW: unscaling, clipping and the update run in one kernel of ours")
         return FusedAdam(groups, **settings)
+    if len({isinstance(parameter, DTensor) for parameter in _parameters(groups)}) == 2:
+        log.info("AdamW: PyTorch's, one tensor at a time, as only some are sharded (%s)", reason)
+        return torch.optim.AdamW(groups, **settings, fused=False, foreach=False)
     log.info("AdamW: PyTorch's fused one (%s)", reason)
     return torch.optim.AdamW(groups, **settings, fused=True)
 
 
-def _why_not_fused(groups: list[Any], torch_on_cpu: bool) -> str | None:
+def _parameters(groups: list[Any]) -> list[Tensor]:
     parameters: list[Tensor] = []
     for group in groups:
         parameters += group["params"] if isinstance(group, Mapping) else [group]
+    return parameters
+
+
+def _why_not_fused(groups: list[Any], torch_on_cpu: bool) -> str | None:
+    parameters = _parameters(groups)
     devices = {parameter.device.type for parameter in parameters}
     if len(devices) != 1 or not devices <= {"cpu", "cuda"}:
         return f"weights on {' and '.join(sorted(devices))}; ours takes one of CPU and GPU"

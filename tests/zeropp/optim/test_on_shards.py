@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import zeropp
 from tests.ranks import ranks
@@ -9,6 +11,7 @@ from tests.zeropp.deepspeed.small_engine import config_of, run, run_without_engi
 from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, optimizer_step, shard
+from zeropp.optim.adam import fastest_adamw
 
 UNNAMED = config_of() | {"optimizer": {}}
 REFUSED = ("Adafactor", "LBFGS", "Rprop", "SparseAdam")
@@ -48,3 +51,27 @@ def test_optimizers_that_cannot_update_shards():
 def test_one_rank_without_shards_takes_them():
     engine, *_ = zeropp.initialize(model=small_model(), optimizer=torch.optim.Rprop, config=UNNAMED)
     assert len(run(engine, 2)) == 2
+
+
+@ranks(2)
+def test_adamw_of_pytorch_takes_matrices_that_are_split_beside_biases_that_are_not():
+    """As tensor parallelism has them where no data axis shards the biases."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    whole = {name: (torch.randn(4, 2), torch.randn(2)) for name in ("weights", "gradients")}
+    split = {
+        name: (distribute_tensor(matrix, mesh, [Shard(0)]), bias)
+        for name, (matrix, bias) in whole.items()
+    }
+    trained = []
+    for tensors in (whole, split):
+        parameters = [torch.nn.Parameter(tensor.clone()) for tensor in tensors["weights"]]
+        for parameter, gradient in zip(parameters, tensors["gradients"], strict=True):
+            parameter.grad = gradient
+        fastest_adamw(
+            parameters, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, torch_on_cpu=True
+        ).step()
+        trained.append(parameters)
+    (expected_matrix, expected_bias), (trained_matrix, trained_bias) = trained
+    torch.testing.assert_close(trained_bias, expected_bias)
+    torch.testing.assert_close(trained_matrix.full_tensor(), expected_matrix)
