@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.settings.flag import NoEffect, Section, flag, ignored, needs
-from megatron_zpp.settings.gpt.layer_pattern import marks_of, parse_window
+from megatron_zpp.settings.gpt.layer_pattern import MAX_LAYERS, marks_of, parse_window
 from zeropp.errors import InputError
 
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "alibi", "none")
@@ -303,6 +303,8 @@ class ModelConfig(Section):
     def check(self) -> None:
         """Raise InputError unless the sizes fit each other."""
         super().check()
+        if self.num_layers > MAX_LAYERS:
+            raise InputError(f"--num-layers {self.num_layers}: at most {MAX_LAYERS} are supported")
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise InputError(
                 f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "

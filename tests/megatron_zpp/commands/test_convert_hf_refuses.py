@@ -100,7 +100,8 @@ SETTINGS = {
     "no names": ({"architectures": [["GPT2LMHeadModel"]]}, "is not supported"),
     "tied": ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; expected true or false"),
     "width": ({"n_embd": 10**30}, "expected a whole number above 0"),
-    "depth": ({"n_layer": 2 * 10**9}, "28 tensors cannot be the 2,000,000,000 layers"),
+    "depth": ({"n_layer": 10**3}, "28 tensors cannot be the 1,000 layers"),
+    "most layers": ({"n_layer": 2 * 10**9}, "--num-layers 2000000000: at most 10000"),
 }
 
 
