@@ -1,5 +1,6 @@
 """The chart of a convergence comparison: the losses of all variants, and their differences."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def draw(curves: Sequence[Curves], path: Path, title: str) -> None:
         differences.plot(*training, color=colour, linewidth=1.0, alpha=0.65)
         held_out = _xy(curve.held_out_difference, 100)
         differences.plot(*held_out, color=colour, linewidth=1.6, **dots)
-    losses.set_title(title, fontsize=11)
+    losses.set_title(textwrap.fill(title, 100), fontsize=11)
     losses.set_ylabel("loss, nats per token")
     losses.legend(
         title=f"lines: training, mean of {WINDOW} iterations\ndots: held-out", frameon=False
