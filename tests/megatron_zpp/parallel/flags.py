@@ -1,7 +1,7 @@
 """Flags of the models that several ranks train like one, and of how they share the work."""
 
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 "
-LENGTH = "--micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-3 "
+LENGTH = "--micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-3 "
 GPT2 = NO_DROPOUT + LENGTH
 LLAMA = (
     GPT2 + "--swiglu --normalization RMSNorm --position-embedding-type rope --num-query-groups 2 "

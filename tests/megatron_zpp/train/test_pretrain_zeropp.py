@@ -88,7 +88,7 @@ def test_a_stop_in_the_middle_changes_no_digit(case, tmp_path):
 def test_steps_of_codes_go_on_after_a_stop_to_the_last_digit(levels, tmp_path):
     settings = json.loads(EXAMPLE.read_text())
     settings["zeropp"] |= {"weight_steps": True, "weight_step_levels": levels}
-    flags = f"{BATCH} --train-iters 8 --lr-decay-style cosine --eval-iters 1 --eval-interval 3 "
+    flags = f"{BATCH} --train-iters 6 --lr-decay-style cosine --eval-iters 1 --eval-interval 2 "
     flags += f"--deepspeed_config {json.dumps(settings, separators=(',', ':'))} "
     straight = log_of(flags)
     often = log_of(f"{flags} --save {tmp_path}/often --save-interval 1")
