@@ -168,8 +168,8 @@ def test_other_trainers_and_loops_for_deepspeed_need_no_clone(
     names = ("attach_fsdp2.py", "standard_library.py", "deepspeed/gan.py", "deepspeed/gan.json")
     for name in names:
         shutil.copy(ROOT / "examples" / name, tmp_path)
-    launch = [programs / "zeropp", "--num_ranks", "2"]
-    text = run([*launch, "gan.py", "--deepspeed_config", "gan.json", "--steps", "3"], tmp_path)
+    launch = [programs / "zeropp", "--num_ranks"]
+    text = run([*launch, 1, "gan.py", "--deepspeed_config", "gan.json", "--steps", "3"], tmp_path)
     assert re.search(r"distance \d", text)
-    text = run([*launch, "attach_fsdp2.py", "--steps", "2"], tmp_path)
+    text = run([*launch, 2, "attach_fsdp2.py", "--steps", "2"], tmp_path)
     assert "step 1, loss" in text and "sent per step, gradients" in text

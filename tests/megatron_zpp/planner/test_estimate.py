@@ -119,7 +119,7 @@ def test_adapters_beside_frozen_weights(zero, more, tmp_path):
     more than foretold may then be under way: another block's weights."""
     path = tmp_path / f"{dist.get_rank()}.json"
     path.write_text(json.dumps({"zero_optimization": zero} | more))
-    predicted, measured = predict_and_measure(f"{MODEL}{LORA} 24 --deepspeed-config {path}")
+    predicted, measured = predict_and_measure(f"{MODEL}{LORA} 16 --deepspeed-config {path}")
     block, width = predicted.sharding.model.blocks[0], predicted.sharding.compute_dtype.itemsize
     gather = width * sum(parameter.numel() for parameter in block.parameters())
     low, high = predicted.host_bytes * (1 - LEEWAY), predicted.host_bytes * (1 + LEEWAY)
