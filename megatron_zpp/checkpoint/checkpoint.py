@@ -31,7 +31,7 @@ from megatron_zpp.checkpoint.training_state import (
     read_state,
     state_text,
 )
-from megatron_zpp.checkpoint.weight_source import WeightSource
+from megatron_zpp.checkpoint.weight_source import AdamState, WeightSource
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.checksums import file_entry
 from zeropp.checkpoint.complete_or_absent import require_visible
@@ -43,7 +43,13 @@ from zeropp.checkpoint.shard_files import (
     write_one_by_one,
     write_shards,
 )
-from zeropp.checkpoint.state_tensors import MODEL, load_state, names_elsewhere, state_to_save
+from zeropp.checkpoint.state_tensors import (
+    MODEL,
+    OPTIMIZER,
+    load_state,
+    names_elsewhere,
+    state_to_save,
+)
 from zeropp.checkpoint.sync_save import new_checkpoint
 from zeropp.errors import InputError
 from zeropp.ranks.coordination import (
@@ -98,20 +104,30 @@ def save(
     return folder / checkpoint_name(state.iteration)
 
 
-def save_weights(folder: Path | str, weights: WeightSource, state: TrainingState) -> Path:
+def save_weights(
+    folder: Path | str, weights: WeightSource, state: TrainingState, adam: AdamState | None = None
+) -> Path:
     """Write `folder/iter_N` of weights from elsewhere, one tensor in memory at a time.
 
-    Runs on one process and writes a file for each tensor, without optimizer state. Returns the
-    checkpoint's path; errors as in `save`.
+    Runs on one process and writes a file for each tensor; without `adam` there is no optimizer
+    state. Returns the checkpoint's path; errors as in `save`.
     """
-    state = replace(state, optimizer_saved=False)
+    state = replace(state, optimizer_saved=adam is not None)
     tensors = {MODEL + name: tensor for name, tensor in weights.facts().items()}
+    if adam is not None:
+        tensors |= {OPTIMIZER + name: tensor for name, tensor in adam.facts().items()}
     last_steps = LastSteps(
         folder=Path(folder), iteration=state.iteration, state_text=state_text(state)
     )
     with _new_checkpoint(tensors, last_steps) as partial:
-        write_one_by_one(partial, tensors, lambda name: weights.read(name.removeprefix(MODEL)))
+        write_one_by_one(partial, tensors, lambda name: _read_from(name, weights, adam))
     return Path(folder) / checkpoint_name(state.iteration)
+
+
+def _read_from(name: str, weights: WeightSource, adam: AdamState | None) -> torch.Tensor:
+    if name.startswith(MODEL):
+        return weights.read(name.removeprefix(MODEL))
+    return adam.read(name.removeprefix(OPTIMIZER))
 
 
 def load(

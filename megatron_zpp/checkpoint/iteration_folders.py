@@ -17,11 +17,13 @@ from megatron_zpp.checkpoint.training_state import STATE
 from zeropp.atomic import write_atomically
 from zeropp.checkpoint.checksums import FileEntry, file_entry
 from zeropp.checkpoint.complete_or_absent import CheckpointFolder
-from zeropp.checkpoint.foreign_layouts import find_layout, foreign_error, layout_of
+from zeropp.checkpoint.foreign_layouts import LayoutKind, find_layout, foreign_error, layout_of
 from zeropp.checkpoint.writer_process import Note
 from zeropp.errors import InputError
 
 IMPORT = "tools/convert_hf.py --from-hf FOLDER --save OTHER imports a Hugging Face folder"
+# What tools/convert_hf.py --from-checkpoint reads.
+IMPORTED_KINDS = (LayoutKind.TORCH_DIST,)
 POINTER = "latest_checkpointed_iteration.txt"
 _NAME = re.compile(r"iter_(\d{7,})|\.iter_(\d{7,})\.replaced")
 
@@ -129,6 +131,11 @@ def require_own(folder: Path, checkpoints: Sequence[Path], flag: str) -> None:
         layout = layout_of(path)
     else:
         path, layout = find_layout(folder) or (folder, None)
+    if layout is not None and layout.kind in IMPORTED_KINDS:
+        raise InputError(
+            f"{flag} {folder}: {path} is {layout.name}, which cannot be loaded here as it is: "
+            f"tools/convert_hf.py --from-checkpoint {path} --save OTHER imports it"
+        )
     if layout is not None:
         raise foreign_error(path, layout, f"{flag} {folder}", IMPORT)
 

@@ -1,5 +1,7 @@
 """Where a GPT's weights come from, whatever files they are in, and how a model is filled."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -23,6 +25,31 @@ class WeightSource(Protocol):
 
     def read(self, name: str) -> Tensor:
         """One whole tensor on the CPU, in the dtype of the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamState:
+    """Adam's moments, exp_avg and exp_avg_sq, by the parameters' names, after `step` updates."""
+
+    moments: Mapping[str, WeightSource]
+    step: float
+
+    def facts(self) -> dict[str, Tensor]:
+        """Every tensor's shape and dtype by <parameter>.<state>, on the meta device."""
+        facts = {
+            f"{name}.{key}": torch.empty_like(fact, dtype=torch.float32)
+            for key, source in self.moments.items()
+            for name, fact in source.facts().items()
+        }
+        names = dict.fromkeys(name for source in self.moments.values() for name in source.facts())
+        return facts | {f"{name}.step": torch.empty((), device="meta") for name in names}
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor in fp32 on the CPU, by <parameter>.<state>."""
+        parameter, _, key = name.rpartition(".")
+        if key == "step":
+            return torch.tensor(float(self.step))
+        return self.moments[key].read(parameter).float()
 
 
 @torch.no_grad()

@@ -1,13 +1,16 @@
-"""Converts Hugging Face models to checkpoints, and checkpoints to Hugging Face or PEFT folders.
+"""Converts models of other programs to checkpoints of ours, and these to their formats.
 
     megatron-zpp convert --from-hf smollm2 --save checkpoints/smollm2
+    megatron-zpp convert --from-checkpoint megatron/run --save checkpoints/run
     megatron-zpp convert --load checkpoints/tuned --to-hf tuned --dtype bf16
     megatron-zpp convert --load checkpoints/lora --to-peft adapters
 
 `--from-hf` takes a folder with config.json and safetensors files, or a .gguf file. Memory holds one
-tensor at a time (all of them for a .gguf). The tokenizer is copied in both directions. After an
-import the command prints the flags with which pretrain_gpt.py continues. For a model that was tuned
-with LoRA, `--to-hf` writes the model with the adapters merged into it, `--to-peft` the adapters.
+tensor at a time (all of them for a .gguf). `--from-checkpoint` takes a checkpoint of Megatron-LM,
+recognised by its files, with Adam's state and the iteration where it has them. A Hugging Face
+model's tokenizer is copied in both directions. After an import the command prints the flags with
+which pretrain_gpt.py continues. For a model that was tuned with LoRA, `--to-hf` writes the model
+with the adapters merged into it, `--to-peft` the adapters.
 """
 
 import logging
@@ -24,6 +27,7 @@ from megatron_zpp.models.conversion import (
     import_model,
     training_flags,
 )
+from megatron_zpp.models.foreign.import_checkpoint import import_checkpoint
 from megatron_zpp.models.open_model import OpenedModel, open_model
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.settings.flag import Section, flag
@@ -31,11 +35,18 @@ from zeropp.errors import InputError
 
 USAGE = """\
 usage: {program} --from-hf FOLDER|FILE.gguf --save CHECKPOINTS [flags]
+       {program} --from-checkpoint FOLDER --save CHECKPOINTS [flags]
        {program} --load CHECKPOINTS --to-hf FOLDER [flags]
        {program} --load CHECKPOINTS --to-peft FOLDER [flags]"""
-SOURCE_AND_TARGET = (("from_hf", "save"), ("load", "to_hf"), ("load", "to_peft"))
+SOURCE_AND_TARGET = (
+    ("from_hf", "save"), ("from_checkpoint", "save"), ("load", "to_hf"), ("load", "to_peft"),
+)  # fmt: skip
 NEEDS = MappingProxyType(  # flags that have an effect only beside another one
-    {"make_vocab_size_divisible_by": "from_hf", "base": "load", "base_name": "to_peft"}
+    {
+        "make_vocab_size_divisible_by": ("from_hf", "from_checkpoint"),
+        "base": ("load",),
+        "base_name": ("to_peft",),
+    }
 )
 
 
@@ -44,6 +55,9 @@ class ConvertConfig(Section):
     """What to read and what to write; tokenizer flags replace the model's own tokenizer"""
 
     from_hf: str | None = flag(None, "Hugging Face folder or .gguf file to read")
+    from_checkpoint: str | None = flag(
+        None, "checkpoint of Megatron-LM (torch_dist) to read, or the folder of its run"
+    )
     save: str | None = flag(None, "folder of checkpoints to write")
     load: str | None = flag(
         None, "folder of checkpoints, one checkpoint's folder, or PEFT's folder, to read"
@@ -72,12 +86,13 @@ class ConvertConfig(Section):
         paths = {name for pair in SOURCE_AND_TARGET for name in pair if name in typed}
         if paths not in map(set, SOURCE_AND_TARGET):
             raise InputError(
-                "give --from-hf and --save, or --load and --to-hf, or --load and --to-peft; see "
-                "--help"
+                "give --from-hf and --save, or --load and --to-hf, or --load and --to-peft, or "
+                "--from-checkpoint and --save; see --help"
             )
         for name, needed in NEEDS.items():
-            if name in typed and needed not in typed:
-                raise InputError(f"{_dashed(name)} is for {_dashed(needed)}: leave it out")
+            if name in typed and not typed & set(needed):
+                flags = " and ".join(map(_dashed, needed))
+                raise InputError(f"{_dashed(name)} is for {flags}: leave it out")
 
 
 def main(argv: Sequence[str], program: str = "megatron-zpp convert") -> int:
@@ -105,6 +120,9 @@ def convert(config: ConvertConfig, tokenizer_config: TokenizerConfig) -> None:
         lines = ["to continue with it: pretrain_gpt.py", *training_flags(opened, save)]
         print("\n  ".join(lines))
         return
+    if config.from_checkpoint is not None:
+        _import_checkpoint(config, tokenizer)
+        return
     opened = open_model(config.load, tokenizer, base=config.base)
     if config.to_peft is not None:
         output = Path(config.to_peft)
@@ -115,6 +133,18 @@ def convert(config: ConvertConfig, tokenizer_config: TokenizerConfig) -> None:
     max_bytes = num_bytes(config.max_shard_size, "--max-shard-size")
     paths = export_model(opened, Path(config.to_hf), config.dtype, max_bytes)
     print(f"{_size(opened)} of {opened.path} in {paths[-1]}")
+
+
+def _import_checkpoint(config: ConvertConfig, tokenizer: TokenizerConfig | None) -> None:
+    source, save = Path(config.from_checkpoint), Path(config.save)
+    imported = import_checkpoint(source, save, tokenizer, config.make_vocab_size_divisible_by)
+    adam = imported.without_optimizer
+    print(
+        f"{_size(imported.opened)} of iteration {imported.iteration} in {imported.opened.path}\n"
+        + (f"without Adam's state: {adam}" if adam else "with Adam's state")
+    )
+    lines = ["to continue with it: pretrain_gpt.py", *imported.training_flags(save)]
+    print("\n  ".join(lines))
 
 
 def _size(opened: OpenedModel) -> str:

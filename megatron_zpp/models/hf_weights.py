@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial, reduce
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,10 +12,20 @@ from megatron_zpp.checkpoint.weight_source import WeightSource
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.models.families.forms import Sizes
 from megatron_zpp.models.families.names import NameRow, NameTable
-from megatron_zpp.models.gguf import GgufModel
-from megatron_zpp.models.hf_folder import FolderTensors
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.errors import InputError, first_lines
+
+
+class TensorFiles(Protocol):
+    """Tensors by the names that files give them, read one at a time; errors name `location`."""
+
+    location: str
+
+    def facts(self) -> dict[str, Tensor]:
+        """Return every tensor's shape and dtype by name, as tensors on the meta device."""
+
+    def read(self, name: str) -> Tensor:
+        """Return one whole tensor on the CPU."""
 
 
 class HuggingFaceWeights:
@@ -23,7 +34,7 @@ class HuggingFaceWeights:
     Raises InputError, which lists every tensor that is missing, unexpected or of another shape.
     """
 
-    def __init__(self, tensors: FolderTensors | GgufModel, table: NameTable, sizes: Sizes) -> None:
+    def __init__(self, tensors: TensorFiles, table: NameTable, sizes: Sizes) -> None:
         self.tensors, self._table, self._sizes = tensors, table, sizes
         hf_facts = tensors.facts()
         num_layers = sizes.model.num_layers
@@ -87,8 +98,9 @@ class HuggingFaceWeights:
         if torch.equal(self.tensors.read(file_name), self.tensors.read(embedding)):
             return True
         raise InputError(
-            f"{self.tensors.location}: {file_name} differs from {embedding}, but the settings say "
-            "tie_word_embeddings: set it to false in config.json"
+            f"{self.tensors.location}: {file_name} differs from {embedding}, but its settings say "
+            "that they are tied (tie_word_embeddings in config.json, or untie_embeddings_and_"
+            "output_weights in Megatron's arguments): correct them"
         )
 
 

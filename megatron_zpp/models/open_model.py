@@ -317,10 +317,11 @@ def _open_hugging_face(
             tokenizer_type="NullTokenizer", vocab_size=hf_config.vocab_rows
         )
     tokenizer = build_tokenizer(tokenizer_config)
-    model = _with_padding(hf_config, tokenizer.vocab_size, vocab_multiple, path)
+    rows = hf_config.vocab_rows
+    model = with_padding(hf_config.model, rows, tokenizer.vocab_size, vocab_multiple, path)
     sizes = Sizes(
         model=model,
-        vocab_rows=hf_config.vocab_rows,
+        vocab_rows=rows,
         padded_rows=model.padded_vocab_size(tokenizer.vocab_size),
     )
     return OpenedModel(
@@ -333,15 +334,14 @@ def _open_hugging_face(
     )
 
 
-def _with_padding(
-    hf_config: HuggingFaceConfig, num_entries: int, vocab_multiple: int | None, path: Path
+def with_padding(
+    model: ModelConfig, rows: int, num_entries: int, vocab_multiple: int | None, path: Path
 ) -> ModelConfig:
-    """Return the model with a padding that turns the tokenizer's entries into its vocabulary rows.
+    """Return the model with a padding that turns the tokenizer's entries into `rows` of vocabulary.
 
-    The softmax is then over the same rows as in Hugging Face's model. A larger `vocab_multiple`
-    adds rows of zeros.
+    The softmax is then over the same rows as in the model at `path`. A larger `vocab_multiple`
+    adds rows of zeros. Raises InputError for fewer rows than the model has.
     """
-    rows = hf_config.vocab_rows
     if num_entries > rows:
         raise InputError(
             f"{path}: the tokenizer has {num_entries} entries, but the model only {rows} rows for "
@@ -349,7 +349,7 @@ def _with_padding(
         )
     multiples = (*VOCAB_MULTIPLES, rows) if vocab_multiple is None else (vocab_multiple,)
     for multiple in multiples:
-        model = replace(hf_config.model, make_vocab_size_divisible_by=multiple)
+        model = replace(model, make_vocab_size_divisible_by=multiple)
         if model.padded_vocab_size(num_entries) == rows:
             return model
     padded_rows = model.padded_vocab_size(num_entries)

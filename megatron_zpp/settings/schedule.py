@@ -262,8 +262,15 @@ class Schedules:
         """These schedules, or the saved ones with --use-checkpoint-opt_param-scheduler.
 
         Raises InputError if they differ and neither that flag nor --override-opt_param-scheduler
-        chooses between them.
+        chooses between them. An imported checkpoint has no schedules: these are used.
         """
+        if "learning_rate" not in saved:
+            if config.use_checkpoint_opt_param_scheduler:
+                raise InputError(
+                    "--use-checkpoint-opt_param-scheduler: the checkpoint was imported from "
+                    "another program, without its schedule: give the schedule's flags"
+                )
+            return self
         state, saved = self.state(), {"ends_learning_rate": {}, **saved}
         differing = [
             f"{part} {name}: {now.get(name)} now, {saved[part].get(name)} in the checkpoint"

@@ -6,6 +6,7 @@ damaged one of ours by the files that each program writes beside the tensors.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 
 from zeropp.errors import InputError
@@ -25,6 +26,22 @@ _BY_TITAN = (
 )
 
 
+class LayoutKind(Enum):
+    """The layouts, as readers tell them apart."""
+
+    BRIDGE = auto()
+    TORCH_DIST = auto()
+    OTHER_CORE = auto()
+    MEGATRON_RANKS = auto()
+    UNIVERSAL = auto()
+    ZERO = auto()
+    DEEPSPEED = auto()
+    ENGINE = auto()
+    OURS = auto()
+    SHARDS = auto()
+    HUGGING_FACE = auto()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How a program lays out a checkpoint.
@@ -34,6 +51,7 @@ class Layout:
     project wrote it.
     """
 
+    kind: LayoutKind
     name: str
     files: tuple[str, ...]
     export: str
@@ -43,65 +61,77 @@ class Layout:
 # The first whose files are there is the one.
 LAYOUTS = (
     Layout(
+        kind=LayoutKind.BRIDGE,
         name="a checkpoint of Megatron Bridge, in Megatron-LM's torch_dist format",
         files=("run_config.yaml", ".metadata"),
         export=_BY_BRIDGE,
     ),
     Layout(
+        kind=LayoutKind.TORCH_DIST,
         name="a checkpoint of Megatron-LM, in its torch_dist format",
         files=("common.pt", ".metadata"),
         export=_BY_BRIDGE,
     ),
     Layout(
+        kind=LayoutKind.OTHER_CORE,
         name="a checkpoint of Megatron-LM, in a format of megatron.core.dist_checkpointing",
         files=("common.pt", "metadata.json"),
         export=_BY_BRIDGE,
     ),
     Layout(
+        kind=LayoutKind.MEGATRON_RANKS,
         name="a checkpoint of Megatron-LM, in its legacy format (mp_rank_XX)",
         files=("mp_rank_*/model*_rng.pt",),
         export="Megatron-LM's tools/checkpoint/convert.py brings it to its torch_dist format, and "
         + _BY_BRIDGE,
     ),
     Layout(
+        kind=LayoutKind.UNIVERSAL,
         name="a checkpoint of DeepSpeed, in its universal format",
         files=("zero/*/fp32.pt",),
         export="the checkpoint that ds_to_universal.py made it of can be exported: "
         + _BY_DEEPSPEED,
     ),
     Layout(
+        kind=LayoutKind.ZERO,
         name="a checkpoint of DeepSpeed, sharded by ZeRO",
         files=("*zero_pp_rank_*_states.pt",),
         export=_BY_DEEPSPEED,
     ),
     Layout(
+        kind=LayoutKind.DEEPSPEED,
         name="a checkpoint of DeepSpeed",
         files=("*mp_rank_*_model_states.pt",),
         export=_BY_DEEPSPEED,
     ),
     Layout(
+        kind=LayoutKind.ENGINE,
         name="a checkpoint of an engine of zeropp.initialize",
         files=(".metadata", "state.pt"),
         export="load it with engine.load_checkpoint, whose model may be any",
         ours=True,
     ),
     Layout(
+        kind=LayoutKind.OURS,
         name="a checkpoint of pretrain_gpt.py",
         files=(".metadata", "manifest.json", "state.json"),
         export="load it with --load, or export it with tools/convert_hf.py --to-hf",
         ours=True,
     ),
     Layout(
+        kind=LayoutKind.SHARDS,
         name="a checkpoint of torchtitan, or of another program on torch.distributed.checkpoint",
         files=(".metadata", "*.distcp"),
         export=_BY_TITAN,
     ),
     Layout(
+        kind=LayoutKind.HUGGING_FACE,
         name="a model in Hugging Face's format",
         files=("config.json", "*.safetensors"),
         export="",
     ),
     Layout(
+        kind=LayoutKind.HUGGING_FACE,
         name="a model in Hugging Face's format",
         files=("config.json", "pytorch_model*.bin"),
         export="",

@@ -6,10 +6,12 @@ import pytest
 
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.checkpoint_weights import find_checkpoint
+from megatron_zpp.checkpoint.iteration_folders import IMPORTED_KINDS
 from tests.megatron_zpp.small_net import save_on_four
 from tests.megatron_zpp.train.training_runs import log_of
 from tests.ranks import ranks
 from tests.zeropp.checkpoint.test_foreign_layouts import LAYOUTS, megatron_legacy, torchtitan
+from zeropp.checkpoint.foreign_layouts import find_layout
 from zeropp.errors import InputError
 
 
@@ -22,7 +24,8 @@ def test_it_says_whose_checkpoint_it_is_and_what_to_do(write_layout, name, tmp_p
             look(tmp_path)
         message = str(caught.value)
         assert f"--load {tmp_path}: {path} is {name}" in message
-        assert "tools/convert_hf.py --from-hf" in message
+        source = "--from-checkpoint" if find_layout(path)[1].kind in IMPORTED_KINDS else "--from-hf"
+        assert f"tools/convert_hf.py {source}" in message
         assert not {"damaged", "remove", "afresh"} & set(message.replace(",", "").split())
     assert sorted(tmp_path.rglob("*")) == before
 

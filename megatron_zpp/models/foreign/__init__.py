@@ -1,0 +1,1 @@
+"""Checkpoints of other programs: read as one kind of thing, whatever their files, and written."""

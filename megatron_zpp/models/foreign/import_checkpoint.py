@@ -1,0 +1,157 @@
+"""Import a checkpoint of another program: its model, Adam's state, and where its run was."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron_zpp.checkpoint import checkpoint
+from megatron_zpp.checkpoint.iteration_folders import candidates
+from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
+from megatron_zpp.checkpoint.weight_source import AdamState
+from megatron_zpp.models.conversion import training_flags
+from megatron_zpp.models.families.forms import Sizes
+from megatron_zpp.models.families.names import NameTable
+from megatron_zpp.models.foreign.megatron_args import model_fields
+from megatron_zpp.models.foreign.megatron_names import MEGATRON, MEGATRON_GATED
+from megatron_zpp.models.foreign.tensor_files import ForeignCheckpoint, NamedTensors
+from megatron_zpp.models.foreign.torch_dist import read_torch_dist
+from megatron_zpp.models.hf_weights import HuggingFaceWeights
+from megatron_zpp.models.open_model import OpenedModel, with_padding
+from megatron_zpp.settings.config import Config, ModelConfig, TokenizerConfig
+from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
+from megatron_zpp.tokenizer.factory import FIELDS, TOKENIZER_TYPES
+from zeropp.checkpoint.foreign_layouts import LayoutKind, find_layout
+from zeropp.errors import InputError
+
+log = logging.getLogger("megatron_zpp")
+
+READERS: Mapping[LayoutKind, Callable[[Path], ForeignCheckpoint]] = MappingProxyType(
+    {LayoutKind.TORCH_DIST: read_torch_dist}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportedCheckpoint:
+    """What was written: the model, and why Adam's state was left out, "" if it was not."""
+
+    opened: OpenedModel
+    iteration: int
+    without_optimizer: str
+
+    def training_flags(self, save: Path) -> list[str]:
+        """Return the flags with which pretrain_gpt.py continues the run, in lines."""
+        lines = training_flags(self.opened, save)
+        if self.without_optimizer:
+            return lines
+        return [f"--load {save} --use-checkpoint-args", *lines[1:]]
+
+
+def import_checkpoint(
+    source: Path,
+    save: Path,
+    tokenizer_config: TokenizerConfig | None = None,
+    vocab_multiple: int | None = None,
+) -> ImportedCheckpoint:
+    """Write the checkpoint in the folder `source` to the folder `save`, of the same iteration.
+
+    Raises InputError for a layout that cannot be read, for damaged or incomplete files, for a model
+    that our GPT cannot be, and if `save` holds checkpoints already.
+    """
+    if candidates(save)[0]:
+        raise InputError(f"--save {save} holds checkpoints already: name another folder")
+    path, kind = _layout_of(source)
+    found = READERS[kind](path)
+    fields = model_fields(found.args, str(path))
+    table = MEGATRON_GATED if ModelConfig(**fields).is_gated else MEGATRON
+    rows = _vocab_rows(found.weights, table)
+    tokenizer_config = tokenizer_config or _saved_tokenizer(found.args, rows)
+    tokenizer = build_tokenizer(tokenizer_config)
+    model = with_padding(ModelConfig(**fields), rows, tokenizer.vocab_size, vocab_multiple, path)
+    model.check()
+    padded_rows = model.padded_vocab_size(tokenizer.vocab_size)
+    sizes = Sizes(model=model, vocab_rows=rows, padded_rows=padded_rows)
+    weights = HuggingFaceWeights(found.weights, table, sizes)
+    adam = None
+    if found.moments:
+        moments = {
+            key: HuggingFaceWeights(tensors, table, sizes) for key, tensors in found.moments.items()
+        }
+        adam = AdamState(moments=moments, step=found.step)
+    state = _state(found, model, tokenizer_config, tokenizer)
+    written = checkpoint.save_weights(save, weights, state, adam)
+    opened = OpenedModel(
+        path=written,
+        config=model,
+        tokenizer=tokenizer,
+        tokenizer_config=tokenizer_config,
+        weights=weights,
+    )
+    return ImportedCheckpoint(
+        opened=opened, iteration=found.iteration, without_optimizer=found.without_moments
+    )
+
+
+def _layout_of(source: Path) -> tuple[Path, LayoutKind]:
+    place = find_layout(source)
+    if place is None:
+        raise InputError(
+            f"--from {source}: holds no checkpoint of Megatron-LM, DeepSpeed or torchtitan: name "
+            "the folder of a run, or of one of its iterations"
+        )
+    path, layout = place
+    if layout.kind not in READERS:
+        raise InputError(f"--from {source}: {path} is {layout.name}: {layout.export}")
+    return path, layout.kind
+
+
+def _vocab_rows(weights: NamedTensors, table: NameTable) -> int:
+    embedding = weights.facts().get(table.embedding)
+    if embedding is None:
+        names = ", ".join(list(weights.facts())[:3]) or "none"
+        raise InputError(
+            f"{weights.location}: has no {table.embedding}, so it is no GPT of Megatron; its "
+            f"tensors are {names} ..."
+        )
+    return embedding.shape[0]
+
+
+def _saved_tokenizer(args: Mapping[str, Any], rows: int) -> TokenizerConfig:
+    """Return the tokenizer that the arguments name, if its files are there."""
+    name = args.get("tokenizer_type")
+    names = TOKENIZER_TYPES.get(name, (None, ()))[1]
+    values = {field: args.get(field) for field in FIELDS if field in names}
+    if name != "NullTokenizer" and values:
+        if all(value and Path(value).exists() for value in values.values()):
+            return TokenizerConfig(tokenizer_type=name, **values)
+    if name not in (None, "NullTokenizer"):
+        log.warning(
+            "its tokenizer, %s, is not here: token ids are numbers (NullTokenizer); give "
+            "--tokenizer-type and its files to name it", name
+        )  # fmt: skip
+    return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=rows)
+
+
+def _state(
+    found: ForeignCheckpoint,
+    model: ModelConfig,
+    tokenizer_config: TokenizerConfig,
+    tokenizer: Tokenizer,
+) -> TrainingState:
+    config = Config(model=model, tokenizer=tokenizer_config)
+    samples = int(found.args.get("consumed_train_samples") or 0)
+    return TrainingState(
+        iteration=found.iteration,
+        consumed_samples=samples,
+        consumed_tokens=samples * model.seq_length,
+        consumed_valid_samples=int(found.args.get("consumed_valid_samples") or 0),
+        seed=int(found.args.get("seed") or config.training.seed),
+        world_size=1,
+        stage=0,
+        tokenizer=tokenizer.fingerprint,
+        schedule={"scheduled_samples": samples},
+        architecture=architecture(model, tokenizer.vocab_size),
+        configuration=run_settings(config),
+    )

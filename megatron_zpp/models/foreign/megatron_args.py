@@ -1,0 +1,110 @@
+"""Megatron's arguments, as its checkpoints hold them, as the configuration of our GPT.
+
+Most fields of ModelConfig have the names of Megatron's arguments and are taken as they are.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from megatron_zpp.settings.config import ModelConfig
+from zeropp.errors import InputError
+
+# Arguments that our GPT can only have one of these values of; None: the argument was not set.
+ONLY = MappingProxyType(
+    {
+        "num_experts": ((None, 0, 1, [1], (1,)), "a mixture of experts"),
+        "multi_latent_attention": ((None, False), "latent attention (MLA)"),
+        "hybrid_override_pattern": ((None,), "layers of Mamba or other kinds"),
+        "mtp_num_layers": ((None, 0), "layers that predict further tokens"),
+        "rotary_interleaved": ((None, False), "rotary positions of neighbouring channels"),
+        "softmax_type": ((None, "vanilla"), "a softmax with an offset"),
+        "qk_l2_norm": ((None, False), "queries and keys divided by their L2 norm"),
+        "attention_output_gate": ((None, False), "a gate behind attention"),
+        "linear_attention_freq": ((None,), "linear attention"),
+        "quick_geglu": ((None, False), "quick GeGLU"),
+        "relative_position_embedding": ((None, False), "relative positions"),
+        "add_position_embedding": ((None, True, False), ""),
+        "num_tokentypes": ((None, 0), "types of tokens"),
+    }
+)
+_BOUNDED_BY_FILES = ("make_vocab_size_divisible_by", "seq_length")
+
+
+def model_fields(args: Mapping[str, Any], location: str) -> dict[str, Any]:
+    """Return the fields of ModelConfig that the arguments set, without those of the vocabulary.
+
+    Raises InputError for arguments of a model that our GPT cannot be, and for missing ones.
+    """
+    for name, (supported, what) in ONLY.items():
+        if args.get(name) not in supported:
+            raise InputError(
+                f"{location}: --{name.replace('_', '-')} is {args[name]!r}: our GPT has no {what}"
+            )
+    missing = [
+        name for name in ("num_layers", "hidden_size", "num_attention_heads") if not args.get(name)
+    ]
+    if missing:
+        raise InputError(f"{location}: its arguments do not say {', '.join(missing)}")
+    fields = {
+        field.name: args[field.name]
+        for field in dataclasses.fields(ModelConfig)
+        if args.get(field.name) is not None and field.name not in _BOUNDED_BY_FILES
+    }
+    fields["seq_length"] = args.get("seq_length") or args.get("encoder_seq_length") or 1
+    fields.setdefault("max_position_embeddings", fields["seq_length"])
+    fields |= _renamed(args) | _positions(args, location) | _layer_patterns(args)
+    return fields
+
+
+def _renamed(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields whose arguments have another name or meaning."""
+    fields: dict[str, Any] = {"num_query_groups": None}
+    if args.get("group_query_attention"):
+        fields["num_query_groups"] = args["num_query_groups"]
+    elif args.get("num_key_value_heads"):  # Megatron-DeepSpeed
+        fields["num_query_groups"] = args["num_key_value_heads"]
+    if args.get("add_bias_linear") is not None:
+        fields["disable_bias_linear"] = not args["add_bias_linear"]
+    if args.get("norm_epsilon") is not None:
+        fields["layernorm_epsilon"] = args["norm_epsilon"]
+    if args.get("normalization") is None and args.get("use_rmsnorm"):
+        fields["normalization"] = "RMSNorm"
+    fields["normalization"] = _normalization(args.get("normalization"))
+    return fields
+
+
+def _normalization(name: str | None) -> str:
+    names = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}  # Megatron-DeepSpeed's spelling
+    return names.get(name, name) if name else "LayerNorm"
+
+
+def _positions(args: Mapping[str, Any], location: str) -> dict[str, Any]:
+    kind = getattr(args.get("position_embedding_type"), "name", args.get("position_embedding_type"))
+    fields: dict[str, Any] = {}
+    if args.get("use_rotary_position_embeddings"):
+        kind = "rope"
+    if kind == "yarn":
+        kind, fields["rope_type"] = "rope", "yarn"
+    kind = kind or "learned_absolute"
+    if kind not in ("learned_absolute", "rope", "alibi", "none"):
+        raise InputError(f"{location}: --position-embedding-type {kind!r} is not available here")
+    fields["position_embedding_type"] = kind
+    if (base := args.get("rotary_base")) is not None:
+        fields["rotary_base"] = int(base)
+    return fields
+
+
+def _layer_patterns(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the texts of frequencies and windows, which arguments have as numbers and lists."""
+    fields = {}
+    for name in ("window_size", "window_attn_skip_freq", "no_rope_freq"):
+        value = args.get(name)
+        if name == "window_size" and value is not None:
+            fields[name] = ",".join(map(str, value))
+        elif isinstance(value, list | tuple):
+            fields[name] = str(list(map(int, value))).replace(" ", "")
+        elif value is not None:
+            fields[name] = str(value)
+    return fields
