@@ -4,6 +4,7 @@
     megatron-zpp convert --from-checkpoint megatron/run --save checkpoints/run
     megatron-zpp convert --load checkpoints/tuned --to-hf tuned --dtype bf16
     megatron-zpp convert --load checkpoints/lora --to-peft adapters
+    megatron-zpp convert --load checkpoints/tuned --to-megatron megatron/tuned
 
 `--from-hf` takes a folder with config.json and safetensors files, or a .gguf file. Memory holds one
 tensor at a time (all of them for a .gguf). `--from-checkpoint` takes a checkpoint of Megatron-LM,
@@ -27,6 +28,7 @@ from megatron_zpp.models.conversion import (
     import_model,
     training_flags,
 )
+from megatron_zpp.models.foreign.export_torch_dist import export_torch_dist
 from megatron_zpp.models.foreign.import_checkpoint import import_checkpoint
 from megatron_zpp.models.open_model import OpenedModel, open_model
 from megatron_zpp.settings.config import TokenizerConfig
@@ -37,9 +39,11 @@ USAGE = """\
 usage: {program} --from-hf FOLDER|FILE.gguf --save CHECKPOINTS [flags]
        {program} --from-checkpoint FOLDER --save CHECKPOINTS [flags]
        {program} --load CHECKPOINTS --to-hf FOLDER [flags]
-       {program} --load CHECKPOINTS --to-peft FOLDER [flags]"""
+       {program} --load CHECKPOINTS --to-peft FOLDER [flags]
+       {program} --load CHECKPOINTS --to-megatron FOLDER [flags]"""
 SOURCE_AND_TARGET = (
     ("from_hf", "save"), ("from_checkpoint", "save"), ("load", "to_hf"), ("load", "to_peft"),
+    ("load", "to_megatron"),
 )  # fmt: skip
 NEEDS = MappingProxyType(  # flags that have an effect only beside another one
     {
@@ -64,6 +68,9 @@ class ConvertConfig(Section):
     )
     to_hf: str | None = flag(None, "Hugging Face folder to write, LoRA adapters merged")
     to_peft: str | None = flag(None, "folder of LoRA adapters to write, for PEFT")
+    to_megatron: str | None = flag(
+        None, "folder for Megatron-LM to write, a release in its torch_dist format"
+    )
     base: str | None = flag(
         None, "model that the adapters of --load belong to (default: the one that was fine-tuned)"
     )
@@ -87,7 +94,7 @@ class ConvertConfig(Section):
         if paths not in map(set, SOURCE_AND_TARGET):
             raise InputError(
                 "give --from-hf and --save, or --load and --to-hf, or --load and --to-peft, or "
-                "--from-checkpoint and --save; see --help"
+                "--from-checkpoint and --save, or --load and --to-megatron; see --help"
             )
         for name, needed in NEEDS.items():
             if name in typed and not typed & set(needed):
@@ -129,6 +136,10 @@ def convert(config: ConvertConfig, tokenizer_config: TokenizerConfig) -> None:
         paths = export_adapters(opened, output, config.dtype, config.base_name)
         layers = len(opened.adapters.layers)
         print(f"the adapters of {layers} layers of {opened.path} in {paths[-1].parent}")
+        return
+    if config.to_megatron is not None:
+        folder = export_torch_dist(opened, Path(config.to_megatron), config.dtype)
+        print(f"{_size(opened)} of {opened.path} in {folder}, for Megatron-LM's --load")
         return
     max_bytes = num_bytes(config.max_shard_size, "--max-shard-size")
     paths = export_model(opened, Path(config.to_hf), config.dtype, max_bytes)

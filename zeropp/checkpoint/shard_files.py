@@ -69,6 +69,13 @@ def write_one_by_one(
         dcp.save(dict(tensors), storage_writer=writer, planner=planner, no_dist=True)
 
 
+def write_plan(folder: Path, planner: DefaultSavePlanner) -> None:
+    """Write what `planner` plans, from one process; a file for each part, read when written."""
+    with _saving():
+        writer = _Writer(folder, single_file_per_rank=False)
+        dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+
+
 def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill `tensors` in place, each rank its shards; to be called by all ranks.
 

@@ -30,6 +30,23 @@ ONLY = MappingProxyType(
     }
 )
 _BOUNDED_BY_FILES = ("make_vocab_size_divisible_by", "seq_length")
+# Fields of ModelConfig under their names, and those that Megatron-LM has nothing like.
+IN_MEGATRON = (
+    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "init_method_std",
+    "hidden_dropout", "attention_dropout", "layernorm_epsilon", "normalization", "rotary_percent",
+    "rotary_base", "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor",
+    "apply_layernorm_1p", "swiglu", "openai_gelu", "squared_relu", "bias_gelu_fusion",
+    "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm",
+    "apply_residual_connection_post_layernorm", "apply_query_key_layer_scaling",
+    "attention_softmax_in_fp32", "fp32_residual_connection", "rotary_scaling_factor",
+    "make_vocab_size_divisible_by",
+)  # fmt: skip
+NOT_IN_MEGATRON = (
+    "norm_placement", "geglu", "scale_embeddings", "embed_layernorm", "attn_logit_softcapping",
+    "final_logit_softcapping", "query_pre_attn_scalar", "qk_layernorm_across_heads",
+    "use_parallel_residual", "rotary_base_local", "longrope_long_factors", "window_size",
+    "no_rope_freq",
+)  # fmt: skip
 
 
 def model_fields(args: Mapping[str, Any], location: str) -> dict[str, Any]:
@@ -108,3 +125,36 @@ def _layer_patterns(args: Mapping[str, Any]) -> dict[str, Any]:
         elif value is not None:
             fields[name] = str(value)
     return fields
+
+
+def megatron_args(model: ModelConfig, vocab_rows: int, what: str) -> dict[str, Any]:
+    """Return Megatron-LM's arguments for a model; raises InputError if they cannot describe it."""
+    defaults = ModelConfig()
+    lines = [
+        f"--{name.replace('_', '-')} {getattr(model, name)}"
+        for name in NOT_IN_MEGATRON
+        if getattr(model, name) != getattr(defaults, name)
+    ]
+    if model.position_embedding_type == "alibi":
+        lines.append("--position-embedding-type alibi")
+    if lines:
+        raise InputError(f"{what}: Megatron-LM has no {', '.join(lines)}")
+    args = {name: getattr(model, name) for name in IN_MEGATRON}
+    kind = "yarn" if model.rope_type == "yarn" else model.position_embedding_type
+    return args | {
+        "ffn_hidden_size": model.ffn_size,
+        "kv_channels": model.head_dim,
+        "group_query_attention": model.kv_heads != model.num_attention_heads,
+        "num_query_groups": model.kv_heads,
+        "max_position_embeddings": model.num_positions,
+        "position_embedding_type": kind,
+        "add_position_embedding": kind == "learned_absolute",
+        "use_rotary_position_embeddings": kind == "rope",
+        "norm_epsilon": model.layernorm_epsilon,
+        "add_bias_linear": not model.disable_bias_linear,
+        "padded_vocab_size": vocab_rows,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+    }

@@ -86,3 +86,12 @@ def split_dim(core: str, is_bias: bool) -> int | None:
 def is_constant(name: str) -> bool:
     """Whether an entry of a checkpoint is no weight."""
     return MEGATRON.is_constant(name)
+
+
+def stored_name(core: str) -> str:
+    """Return the name in a torch_dist checkpoint of what megatron-core calls `core`.
+
+    There a normalization belongs to the linear layer behind it.
+    """
+    core = core.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+    return core.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")

@@ -249,22 +249,14 @@ def check(rank: int, export: str, answers: str) -> None:
     expected = torch.load(answers)
     with tempfile.TemporaryDirectory() as folder, OnCpu():
         start(0, 1, 1, f"{folder}/store")
-        model, optimizer = make_model(name)
+        model, _ = make_model(name)
         tensors = model.module.sharded_state_dict()
-        wanted = {
-            "model": tensors,
-            "optimizer": optimizer.sharded_state_dict(tensors, is_loading=True),
-        }
-        strict = dist_checkpointing.validation.StrictHandling.RAISE_ALL
-        loaded = dist_checkpointing.load(wanted, export, strict=strict)
-        model.module.load_state_dict(loaded["model"])
-        optimizer.load_state_dict(loaded["optimizer"])
+        loaded = dist_checkpointing.load(tensors, export)
+        model.module.load_state_dict({name: loaded[name] for name in tensors})
         with torch.no_grad():
             logits = run(model, expected["tokens"][0], False)
         difference = (logits - expected["logits"]).abs().max().item()
-        losses = [train_step(model, optimizer, batch) for batch in expected["tokens"][STEPS:]]
-    print(f"largest difference of logits {difference:.2e}")
-    print(f"losses of the next two steps {losses}, expected {expected['losses']}")
+    print(f"megatron-core {megatron.core.__version__}: logits differ by {difference:.2e} at most")
 
 
 if __name__ == "__main__":
