@@ -16,6 +16,7 @@ from megatron_zpp.models.families.forms import Sizes
 from megatron_zpp.models.families.names import NameTable
 from megatron_zpp.models.foreign.megatron_args import model_fields
 from megatron_zpp.models.foreign.megatron_names import MEGATRON, MEGATRON_GATED
+from megatron_zpp.models.foreign.rank_files import read_rank_files
 from megatron_zpp.models.foreign.tensor_files import ForeignCheckpoint, NamedTensors
 from megatron_zpp.models.foreign.torch_dist import read_torch_dist
 from megatron_zpp.models.hf_weights import HuggingFaceWeights
@@ -29,7 +30,7 @@ from zeropp.errors import InputError
 log = logging.getLogger("megatron_zpp")
 
 READERS: Mapping[LayoutKind, Callable[[Path], ForeignCheckpoint]] = MappingProxyType(
-    {LayoutKind.TORCH_DIST: read_torch_dist}
+    {LayoutKind.TORCH_DIST: read_torch_dist, LayoutKind.MEGATRON_RANKS: read_rank_files}
 )
 
 

@@ -10,7 +10,10 @@ from megatron_zpp.models.foreign.import_checkpoint import READERS
 from megatron_zpp.models.open_model import load_model
 from tests.megatron_zpp.models.foreign.recorded_checkpoints import answers_of, next_losses, unpack
 
-RECORDED = ("megatron_torch_dist_gpt2", "megatron_torch_dist_llama")
+RECORDED = (
+    "megatron_torch_dist_gpt2", "megatron_torch_dist_llama", "megatron_legacy_gpt2",
+    "megatron_legacy_llama",
+)  # fmt: skip
 # fp32; logits are of order one and sums of at most 64 products, computed in another order.
 LOGITS = LOSS = 1e-5
 
