@@ -23,7 +23,10 @@ from zeropp.errors import InputError
 
 IMPORT = "tools/convert_hf.py --from-hf FOLDER --save OTHER imports a Hugging Face folder"
 # What tools/convert_hf.py --from-checkpoint reads.
-IMPORTED_KINDS = (LayoutKind.TORCH_DIST, LayoutKind.MEGATRON_RANKS)
+IMPORTED_KINDS = (
+    LayoutKind.TORCH_DIST, LayoutKind.MEGATRON_RANKS, LayoutKind.ZERO, LayoutKind.DEEPSPEED,
+    LayoutKind.UNIVERSAL,
+)  # fmt: skip
 POINTER = "latest_checkpointed_iteration.txt"
 _NAME = re.compile(r"iter_(\d{7,})|\.iter_(\d{7,})\.replaced")
 

@@ -19,6 +19,8 @@ from megatron_zpp.models.foreign.megatron_names import MEGATRON, MEGATRON_GATED
 from megatron_zpp.models.foreign.rank_files import read_rank_files
 from megatron_zpp.models.foreign.tensor_files import ForeignCheckpoint, NamedTensors
 from megatron_zpp.models.foreign.torch_dist import read_torch_dist
+from megatron_zpp.models.foreign.universal_files import read_universal_files
+from megatron_zpp.models.foreign.zero_files import read_model_files, read_zero_files
 from megatron_zpp.models.hf_weights import HuggingFaceWeights
 from megatron_zpp.models.open_model import OpenedModel, with_padding
 from megatron_zpp.settings.config import Config, ModelConfig, TokenizerConfig
@@ -30,7 +32,13 @@ from zeropp.errors import InputError
 log = logging.getLogger("megatron_zpp")
 
 READERS: Mapping[LayoutKind, Callable[[Path], ForeignCheckpoint]] = MappingProxyType(
-    {LayoutKind.TORCH_DIST: read_torch_dist, LayoutKind.MEGATRON_RANKS: read_rank_files}
+    {
+        LayoutKind.TORCH_DIST: read_torch_dist,
+        LayoutKind.MEGATRON_RANKS: read_rank_files,
+        LayoutKind.ZERO: read_zero_files,
+        LayoutKind.DEEPSPEED: read_model_files,
+        LayoutKind.UNIVERSAL: read_universal_files,
+    }
 )
 
 

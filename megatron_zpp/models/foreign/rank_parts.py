@@ -12,9 +12,8 @@ from zeropp.errors import InputError, first_few
 
 LAYERS = "decoder.layers."
 TIED_COPIES = ("word_embeddings_for_head.", "embedding.word_embeddings_for_head.")
-Parts = Mapping[
-    str, LazyTensor
-]  # of one rank, by megatron-core's names, with its own layer numbers
+# Of one rank, by megatron-core's names; its layers are numbered from 0.
+Parts = Mapping[str, LazyTensor]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,10 +86,12 @@ def no_fork(self: CudaRNGStatesTracker, name: str = "") -> Any:
     return contextlib.nullcontext()
 
 
-def start(rank: int, tensor_ranks: int, pipeline_ranks: int, store: str) -> None:
+def start(
+    rank: int, tensor_ranks: int, pipeline_ranks: int, store: str, data_ranks: int = 1
+) -> None:
     torch.cuda.current_device, torch.cuda.synchronize = lambda: "cpu", lambda: None
     CudaRNGStatesTracker.fork = no_fork
-    world = tensor_ranks * pipeline_ranks
+    world = tensor_ranks * pipeline_ranks * data_ranks
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     parallel_state.initialize_model_parallel(tensor_ranks, pipeline_ranks)
 
@@ -238,7 +240,7 @@ def record() -> None:
         mp.spawn(reshard, (name, ranks, request, folder), nprocs=tensor_ranks * pipeline_ranks)
         for kind in ("torch_dist", "legacy"):
             with tarfile.open(RECORDED / f"megatron_{kind}_{target}.tar.xz", "w:xz") as archive:
-                archive.add(folder / kind, arcname="")
+                archive.add(folder / kind, arcname=".")
         shutil.move(folder / "answers.pt", RECORDED / f"megatron_{target}_answers.pt")
         shutil.rmtree(folder)
 

@@ -12,7 +12,8 @@ from tests.megatron_zpp.models.foreign.recorded_checkpoints import answers_of, n
 
 RECORDED = (
     "megatron_torch_dist_gpt2", "megatron_torch_dist_llama", "megatron_legacy_gpt2",
-    "megatron_legacy_llama",
+    "megatron_legacy_llama", "deepspeed_zero2_gpt2", "deepspeed_zero3_llama",
+    "deepspeed_universal_gpt2",
 )  # fmt: skip
 # fp32; logits are of order one and sums of at most 64 products, computed in another order.
 LOGITS = LOSS = 1e-5

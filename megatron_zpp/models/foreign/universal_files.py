@@ -1,0 +1,67 @@
+"""DeepSpeed's universal checkpoints: zero/<parameter>/fp32.pt, exp_avg.pt and exp_avg_sq.pt.
+
+Each parameter is whole, whatever ranks saved the checkpoint that it was made of.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_zpp.models.foreign.megatron_names import core_name
+from megatron_zpp.models.foreign.pickles import load_pickle
+from megatron_zpp.models.foreign.tensor_files import ForeignCheckpoint, LazyTensor, NamedTensors
+from megatron_zpp.models.foreign.zero_files import MOMENTS, grid_of, iteration_of
+from zeropp.errors import InputError, first_few
+
+FP32, STEP = "fp32", "step"
+
+
+def read_universal_files(folder: Path) -> ForeignCheckpoint:
+    """Return what is in a checkpoint; raises InputError if it is damaged or incomplete."""
+    model_files = sorted(folder.glob("*mp_rank_00_model_states.pt"))
+    if not model_files:
+        raise InputError(f"{folder}: mp_rank_00_model_states.pt is missing, with the arguments")
+    content = load_pickle(model_files[0])
+    grid = grid_of(content, folder)
+    by_key: dict[str, dict[str, LazyTensor]] = {key: {} for key in (FP32, *MOMENTS)}
+    steps = set()
+    for path in sorted(each for each in (folder / "zero").iterdir() if each.is_dir()):
+        missing = [f"{key}.pt" for key in by_key if not (path / f"{key}.pt").is_file()]
+        if missing:
+            raise InputError(f"{path}: {first_few(missing)}: missing; copy the whole folder")
+        name = core_name(path.name)
+        if grid.is_tied and name == "output_layer.weight":
+            continue
+        for key, tensors in by_key.items():
+            tensors[name] = LazyTensor.of(_tensor(path / f"{key}.pt"))
+        if (path / f"{STEP}.pt").is_file():
+            steps.add(float(load_pickle(path / f"{STEP}.pt")))
+    steps = steps or _common_steps(folder)
+    if len(steps) != 1:
+        raise InputError(f"{folder}: its parameters say {sorted(steps)} updates: mixed up")
+    weights = by_key.pop(FP32)
+    return ForeignCheckpoint(
+        weights=NamedTensors(str(folder), weights),
+        moments={key: NamedTensors(f"{folder}: {key}", each) for key, each in by_key.items()},
+        step=steps.pop(),
+        iteration=iteration_of(content),
+        args=vars(content["args"]),
+    )
+
+
+def _tensor(path: Path) -> Tensor:
+    content = load_pickle(path)
+    tensor = content.get("param") if isinstance(content, Mapping) else content
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"{path}: holds no tensor under 'param'")
+    return tensor
+
+
+def _common_steps(folder: Path) -> set[float]:
+    """Return the number of updates in the groups of the optimizer, where Apex keeps it."""
+    path = folder / "zero" / "optimizer_state.pt"
+    content: Any = load_pickle(path) if path.is_file() else {}
+    groups = content.get("param_groups", []) if isinstance(content, Mapping) else []
+    return {float(group["step"]) for group in groups if group.get("step") is not None}
