@@ -25,7 +25,7 @@ IMPORT = "tools/convert_hf.py --from-hf FOLDER --save OTHER imports a Hugging Fa
 # What tools/convert_hf.py --from-checkpoint reads.
 IMPORTED_KINDS = (
     LayoutKind.TORCH_DIST, LayoutKind.MEGATRON_RANKS, LayoutKind.ZERO, LayoutKind.DEEPSPEED,
-    LayoutKind.UNIVERSAL,
+    LayoutKind.UNIVERSAL, LayoutKind.SHARDS,
 )  # fmt: skip
 POINTER = "latest_checkpointed_iteration.txt"
 _NAME = re.compile(r"iter_(\d{7,})|\.iter_(\d{7,})\.replaced")

@@ -8,10 +8,10 @@
 
 `--from-hf` takes a folder with config.json and safetensors files, or a .gguf file. Memory holds one
 tensor at a time (all of them for a .gguf). `--from-checkpoint` takes a checkpoint of Megatron-LM,
-recognised by its files, with Adam's state and the iteration where it has them. A Hugging Face
-model's tokenizer is copied in both directions. After an import the command prints the flags with
-which pretrain_gpt.py continues. For a model that was tuned with LoRA, `--to-hf` writes the model
-with the adapters merged into it, `--to-peft` the adapters.
+Megatron-DeepSpeed or torchtitan, recognised by its files, with Adam's state and the iteration where
+it has them. A Hugging Face model's tokenizer is copied in both directions. After an import the
+command prints the flags with which pretrain_gpt.py continues. For a model that was tuned with LoRA,
+`--to-hf` writes the model with the adapters merged into it, `--to-peft` the adapters.
 """
 
 import logging
@@ -30,6 +30,7 @@ from megatron_zpp.models.conversion import (
 )
 from megatron_zpp.models.foreign.export_torch_dist import export_torch_dist
 from megatron_zpp.models.foreign.import_checkpoint import import_checkpoint
+from megatron_zpp.models.foreign.torchtitan import ShapeFlags
 from megatron_zpp.models.open_model import OpenedModel, open_model
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.settings.flag import Section, flag
@@ -60,7 +61,7 @@ class ConvertConfig(Section):
 
     from_hf: str | None = flag(None, "Hugging Face folder or .gguf file to read")
     from_checkpoint: str | None = flag(
-        None, "checkpoint of Megatron-LM (torch_dist) to read, or the folder of its run"
+        None, "checkpoint of Megatron-LM, DeepSpeed or torchtitan to read, or its run's folder"
     )
     save: str | None = flag(None, "folder of checkpoints to write")
     load: str | None = flag(
@@ -108,13 +109,15 @@ def main(argv: Sequence[str], program: str = "megatron-zpp convert") -> int:
     return run_command(
         argv,
         USAGE.format(program=program),
-        (ConvertConfig, TokenizerConfig),
+        (ConvertConfig, TokenizerConfig, ShapeFlags),
         convert,
         interrupted="stopped; the output is not complete",
     )
 
 
-def convert(config: ConvertConfig, tokenizer_config: TokenizerConfig) -> None:
+def convert(
+    config: ConvertConfig, tokenizer_config: TokenizerConfig, shape_flags: ShapeFlags
+) -> None:
     """Read and write as `config` says, and print what was written.
 
     Raises InputError if the source cannot be read or the target cannot express the model.
@@ -128,8 +131,10 @@ def convert(config: ConvertConfig, tokenizer_config: TokenizerConfig) -> None:
         print("\n  ".join(lines))
         return
     if config.from_checkpoint is not None:
-        _import_checkpoint(config, tokenizer)
+        _import_checkpoint(config, tokenizer, shape_flags)
         return
+    if shape_flags != ShapeFlags():
+        raise InputError("flags that describe a model are for --from-checkpoint: leave them out")
     opened = open_model(config.load, tokenizer, base=config.base)
     if config.to_peft is not None:
         output = Path(config.to_peft)
@@ -146,9 +151,12 @@ def convert(config: ConvertConfig, tokenizer_config: TokenizerConfig) -> None:
     print(f"{_size(opened)} of {opened.path} in {paths[-1]}")
 
 
-def _import_checkpoint(config: ConvertConfig, tokenizer: TokenizerConfig | None) -> None:
+def _import_checkpoint(
+    config: ConvertConfig, tokenizer: TokenizerConfig | None, shape_flags: ShapeFlags
+) -> None:
     source, save = Path(config.from_checkpoint), Path(config.save)
-    imported = import_checkpoint(source, save, tokenizer, config.make_vocab_size_divisible_by)
+    multiple = config.make_vocab_size_divisible_by
+    imported = import_checkpoint(source, save, tokenizer, multiple, shape_flags)
     adam = imported.without_optimizer
     print(
         f"{_size(imported.opened)} of iteration {imported.iteration} in {imported.opened.path}\n"

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +19,12 @@ from megatron_zpp.models.foreign.megatron_names import MEGATRON, MEGATRON_GATED
 from megatron_zpp.models.foreign.rank_files import read_rank_files
 from megatron_zpp.models.foreign.tensor_files import ForeignCheckpoint, NamedTensors
 from megatron_zpp.models.foreign.torch_dist import read_torch_dist
+from megatron_zpp.models.foreign.torchtitan import (
+    TORCHTITAN,
+    ShapeFlags,
+    read_torchtitan,
+    torchtitan_fields,
+)
 from megatron_zpp.models.foreign.universal_files import read_universal_files
 from megatron_zpp.models.foreign.zero_files import read_model_files, read_zero_files
 from megatron_zpp.models.hf_weights import HuggingFaceWeights
@@ -38,6 +44,7 @@ READERS: Mapping[LayoutKind, Callable[[Path], ForeignCheckpoint]] = MappingProxy
         LayoutKind.ZERO: read_zero_files,
         LayoutKind.DEEPSPEED: read_model_files,
         LayoutKind.UNIVERSAL: read_universal_files,
+        LayoutKind.SHARDS: read_torchtitan,
     }
 )
 
@@ -63,6 +70,7 @@ def import_checkpoint(
     save: Path,
     tokenizer_config: TokenizerConfig | None = None,
     vocab_multiple: int | None = None,
+    shape_flags: ShapeFlags | None = None,
 ) -> ImportedCheckpoint:
     """Write the checkpoint in the folder `source` to the folder `save`, of the same iteration.
 
@@ -73,8 +81,7 @@ def import_checkpoint(
         raise InputError(f"--save {save} holds checkpoints already: name another folder")
     path, kind = _layout_of(source)
     found = READERS[kind](path)
-    fields = model_fields(found.args, str(path))
-    table = MEGATRON_GATED if ModelConfig(**fields).is_gated else MEGATRON
+    fields, table = _description(found, kind, shape_flags or ShapeFlags(), path)
     rows = _vocab_rows(found.weights, table)
     tokenizer_config = tokenizer_config or _saved_tokenizer(found.args, rows)
     tokenizer = build_tokenizer(tokenizer_config)
@@ -116,13 +123,28 @@ def _layout_of(source: Path) -> tuple[Path, LayoutKind]:
     return path, layout.kind
 
 
+def _description(
+    found: ForeignCheckpoint, kind: LayoutKind, flags: ShapeFlags, path: Path
+) -> tuple[dict[str, Any], NameTable]:
+    """Return the fields of the model's ModelConfig, and the names of its weights."""
+    if kind is LayoutKind.SHARDS:
+        return torchtitan_fields(found.weights, flags), TORCHTITAN
+    typed = [f"--{name.replace('_', '-')}" for name, value in asdict(flags).items() if value]
+    if typed:
+        raise InputError(f"{', '.join(typed)}: {path} says itself what its model is: leave it out")
+    if not found.args:
+        raise InputError(f"{path}: has no arguments of Megatron, which say what the model is")
+    fields = model_fields(found.args, str(path))
+    return fields, MEGATRON_GATED if fields.get("swiglu") else MEGATRON
+
+
 def _vocab_rows(weights: NamedTensors, table: NameTable) -> int:
     embedding = weights.facts().get(table.embedding)
     if embedding is None:
         names = ", ".join(list(weights.facts())[:3]) or "none"
         raise InputError(
-            f"{weights.location}: has no {table.embedding}, so it is no GPT of Megatron; its "
-            f"tensors are {names} ..."
+            f"{weights.location}: has no {table.embedding}, so it is no GPT; its tensors are "
+            f"{names} ..."
         )
     return embedding.shape[0]
 
