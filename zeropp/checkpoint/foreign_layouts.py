@@ -4,6 +4,7 @@ A checkpoint of another program is not damaged: it has a layout of its own, and 
 damaged one of ours by the files that each program writes beside the tensors.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -138,8 +139,10 @@ LAYOUTS = (
     ),
 )
 # Folders of checkpoints inside the one that a user names.
-_CHECKPOINTS = ("iter_*", "release", "global_step*", "step-*", "checkpoint/step-*", "checkpoint-*")
+_RELEASE = "release"
+_CHECKPOINTS = ("iter_*", _RELEASE, "global_step*", "step-*", "checkpoint/step-*", "checkpoint-*")
 _POINTERS = ("latest", "latest_universal")
+_MEGATRON_POINTER = "latest_checkpointed_iteration.txt"  # a number, or "release"
 
 
 def layout_of(checkpoint: Path) -> Layout | None:
@@ -167,6 +170,10 @@ def _places(folder: Path) -> Iterator[Path]:
             name = (folder / pointer).read_text(errors="replace").strip()
             if name and Path(name).name == name:
                 yield folder / name
+    megatron = folder / _MEGATRON_POINTER
+    if megatron.is_file():
+        text = megatron.read_text(errors="replace").strip()
+        yield folder / (f"iter_{int(text):07d}" if re.fullmatch(r"[0-9]{1,9}", text) else _RELEASE)
     for pattern in _CHECKPOINTS:
         yield from sorted(folder.glob(pattern), reverse=True)
 

@@ -27,6 +27,7 @@ from megatron_zpp.models.foreign.torchtitan import (
 )
 from megatron_zpp.models.foreign.universal_files import read_universal_files
 from megatron_zpp.models.foreign.zero_files import read_model_files, read_zero_files
+from megatron_zpp.models.hf_folder import is_hugging_face
 from megatron_zpp.models.hf_weights import HuggingFaceWeights
 from megatron_zpp.models.open_model import OpenedModel, with_padding
 from megatron_zpp.settings.config import Config, ModelConfig, TokenizerConfig
@@ -79,14 +80,17 @@ def import_checkpoint(
     """
     if candidates(save)[0]:
         raise InputError(f"--save {save} holds checkpoints already: name another folder")
+    if is_hugging_face(save):  # opening `save` would be ambiguous
+        raise InputError(f"--save {save} holds a Hugging Face model: name another folder")
     path, kind = _layout_of(source)
-    found = READERS[kind](path)
+    found = _read(path, kind)
     fields, table = _description(found, kind, shape_flags or ShapeFlags(), path)
+    _check_size(fields["num_layers"], found.weights)
+    ModelConfig(**fields).check()
     rows = _vocab_rows(found.weights, table)
     tokenizer_config = tokenizer_config or _saved_tokenizer(found.args, rows)
     tokenizer = build_tokenizer(tokenizer_config)
     model = with_padding(ModelConfig(**fields), rows, tokenizer.vocab_size, vocab_multiple, path)
-    model.check()
     padded_rows = model.padded_vocab_size(tokenizer.vocab_size)
     sizes = Sizes(model=model, vocab_rows=rows, padded_rows=padded_rows)
     weights = HuggingFaceWeights(found.weights, table, sizes)
@@ -114,13 +118,24 @@ def _layout_of(source: Path) -> tuple[Path, LayoutKind]:
     place = find_layout(source)
     if place is None:
         raise InputError(
-            f"--from {source}: holds no checkpoint of Megatron-LM, DeepSpeed or torchtitan: name "
-            "the folder of a run, or of one of its iterations"
+            f"--from-checkpoint {source}: holds no checkpoint of Megatron-LM, DeepSpeed or "
+            "torchtitan: name the folder of a run, or of one of its iterations"
         )
     path, layout = place
     if layout.kind not in READERS:
-        raise InputError(f"--from {source}: {path} is {layout.name}: {layout.export}")
+        advice = layout.export or "import it with --from-hf"
+        raise InputError(f"--from-checkpoint {source}: {path} is {layout.name}: {advice}")
     return path, layout.kind
+
+
+def _read(path: Path, kind: LayoutKind) -> ForeignCheckpoint:
+    try:
+        return READERS[kind](path)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{path}: its files are not laid out as those of its program "
+            f"({type(error).__name__}: {error}); is it of a very old or new version?"
+        ) from error
 
 
 def _description(
@@ -129,13 +144,25 @@ def _description(
     """Return the fields of the model's ModelConfig, and the names of its weights."""
     if kind is LayoutKind.SHARDS:
         return torchtitan_fields(found.weights, flags), TORCHTITAN
-    typed = [f"--{name.replace('_', '-')}" for name, value in asdict(flags).items() if value]
+    typed = [
+        f"--{name.replace('_', '-')}" for name, value in asdict(flags).items() if value is not None
+    ]
     if typed:
         raise InputError(f"{', '.join(typed)}: {path} says itself what its model is: leave it out")
     if not found.args:
         raise InputError(f"{path}: has no arguments of Megatron, which say what the model is")
     fields = model_fields(found.args, str(path))
     return fields, MEGATRON_GATED if fields.get("swiglu") else MEGATRON
+
+
+def _check_size(num_layers: Any, weights: NamedTensors) -> None:
+    """Raise InputError for more layers than tensors, before anything is made for each layer."""
+    num_tensors = len(weights.facts())
+    if isinstance(num_layers, int) and num_layers > num_tensors:
+        raise InputError(
+            f"{weights.location}: {num_tensors} tensors cannot be the {num_layers:,} layers that "
+            "its arguments ask for"
+        )
 
 
 def _vocab_rows(weights: NamedTensors, table: NameTable) -> int:

@@ -4,10 +4,12 @@ Most fields of ModelConfig have the names of Megatron's arguments and are taken 
 """
 
 import dataclasses
+from argparse import Namespace
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from megatron_zpp.models.foreign.pickles import StandIn
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.errors import InputError
 
@@ -73,6 +75,19 @@ def model_fields(args: Mapping[str, Any], location: str) -> dict[str, Any]:
     fields.setdefault("max_position_embeddings", fields["seq_length"])
     fields |= _renamed(args) | _positions(args, location) | _layer_patterns(args)
     return fields
+
+
+def args_in(content: Any, where: str) -> dict[str, Any]:
+    """Return the arguments that a program saved; {} if it saved none.
+
+    Raises InputError if they are something else than arguments.
+    """
+    args = content.get("args") if isinstance(content, Mapping) else StandIn()
+    if args is None:
+        return {}
+    if not isinstance(args, Namespace):
+        raise InputError(f"{where}: is not laid out as Megatron's: no arguments are where they are")
+    return vars(args)
 
 
 def _renamed(args: Mapping[str, Any]) -> dict[str, Any]:

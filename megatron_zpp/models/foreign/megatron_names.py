@@ -7,6 +7,7 @@ Names of older Megatrons, and of checkpoints that are not split by rank, are bro
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -75,6 +76,30 @@ def core_name(name: str) -> str:
     for pattern, replacement in _SPELLINGS:
         name = re.sub(pattern, replacement, name)
     return name
+
+
+def core_names(names: Sequence[str]) -> dict[str, str]:
+    """Return megatron-core's own names, also of layers that DeepSpeed's pipeline engine numbers.
+
+    It numbers all modules one after another: the embedding, the layers, the final normalization,
+    which alone has a `weight` without a name before it, and the head.
+    """
+    numbers = {int(match[1]) for name in names if (match := re.match(r"(\d+)\.input_", name))}
+    layers = {number: layer for layer, number in enumerate(sorted(numbers))}
+
+    def plain(name: str) -> str:
+        name = re.sub(r"^tied_modules\.embed\.", "embedding.", name)
+        match = re.match(r"(\d+)\.(.*)", name)
+        if match is None:
+            return name
+        number, rest = int(match[1]), match[2]
+        if number in layers:
+            return f"decoder.layers.{layers[number]}.{rest}"
+        if "." not in rest:
+            return f"decoder.final_layernorm.{rest}"
+        return f"output_layer.{rest}" if rest.startswith("lm_head.") else f"embedding.{rest}"
+
+    return {name: core_name(plain(name)) for name in names}
 
 
 def split_dim(core: str, is_bias: bool) -> int | None:

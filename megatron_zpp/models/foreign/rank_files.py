@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_zpp.models.foreign.megatron_args import args_in
 from megatron_zpp.models.foreign.pickles import load_pickle
 from megatron_zpp.models.foreign.rank_parts import Grid, flat_tensors, join_stages
 from megatron_zpp.models.foreign.tensor_files import ForeignCheckpoint, LazyTensor, NamedTensors
@@ -30,7 +31,7 @@ def read_rank_files(folder: Path) -> ForeignCheckpoint:
     """Return what is in a checkpoint; raises InputError if it is damaged or incomplete."""
     files = _load(folder)
     first = files[0, 0]
-    args = vars(first["args"]) if "args" in first else {}
+    args = args_in(first, str(folder))
     if (version := first.get("checkpoint_version", 0)) < FIRST_VERSION:
         raise InputError(
             f"{folder}: is of checkpoint version {version}, whose queries, keys and values are in "
@@ -71,9 +72,7 @@ def _load(folder: Path) -> Files:
             raise InputError(f"{path}: is of an expert-parallel rank: mixtures of experts are not")
         paths[int(match[2] or 0), int(match[1])] = path
     first = load_pickle(paths[min(paths)])
-    if not isinstance(first, dict):
-        raise InputError(f"{paths[min(paths)]}: holds a {type(first).__name__}, expected a dict")
-    args = vars(first["args"]) if "args" in first else {}
+    args = args_in(first, str(paths[min(paths)]))
     stages = args.get("pipeline_model_parallel_size") or 1 + max(stage for stage, _ in paths)
     ranks = args.get("tensor_model_parallel_size") or 1 + max(rank for _, rank in paths)
     wanted = [(stage, rank) for stage in range(stages) for rank in range(ranks)]
@@ -132,7 +131,10 @@ def _masters(content: Mapping[str, Any], chunk: str) -> dict[str, Tensor]:
     groups = next(optimizer[key] for key in MASTERS if key in optimizer)
     numbers = [number for group in _groups(content) for number in group["params"]]
     by_number = dict(zip(numbers, (each for group in groups for each in group), strict=False))
-    return {name: by_number[number] for name, number in _numbers(content, chunk).items()}
+    masters = {name: by_number.get(number) for name, number in _numbers(content, chunk).items()}
+    if any(master is None for master in masters.values()):
+        raise _UnmappedError("it does not hold the fp32 weights of all parameters")
+    return masters
 
 
 def _numbers(content: Mapping[str, Any], chunk: str) -> dict[str, int]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.models.foreign.megatron_args import args_in
 from megatron_zpp.models.foreign.megatron_names import core_name, is_constant
 from megatron_zpp.models.foreign.pickles import load_pickle
 from megatron_zpp.models.foreign.shard_tensors import ShardTensors
@@ -26,6 +27,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def read_torch_dist(folder: Path) -> ForeignCheckpoint:
     """Return what is in a checkpoint; raises InputError if it is damaged or incomplete."""
     common = load_pickle(folder / COMMON)
+    args = args_in(common, str(folder / COMMON))
     tensors = ShardTensors(folder)
     parts: dict[str, dict[str, LazyTensor]] = {}
     others = []
@@ -49,7 +51,7 @@ def read_torch_dist(folder: Path) -> ForeignCheckpoint:
         step=step or 0,
         without_moments=reason,
         iteration=int(common.get("iteration", 0)),
-        args=vars(common["args"]) if "args" in common else {},
+        args=args,
     )
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_zpp.models.foreign.megatron_names import core_name
+from megatron_zpp.models.foreign.megatron_args import args_in
+from megatron_zpp.models.foreign.megatron_names import core_names
 from megatron_zpp.models.foreign.pickles import load_pickle
 from megatron_zpp.models.foreign.tensor_files import ForeignCheckpoint, LazyTensor, NamedTensors
 from megatron_zpp.models.foreign.zero_files import MOMENTS, grid_of, iteration_of
@@ -27,11 +28,13 @@ def read_universal_files(folder: Path) -> ForeignCheckpoint:
     grid = grid_of(content, folder)
     by_key: dict[str, dict[str, LazyTensor]] = {key: {} for key in (FP32, *MOMENTS)}
     steps = set()
-    for path in sorted(each for each in (folder / "zero").iterdir() if each.is_dir()):
+    paths = sorted(each for each in (folder / "zero").iterdir() if each.is_dir())
+    names = core_names([path.name for path in paths])
+    for path in paths:
         missing = [f"{key}.pt" for key in by_key if not (path / f"{key}.pt").is_file()]
         if missing:
             raise InputError(f"{path}: {first_few(missing)}: missing; copy the whole folder")
-        name = core_name(path.name)
+        name = names[path.name]
         if grid.is_tied and name == "output_layer.weight":
             continue
         for key, tensors in by_key.items():
@@ -47,7 +50,7 @@ def read_universal_files(folder: Path) -> ForeignCheckpoint:
         moments={key: NamedTensors(f"{folder}: {key}", each) for key, each in by_key.items()},
         step=steps.pop(),
         iteration=iteration_of(content),
-        args=vars(content["args"]),
+        args=args_in(content, str(folder)),
     )
 
 

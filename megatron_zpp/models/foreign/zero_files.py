@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.models.foreign.megatron_names import core_name
+from megatron_zpp.models.foreign.megatron_args import args_in
+from megatron_zpp.models.foreign.megatron_names import core_names
 from megatron_zpp.models.foreign.pickles import load_pickle
 from megatron_zpp.models.foreign.rank_parts import Grid, flat_tensors, join_stages
 from megatron_zpp.models.foreign.tensor_files import ForeignCheckpoint, LazyTensor, NamedTensors
@@ -34,8 +35,9 @@ Files = dict[tuple[int, int], dict[str, Any]]  # contents by data-parallel and t
 def read_zero_files(folder: Path) -> ForeignCheckpoint:
     """Return what is in a checkpoint; raises InputError if it is damaged or incomplete."""
     models, states = _load(folder, MODEL_FILES), _load(folder, STATE_FILES)
-    first = models[0, 0]
+    first = _first(models, folder)
     grid = grid_of(first, folder)
+    require_no_pipeline(first, folder)
     _require_all(folder, states, first.get("dp_world_size"), grid.tensor_ranks)
     _require_all(folder, models, 1 + max(data for data, _ in models), grid.tensor_ranks)
     steps = {content.get("global_steps") for content in models.values()}
@@ -49,7 +51,7 @@ def read_zero_files(folder: Path) -> ForeignCheckpoint:
         moments={key: NamedTensors(f"{folder}: {key}", each) for key, each in joined.items()},
         step=_step(states[0, 0], folder),
         iteration=iteration_of(first),
-        args=vars(first["args"]),
+        args=args_in(first, str(folder)),
     )
 
 
@@ -57,11 +59,11 @@ def read_model_files(folder: Path) -> ForeignCheckpoint:
     """Return what is in a checkpoint without ZeRO: the weights alone."""
     if any(folder.glob("layer_*-model_states.pt")):
         raise InputError(
-            f"{folder}: was saved by DeepSpeed's pipeline engine, whose layers have numbers for "
-            "names: train with --no-pipeline-parallel to save one that can be imported"
+            f"{folder}: was saved by DeepSpeed's pipeline engine without ZeRO: such layers cannot "
+            "be imported; make it universal with ds_to_universal.py, and import that"
         )
     models = _load(folder, MODEL_FILES)
-    first = models[0, 0]
+    first = _first(models, folder)
     grid = grid_of(first, folder)
     _require_all(folder, models, 1, grid.tensor_ranks)
     parts = [
@@ -75,22 +77,17 @@ def read_model_files(folder: Path) -> ForeignCheckpoint:
         weights=NamedTensors(str(folder), join_stages([parts], grid)),
         without_moments="without ZeRO it is saved by numbers that do not say which weight is meant",
         iteration=iteration_of(first),
-        args=vars(first["args"]),
+        args=args_in(first, str(folder)),
     )
 
 
 def grid_of(content: Mapping[str, Any], folder: Path) -> Grid:
     """Return the ranks that saved a checkpoint; raises InputError without Megatron's arguments."""
-    if "args" not in content:
+    args = args_in(content, str(folder))
+    if not args:
         raise InputError(
             f"{folder}: has no arguments of Megatron-DeepSpeed in it, so it does not say what its "
             "model is: only checkpoints of Megatron-DeepSpeed's GPT are imported"
-        )
-    args = vars(content["args"])
-    if (args.get("pipeline_model_parallel_size") or 1) > 1:
-        raise InputError(
-            f"{folder}: was saved with --pipeline-model-parallel-size "
-            f"{args['pipeline_model_parallel_size']}: DeepSpeed's pipelines cannot be imported"
         )
     return Grid(
         where=str(folder),
@@ -98,6 +95,16 @@ def grid_of(content: Mapping[str, Any], folder: Path) -> Grid:
         is_gated=bool(args.get("swiglu")),
         is_tied=not args.get("untie_embeddings_and_output_weights", False),
     )
+
+
+def require_no_pipeline(content: Mapping[str, Any], folder: Path) -> None:
+    """Raise InputError for parts of pipeline stages."""
+    stages = args_in(content, str(folder)).get("pipeline_model_parallel_size") or 1
+    if stages > 1:
+        raise InputError(
+            f"{folder}: was saved with --pipeline-model-parallel-size {stages}: make it universal "
+            "with DeepSpeed's ds_to_universal.py, and import that"
+        )
 
 
 def iteration_of(content: Mapping[str, Any]) -> int:
@@ -110,6 +117,12 @@ def _load(folder: Path, pattern: re.Pattern[str]) -> Files:
     return {
         (int(match[1] or 0), int(match[2])): load_pickle(path) for match, path in matches if match
     }
+
+
+def _first(models: Files, folder: Path) -> dict[str, Any]:
+    if not models:
+        raise InputError(f"{folder}: mp_rank_00_model_states.pt is missing, with the arguments")
+    return models[min(models)]
 
 
 def _require_all(folder: Path, files: Files, data_ranks: int | None, tensor_ranks: int) -> None:
@@ -157,9 +170,10 @@ def _parts(models: Files, states: Files, grid: Grid, key: str) -> list[dict[str,
         shapes = models[0, rank]["param_shapes"]
         of_ranks = [states[data, rank]["optimizer_state_dict"] for data in range(data_ranks)]
         read = _stage_3 if STAGE_3 in of_ranks[0] else _stages_1_2
+        names = core_names([name for group in shapes for name in group])
         parts.append(
             {
-                core_name(name): LazyTensor(torch.empty(shape, device="meta"), reader)
+                names[name]: LazyTensor(torch.empty(shape, device="meta"), reader)
                 for name, shape, reader in read(shapes, of_ranks, key, grid.where)
             }
         )
