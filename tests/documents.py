@@ -23,6 +23,7 @@ from megatron_zpp.commands.dump_samples import DumpConfig
 from megatron_zpp.commands.evaluate import PERPLEXITY_SECTIONS, split_flags
 from megatron_zpp.commands.inspect_dataset import InspectConfig
 from megatron_zpp.commands.merge_datasets import MergeConfig
+from megatron_zpp.models.foreign.torchtitan import ShapeFlags
 from megatron_zpp.preprocess import PreprocessConfig
 from megatron_zpp.settings.arguments import FLAG_SECTIONS, parse
 from megatron_zpp.settings.command_line import read, vocabulary
@@ -39,7 +40,7 @@ PRETRAIN = ("pretrain_gpt.py", "pretrain_zeropp_gpt.py", "finetune_gpt.py")
 SECTIONS = {
     "tools/preprocess_data.py": (PreprocessConfig, TokenizerConfig),
     "tools/consolidate.py": (ConsolidateConfig,),
-    "tools/convert_hf.py": (ConvertConfig, TokenizerConfig),
+    "tools/convert_hf.py": (ConvertConfig, TokenizerConfig, ShapeFlags),
     "tools/evaluate.py": PERPLEXITY_SECTIONS,
     "tools/fetch_smollm2.py": (FetchConfig,),
     "tools/dump_samples.py": (DumpConfig, DataConfig, TokenizerConfig),

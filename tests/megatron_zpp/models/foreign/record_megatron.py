@@ -62,10 +62,16 @@ ARGS = {
         group_query_attention=True, num_query_groups=2, rotary_base=10000, rotary_percent=1.0,
     ),
 }  # fmt: skip
+BY_LAYER = {"singleton_local_shards": True}
+FULLY_RESHARDABLE = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
 # folder: model, tensor ranks, pipeline ranks, what megatron-core's sharded_state_dict is asked for
 SAVED = {
     "gpt2": ("gpt2", 2, 2, {}),
-    "llama": ("llama", 2, 1, {"singleton_local_shards": True}),
+    "llama": ("llama", 2, 1, BY_LAYER),
+    "distributed_llama": ("llama", 1, 1, FULLY_RESHARDABLE),  # by the distributed optimizer
 }
 
 
@@ -78,6 +84,8 @@ class OnCpu(TorchFunctionMode):
             kwargs["device"] = "cpu"
         if function is torch.Tensor.cuda:
             return args[0]
+        if function is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return function(*args).replace("torch.", "torch.cuda.")
         return function(*args, **kwargs)
 
 
@@ -96,7 +104,9 @@ def start(
     parallel_state.initialize_model_parallel(tensor_ranks, pipeline_ranks)
 
 
-def make_model(name: str, tensor_ranks: int = 1, pipeline_ranks: int = 1) -> tuple[Any, Any]:
+def make_model(
+    name: str, tensor_ranks: int = 1, pipeline_ranks: int = 1, *, distributed: bool = False
+) -> tuple[Any, Any]:
     """Return the model and its optimizer."""
     torch.manual_seed(1)
     config = TransformerConfig(
@@ -116,9 +126,16 @@ def make_model(name: str, tensor_ranks: int = 1, pipeline_ranks: int = 1) -> tup
         post_process=parallel_state.is_pipeline_last_stage(),
     )
     model = DistributedDataParallel(
-        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
+        ),
+        model,
     )
-    settings = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1, clip_grad=0.0)
+    settings = OptimizerConfig(
+        optimizer="adam", lr=1e-2, weight_decay=0.1, clip_grad=0.0,
+        use_distributed_optimizer=distributed,
+    )  # fmt: skip
     return model, get_megatron_optimizer(settings, [model])
 
 
@@ -172,16 +189,18 @@ def state(name: str, model: Any, optimizer: Any, ranks: tuple[int, int], **reque
     }  # fmt: skip
 
 
-def train(rank: int, name: str, folder: Path) -> None:
+def train(rank: int, name: str, request: dict, folder: Path) -> None:
     """Train a model on one rank and save it and its answers in `folder`."""
     start(0, 1, 1, str(folder / "store"))
     with OnCpu():
-        model, optimizer = make_model(name)
+        model, optimizer = make_model(name, distributed=request == FULLY_RESHARDABLE)
         tokens = batches()
         for batch in tokens[:STEPS]:
             train_step(model, optimizer, batch)
         (folder / "one_rank").mkdir()
-        dist_checkpointing.save(state(name, model, optimizer, (1, 1)), str(folder / "one_rank"))
+        dist_checkpointing.save(
+            state(name, model, optimizer, (1, 1), **request), str(folder / "one_rank")
+        )
         with torch.no_grad():
             logits = run(model, tokens[0], False)
         losses = [train_step(model, optimizer, batch) for batch in tokens[STEPS:]]
@@ -211,8 +230,6 @@ def reshard(rank: int, name: str, ranks: tuple[int, int], request: dict, folder:
         content = state(name, model, optimizer, ranks, **request)
         dist_checkpointing.save(content, str(target))
         save_legacy(folder / "legacy/iter_0000003", name, model, optimizer, ranks)
-        for path in ("torch_dist", "legacy"):
-            (folder / path / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
 
 
 def save_legacy(
@@ -232,16 +249,24 @@ def save_legacy(
     torch.save(content, folder / part / "model_optim_rng.pt")
 
 
-def record() -> None:
-    for target, (name, tensor_ranks, pipeline_ranks, request) in SAVED.items():
+def record(targets: list[str]) -> None:
+    for target in targets:
+        name, tensor_ranks, pipeline_ranks, request = SAVED[target]
         folder = Path(tempfile.mkdtemp())
-        mp.spawn(train, (name, folder))
+        mp.spawn(train, (name, request, folder))
         ranks = (tensor_ranks, pipeline_ranks)
-        mp.spawn(reshard, (name, ranks, request, folder), nprocs=tensor_ranks * pipeline_ranks)
-        for kind in ("torch_dist", "legacy"):
-            with tarfile.open(RECORDED / f"megatron_{kind}_{target}.tar.xz", "w:xz") as archive:
-                archive.add(folder / kind, arcname=".")
-        shutil.move(folder / "answers.pt", RECORDED / f"megatron_{target}_answers.pt")
+        if ranks == (1, 1):
+            (folder / "torch_dist").mkdir()
+            (folder / "one_rank").rename(folder / "torch_dist/iter_0000003")
+        else:
+            mp.spawn(reshard, (name, ranks, request, folder), nprocs=tensor_ranks * pipeline_ranks)
+        for kind in folder.glob("*/"):
+            (kind / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
+            if kind.name != "one_rank":
+                output = RECORDED / f"megatron_{kind.name}_{target}.tar.xz"
+                with tarfile.open(output, "w:xz") as archive:
+                    archive.add(kind, arcname=".")
+        shutil.move(folder / "answers.pt", RECORDED / f"megatron_{name}_answers.pt")
         shutil.rmtree(folder)
 
 
@@ -264,6 +289,6 @@ def check(rank: int, export: str, answers: str) -> None:
 if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if sys.argv[1] == "record":
-        record()
+        record(sys.argv[2:] or list(SAVED))
     else:
         mp.spawn(check, tuple(sys.argv[2:4]))

@@ -1,17 +1,23 @@
 """Checkpoints that Megatron-LM's core wrote become ours, with the same answers."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from megatron_zpp.checkpoint.iteration_folders import IMPORTED_KINDS
 from megatron_zpp.checkpoint.training_state import read_state
 from megatron_zpp.commands.convert_hf import main
-from megatron_zpp.models.foreign.import_checkpoint import READERS
+from megatron_zpp.models.foreign.import_checkpoint import READERS, import_checkpoint
 from megatron_zpp.models.open_model import load_model
 from tests.megatron_zpp.models.foreign.recorded_checkpoints import answers_of, next_losses, unpack
+from tests.megatron_zpp.train.training_runs import log_of
+from tests.ranks import ranks
+from zeropp.ranks.coordination import rank
 
 RECORDED = (
-    "megatron_torch_dist_gpt2", "megatron_torch_dist_llama", "megatron_legacy_gpt2",
+    "megatron_torch_dist_gpt2", "megatron_torch_dist_llama",
+    "megatron_torch_dist_distributed_llama", "megatron_legacy_gpt2",
     "megatron_legacy_llama", "deepspeed_zero2_gpt2", "deepspeed_zero3_llama",
     "deepspeed_universal_gpt2", "torchtitan_llama",
 )  # fmt: skip
@@ -42,6 +48,22 @@ def test_the_model_and_adam_answer_as_the_writer_did(imported):
     assert abs(without[1] - losses[1]) > 100 * LOSS  # so Adam's state counts
     state = read_state(save / "iter_0000003")
     assert state.iteration == 3 and state.optimizer_saved
+
+
+@ranks(2, timeout=120)
+def continue_run(folder: Path) -> None:
+    log = log_of(
+        f"--load {folder} --use-checkpoint-args --vocab-size 96 --mock-data --train-iters 4 "
+        "--global-batch-size 4 --micro-batch-size 2 --tensor-model-parallel-size 2"
+    )
+    if rank() == 0:
+        assert " iteration        4/       4 | consumed samples:           16 |" in log
+
+
+def test_a_run_goes_on_with_it(tmp_path):
+    save = tmp_path / "ours"
+    import_checkpoint(unpack("megatron_torch_dist_llama", tmp_path), save)
+    continue_run(folder=save)
 
 
 def test_what_errors_say_is_imported_is_imported():
