@@ -16,6 +16,7 @@ from megatron_zpp.checkpoint.iteration_folders import candidates
 from megatron_zpp.checkpoint.safetensors_files import DTYPES, SUFFIX, write_safetensors
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
 from megatron_zpp.models import gguf
+from megatron_zpp.models.converted_weights import converted_items
 from megatron_zpp.models.families.forms import Sizes
 from megatron_zpp.models.hf_config import (
     HuggingFaceConfig,
@@ -31,7 +32,6 @@ from megatron_zpp.models.hf_folder import (
     read_config,
     write_json,
 )
-from megatron_zpp.models.hf_weights import hugging_face_items
 from megatron_zpp.models.open_model import ORIGIN_FOLDER, OpenedModel, open_model
 from megatron_zpp.models.peft_adapters import write_peft
 from megatron_zpp.models.tokenizer_files import (
@@ -110,7 +110,7 @@ def export_model(
         content = build_config(opened.config, vocab_rows, opened.tokenizer.eod)
     sizes = Sizes(model=opened.config, vocab_rows=vocab_rows, padded_rows=opened.padded_vocab_size)
     dtype = DTYPES[dtype] if dtype else None
-    items = hugging_face_items(opened.weights, family.names, sizes, dtype)
+    items = converted_items(opened.weights, family.names, sizes, dtype)
     output.mkdir(parents=True, exist_ok=True)
     paths = write_safetensors(output / ONE_FILE, items, {"format": "pt"}, max_bytes)
     if origin is not None:

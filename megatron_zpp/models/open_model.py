@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.checkpoint.checkpoint_weights import CheckpointWeights, find_checkpoint
-from megatron_zpp.checkpoint.iteration_folders import candidates
+from megatron_zpp.checkpoint.iteration_folders import candidates, require_own
 from megatron_zpp.checkpoint.training_state import (
     STATE,
     TrainingState,
@@ -31,10 +31,10 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.lora import is_adapter
 from megatron_zpp.models import gguf
 from megatron_zpp.models import peft_adapters as peft
+from megatron_zpp.models.converted_weights import ConvertedWeights, parameter_shapes
 from megatron_zpp.models.families.forms import Sizes
 from megatron_zpp.models.hf_config import Family, HuggingFaceConfig, family_of, parse_config
 from megatron_zpp.models.hf_folder import CONFIG, FolderTensors, is_hugging_face, read_config
-from megatron_zpp.models.hf_weights import HuggingFaceWeights, parameter_shapes
 from megatron_zpp.models.lora_adapters import CheckpointAdapters, MergedWeights
 from megatron_zpp.models.tokenizer_files import tokenizer_config_of
 from megatron_zpp.settings.config import LoraConfig, ModelConfig, TokenizerConfig
@@ -127,6 +127,7 @@ def open_model(
     is_iteration = path.name.startswith("iter_") and (path / STATE).is_file()
     if is_iteration or candidates(path)[0]:
         return _open_checkpoint(find_checkpoint(path, "the model"), tokenizer_config, base)
+    require_own(path, (), "the model")
     raise InputError(
         f"{path}: expected a folder of checkpoints (iter_0000100 in it), a Hugging Face folder "
         f"({CONFIG} in it), a PEFT folder ({peft.CONFIG} in it) or a .gguf file"
@@ -329,7 +330,7 @@ def _open_hugging_face(
         config=model,
         tokenizer=tokenizer,
         tokenizer_config=tokenizer_config,
-        weights=HuggingFaceWeights(tensors, hf_config.family.names, sizes),
+        weights=ConvertedWeights(tensors, hf_config.family.names, sizes),
         hf_config=hf_config,
     )
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.safetensors_files import SUFFIX, Item, write_safetensors
 from megatron_zpp.model.lora import A, B
+from megatron_zpp.models.converted_weights import joined_parts, parameter_shapes, split_by_name
 from megatron_zpp.models.families.forms import Sizes
 from megatron_zpp.models.families.names import NameRow, NameTable
 from megatron_zpp.models.families.settings import MAX_NUMBER
 from megatron_zpp.models.hf_folder import FolderTensors, write_json
-from megatron_zpp.models.hf_weights import joined_parts, parameter_shapes, split_by_name
 from megatron_zpp.models.lora_adapters import WEIGHT, CheckpointAdapters
 from megatron_zpp.tokenizer.base import read_json
 from zeropp.errors import InputError, first_few, first_lines

@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from megatron_zpp.checkpoint.iteration_folders import POINTER
 from megatron_zpp.checkpoint.safetensors_files import DTYPES, Item
+from megatron_zpp.models.converted_weights import converted_items
 from megatron_zpp.models.families.forms import Sizes
 from megatron_zpp.models.foreign.megatron_args import megatron_args
 from megatron_zpp.models.foreign.megatron_names import MEGATRON, MEGATRON_GATED, stored_name
 from megatron_zpp.models.foreign.torch_dist import COMMON
-from megatron_zpp.models.hf_weights import hugging_face_items
 from megatron_zpp.models.open_model import OpenedModel
 from zeropp.atomic import write_atomically
 from zeropp.checkpoint.shard_files import write_plan
@@ -55,7 +55,7 @@ def export_torch_dist(opened: OpenedModel, output: Path, dtype: str | None = Non
     args = megatron_args(model, rows, f"--to-megatron: {opened.path}")
     table = MEGATRON_GATED if model.is_gated else MEGATRON
     sizes = Sizes(model=model, vocab_rows=rows, padded_rows=rows)
-    items = hugging_face_items(opened.weights, table, sizes, DTYPES[dtype] if dtype else None)
+    items = converted_items(opened.weights, table, sizes, DTYPES[dtype] if dtype else None)
     folder = output / RELEASE
     folder.mkdir(parents=True)
     write_plan(folder, _Planner([_Part.of(item, model.num_layers) for item in items]))

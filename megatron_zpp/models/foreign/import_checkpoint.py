@@ -12,6 +12,7 @@ from megatron_zpp.checkpoint.iteration_folders import candidates
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
 from megatron_zpp.checkpoint.weight_source import AdamState
 from megatron_zpp.models.conversion import training_flags
+from megatron_zpp.models.converted_weights import ConvertedWeights
 from megatron_zpp.models.families.forms import Sizes
 from megatron_zpp.models.families.names import NameTable
 from megatron_zpp.models.foreign.megatron_args import model_fields
@@ -28,7 +29,6 @@ from megatron_zpp.models.foreign.torchtitan import (
 from megatron_zpp.models.foreign.universal_files import read_universal_files
 from megatron_zpp.models.foreign.zero_files import read_model_files, read_zero_files
 from megatron_zpp.models.hf_folder import is_hugging_face
-from megatron_zpp.models.hf_weights import HuggingFaceWeights
 from megatron_zpp.models.open_model import OpenedModel, with_padding
 from megatron_zpp.settings.config import Config, ModelConfig, TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
@@ -85,7 +85,6 @@ def import_checkpoint(
     path, kind = _layout_of(source)
     found = _read(path, kind)
     fields, table = _description(found, kind, shape_flags or ShapeFlags(), path)
-    _check_size(fields["num_layers"], found.weights)
     ModelConfig(**fields).check()
     rows = _vocab_rows(found.weights, table)
     tokenizer_config = tokenizer_config or _saved_tokenizer(found.args, rows)
@@ -93,11 +92,11 @@ def import_checkpoint(
     model = with_padding(ModelConfig(**fields), rows, tokenizer.vocab_size, vocab_multiple, path)
     padded_rows = model.padded_vocab_size(tokenizer.vocab_size)
     sizes = Sizes(model=model, vocab_rows=rows, padded_rows=padded_rows)
-    weights = HuggingFaceWeights(found.weights, table, sizes)
+    weights = ConvertedWeights(found.weights, table, sizes)
     adam = None
     if found.moments:
         moments = {
-            key: HuggingFaceWeights(tensors, table, sizes) for key, tensors in found.moments.items()
+            key: ConvertedWeights(tensors, table, sizes) for key, tensors in found.moments.items()
         }
         adam = AdamState(moments=moments, step=found.step)
     state = _state(found, model, tokenizer_config, tokenizer)
@@ -152,17 +151,7 @@ def _description(
     if not found.args:
         raise InputError(f"{path}: has no arguments of Megatron, which say what the model is")
     fields = model_fields(found.args, str(path))
-    return fields, MEGATRON_GATED if fields.get("swiglu") else MEGATRON
-
-
-def _check_size(num_layers: Any, weights: NamedTensors) -> None:
-    """Raise InputError for more layers than tensors, before anything is made for each layer."""
-    num_tensors = len(weights.facts())
-    if isinstance(num_layers, int) and num_layers > num_tensors:
-        raise InputError(
-            f"{weights.location}: {num_tensors} tensors cannot be the {num_layers:,} layers that "
-            "its arguments ask for"
-        )
+    return fields, MEGATRON_GATED if ModelConfig(**fields).is_gated else MEGATRON
 
 
 def _vocab_rows(weights: NamedTensors, table: NameTable) -> int:

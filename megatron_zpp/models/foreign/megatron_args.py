@@ -27,7 +27,8 @@ ONLY = MappingProxyType(
         "linear_attention_freq": ((None,), "linear attention"),
         "quick_geglu": ((None, False), "quick GeGLU"),
         "relative_position_embedding": ((None, False), "relative positions"),
-        "add_position_embedding": ((None, True, False), ""),
+        "norm_placement": ((None, "pre"), "normalizations behind attention and MLP"),
+        "qk_layernorm_across_heads": ((None, False), "norms of all heads at once"),
         "num_tokentypes": ((None, 0), "types of tokens"),
     }
 )
@@ -58,9 +59,8 @@ def model_fields(args: Mapping[str, Any], location: str) -> dict[str, Any]:
     """
     for name, (supported, what) in ONLY.items():
         if args.get(name) not in supported:
-            raise InputError(
-                f"{location}: --{name.replace('_', '-')} is {args[name]!r}: our GPT has no {what}"
-            )
+            flag = "--" + name.replace("_", "-")
+            raise InputError(f"{location}: {flag} is {args[name]!r}: not available here: {what}")
     missing = [
         name for name in ("num_layers", "hidden_size", "num_attention_heads") if not args.get(name)
     ]

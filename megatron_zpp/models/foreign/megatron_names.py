@@ -102,10 +102,10 @@ def core_names(names: Sequence[str]) -> dict[str, str]:
     return {name: core_name(plain(name)) for name in names}
 
 
-def split_dim(core: str, is_bias: bool) -> int | None:
+def split_dim(core: str) -> int | None:
     """Return the dim along which tensor-parallel ranks split a tensor; None if all have all."""
     dim = _SPLIT_DIMS.get(core.split(".")[-2] if "." in core else "")
-    return None if dim == 1 and is_bias else dim
+    return None if dim == 1 and core.endswith(".bias") else dim
 
 
 def is_constant(name: str) -> bool:

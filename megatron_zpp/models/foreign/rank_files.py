@@ -40,7 +40,7 @@ def read_rank_files(folder: Path) -> ForeignCheckpoint:
     grid = Grid(
         where=str(folder),
         tensor_ranks=1 + max(rank for _, rank in files),
-        is_gated=bool(args.get("swiglu")),
+        is_gated=bool(args.get("swiglu") or args.get("geglu")),
         is_tied=not args.get("untie_embeddings_and_output_weights", False),
     )
     weights = join_stages(_stages(files, grid, _model_parts), grid)

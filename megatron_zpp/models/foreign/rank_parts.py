@@ -74,7 +74,7 @@ def _renumbered(name: str, first: int) -> str:
 
 def _join(name: str, parts: list[LazyTensor], grid: Grid) -> LazyTensor:
     """Join what tensor-parallel ranks have of a weight."""
-    dim = split_dim(name, name.endswith(".bias"))
+    dim = split_dim(name)
     try:
         if dim is None:
             if len({part.fact.shape for part in parts}) > 1:

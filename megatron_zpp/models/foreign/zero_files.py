@@ -92,7 +92,7 @@ def grid_of(content: Mapping[str, Any], folder: Path) -> Grid:
     return Grid(
         where=str(folder),
         tensor_ranks=content.get("mp_world_size") or args.get("tensor_model_parallel_size") or 1,
-        is_gated=bool(args.get("swiglu")),
+        is_gated=bool(args.get("swiglu") or args.get("geglu")),
         is_tied=not args.get("untie_embeddings_and_output_weights", False),
     )
 

@@ -7,6 +7,7 @@ import pytest
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.checkpoint_weights import find_checkpoint
 from megatron_zpp.checkpoint.iteration_folders import IMPORTED_KINDS
+from megatron_zpp.models.open_model import open_model
 from tests.megatron_zpp.small_net import save_on_four
 from tests.megatron_zpp.train.training_runs import log_of
 from tests.ranks import ranks
@@ -73,3 +74,12 @@ def test_ours_are_loaded_beside_those_of_another_program(tmp_path):
     with pytest.raises(InputError, match="in its legacy format"):
         checkpoint.choose(tmp_path)
     assert checkpoint.choose(tmp_path, iteration=20).name == "iter_0000020"
+
+
+@pytest.mark.parametrize(("write_layout", "name"), LAYOUTS[:-1])
+def test_what_opens_models_says_whose_it_is(write_layout, name, tmp_path):
+    path = write_layout(tmp_path)
+    for place in (tmp_path, path):
+        with pytest.raises(InputError) as caught:
+            open_model(place)
+        assert f"{path} is {name}" in str(caught.value)

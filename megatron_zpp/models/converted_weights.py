@@ -1,4 +1,7 @@
-"""Hugging Face's tensors as the weights of our GPT, and ours as Hugging Face's, one at a time."""
+"""Other programs' tensors as the weights of our GPT, and ours as theirs, one at a time.
+
+What is said of Hugging Face's tensors goes for those of any table of names.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import partial, reduce
@@ -28,8 +31,8 @@ class TensorFiles(Protocol):
         """Return one whole tensor on the CPU."""
 
 
-class HuggingFaceWeights:
-    """Hugging Face's tensors under the names of our GPT's parameters, a `WeightSource`.
+class ConvertedWeights:
+    """Another program's tensors under the names of our GPT's parameters, a `WeightSource`.
 
     Raises InputError, which lists every tensor that is missing, unexpected or of another shape.
     """
@@ -104,10 +107,10 @@ class HuggingFaceWeights:
         )
 
 
-def hugging_face_items(
+def converted_items(
     weights: WeightSource, table: NameTable, sizes: Sizes, dtype: torch.dtype | None
 ) -> list[Item]:
-    """Return our weights as Hugging Face's tensors to be written; dtype None keeps each one's."""
+    """Return our weights as the tensors of a table, to be written; dtype None keeps each one's."""
     cache, facts = _LastTensor(weights), weights.facts()
     rows = {gpt_name: table.row(gpt_name) for gpt_name in facts}
     items = []
