@@ -104,10 +104,7 @@ def start(
     parallel_state.initialize_model_parallel(tensor_ranks, pipeline_ranks)
 
 
-def make_model(
-    name: str, tensor_ranks: int = 1, pipeline_ranks: int = 1, *, distributed: bool = False
-) -> tuple[Any, Any]:
-    """Return the model and its optimizer."""
+def make_gpt(name: str, tensor_ranks: int = 1, pipeline_ranks: int = 1) -> GPTModel:
     torch.manual_seed(1)
     config = TransformerConfig(
         **MODELS[name],
@@ -115,7 +112,7 @@ def make_model(
         pipeline_model_parallel_size=pipeline_ranks,
     )
     args = ARGS[name]
-    model = GPTModel(
+    return GPTModel(
         config,
         get_gpt_layer_local_spec(normalization=config.normalization),
         vocab_size=VOCABULARY,
@@ -125,8 +122,15 @@ def make_model(
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
+
+
+def make_model(
+    name: str, tensor_ranks: int = 1, pipeline_ranks: int = 1, *, distributed: bool = False
+) -> tuple[Any, Any]:
+    """Return the model and its optimizer."""
+    model = make_gpt(name, tensor_ranks, pipeline_ranks)
     model = DistributedDataParallel(
-        config,
+        model.config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
         ),
@@ -193,14 +197,14 @@ def train(rank: int, name: str, request: dict, folder: Path) -> None:
     """Train a model on one rank and save it and its answers in `folder`."""
     start(0, 1, 1, str(folder / "store"))
     with OnCpu():
-        model, optimizer = make_model(name, distributed=request == FULLY_RESHARDABLE)
+        is_distributed = request == FULLY_RESHARDABLE
+        model, optimizer = make_model(name, distributed=is_distributed)
         tokens = batches()
         for batch in tokens[:STEPS]:
             train_step(model, optimizer, batch)
         (folder / "one_rank").mkdir()
-        dist_checkpointing.save(
-            state(name, model, optimizer, (1, 1), **request), str(folder / "one_rank")
-        )
+        content = state(name, model, optimizer, (1, 1), **(request if is_distributed else {}))
+        dist_checkpointing.save(content, str(folder / "one_rank"))
         with torch.no_grad():
             logits = run(model, tokens[0], False)
         losses = [train_step(model, optimizer, batch) for batch in tokens[STEPS:]]

@@ -19,6 +19,7 @@ RECORDED = (
     "megatron_torch_dist_gpt2", "megatron_torch_dist_llama",
     "megatron_torch_dist_distributed_llama", "megatron_legacy_gpt2",
     "megatron_legacy_llama", "deepspeed_zero2_gpt2", "deepspeed_zero3_llama",
+    "deepspeed_zero2_split",
     "deepspeed_universal_gpt2", "torchtitan_llama",
 )  # fmt: skip
 TITAN = ("--num-attention-heads", "4", "--rotary-base", "500000", "--seq-length", "16")
