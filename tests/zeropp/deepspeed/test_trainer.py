@@ -51,7 +51,7 @@ def test_the_trainer_makes_an_update_per_accumulation_and_learns_as_without(inst
     assert start(command, log, tmp_path).wait(timeout=SECONDS) == 0, log.read_text()
     last = next(line for line in log.read_text().splitlines() if line.startswith('{"plain, 1"'))
     results = json.loads(last)
-    for accumulation in (1, 2):
+    for accumulation in (1, 2, 4):
         plain, updates = results[f"plain, {accumulation}"]
         for stage in (2, 3):
             losses, made = results[f"stage {stage}, {accumulation}"]
