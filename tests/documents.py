@@ -23,6 +23,7 @@ from megatron_zpp.commands.dump_samples import DumpConfig
 from megatron_zpp.commands.evaluate import PERPLEXITY_SECTIONS, split_flags
 from megatron_zpp.commands.inspect_dataset import InspectConfig
 from megatron_zpp.commands.merge_datasets import MergeConfig
+from megatron_zpp.commands.plan import PlanFlags
 from megatron_zpp.models.foreign.torchtitan import ShapeFlags
 from megatron_zpp.preprocess import PreprocessConfig
 from megatron_zpp.settings.arguments import FLAG_SECTIONS, parse
@@ -47,6 +48,7 @@ SECTIONS = {
     "tools/generate.py": generate_text.SECTIONS,
     "tools/inspect_dataset.py": (InspectConfig, TokenizerConfig),
     "tools/merge_datasets.py": (MergeConfig,),
+    "tools/plan.py": (PlanFlags, *FLAG_SECTIONS),
 }
 GPUS = 8  # of the machine, for a launcher without a number of ranks
 LM_EVAL_FLAGS = {

@@ -36,30 +36,33 @@ def flops_per_token(model: ModelConfig, recompute: RecomputeConfig, vocab_size: 
     `vocab_size` is the tokenizer's; the output layer computes the padded vocabulary. For Megatron's
     GPT with full recomputation this is its formula 96·s·L·h²·(1 + s/6h + V/16Lh) per sample.
     """
-    core_attentions = [_core_attention(model, window) for window in model.windows]
-    layers = [_projections(model) + core_attention for core_attention in core_attentions]
+    core_attentions = [core_attention(model, window) for window in model.windows]
+    layers = [projections(model) + core_attention for core_attention in core_attentions]
     head = 2 * model.hidden_size * model.padded_vocab_size(vocab_size)
     step = (1 + BACKWARD) * (sum(layers) + head)
     if recompute.recompute_granularity == "full":
-        return step + sum(layers[: _recomputed_layers(model, recompute)])
+        return step + sum(layers[: recomputed_layers(model, recompute)])
     if recompute.recompute_granularity == "selective":
         return step + sum(core_attentions)
     return step
 
 
-def _projections(model: ModelConfig) -> float:
+def projections(model: ModelConfig) -> float:
+    """Return the operations of a layer's linear parts for one token, forward."""
     num_heads = 2 * model.num_attention_heads + 2 * model.kv_heads  # query, output, keys, values
     attention = 2 * model.hidden_size * model.head_dim * num_heads
     num_mlp_matrices = 3 if model.is_gated else 2
     return attention + 2 * num_mlp_matrices * model.hidden_size * model.ffn_size
 
 
-def _core_attention(model: ModelConfig, window: int | None) -> float:
+def core_attention(model: ModelConfig, window: int | None) -> float:
+    """Return the operations of a layer's scores and their sums for one token, forward."""
     num_keys = min(model.seq_length, window or model.seq_length)
     return 2 * 2 * num_keys * model.num_attention_heads * model.head_dim
 
 
-def _recomputed_layers(model: ModelConfig, recompute: RecomputeConfig) -> int:
+def recomputed_layers(model: ModelConfig, recompute: RecomputeConfig) -> int:
+    """Return how many layers full recomputation computes twice: the first ones."""
     if recompute.recompute_method == "block":
         return min(recompute.recompute_num_layers or 0, model.num_layers)
     return model.num_layers

@@ -1,1 +1,1 @@
-"""Estimate the memory of a run before it is started."""
+"""What a run needs, and how long its steps take, before it is started."""

@@ -60,14 +60,24 @@ def estimate(config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool) -> 
     Raises InputError for an hpZ partition that does not divide the ranks.
     """
     run = plan_run(config, vocab_size, nodes, is_cpu=is_cpu)
-    model_config = config.model
-    if not is_cpu:  # a GPU's attention regenerates its dropout mask; a CPU's saves all scores
+    return estimate_run(run, trace_run(run))
+
+
+def trace_run(run: PlannedRun) -> Activations:
+    """Return the activations of a micro-batch of `run`."""
+    config, model_config = run.config, run.config.model
+    if not run.is_cpu:  # a GPU's attention regenerates its dropout mask; a CPU's saves all scores
         model_config = dataclasses.replace(model_config, attention_dropout=0.0)
-    activations = trace_activations(
+    return trace_activations(
         model_config, run.model, config.batch.micro_batch_size, run.compute_dtype,
         selective=config.recompute.recompute_granularity == "selective",
-        chunk=CPU_CHUNK if is_cpu else DEVICE_CHUNK,
+        chunk=CPU_CHUNK if run.is_cpu else DEVICE_CHUNK,
     )  # fmt: skip
+
+
+def estimate_run(run: PlannedRun, activations: Activations) -> Estimate:
+    """Return the memory that a rank of `run` needs, with activations as `trace_run` returns."""
+    config = run.config
     simulation = StepSimulation(run, activations)
     simulation.run_step()
     device, host = simulation.peak, Counter()
@@ -75,7 +85,7 @@ def estimate(config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool) -> 
         host = _offloaded_bytes(run)
     if config.checkpoint.async_save and config.checkpoint.save:
         host[SAVED_COPY] += _saved_bytes(run)
-    if is_cpu:
+    if run.is_cpu:
         device, host = {}, device + host
     copies = SecondaryCopies(in_evaluation=True) if run.forecast.weights.keeps else None
     sharding = Sharding(

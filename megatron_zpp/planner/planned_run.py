@@ -218,16 +218,16 @@ class PlannedRun:
         return tuple(buffers)
 
 
-def plan_run(config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool) -> PlannedRun:
+def plan_run(
+    config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool, model: GPT | None = None
+) -> PlannedRun:
     """Return the planned run on ranks of `nodes`, on CPUs or on GPUs.
 
-    Raises InputError for an hpZ partition that does not divide the ranks.
+    `model` is that of another run of the same model. Raises InputError for an hpZ partition that
+    does not divide the ranks.
     """
     zero = config.zero
-    with META:
-        model = GPT(config.model, vocab_size)
-        if config.lora.lora_rank:
-            add_lora(model, config.lora)
+    model = build_meta_model(config, vocab_size) if model is None else model
     num_shards = 1 if zero.stage == 0 else nodes.num_ranks
     bits = zero.zeropp.nontrainable_weight_bits if zero.stores_frozen else None
     subunits, forecast_units = [], []
@@ -250,6 +250,15 @@ def plan_run(config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool) -> 
     return PlannedRun(
         config=config, model=model, forecast=forecast, subunits=tuple(subunits), is_cpu=is_cpu
     )
+
+
+def build_meta_model(config: Config, vocab_size: int) -> GPT:
+    """Return the model on the meta device, with its adapters."""
+    with META:
+        model = GPT(config.model, vocab_size)
+        if config.lora.lora_rank:
+            add_lora(model, config.lora)
+    return model
 
 
 def _parameters_by_unit(model: GPT, stores_frozen: bool) -> list[list[list[nn.Parameter]]]:

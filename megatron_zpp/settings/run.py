@@ -170,6 +170,11 @@ class LogConfig(Section):
         "print notices from this level of Python's logging on: 20 all, 30 warnings, 40 errors",
         minimum=0,
     )
+    plan_file: str | None = flag(
+        None,
+        "JSON of megatron-zpp plan: say at the start how long a step was expected to take, and "
+        "after 20 iterations whether it takes longer",
+    )
     log_params_norm: bool = flag(False, "log the norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, "log how many gradient elements are zero")
     log_throughput: bool = flag(

@@ -12,10 +12,12 @@ from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate
 from megatron_zpp.monitor.metrics import Metrics
+from megatron_zpp.monitor.step_watch import StepWatch
 from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
 from megatron_zpp.parallel.recipe import build_model, build_optimizer
+from megatron_zpp.planner.expected_step import read_expected_step
 from megatron_zpp.settings.config import CheckpointConfig, Config, PrecisionConfig
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.train.inputs import open_inputs
@@ -41,6 +43,10 @@ def build_run(requested: Config, ranks: Ranks, console: Console, stopping: Stopp
     require_fit(requested.zero, nodes)
     warn_where_tensor_ranks_cross_nodes(ranks, nodes)
     config, tokenizer, datasets, pretrained = open_inputs(requested, ranks)
+    plan_file, expected = config.log.plan_file, None
+    if plan_file is not None:
+        with fail_together():
+            expected = read_expected_step(plan_file, config, ranks.num_ranks)
     apex = find_apex(ranks.device)
     fill = pretrained.fill if pretrained else None
     sharding = build_model(config, tokenizer.vocab_size, ranks, apex, fill)
@@ -64,6 +70,8 @@ def build_run(requested: Config, ranks: Ranks, console: Console, stopping: Stopp
         counters=starting_point.counters,
         communication=CommunicationMeter(config, sharding, ranks),
         async_writer=open_async_writer(config.checkpoint),
+        expected_step=expected,
+        step_watch=StepWatch(expected.slowest) if expected else None,
     )
     console.table("Megatron-Z++", summary(run))
     return run
@@ -149,6 +157,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
         *matmul_rate_rows(run.metrics.matmul_rate),
         *parallel_rows(run.ranks),
         *pipeline_rows(run, micro_batches),
+        *([("plan", run.expected_step)] if run.expected_step else []),
         ("ZeRO stage", sharding.stage),
         *offload_rows(config),
         *sharding.describe(micro_batches, run.communication.expected_on_node(micro_batches)),

@@ -8,7 +8,9 @@ from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.loss_watch import LossWatch
 from megatron_zpp.monitor.metrics import Metrics
+from megatron_zpp.monitor.step_watch import StepWatch
 from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.planner.expected_step import ExpectedStep
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.schedule import Schedules
 from megatron_zpp.tokenizer import Tokenizer
@@ -63,6 +65,8 @@ class Run:
     communication: CommunicationMeter
     async_writer: AsyncWriter | None  # with --async-save
     loss_watch: LossWatch = field(default_factory=LossWatch)
+    expected_step: ExpectedStep | None = None  # with --plan-file
+    step_watch: StepWatch | None = None
 
 
 def is_due(iteration: int, interval: int | None) -> bool:

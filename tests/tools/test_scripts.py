@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOT_SCRIPTS = ("pretrain_gpt.py", "pretrain_zeropp_gpt.py", "finetune_gpt.py")
 TOOLS = (
     "consolidate", "convert_hf", "dump_samples", "evaluate", "fetch_smollm2", "generate",
-    "inspect_dataset", "merge_datasets", "preprocess_data",
+    "inspect_dataset", "merge_datasets", "plan", "preprocess_data",
 )  # fmt: skip
 NO_COMMANDS = {"faster_precision", "make_environment", "plot_losses", "plot_schedules"}
 

@@ -12,6 +12,7 @@ root is gathered once per step at stage 3, too.
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from math import lcm
 
 import torch
@@ -45,11 +46,10 @@ class Forecast:
     def rank(self, position: int, num_micro_batches: int = 1) -> dict[tuple[str, str], int]:
         """Return the bytes that the rank at `position` sends per step, by (purpose, hop)."""
         sent: Counter[tuple[str, str]] = Counter()
-        for index, pieces in enumerate(self.units):
-            is_root = bool({index, index - len(self.units)}.intersection(self.roots))
+        for (pieces, is_root), count in self._distinct_units.items():
             for purpose, by_hop in self._unit(pieces, is_root, position, num_micro_batches):
                 for hop, num_bytes in by_hop.items():
-                    sent[purpose, hop] += num_bytes
+                    sent[purpose, hop] += count * num_bytes
         return {(purpose, hop): sent[purpose, hop] for purpose in PURPOSES for hop in HOPS}
 
     def node(self, num_micro_batches: int = 1) -> dict[tuple[str, str], float]:
@@ -59,8 +59,8 @@ class Forecast:
         Nodes differ only if hops begin in the middle of a node; the pattern repeats after `period`
         ranks.
         """
-        per_node = self.weights.nodes.ranks_per_node
-        period = lcm(per_node, self.weights.inner)
+        per_node, inner = self.weights.nodes.ranks_per_node, self.weights.inner
+        period = per_node if inner % per_node == 0 else lcm(per_node, inner)
         total: Counter[tuple[str, str]] = Counter()
         for position in range(period):
             total.update(self.rank(position, num_micro_batches))
@@ -76,6 +76,12 @@ class Forecast:
             tuple(replace(piece, packed_bytes=0) for piece in pieces) for pieces in self.units
         )
         return PlainForecast(**values | {"weights": flat, "gradients": flat, "units": units})
+
+    @cached_property
+    def _distinct_units(self) -> Counter[tuple[tuple[Piece, ...], bool]]:
+        """How many units there are of each kind: pieces, and whether they are a root's."""
+        roots = {root % len(self.units) for root in self.roots}
+        return Counter((pieces, index in roots) for index, pieces in enumerate(self.units))
 
     def _unit(
         self, pieces: tuple[Piece, ...], is_root: bool, position: int, num_micro_batches: int

@@ -218,6 +218,7 @@ SETTINGS = """
 --log-optimizer-states-to-tensorboard log.log_optimizer_states_to_tensorboard true
 --log-memory-to-tensorboard           log.log_memory_to_tensorboard true
 --log-world-size-to-tensorboard       log.log_world_size_to_tensorboard true
+--plan-file plan.json                  log.plan_file "plan.json"
 --log-params-norm                     log.log_params_norm true
 --log-num-zeros-in-grad               log.log_num_zeros_in_grad true
 --logging-level 40                    log.logging_level 40

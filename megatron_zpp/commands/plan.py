@@ -1,0 +1,206 @@
+"""Says before a cluster is rented which configuration of a run fits on it and is fastest.
+
+    megatron-zpp plan FLAGS OF THE RUN --cluster dgx-a100 --nodes 4 --link 25gbit
+
+Nothing is trained and no GPU is needed. The flags of the run are read as `pretrain_gpt.py` reads
+them. docs/planning.md says how far the predictions can be trusted.
+"""
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_zpp.commands.run_command import require_writable
+from megatron_zpp.data.text_source import resolve_vocab_size
+from megatron_zpp.models.pretrained_model import with_initial_model
+from megatron_zpp.planner.advice import what_would_fit
+from megatron_zpp.planner.calibration import calibrate_by_log
+from megatron_zpp.planner.plan_chart import draw, require_matplotlib
+from megatron_zpp.planner.plan_table import plan_json, print_plan
+from megatron_zpp.planner.search import Plan, Search
+from megatron_zpp.planner.timing.hardware import Cluster, Description, find_cluster
+from megatron_zpp.settings.arguments import FLAG_SECTIONS, parse
+from megatron_zpp.settings.command_line import HELP, help_text, read, vocabulary
+from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.flag import Section, flag
+from zeropp.atomic import write_atomically
+from zeropp.errors import InputError
+
+USAGE = """\
+usage: {program} [FLAGS OF THE RUN] --cluster NAME --nodes N [FLAGS]
+
+Compares the configurations of a training run on a cluster that is not at hand: memory, bytes
+between nodes and step time. The flags of the run are those of pretrain_gpt.py."""
+ROUNDING = 0.05  # by how much --batch-tokens may be rounded
+USAGE_ERROR, FITS_NOWHERE = 2, 1
+_COUNTS = {"k": 10**3, "m": 10**6, "b": 10**9}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags(Section):
+    """What to plan for"""
+
+    cluster: str | None = flag(None, "nodes and links from the table, as dgx-h100")
+    nodes: int = flag(1, "nodes of the cluster", minimum=1)
+    gpu: str | None = flag(None, "GPU from the table, as a100-80gb (default: the cluster's)")
+    gpus_per_node: int | None = flag(None, "default: the cluster's", minimum=1)
+    link: str | None = flag(None, "rate of a node's links in each direction, as 25gbit")
+    gpu_tflops: float | None = flag(None, "peak TFLOP/s of a GPU's matrix products", above=0)
+    gpu_bandwidth: float | None = flag(None, "TB/s of a GPU's memory", above=0)
+    gpu_memory: float | None = flag(None, "GiB of a GPU's memory", above=0)
+    node_bandwidth: float | None = flag(
+        None, "GB/s that a GPU sends to the others of its node", above=0
+    )
+    batch_tokens: str | None = flag(
+        None,
+        "tokens of a step, as 4M, instead of --global-batch-size; rounded to whole samples",
+    )
+    as_given: bool = flag(False, "look at the configuration of the flags only")
+    top: int = flag(12, "rows of the table", minimum=1)
+    json: str | None = flag(None, "write the plan to this file; - prints only it")
+    plot: str | None = flag(None, "draw the plan to this .png (needs matplotlib)")
+    calibrate: tuple[str, ...] | None = flag(
+        None, "metrics.jsonl of runs of these flags on such hardware, on one node and on several"
+    )
+
+    def describe(self) -> Description:
+        """Return the cluster as the user describes it."""
+        return Description(
+            cluster=self.cluster, gpu=self.gpu, num_nodes=self.nodes,
+            gpus_per_node=self.gpus_per_node, link=self.link, gpu_tflops=self.gpu_tflops,
+            gpu_bandwidth=self.gpu_bandwidth, gpu_memory=self.gpu_memory,
+            node_bandwidth=self.node_bandwidth,
+        )  # fmt: skip
+
+
+def main(argv: Sequence[str], program: str = "megatron-zpp plan") -> int:
+    """Print the plan; return 0, 1 if the model fits nowhere, or 2 for a mistake in the flags."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    if any(word in HELP for word in argv):
+        print(help_text(USAGE.format(program=program), (PlanFlags, *FLAG_SECTIONS)))
+        return 0
+    try:
+        flags, run_argv = split(argv)
+        require_outputs(flags)
+        cluster = find_cluster(flags.describe())
+        config, vocab_size = read_run(run_argv, flags, cluster, program)
+        for path in flags.calibrate or ():
+            cluster = calibrate_by_log(cluster, config, vocab_size, path)
+        search = Search(config, vocab_size, cluster)
+        plan = search.run(only_flags=flags.as_given)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    report(plan, flags)
+    if not plan.fitting:
+        print(f"error: {what_would_fit(search, plan)}", file=sys.stderr)
+        return FITS_NOWHERE
+    if flags.plot is not None:
+        write_atomically(flags.plot, lambda file: draw(plan, search, file))
+    return 0
+
+
+def require_outputs(flags: PlanFlags) -> None:
+    """Raise InputError for files that cannot be written, before anything is computed."""
+    if flags.json not in (None, "-"):
+        require_writable(flags.json, "--json")
+    if flags.plot is not None:
+        require_writable(flags.plot, "--plot")
+        if not flags.plot.endswith(".png"):
+            raise InputError(f"--plot {flags.plot}: expected a name that ends with .png")
+        require_matplotlib()
+
+
+def split(argv: Sequence[str]) -> tuple[PlanFlags, list[str]]:
+    """Return the flags of this command, and the words of the run's own flags.
+
+    Raises InputError for flags that neither knows, naming the nearest.
+    """
+    own = vocabulary((PlanFlags,))
+    typed = read(argv, {**vocabulary(FLAG_SECTIONS), **own})
+    run_argv: list[str] = []
+    is_own = False
+    for word in argv:
+        if word.startswith("--"):
+            is_own = word[2:].partition("=")[0].replace("_", "-") in own
+        if not is_own:
+            run_argv.append(word)
+    names = PlanFlags.__dataclass_fields__.keys() & typed.keys()
+    flags = PlanFlags(**{name: typed[name].value for name in names})
+    flags.check()
+    if flags.batch_tokens is not None and "global_batch_size" in typed:
+        raise InputError("--batch-tokens and --global-batch-size set the same: give one of them")
+    return flags, run_argv
+
+
+def read_run(
+    argv: Sequence[str], flags: PlanFlags, cluster: Cluster, program: str
+) -> tuple[Config, int]:
+    """Return the run's configuration on the ranks of `cluster`, and its vocabulary's size.
+
+    Raises InputError for a run that cannot be planned.
+    """
+    if flags.batch_tokens is not None:
+        sequence = parse(argv, cluster.num_ranks, program).model.seq_length
+        tokens = parse_count(flags.batch_tokens, "--batch-tokens")
+        per_rank = samples_per_rank(tokens / sequence / cluster.num_ranks)
+        argv = [*argv, "--global-batch-size", str(per_rank * cluster.num_ranks)]
+    config, _ = with_initial_model(parse(argv, cluster.num_ranks, program))
+    require_plannable(config)
+    return config, resolve_vocab_size(config.data, config.tokenizer)
+
+
+def require_plannable(config: Config) -> None:
+    """Raise InputError for what has no time model."""
+    parallel = config.parallel
+    for name in ("tensor_model", "pipeline_model", "context"):
+        size = getattr(parallel, f"{name}_parallel_size")
+        if size > 1:
+            raise InputError(
+                f"--{name.replace('_', '-')}-parallel-size {size}: a plan has sizes of 1 only, as "
+                "--dry-run; leave it out"
+            )
+    if config.zero.offloads_optimizer:
+        raise InputError(
+            "a plan does not time an optimizer on the host: leave --cpu-optimizer out "
+            "(--dry-run says what memory it takes)"
+        )
+    if config.lora.lora_rank:
+        raise InputError("a plan does not time LoRA: leave --lora-rank out")
+    if config.training.dry_run:
+        raise InputError("--dry-run and a plan are two things: leave --dry-run out")
+
+
+def parse_count(text: str, name: str) -> float:
+    """Return a number as 4M or 250000; raises InputError for what is none above 0."""
+    digits, unit = (text[:-1], text[-1].lower()) if text[-1].isalpha() else (text, "")
+    try:
+        count = float(digits) * (_COUNTS[unit] if unit else 1)
+    except (ValueError, KeyError):
+        count = 0.0
+    if not 0 < count < float("inf"):
+        raise InputError(f"{name} {text}: expected a number above 0, as 4M or 250000")
+    return count
+
+
+def samples_per_rank(wanted: float) -> int:
+    """Return a number of samples near the wanted one that divides into micro-batches best."""
+    lowest, highest = math.ceil(wanted * (1 - ROUNDING)), math.floor(wanted * (1 + ROUNDING))
+    near = {*range(lowest, highest + 1), round(wanted)} - {0}
+    return max(near or {1}, key=lambda samples: (samples & -samples, -abs(samples - wanted)))
+
+
+def report(plan: Plan, flags: PlanFlags) -> None:
+    """Print the plan, and write it as JSON if asked for."""
+    if flags.json is None:
+        print_plan(plan, flags.top)
+        return
+    text = json.dumps(plan_json(plan), indent=1)
+    if flags.json == "-":
+        print(text)
+        return
+    write_atomically(flags.json, lambda file: file.write(text.encode()))
+    print_plan(plan, flags.top)

@@ -1,0 +1,108 @@
+"""What a plan says in words: what to use and why, why a row does not fit, what would be needed."""
+
+from dataclasses import replace
+
+from megatron_zpp.planner.search import TIE, Plan, Row, Search
+from megatron_zpp.planner.timing.hardware import GIB
+from megatron_zpp.settings.schedule import Schedules
+
+MOST_RANKS = 8192
+
+
+def why_not(row: Row) -> str:
+    """Return why a configuration does not fit, naming the largest kind of memory."""
+    kind = row.largest_kind
+    return (
+        f"needs {row.memory_bytes / GIB:.1f} of {row.usable_bytes / GIB:.1f} GiB, "
+        f"{row.memory[kind] / GIB:.1f} of them {kind}"
+    )
+
+
+def advice(plan: Plan) -> str:
+    """Return the sentence that says what to use, and whether quantizing pays."""
+    best = plan.fitting[0]
+    if len(plan.rows) == 1:
+        waiting = best.time.across_nodes / best.time.typical
+        return (
+            f"{describe(best)}: {seconds(best.time.typical)} a step, of which {waiting:.0%} waits "
+            "for the links across nodes. Without --as-given others are compared with it."
+        )
+    exact = next((row for row in plan.fitting if not row.candidate.settings.inexactness), None)
+    use = f"Use {describe(best)}: {seconds(best.time.typical)} a step"
+    if exact is None:
+        return f"{use}. No unquantized configuration fits."
+    if best is not exact:
+        times = exact.time.typical / best.time.typical
+        compared = f"{times:.2g} times as fast as the best without quantization"
+        return f"{use}, {compared} ({describe(exact)}){_why_slower(exact, best)}."
+    if plan.cluster.num_nodes == 1:
+        return f"{use}. On a single node quantizing does not pay: no slow links are crossed."
+    return (
+        f"{use}. Quantizing does not pay here: no quantized configuration is faster by more than "
+        f"the {TIE:.0%} that a prediction can tell apart."
+    )
+
+
+def _why_slower(row: Row, faster: Row) -> str:
+    """Return where a configuration waits, if that is most of what it takes longer."""
+    waits = {
+        name: (getattr(row.time, part), getattr(faster.time, part))
+        for name, part in (("across nodes", "across_nodes"), ("in the node", "in_node"))
+    }
+    name, (own, other) = max(waits.items(), key=lambda item: item[1][0] - item[1][1])
+    if own - other < (row.time.typical - faster.time.typical) / 2:
+        return ""
+    return f", which waits for the links {name} in {own / row.time.typical:.0%} of its step"
+
+
+def what_would_fit(search: Search, plan: Plan) -> str:
+    """Return what a model that fits nowhere would need, as an error message."""
+    if len(plan.rows) == 1:
+        return (
+            f"the configuration of the flags does not fit: {why_not(plan.row_of_flags)}; without "
+            "--as-given a plan looks for one that does"
+        )
+    smallest = min(plan.rows, key=lambda row: row.memory_bytes)
+    cluster = plan.cluster
+    text = (
+        f"the model fits nowhere on {cluster.num_ranks} GPUs of "
+        f"{cluster.gpu.memory_bytes / GIB:.0f} GiB: the smallest configuration, "
+        f"{describe(smallest)}, {why_not(smallest)}"
+    )
+    needed = smallest.memory_bytes + cluster.reserved_bytes
+    larger = f"GPUs of {needed / GIB:.0f} GiB"
+    num_nodes = _nodes_that_fit(search, smallest)
+    if num_nodes is None:
+        parts = "--cpu-optimizer, shorter sequences or a smaller model"
+        return f"{text}. It would need {larger}, and more nodes do not help: try {parts}"
+    return f"{text}. It would fit on {num_nodes} such nodes, or on {larger}"
+
+
+def describe(row: Row) -> str:
+    """Return a configuration in words."""
+    candidate = row.candidate
+    recomputed = {"none": "no recomputation", "attention": "attention recomputed"}
+    text = recomputed.get(candidate.recomputed, "blocks recomputed")
+    return f"{candidate.settings.name}, micro-batch {candidate.micro_batch}, {text}"
+
+
+def seconds(value: float) -> str:
+    """Return a time with three digits."""
+    return f"{value:.3g} s" if value >= 0.1 else f"{1000 * value:.3g} ms"
+
+
+def _nodes_that_fit(search: Search, smallest: Row) -> int | None:
+    """Return on how many nodes, doubled as often as needed, the configuration would fit."""
+    cluster = search.cluster
+    num_nodes = cluster.num_nodes
+    while 2 * num_nodes * cluster.gpus_per_node <= MOST_RANKS:
+        num_nodes *= 2
+        larger = replace(cluster, num_nodes=num_nodes)
+        config = smallest.candidate.config
+        samples = Schedules.of(config).batch_size.final
+        multiple = larger.num_ranks * config.batch.micro_batch_size
+        batch = replace(config.batch, global_batch_size=-(-samples // multiple) * multiple)
+        candidate = replace(smallest.candidate, config=replace(config, batch=batch))
+        if Search(search.base, search.vocab_size, larger).row(candidate).fits:
+            return num_nodes
+    return None

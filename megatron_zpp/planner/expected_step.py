@@ -1,0 +1,79 @@
+"""What a plan expected of a step of a run, read from the JSON of `megatron-zpp plan`."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_zpp.settings.config import Config
+from zeropp.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedStep:
+    """Seconds of a step, as a range, and what they rest on."""
+
+    fastest: float
+    typical: float
+    slowest: float
+    basis: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.typical:.3g} s a step expected ({self.fastest:.3g} to {self.slowest:.3g}); "
+            f"{self.basis}"
+        )
+
+
+def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
+    """Return what a step's time depends on in the settings of a run, as JSON holds it."""
+    model, zero = config.model, config.zero
+    optimization, own = zero.zero_optimization, zero.zeropp
+    is_full = config.recompute.recompute_granularity == "full"
+    return {
+        "ranks": num_ranks,
+        "layers": model.num_layers,
+        "hidden": model.hidden_size,
+        "ffn": model.ffn_size,
+        "heads": [model.num_attention_heads, model.kv_heads, model.head_dim],
+        "tokens": model.seq_length,
+        "format": zero.compute_format,
+        "global_batch": config.batch.global_batch_size,
+        "micro_batch": config.batch.micro_batch_size,
+        "recompute": config.recompute.recompute_granularity,
+        "recompute_layers": config.recompute.recompute_num_layers if is_full else None,
+        "stage": zero.stage,
+        "qwz": own.weight_bits if optimization.zero_quantized_weights else None,
+        "hpz": optimization.zero_hpz_partition_size,
+        "qgz": list(own.gradient_bits) if optimization.zero_quantized_gradients else None,
+        "steps": own.weight_step_levels if own.weight_steps else None,
+        "once": zero.reduces_once,
+    }
+
+
+def read_expected_step(path: str, config: Config, num_ranks: int) -> ExpectedStep:
+    """Return what the plan in a file expected of a run.
+
+    Raises InputError for a file that is no plan, and for one without this run.
+    """
+    try:
+        plan = json.loads(Path(path).read_text("utf-8"))
+        basis, rows = plan["cluster"]["basis"], plan["rows"]
+        keys = [row["key"] for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"--plan-file {path}: expected what megatron-zpp plan writes with --json ({error})"
+        ) from None
+    key = settings_key(config, num_ranks)
+    for row in rows:
+        if row["key"] == key and "step_s" in row:
+            return ExpectedStep(
+                fastest=row["fastest_s"], typical=row["step_s"], slowest=row["slowest_s"],
+                basis=basis,
+            )  # fmt: skip
+    nearest = max(keys, key=lambda other: sum(other[name] == key[name] for name in key), default={})
+    different = [f"{name} {nearest.get(name)}" for name in key if nearest.get(name) != key[name]]
+    raise InputError(
+        f"--plan-file {path}: the plan has no time of this run; the nearest in it has "
+        f"{', '.join(different) or 'no time, as it does not fit'}: plan again with this run's flags"
+    )

@@ -1,0 +1,181 @@
+"""A plan as a person reads it, and as JSON."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import rich.box
+from rich.console import Console
+from rich.table import Table
+
+from megatron_zpp.planner.advice import advice, why_not
+from megatron_zpp.planner.candidates import RECOMPUTED
+from megatron_zpp.planner.expected_step import settings_key
+from megatron_zpp.planner.search import Plan, Row
+from megatron_zpp.planner.timing.hardware import GBIT, GIB
+from megatron_zpp.settings.schedule import Schedules
+
+WIDTH = 168  # columns, where there is no terminal
+LEFT_OUT = (
+    "left out: tensor, pipeline and context parallelism, oversubscribed switches, stragglers, data "
+    "loading, saving"
+)
+NOTES = (
+    "places: what differs by less than the error of a prediction shares one, the more exact first",
+    "step: from the fast to the slow end of the constants; MFU without recomputation, HFU with it",
+    "across, node: seconds that links between and in nodes are waited for; kernels: quantizing",
+    "left out: tensor, pipeline and context parallelism, oversubscribed switches, stragglers, "
+    "launches of kernels, loading data, saving",
+)
+
+
+def print_plan(plan: Plan, top: int, console: Console | None = None) -> None:
+    """Print the table of a plan, `top` configurations of it, and what it says."""
+    console = console or _console()
+    config = plan.config
+    model, cluster = config.model, plan.cluster
+    samples = Schedules.of(config).batch_size.final
+    for name, text in (
+        (
+            "model",
+            f"{plan.row_of_flags.num_parameters / 1e9:.3g} billion parameters, "
+            f"{model.num_layers} layers, hidden {model.hidden_size}, "
+            f"sequences of {model.seq_length:,} tokens",
+        ),
+        ("batch", f"{samples:,} sequences, {samples * model.seq_length:,} tokens a step"),
+        (
+            "cluster",
+            f"{cluster.num_nodes} nodes of {cluster.gpus_per_node} {cluster.gpu.name}, "
+            f"{cluster.link_rate / GBIT:g} Gbit/s a node",
+        ),
+        ("constants", cluster.basis),
+    ):
+        console.print(f"{name:<11}{text}", soft_wrap=True)
+    console.print(_table(plan, top))
+    for note in NOTES:
+        console.print(note, soft_wrap=True)
+    if plan.fitting:
+        console.print(f"\n{advice(plan)}", soft_wrap=True)
+        console.print(f"flags: {_flags(plan.fitting[0])}", soft_wrap=True)
+        if plan.fitting[0].candidate.settings.zero:
+            console.print(f"JSON: {json.dumps(_zero_json(plan.fitting[0]))}", soft_wrap=True)
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Return everything that a plan found, for programs."""
+    cluster = plan.cluster
+    return {
+        "cluster": {
+            "name": cluster.name,
+            "gpu": cluster.gpu.name,
+            "nodes": cluster.num_nodes,
+            "gpus_per_node": cluster.gpus_per_node,
+            "link_gbit": cluster.link_rate / GBIT,
+            "basis": cluster.basis,
+        },
+        "parameters": plan.row_of_flags.num_parameters,
+        "advice": advice(plan) if plan.fitting else None,
+        "rows": [
+            _row_json(
+                row, plan.places[index] if index < len(plan.places) else None, cluster.num_ranks
+            )
+            for index, row in enumerate(plan.rows)
+        ],
+    }
+
+
+def best_of_settings(plan: Plan) -> Iterator[tuple[int | None, Row]]:
+    """Yield the place and the best row of each setting of ZeRO; None for one that does not fit."""
+    seen: set[str] = set()
+    for index, row in enumerate(plan.rows):
+        if row.candidate.settings.name not in seen:
+            seen.add(row.candidate.settings.name)
+            yield (plan.places[index] if row.fits else None), row
+
+
+def _table(plan: Plan, top: int) -> Table:
+    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name in ("", "ZeRO"):
+        table.add_column(name)
+    columns = (
+        "micro-\nbatch", "recom-\nputed", "GiB a GPU\n(left)", "across\nM", "in node\nM",
+        "step, s", "tokens/s", "MFU\n(HFU)", "compute\ns", "across\ns", "node\ns", "kernels\ns",
+    )  # fmt: skip
+    for name in columns:
+        table.add_column(name, justify="right")
+    rows = list(best_of_settings(plan))
+    for place, row in rows[:top]:
+        table.add_row(*_cells(place, row))
+    if len(rows) > top:
+        table.add_row("", f"... {len(rows) - top} more: --top {len(rows)}")
+    return table
+
+
+def _cells(place: int | None, row: Row) -> list[str]:
+    candidate, sent, time = row.candidate, row.sent_in_m, row.time
+    cells = ["-" if place is None else str(place), candidate.settings.name]
+    if time is None:
+        return [*cells[:1], f"{cells[1]}: {why_not(row)}", str(candidate.micro_batch)] + [
+            candidate.recomputed
+        ]
+    left = (row.usable_bytes - row.memory_bytes) / GIB
+    return [
+        *cells,
+        str(candidate.micro_batch),
+        candidate.recomputed,
+        f"{row.memory_bytes / GIB:.1f} ({left:.1f})",
+        f"{sent['across_nodes']:.2f}",
+        f"{sent['in_node']:.1f}",
+        f"{time.typical:.3g} ({time.fastest:.3g} to {time.slowest:.3g})",
+        f"{row.tokens_per_second:,.0f}",
+        f"{row.mfu:.0%} ({row.hfu:.0%})",
+        *(
+            f"{max(0.0, part):.2f}"
+            for part in (time.computing, time.across_nodes, time.in_node, time.kernels)
+        ),
+    ]
+
+
+def _row_json(row: Row, place: int | None, num_ranks: int) -> dict[str, Any]:
+    candidate, time = row.candidate, row.time
+    result: dict[str, Any] = {
+        "settings": candidate.settings.name,
+        "json": _zero_json(row),
+        "micro_batch": candidate.micro_batch,
+        "recomputed": candidate.recomputed,
+        "key": settings_key(candidate.config, num_ranks),
+        "place": place,
+        "memory_bytes": dict(row.memory),
+        "usable_bytes": row.usable_bytes,
+        "sent_m": dict(row.sent_in_m),
+    }
+    if time is None:
+        return result | {"why_not": why_not(row)}
+    return result | {
+        "step_s": time.typical,
+        "fastest_s": time.fastest,
+        "slowest_s": time.slowest,
+        "computing_s": time.computing,
+        "across_nodes_s": time.across_nodes,
+        "in_node_s": time.in_node,
+        "kernels_s": time.kernels,
+        "tokens_per_second": row.tokens_per_second,
+        "mfu": row.mfu,
+        "hfu": row.hfu,
+    }
+
+
+def _flags(row: Row) -> str:
+    """Return the flags that a configuration needs beside its JSON."""
+    granularity = RECOMPUTED[row.candidate.recomputed]
+    recompute = f" --recompute-granularity {granularity}" if granularity else ""
+    return f"--micro-batch-size {row.candidate.micro_batch}{recompute}"
+
+
+def _zero_json(row: Row) -> dict[str, Any]:
+    return row.candidate.settings.to_json()
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=WIDTH, highlight=False)

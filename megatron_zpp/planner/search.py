@@ -1,0 +1,205 @@
+"""Compare the configurations of a run on a cluster: which fit into memory, and which is fastest."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from megatron_zpp.model.flops import TokenFlops
+from megatron_zpp.planner.activations import Activations
+from megatron_zpp.planner.candidates import (
+    RECOMPUTED,
+    Candidate,
+    all_settings,
+    candidates_of,
+    given_candidate,
+)
+from megatron_zpp.planner.estimate import estimate_run, trace_run
+from megatron_zpp.planner.planned_run import PlannedRun, build_meta_model, plan_run
+from megatron_zpp.planner.timing.hardware import Cluster
+from megatron_zpp.planner.timing.step_time import StepTime, step_time
+from megatron_zpp.planner.timing.unit_work import StepWork
+from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.schedule import Schedules
+from zeropp.wire.route import Nodes
+from zeropp.wire.traffic import HOPS
+
+# Two step times that differ by less are not told apart: the median error of predicted speedups
+# (docs/planning.md).
+TIE = 0.07
+BYTES_PER_WEIGHT = 2  # in M, the bytes of the model in 16 bit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A configuration: bytes by kind of its fullest rank, and its times if they fit.
+
+    sent_in_m: what a node sends in a step, by hop, in M. mfu, hfu: the share of the peak rate that
+    the model's operations reach, and all with those that are recomputed.
+    """
+
+    candidate: Candidate
+    num_parameters: int
+    memory: Mapping[str, int]
+    usable_bytes: int
+    sent_in_m: Mapping[str, float]
+    time: StepTime | None = None
+    tokens_per_second: float = 0.0
+    mfu: float = 0.0
+    hfu: float = 0.0
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes <= self.usable_bytes
+
+    @property
+    def largest_kind(self) -> str:
+        """The kind of memory of which there is most."""
+        return max(self.memory, key=self.memory.__getitem__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All configurations that were looked at, those that fit first, and fastest first.
+
+    row_of_flags: the configuration of the flags. places: ranks of the rows that fit; equal ones are
+    ties.
+    """
+
+    cluster: Cluster
+    config: Config
+    vocab_size: int
+    rows: tuple[Row, ...]
+    places: tuple[int, ...]
+    row_of_flags: Row
+
+    @property
+    def fitting(self) -> tuple[Row, ...]:
+        return self.rows[: len(self.places)]
+
+
+class Search:
+    """Evaluates configurations of one model on one cluster."""
+
+    def __init__(self, base: Config, vocab_size: int, cluster: Cluster) -> None:
+        self.base, self.vocab_size, self.cluster = base, vocab_size, cluster
+        self.nodes = Nodes.of(range(cluster.num_ranks), cluster.gpus_per_node)
+        self._model = build_meta_model(base, vocab_size)
+        self._activations: dict[tuple[int, bool], Activations] = {}
+
+    def run(self, *, only_flags: bool = False) -> Plan:
+        """Return the plan; `only_flags` looks at the configuration of the flags alone."""
+        row_of_flags = self.row(given_candidate(self.base))
+        rows = [row_of_flags] if only_flags else list(self._rows())
+        if row_of_flags.fits and not any(_is_same(row_of_flags, row) for row in rows):
+            rows.append(row_of_flags)
+        fitting, places = rank_rows([row for row in rows if row.fits])
+        too_large = sorted((row for row in rows if not row.fits), key=lambda row: row.memory_bytes)
+        return Plan(
+            cluster=self.cluster,
+            config=self.base,
+            vocab_size=self.vocab_size,
+            rows=(*fitting, *too_large),
+            places=tuple(places),
+            row_of_flags=row_of_flags,
+        )
+
+    def _rows(self) -> Iterator[Row]:
+        """Yield all rows, but none of larger micro-batches than the first that does not fit."""
+        cluster = self.cluster
+        for settings in all_settings(cluster.num_nodes, cluster.gpus_per_node):
+            too_large: set[str] = set()
+            for candidate in candidates_of(self.base, settings, cluster.num_ranks):
+                if candidate.recomputed not in too_large:
+                    row = self.row(candidate)
+                    if not row.fits:
+                        too_large.add(candidate.recomputed)
+                    yield row
+
+    def row(self, candidate: Candidate) -> Row:
+        """Return the row of a configuration; the time only if it fits."""
+        run = self._planned(candidate)
+        memory = estimate_run(run, self._traced(run)).device
+        sent = run.forecast.node(run.num_micro_batches)
+        num_parameters = run.model.num_parameters()
+        in_m = {
+            hop: sum(sent[key] for key in sent if key[1] == hop) / num_parameters / BYTES_PER_WEIGHT
+            for hop in HOPS
+        }
+        row = Row(
+            candidate=candidate,
+            num_parameters=num_parameters,
+            memory=MappingProxyType(memory),
+            usable_bytes=self.cluster.usable_bytes,
+            sent_in_m=in_m,
+        )
+        return self._timed(row, run) if row.fits else row
+
+    def at_link_rate(self, gbit: float) -> "Search":
+        """Return a search of the same model on the same nodes with other links, of Gbit/s."""
+        return Search(self.base, self.vocab_size, self.cluster.with_link(gbit))
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Return the typical seconds of a step, whether it fits into memory or not."""
+        return step_time(StepWork(self._planned(candidate), self.vocab_size), self.cluster).typical
+
+    def _planned(self, candidate: Candidate) -> PlannedRun:
+        return plan_run(
+            candidate.config, self.vocab_size, self.nodes, is_cpu=False, model=self._model
+        )
+
+    def _timed(self, row: Row, run: PlannedRun) -> Row:
+        config, cluster = run.config, self.cluster
+        time = step_time(StepWork(run, self.vocab_size), cluster)
+        tokens = Schedules.of(config).batch_size.final * config.model.seq_length
+        flops = TokenFlops.of(config.model, config.recompute, self.vocab_size)
+        peak = cluster.gpu.peak(run.compute_dtype)
+        share = tokens / cluster.num_ranks / time.typical / peak
+        return replace(
+            row,
+            time=time,
+            tokens_per_second=tokens / time.typical,
+            mfu=share * flops.model,
+            hfu=share * flops.performed,
+        )
+
+    def _traced(self, run: PlannedRun) -> Activations:
+        """Return the activations of a micro-batch, which depend on few of the settings."""
+        config = run.config
+        is_selective = config.recompute.recompute_granularity == RECOMPUTED["attention"]
+        key = config.batch.micro_batch_size, is_selective
+        if key not in self._activations:
+            self._activations[key] = trace_run(run)
+        return self._activations[key]
+
+
+def rank_rows(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
+    """Return rows by step time, and their places.
+
+    What is as fast as the fastest but for `TIE` shares its place, the most exact first.
+    """
+    remaining = sorted(rows, key=lambda row: row.time.typical)
+    ordered: list[Row] = []
+    places: list[int] = []
+    while remaining:
+        limit = remaining[0].time.typical * (1 + TIE)
+        tied = [row for row in remaining if row.time.typical <= limit]
+        remaining = remaining[len(tied) :]
+        tied.sort(key=lambda row: (row.candidate.settings.inexactness, row.time.typical))
+        places += [len(ordered) + 1] * len(tied)
+        ordered += tied
+    return ordered, places
+
+
+def _is_same(row: Row, other: Row) -> bool:
+    """Whether two rows are of the same run, whatever their settings are called."""
+    first, second = row.candidate.config, other.candidate.config
+    return (
+        first.zero.zero_optimization == second.zero.zero_optimization
+        and first.zero.zeropp == second.zero.zeropp
+        and first.batch.micro_batch_size == second.batch.micro_batch_size
+        and first.recompute == second.recompute
+    )

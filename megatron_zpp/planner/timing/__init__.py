@@ -1,0 +1,1 @@
+"""How long a step takes on hardware that is not at hand."""

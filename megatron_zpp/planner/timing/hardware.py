@@ -1,0 +1,283 @@
+"""The GPUs, nodes and links that a step is timed on: from `hardware.toml`, or description by hand.
+
+A `Cluster` has ranges where constants are uncertain; `Cluster.at` picks one value of each, the
+`Rates` that times are computed with.
+"""
+
+import difflib
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import torch
+
+from megatron_zpp.monitor.gpu_peaks import peak_of
+from zeropp.errors import InputError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SLOW, TYPICAL, FAST = "slow", "typical", "fast"
+GBIT, GB, GIB, TERA = 1e9 / 8, 1e9, 2**30, 1e12  # bytes per second, bytes, bytes, FLOP/s
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([mg])bit(?:/s)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Range:
+    """A constant that is not known exactly."""
+
+    slow: float
+    typical: float
+    fast: float
+
+    def at(self, level: str) -> float:
+        return getattr(self, level)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU; bytes, bytes per second, and shares of its peak rate of products.
+
+    `tflops` is the peak rate if the GPU is description by hand, else None.
+    """
+
+    name: str
+    cuda_name: str
+    memory_bytes: int
+    memory_rate: float
+    near_rate: float
+    product_share: Range
+    half_width: float
+    tflops: float | None = None
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """Return FLOP/s of dense products; raises InputError for a format that it cannot do."""
+        if self.tflops is not None:
+            return self.tflops * TERA
+        peak = peak_of(self.cuda_name, dtype)
+        if peak is None:
+            raise InputError(
+                f"{self.name} has no matrix products in {str(dtype).removeprefix('torch.')}: "
+                "plan with --fp16"
+            )
+        return peak
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How NCCL sends: seconds to start, for each hop near and far, and the share of the rate."""
+
+    start: float
+    near: float
+    far: float
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What times are computed with: FLOP/s, and bytes per second that are reached.
+
+    `far` is of a node's links to other nodes, in each direction, `near` what a rank sends to the
+    others of its node.
+    """
+
+    products: float
+    half_width: float
+    memory: float
+    near: float
+    far: float
+    protocols: tuple[Protocol, ...]
+
+    def products_at(self, width: int) -> float:
+        """Return FLOP/s of products of a model of this hidden size."""
+        return self.products / (1 + self.half_width / width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes of equal GPUs; `link_rate` is the line rate of a node's links, bytes per second.
+
+    `basis` says what the constants rest on.
+    """
+
+    name: str
+    gpu: Gpu
+    num_nodes: int
+    gpus_per_node: int
+    link_rate: float
+    link_share: Range
+    protocols: tuple[Protocol, ...] = field(repr=False)
+    reserved_bytes: int
+    basis: str = "table only: nothing was measured on this hardware"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.gpus_per_node
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of a GPU's memory for tensors."""
+        return self.gpu.memory_bytes - self.reserved_bytes
+
+    def at(self, level: str, dtype: torch.dtype) -> Rates:
+        """Return the rates at the slow, typical or fast end of all ranges."""
+        return Rates(
+            products=self.gpu.peak(dtype) * self.gpu.product_share.at(level),
+            half_width=self.gpu.half_width,
+            memory=_memory_share() * self.gpu.memory_rate,
+            near=self.gpu.near_rate,
+            far=self.link_rate * self.link_share.at(level),
+            protocols=self.protocols,
+        )
+
+    def with_link(self, gbit: float) -> "Cluster":
+        """Return the same cluster with links of another rate."""
+        return replace(self, link_rate=gbit * GBIT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What the user says of a cluster; None where the table decides."""
+
+    cluster: str | None = None
+    gpu: str | None = None
+    num_nodes: int = 1
+    gpus_per_node: int | None = None
+    link: str | None = None
+    gpu_tflops: float | None = None
+    gpu_bandwidth: float | None = None  # TB/s
+    gpu_memory: float | None = None  # GiB
+    node_bandwidth: float | None = None  # GB/s
+
+
+def find_cluster(description: Description) -> Cluster:
+    """Return the cluster that a user describes.
+
+    Raises InputError for an unknown cluster or GPU, naming the nearest, and for what is missing.
+    """
+    table = hardware_table()
+    preset: Mapping[str, Any] = {}
+    if description.cluster is not None:
+        preset = _entry(table["clusters"], description.cluster, "--cluster")
+    gpus_per_node = description.gpus_per_node or preset.get("gpus_per_node")
+    if gpus_per_node is None:
+        raise InputError(
+            "give --cluster, one of " + ", ".join(table["clusters"]) + ", or describe it: "
+            "--gpus-per-node N, --link RATE as in 25gbit, and --gpu NAME"
+        )
+    link_rate = preset.get("link_gbit", 0) * GBIT
+    if description.link is not None:
+        link_rate = parse_rate(description.link, "--link")
+    if not link_rate and description.num_nodes > 1:
+        raise InputError("give --link RATE, that of a node to the others, as in 25gbit")
+    return Cluster(
+        name=description.cluster or "by hand",
+        gpu=_gpu(description, preset.get("gpu")),
+        num_nodes=description.num_nodes,
+        gpus_per_node=gpus_per_node,
+        link_rate=link_rate,
+        link_share=Range(*table["links"]["share"]),
+        protocols=_protocols(table["protocols"]),
+        reserved_bytes=round(table["memory"]["reserved_gib"] * GIB),
+    )
+
+
+@cache
+def hardware_table() -> Mapping[str, Any]:
+    """Return the contents of `hardware.toml`."""
+    text = resources.files(__package__).joinpath("hardware.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+def table_gpu(name: str) -> Gpu:
+    """Return a GPU of the table; raises InputError for an unknown one, naming the nearest."""
+    entry = _entry(hardware_table()["gpus"], name, "--gpu")
+    return Gpu(
+        name=name,
+        cuda_name=entry["cuda_name"],
+        memory_bytes=round(entry["memory_gib"] * GIB),
+        memory_rate=entry["memory_gb_s"] * GB,
+        near_rate=entry["near_gb_s"] * GB,
+        product_share=Range(*entry["product_share"]),
+        half_width=entry["half_width"],
+    )
+
+
+def parse_rate(text: str, name: str) -> float:
+    """Return bytes per second of a link rate as 25gbit or 400mbit; raises InputError for others."""
+    match = _RATE.fullmatch(text.strip())
+    rate = float(match[1]) if match else 0.0
+    if not rate:
+        raise InputError(f"{name} {text}: expected a rate above 0, as 25gbit or 400mbit")
+    return rate * GBIT / (1000 if match[2].lower() == "m" else 1)
+
+
+def _gpu(description: Description, preset: str | None) -> Gpu:
+    name = description.gpu or preset
+    by_hand = {
+        "--gpu-tflops": description.gpu_tflops,
+        "--gpu-bandwidth": description.gpu_bandwidth,
+        "--gpu-memory": description.gpu_memory,
+    }
+    if name is not None:
+        return _adjusted(table_gpu(name), description)
+    missing = [flag for flag, value in by_hand.items() if value is None]
+    if missing:
+        names = ", ".join(hardware_table()["gpus"])
+        raise InputError(
+            f"give --gpu, one of {names}, or describe it: {' and '.join(missing)} missing"
+        )
+    table = hardware_table()["by_hand"]
+    blank = Gpu(
+        name="by hand",
+        cuda_name="",
+        memory_bytes=0,
+        memory_rate=0.0,
+        near_rate=table["near_gb_s"] * GB,
+        product_share=Range(*table["product_share"]),
+        half_width=table["half_width"],
+    )
+    return _adjusted(blank, description)
+
+
+def _adjusted(gpu: Gpu, description: Description) -> Gpu:
+    """Return `gpu` with the numbers that the user gives instead."""
+    values: dict[str, Any] = {}
+    if description.gpu_tflops is not None:
+        values["tflops"] = description.gpu_tflops
+    if description.gpu_bandwidth is not None:
+        values["memory_rate"] = description.gpu_bandwidth * 1000 * GB
+    if description.gpu_memory is not None:
+        values["memory_bytes"] = round(description.gpu_memory * GIB)
+    if description.node_bandwidth is not None:
+        values["near_rate"] = description.node_bandwidth * GB
+    return replace(gpu, **values)
+
+
+def _entry(table: Mapping[str, Any], name: str, flag: str) -> Mapping[str, Any]:
+    if name not in table:
+        close = [known for known in table if known.startswith(name.lower())]
+        close = close or difflib.get_close_matches(name.lower(), table, n=1, cutoff=0.4)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(table)}."
+        raise InputError(f"{flag} {name}: unknown; {hint} Others can be description by hand")
+    return table[name]
+
+
+def _protocols(table: Mapping[str, Mapping[str, float]]) -> tuple[Protocol, ...]:
+    micro = 1e-6
+    return tuple(
+        Protocol(
+            entry["start"] * micro, entry["near"] * micro, entry["far"] * micro, entry["share"]
+        )
+        for entry in table.values()
+    )
+
+
+def _memory_share() -> float:
+    return hardware_table()["kernels"]["memory_share"]

@@ -1,0 +1,73 @@
+"""How long a collective occupies the links: near ones within a node, far ones between nodes.
+
+A ring of n ranks on N nodes passes n - N hops near and N - 1 far ones; an all-to-all sends to all
+ranks at once, and waits for one hop. NCCL takes the fastest of its protocols.
+Source of the latencies' form: NCCL's tuner (src/graph/tuning.cc).
+"""
+
+from dataclasses import dataclass
+
+from megatron_zpp.planner.timing.hardware import Protocol, Rates
+
+
+@dataclass(frozen=True)
+class Hop:
+    """Seconds that one hop of a collective occupies the near and the far links, both at once."""
+
+    near: float
+    far: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.near, self.far)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """What is sent in one hop: bytes that a rank sends near, bytes that a node sends far.
+
+    `near_hops` and `far_hops` are the hops one after the other that add latency.
+    """
+
+    near_bytes: float = 0.0
+    far_bytes: float = 0.0
+    near_hops: int = 0
+    far_hops: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.near_bytes or self.far_bytes)
+
+    def hop(self, rates: Rates) -> Hop:
+        """Return how long the links are occupied, by the fastest protocol."""
+        hops = [self._by(protocol, rates) for protocol in rates.protocols]
+        return min(hops, key=lambda hop: hop.seconds)
+
+    def _by(self, protocol: Protocol, rates: Rates) -> Hop:
+        latency = protocol.start + self.near_hops * protocol.near + self.far_hops * protocol.far
+        near = self.near_bytes / (rates.near * protocol.share)
+        far = self.far_bytes / (rates.far * protocol.share) if self.far_bytes else 0.0
+        return Hop(
+            near=near + latency if self.near_bytes else 0.0,
+            far=far + latency if self.far_bytes else 0.0,
+        )
+
+
+def ring(num_ranks: int, num_nodes: int, near_bytes: float, far_bytes: float) -> Message:
+    """Return the message of an all-gather or a reduce-scatter among ranks on so many nodes."""
+    return Message(
+        near_bytes=near_bytes,
+        far_bytes=far_bytes,
+        near_hops=num_ranks - num_nodes,
+        far_hops=num_nodes - 1,
+    )
+
+
+def exchange(near_bytes: float, far_bytes: float) -> Message:
+    """Return the message of an all-to-all."""
+    return Message(
+        near_bytes=near_bytes,
+        far_bytes=far_bytes,
+        near_hops=1 if near_bytes else 0,
+        far_hops=1 if far_bytes else 0,
+    )

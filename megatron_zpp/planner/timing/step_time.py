@@ -1,0 +1,55 @@
+"""How long a step takes, as a range, and what its seconds are spent on."""
+
+import math
+from dataclasses import dataclass, replace
+
+from megatron_zpp.planner.timing.hardware import FAST, SLOW, TYPICAL, Cluster, Rates
+from megatron_zpp.planner.timing.timeline import Streams
+from megatron_zpp.planner.timing.unit_work import StepWork
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step: the range, and what the typical one consists of.
+
+    computing: passes and update. across_nodes, in_node: what would be saved if these links were
+    infinitely fast, the far ones first. kernels: what quantizing and dequantizing take.
+    """
+
+    typical: float
+    fastest: float
+    slowest: float
+    computing: float
+    across_nodes: float
+    in_node: float
+    kernels: float
+
+
+def step_time(work: StepWork, cluster: Cluster) -> StepTime:
+    """Return how long a step takes on GPUs of `cluster`."""
+    dtype = work.run.compute_dtype
+    slowest, fastest = (work.seconds(Streams, cluster.at(level, dtype)) for level in (SLOW, FAST))
+    rates = cluster.at(TYPICAL, dtype)
+    typical = work.seconds(Streams, rates)
+    near_only = work.seconds(Streams, _without_links(rates, near=False))
+    no_links = _without_links(rates, near=True)
+    kernels_only = work.seconds(Streams, no_links)
+    computing = work.seconds(Streams, no_links, quantizing=False)
+    return StepTime(
+        typical=typical,
+        fastest=fastest,
+        slowest=slowest,
+        computing=computing,
+        across_nodes=typical - near_only,
+        in_node=near_only - kernels_only,
+        kernels=kernels_only - computing,
+    )
+
+
+def _without_links(rates: Rates, *, near: bool) -> Rates:
+    """Return the rates with far links, and near ones if asked for, that take no time."""
+    protocols = tuple(
+        replace(each, start=0.0, far=0.0, near=0.0) if near else replace(each, far=0.0)
+        for each in rates.protocols
+    )
+    return replace(rates, far=math.inf, near=math.inf if near else rates.near, protocols=protocols)

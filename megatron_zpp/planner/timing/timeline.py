@@ -1,0 +1,229 @@
+"""The order of events of a step: who waits for whom.
+
+The processor computes; near and far links carry messages, each one at a time. Units are gathered
+ahead of their use and reduced beside the computation of others. `Streams` has the order of FSDP2 on
+a GPU, `Host` that of this project's collectives on CPUs, `Blocking` waits for each collective where
+it is called, as plain FSDP2 does under gloo.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_zpp.planner.timing.links import Hop
+from zeropp.fsdp_adapter import AHEAD
+
+KEPT = 8  # messages of a link; those before them have ended
+SIMULATED = 3  # micro-batches: the first, one between, the last
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The hops of a collective, one after the other, and seconds of kernels on the processor.
+
+    The kernels of a gather follow it; those of a reduction precede it.
+    """
+
+    hops: tuple[Hop, ...] = ()
+    kernels: float = 0.0
+
+
+NONE = Collective()
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitWork:
+    """What a step does with a unit; seconds of computing, and its collectives.
+
+    backward: recomputation included. Collectives that do not take place are `NONE`.
+    """
+
+    forward: float
+    backward: float
+    first_gather: Collective = NONE
+    later_gather: Collective = NONE
+    backward_gather: Collective = NONE
+    reduction: Collective = NONE  # in the last micro-batch
+    early_reduction: Collective = NONE  # in the others
+
+
+class Link:
+    """Carries one message at a time; a message may use a gap before those that wait for others."""
+
+    def __init__(self) -> None:
+        self._busy: list[tuple[float, float]] = []  # ascending
+
+    def free_from(self, ready: float, seconds: float) -> float:
+        """Return when a message that is ready can start."""
+        start = ready
+        for begin, end in self._busy:
+            if start + seconds <= begin:
+                return start
+            start = max(start, end)
+        return start
+
+    def occupy(self, start: float, seconds: float) -> None:
+        self._busy.append((start, start + seconds))
+        self._busy.sort()
+        del self._busy[:-KEPT]
+
+
+class Streams:
+    """Simulates a step on a GPU: collectives run beside the computation, on streams of their own.
+
+    While a unit computes, the next one is gathered, in backward the one before. A unit's reduction
+    begins when the one before it has ended (FSDP2 frees its buffer then).
+    """
+
+    forward_ahead = 1
+    backward_ahead = 1
+
+    def __init__(self, blocks: Sequence[UnitWork], root: UnitWork) -> None:
+        self.blocks, self.root = blocks, root
+        self.now = 0.0  # when the processor is free
+        self.near, self.far = Link(), Link()
+        self._gather_stream = 0.0
+        self._reduced = 0.0  # end of the last reduction
+        self._arrivals: dict[int, tuple[float, Collective]] = {}  # by unit
+
+    def run(self, num_micro_batches: int) -> float:
+        """Return the seconds of a step without its update."""
+        for index in range(num_micro_batches):
+            self._forward(is_first=index == 0)
+            self._backward(is_last=index == num_micro_batches - 1)
+        self._finish()
+        return self.now
+
+    def _forward(self, *, is_first: bool) -> None:
+        units = [*self.blocks, self.root]
+        gathers = [unit.first_gather if is_first else unit.later_gather for unit in units]
+        root = len(self.blocks)
+        self._issue(root, gathers[root])
+        self._use(root, gathers[root])
+        for index, block in enumerate(self.blocks):
+            self._issue(index, gathers[index])
+            self._use(index, gathers[index])
+            for ahead in range(index + 1, min(index + 1 + self.forward_ahead, root)):
+                self._issue(ahead, gathers[ahead])
+            self.now += block.forward
+        self.now += self.root.forward
+
+    def _backward(self, *, is_last: bool) -> None:
+        self.now += self.root.backward
+        for index in reversed(range(len(self.blocks))):
+            block = self.blocks[index]
+            self._issue(index, block.backward_gather)
+            self._use(index, block.backward_gather)
+            for ahead in range(index - 1, max(-1, index - 1 - self.backward_ahead), -1):
+                self._issue(ahead, self.blocks[ahead].backward_gather)
+            self.now += block.backward
+            self._reduce(block.reduction if is_last else block.early_reduction)
+        self._reduce(self.root.reduction if is_last else self.root.early_reduction)
+
+    def _issue(self, unit: int, gather: Collective) -> None:
+        """Start a gather, unless it has been started."""
+        if unit not in self._arrivals and gather.hops:
+            start = max(self.now, self._gather_stream)
+            self._gather_stream = self._send(gather.hops, start)
+            self._arrivals[unit] = self._gather_stream, gather
+
+    def _use(self, unit: int, gather: Collective) -> None:
+        """Wait for a gather."""
+        if unit in self._arrivals:
+            arrival, _ = self._arrivals.pop(unit)
+            self.now = max(self.now, arrival)
+        self.now += gather.kernels
+
+    def _reduce(self, reduction: Collective) -> None:
+        """Reduce gradients, after the reduction before."""
+        if not (reduction.hops or reduction.kernels):
+            return
+        self.now = max(self.now, self._reduced) + reduction.kernels
+        self._reduced = self._send(reduction.hops, self.now)
+
+    def _finish(self) -> None:
+        self.now = max(self.now, self._reduced)
+
+    def _send(self, hops: Sequence[Hop], ready: float) -> float:
+        """Occupy the links with hops one after the other; return when the last one ends."""
+        for hop in hops:
+            ready = self._start(hop, ready) + hop.seconds
+        return ready
+
+    def _start(self, hop: Hop, ready: float) -> float:
+        start, last = ready, None
+        while start != last:  # both links must be free
+            last = start
+            if hop.near:
+                start = self.near.free_from(start, hop.near)
+            if hop.far:
+                start = self.far.free_from(start, hop.far)
+        if hop.near:
+            self.near.occupy(start, hop.near)
+        if hop.far:
+            self.far.occupy(start, hop.far)
+        return start
+
+
+class Blocking(Streams):
+    """Simulates a step whose collectives the processor waits for."""
+
+    forward_ahead = 0
+    backward_ahead = 0
+
+    def _reduce(self, reduction: Collective) -> None:
+        super()._reduce(reduction)
+        self.now = max(self.now, self._reduced)
+
+
+class Host(Streams):
+    """Simulates a step on CPUs, where the caller that waits for a collective runs its hops.
+
+    Of a gather, the first hop runs ahead of its use, the others when it is used. Each reduction
+    advances the ones before it by a hop.
+    """
+
+    forward_ahead = AHEAD
+    backward_ahead = 1
+
+    def __init__(self, blocks: Sequence[UnitWork], root: UnitWork) -> None:
+        super().__init__(blocks, root)
+        self._running: list[tuple[float, tuple[Hop, ...]]] = []  # end of a hop, and hops to come
+
+    def _issue(self, unit: int, gather: Collective) -> None:
+        if unit not in self._arrivals and gather.hops:
+            self._arrivals[unit] = self._send(gather.hops[:1], self.now), gather
+
+    def _use(self, unit: int, gather: Collective) -> None:
+        if unit in self._arrivals:
+            arrival, started = self._arrivals.pop(unit)
+            self.now = self._send(started.hops[1:], max(self.now, arrival))
+        self.now += gather.kernels
+
+    def _reduce(self, reduction: Collective) -> None:
+        if not (reduction.hops or reduction.kernels):
+            return
+        self.now += reduction.kernels
+        first = self._send(reduction.hops[:1], self.now)
+        self._advance()
+        self._running.append((first, reduction.hops[1:]))
+
+    def _finish(self) -> None:
+        while self._running:
+            self._advance()
+
+    def _advance(self) -> None:
+        running, self._running = self._running, []
+        for end, hops in running:
+            self.now = max(self.now, end)
+            if hops:
+                self._running.append((self._send(hops[:1], self.now), hops[1:]))
+
+
+def step_seconds(
+    kind: type[Streams], blocks: Sequence[UnitWork], root: UnitWork, num_micro_batches: int
+) -> float:
+    """Return the seconds of a step of so many micro-batches, of which equal ones count once."""
+    if num_micro_batches <= SIMULATED:
+        return kind(blocks, root).run(num_micro_batches)
+    fewer, all_kinds = (kind(blocks, root).run(count) for count in (SIMULATED - 1, SIMULATED))
+    return all_kinds + (num_micro_batches - SIMULATED) * (all_kinds - fewer)

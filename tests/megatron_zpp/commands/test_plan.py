@@ -1,0 +1,84 @@
+"""`megatron-zpp plan` as a user meets it: the answer, files, and what it says to mistakes."""
+
+import json
+
+import pytest
+
+from megatron_zpp.commands.plan import main, samples_per_rank
+
+RUN = (
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --bf16 "
+    "--tokenizer-type NullTokenizer --vocab-size 255 --hidden-dropout 0 --attention-dropout 0 "
+).split()
+CLUSTER = "--cluster dgx-a100 --nodes 2 --link 1gbit --batch-tokens 4k".split()
+
+
+def test_one_command_answers(capsys):
+    assert main([*RUN, *CLUSTER, "--top", "3"]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "2 nodes of 8 a100-80gb, 1 Gbit/s a node", "64 sequences, 4,096 tokens a step",
+        "table only", "GiB a GPU", "MFU", "more: --top", "Use stage", "flags: --micro-batch-size",
+        'JSON: {"zero_optimization"', "left out: tensor, pipeline",
+    ):  # fmt: skip
+        assert words in text, words
+
+
+def test_json_holds_every_row_and_can_be_read_back_by_the_trainer(capsys, tmp_path):
+    assert main([*RUN, *CLUSTER, "--json", "-"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["cluster"]["link_gbit"] == 1 and plan["advice"].startswith("Use ")
+    best = plan["rows"][0]
+    assert best["place"] == 1 and best["fastest_s"] <= best["step_s"] <= best["slowest_s"]
+    file = tmp_path / "best.json"
+    file.write_text(json.dumps(best["json"]))
+    again = [*RUN, *CLUSTER, "--deepspeed-config", str(file)]
+    again += ["--micro-batch-size", str(best["micro_batch"]), "--as-given", "--json", "-"]
+    assert best["recomputed"] == "none" and main(again) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["step_s"] == pytest.approx(best["step_s"], rel=1e-12)
+    assert row["memory_bytes"] == best["memory_bytes"]
+
+
+def test_a_picture_is_written(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    assert main([*RUN, *CLUSTER, "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--cluter dgx-a100", "did you mean --cluster"),
+        ("--cluster dgx-a100 --hiden-size 3", "the nearest known are --hidden-size"),
+        ("--cluster dgx-z", "did you mean"),
+        ("--cluster dgx-a100 --link 0gbit", "expected a rate above 0"),
+        ("--cluster dgx-a100 --gpu-bandwidth -1", "expected more than 0"),
+        ("--cluster dgx-a100 --nodes 3 --global-batch-size 128", "is not divisible by"),
+        ("--cluster dgx-a100 --batch-tokens nan", "expected a number above 0"),
+        ("--cluster dgx-a100 --batch-tokens 1M --global-batch-size 8", "set the same"),
+        ("--cluster dgx-a100 --tensor-model-parallel-size 2", "sizes of 1 only"),
+        ("--cluster dgx-a100 --zero-stage 2 --cpu-optimizer", "leave --cpu-optimizer out"),
+        ("--cluster dgx-a100 --plot plan.pdf", "ends with .png"),
+        ("--cluster dgx-a100 --json nowhere/plan.json", "there is no folder"),
+        ("--cluster dgx-2", "plan with --fp16"),
+        ("--cluster dgx-a100 --calibrate nowhere.jsonl", "there is no such file"),
+    ],
+)
+def test_mistakes_are_one_line_that_says_what_to_do(flags, message, capsys):
+    assert main([*RUN, *flags.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_a_model_that_fits_nowhere_is_status_1(capsys):
+    assert main([*RUN, *CLUSTER, "--gpu-memory", "1.601"]) == 1
+    streams = capsys.readouterr()
+    assert "fits nowhere on 16 GPUs" in streams.err and "needs" in streams.out
+
+
+def test_batch_tokens_become_samples_that_divide_into_micro_batches():
+    assert [samples_per_rank(wanted) for wanted in (31.25, 1000, 0.2, 3.0, 1.33)] == [
+        32, 1024, 1, 3, 1,
+    ]  # fmt: skip

@@ -1,0 +1,154 @@
+"""Plans agree with the forecast and the estimate, and rank what they cannot tell apart as ties."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from megatron_zpp.planner.advice import advice, what_would_fit, why_not
+from megatron_zpp.planner.candidates import (
+    LARGEST_MICRO_BATCH,
+    all_settings,
+    candidates_of,
+    given_candidate,
+)
+from megatron_zpp.planner.estimate import ACTIVATIONS, MOMENTS, WEIGHTS, estimate
+from megatron_zpp.planner.search import TIE, Search, rank_rows
+from megatron_zpp.planner.timing.hardware import GIB, Description, find_cluster
+from megatron_zpp.settings.arguments import parse
+from megatron_zpp.settings.schedule import Schedules
+from zeropp.wire.route import Nodes
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --bf16 "
+    "--tokenizer-type NullTokenizer --vocab-size 511 --global-batch-size 64 --zero-stage 3 "
+    "--hidden-dropout 0 --attention-dropout 0"
+)
+VOCABULARY = 512
+
+
+def search(link="25gbit", flags="", **described):
+    described = {"cluster": "dgx-a100", "num_nodes": 2, "link": link, **described}
+    cluster = find_cluster(Description(**described))
+    return Search(parse(f"{FLAGS} {flags}".split(), cluster.num_ranks), VOCABULARY, cluster)
+
+
+@pytest.fixture(scope="module")
+def slow_plan():
+    return search("1gbit").run()
+
+
+def test_memory_and_bytes_are_those_of_the_estimate_and_the_forecast(slow_plan):
+    nodes = Nodes.of(range(16), 8)
+    for row in (*slow_plan.rows[::17], slow_plan.row_of_flags):
+        expected = estimate(row.candidate.config, VOCABULARY, nodes, is_cpu=False)
+        assert dict(row.memory) == dict(expected.device)
+        sent = expected.sharding.forecast.node(expected.micro_batches)
+        far = sum(num_bytes for (_, hop), num_bytes in sent.items() if hop == "across_nodes")
+        assert row.sent_in_m["across_nodes"] == far / row.num_parameters / 2
+
+
+def test_state_memory_is_that_of_the_formula():
+    """docs/memory.md: 4 and 8 bytes of a weight, over all ranks at stages 1 to 3."""
+    searched = search()
+    rows = {}
+    for settings in all_settings(2, 8):
+        rows[settings.name] = searched.row(next(candidates_of(searched.base, settings, 16)))
+    parameters = rows["stage 0"].num_parameters
+    assert rows["stage 0"].memory[WEIGHTS] == 4 * parameters
+    for stage in (1, 2, 3):
+        row = rows[f"stage {stage}"]
+        assert row.memory[WEIGHTS] == 4 * parameters / 16
+        assert row.memory[MOMENTS] == 8 * parameters / 16
+
+
+def test_every_candidate_keeps_the_global_batch_and_is_a_valid_run():
+    searched = search()
+    count = 0
+    for settings in all_settings(2, 8):
+        for candidate in candidates_of(searched.base, settings, 16):
+            config, zero = candidate.config, candidate.config.zero
+            assert Schedules.of(config).batch_size.final == 64
+            assert config.batch.micro_batch_size in (1, 2, 4) and 4 <= LARGEST_MICRO_BATCH
+            micro_batches = 64 // 16 // candidate.micro_batch
+            assert zero.gradient_accumulation_steps == micro_batches
+            assert zero.stage == settings.zero["stage"]
+            count += 1
+    assert count == 3 * 3 * len(all_settings(2, 8))
+
+
+@dataclass
+class FakeTime:
+    typical: float
+
+
+@dataclass
+class FakeSettings:
+    inexactness: int
+    name: str = ""
+
+
+@dataclass
+class FakeCandidate:
+    settings: FakeSettings
+
+
+@dataclass
+class FakeRow:
+    candidate: FakeCandidate
+    time: FakeTime
+
+
+def fake(seconds, inexactness):
+    return FakeRow(FakeCandidate(FakeSettings(inexactness)), FakeTime(seconds))
+
+
+def test_a_tie_goes_to_the_more_exact_configuration():
+    inside, outside = 1 + 0.9 * TIE, 1 + 1.1 * TIE
+    rows = [fake(outside, 0), fake(1.0, 3), fake(inside, 0), fake(1.01, 2), fake(9.0, 1)]
+    ordered, places = rank_rows(rows)
+    keys = [(row.candidate.settings.inexactness, row.time.typical) for row in ordered]
+    assert keys == [(0, inside), (2, 1.01), (3, 1.0), (0, outside), (1, 9.0)]
+    assert places == [1, 1, 1, 4, 5]
+
+
+def test_on_slow_links_quantizing_pays_and_on_fast_ones_it_does_not(slow_plan):
+    best = slow_plan.fitting[0]
+    assert best.candidate.settings.inexactness > 0
+    assert "times as fast as the best without quantization" in advice(slow_plan)
+    assert "across nodes" in advice(slow_plan)
+    fast = search("3200gbit").run()
+    assert fast.fitting[0].candidate.settings.inexactness == 0
+    assert "Quantizing does not pay here" in advice(fast)
+    times = [row.time.typical for row in slow_plan.fitting]
+    assert best.time.typical <= min(times) * (1 + TIE)
+
+
+def test_what_the_flags_ask_for_is_among_the_rows_and_can_stand_alone(slow_plan):
+    alone = search("1gbit", "--micro-batch-size 2").run(only_flags=True)
+    assert len(alone.rows) == 1 and alone.rows[0].candidate.micro_batch == 2
+    assert "Without --as-given others are compared" in advice(alone)
+    assert slow_plan.row_of_flags.fits and any(
+        row.memory == slow_plan.row_of_flags.memory and row.candidate.micro_batch == 4
+        for row in slow_plan.rows
+    )
+
+
+def test_a_row_that_does_not_fit_names_the_largest_kind_and_what_would_fit():
+    searched = search(gpu_memory=1.605)  # 5 MiB for tensors
+    plan = searched.run()
+    assert not plan.fitting and plan.rows
+    row = searched.row(given_candidate(searched.base))
+    assert row.largest_kind == ACTIVATIONS and row.time is None
+    assert why_not(row).endswith(f"{row.memory[ACTIVATIONS] / GIB:.1f} of them {ACTIVATIONS}")
+    text = what_would_fit(searched, plan)
+    assert "fits nowhere on 16 GPUs" in text
+    needed = min(row.memory_bytes for row in plan.rows) + searched.cluster.reserved_bytes
+    assert f"GPUs of {needed / GIB:.0f} GiB" in text
+
+
+def test_a_link_rate_changes_the_time_and_nothing_else():
+    searched = search("1gbit")
+    candidate = given_candidate(searched.base)
+    times = [searched.at_link_rate(rate).seconds(candidate) for rate in (1, 10, 100, 1000)]
+    assert times == sorted(times, reverse=True) and times[0] > 5 * times[-1]
+    assert times[0] == searched.seconds(candidate)

@@ -1,0 +1,87 @@
+"""The table of hardware is physical and has sources; what a user describes wrongly is explained."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_zpp.planner.timing.hardware import (
+    GBIT,
+    GIB,
+    Description,
+    find_cluster,
+    hardware_table,
+    parse_rate,
+    table_gpu,
+)
+from zeropp.errors import InputError
+
+TABLE = hardware_table()
+FASTEST_NVLINK = 450e9  # bytes per second in each direction, of an H100
+
+
+@pytest.mark.parametrize("name", TABLE["gpus"])
+def test_constants_of_a_gpu_are_ordered_and_within_physical_limits(name):
+    gpu = table_gpu(name)
+    share = gpu.product_share
+    assert 0 < share.slow <= share.typical <= share.fast < 1
+    assert gpu.peak(torch.float16) > 1e14
+    assert gpu.near_rate < FASTEST_NVLINK < gpu.memory_rate
+    assert TABLE["gpus"][name]["sources"].strip()
+
+
+@pytest.mark.parametrize("name", TABLE["clusters"])
+def test_a_cluster_names_a_gpu_and_its_source(name):
+    cluster = find_cluster(Description(cluster=name, num_nodes=2))
+    assert cluster.num_ranks == 2 * TABLE["clusters"][name]["gpus_per_node"]
+    assert 0 < cluster.link_share.slow < cluster.link_share.fast <= 1
+    assert TABLE["clusters"][name]["source"].strip()
+    for level in ("slow", "typical", "fast"):
+        assert cluster.at(level, torch.float16).far <= cluster.link_rate
+
+
+def test_what_is_said_by_hand_replaces_the_table():
+    preset = find_cluster(Description(cluster="dgx-a100", num_nodes=4, link="25gbit"))
+    assert preset.link_rate == 25 * GBIT
+    by_hand = find_cluster(
+        Description(
+            num_nodes=2,
+            gpus_per_node=2,
+            link="10gbit",
+            gpu_tflops=165,
+            gpu_bandwidth=1.0,
+            gpu_memory=24,
+            node_bandwidth=20,
+        )  # fmt: skip
+    )
+    assert by_hand.gpu.peak(torch.bfloat16) == 165e12
+    assert by_hand.gpu.memory_rate == 1e12 and by_hand.gpu.near_rate == 20e9
+    assert by_hand.usable_bytes < by_hand.gpu.memory_bytes == 24 * GIB
+
+
+@pytest.mark.parametrize(
+    ("described", "message"),
+    [
+        ({"cluster": "dgx-a10"}, "did you mean dgx-a100 or dgx-a100-40gb"),
+        ({"gpus_per_node": 8, "link": "1gbit", "gpu": "a100"}, "a100-40gb or a100-80gb"),
+        ({"cluster": "dgx-h100", "gpu": "xyz"}, "known are v100"),
+        ({}, "give --cluster, one of dgx-2"),
+        ({"gpus_per_node": 2, "link": "1gbit", "gpu_tflops": 9.0}, "--gpu-bandwidth and --gpu-mem"),
+        ({"gpus_per_node": 2, "gpu": "h100", "num_nodes": 2}, "give --link RATE"),
+    ],
+)
+def test_mistakes_are_explained(described, message):
+    with pytest.raises(InputError, match=message):
+        find_cluster(Description(**described))
+
+
+@pytest.mark.parametrize("text", ["0gbit", "-1gbit", "fast", "10", "10gb", ""])
+def test_a_rate_that_is_none_is_refused(text):
+    with pytest.raises(InputError, match="expected a rate above 0"):
+        parse_rate(text, "--link")
+    assert math.isclose(parse_rate("400 Mbit/s", "--link"), 5e7)
+
+
+def test_a_gpu_without_a_format_says_what_to_do():
+    with pytest.raises(InputError, match="plan with --fp16"):
+        table_gpu("v100").peak(torch.bfloat16)
