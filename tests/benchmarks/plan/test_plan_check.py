@@ -1,0 +1,103 @@
+"""The check of the planner: what it replays and fits, and that its targets hold."""
+
+import pytest
+
+from benchmarks.plan import emulated_cluster, published_runs, sdp4bit, zeropp_figures
+from benchmarks.plan.bounded_fit import Bounds, fit
+from benchmarks.plan.cells import CheckedSet, Prediction, median_and_largest, summary_rows
+from benchmarks.plan.check_chart import draw
+from benchmarks.plan.deepspeed_fetches import fetches
+from benchmarks.plan.plan_check import as_json, tables
+
+
+def test_a_narrow_model_is_fetched_twice_and_a_wide_one_more():
+    """Three passes need each weight; the recomputed one is still there for the backward hooks."""
+    narrow, wide = fetches(40, 6144), fetches(40, 16384)
+    assert narrow.forward + narrow.backward == pytest.approx(2.0, abs=2 / 40)
+    assert wide.forward + wide.backward == pytest.approx(3.0, abs=0.5)
+    tiny = fetches(4, 64)  # all weights stay within the limits
+    assert tiny.forward + tiny.backward == pytest.approx(1.0)
+
+
+def test_a_fit_finds_its_minimum_and_says_where_a_limit_decided():
+    bounds = [
+        Bounds("a", 0.1, 10, ("too low", "too high")), Bounds("b", 0.5, 2, ("low", "the sky"))
+    ]  # fmt: skip
+    (a, b), text = fit(lambda point: (point[0] - 3) ** 2 + (point[1] - 5) ** 2, bounds)
+    assert a == pytest.approx(3, rel=1e-3) and b == pytest.approx(2)
+    assert "AT ITS BOUND: the sky" in text and "too" not in text
+
+
+def test_fitted_and_predicted_cells_are_never_in_one_average():
+    cells = tuple(
+        Prediction(of="x", quantity="s", predicted=value, measured=1.0, is_fitted=is_fitted)
+        for value, is_fitted in ((1.0, True), (1.5, False), (1.1, False))
+    )
+    checked = CheckedSet(name="n", constants="c", predictions=cells, targets=(("s", 0.4, 0.45),))
+    fitted, predicted = summary_rows([checked])
+    assert fitted[2:6] == ["fitted", "1", "0.0%", "0.0%"]
+    assert predicted[2:] == ["predicted", "2", "30.0%", "50.0%", "40%, 45%: missed"]
+
+
+@pytest.mark.parametrize(
+    "checked", [zeropp_figures.check, lambda: sdp4bit.check(sdp4bit.SYSTEMS[0])]
+)
+def test_targets_are_met(checked):
+    result = checked()
+    assert result.targets
+    for quantity, at_most, most in result.targets:
+        median, largest = median_and_largest(
+            p for p in result.predictions if p.quantity == quantity and not p.is_fitted
+        )
+        assert median <= at_most and largest <= most, (quantity, median, largest)
+
+
+def test_published_runs_are_predicted_or_have_a_reason():
+    checked, left_out = published_runs.check(), published_runs.left_out()
+    assert len(checked.predictions) + left_out.total() == 123
+    assert all(not p.is_fitted for p in checked.predictions)
+    result = {
+        "date": "today", "commit": None, "uncommitted": False, "versions": {},
+        "machine": {"processor": "p", "cores": 1, "gpus": []}, "load": {"before": 0.0, "after": 0},
+        "wrong_orders": [], "left_out": dict(left_out), "sets": [as_json(checked)],
+    }  # fmt: skip
+    text = tables(result, [checked])
+    assert "| published FSDP runs |" in text and "FP8 products" in text
+
+
+def test_on_the_emulated_cluster_fsdp2_computes_and_then_waits_for_three_times_the_model():
+    """Two gathers and gloo's reduce-scatter of two rings each pass 3/4 of M from node to node."""
+    cell = {"rate_mbit": "1", "micro_batches": "1"}
+    fsdp2, ours = (emulated_cluster._work(name, 64, 1) for name in ("fsdp2", "zero3"))
+    model = 2 * sum(unit.gathered // 2 for unit in fsdp2.run.units)
+    gathers = sum(
+        hop.far_bytes
+        for unit in fsdp2.messages
+        for hop in (*unit.first_gather, *unit.backward_gather)
+    )
+    assert gathers == pytest.approx(1.5 * model, rel=0.02)  # the root is gathered once
+    link = (gathers + 2 * gathers / 2) * emulated_cluster.HEADERS / emulated_cluster.MBIT
+    assert fsdp2.seconds(cell, 2.0, 0.0) == pytest.approx(2.0 + link, rel=0.02)
+    assert ours.seconds(cell, 2.0, 0.0) < 0.7 * link + 2.0
+
+
+def test_rows_in_another_order_are_named():
+    def cell(of, predicted, measured):
+        return Prediction(
+            of=of, quantity="s", predicted=predicted, measured=measured, is_fitted=False
+        )
+
+    cells = (
+        cell("run 1, fast, fsdp2", 3.0, 3.1), cell("run 1, fast, zeropp", 1.0, 0.9),
+        cell("run 1, slow, fsdp2", 1.0, 3.1), cell("run 1, slow, zeropp", 1.1, 0.9),
+        cell("run 1, no limit, fsdp2", 1.0, 3.1), cell("run 1, no limit, zeropp", 1.1, 0.9),
+    )  # fmt: skip
+    checked = CheckedSet(name="emulated cluster", constants="", predictions=cells)
+    assert emulated_cluster.wrong_orders(checked) == ["run 1, slow"]
+
+
+def test_a_chart_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    cell = Prediction(of="x", quantity="s", predicted=1.0, measured=1.1, is_fitted=False)
+    draw([CheckedSet(name="n", constants="", predictions=(cell,))], tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
