@@ -83,23 +83,23 @@ def import_checkpoint(
     if is_hugging_face(save):  # opening `save` would be ambiguous
         raise InputError(f"--save {save} holds a Hugging Face model: name another folder")
     path, kind = _layout_of(source)
-    found = _read(path, kind)
-    fields, table = _description(found, kind, shape_flags or ShapeFlags(), path)
+    foreign = _read(path, kind)
+    fields, table = _description(foreign, kind, shape_flags or ShapeFlags(), path)
     ModelConfig(**fields).check()
-    rows = _vocab_rows(found.weights, table)
-    tokenizer_config = tokenizer_config or _saved_tokenizer(found.args, rows)
+    rows = _vocab_rows(foreign.weights, table)
+    tokenizer_config = tokenizer_config or _saved_tokenizer(foreign.args, rows)
     tokenizer = build_tokenizer(tokenizer_config)
     model = with_padding(ModelConfig(**fields), rows, tokenizer.vocab_size, vocab_multiple, path)
     padded_rows = model.padded_vocab_size(tokenizer.vocab_size)
     sizes = Sizes(model=model, vocab_rows=rows, padded_rows=padded_rows)
-    weights = ConvertedWeights(found.weights, table, sizes)
+    weights = ConvertedWeights(foreign.weights, table, sizes)
     adam = None
-    if found.moments:
+    if foreign.moments:
         moments = {
-            key: ConvertedWeights(tensors, table, sizes) for key, tensors in found.moments.items()
+            key: ConvertedWeights(tensors, table, sizes) for key, tensors in foreign.moments.items()
         }
-        adam = AdamState(moments=moments, step=found.step)
-    state = _state(found, model, tokenizer_config, tokenizer)
+        adam = AdamState(moments=moments, step=foreign.step)
+    state = _state(foreign, model, tokenizer_config, tokenizer)
     written = checkpoint.save_weights(save, weights, state, adam)
     opened = OpenedModel(
         path=written,
@@ -109,7 +109,7 @@ def import_checkpoint(
         weights=weights,
     )
     return ImportedCheckpoint(
-        opened=opened, iteration=found.iteration, without_optimizer=found.without_moments
+        opened=opened, iteration=foreign.iteration, without_optimizer=foreign.without_moments
     )
 
 
@@ -138,19 +138,19 @@ def _read(path: Path, kind: LayoutKind) -> ForeignCheckpoint:
 
 
 def _description(
-    found: ForeignCheckpoint, kind: LayoutKind, flags: ShapeFlags, path: Path
+    foreign: ForeignCheckpoint, kind: LayoutKind, flags: ShapeFlags, path: Path
 ) -> tuple[dict[str, Any], NameTable]:
     """Return the fields of the model's ModelConfig, and the names of its weights."""
     if kind is LayoutKind.SHARDS:
-        return torchtitan_fields(found.weights, flags), TORCHTITAN
+        return torchtitan_fields(foreign.weights, flags), TORCHTITAN
     typed = [
         f"--{name.replace('_', '-')}" for name, value in asdict(flags).items() if value is not None
     ]
     if typed:
         raise InputError(f"{', '.join(typed)}: {path} says itself what its model is: leave it out")
-    if not found.args:
+    if not foreign.args:
         raise InputError(f"{path}: has no arguments of Megatron, which say what the model is")
-    fields = model_fields(found.args, str(path))
+    fields = model_fields(foreign.args, str(path))
     return fields, MEGATRON_GATED if ModelConfig(**fields).is_gated else MEGATRON
 
 
@@ -182,19 +182,19 @@ def _saved_tokenizer(args: Mapping[str, Any], rows: int) -> TokenizerConfig:
 
 
 def _state(
-    found: ForeignCheckpoint,
+    foreign: ForeignCheckpoint,
     model: ModelConfig,
     tokenizer_config: TokenizerConfig,
     tokenizer: Tokenizer,
 ) -> TrainingState:
     config = Config(model=model, tokenizer=tokenizer_config)
-    samples = int(found.args.get("consumed_train_samples") or 0)
+    samples = int(foreign.args.get("consumed_train_samples") or 0)
     return TrainingState(
-        iteration=found.iteration,
+        iteration=foreign.iteration,
         consumed_samples=samples,
         consumed_tokens=samples * model.seq_length,
-        consumed_valid_samples=int(found.args.get("consumed_valid_samples") or 0),
-        seed=int(found.args.get("seed") or config.training.seed),
+        consumed_valid_samples=int(foreign.args.get("consumed_valid_samples") or 0),
+        seed=int(foreign.args.get("seed") or config.training.seed),
         world_size=1,
         stage=0,
         tokenizer=tokenizer.fingerprint,
