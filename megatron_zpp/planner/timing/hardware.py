@@ -265,7 +265,10 @@ def _entry(table: Mapping[str, Any], name: str, flag: str) -> Mapping[str, Any]:
         close = [known for known in table if known.startswith(name.lower())]
         close = close or difflib.get_close_matches(name.lower(), table, n=1, cutoff=0.4)
         hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(table)}."
-        raise InputError(f"{flag} {name}: unknown; {hint} Others can be description by hand")
+        raise InputError(
+            f"{flag} {name}: unknown; {hint} Others are described by hand, by their numbers "
+            "(docs/planning.md)"
+        )
     return table[name]
 
 
