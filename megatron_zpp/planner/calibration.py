@@ -17,6 +17,7 @@ from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.planner.candidates import given_candidate
 from megatron_zpp.planner.search import Search
 from megatron_zpp.planner.timing.hardware import TERA, Cluster, Range
+from megatron_zpp.planner.timing.step_time import typical_seconds
 from megatron_zpp.settings.config import Config
 from zeropp.errors import InputError
 
@@ -58,9 +59,10 @@ def calibrate_by_log(cluster: Cluster, config: Config, vocab_size: int, path: st
     config = replace(config, batch=batch)
     measured_on = replace(cluster, num_nodes=run.num_ranks // per_node, gpus_per_node=per_node)
 
+    work = Search(config, vocab_size, measured_on).step_work(given_candidate(config))
+
     def predict(with_value: Callable[[Cluster, Range], Cluster], value: float) -> float:
-        there = with_value(measured_on, Range(value, value, value))
-        return Search(config, vocab_size, there).seconds(given_candidate(config))
+        return typical_seconds(work, with_value(measured_on, Range(value, value, value)))
 
     is_one_node = measured_on.num_nodes == 1
     with_value, limits = (

@@ -6,6 +6,7 @@ from typing import BinaryIO
 from megatron_zpp.planner.plan_table import best_of_settings
 from megatron_zpp.planner.search import TIE, Plan, Row, Search
 from megatron_zpp.planner.timing.hardware import GBIT
+from megatron_zpp.planner.timing.step_time import typical_seconds
 from zeropp.errors import InputError
 
 PARTS = (  # attribute of StepTime, label, colour
@@ -83,7 +84,8 @@ def _draw_rates(axes, search: Search, rows: Sequence[Row]) -> None:
     rates = [LOWEST_RATE * ratio**index for index in range(POINTS)]
     curves = []
     for row, colour in zip(rows, COLOURS, strict=False):
-        seconds = [search.at_link_rate(rate).seconds(row.candidate) for rate in rates]
+        work = search.step_work(row.candidate)
+        seconds = [typical_seconds(work, search.cluster.with_link(rate)) for rate in rates]
         curves.append(seconds)
         axes.plot(rates, seconds, color=colour, label=row.candidate.settings.name)
     axes.axvline(

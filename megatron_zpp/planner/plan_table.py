@@ -16,10 +16,6 @@ from megatron_zpp.planner.timing.hardware import GBIT, GIB
 from megatron_zpp.settings.schedule import Schedules
 
 WIDTH = 168  # columns, where there is no terminal
-LEFT_OUT = (
-    "left out: tensor, pipeline and context parallelism, oversubscribed switches, stragglers, data "
-    "loading, saving"
-)
 NOTES = (
     "places: what differs by less than the error of a prediction shares one, the more exact first",
     "step: from the fast to the slow end of the constants; MFU without recomputation, HFU with it",
@@ -55,10 +51,12 @@ def print_plan(plan: Plan, top: int, console: Console | None = None) -> None:
     for note in NOTES:
         console.print(note, soft_wrap=True)
     if plan.fitting:
+        best = plan.fitting[0]
+        settings = best.candidate.settings
         console.print(f"\n{advice(plan)}", soft_wrap=True)
-        console.print(f"flags: {_flags(plan.fitting[0])}", soft_wrap=True)
-        if plan.fitting[0].candidate.settings.zero:
-            console.print(f"JSON: {json.dumps(_zero_json(plan.fitting[0]))}", soft_wrap=True)
+        console.print(f"flags: {_flags(best)}", soft_wrap=True)
+        if settings.zero:
+            console.print(f"JSON: {json.dumps(settings.to_json())}", soft_wrap=True)
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -140,7 +138,7 @@ def _row_json(row: Row, place: int | None, num_ranks: int) -> dict[str, Any]:
     candidate, time = row.candidate, row.time
     result: dict[str, Any] = {
         "settings": candidate.settings.name,
-        "json": _zero_json(row),
+        "json": candidate.settings.to_json(),
         "micro_batch": candidate.micro_batch,
         "recomputed": candidate.recomputed,
         "key": settings_key(candidate.config, num_ranks),
@@ -170,10 +168,6 @@ def _flags(row: Row) -> str:
     granularity = RECOMPUTED[row.candidate.recomputed]
     recompute = f" --recompute-granularity {granularity}" if granularity else ""
     return f"--micro-batch-size {row.candidate.micro_batch}{recompute}"
-
-
-def _zero_json(row: Row) -> dict[str, Any]:
-    return row.candidate.settings.to_json()
 
 
 def _console() -> Console:

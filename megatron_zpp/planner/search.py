@@ -16,7 +16,7 @@ from megatron_zpp.planner.candidates import (
 from megatron_zpp.planner.estimate import estimate_run, trace_run
 from megatron_zpp.planner.planned_run import PlannedRun, build_meta_model, plan_run
 from megatron_zpp.planner.timing.hardware import Cluster
-from megatron_zpp.planner.timing.step_time import StepTime, step_time
+from megatron_zpp.planner.timing.step_time import StepTime, step_time, typical_seconds
 from megatron_zpp.planner.timing.unit_work import StepWork
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.schedule import Schedules
@@ -138,13 +138,13 @@ class Search:
         )
         return self._timed(row, run) if row.fits else row
 
-    def at_link_rate(self, gbit: float) -> "Search":
-        """Return a search of the same model on the same nodes with other links, of Gbit/s."""
-        return Search(self.base, self.vocab_size, self.cluster.with_link(gbit))
+    def step_work(self, candidate: Candidate) -> StepWork:
+        """Return what a step computes and sends, whatever the GPUs and links of these nodes."""
+        return StepWork(self._planned(candidate), self.vocab_size)
 
     def seconds(self, candidate: Candidate) -> float:
         """Return the typical seconds of a step, whether it fits into memory or not."""
-        return step_time(StepWork(self._planned(candidate), self.vocab_size), self.cluster).typical
+        return typical_seconds(self.step_work(candidate), self.cluster)
 
     def _planned(self, candidate: Candidate) -> PlannedRun:
         return plan_run(

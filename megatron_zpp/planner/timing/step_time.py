@@ -46,6 +46,11 @@ def step_time(work: StepWork, cluster: Cluster) -> StepTime:
     )
 
 
+def typical_seconds(work: StepWork, cluster: Cluster) -> float:
+    """Return the typical seconds of a step alone."""
+    return work.seconds(Streams, cluster.at(TYPICAL, work.run.compute_dtype))
+
+
 def _without_links(rates: Rates, *, near: bool) -> Rates:
     """Return the rates with far links, and near ones if asked for, that take no time."""
     protocols = tuple(

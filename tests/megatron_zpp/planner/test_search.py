@@ -14,6 +14,7 @@ from megatron_zpp.planner.candidates import (
 from megatron_zpp.planner.estimate import ACTIVATIONS, MOMENTS, WEIGHTS, estimate
 from megatron_zpp.planner.search import TIE, Search, rank_rows
 from megatron_zpp.planner.timing.hardware import GIB, Description, find_cluster
+from megatron_zpp.planner.timing.step_time import typical_seconds
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.schedule import Schedules
 from zeropp.wire.route import Nodes
@@ -149,6 +150,7 @@ def test_a_row_that_does_not_fit_names_the_largest_kind_and_what_would_fit():
 def test_a_link_rate_changes_the_time_and_nothing_else():
     searched = search("1gbit")
     candidate = given_candidate(searched.base)
-    times = [searched.at_link_rate(rate).seconds(candidate) for rate in (1, 10, 100, 1000)]
+    work, cluster = searched.step_work(candidate), searched.cluster
+    times = [typical_seconds(work, cluster.with_link(rate)) for rate in (1, 10, 100, 1000)]
     assert times == sorted(times, reverse=True) and times[0] > 5 * times[-1]
     assert times[0] == searched.seconds(candidate)
