@@ -61,10 +61,7 @@ def import_model(
     `save`/hugging_face gets the model's config.json and its tokenizer. Raises InputError for what
     `open_model` refuses, and if `save` holds checkpoints or another model already.
     """
-    if candidates(save)[0]:
-        raise InputError(f"--save {save} holds checkpoints already: name another folder")
-    if is_hugging_face(save):  # opening `save` would be ambiguous
-        raise InputError(f"--save {save} holds a Hugging Face model: name another folder")
+    require_no_model(save)
     opened = open_model(source, tokenizer_config, vocab_multiple)
     if opened.hf_config is None or opened.path != source:
         raise InputError(f"--from-hf {source}: is a checkpoint of this program already")
@@ -86,6 +83,14 @@ def import_model(
     )
     path = checkpoint.save_weights(save, opened.weights, state)
     return replace(opened, path=path, tokenizer_config=tokenizer_config)
+
+
+def require_no_model(save: Path) -> None:
+    """Raise InputError if the folder for a model's checkpoint holds checkpoints or a model."""
+    if candidates(save)[0]:
+        raise InputError(f"--save {save} holds checkpoints already: name another folder")
+    if is_hugging_face(save):  # opening `save` would be ambiguous
+        raise InputError(f"--save {save} holds a Hugging Face model: name another folder")
 
 
 def export_model(

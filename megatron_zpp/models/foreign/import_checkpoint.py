@@ -8,10 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.iteration_folders import candidates
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
 from megatron_zpp.checkpoint.weight_source import AdamState
-from megatron_zpp.models.conversion import training_flags
+from megatron_zpp.models.conversion import require_no_model, training_flags
 from megatron_zpp.models.converted_weights import ConvertedWeights
 from megatron_zpp.models.families.forms import Sizes
 from megatron_zpp.models.families.names import NameTable
@@ -28,7 +27,6 @@ from megatron_zpp.models.foreign.torchtitan import (
 )
 from megatron_zpp.models.foreign.universal_files import read_universal_files
 from megatron_zpp.models.foreign.zero_files import read_model_files, read_zero_files
-from megatron_zpp.models.hf_folder import is_hugging_face
 from megatron_zpp.models.open_model import OpenedModel, with_padding
 from megatron_zpp.settings.config import Config, ModelConfig, TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
@@ -78,18 +76,15 @@ def import_checkpoint(
     Raises InputError for a layout that cannot be read, for damaged or incomplete files, for a model
     that our GPT cannot be, and if `save` holds checkpoints already.
     """
-    if candidates(save)[0]:
-        raise InputError(f"--save {save} holds checkpoints already: name another folder")
-    if is_hugging_face(save):  # opening `save` would be ambiguous
-        raise InputError(f"--save {save} holds a Hugging Face model: name another folder")
+    require_no_model(save)
     path, kind = _layout_of(source)
     foreign = _read(path, kind)
-    fields, table = _description(foreign, kind, shape_flags or ShapeFlags(), path)
-    ModelConfig(**fields).check()
+    model, table = _description(foreign, kind, shape_flags or ShapeFlags(), path)
+    model.check()
     rows = _vocab_rows(foreign.weights, table)
     tokenizer_config = tokenizer_config or _saved_tokenizer(foreign.args, rows)
     tokenizer = build_tokenizer(tokenizer_config)
-    model = with_padding(ModelConfig(**fields), rows, tokenizer.vocab_size, vocab_multiple, path)
+    model = with_padding(model, rows, tokenizer.vocab_size, vocab_multiple, path)
     padded_rows = model.padded_vocab_size(tokenizer.vocab_size)
     sizes = Sizes(model=model, vocab_rows=rows, padded_rows=padded_rows)
     weights = ConvertedWeights(foreign.weights, table, sizes)
@@ -139,10 +134,10 @@ def _read(path: Path, kind: LayoutKind) -> ForeignCheckpoint:
 
 def _description(
     foreign: ForeignCheckpoint, kind: LayoutKind, flags: ShapeFlags, path: Path
-) -> tuple[dict[str, Any], NameTable]:
-    """Return the fields of the model's ModelConfig, and the names of its weights."""
+) -> tuple[ModelConfig, NameTable]:
+    """Return the model's settings, and the names of its weights."""
     if kind is LayoutKind.SHARDS:
-        return torchtitan_fields(foreign.weights, flags), TORCHTITAN
+        return ModelConfig(**torchtitan_fields(foreign.weights, flags)), TORCHTITAN
     typed = [
         f"--{name.replace('_', '-')}" for name, value in asdict(flags).items() if value is not None
     ]
@@ -150,8 +145,8 @@ def _description(
         raise InputError(f"{', '.join(typed)}: {path} says itself what its model is: leave it out")
     if not foreign.args:
         raise InputError(f"{path}: has no arguments of Megatron, which say what the model is")
-    fields = model_fields(foreign.args, str(path))
-    return fields, MEGATRON_GATED if ModelConfig(**fields).is_gated else MEGATRON
+    model = ModelConfig(**model_fields(foreign.args, str(path)))
+    return model, MEGATRON_GATED if model.is_gated else MEGATRON
 
 
 def _vocab_rows(weights: NamedTensors, table: NameTable) -> int:

@@ -16,8 +16,8 @@ from megatron_zpp.models.foreign.pickles import load_pickle
 from megatron_zpp.models.foreign.rank_parts import Grid, flat_tensors, join_stages
 from megatron_zpp.models.foreign.tensor_files import ForeignCheckpoint, LazyTensor, NamedTensors
 from zeropp.errors import InputError, first_few
+from zeropp.optim.adam import MOMENTS
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 FIRST_VERSION = 2.0  # before, queries, keys and values were ordered otherwise
 Files = dict[tuple[int, int], dict[str, Any]]  # contents by pipeline stage and tensor rank

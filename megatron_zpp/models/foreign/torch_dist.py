@@ -17,11 +17,11 @@ from megatron_zpp.models.foreign.pickles import load_pickle
 from megatron_zpp.models.foreign.shard_tensors import ShardTensors
 from megatron_zpp.models.foreign.tensor_files import ForeignCheckpoint, LazyTensor, NamedTensors
 from zeropp.errors import InputError
+from zeropp.optim.adam import MOMENTS
 
 COMMON = "common.pt"
 STATE = "optimizer.state."
 MASTERS = ("fp32_param.", "param.")
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def read_torch_dist(folder: Path) -> ForeignCheckpoint:

@@ -19,9 +19,9 @@ from megatron_zpp.models.foreign.shard_tensors import ShardTensors
 from megatron_zpp.models.foreign.tensor_files import ForeignCheckpoint, LazyTensor, NamedTensors
 from megatron_zpp.settings.flag import Section, flag
 from zeropp.errors import InputError
+from zeropp.optim.adam import MOMENTS
 
 STATE = "optimizer.state."
-MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "train_state.step"
 NOT_WEIGHTS = ("optimizer.", "train_state", "lr_scheduler", "dataloader", "freqs_cis")
 EMBEDDING, QUERIES, KEYS = (

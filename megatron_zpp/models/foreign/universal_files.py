@@ -13,8 +13,9 @@ from megatron_zpp.models.foreign.megatron_args import args_in
 from megatron_zpp.models.foreign.megatron_names import core_names
 from megatron_zpp.models.foreign.pickles import load_pickle
 from megatron_zpp.models.foreign.tensor_files import ForeignCheckpoint, LazyTensor, NamedTensors
-from megatron_zpp.models.foreign.zero_files import MOMENTS, grid_of, iteration_of
+from megatron_zpp.models.foreign.zero_files import grid_of, iteration_of
 from zeropp.errors import InputError, first_few
+from zeropp.optim.adam import MOMENTS
 
 FP32, STEP = "fp32", "step"
 

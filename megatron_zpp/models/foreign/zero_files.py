@@ -22,11 +22,11 @@ from megatron_zpp.models.foreign.pickles import load_pickle
 from megatron_zpp.models.foreign.rank_parts import Grid, flat_tensors, join_stages
 from megatron_zpp.models.foreign.tensor_files import ForeignCheckpoint, LazyTensor, NamedTensors
 from zeropp.errors import InputError, first_few
+from zeropp.optim.adam import MOMENTS
 
 MODEL_FILES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 STATE_FILES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 WEIGHTS = "weights"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 STAGE_3 = "fp32_flat_groups"
 STAGES_1_2 = "single_partition_of_fp32_groups"
 Files = dict[tuple[int, int], dict[str, Any]]  # contents by data-parallel and tensor rank
