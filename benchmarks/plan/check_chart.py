@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks.plan.cells import CheckedSet
 from benchmarks.shared.charts import save_png
 
-COLOURS = ("#4c8bf5", "#e8710a", "#34a853", "#a142f4", "#d93025", "#5f6368")
+COLOURS = ("#4c8bf5", "#e8710a", "#34a853", "#a142f4", "#d93025", "#5f6368", "#00838f")
 SIZE, DPI = (7.0, 6.2), 130  # inches, dots per inch
 BAND = 0.15  # dotted lines
 

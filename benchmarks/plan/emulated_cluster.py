@@ -1,9 +1,10 @@
 """The emulated cluster's rows: our collectives on CPUs, predicted from plain FSDP2's rows alone.
 
-All ranks share two cores, so a rank's computing is that of all of them. Constants: the seconds that
-a step of a run computes (one for each run, whose machine was busy in its own way), and processor
-time for each byte that gloo copies (one for each machine). Both are fitted to FSDP2's rows, whose
-calls block. Its reduce-scatter sends twice what a ring would (gloo).
+All ranks share two cores, so a rank's computing is that of all of them. All constants come from
+FSDP2's rows, whose calls block: the processor time of a byte that a limited link passes on in
+packets (of a machine, from the processor seconds with and without a limit), of a byte that gloo
+copies (of a machine), and the seconds that a step computes (of a run, as machines were busy in
+their own ways). FSDP2's reduce-scatter sends twice what a ring would (gloo).
 """
 
 import itertools
@@ -31,10 +32,12 @@ from zeropp.wire.route import Nodes
 
 FSDP2 = "fsdp2"
 ORDERED = (FSDP2, "zero3", "zeropp")
-RANKS, PER_NODE, VOCABULARY = 4, 2, 512
+QUIET, SHARED = "quiet machine", "shared machine"
+RANKS, PER_NODE, VOCABULARY, CORES = 4, 2, 512, 2
 MBIT = 1e6 / 8  # bytes per second
 HEADERS = 1.011  # bytes on the wire to the ledger's, as the interfaces counted
 GLOO_REDUCE_SCATTER = 2  # it is an all-reduce
+SLICE = 1.4e-3  # s; Linux's scheduler on two cores: gloo's threads wait for computing ones so long
 PASSES = 3  # a forward pass, and a backward pass of twice its time
 SHAPE = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --micro-batch-size 1 "
@@ -48,8 +51,26 @@ COPYING = Bounds(
     2.0,
     ("20 GB/s, a core's memcpy", "0.5 GB/s, slower than gloo alone"),
 )
+PACKETS = Bounds(
+    "packets, ns a byte",
+    0.05,
+    20.0,
+    ("20 GB/s, a core's memcpy", "180 us for a packet of 9000 bytes"),
+)
 TARGETS = (("step, s", 0.10, 0.15),)
 Cell = dict[str, str]
+
+
+@dataclass(frozen=True)
+class ProcessorCost:
+    """Nanoseconds of a core for a byte: copied by gloo, and passed to a limited link in packets."""
+
+    copying: float
+    packets: float
+
+    def seconds(self, copied: float, limited: float) -> float:
+        """Return the seconds of all cores for so many bytes of all ranks."""
+        return (copied * self.copying + limited * self.packets) * 1e-9 / CORES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,23 +81,15 @@ class Work:
     messages: tuple[UnitMessages, ...]
     blocks: bool  # its collectives block
 
-    def seconds(self, cell: Cell, computing: float, copying: float) -> float:
+    def seconds(self, cell: Cell, computing: float, cost: ProcessorCost) -> float:
         """Return the seconds of a step."""
-        rate = float(cell["rate_mbit"]) * MBIT if cell["rate_mbit"] else None
         num_micro_batches = int(cell["micro_batches"])
         forward = computing / num_micro_batches / PASSES / (len(self.messages) - 1)
+        reduces = GLOO_REDUCE_SCATTER if self.blocks else 1
 
         def collective(hops: Sequence[Message], factor: int = 1) -> Collective:
-            timed, copied = [], 0.0
-            for each in hops:
-                per_node = each.near_bytes * PER_NODE + each.far_bytes
-                copy = copying * 1e-9 * factor * per_node * (RANKS // PER_NODE)
-                link = factor * each.far_bytes * HEADERS / rate if rate else 0.0
-                timed.append(Hop(0.0, max(link, copy) if self.blocks else link + copy))
-                copied += copy
-            return Collective(tuple(timed), 0.0 if self.blocks else copied)
+            return self._collective(hops, factor, _rate(cell), cost)
 
-        reduces = GLOO_REDUCE_SCATTER if self.blocks else 1
         works = [
             UnitWork(
                 forward=0.0 if is_root else forward,
@@ -94,32 +107,71 @@ class Work:
         kind = Blocking if self.blocks else Host
         return step_seconds(kind, works[:-1], works[-1], num_micro_batches)
 
+    def _collective(
+        self, hops: Sequence[Message], factor: int, rate: float | None, cost: ProcessorCost
+    ) -> Collective:
+        """Return a collective of `factor` times the bytes of `hops`.
 
-def check() -> CheckedSet:
-    """Return predicted beside measured of all rows."""
-    texts, predictions = [], []
+        One that blocks has the cores to itself; one beside computation waits for a core at each
+        of its hops, and takes the cores from computation.
+        """
+        timed, on_cores = [], 0.0
+        for hop in hops:
+            copied, far = factor * _bytes_of_all(hop), factor * hop.far_bytes
+            cores = cost.seconds(copied, RANKS // PER_NODE * far if rate else 0.0)
+            link = far * HEADERS / rate if rate else 0.0
+            wait = 0.0 if self.blocks else SLICE * (hop.near_hops + hop.far_hops)
+            timed.append(Hop(0.0, max(link, cores) + wait))
+            on_cores += cores
+        return Collective(tuple(timed), 0.0 if self.blocks else on_cores)
+
+    def limited_bytes(self, cell: Cell) -> float:
+        """Return the bytes that all nodes send to others in a step of FSDP2."""
+        more = int(cell["micro_batches"]) - 1
+        return (
+            RANKS
+            // PER_NODE
+            * sum(
+                times * hop.far_bytes
+                for unit in self.messages
+                for times, hops in (
+                    (1, unit.first_gather),
+                    (more, unit.later_gather),
+                    (more + 1, unit.backward_gather),
+                    (GLOO_REDUCE_SCATTER, unit.reduction),
+                    (GLOO_REDUCE_SCATTER * more, unit.early_reduction),
+                )
+                for hop in hops
+            )
+        )
+
+
+def check() -> list[CheckedSet]:
+    """Return predicted beside measured, apart for runs beside which the machine did other work."""
+    texts: list[str] = []
+    predictions: dict[str, list[Prediction]] = {QUIET: [], SHARED: []}
     by_machine = itertools.groupby(read_cells("emulated.tsv"), key=_machine)
     for machine, group in by_machine:
         cells = list(group)
-        constants, text = _calibrated(cells)
+        cost, computing, text = _calibrated(cells)
         texts.append(f"{machine}: {text}")
         for cell in cells:
-            copying, computing = constants[0], constants[1][cell["run"]]
-            predicted = _work(*_key(cell)).seconds(cell, computing, copying)
-            rate = f"{cell['rate_mbit']} Mbit/s" if cell["rate_mbit"] else "no limit"
-            predictions.append(
+            predictions[cell["beside"]].append(
                 Prediction(
-                    of=f"run {cell['run']}, {cell['seq']} tokens, {rate}, {cell['configuration']}",
+                    of=_row_name(cell),
                     quantity="step, s",
-                    predicted=predicted,
-                    measured=float(cell["step_ms"]) / 1000,
+                    predicted=_work(*_key(cell)).seconds(cell, computing[cell["run"]], cost),
+                    measured=_step_seconds(cell),
                     is_fitted=cell["configuration"] == FSDP2,
                 )
             )
-    return CheckedSet(
-        name="emulated cluster", constants="; ".join(texts), predictions=tuple(predictions),
-        targets=TARGETS,
-    )  # fmt: skip
+    return [
+        CheckedSet(
+            name=f"emulated cluster, {beside}", constants="; ".join(texts),
+            predictions=tuple(rows), targets=TARGETS,
+        )
+        for beside, rows in predictions.items()
+    ]  # fmt: skip
 
 
 def wrong_orders(checked: CheckedSet) -> list[str]:
@@ -140,27 +192,68 @@ def wrong_orders(checked: CheckedSet) -> list[str]:
     ]
 
 
-def _calibrated(cells: Sequence[Cell]) -> tuple[tuple[float, dict[str, float]], str]:
-    """Return processor time a byte, and computing by run, from FSDP2's rows of a machine."""
+def _calibrated(cells: Sequence[Cell]) -> tuple[ProcessorCost, dict[str, float], str]:
+    """Return a machine's costs, computing by run, and a line that says them."""
     rows = [cell for cell in cells if cell["configuration"] == FSDP2]
     runs = list(dict.fromkeys(cell["run"] for cell in rows))
+    (packets,), packets_text = _packet_cost(rows)
 
     def of_run(run: str, copying: float) -> tuple[tuple[float, ...], str, float]:
-        own = [cell for cell in rows if cell["run"] == run]
+        cost = ProcessorCost(copying, packets)
+        waits = [  # a step that blocks computes and waits in turn
+            (_work(*_key(row)).seconds(row, 0.0, cost), _step_seconds(row))
+            for row in rows
+            if row["run"] == run
+        ]
 
         def loss(point: Sequence[float]) -> float:
-            return log_squares(
-                (_work(*_key(c)).seconds(c, point[0], copying), float(c["step_ms"]) / 1000)
-                for c in own
-            )
+            return log_squares((point[0] + wait, measured) for wait, measured in waits)
 
         constants, text = fit(loss, [COMPUTING])
         return constants, text, loss(constants)
 
     (copying,), text = fit(lambda point: sum(of_run(run, point[0])[2] for run in runs), [COPYING])
     fits = {run: of_run(run, copying) for run in runs}
-    texts = [f"run {run} {fits[run][1]}" for run in runs]
-    return (copying, {run: each[0][0] for run, each in fits.items()}), ", ".join([text, *texts])
+    texts = [packets_text, text, *(f"run {run} {fits[run][1]}" for run in runs)]
+    computing = {run: constants[0] for run, (constants, *_) in fits.items()}
+    return ProcessorCost(copying, packets), computing, ", ".join(texts)
+
+
+def _packet_cost(rows: Sequence[Cell]) -> tuple[tuple[float, ...], str]:
+    """Return what a limited link takes for a byte, by what a limit adds to processor seconds."""
+    unlimited = {
+        row["run"]: float(row["processor_s"])
+        for row in rows
+        if row["processor_s"] and not row["rate_mbit"]
+    }
+    added = [
+        (_work(*_key(row)).limited_bytes(row) * 1e-9, float(row["processor_s"]) - least)
+        for row in rows
+        if row["rate_mbit"] and (least := unlimited.get(row["run"])) is not None
+    ]
+    return fit(
+        lambda point: sum((point[0] * billions - seconds) ** 2 for billions, seconds in added),
+        [PACKETS],
+    )
+
+
+def _bytes_of_all(hop: Message) -> float:
+    """Return the bytes that all ranks send in a hop, each of which gloo copies."""
+    return (hop.near_bytes * PER_NODE + hop.far_bytes) * (RANKS // PER_NODE)
+
+
+def _rate(cell: Cell) -> float | None:
+    """Return the bytes per second of a node's link, or None if it has no limit."""
+    return float(cell["rate_mbit"]) * MBIT if cell["rate_mbit"] else None
+
+
+def _step_seconds(cell: Cell) -> float:
+    return float(cell["step_ms"]) / 1000
+
+
+def _row_name(cell: Cell) -> str:
+    rate = f"{cell['rate_mbit']} Mbit/s" if cell["rate_mbit"] else "no limit"
+    return f"run {cell['run']}, {cell['seq']} tokens, {rate}, {cell['configuration']}"
 
 
 def _machine(cell: Cell) -> str:

@@ -77,8 +77,20 @@ def test_on_the_emulated_cluster_fsdp2_computes_and_then_waits_for_three_times_t
     )
     assert gathers == pytest.approx(1.5 * model, rel=0.02)  # the root is gathered once
     link = (gathers + 2 * gathers / 2) * emulated_cluster.HEADERS / emulated_cluster.MBIT
-    assert fsdp2.seconds(cell, 2.0, 0.0) == pytest.approx(2.0 + link, rel=0.02)
-    assert ours.seconds(cell, 2.0, 0.0) < 0.7 * link + 2.0
+    free = emulated_cluster.ProcessorCost(copying=0.0, packets=0.0)
+    assert fsdp2.seconds(cell, 2.0, free) == pytest.approx(2.0 + link, rel=0.02)
+    assert ours.seconds(cell, 2.0, free) < 0.7 * link + 2.0
+    assert fsdp2.limited_bytes(cell) == pytest.approx(2 * 2 * gathers, rel=0.02)
+
+
+def test_work_on_the_cores_is_hidden_by_a_slow_link_but_not_by_a_fast_one():
+    """Collectives that block leave the cores idle meanwhile; others take them from computation."""
+    slow, unlimited = ({"rate_mbit": rate, "micro_batches": "1"} for rate in ("1", ""))
+    fsdp2, ours = (emulated_cluster._work(name, 64, 1) for name in ("fsdp2", "zero3"))
+    free, busy = (emulated_cluster.ProcessorCost(cost, cost) for cost in (0.0, 1.0))
+    assert fsdp2.seconds(slow, 2.0, busy) == pytest.approx(fsdp2.seconds(slow, 2.0, free), rel=1e-3)
+    assert fsdp2.seconds(unlimited, 2.0, busy) > fsdp2.seconds(unlimited, 2.0, free) == 2.0
+    assert ours.seconds(slow, 2.0, busy) > ours.seconds(slow, 2.0, free)
 
 
 def test_rows_in_another_order_are_named():
