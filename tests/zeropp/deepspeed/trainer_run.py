@@ -2,8 +2,10 @@
 
 It prints a line of JSON: for each run its losses, and the number of updates. accelerate joins
 DeepSpeed's ranks only where they have GPUs, so it is told here which of its ways to train is meant.
+The ranks are forked from this process, so that the libraries are imported once.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 STEPS, SAVED = 4, 2
@@ -101,4 +104,9 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    gc.freeze()  # the trainer collects garbage after each run: not among what was imported
+    two_ranks = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, start_method="fork", rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+    )  # fmt: skip
+    elastic_launch(two_ranks, main)(Path(sys.argv[1]))
