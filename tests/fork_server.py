@@ -4,13 +4,13 @@ Importing torch and what comes with it costs about 2.5 CPU seconds, and a run of
 hundreds of programs that need it. While the tests run (see conftest.py), `subprocess.Popen` forks
 a plain `python script ...`, `python -m module ...` or `python -c ...` from a fork server;
 everything else starts as usual. The program sees its own arguments, environment, folder, standard
-streams and `sys.path`, imports this project's code itself, and is a child of the process that
-started it, as with `subprocess`. It has a fork server of its own, forked before it begins, so that
-a launcher's ranks are forked too.
+streams and `sys.path`, and is a child of the process that started it, as with `subprocess`. It has
+a fork server of its own, forked before it begins, so that a launcher's ranks are forked too.
 
-Differences from a new interpreter: third-party modules are in `sys.modules`, `/proc/PID/cmdline`
-and `/proc/PID/environ` are those of the server, and the interpreter is not torn down at the end.
-Tests that are about any of this are marked `@pytest.mark.new_interpreter`.
+Differences from a new interpreter: `sys.modules` has third-party modules, and this project's if
+the program would import them from this clone; `/proc/PID/cmdline` and `/proc/PID/environ` are
+those of the server, and the interpreter is not torn down at the end. Tests that are about any of
+this are marked `@pytest.mark.new_interpreter`.
 """
 
 import array
@@ -20,20 +20,19 @@ import functools
 import gc
 import importlib.util
 import inspect
-import io
 import os
 import pickle
-import runpy
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import types
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+
+from tests.forked_program import Program, become, run
 
 AVAILABLE = sys.platform == "linux"  # elsewhere no process can adopt another's child
 PRELOADED = (
@@ -42,12 +41,15 @@ PRELOADED = (
     "torch.nn.attention.varlen", "torch.utils.tensorboard", "numpy", "safetensors", "rich.console",
     "rich.progress", "rich.table", "tokenizers", "pytest", "transformers.modeling_utils", "peft",
 )  # fmt: skip
+OWN = (  # of this project: they cost a program that imports them 0.3 s
+    "megatron_zpp.commands.generate_text", "megatron_zpp.commands.preprocess_data",
+    "megatron_zpp.train.pretrain", "zeropp.deepspeed", "zeropp.ranks.launcher",
+)  # fmt: skip
+ROOT = Path(__file__).resolve().parent.parent
 MESSAGE_BYTES = 1 << 20
 MOST_DESCRIPTORS = 16
 SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
-SET_NAME = 15  # PR_SET_NAME
 IN_NETWORK = ["ip", "netns", "exec"]  # and a name
-NEW_NETWORK = 0x40000000  # CLONE_NEWNET of linux/sched.h
 FORKED = {"PYTHONPATH", "PYTHONUNBUFFERED"}  # variables that take effect in a forked process too
 ENV = "/usr/bin/env"
 # A forked program that imports this file, as a worker of pytest does, has been patched already.
@@ -58,20 +60,6 @@ PLAIN = {  # what a forked program can have of `Popen.__init__`'s arguments
     "preexec_fn": None, "executable": None, "shell": False, "umask": -1, "close_fds": True,
     "uid": None, "gid": None, "gids": None, "process_group": -1,
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Program:
-    """A command after `python`, and what the process that runs it inherits."""
-
-    arguments: tuple[str, ...]
-    unbuffered: bool
-    environment: Mapping[str, str]
-    folder: str
-    network: str | None  # the network namespace, where it is another one
-    new_session: bool
-    ignored_signals: tuple[int, ...]
-    descriptors: tuple[int, ...]  # their numbers in the program; the first are 0, 1 and 2
 
 
 class Client:
@@ -174,10 +162,10 @@ def _program(names: Mapping[str, object]) -> Program | None:
 
 def _start_server() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, str(Path(__file__)), str(theirs.fileno())]
+    command = [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with starter.new_interpreters():
-        server = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+        server = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, cwd=ROOT)
     theirs.close()
     atexit.register(_end, server, ours)
     return ours
@@ -269,102 +257,6 @@ def _place(descriptors: dict[int, int]) -> None:
         os.close(descriptor)
 
 
-def become(program: Program) -> None:
-    """Make this forked process what a new interpreter would be for the program."""
-    if program.network is not None:
-        with open(f"/run/netns/{program.network}") as network:
-            if ctypes.CDLL(None).setns(network.fileno(), NEW_NETWORK):
-                raise OSError(f"cannot enter the network namespace {program.network}")
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        ignored = number in program.ignored_signals or number == signal.SIGPIPE
-        signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
-    if signal.SIGINT not in program.ignored_signals:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    path = [entry for entry in sys.path if entry not in _python_path()]
-    os.environ.clear()
-    os.environ.update(program.environment)
-    os.chdir(program.folder)
-    sys.path[:] = [*_python_path(), *path]
-    _open_streams(program.unbuffered)
-    sys.modules["numpy"].random.seed()
-    sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    if "RANK" in os.environ:
-        name = f"rank {os.environ['RANK']}".encode()
-        ctypes.CDLL(None).prctl(SET_NAME, name, 0, 0, 0)
-
-
-def _python_path() -> list[str]:
-    value = os.environ.get("PYTHONPATH", "")
-    return [os.path.abspath(entry) for entry in value.split(os.pathsep)] if value else []
-
-
-def _open_streams(unbuffered: bool) -> None:
-    buffering = 0 if unbuffered else -1
-    sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False))
-    for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        stream = io.TextIOWrapper(
-            open(descriptor, "wb", buffering, closefd=False),
-            errors="backslashreplace" if name == "stderr" else "strict",
-            line_buffering=name == "stderr" or os.isatty(descriptor),
-            write_through=unbuffered,
-        )
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-    sys.__stdin__ = sys.stdin
-
-
-def run(program: Program) -> None:
-    """Run the program as `__main__`, then end this process with its exit status."""
-    try:
-        _main(program.arguments)
-        status = 0
-    except SystemExit as end:
-        status = _status(end.code)
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-        status = 1
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            status = 120  # as the interpreter does where its output cannot be written
-    os._exit(status)
-
-
-def _main(arguments: Sequence[str]) -> None:
-    kind, *rest = arguments
-    module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module
-    if kind == "-m":
-        sys.path.insert(0, os.getcwd())
-        sys.argv = ["-m", *rest[1:]]
-        runpy._run_module_as_main(rest[0])
-        return
-    if kind == "-c":
-        sys.path.insert(0, "")
-        sys.argv = ["-c", *rest[1:]]
-        code = compile(rest[0], "<string>", "exec")
-    else:
-        sys.path.insert(0, os.path.dirname(os.path.realpath(kind)))
-        sys.argv = [kind, *rest]
-        module.__file__ = kind
-        with io.open_code(kind) as file:
-            code = compile(file.read(), kind, "exec")
-    exec(code, module.__dict__)
-
-
-def _status(code: object) -> int:
-    if code is None or isinstance(code, int):
-        return (code or 0) & 0xFF
-    print(code, file=sys.stderr)
-    return 1
-
-
 def main(connection: socket.socket) -> None:
     """Be a fork server; in its children, be their programs.
 
@@ -388,9 +280,15 @@ def main(connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.remove(os.path.dirname(os.path.realpath(__file__)))
     for name in filter(lambda name: importlib.util.find_spec(name.split(".")[0]), PRELOADED):
         importlib.import_module(name)  # of those that are installed
+    for name in OWN:
+        importlib.import_module(name)
+    for name in ("tests", "tests.forked_program"):
+        del sys.modules[name]
+    sys.path.remove(str(ROOT))
+    for finalizer in weakref.finalize._registry:  # of torch's operators: 35 ms in each program
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()
     threads = os.listdir("/proc/self/task")

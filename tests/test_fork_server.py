@@ -104,6 +104,20 @@ def test_open_files_keep_their_numbers() -> None:
         assert pipe.read() == b"through"
 
 
+@pytest.mark.parametrize("has_another", [False, True])
+def test_a_program_has_this_clones_modules_if_it_would_import_them(has_another, tmp_path) -> None:
+    code = "import sys; print('zeropp.deepspeed' in sys.modules); import zeropp; print(zeropp.name)"
+    if has_another:
+        (tmp_path / "zeropp.py").write_text("name = 'another'")
+    else:
+        code = code.replace("zeropp.name", "zeropp.__file__")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path if has_another else ROOT)}
+    command = [sys.executable, "-c", code]
+    shown = subprocess.check_output(command, env=environment, cwd=tmp_path, text=True)
+    expected = "False\nanother\n" if has_another else f"True\n{ROOT}/zeropp/__init__.py\n"
+    assert shown == expected
+
+
 def write(path: Path, text: str) -> None:
     path.write_text(text)
 

@@ -11,11 +11,12 @@ EXAMPLES = ROOT / "examples"
 SECONDS = 300  # some 15 on an idle machine of 2 cores
 PROGRAM = """
 import runpy, sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "megatron_zpp"]:
+    del sys.modules[name]
+sys.modules["megatron_zpp"] = None  # to import it is an error
 sys.path.insert(0, {folder!r})
 sys.argv = [{script!r}, "--steps", "10"]
 runpy.run_path({script!r}, run_name="__main__")
-ours = [name for name in sys.modules if name.partition(".")[0] == "megatron_zpp"]
-print(f"imported of megatron_zpp: {{ours}}\\n", end="")  # one write: four ranks share the log
 """
 
 
@@ -47,7 +48,6 @@ def test_gpt2_learns_with_all_three_on_without_megatron_zpp(tmp_path):
     text = log.read_text()
     losses = [float(loss) for loss in re.findall(r"^step \d+, loss ([\d.]+)", text, re.M)]
     assert len(losses) == 2 and losses[0] > 5 > 4.5 > losses[1]  # ln 256 = 5.5 is chance
-    assert text.count("imported of megatron_zpp: []") == 4
     sent = dict(re.findall(r"sent per step, (\w+, \w+): ([\d.]+) KiB", text))
     # Backward finds the weights that forward left in the node: they do not cross nodes again.
     assert float(sent["weights_forward, across_nodes"]) > 0
