@@ -42,7 +42,7 @@ def test_an_optimizer_made_after_a_pass_trains_all_weights(zero):
         sharding = shard_on_nodes(zero)
         if looks:
             look(sharding)
-        optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2, fused=True)
         return trained(sharding, optimizer, looks=looks)
 
     assert losses(looks=True) == losses(looks=False)
@@ -52,7 +52,7 @@ def test_an_optimizer_made_after_a_pass_trains_all_weights(zero):
 @ranks(4)
 def test_weights_frozen_after_a_pass_stay_frozen(stage):
     sharding = shard_on_nodes({"stage": stage})
-    optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2, fused=True)
     look(sharding)
     freeze(sharding.model.embedding)
     trained(sharding, optimizer, looks=True)
@@ -151,7 +151,7 @@ def test_a_model_holds_shards_after_it_generated(stage):
         tokens = sharding.model.generate(tokens_of(0))
         assert all(isinstance(parameter, DTensor) for parameter in sharding.model.parameters())
     assert torch.equal(tokens, Wrapper().generate(tokens_of(0)))
-    optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2, fused=True)
     trained(sharding, optimizer, looks=False)
     assert not torch.equal(
         sharding.model.inner.embedding.weight.full_tensor(), small_model().embedding.weight
@@ -177,7 +177,7 @@ def test_taking_gathered_weights_for_parameters_is_an_error(stage):
     """They are what modules hold between forward and backward."""
     sharding = shard_on_nodes({"stage": stage})
     loss = loss_of(sharding.model, tokens_of(0))
-    optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2, fused=True)
     with pytest.raises(InputError, match=r"GatheredParameters was given embedding\.weight as it"):
         with GatheredParameters(sharding.model.embedding.weight, modifier_rank=0):
             pass

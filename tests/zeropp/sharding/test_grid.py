@@ -68,7 +68,7 @@ def train(sharding: Sharding, steps: int = STEPS) -> tuple[list[float], list[flo
     """Losses over all ranks, and gradient norms, of steps of two micro-batches, clipped."""
     data = sharding.grid.data
     place, count = (data.get_local_rank(), data.size()) if data is not None else (0, 1)
-    optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2, foreach=False)
+    optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.2, momentum=0.9, foreach=False)
     losses, norms = [], []
     for number in range(steps):
         mine = tokens_of(number).chunk(count)[place].chunk(2)
