@@ -35,9 +35,12 @@ def attend(
 
 
 def sharded_llama(
-    config: dict | None, tensor_size: int = 1
+    config: dict | None, tensor_size: int = 1, num_layers: int | None = None
 ) -> tuple[nn.Module, AttachedParallelize | None]:
-    """The smallest Llama, split by tensor parallelism and sharded, and what attached it."""
+    """The smallest Llama, split by tensor parallelism and sharded, and what attached it.
+
+    `num_layers` leaves out the last ones of its 6 layers.
+    """
     sys.modules.setdefault(KERNELS, MagicMock())
     from torchtitan.config.configs import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import parallel_dims
@@ -45,6 +48,7 @@ def sharded_llama(
 
     parallel_dims.device_type = "cpu"
     spec = model_registry("debugmodel", attn_backend="flex")
+    spec.model.layers = spec.model.layers[:num_layers]
     parallelism = ParallelismConfig(
         data_parallel_shard_degree=dist.get_world_size() // tensor_size,
         tensor_parallel_degree=tensor_size,
