@@ -44,12 +44,22 @@ class EmulatedLibrary:
         return LayoutOps(CpuKernels(self))
 
 
-def build(folder: Path) -> EmulatedLibrary:
-    """Compile the CUDA sources into `folder`; skips the test if there is no compiler."""
+def load(folder: Path) -> EmulatedLibrary:
+    """The library that was compiled into `folder`."""
+    return EmulatedLibrary(load_cuda(folder))
+
+
+def build(folder: Path) -> None:
+    """Compile the CUDA sources into `folder`, unless they are there compiled already.
+
+    Skips the test if there is no compiler.
+    """
+    target = folder / ("_cuda" + SUFFIX)
+    if target.exists():
+        return
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ here to compile the emulated kernels")
-    target = folder / ("_cuda" + SUFFIX)
     csrc = ROOT / "csrc"
     sources = [*sorted(csrc.glob("*/*.cu")), csrc / "shared/source_hash.cpp"]
     subprocess.run(
@@ -58,4 +68,3 @@ def build(folder: Path) -> EmulatedLibrary:
          "-o", str(target)],
         check=True,
     )  # fmt: skip
-    return EmulatedLibrary(load_cuda(folder))
