@@ -7,6 +7,7 @@
 // compiler is told to check them.
 #pragma once
 
+#include <setjmp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -42,15 +43,26 @@ namespace emulated {
 
 constexpr int WARP = 32, THREADS = 256;
 constexpr size_t STACK = 256 << 10;
-inline ucontext_t scheduler, threads[THREADS];
+inline ucontext_t threads[THREADS];  // where they begin; swapcontext would call the system each time
+inline jmp_buf scheduler, paused[THREADS];
 inline uint32_t slots[2][THREADS];  // one shuffle may read while the next writes
 inline int shuffles[THREADS];
-inline bool done[THREADS], waits[THREADS];
+inline bool begun[THREADS], done[THREADS], waits[THREADS];
 inline int current;
 inline void (*body)(const void*);
 inline const void* parameter;
 
-inline void pause() { swapcontext(&threads[current], &scheduler); }
+inline void pause() {
+    if (!_setjmp(paused[current])) _longjmp(scheduler, 1);
+}
+
+// Run the current thread until it pauses or returns.
+inline void resume() {
+    if (_setjmp(scheduler)) return;
+    if (begun[current]) _longjmp(paused[current], 1);
+    begun[current] = true;
+    setcontext(&threads[current]);
+}
 
 // Give a value to the warp's other threads; returns the place of all 32 values.
 inline const uint32_t* share(uint32_t value) {
@@ -68,13 +80,14 @@ inline uint32_t exchange(uint32_t value, int from) {
 inline void run_thread() {
     body(parameter);
     done[current] = true;
+    _longjmp(scheduler, 1);
 }
 
 // Run a warp until its threads have returned or wait at a barrier.
 inline void run_warp(int first) {
     while (!done[first] && !waits[first]) {
         for (current = first; current < first + WARP; ++current) {
-            swapcontext(&scheduler, &threads[current]);
+            resume();
         }
         for (int i = first + 1; i < first + WARP; ++i) {
             if (done[i] != done[first] || waits[i] != waits[first] ||
@@ -91,10 +104,9 @@ inline void run_block(int count, char* stacks) {
         getcontext(&threads[i]);
         threads[i].uc_stack.ss_sp = stacks + i * STACK;
         threads[i].uc_stack.ss_size = STACK;
-        threads[i].uc_link = &scheduler;
         makecontext(&threads[i], run_thread, 0);
         shuffles[i] = 0;
-        done[i] = waits[i] = false;
+        begun[i] = done[i] = waits[i] = false;
     }
     do {
         for (int i = 0; i < count; ++i) waits[i] = false;
