@@ -9,7 +9,8 @@ from benchmarks.cluster.rank_processes import RankFailed, started_ranks
 
 
 def test_a_dead_rank_is_named_and_the_others_end():
-    with started_ranks([[]], 2, {"MASTER_ADDR": "127.0.0.1"}) as ranks:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # where rank 0 waits for the other
+    with started_ranks([[]], 2, meeting) as ranks:
         processes = [process.popen for process in ranks.processes]
         processes[1].kill()
         with pytest.raises(RankFailed, match="rank 1 died: killed by SIGKILL"):
