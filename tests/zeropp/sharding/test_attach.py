@@ -20,6 +20,7 @@ ZERO = {
     "zero_quantized_gradients": True,
 }  # fmt: skip
 ZEROPP = PLAIN | {"zero_optimization": ZERO}
+STEPS = 3
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -33,7 +34,12 @@ def sharded(mesh: DeviceMesh | None = None, **options: object) -> SmallModel:
 
 
 def train(
-    model: FSDPModule, *, steps: int = 4, micro_batches: int = 1, once: bool = True, clip: float = 0
+    model: FSDPModule,
+    *,
+    steps: int = STEPS,
+    micro_batches: int = 1,
+    once: bool = True,
+    clip: float = 0,
 ) -> list[float]:
     """The losses of this rank, and the weights' sums."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -72,7 +78,7 @@ def test_unquantized_it_trains_as_before(options):
     assert train(model, **options) == pytest.approx(expected, rel=1e-5, abs=1e-6)
     count = options.get("micro_batches", 1)
     sent = attached.expected_traffic(count, reduces_once=options.get("once", True))
-    assert attached.traffic.take() == {key: 4 * num_bytes for key, num_bytes in sent.items()}
+    assert attached.traffic.take() == {key: STEPS * num_bytes for key, num_bytes in sent.items()}
 
 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
@@ -83,7 +89,7 @@ def test_with_all_of_zeropp_it_sends_less_and_learns_the_same(policy):
     attached = zeropp.attach(model, ZEROPP)
     assert train(model, micro_batches=2) == pytest.approx(expected, rel=0.05, abs=0.3)
     sent, formula = attached.traffic.take(), attached.expected_traffic(2)
-    assert sent == {key: 4 * num_bytes for key, num_bytes in formula.items()}
+    assert sent == {key: STEPS * num_bytes for key, num_bytes in formula.items()}
     across = [
         sum(num_bytes for (_, hop), num_bytes in each.items() if hop == "across_nodes")
         for each in (formula, attached.plain_traffic(2))
@@ -156,7 +162,7 @@ def test_modules_in_one_unit_and_units_that_stay_gathered():
     attached = zeropp.attach(model, PLAIN)
     assert train(model, micro_batches=2) == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert list(attached.units) == ["", "blocks.0", "blocks.1", "norm"]
-    sent = {key: 4 * num_bytes for key, num_bytes in attached.expected_traffic(2).items()}
+    sent = {key: STEPS * num_bytes for key, num_bytes in attached.expected_traffic(2).items()}
     assert attached.traffic.take() == sent
 
 
@@ -171,7 +177,9 @@ def test_replicas_of_shards(policy):
     close = 1e-5 if policy is not BF16 else 0.02
     assert train(model) == pytest.approx(expected, rel=close, abs=close)
     sent = attached.traffic.take()
-    assert sent == {key: 4 * num_bytes for key, num_bytes in attached.expected_traffic().items()}
+    assert sent == {
+        key: STEPS * num_bytes for key, num_bytes in attached.expected_traffic().items()
+    }
 
 
 @ranks(4)
