@@ -49,6 +49,7 @@ SOURCE_AND_TARGET = (
 NEEDS = MappingProxyType(  # flags that have an effect only beside another one
     {
         "make_vocab_size_divisible_by": ("from_hf", "from_checkpoint"),
+        "no_load_optim": ("from_checkpoint",),
         "base": ("load",),
         "base_name": ("to_peft",),
     }
@@ -62,6 +63,9 @@ class ConvertConfig(Section):
     from_hf: str | None = flag(None, "Hugging Face folder or .gguf file to read")
     from_checkpoint: str | None = flag(
         None, "checkpoint of Megatron-LM, DeepSpeed or torchtitan to read, or its run's folder"
+    )
+    no_load_optim: bool | None = flag(
+        None, "import the weights of --from-checkpoint alone, without Adam's state"
     )
     save: str | None = flag(None, "folder of checkpoints to write")
     load: str | None = flag(
@@ -156,7 +160,9 @@ def _import_checkpoint(
 ) -> None:
     source, save = Path(config.from_checkpoint), Path(config.save)
     multiple = config.make_vocab_size_divisible_by
-    imported = import_checkpoint(source, save, tokenizer, multiple, shape_flags)
+    imported = import_checkpoint(
+        source, save, tokenizer, multiple, shape_flags, load_optimizer=not config.no_load_optim
+    )
     adam = imported.without_optimizer
     print(
         f"{_size(imported.opened)} of iteration {imported.iteration} in {imported.opened.path}\n"

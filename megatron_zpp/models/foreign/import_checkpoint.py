@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,11 @@ from megatron_zpp.models.families.names import NameTable
 from megatron_zpp.models.foreign.megatron_args import model_fields
 from megatron_zpp.models.foreign.megatron_names import MEGATRON, MEGATRON_GATED
 from megatron_zpp.models.foreign.rank_files import read_rank_files
-from megatron_zpp.models.foreign.tensor_files import ForeignCheckpoint, NamedTensors
+from megatron_zpp.models.foreign.tensor_files import (
+    NOT_ASKED_FOR,
+    ForeignCheckpoint,
+    NamedTensors,
+)
 from megatron_zpp.models.foreign.torch_dist import read_torch_dist
 from megatron_zpp.models.foreign.torchtitan import (
     TORCHTITAN,
@@ -36,7 +40,7 @@ from zeropp.errors import InputError
 
 log = logging.getLogger("megatron_zpp")
 
-READERS: Mapping[LayoutKind, Callable[[Path], ForeignCheckpoint]] = MappingProxyType(
+READERS: Mapping[LayoutKind, Callable[..., ForeignCheckpoint]] = MappingProxyType(
     {
         LayoutKind.TORCH_DIST: read_torch_dist,
         LayoutKind.MEGATRON_RANKS: read_rank_files,
@@ -46,6 +50,8 @@ READERS: Mapping[LayoutKind, Callable[[Path], ForeignCheckpoint]] = MappingProxy
         LayoutKind.SHARDS: read_torchtitan,
     }
 )
+# Where the optimizer's state is apart from the weights, so that they can be read alone.
+APART = (LayoutKind.TORCH_DIST, LayoutKind.MEGATRON_RANKS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +76,18 @@ def import_checkpoint(
     tokenizer_config: TokenizerConfig | None = None,
     vocab_multiple: int | None = None,
     shape_flags: ShapeFlags | None = None,
+    *,
+    load_optimizer: bool = True,
 ) -> ImportedCheckpoint:
     """Write the checkpoint in the folder `source` to the folder `save`, of the same iteration.
 
-    Raises InputError for a layout that cannot be read, for damaged or incomplete files, for a model
-    that our GPT cannot be, and if `save` holds checkpoints already.
+    Without `load_optimizer` it writes the weights alone. Raises InputError for a layout that cannot
+    be read, for damaged or incomplete files, for a model that our GPT cannot be, and if `save`
+    holds checkpoints already.
     """
     require_no_model(save)
     path, kind = _layout_of(source)
-    foreign = _read(path, kind)
+    foreign = _read(path, kind, load_optimizer)
     model, table = _description(foreign, kind, shape_flags or ShapeFlags(), path)
     model.check()
     rows = _vocab_rows(foreign.weights, table)
@@ -122,9 +131,13 @@ def _layout_of(source: Path) -> tuple[Path, LayoutKind]:
     return path, layout.kind
 
 
-def _read(path: Path, kind: LayoutKind) -> ForeignCheckpoint:
+def _read(path: Path, kind: LayoutKind, load_optimizer: bool) -> ForeignCheckpoint:
     try:
-        return READERS[kind](path)
+        if load_optimizer:
+            return READERS[kind](path)
+        options = {"load_optimizer": False} if kind in APART else {}
+        foreign = READERS[kind](path, **options)
+        return replace(foreign, moments={}, without_moments=NOT_ASKED_FOR)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise InputError(
             f"{path}: its files are not laid out as those of its program "

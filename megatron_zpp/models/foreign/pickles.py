@@ -4,6 +4,7 @@ torch.load's weights_only refuses all classes but torch's own. Those that progra
 beside their tensors, such as enumerations in Megatron's arguments, are read as inert stand-ins.
 """
 
+import io
 import pickle
 from argparse import Namespace
 from pathlib import Path
@@ -51,13 +52,15 @@ class StandIn:
         return id(self)
 
 
-def load_pickle(path: Path) -> Any:
+def load_pickle(path: Path, content: io.BytesIO | None = None) -> Any:
     """Return what torch.save wrote to `path`, its tensors mapped into memory on the CPU.
 
-    Raises InputError for a file that is damaged, or names other functions or classes.
+    With `content`, which is a part of that file, tensors are in memory. Raises InputError for a
+    file that is damaged, or names other functions or classes.
     """
+    source = content or path
     try:
-        names = get_unsafe_globals_in_checkpoint(path)
+        names = get_unsafe_globals_in_checkpoint(source)
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError, OSError) as error:
         raise _damaged(path, error) from error
     unknown = [name for name in names if name != NAMESPACE and not _is_inert(name)]
@@ -69,8 +72,10 @@ def load_pickle(path: Path) -> Any:
         )
     allowed = [(Namespace if name == NAMESPACE else StandIn, name) for name in names]
     try:
+        if content is not None:
+            content.seek(0)
         with safe_globals(allowed):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=content is None)
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError, OSError) as error:
         raise _damaged(path, error) from error
 

@@ -1,5 +1,7 @@
 """The tensors of another program's checkpoint by name, each read when it is needed."""
 
+import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -9,6 +11,12 @@ import torch
 from torch import Tensor
 
 from zeropp.errors import InputError
+
+NOT_ASKED_FOR = "it was not asked for (--no-load-optim)"
+
+
+class UnmappedStateError(Exception):
+    """Why the state of an optimizer cannot be taken over, although it is not damaged."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,30 @@ class LazyTensor:
             shapes = ", ".join(str(list(part.fact.shape)) for part in parts)
             raise ValueError(f"parts of shapes {shapes} cannot be joined") from error
         return LazyTensor(fact, lambda: torch.cat([part.read() for part in parts], dim))
+
+    def view(self, shape: torch.Size) -> "LazyTensor":
+        """Return the same numbers as a tensor of that shape."""
+        return LazyTensor(self.fact.view(shape), lambda: self.read().view(shape))
+
+    def ungridded(self, shape: torch.Size) -> "LazyTensor":
+        """Return a tensor of `shape` that is saved as [parts of dim 0, of dim 1, ..., numbers].
+
+        It is cut into equal parts along its dims, and each part is flat. A tensor that has the
+        shape already is returned as it is. Raises ValueError if the parts are not of `shape`.
+        """
+        if self.fact.shape == shape:
+            return self
+        *parts, numel = self.fact.shape
+        sizes = [size // max(number, 1) for size, number in zip(shape, parts, strict=False)]
+        if len(parts) != len(shape) or any(map(operator.mod, shape, parts)):
+            sizes = []
+        if math.prod(sizes) != numel:
+            raise ValueError(f"parts of {list(self.fact.shape)} are not of {list(shape)}")
+        order = [axis for dim in range(len(shape)) for axis in (dim, len(shape) + dim)]
+        return LazyTensor(
+            torch.empty(shape, dtype=self.fact.dtype, device="meta"),
+            lambda: self.read().view(*parts, *sizes).permute(order).reshape(shape),
+        )
 
     def halves(self) -> "tuple[LazyTensor, LazyTensor]":
         """Return the two halves of the rows."""

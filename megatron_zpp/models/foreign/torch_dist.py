@@ -4,6 +4,8 @@ The tensors are whole whatever ranks wrote them. A weight of all layers is one t
 layers as its first dim, or, in newer checkpoints, a tensor for each layer, in which the halves of a
 gated MLP's matrix are apart, as `weight_w` and `weight_v`. Adam's moments have the weights' names
 behind `optimizer.state.exp_avg.`, fp32 masters of 16-bit weights behind `fp32_param` or `param`.
+The distributed optimizer until megatron-core 0.14 saves them as grids of flat parts, later, unless
+it is asked for `fully_reshardable`, by ranks and buckets (distributed_optimizer/).
 """
 
 import re
@@ -11,11 +13,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.models.foreign.distributed_optimizer.gathered_state import MAIN, ByKey
+from megatron_zpp.models.foreign.distributed_optimizer.rank_states import (
+    has_rank_states,
+    read_rank_states,
+    updates,
+)
+from megatron_zpp.models.foreign.main_weights import with_main_weights
 from megatron_zpp.models.foreign.megatron_args import args_in
 from megatron_zpp.models.foreign.megatron_names import core_name, is_constant
 from megatron_zpp.models.foreign.pickles import load_pickle
+from megatron_zpp.models.foreign.rank_parts import Grid
 from megatron_zpp.models.foreign.shard_tensors import ShardTensors
-from megatron_zpp.models.foreign.tensor_files import ForeignCheckpoint, LazyTensor, NamedTensors
+from megatron_zpp.models.foreign.tensor_files import (
+    NOT_ASKED_FOR,
+    ForeignCheckpoint,
+    LazyTensor,
+    NamedTensors,
+    UnmappedStateError,
+)
 from zeropp.errors import InputError
 from zeropp.optim.adam import MOMENTS
 
@@ -24,34 +40,66 @@ STATE = "optimizer.state."
 MASTERS = ("fp32_param.", "param.")
 
 
-def read_torch_dist(folder: Path) -> ForeignCheckpoint:
+def read_torch_dist(folder: Path, *, load_optimizer: bool = True) -> ForeignCheckpoint:
     """Return what is in a checkpoint; raises InputError if it is damaged or incomplete."""
     common = load_pickle(folder / COMMON)
     args = args_in(common, str(folder / COMMON))
     tensors = ShardTensors(folder)
     parts: dict[str, dict[str, LazyTensor]] = {}
-    others = []
     for name in tensors.shapes():
         kind, weight = _kind(name)
-        if kind is None:
-            others.append(name)
-        elif not is_constant(weight):
+        if kind is not None and not is_constant(weight) and (load_optimizer or not kind):
             parts.setdefault(kind, {}).update(_by_layer(tensors, name, weight))
     by_kind = {kind: _with_halves(each, folder) for kind, each in parts.items()}
     weights = by_kind.get("", {})
-    masters = next((by_kind[kind] for kind in MASTERS if kind in by_kind), {})
-    moments = {key: by_kind[f"{key}."] for key in MOMENTS if f"{key}." in by_kind}
-    step, reason = _step(common), ""
-    if set(moments) != set(MOMENTS) or step is None:
-        moments = {}
-        reason = _why_without(others)
+    main = next((by_kind[kind] for kind in MASTERS if kind in by_kind), {})
+    state, step, reason = {}, 0.0, NOT_ASKED_FOR
+    if load_optimizer:
+        try:
+            state, step = _state(tensors, by_kind, common, args)
+            main, reason = state.pop(MAIN, main), ""
+        except UnmappedStateError as error:
+            reason = str(error)
+    weights = with_main_weights(weights, main, str(folder))
     return ForeignCheckpoint(
-        weights=NamedTensors(str(folder), weights | masters),
-        moments={key: NamedTensors(f"{folder}: {key}", each) for key, each in moments.items()},
-        step=step or 0,
+        weights=NamedTensors(str(folder), weights),
+        moments={key: NamedTensors(f"{folder}: {key}", each) for key, each in state.items()},
+        step=step,
         without_moments=reason,
         iteration=int(common.get("iteration", 0)),
         args=args,
+    )
+
+
+def _state(
+    tensors: ShardTensors,
+    by_kind: Mapping[str, dict[str, LazyTensor]],
+    common: Mapping[str, Any],
+    args: Mapping[str, Any],
+) -> tuple[ByKey, float]:
+    """Return Adam's moments, with the fp32 weights if they are in buckets, and its updates.
+
+    Raises UnmappedStateError if there are none that can be mapped to weights.
+    """
+    if has_rank_states(tensors):
+        state = read_rank_states(tensors, by_kind.get("", {}), args, _grid(tensors, args))
+        step = updates(tensors)
+    else:
+        state = {key: by_kind[f"{key}."] for key in MOMENTS if f"{key}." in by_kind}
+        step = _step(common)
+    if not state.keys() >= set(MOMENTS):
+        raise UnmappedStateError("there is no state of Adam in it")
+    if step is None:
+        raise UnmappedStateError("it does not say how many updates were made")
+    return state, step
+
+
+def _grid(tensors: ShardTensors, args: Mapping[str, Any]) -> Grid:
+    return Grid(
+        where=str(tensors.folder),
+        tensor_ranks=args.get("tensor_model_parallel_size") or 1,
+        is_gated=bool(args.get("swiglu") or args.get("geglu")),
+        is_tied=not args.get("untie_embeddings_and_output_weights", False),
     )
 
 
@@ -68,12 +116,16 @@ def _kind(name: str) -> tuple[str | None, str]:
 def _by_layer(tensors: ShardTensors, name: str, weight: str) -> dict[str, LazyTensor]:
     """Return a tensor by megatron-core's name; one of all layers as a tensor for each."""
     head, marker, rest = weight.partition("layers.")
-    if not marker or rest.split(".")[0].isdigit():
-        return {core_name(weight): tensors.whole(name)}
-    return {
-        core_name(f"{head}layers.{layer}.{rest}"): tensors.row(name, layer)
-        for layer in range(tensors.shapes()[name][0])
-    }
+    shape = tensors.shape(weight if weight in tensors.names() else name)
+    try:
+        if not marker or rest.split(".")[0].isdigit():
+            return {core_name(weight): tensors.whole(name).ungridded(shape)}
+        return {
+            core_name(f"{head}layers.{layer}.{rest}"): tensors.row(name, layer).ungridded(shape[1:])
+            for layer in range(shape[0])
+        }
+    except ValueError as error:
+        raise InputError(f"{tensors.folder}: {name}: {error}") from error
 
 
 def _with_halves(parts: Mapping[str, LazyTensor], folder: Path) -> dict[str, LazyTensor]:
@@ -100,12 +152,3 @@ def _step(common: Mapping[str, Any]) -> float | None:
         steps = [group.get("step") for group in inner.get("param_groups", [])]
         step = next((each for each in steps if each is not None), None)
     return None if step is None else float(step)
-
-
-def _why_without(others: list[str]) -> str:
-    if any("bucket" in name or "dp_group_idx" in name for name in others):
-        return (
-            "the distributed optimizer saved its state by ranks and buckets, not by weights: save "
-            "with --dist-ckpt-optim-fully-reshardable to bring it along"
-        )
-    return "there is no state of Adam in it"

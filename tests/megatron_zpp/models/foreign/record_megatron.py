@@ -168,10 +168,11 @@ def train_step(model: Any, optimizer: Any, tokens: torch.Tensor) -> float:
 
 def args_of(name: str, tensor_ranks: int, pipeline_ranks: int) -> Namespace:
     return Namespace(
-        **ARGS[name], num_layers=2, hidden_size=16, num_attention_heads=4, kv_channels=4,
-        seq_length=SEQUENCE, max_position_embeddings=SEQUENCE, norm_epsilon=1e-5,
-        layernorm_epsilon=1e-5, padded_vocab_size=VOCABULARY, vocab_size=90,
-        make_vocab_size_divisible_by=16, hidden_dropout=0.0, attention_dropout=0.0,
+        **ARGS[name], num_layers=MODELS[name]["num_layers"], hidden_size=16,
+        num_attention_heads=4, kv_channels=4, seq_length=SEQUENCE,
+        max_position_embeddings=SEQUENCE, norm_epsilon=1e-5, layernorm_epsilon=1e-5,
+        padded_vocab_size=VOCABULARY, vocab_size=90, make_vocab_size_divisible_by=16,
+        hidden_dropout=0.0, attention_dropout=0.0,
         bias_gelu_fusion=False, openai_gelu=False, squared_relu=False, init_method_std=0.02,
         tensor_model_parallel_size=tensor_ranks, pipeline_model_parallel_size=pipeline_ranks,
         params_dtype=torch.float32, fp16=False, bf16=False, num_experts=None, seed=1234,

@@ -18,7 +18,11 @@ from zeropp.ranks.coordination import rank
 RECORDED = (
     "megatron_torch_dist_gpt2", "megatron_torch_dist_llama",
     "megatron_torch_dist_distributed_llama", "megatron_legacy_gpt2",
-    "megatron_legacy_llama", "deepspeed_zero2_gpt2", "deepspeed_zero3_llama",
+    "megatron_legacy_llama", "megatron_torch_dist_buckets_gpt2",
+    "megatron_torch_dist_buckets_llama", "megatron_torch_dist_buckets_deep",
+    "megatron_legacy_buckets_gpt2", "megatron_legacy_buckets_llama",
+    "megatron_legacy_buckets_deep", "megatron_torch_dist_gathered_llama",
+    "megatron_torch_dist_model_space_llama", "deepspeed_zero2_gpt2", "deepspeed_zero3_llama",
     "deepspeed_zero2_split",
     "deepspeed_universal_gpt2", "torchtitan_llama",
 )  # fmt: skip

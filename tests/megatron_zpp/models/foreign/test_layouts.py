@@ -109,20 +109,6 @@ def test_fp32_masters_of_16_bit_weights_are_taken(tmp_path):
     assert_same(weights_of(sharded, tmp_path / "sharded"), expected)
 
 
-def test_state_of_the_distributed_optimizer_is_left_out_and_said_why(tmp_path, capsys):
-    source = unpack("megatron_torch_dist_llama", tmp_path) / "iter_0000003"
-    shards = ShardTensors(source)
-    saved = {name: shards.whole(name).read() for name in shards.shapes()}
-    saved = {name: each for name, each in saved.items() if not name.startswith("optimizer.")}
-    saved["optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg"] = torch.ones(9)
-    for path in source.glob("__*"):
-        path.unlink()
-    dcp.save(saved, checkpoint_id=source, no_dist=True)
-    assert main(["--from-checkpoint", str(source), "--save", str(tmp_path / "ours")]) == 0
-    text = capsys.readouterr().out
-    assert "without Adam's state: the distributed optimizer saved" in text and "--finetune" in text
-
-
 def test_the_pointer_of_a_megatron_run_chooses_the_iteration(tmp_path):
     source = unpack("megatron_torch_dist_gpt2", tmp_path)
     shutil.copytree(source / "iter_0000003", source / "iter_0000009")
