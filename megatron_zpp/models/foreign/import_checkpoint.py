@@ -138,7 +138,9 @@ def _read(path: Path, kind: LayoutKind, load_optimizer: bool) -> ForeignCheckpoi
         options = {"load_optimizer": False} if kind in APART else {}
         foreign = READERS[kind](path, **options)
         return replace(foreign, moments={}, without_moments=NOT_ASKED_FOR)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+    except InputError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"{path}: its files are not laid out as those of its program "
             f"({type(error).__name__}: {error}); is it of a very old or new version?"

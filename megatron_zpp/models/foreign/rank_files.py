@@ -81,6 +81,10 @@ def _state_of_all(paths: Paths, files: Files, grid: Grid) -> ByKey:
     states = {each: path.parent / STATE_FILE for each, path in paths.items()}
     if any(path.exists() for path in states.values()):
         return read_state_files(states, _shapes(files), args_in(files[0, 0], grid.where), grid)
+    if any("params" not in group for group in _groups(files[0, 0])):
+        raise UnmappedStateError(
+            f"it is the distributed optimizer's, whose {STATE_FILE} is not there"
+        )
     state = {key: join_stages(_stages(files, grid, _of(key)), grid) for key in MOMENTS}
     if any(key in _optimizer(files[0, 0]) for key in MASTERS):
         state[MAIN] = join_stages(_stages(files, grid, _masters), grid)

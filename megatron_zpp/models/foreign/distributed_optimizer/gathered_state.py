@@ -45,7 +45,7 @@ class GatheredState:
             raise UnmappedStateError("it is that of several optimizers")
         if not isinstance(content, Mapping):
             raise InputError(f"{where}: holds a {type(content).__name__}, no optimizer's state")
-        if not content.get("buckets_coalesced") and _NUMELS not in content:
+        if "buckets_coalesced" not in content and _NUMELS not in content:
             raise UnmappedStateError(
                 "the distributed optimizer of a Megatron-LM before 2024 does not say how long its "
                 "buckets are; load and save the checkpoint with a newer one to bring it along"
@@ -84,6 +84,8 @@ class GatheredState:
         by_dtype = self.content[chunk]
         require_one_dtype(by_dtype)
         ((dtype, vectors),) = by_dtype.items()
+        if not isinstance(vectors, Mapping):
+            raise TypeError(f"the state of a model chunk is a {type(vectors).__name__}")
         missing = [key for key in KEYS if key not in vectors]
         if missing:
             raise UnmappedStateError(f"it has no {', '.join(missing)}, so it is not Adam")
@@ -126,7 +128,7 @@ class GatheredState:
         return None
 
     def _require_length(self, key: str, vector: Tensor, numel: int) -> None:
-        if vector.ndim != 1 or len(vector) != numel:
+        if [*vector.shape] != [int(numel)]:
             raise InputError(
                 f"{self.where}: {key} has {vector.numel():,} numbers, but says that it has "
                 f"{numel:,}: it is damaged, or mixed up with another{REMEDY}"

@@ -1,6 +1,7 @@
 """Old, damaged and mixed states of Megatron's distributed optimizer."""
 
 import pickle
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -138,6 +139,9 @@ def test_files_that_are_missing_or_torn(files, capsys):
     path.unlink()
     text = error_of(capsys, files)
     assert f"{path}: missing, with the state of the distributed optimizer" in text
+    state_file(files).unlink()
+    assert "whose distrib_optim.pt is not there" in line_of(capsys, files)
+    shutil.rmtree(files.parent / "ours")
     assert line_of(capsys, files, "--no-load-optim").endswith("not asked for (--no-load-optim)")
 
 
@@ -172,6 +176,35 @@ def test_weights_alone_are_the_models_own(files, tmp_path):
     norm = torch.load(path, weights_only=False)["model"]["decoder.final_layernorm.weight"]
     assert torch.equal(weights["norm.weight"], norm)
     assert all(weight.dtype == torch.bfloat16 for weight in weights.values())
+
+
+def places_in(content, prefix=()):
+    """Yield the keys that lead to each entry of nested dicts and lists."""
+    items = content.items() if isinstance(content, dict) else enumerate(content)
+    for key, value in items:
+        yield (*prefix, key)
+        if isinstance(value, dict | list):
+            yield from places_in(value, (*prefix, key))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_changes_are_errors_or_change_nothing(seed, files, capsys):
+    draw, path = random.Random(seed), state_file(files)
+    content = torch.load(path)
+    *keys, last = draw.choice(list(places_in(content)))
+    parent = content
+    for key in keys:
+        parent = parent[key]
+    if draw.random() < 0.3:
+        del parent[last]
+    else:
+        parent[last] = draw.choice([None, 3, "x", [], {}, [1], torch.ones(5), torch.ones(2, 2)])
+    torch.save(content, path)
+    if main(["--from-checkpoint", str(files), "--save", str(files.parent / "ours")]):
+        assert capsys.readouterr().err.startswith("error: ")
+    else:
+        out = capsys.readouterr().out
+        assert "without Adam's state: " in out or (keys, last) == ([], "buckets_coalesced")
 
 
 @pytest.mark.parametrize(
