@@ -10,11 +10,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.shared.result import markdown_table
 from benchmarks.shared.training_setup import largest_of_ranks
-from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.data.loader import Batch
+from megatron_zpp.parallel.mesh import Ranks, build_mesh
+from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.recipe import build_model, build_optimizer
 from megatron_zpp.planner.activations import LiveBytes
 from megatron_zpp.planner.estimate import Estimate, estimate
@@ -23,7 +24,7 @@ from megatron_zpp.settings.config import Config
 from zeropp import optimizer_step
 from zeropp.ranks.process_group import start_process_group
 from zeropp.ranks.topology import Environment
-from zeropp.sharding.grid import find_nodes
+from zeropp.wire.route import Nodes
 
 CPU = torch.device("cpu")
 VOCABULARY = 1000
@@ -39,6 +40,9 @@ MIXZ = HPZ | {"zero_quantized_nontrainable_weights": True}
 ALL_THREE, STORED = "(ZeRO++)", "(MixZ++)"
 JSONS = {ALL_THREE: PLUS, STORED: MIXZ}
 LORA = "--lora-rank 8 --pretrained-checkpoint none"
+TENSOR, CONTEXT, PIPELINE = (
+    f"--{axis}-parallel-size" for axis in ("tensor-model", "context", "pipeline-model")
+)
 CASES = (
     "--zero-stage 0 --global-batch-size 8",
     "--zero-stage 0 --global-batch-size 24 --bf16",
@@ -61,16 +65,27 @@ CASES = (
     f"--zero-stage 2 --global-batch-size 24 --bf16 {LORA}",
     f"{STORED} --global-batch-size 24 --bf16 {LORA}",
     f"{STORED} --global-batch-size 24 --bf16 --cpu-optimizer {LORA}",
+    f"--zero-stage 3 --global-batch-size 8 --bf16 {TENSOR} 2 --sequence-parallel",
+    f"--zero-stage 1 --global-batch-size 8 --bf16 {TENSOR} 4",
+    f"--zero-stage 3 --global-batch-size 8 --bf16 {CONTEXT} 2",
+    f"--zero-stage 2 --global-batch-size 8 --bf16 {CONTEXT} 2 --cp-comm-type allgather",
+    f"--zero-stage 1 --global-batch-size 24 --bf16 {PIPELINE} 2",
+    f"--zero-stage 3 --global-batch-size 24 {PIPELINE} 2 --recompute-granularity full",
+    f"--zero-stage 3 --global-batch-size 16 --bf16 {PIPELINE} 2 "
+    "--num-virtual-stages-per-pipeline-rank 3",
+    f"--zero-stage 1 --global-batch-size 24 --bf16 {PIPELINE} 2 {TENSOR} 2 --sequence-parallel",
 )
 STEPS = 2  # the first allocates Adam's moments
 
 
 def predict_and_measure(flags: str) -> tuple[Estimate, int]:
     """The prediction for `flags` on these ranks, and the largest peak of any rank in bytes."""
-    ranks = _ranks()
     words = f"--mock-data --lr 1e-3 --eval-iters 0 --train-iters 9 {flags}".split()
-    config = parse(words, ranks.num_ranks)
-    prediction = estimate(config, VOCABULARY, find_nodes(ranks.mesh, config.zero), is_cpu=True)
+    config = parse(words, dist.get_world_size())
+    ranks = ranks_of(config)
+    per_node = config.zero.zeropp.ranks_per_node or ranks.environment.local_world_size
+    nodes = Nodes.of(range(ranks.num_ranks), per_node)
+    prediction = estimate(config, VOCABULARY, nodes, is_cpu=True)
     with LiveBytes() as live:
         _train(config, ranks, prediction.micro_batches)
     return prediction, int(largest_of_ranks(live.peak, CPU))
@@ -81,18 +96,30 @@ def _train(config: Config, ranks: Ranks, micro_batches: int) -> None:
     optimizer = build_optimizer(sharding, config, CPU, apex=None)
     shape = config.batch.micro_batch_size, config.model.seq_length
     tokens, mask = torch.randint(VOCABULARY, shape), torch.ones(shape)
+    batch = Batch(tokens=tokens, labels=tokens, loss_mask=mask, position_ids=None)
     for _ in range(STEPS):
-        for index in range(micro_batches):
-            with sharding.micro_step(last=index == micro_batches - 1):
-                sharding.model(tokens, tokens, mask).backward()
+        if isinstance(sharding.model, Pipeline):
+            samples = ((0, batch) for _ in range(micro_batches))
+            sharding.model.forward_backward(samples, [1.0] * micro_batches, lambda *_: None)
+            sharding.model.sum_tied_gradients(optimizer)
+        else:
+            for index in range(micro_batches):
+                with sharding.micro_step(last=index == micro_batches - 1):
+                    sharding.model(*batch.inputs()).backward()
         optimizer_step(optimizer, sharding, clip_grad=1.0)
 
 
-def _ranks() -> Ranks:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
-    place = Environment(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
-    return Ranks(environment=place, device=CPU, mesh=mesh, store=None)
+def ranks_of(config: Config) -> Ranks:
+    """Return this process among the ranks of a run of `config`."""
+    environment, parallel = Environment.read(), config.parallel
+    return Ranks(
+        environment=environment,
+        device=CPU,
+        mesh=build_mesh(CPU, environment.world_size, parallel),
+        store=None,
+        context_size=parallel.context_parallel_size,
+        ranks_per_node=config.zero.zeropp.ranks_per_node,
+    )
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, options: dict) -> Tensor:
     for block in q.split(BLOCK, dim=2):
         end += block.shape[2]
         width = 1 << (end - 1).bit_length()  # powers of two: few masks, whatever the lengths
-        mask = _lower_right_mask(width, q.dtype, q.device)[-block.shape[2] :, -end:]
+        mask = lower_right_mask(width, q.dtype, q.device)[-block.shape[2] :, -end:]
         attended.append(
             F.scaled_dot_product_attention(
                 block, k[:, :, :end], v[:, :, :end], attn_mask=mask, **options
@@ -46,7 +46,7 @@ def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, options: dict) -> Tensor:
 
 
 @lru_cache(maxsize=4)
-def _lower_right_mask(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def lower_right_mask(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return what is added to the scores of the last queries, at most `BLOCK`, of `width` keys."""
     rows = min(BLOCK, width)
     with torch.inference_mode(False):

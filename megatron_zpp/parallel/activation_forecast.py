@@ -1,12 +1,15 @@
-"""The bytes that a step will send along the axes beside the data axis, computed from shapes.
+"""The messages that a step will send along the axes beside the data axis, computed from shapes.
 
 What is sent is counted where it is sent (`peers.py`), and tests compare the two.
 """
 
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from math import gcd
 
+import torch
 from torch import nn
 
 from megatron_zpp.parallel.mesh import Ranks
@@ -17,133 +20,192 @@ from megatron_zpp.parallel.tensor_parallel import partial_parameters
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
 from zeropp.optim.step import local_part
+from zeropp.wire.route import Hop
 from zeropp.wire.traffic import Traffic
 
 FP32_BYTES = 4
+GATHER, EXCHANGE, REDUCE = "gather", "exchange", "reduce"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Equal collectives among the ranks of `hop`, of `num_bytes` each as `Peers` counts them.
+
+    in_layers: they are spread over the layers of a stage; the others are before or after those.
+    """
+
+    axis: str
+    kind: str
+    hop: Hop
+    num_bytes: int
+    times: int = 1
+    is_forward: bool = True
+    in_layers: bool = False
+
+    def count(self, rank: int, ledger: Traffic) -> None:
+        """Enter into a ledger what a rank of the hop sends."""
+        peers = Peers(purpose=self.axis, rank=rank, group=None, hop=self.hop, traffic=ledger)
+        counts = {
+            GATHER: peers.count_gather, EXCHANGE: peers.count_exchange, REDUCE: peers.count_reduce
+        }  # fmt: skip
+        counts[self.kind](self.times * self.num_bytes)
 
 
 def activation_traffic(
     config: Config, ranks: Ranks, sharding: Sharding, num_micro_batches: int
 ) -> dict[tuple[str, str], int]:
     """Return the bytes that this rank will send in a step, by (axis, hop)."""
-    forecast = Forecast(config, ranks, sharding)
-    total: Counter[tuple[str, str]] = Counter()
-    for stage in forecast.stages:
-        total.update(forecast.micro_batch(stage))
-    total = Counter({key: num_micro_batches * sent for key, sent in total.items()})
-    total.update(forecast.gradients())
+    model = sharding.model
+    whole = Stage(index=0, count=1, layers=range(config.model.num_layers), model=model)
+    stages = model.stages if isinstance(model, Pipeline) else (whole,)
+    forecast = Forecast(config, ranks, stages, sharding.compute_dtype)
+    ledger = Traffic(AXES)
+    for stage in stages:
+        for move in forecast.moves(stage):
+            move.count(ranks.rank, ledger)
+    total = Counter({key: num_micro_batches * sent for key, sent in ledger.sent.items()})
+    partial = partial_parameters(model, config.parallel.sequence_parallel)
+    is_tied = isinstance(model, Pipeline) and model.ties_ends
+    tied = (model.tokens.weight,) if is_tied else ()
+    once = Traffic(AXES)
+    for move in forecast.gradients(map(_num_local, partial), map(_num_local, tied)):
+        move.count(ranks.rank, once)
+    total.update(once.sent)
     return dict(total)
 
 
 class Forecast:
-    """What this rank sends its peers, in terms of the model's sizes."""
+    """What this rank sends its peers, in terms of the model's sizes.
 
-    def __init__(self, config: Config, ranks: Ranks, sharding: Sharding) -> None:
-        self.config, self.ranks, self.model = config, ranks, sharding.model
+    `ranks` may be of a run that is only planned.
+    """
+
+    def __init__(
+        self, config: Config, ranks: Ranks, stages: Sequence[Stage], compute_dtype: torch.dtype
+    ) -> None:
+        self.config, self.ranks, self.stages = config, ranks, stages
         model = config.model
-        self.width = sharding.compute_dtype.itemsize
+        self.width = compute_dtype.itemsize
         self.residual_width = FP32_BYTES if model.fp32_residual_connection else self.width
         self.tokens = config.batch.micro_batch_size * model.seq_length // ranks.context_size
         self.elements = self.tokens * model.hidden_size  # of the residual stream
-        whole = Stage(index=0, count=1, layers=range(model.num_layers), model=self.model)
-        self.stages = self.model.stages if isinstance(self.model, Pipeline) else (whole,)
 
-    def micro_batch(self, stage: Stage) -> dict[tuple[str, str], int]:
-        """Return what a micro-batch sends on its way through a stage and back."""
-        ledger = Traffic(AXES)
+    def moves(self, stage: Stage) -> Iterator[Move]:
+        """Yield what a micro-batch sends on its way through a stage and back."""
         if self.ranks.tensor_size > 1:
-            self._tensor(stage, self.ranks.tensor_peers.with_ledger(ledger))
+            yield from self._tensor(stage, self.ranks.tensor_peers.hop)
         if self.ranks.context_size > 1:
-            self._context(stage, self.ranks.context_peers.with_ledger(ledger))
+            yield from self._context(stage, self.ranks.context_peers.hop)
         if self.ranks.pipeline_size > 1:
-            self._pipeline(stage, ledger)
-        return ledger.sent
+            yield from self._pipeline(stage)
 
-    def gradients(self) -> dict[tuple[str, str], int]:
-        """Return what is sent once per step: gradients that ranks of an axis have parts of."""
-        ledger = Traffic(AXES)
+    def gradients(self, partial: Iterable[int], tied: Iterable[int]) -> Iterator[Move]:
+        """Yield what is sent once per step: gradients that ranks of an axis have parts of.
+
+        partial: numbers of gradients that ranks of the tensor axis have terms of. tied: those of
+        embeddings that both ends of a pipeline have.
+        """
         if self.ranks.tensor_size > 1:
-            splits_rows = self.config.parallel.sequence_parallel
-            partial = partial_parameters(self.model, splits_rows)
-            elements = sum(local_part(each).numel() for each in partial)
-            self._sum(self.ranks.tensor_peers.with_ledger(ledger), elements, FP32_BYTES)
-        if isinstance(self.model, Pipeline) and self.model.ties_ends:
-            elements = local_part(self.model.tokens.weight).numel()
-            self._sum(self.ranks.ends_of_pipeline.with_ledger(ledger), elements, FP32_BYTES)
-        return ledger.sent
+            hop = self.ranks.tensor_peers.hop
+            yield from _sum("tensor", hop, sum(partial), FP32_BYTES, is_forward=False)
+        for elements in tied:
+            line = self.ranks.pipeline
+            hop = Hop(members=(line[0], line[-1]), nodes=self.ranks.nodes)
+            yield from _sum("pipeline", hop, elements, FP32_BYTES, is_forward=False)
 
-    def _tensor(self, stage: Stage, peers: Peers) -> None:
-        """Count the moves of `tensor_parallel.py`: 2 into and 2 out of the layers of a block."""
+    def _tensor(self, stage: Stage, hop: Hop) -> Iterator[Move]:
+        """Yield the moves of `tensor_parallel.py`: 2 into and 2 out of the layers of a block."""
+        yield from self._entries_and_exits(stage, hop)
         splits_rows = self.config.parallel.sequence_parallel
+        if stage.is_first:
+            yield from _sum("tensor", hop, self.elements, self.width)
+            if splits_rows and stage.model.tokens.weight.requires_grad:
+                row = self.elements * self.residual_width // hop.size
+                yield Move(axis="tensor", kind=GATHER, hop=hop, num_bytes=row, is_forward=False)
+        if stage.is_last:
+            yield Move(axis="tensor", kind=REDUCE, hop=hop, num_bytes=self.tokens * FP32_BYTES)
+            yield from _sum("tensor", hop, 2 * self.tokens, FP32_BYTES)
+        for is_forward, times in enumerate(reversed(self._norms_of_heads(stage))):
+            yield from _sum(
+                "tensor", hop, self.tokens, FP32_BYTES,
+                times=times, is_forward=bool(is_forward), in_layers=True,
+            )  # fmt: skip
+
+    def _entries_and_exits(self, stage: Stage, hop: Hop) -> Iterator[Move]:
+        """Yield the moves where activations enter layers that are split, and where they leave."""
         into = out = 2 * len(stage.layers)
         back_into, _, back_out = self._moves_back(stage)
         again_into, again_out = self._recomputed_moves(stage)
-        if stage.is_first:
-            self._sum(peers, self.elements, self.width)
-        if stage.is_last:
-            into, back_into = into + 1, back_into + 1
-            peers.count_reduce(self.tokens * FP32_BYTES)
-            self._sum(peers, 2 * self.tokens, FP32_BYTES)
-        for _ in range(self._norms_of_heads(stage)):
-            self._sum(peers, self.tokens, FP32_BYTES)
-        row = self.elements * self.width // peers.size
-        if not splits_rows:
-            for _ in range(out + back_into + again_out):
-                self._sum(peers, self.elements, self.width)
-            return
-        peers.count_gather((into + back_out + again_into) * row)
-        peers.count_exchange((out + back_into + again_out) * row)
-        if stage.is_first and self.model.tokens.weight.requires_grad:
-            peers.count_gather(self.elements * self.residual_width // peers.size)
+        splits_rows, row = self.config.parallel.sequence_parallel, self.elements * self.width
+        for is_forward, gathers, sums in (
+            (True, into, out), (False, back_out + again_into, back_into + again_out)
+        ):  # fmt: skip
+            common = {"axis": "tensor", "hop": hop, "is_forward": is_forward}
+            if splits_rows:
+                part = {"num_bytes": row // hop.size, **common}
+                yield Move(kind=GATHER, times=gathers, in_layers=True, **part)
+                yield Move(kind=EXCHANGE, times=sums, in_layers=True, **part)
+                if stage.is_last:  # into the output layer
+                    yield Move(kind=GATHER if is_forward else EXCHANGE, **part)
+                continue
+            layers = {"times": sums, "is_forward": is_forward, "in_layers": True}
+            yield from _sum("tensor", hop, self.elements, self.width, **layers)
+            if stage.is_last and not is_forward:
+                yield from _sum("tensor", hop, self.elements, self.width, is_forward=False)
 
-    def _norms_of_heads(self, stage: Stage) -> int:
-        """Return how many normalizations of all heads sum squares, or their gradients."""
+    def _norms_of_heads(self, stage: Stage) -> tuple[int, int]:
+        """Return how many normalizations of all heads sum squares, or their gradients.
+
+        The first number is that of a forward pass, the second that of a backward pass.
+        """
         model = self.config.model
         if not (model.qk_layernorm and model.qk_layernorm_across_heads):
-            return 0
+            return 0, 0
         _, back, _ = self._moves_back(stage)
-        return 2 * (len(stage.layers) + back + self._recomputed(stage))
+        return 2 * len(stage.layers), 2 * (back + self._recomputed(stage))
 
-    def _context(self, stage: Stage, peers: Peers) -> None:
-        """Count the moves of `context_parallel.py`, of queries, keys, values and the result."""
-        model, recompute = self.config.model, self.config.recompute
+    def _context(self, stage: Stage, hop: Hop) -> Iterator[Move]:
+        """Yield the moves of `context_parallel.py`, of queries, keys, values and the result."""
+        model, layers = self.config.model, len(stage.layers)
+        is_selective = self.config.recompute.recompute_granularity == "selective"
         heads, kv_heads = (
             count // self.ranks.tensor_size for count in (model.num_attention_heads, model.kv_heads)
         )
         _, back, _ = self._moves_back(stage)
+        again = self._recomputed(stage)
+        head_bytes = self.tokens * model.head_dim * self.width
+        common = {"axis": "context", "hop": hop, "in_layers": True}
         if self.config.parallel.cp_comm_type == "allgather":
-            again = self._recomputed(stage)
-            if recompute.recompute_granularity == "selective":
-                again = len(stage.layers)
-            num_bytes = self.tokens * 2 * kv_heads * model.head_dim * self.width
-            peers.count_gather((len(stage.layers) + again) * num_bytes)
-            peers.count_exchange(back * num_bytes)
+            part = {"num_bytes": 2 * kv_heads * head_bytes, **common}
+            again = layers if is_selective else again
+            yield Move(kind=GATHER, times=layers, **part)
+            yield Move(kind=GATHER, times=again, is_forward=False, **part)
+            yield Move(kind=EXCHANGE, times=back, is_forward=False, **part)
             return
-        kv_heads *= peers.size // gcd(peers.size, kv_heads)
-        moves = len(stage.layers) + back + self._recomputed(stage)
-        all_heads = moves * (2 * heads + 2 * kv_heads)
-        if recompute.recompute_granularity == "selective":  # up to the attention itself
-            all_heads += len(stage.layers) * (heads + 2 * kv_heads)
-        elements = self.tokens * model.head_dim * all_heads
-        peers.count_exchange(elements * self.width // peers.size)
+        kv_heads *= hop.size // gcd(hop.size, kv_heads)
+        for moved in (heads, kv_heads, kv_heads, heads):  # queries, keys, values, the result
+            part = {"kind": EXCHANGE, "num_bytes": moved * head_bytes // hop.size, **common}
+            yield Move(times=layers, **part)
+            yield Move(times=back + again, is_forward=False, **part)
+        if is_selective:  # again, up to the attention itself
+            for moved in (heads, kv_heads, kv_heads):
+                part = {"kind": EXCHANGE, "num_bytes": moved * head_bytes // hop.size, **common}
+                yield Move(times=layers, is_forward=False, **part)
 
-    def _pipeline(self, stage: Stage, ledger: Traffic) -> None:
-        """Count the activations sent onward, and their gradients sent back."""
+    def _pipeline(self, stage: Stage) -> Iterator[Move]:
+        """Yield the activations sent onward, and their gradients sent back."""
         splits_rows = self.config.parallel.sequence_parallel
         rows = self.ranks.tensor_size if splits_rows else 1
-        links = self.model.links
-        for is_end, link in (
-            (stage.is_last, links.activations_out), (stage.is_first, links.gradients_out)
-        ):  # fmt: skip
+        line, place = self.ranks.pipeline, self.ranks.pipeline_place
+        for is_end, step in ((stage.is_last, 1), (stage.is_first, -1)):
             if not is_end:
+                other = line[(place + step) % len(line)]
+                hop = Hop(members=tuple(sorted((line[place], other))), nodes=self.ranks.nodes)
                 num_bytes = self.elements // rows * self.residual_width
-                link.peers.with_ledger(ledger).count_exchange(num_bytes)
-
-    def _sum(self, peers: Peers, elements: int, width: int) -> None:
-        """Count a sum on all ranks: an exchange of its parts, and a gather of their sums."""
-        part = -(-elements // peers.size) * width
-        peers.count_exchange(part)
-        peers.count_gather(part)
+                yield Move(
+                    axis="pipeline", kind=EXCHANGE, hop=hop, num_bytes=num_bytes,
+                    is_forward=step == 1,
+                )  # fmt: skip
 
     def _moves_back(self, stage: Stage) -> tuple[int, int, int]:
         """Return how many gradients are moved: at entries of layers, inside attention, at exits.
@@ -196,3 +258,20 @@ class Forecast:
 
 def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _num_local(parameter: nn.Parameter) -> int:
+    return local_part(parameter).numel()
+
+
+def _sum(
+    axis: str, hop: Hop, elements: int, width: int, *,
+    times: int = 1, is_forward: bool = True, in_layers: bool = False,
+) -> Iterator[Move]:  # fmt: skip
+    """Yield a sum on all ranks: an exchange of its parts, and a gather of their sums."""
+    part = -(-elements // hop.size) * width
+    for kind in (EXCHANGE, GATHER):
+        yield Move(
+            axis=axis, kind=kind, hop=hop, num_bytes=part,
+            times=times, is_forward=is_forward, in_layers=in_layers,
+        )  # fmt: skip

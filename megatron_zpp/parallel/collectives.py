@@ -8,12 +8,10 @@ H hidden, N heads of D channels, T ranks.
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_zpp.parallel.peers import Peers
-from zeropp.wire.link import ALL_GATHER, traced
 
 Move = Callable[[Tensor, Peers], Tensor]
 
@@ -32,9 +30,7 @@ def sum_whole(x: Tensor, peers: Peers) -> Tensor:
 
 def largest(x: Tensor, peers: Peers) -> Tensor:
     """Return the largest of each element of x over the ranks."""
-    peers.count_reduce(x.nbytes)
-    with traced("all_reduce", peers.purpose, peers.hop):
-        dist.all_reduce(x, dist.ReduceOp.MAX, group=peers.group)
+    peers.maximize(x)
     return x
 
 
@@ -90,9 +86,7 @@ class _Moved(torch.autograd.Function):
 def _gather(part: Tensor, peers: Peers) -> Tensor:
     """Return the parts of all ranks, [T, ...]."""
     whole = part.new_empty(peers.size, *part.shape)
-    peers.count_gather(part.nbytes)
-    with traced("all_gather", peers.purpose, peers.hop):
-        ALL_GATHER(whole.view(-1), part.contiguous().view(-1), group=peers.group)
+    peers.gather(part, whole)
     return whole
 
 
@@ -105,7 +99,5 @@ def _exchange(parts: Tensor, peers: Peers) -> Tensor:
     """Send part i of `parts` [T, ...] to rank i; return what arrives, in the order of senders."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
-    peers.count_exchange(parts.nbytes // peers.size)
-    with traced("all_to_all", peers.purpose, peers.hop):
-        dist.all_to_all_single(received, parts, group=peers.group)
+    peers.exchange(parts, received)
     return received

@@ -58,10 +58,10 @@ class ContextAxis:
         return torch.cat([chunks[part] for part in self.parts], dim=1)
 
 
-def split_sequences(model: GPT, peers: Peers, communication: str) -> None:
+def split_sequences(model: GPT, peers: Peers, communication: str) -> ContextAxis:
     """Let a model take this rank's part of each sequence that it is given with labels.
 
-    `communication` is "a2a" or "allgather".
+    `communication` is "a2a" or "allgather". Returns the axis, which the model's attention asks.
     """
     axis = ContextAxis(peers, gathers_keys=communication == "allgather")
     model.register_forward_pre_hook(partial(_take_own_part, axis), with_kwargs=True)
@@ -72,6 +72,7 @@ def split_sequences(model: GPT, peers: Peers, communication: str) -> None:
             attention.attend = partial(_attend_gathered, axis, attention, attention.attend)
         else:
             attention.attend = partial(_attend_exchanged, axis, attention.attend)
+    return axis
 
 
 def _take_own_part(

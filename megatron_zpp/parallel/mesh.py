@@ -206,7 +206,12 @@ def join_ranks(
 
 def build_mesh(device: torch.device, num_ranks: int, config: ParallelConfig) -> DeviceMesh:
     """Return the mesh of all ranks: the data axis, and the others that have several ranks."""
-    pipe, tensor = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
-    sizes = {"pipe": pipe, "data": num_ranks // (pipe * tensor), "tensor": tensor}
+    sizes = mesh_sizes(num_ranks, config)
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == "data"}
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def mesh_sizes(num_ranks: int, config: ParallelConfig) -> dict[str, int]:
+    """Return the sizes of the axes of the mesh of all ranks, the slowest first."""
+    pipe, tensor = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
+    return {"pipe": pipe, "data": num_ranks // (pipe * tensor), "tensor": tensor}

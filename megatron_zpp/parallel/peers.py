@@ -6,8 +6,11 @@ message to a neighbour as they are.
 
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from zeropp.wire.link import ALL_GATHER, traced
 from zeropp.wire.route import Hop
 from zeropp.wire.traffic import Traffic
 
@@ -18,12 +21,12 @@ AXES = ("tensor", "context", "pipeline")  # the purposes of what is sent, beside
 class Peers:
     """The ranks of `group`, of which this is `rank`; `hop` and `rank` count all ranks of the run.
 
-    `purpose` is one of `AXES`.
+    `purpose` is one of `AXES`. `group` is None where bytes are only counted.
     """
 
     purpose: str
     rank: int
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     hop: Hop
     traffic: Traffic
 
@@ -40,6 +43,28 @@ class Peers:
     def with_ledger(self, traffic: Traffic) -> "Peers":
         """Return the same ranks with another ledger."""
         return replace(self, traffic=traffic)
+
+    def gather(self, part: Tensor, whole: Tensor) -> None:
+        """Write the parts of all ranks to `whole` [T, ...]."""
+        self.count_gather(part.nbytes)
+        with traced("all_gather", self.purpose, self.hop):
+            ALL_GATHER(whole.view(-1), part.contiguous().view(-1), group=self.group)
+
+    def exchange(self, parts: Tensor, received: Tensor) -> None:
+        """Send part i of `parts` [T, ...] to rank i; write to `received` what the others send."""
+        self.count_exchange(parts.nbytes // self.size)
+        with traced("all_to_all", self.purpose, self.hop):
+            dist.all_to_all_single(received, parts, group=self.group)
+
+    def maximize(self, x: Tensor) -> None:
+        """Replace each element of x by the largest of all ranks."""
+        self.count_reduce(x.nbytes)
+        with traced("all_reduce", self.purpose, self.hop):
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+
+    def own_seed(self) -> int:
+        """Draw a number from the random state that all ranks share, and add this rank's place."""
+        return int(torch.randint(2**31, ())) + self.place
 
     def count_gather(self, num_bytes: int) -> None:
         """Enter an all-gather of `num_bytes` from each rank."""

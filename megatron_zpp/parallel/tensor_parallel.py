@@ -87,7 +87,27 @@ class TensorAxis:
 
 def split_model(model: GPT, mesh: DeviceMesh, peers: Peers, *, sequence_parallel: bool) -> None:
     """Split a model that is on the meta device over the ranks of the one-axis `mesh`, in place."""
-    axis = TensorAxis(peers, sequence_parallel)
+    split_layers(model, TensorAxis(peers, sequence_parallel))
+    for parent, name, parameter, part, dim in _parts(model, mesh.size()):
+        whole = DTensor.from_local(
+            part, mesh, [Shard(dim)], run_check=False, shape=parameter.shape,
+            stride=parameter.stride(),
+        )  # fmt: skip
+        setattr(parent, name, nn.Parameter(whole, parameter.requires_grad))
+
+
+def keep_parts(model: GPT, axis: TensorAxis) -> None:
+    """Split a model that is on the meta device as `split_model`, for ranks that are only planned.
+
+    Its parameters are a rank's parts, which no process group connects.
+    """
+    split_layers(model, axis)
+    for parent, name, parameter, part, _ in _parts(model, axis.peers.size):
+        setattr(parent, name, nn.Parameter(part, parameter.requires_grad))
+
+
+def split_layers(model: GPT, axis: TensorAxis) -> None:
+    """Let the layers of a model compute with a rank's parts of their parameters, in place."""
     for block in model.blocks:
         _split_heads(block.attention, axis)
         block.attention.attend = partial(attend_with_own_dropout, block.attention, axis)
@@ -102,24 +122,20 @@ def split_model(model: GPT, mesh: DeviceMesh, peers: Peers, *, sequence_parallel
     model.register_forward_pre_hook(partial(_choose_rows, axis), with_kwargs=True)
     model.blocks[0].register_forward_pre_hook(partial(_take_own_rows, axis))
     model.norm.register_forward_hook(partial(_enter_head, axis))
-    split_parameters(model, mesh)
 
 
-def split_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Replace the meta parameters of `SPLIT_DIMS` by DTensors on `mesh`."""
+def _parts(
+    model: nn.Module, size: int
+) -> Iterator[tuple[nn.Module, str, nn.Parameter, Tensor, int]]:
+    """Yield owner, name and value of each parameter of `SPLIT_DIMS`, a rank's part, and the dim."""
     for name, parameter in list(model.named_parameters()):
         dim = _split_dim(name)
-        if dim is None:
-            continue
-        shape = list(parameter.shape)
-        shape[dim] //= mesh.size()
-        local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-        whole = DTensor.from_local(
-            local, mesh, [Shard(dim)], run_check=False, shape=parameter.shape,
-            stride=parameter.stride(),
-        )  # fmt: skip
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, nn.Parameter(whole, parameter.requires_grad))
+        if dim is not None:
+            shape = list(parameter.shape)
+            shape[dim] //= size
+            part = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+            parent, _, last = name.rpartition(".")
+            yield model.get_submodule(parent), last, parameter, part, dim
 
 
 class PartOfLinear(nn.Linear):
@@ -166,7 +182,7 @@ class ColumnsOfLoraLinear(ColumnsOfLinear, LoraLinear):
     def term(self, x: Tensor) -> Tensor:
         if self.axis.splits_rows or self.lora_dropout == 0 or not self.training:
             return super().term(x) + self.adapt(x)
-        with own_random_numbers(self.axis.peers.place, x.device):
+        with own_random_numbers(self.axis.peers.own_seed(), x.device):
             return super().term(x) + self.adapt(x)
 
 
@@ -188,22 +204,16 @@ def attend_with_own_dropout(attention: Attention, axis: TensorAxis, *inputs: Ten
     attend = partial(type(attention).attend, attention)
     if axis.splits_rows or attention.dropout == 0 or not attention.training:
         return attend(*inputs)
-    with own_random_numbers(axis.peers.place, inputs[0].device):
+    with own_random_numbers(axis.peers.own_seed(), inputs[0].device):
         return attend(*inputs)
 
 
-def shared_random_number() -> int:
-    """Draw a number from the state that all ranks have."""
-    return int(torch.randint(2**31, ()))
-
-
 @contextmanager
-def own_random_numbers(number: int, device: torch.device) -> Iterator[None]:
+def own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
     """Use a rank's own random numbers inside, and afterwards again the same on all ranks."""
-    seed = shared_random_number()
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        torch.manual_seed(seed + number)
+        torch.manual_seed(seed)
         yield
 
 
@@ -319,7 +329,7 @@ def _take_own_rows(axis: TensorAxis, block: nn.Module, inputs: tuple) -> tuple |
     if not axis.splits_rows:
         return None
     if block.training and max(block.dropout, block.attention.dropout) > 0:
-        torch.manual_seed(shared_random_number() + axis.peers.place)
+        torch.manual_seed(axis.peers.own_seed())
     x = moved(inputs[0], axis.peers, own_rows, gather_rows)
     return x, *inputs[1:]
 

@@ -1,12 +1,12 @@
 """Measure the memory of activations by running the model on fake tensors, without memory.
 
-A block, and the model without its blocks, each run one forward and one backward pass on fake
-tensors of the compute format, and the live storages are counted after every op. This includes
-dropout, rotary positions, gated MLPs and attention without a formula for each.
+A block, and a stage without its blocks, each run one forward and one backward pass on fake tensors
+of the compute format, and the live storages are counted after every op. This includes dropout,
+rotary positions, gated MLPs, attention, and what tensor and context parallelism exchange, without
+a formula for each.
 """
 
 import copy
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.recompute import call_checkpointed
+from megatron_zpp.model.prefix_attention import lower_right_mask
 from megatron_zpp.model.rotary import GLOBAL, rotary_tables
+from megatron_zpp.parallel.pipeline_stage import Stage
+from megatron_zpp.planner.parts.meta_model import LargestBlock, MetaModel
+from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim.step import local_part
 from zeropp.wire.in_flight import InFlightTensor
@@ -95,78 +98,113 @@ class LiveBytes(TorchDispatchMode):
         return len(self._storages) != num_before
 
 
-def trace_activations(
-    config: ModelConfig, model: GPT, micro_batch: int, dtype: torch.dtype,
-    *, selective: bool, chunk: int,
-) -> Activations:  # fmt: skip
-    """Return the activations of one micro-batch of `micro_batch` samples.
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What the activations of a stage depend on beside its model.
 
-    model: the model on the meta device; its block with the most trained weights is traced, with the
-    dropout of `config`. selective: the core attention is recomputed. chunk: the number of logits
-    that the loss processes at a time.
+    dtype: the compute format. selective: the core attention is recomputed. chunk: the number of
+    logits that the loss processes at a time. attention_dropout: that of the traced block.
     """
-    largest = copy.deepcopy(max(model.blocks, key=_num_trained))
-    largest.attention.dropout = config.attention_dropout
-    with FakeTensorMode():
-        embedding, head = _trace_embedding_and_head(config, model, micro_batch, dtype, chunk)
-        block = _trace_block(largest, config, micro_batch, dtype, selective)
-        stream = _stream(config, micro_batch, dtype).nbytes
-    return Activations(stream=stream, embedding=embedding, block=block, head=head)
+
+    size: int
+    dtype: torch.dtype
+    selective: bool
+    chunk: int
+    attention_dropout: float
+
+
+class ActivationTraces:
+    """The activations of stages of one model; equal traces are made once."""
+
+    def __init__(self) -> None:
+        self._traced: dict[tuple, Any] = {}
+
+    def trace(
+        self, model: MetaModel, ranks: PlannedRanks, stage: Stage, micro_batch: MicroBatch
+    ) -> Activations:
+        """Return the activations of a micro-batch in a stage of a rank."""
+        parallel = ranks.parallel
+        splits = ranks.tensor_size, ranks.context_size, parallel.sequence_parallel
+        key = (micro_batch, *splits, parallel.cp_comm_type)
+        if key not in self._traced:
+            self._traced[key] = _trace_block(model.split(ranks), ranks, micro_batch)
+            lower_right_mask.cache_clear()  # a mask of fake tensors is of no use to others
+        ends_key = (*key, stage.is_first, stage.is_last)
+        if ends_key not in self._traced:
+            self._traced[ends_key] = _trace_ends(
+                model.ends(ranks, stage), ranks, micro_batch, has_embedding=stage.is_first
+            )
+        (block, stream), (embedding, head) = self._traced[key], self._traced[ends_key]
+        return Activations(stream=stream, embedding=embedding, block=block, head=head)
 
 
 def _trace_block(
-    block: nn.Module, config: ModelConfig, micro_batch: int, dtype: torch.dtype, selective: bool
-) -> PassMemory:
-    if selective:
-        block.attention.call = call_checkpointed
-    weights = _weights(block, dtype)
-    stream = _stream(config, micro_batch, dtype).requires_grad_()
-    rotary = None
-    if config.position_embedding_type == "rope":
-        rotary = rotary_tables(config, torch.arange(config.seq_length)[None])[GLOBAL]
-    with LiveBytes([*weights.values(), stream, *(rotary or ())]) as live:
-        result = functional_call(block, weights, (stream, rotary))
-        saved, forward = live.current, live.take_peak()
-        gradient = torch.empty_like(result)
-        result.backward(gradient)
-        backward = live.take_peak() - result.nbytes
-        del gradient
-        return PassMemory(saved=saved, forward=forward, backward=backward)
+    model: GPT, ranks: PlannedRanks, micro_batch: MicroBatch
+) -> tuple[PassMemory, int]:
+    """Return the activations of a block, and the bytes of the residual stream."""
+    config = model.config
+    block = LargestBlock(
+        model, attention_dropout=micro_batch.attention_dropout, selective=micro_batch.selective
+    )
+    with FakeTensorMode():
+        weights = _weights(block, micro_batch.dtype)
+        stream = _stream(config, ranks, micro_batch).requires_grad_()
+        rotary = None
+        if config.position_embedding_type == "rope":
+            positions = torch.arange(config.seq_length // ranks.context_size)[None]
+            if ranks.context_size > 1:
+                positions = positions.expand(micro_batch.size, -1)
+            rotary = rotary_tables(config, positions)[GLOBAL]
+        with LiveBytes([*weights.values(), stream, *(rotary or ())]) as live:
+            result = functional_call(block, weights, (stream, rotary))
+            saved, forward = live.current, live.take_peak()
+            gradient = torch.empty_like(result)
+            result.backward(gradient)
+            backward = live.take_peak() - result.nbytes
+            del gradient
+        return PassMemory(saved=saved, forward=forward, backward=backward), stream.nbytes
 
 
-def _trace_embedding_and_head(
-    config: ModelConfig, full_model: GPT, micro_batch: int, dtype: torch.dtype, chunk: int
+def _trace_ends(
+    meta_model: GPT, ranks: PlannedRanks, micro_batch: MicroBatch, *, has_embedding: bool
 ) -> tuple[PassMemory, PassMemory]:
-    with torch.device("meta"):
-        model = GPT(dataclasses.replace(config, num_layers=0), full_model.vocab_size)
-    is_frozen = not full_model.tokens.weight.requires_grad
-    model.requires_grad_(not is_frozen)
-    model.blocks_per_call = 1
-    model.cross_entropy = partial(_fake_losses, chunk=chunk)
-    weights = _weights(model, dtype)
-    shape = micro_batch, config.seq_length
-    tokens = torch.zeros(shape, dtype=torch.int64)
+    """Return the activations of what a stage has before its blocks, and after them.
+
+    Where another stage has it, activations or their gradients arrive from there, which are not
+    counted.
+    """
+    model = copy.deepcopy(meta_model)
+    model.cross_entropy = partial(_fake_losses, chunk=micro_batch.chunk)
+    config, output = model.config, model.output
     measured: dict[str, int] = {}
-    live = LiveBytes([*weights.values(), tokens])
+    with FakeTensorMode():
+        weights = _weights(model, micro_batch.dtype)
+        shape = micro_batch.size, config.seq_length
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        received = _stream(config, ranks, micro_batch).requires_grad_()
+        gradient = _stream(config, ranks, micro_batch)
+        live = LiveBytes([*weights.values(), tokens, received, gradient])
+        if not has_embedding:
+            model.embed = lambda *_: received
 
-    def before_head(_: nn.Module, arguments: tuple[Tensor]) -> None:
-        stream = arguments[0]
-        if is_frozen:  # as after blocks with adapters
-            stream.requires_grad_()
-        measured["embedding_saved"] = live.current
-        measured["embedding_forward"] = live.take_peak()
-        stream.register_hook(after_head_backward)
+        def after_embedding(stream: Tensor, *inputs: Tensor) -> Tensor:
+            if not stream.requires_grad:  # as after blocks with adapters
+                stream.requires_grad_()
+            measured["embedding_saved"] = live.current
+            measured["embedding_forward"] = live.take_peak()
+            stream.register_hook(after_head_backward)
+            return output(stream, *inputs)
 
-    def after_head_backward(_: Tensor) -> None:
-        measured["after_head"] = live.current
-        measured["head_backward"] = live.take_peak()
+        def after_head_backward(_: Tensor) -> None:
+            measured["after_head"] = live.current
+            measured["head_backward"] = live.take_peak()
 
-    model.norm.register_forward_pre_hook(before_head)
-    with live:
-        loss = functional_call(model, weights, (tokens, tokens, torch.ones(shape)))
-        saved, forward = live.current, live.take_peak()
-        loss.backward()
-        embedding_backward = live.take_peak()
+        model.output = after_embedding
+        with live:
+            result = functional_call(model, weights, (tokens, tokens, torch.ones(shape)))
+            saved, forward = live.current, live.take_peak()
+            result.backward(None if result.ndim == 0 else gradient)
+            embedding_backward = live.take_peak()
     embedding_saved = measured["embedding_saved"]
     embedding = PassMemory(
         saved=embedding_saved, forward=measured["embedding_forward"],
@@ -188,10 +226,6 @@ def _fake_losses(logits: Tensor, labels: Tensor, mask: Tensor, chunk: int) -> Te
     return torch.empty(len(logits), dtype=torch.float32)
 
 
-def _num_trained(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-
-
 def _weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     return {
         name: torch.empty(parameter.shape, dtype=dtype, requires_grad=parameter.requires_grad)
@@ -199,7 +233,10 @@ def _weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def _stream(config: ModelConfig, micro_batch: int, dtype: torch.dtype) -> Tensor:
-    """Return the residual stream [b, S, H]."""
-    dtype = torch.float32 if config.fp32_residual_connection else dtype
-    return torch.empty(micro_batch, config.seq_length, config.hidden_size, dtype=dtype)
+def _stream(config: ModelConfig, ranks: PlannedRanks, micro_batch: MicroBatch) -> Tensor:
+    """Return a rank's rows of the residual stream, [b, S/C, H], or of S/CT rows."""
+    dtype = torch.float32 if config.fp32_residual_connection else micro_batch.dtype
+    rows = config.seq_length // ranks.context_size
+    if ranks.parallel.sequence_parallel:
+        rows //= ranks.tensor_size
+    return torch.empty(micro_batch.size, rows, config.hidden_size, dtype=dtype)

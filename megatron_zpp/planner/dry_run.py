@@ -118,10 +118,18 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
         f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
         f"heads, vocabulary {vocab_size:,}"
     )
+    parallel = config.parallel
+    num_replicas = sharding.num_ranks // parallel.context_parallel_size
+    axes = {
+        "each matrix": parallel.tensor_model_parallel_size,
+        "each sequence": parallel.context_parallel_size,
+        "the layers": parallel.pipeline_model_parallel_size,
+    }
+    shared = [f"{size} ranks share {what}" for what, size in axes.items() if size > 1]
     batch = (
         f"{memory_estimate.micro_batches} micro-batches of "
         f"{config.batch.micro_batch_size} samples of {model.seq_length} tokens "
-        f"on each of {sharding.num_ranks} ranks"
+        f"on each of {num_replicas} {'replicas' if shared else 'ranks'}"
     )
     memory = {"host": memory_estimate.host}
     if memory_estimate.device:
@@ -130,9 +138,10 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
         ("model", f"{shape}: {sharding.model.num_parameters():,} parameters"),
         *lora_summary(config, sharding),
         ("batch", batch),
+        *([("axes", "\n".join(shared))] if shared else []),
         ("precision", str(sharding.compute_dtype).removeprefix("torch.")),
         ("ZeRO stage", sharding.stage),
-        *sharding.describe(memory_estimate.micro_batches),
+        *sharding.describe(memory_estimate.micro_batches, memory_estimate.sent if shared else None),
         ("memory", _memory_table(memory)),
     ]
 

@@ -1,49 +1,64 @@
 """Estimate the peak memory of a rank during a step, by kind, without running it.
 
-The step is simulated event by event: what FSDP2 and the collectives allocate and free for each unit
-is added up by formula (docs/memory.md), and the activations of a micro-batch are traced on fake
-tensors.
+The step is simulated event by event, in a pipeline in the order of its schedule: what FSDP2 and the
+collectives allocate and free for each unit is added up by formula (docs/memory.md), and the
+activations of a micro-batch are traced on fake tensors.
 """
 
-import dataclasses
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import MappingProxyType
 
 from megatron_zpp.model.loss import CPU_CHUNK, DEVICE_CHUNK
-from megatron_zpp.planner.activations import Activations, trace_activations
-from megatron_zpp.planner.planned_run import FP32_BYTES, PlannedRun, Unit, plan_run
+from megatron_zpp.parallel.pipeline_schedule import Pass, passes
+from megatron_zpp.parallel.pipeline_stage import Stage
+from megatron_zpp.planner.activations import Activations, ActivationTraces, MicroBatch
+from megatron_zpp.planner.node_traffic import mean_of_nodes
+from megatron_zpp.planner.parts.meta_model import MetaModel
+from megatron_zpp.planner.planned_run import (
+    FP32_BYTES,
+    PlannedRun,
+    Unit,
+    distinct_places,
+    plan_run,
+)
+from megatron_zpp.planner.state_memory import (
+    GRADIENTS,
+    MOMENTS,
+    WEIGHTS,
+    initial_bytes,
+    offloaded_bytes,
+    saved_bytes,
+)
 from megatron_zpp.settings.config import Config
 from zeropp.fsdp_adapter import AHEAD
-from zeropp.ranks.host_memory import pinned_bytes
 from zeropp.sharding.grid import Grid
 from zeropp.sharding.sharding import Sharding
 from zeropp.wire.route import Nodes
 from zeropp.wire.secondary_copies import SecondaryCopies
 
-WEIGHTS, MOMENTS, GRADIENTS = "weights", "optimizer state", "gradients"
 GATHERED, COPIES = "gathered weights", "secondary copies (hpZ)"
 IN_FLIGHT, ACTIVATIONS, HEAD = "gradients in flight", "activations", "logits and loss"
 SAVED_COPY = "copy for --async-save"
 KINDS = (WEIGHTS, MOMENTS, GRADIENTS, GATHERED, COPIES, IN_FLIGHT, ACTIVATIONS, HEAD, SAVED_COPY)
-MOMENTS_BYTES = 2 * FP32_BYTES  # of Adam's two moments of a weight
-DISTINCT_MICRO_BATCHES = 3  # the first, the last, and one between them
+DISTINCT_MICRO_BATCHES = 3  # the first, the last, and one between them, of each rank of a pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Bytes on the device and on the host at the peak of the fullest rank, by kind.
 
-    On a CPU everything is on the host. `sharding` describes the collectives; its model is on the
-    meta device.
+    On a CPU everything is on the host. `sharding` describes the collectives; its model is the whole
+    one, on the meta device. `sent` is what a node sends in a step, the mean over nodes.
     """
 
     device: Mapping[str, int]
     host: Mapping[str, int]
     micro_batches: int
     sharding: Sharding
+    sent: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     @property
     def device_bytes(self) -> int:
@@ -55,41 +70,41 @@ class Estimate:
 
 
 def estimate(config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool) -> Estimate:
-    """Return the memory that `config` needs on a rank of `nodes`, on CPUs or on GPUs.
+    """Return the memory that `config` needs on ranks of `nodes`, on CPUs or on GPUs.
 
-    Raises InputError for an hpZ partition that does not divide the ranks.
+    Raises InputError for ranks that the nodes cannot hold alike, and for an hpZ partition that does
+    not divide them.
     """
-    run = plan_run(config, vocab_size, nodes, is_cpu=is_cpu)
-    return estimate_run(run, trace_run(run))
+    model, traces = MetaModel(config, vocab_size), ActivationTraces()
+    runs = [
+        (plan_run(config, vocab_size, nodes, is_cpu=is_cpu, model=model, place=place), count)
+        for place, count in distinct_places(config).items()
+    ]
+    return replace(fullest(runs, traces), sent=mean_of_nodes(runs))
 
 
-def trace_run(run: PlannedRun) -> Activations:
-    """Return the activations of a micro-batch of `run`."""
-    config, model_config = run.config, run.config.model
-    if not run.is_cpu:  # a GPU's attention regenerates its dropout mask; a CPU's saves all scores
-        model_config = dataclasses.replace(model_config, attention_dropout=0.0)
-    return trace_activations(
-        model_config, run.model, config.batch.micro_batch_size, run.compute_dtype,
-        selective=config.recompute.recompute_granularity == "selective",
-        chunk=CPU_CHUNK if run.is_cpu else DEVICE_CHUNK,
-    )  # fmt: skip
+def fullest(runs: Sequence[tuple[PlannedRun, int]], traces: ActivationTraces) -> Estimate:
+    """Return the estimate of the run that needs most memory."""
+    estimates = (estimate_run(run, traces) for run, _ in runs)
+    return max(estimates, key=lambda each: each.device_bytes + each.host_bytes)
 
 
-def estimate_run(run: PlannedRun, activations: Activations) -> Estimate:
-    """Return the memory that a rank of `run` needs, with activations as `trace_run` returns."""
+def estimate_run(run: PlannedRun, traces: ActivationTraces) -> Estimate:
+    """Return the memory that a rank of `run` needs; traces that are missing are added."""
     config = run.config
-    simulation = StepSimulation(run, activations)
+    simulation = StepSimulation(run, [_traced(run, stage, traces) for stage in run.stages])
     simulation.run_step()
     device, host = simulation.peak, Counter()
     if run.offloads:
-        host = _offloaded_bytes(run)
+        host = offloaded_bytes(run)
     if config.checkpoint.async_save and config.checkpoint.save:
-        host[SAVED_COPY] += _saved_bytes(run)
+        host[SAVED_COPY] += saved_bytes(run)
     if run.is_cpu:
         device, host = {}, device + host
     copies = SecondaryCopies(in_evaluation=True) if run.forecast.weights.keeps else None
+    model = run.model.whole
     sharding = Sharding(
-        model=run.model, grid=Grid(run.model, None, None), stage=run.stage, num_ranks=run.num_ranks,
+        model=model, grid=Grid(model, None, None), stage=run.stage, num_ranks=run.num_ranks,
         compute_dtype=run.compute_dtype,
         forecast=run.forecast if run.num_ranks > 1 else None, copies=copies,
         stores_frozen=config.zero.stores_frozen,
@@ -100,32 +115,87 @@ def estimate_run(run: PlannedRun, activations: Activations) -> Estimate:
     )  # fmt: skip
 
 
+def _traced(run: PlannedRun, stage: Stage, traces: ActivationTraces) -> Activations:
+    """Return the activations of a micro-batch in a stage."""
+    config = run.config
+    # A GPU's attention regenerates its dropout mask; a CPU's saves all scores.
+    dropout = config.model.attention_dropout if run.is_cpu else 0.0
+    micro_batch = MicroBatch(
+        size=config.batch.micro_batch_size,
+        dtype=run.compute_dtype,
+        selective=config.recompute.recompute_granularity == "selective",
+        chunk=CPU_CHUNK if run.is_cpu else DEVICE_CHUNK,
+        attention_dropout=dropout,
+    )
+    return traces.trace(run.model, run.ranks, stage, micro_batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    """A stage of a rank: its blocks and its root in `PlannedRun.units`, and its activations.
+
+    saved: bytes that each block saves for backward, including its result.
+    """
+
+    stage: Stage
+    blocks: range
+    root: int
+    activations: Activations
+    saved: Sequence[int]
+
+    @property
+    def message(self) -> int:
+        """Bytes of activations, or of their gradients, that a stage sends another."""
+        return self.activations.stream
+
+    def layer(self, index: int) -> int:
+        """Return the layer that a block of the units is."""
+        return self.stage.layers[index - self.blocks.start]
+
+
 class StepSimulation:
     """Simulates the memory of a step in which Adam's moments already exist.
 
-    `allocated` is the current bytes by kind, and `peak` the largest so far.
+    `activations` are those of the rank's stages. `allocated` is the current bytes by kind, and
+    `peak` the largest so far.
     """
 
-    def __init__(self, run: PlannedRun, activations: Activations) -> None:
-        self.run, self.activations = run, activations
-        self.allocated = _initial_bytes(run)
+    def __init__(self, run: PlannedRun, activations: Sequence[Activations]) -> None:
+        self.run = run
+        self.allocated = initial_bytes(run)
         self.peak = Counter({WEIGHTS: run.construction_bytes})
-        self._saved_by_block = _saved_bytes_by_block(run, activations)
-        self._root = len(run.units) - 1
+        self._chunks = _chunks(run, activations)
+        self._roots = {chunk.root for chunk in self._chunks}
         self._gathered: set[int] = set()  # units with gathered weights
         self._copied: set[int] = set()  # units with a secondary copy (hpZ)
         self._accumulated: set[int] = set()  # units with whole gradients of earlier micro-batches
         self._reduced: set[int] = set()  # units with reduced gradients
         self._in_flight: list[tuple[int, ...]] = []  # bytes of each reduction, by remaining hop
+        self._sent = 0  # bytes of the gradients that were last sent to the stage before
 
     def run_step(self) -> None:
         """Simulate the micro-batches of a step, without repeating equal ones."""
         self._record()
-        count = min(self.run.num_micro_batches, DISTINCT_MICRO_BATCHES)
-        for index in range(count):
-            self._forward()
-            self._backward(is_last=index == count - 1)
+        ranks = self.run.ranks
+        size = ranks.pipeline_size
+        count = min(self.run.num_micro_batches, DISTINCT_MICRO_BATCHES * size)
+        order = passes(ranks.pipeline_place, size, count, len(self._chunks))
+        self.allocated[ACTIVATIONS] += self._arriving(order[0])
+        for each, following in pairwise([*order, None]):
+            arriving = 0 if following is None else self._arriving(following)
+            self.allocated[ACTIVATIONS] += arriving
+            chunk = self._chunks[each.chunk]
+            if each.is_forward:
+                self._forward(chunk)
+            else:
+                self._backward(chunk, is_last=each.micro_batch == count - 1)
         self._record()
+
+    def _arriving(self, each: Pass) -> int:
+        """Return the bytes that a pass receives from another rank."""
+        chunk = self._chunks[each.chunk]
+        is_end = chunk.stage.is_first if each.is_forward else chunk.stage.is_last
+        return 0 if is_end else chunk.message
 
     def _record(self, temporary: Mapping[str, int] = MappingProxyType({})) -> None:
         """Update the peak, with temporary bytes by kind."""
@@ -133,56 +203,67 @@ class StepSimulation:
         if current.total() > self.peak.total():
             self.peak = current
 
-    def _forward(self) -> None:
-        run, activations, blocks = self.run, self.activations, range(self._root)
-        self._gather(self._root, prefetched=())
+    def _forward(self, chunk: _Chunk) -> None:
+        """Simulate a forward pass; what has arrived for it stays until its backward pass."""
+        run, activations, blocks = self.run, chunk.activations, chunk.blocks
+        self._gather(chunk.root, prefetched=())
         self._record({
             ACTIVATIONS: activations.embedding.forward,
             GATHERED: self._gather_buffers(blocks[:AHEAD]),
         })  # fmt: skip
         self.allocated[ACTIVATIONS] += activations.embedding.saved
         num_prefetched = AHEAD if run.is_cpu else 1
-        for index in blocks:
-            self._gather(index, blocks[index + 1 : index + num_prefetched])
-            buffers = self._gather_buffers(blocks[index + 1 : index + 1 + num_prefetched])
+        for position, index in enumerate(blocks):
+            self._gather(index, blocks[position + 1 : position + num_prefetched])
+            buffers = self._gather_buffers(blocks[position + 1 : position + 1 + num_prefetched])
             self._record({ACTIVATIONS: activations.block.forward, GATHERED: buffers})
-            self.allocated[ACTIVATIONS] += self._saved_by_block[index]
+            self.allocated[ACTIVATIONS] += chunk.saved[position]
             if run.regathers:
                 self._free_gathered(index)
         self._record({HEAD: activations.head.forward})
         self.allocated[HEAD] += activations.head.saved
 
-    def _backward(self, *, is_last: bool) -> None:
-        activations, head = self.activations, self.activations.head
+    def _backward(self, chunk: _Chunk, *, is_last: bool) -> None:
+        """Simulate a backward pass, whose result is sent to the stage before."""
+        activations, head, stage = chunk.activations, chunk.activations.head, chunk.stage
+        result = 0 if stage.is_last else chunk.message  # it is freed after this pass
+        self.allocated[ACTIVATIONS] += result
         self._record({HEAD: head.backward - head.saved})
         self.allocated[HEAD] += head.after - head.saved
-        for index in reversed(range(self._root)):
+        for position in reversed(range(len(chunk.blocks))):
+            index = chunk.blocks[position]
             self._gather(index, prefetched=())
-            self.allocated[ACTIVATIONS] -= self._saved_by_block[index]
-            recomputed = self._recompute(index)
-            buffers = self._gather_buffers([index - 1] if index else [])
+            self.allocated[ACTIVATIONS] -= chunk.saved[position]
+            recomputed = self._recompute(chunk, index)
+            buffers = self._gather_buffers([index - 1] if position else [])
             self.allocated[GATHERED] += buffers
             self._record({ACTIVATIONS: recomputed + activations.block.backward})
             self._end_backward(index, is_last=is_last, gradient=self.run.units[index].gradient)
             self.allocated[GATHERED] -= buffers
-        self.allocated[ACTIVATIONS] = 0
-        self.allocated[HEAD] = 0
+        self.allocated[ACTIVATIONS] -= activations.embedding.saved
+        self.allocated[HEAD] -= head.after
         self._record({HEAD: activations.embedding.backward})
-        self._end_backward(self._root, is_last=is_last, gradient=activations.embedding.after)
+        self._end_backward(chunk.root, is_last=is_last, gradient=activations.embedding.after)
         self._in_flight.clear()
         self.allocated[IN_FLIGHT] = 0
+        received = chunk.message * (2 - stage.is_first - stage.is_last)
+        sent = 0 if stage.is_first else chunk.message
+        self.allocated[ACTIVATIONS] += sent - self._sent - received - result
+        self._sent = sent
 
-    def _recompute(self, index: int) -> int:
+    def _recompute(self, chunk: _Chunk, index: int) -> int:
         """Return the bytes that the earlier blocks of the group of block `index` have saved."""
-        block, group_size = self.activations.block, self.run.recompute_group
-        if group_size == 0 or index >= self.run.num_recomputed:
+        block, group_size = chunk.activations.block, self.run.recompute_group
+        position = index - chunk.blocks.start
+        if group_size == 0 or position >= self.run.num_recomputed(chunk.stage):
             return 0
-        num_earlier = index % group_size
-        if num_earlier == group_size - 1 or index == self._root - 1:
+        num_earlier = min(chunk.layer(index) % group_size, position)
+        is_end = chunk.layer(index) % group_size == group_size - 1
+        if is_end or position == len(chunk.blocks) - 1:
             # The whole group is recomputed, and stays gathered until its backward passes.
             for earlier in range(index - num_earlier, index):
                 self._gather(earlier, prefetched=())
-            peak = num_earlier * block.saved + block.forward + self.activations.stream
+            peak = num_earlier * block.saved + block.forward + chunk.activations.stream
             self._record({ACTIVATIONS: peak})
         return num_earlier * block.saved
 
@@ -218,7 +299,7 @@ class StepSimulation:
         if not run.uses_engine:
             self._accumulate(index, 0 if run.offloads else unit.fp32_gradient)
             return
-        stays = run.stage < 3 or run.forecast.reduces_once and index == self._root
+        stays = run.stage < 3 or run.forecast.keeps_roots and index in self._roots
         if is_last or not stays:
             self._free_gathered(index)
         is_fp32 = run.compute_dtype.itemsize == FP32_BYTES
@@ -270,93 +351,28 @@ class StepSimulation:
         return sum(hops[0] for hops in self._in_flight)
 
 
-def _initial_bytes(run: PlannedRun) -> Counter:
-    """Return what is on the device before a step: weights, and optimizer state if not offloaded."""
-    trained, frozen = _shard_sizes(run)
-    if not run.offloads:
-        return Counter({WEIGHTS: FP32_BYTES * trained + frozen, MOMENTS: MOMENTS_BYTES * trained})
-    not_offloaded = trained - sum(run.offloaded_shards)
-    masters = _master_bytes(run, (not_offloaded,), is_separate=run.has_delayed_update)
-    if run.config.zero.offloads_weights and not run.is_cpu:
-        return masters
-    return Counter({WEIGHTS: run.compute_dtype.itemsize * trained + frozen}) + masters
+def _chunks(run: PlannedRun, activations: Sequence[Activations]) -> list[_Chunk]:
+    """Return the stages of a rank, with the places of their units."""
+    chunks, first = [], 0
+    for stage, each in zip(run.stages, activations, strict=True):
+        root = first + len(stage.layers)
+        chunks.append(
+            _Chunk(
+                stage=stage, blocks=range(first, root), root=root, activations=each,
+                saved=_saved_bytes_by_block(run, stage, each),
+            )
+        )  # fmt: skip
+        first = root + 1
+    return chunks
 
 
-def _shard_sizes(run: PlannedRun) -> tuple[int, int]:
-    """Return the trained elements and the frozen bytes of this rank's padded shards."""
-    return sum(unit.trained for unit in run.units), sum(unit.frozen for unit in run.units)
-
-
-def _saved_bytes(run: PlannedRun) -> int:
-    """Return this rank's part of a checkpoint; at stage 0 the ranks share the work."""
-    trained, frozen = _shard_sizes(run)
-    num_bytes = FP32_BYTES * trained
-    if not run.config.checkpoint.no_save_optim:
-        num_bytes += MOMENTS_BYTES * trained
-    if not run.config.zero.stores_frozen:  # frozen weights that are stored as codes are not saved
-        num_bytes += frozen
-    return num_bytes if run.stage else math.ceil(num_bytes / run.num_ranks)
-
-
-def _offloaded_bytes(run: PlannedRun) -> Counter:
-    """Return what is offloaded to the host.
-
-    With a GPU, the gradients of later micro-batches have a buffer of their own.
-    """
-    offload_optimizer = run.config.zero.zero_optimization.offload_optimizer
-    allocated_bytes: Callable[[int], int] = int
-    if offload_optimizer.pin_memory and not run.is_cpu:
-        allocated_bytes = pinned_bytes
-    offloaded = _master_bytes(
-        run,
-        run.offloaded_shards,
-        is_separate=run.has_delayed_update or not run.is_cpu,
-        allocated_bytes=allocated_bytes,
-    )
-    if not run.is_cpu and not run.forecast.reduces_once and run.num_micro_batches > 1:
-        offloaded[GRADIENTS] += sum(
-            allocated_bytes(FP32_BYTES * elements) for elements in run.offloaded_shards
-        )
-    if run.config.zero.offloads_weights and not run.is_cpu:
-        _, frozen = _shard_sizes(run)
-        offloaded[WEIGHTS] += frozen
-    return offloaded
-
-
-def _master_bytes(
-    run: PlannedRun,
-    shard_sizes: Sequence[int],
-    *,
-    is_separate: bool,
-    allocated_bytes: Callable[[int], int] = int,
-) -> Counter:
-    """Return the fp32 weights, gradients and moments of an offloaded optimizer.
-
-    shard_sizes: elements of each parameter's shard. is_separate: the fp32 weights and the 16-bit
-    weights that are sent cannot share memory with the model. allocated_bytes: the bytes that are
-    allocated for a tensor of a size.
-    """
-    is_16_bit = run.compute_dtype.itemsize < FP32_BYTES
-    master_itemsize = FP32_BYTES if is_16_bit or is_separate else 0
-    rounded_itemsize = run.compute_dtype.itemsize if is_16_bit and is_separate else 0
-    weights = gradients = 0
-    for size in shard_sizes:
-        weights += allocated_bytes(master_itemsize * size)
-        weights += allocated_bytes(rounded_itemsize * size)
-        gradients += allocated_bytes(FP32_BYTES * size)
-    if run.has_delayed_update:
-        gradients *= 2
-    return Counter(
-        {WEIGHTS: weights, MOMENTS: MOMENTS_BYTES * sum(shard_sizes), GRADIENTS: gradients}
-    )
-
-
-def _saved_bytes_by_block(run: PlannedRun, activations: Activations) -> list[int]:
+def _saved_bytes_by_block(run: PlannedRun, stage: Stage, activations: Activations) -> list[int]:
     """Return the bytes that each block saves for backward, including its result."""
-    num_blocks, group_size = len(run.units) - 1, run.recompute_group
-    saved = [activations.block.saved] * num_blocks
+    layers, group_size = stage.layers, run.recompute_group
+    saved = [activations.block.saved] * len(layers)
     if group_size:
-        for index in range(run.num_recomputed):
-            ends_group = index % group_size == group_size - 1 or index == num_blocks - 1
-            saved[index] = activations.stream if ends_group else 0
+        for position in range(run.num_recomputed(stage)):
+            is_last = position == len(layers) - 1
+            ends_group = layers[position] % group_size == group_size - 1 or is_last
+            saved[position] = activations.stream if ends_group else 0
     return saved

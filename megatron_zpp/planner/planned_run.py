@@ -1,30 +1,28 @@
-"""A run before it is started: its model on the meta device, cut into FSDP units and shards.
+"""A run before it is started: a rank's part of the model, cut into FSDP units and shards.
 
 The parameters are cut as FSDP2 and ZeRO-Offload cut them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import nn
 
-from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.lora import add_lora
+from megatron_zpp.parallel.pipeline_stage import Stage
+from megatron_zpp.planner.parts.meta_model import META, MetaModel
+from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.schedule import Schedules
 from zeropp.fsdp_adapter import Piece
 from zeropp.optim.offload import HOST, master_devices
 from zeropp.sharding.forecast import Forecast
-from zeropp.sharding.shard import outermost_blocks
-from zeropp.sharding.subunits import own_parameters, trained_subunits
 from zeropp.wire.collectives import gradient_layouts, weight_layout
 from zeropp.wire.frozen_weights import stored_layout
 from zeropp.wire.route import Nodes, gradient_route, weight_route
 
 FP32_BYTES = 4  # of a weight or a gradient
-META = torch.device("meta")  # stands for a device that is not the host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +53,38 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """Everything about a run that its memory depends on.
+    """Everything about a rank of a run that its memory depends on.
 
-    `subunits` is, for each unit of this class, the number of units of `forecast` that it consists
-    of; adapters are separate units of the forecast. `model` is on the meta device.
+    `stages` are those of the rank, one without a pipeline. `units` has their blocks and then their
+    root, stage after stage. `subunits` is, for each of these units, the number of units of
+    `forecast` that it consists of; adapters are separate units of the forecast.
     """
 
     config: Config
-    model: GPT
+    model: MetaModel
+    ranks: PlannedRanks
+    stages: tuple[Stage, ...]
     forecast: Forecast
     subunits: tuple[int, ...]
     is_cpu: bool
 
     @property
     def num_ranks(self) -> int:
+        """Return the number of ranks of the data axis, over which weights are sharded."""
         return self.forecast.weights.nodes.num_ranks
+
+    @cached_property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Return the parameters of this rank's stages, whole or its parts of matrices."""
+        stores = self.config.zero.stores_frozen
+        units = (self.model.units(self.ranks, stage, stores_frozen=stores) for stage in self.stages)
+        return tuple(
+            parameter
+            for each in units
+            for unit in each
+            for subunit in unit
+            for parameter in subunit
+        )
 
     @property
     def stage(self) -> int:
@@ -117,14 +132,18 @@ class PlannedRun:
         """Return the elements of each of this rank's padded shards that the host updates."""
         if not self.offloads:
             return ()
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in self.parameters if parameter.requires_grad]
         ratio = self.config.zero.zero_optimization.offload_optimizer.ratio
         devices = master_devices(parameters, ratio, META)
         return tuple(
-            _piece(parameter, self.num_shards, None).elements
+            self.shard_size(parameter)
             for parameter, device in zip(parameters, devices, strict=True)
             if device == HOST
         )
+
+    def shard_size(self, parameter: nn.Parameter) -> int:
+        """Return the elements of this rank's padded shard of a parameter."""
+        return _piece(parameter, self.num_shards, None).elements
 
     @property
     def recompute_group(self) -> int:
@@ -134,19 +153,18 @@ class PlannedRun:
             return 0
         return 1 if recompute.recompute_method == "block" else recompute.recompute_num_layers
 
-    @property
-    def num_recomputed(self) -> int:
-        """Return the number of blocks that are recomputed: the first ones."""
-        recompute, num_blocks = self.config.recompute, len(self.units) - 1
-        return (
-            recompute.recompute_num_layers if recompute.recompute_method == "block" else num_blocks
-        )
+    def num_recomputed(self, stage: Stage) -> int:
+        """Return the number of blocks of a stage that are recomputed: the first ones."""
+        recompute, num_blocks = self.config.recompute, len(stage.layers)
+        if recompute.recompute_method == "block":
+            return min(recompute.recompute_num_layers, num_blocks)
+        return num_blocks
 
     @property
     def num_micro_batches(self) -> int:
         """Return the micro-batches per step, at the final batch size."""
         batch_size = Schedules.of(self.config).batch_size.final
-        return batch_size // (self.config.batch.micro_batch_size * self.num_ranks)
+        return batch_size // (self.config.batch.micro_batch_size * self.ranks.num_replicas)
 
     @property
     def construction_bytes(self) -> int:
@@ -161,14 +179,14 @@ class PlannedRun:
         encoded = [piece.elements for piece in pieces if piece.packed_bytes]
         temporary_elements = max(encoded, default=0)
         if self.is_cpu:
-            temporary_elements += max(parameter.numel() for parameter in self.model.parameters())
+            temporary_elements += max(parameter.numel() for parameter in self.parameters)
         elif self.offloads:
             pieces = [piece for piece in pieces if not piece.trainable]
         return _stored_bytes(pieces) + FP32_BYTES * temporary_elements
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """Return the blocks and then the root, each including its adapters."""
+        """Return the blocks and then the root of each stage, each including its adapters."""
         units, subunits = [], iter(self.forecast.units)
         for count in self.subunits:
             pieces = []
@@ -219,76 +237,61 @@ class PlannedRun:
 
 
 def plan_run(
-    config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool, model: GPT | None = None
+    config: Config,
+    vocab_size: int,
+    nodes: Nodes,
+    *,
+    is_cpu: bool,
+    model: MetaModel | None = None,
+    place: int = 0,
 ) -> PlannedRun:
-    """Return the planned run on ranks of `nodes`, on CPUs or on GPUs.
+    """Return the planned run of a rank at a place in its pipeline, on CPUs or on GPUs.
 
-    `model` is that of another run of the same model. Raises InputError for an hpZ partition that
-    does not divide the ranks.
+    `nodes` are those of all ranks. `model` is that of another run of the same model. Raises
+    InputError for ranks that the nodes cannot hold alike, and for an hpZ partition that does not
+    divide them.
     """
     zero = config.zero
-    model = build_meta_model(config, vocab_size) if model is None else model
-    num_shards = 1 if zero.stage == 0 else nodes.num_ranks
+    model = MetaModel(config, vocab_size) if model is None else model
+    stride = nodes.num_ranks // config.parallel.pipeline_model_parallel_size
+    ranks = PlannedRanks(parallel=config.parallel, nodes=nodes, rank=place * stride)
+    data_nodes, stages = ranks.data_nodes, model.stages(ranks)
+    num_shards = 1 if zero.stage == 0 else data_nodes.num_ranks
     bits = zero.zeropp.nontrainable_weight_bits if zero.stores_frozen else None
-    subunits, forecast_units = [], []
-    for unit in _parameters_by_unit(model, zero.stores_frozen):
-        subunits.append(len(unit))
-        for parameters in unit:
-            forecast_units.append(
-                tuple(_piece(parameter, num_shards, bits) for parameter in parameters)
-            )
+    subunits, forecast_units, roots = [], [], []
+    for stage in stages:
+        for unit in model.units(ranks, stage, stores_frozen=zero.stores_frozen):
+            subunits.append(len(unit))
+            for parameters in unit:
+                forecast_units.append(
+                    tuple(_piece(parameter, num_shards, bits) for parameter in parameters)
+                )
+        roots.append(len(forecast_units) - 1)
     forecast = Forecast(
         stage=zero.stage,
         reduces_once=zero.reduces_once,
-        keeps_roots=zero.reduces_once,
+        keeps_roots=zero.reduces_once or ranks.pipeline_size > 1,
         units=tuple(forecast_units),
-        weights=weight_route(zero, nodes),
-        gradients=gradient_route(zero, nodes),
+        weights=weight_route(zero, data_nodes),
+        gradients=gradient_route(zero, data_nodes),
         compute_dtype=getattr(torch, zero.compute_format),
         wire_dtype=getattr(torch, zero.wire_format),
+        roots=tuple(roots) if ranks.pipeline_size > 1 else (-1,),
     )
     return PlannedRun(
-        config=config, model=model, forecast=forecast, subunits=tuple(subunits), is_cpu=is_cpu
-    )
+        config=config, model=model, ranks=ranks, stages=tuple(stages), forecast=forecast,
+        subunits=tuple(subunits), is_cpu=is_cpu,
+    )  # fmt: skip
 
 
-def build_meta_model(config: Config, vocab_size: int) -> GPT:
-    """Return the model on the meta device, with its adapters."""
-    with META:
-        model = GPT(config.model, vocab_size)
-        if config.lora.lora_rank:
-            add_lora(model, config.lora)
-    return model
+def distinct_places(config: Config) -> dict[int, int]:
+    """Return the places of a pipeline that differ, and how many are like each: ends, and between.
 
-
-def _parameters_by_unit(model: GPT, stores_frozen: bool) -> list[list[list[nn.Parameter]]]:
-    """Return the parameters of each subunit of each block and then of the root.
-
-    The units are those of `zeropp.shard`. If frozen weights are stored as codes, trained adapters
-    are a subunit of their own.
+    Of the places between the ends, the first holds the activations of the most micro-batches.
     """
-    blocks = outermost_blocks(model)
-    units = [_subunits(block, (), stores_frozen) for block in blocks]
-    block_modules = {module for block in blocks for module in block.modules()}
-    root = _subunits(model, block_modules, stores_frozen)
-    root.reverse()  # the adapters of the root come first
-    return [*units, root]
-
-
-def _subunits(
-    unit: nn.Module, others: Collection[nn.Module], stores_frozen: bool
-) -> list[list[nn.Parameter]]:
-    """Return the own parameters of a unit and those of its adapters, without empty lists.
-
-    Modules in `others` do not belong to the unit.
-    """
-    unit_parameters = own_parameters(unit, others)
-    parameters = [parameter for parameter in unit.parameters() if parameter in unit_parameters]
-    adapters = trained_subunits(unit, others) if stores_frozen else {}
-    adapter_parameters = set().union(*adapters.values())
-    own = [parameter for parameter in parameters if parameter not in adapter_parameters]
-    adapter = [parameter for parameter in parameters if parameter in adapter_parameters]
-    return [subunit for subunit in (own, adapter) if subunit]
+    size = config.parallel.pipeline_model_parallel_size
+    between = {1: size - 2} if size > 2 else {}
+    return {0: 1, **between, size - 1: 1}
 
 
 def _stored_bytes(pieces: Sequence[Piece]) -> int:

@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from megatron_zpp.model.flops import TokenFlops
-from megatron_zpp.planner.activations import Activations
+from megatron_zpp.planner.activations import ActivationTraces
 from megatron_zpp.planner.candidates import (
-    RECOMPUTED,
     Candidate,
     all_settings,
     candidates_of,
     given_candidate,
 )
-from megatron_zpp.planner.estimate import estimate_run, trace_run
-from megatron_zpp.planner.planned_run import PlannedRun, build_meta_model, plan_run
+from megatron_zpp.planner.estimate import estimate_run
+from megatron_zpp.planner.parts.meta_model import MetaModel
+from megatron_zpp.planner.planned_run import PlannedRun, plan_run
 from megatron_zpp.planner.timing.hardware import Cluster
 from megatron_zpp.planner.timing.step_time import StepTime, step_time, typical_seconds
 from megatron_zpp.planner.timing.unit_work import StepWork
@@ -87,8 +87,8 @@ class Search:
     def __init__(self, base: Config, vocab_size: int, cluster: Cluster) -> None:
         self.base, self.vocab_size, self.cluster = base, vocab_size, cluster
         self.nodes = Nodes.of(range(cluster.num_ranks), cluster.gpus_per_node)
-        self._model = build_meta_model(base, vocab_size)
-        self._activations: dict[tuple[int, bool], Activations] = {}
+        self._model = MetaModel(base, vocab_size)
+        self._traces = ActivationTraces()
 
     def run(self, *, only_flags: bool = False) -> Plan:
         """Return the plan; `only_flags` looks at the configuration of the flags alone."""
@@ -122,9 +122,9 @@ class Search:
     def row(self, candidate: Candidate) -> Row:
         """Return the row of a configuration; the time only if it fits."""
         run = self._planned(candidate)
-        memory = estimate_run(run, self._traced(run)).device
+        memory = estimate_run(run, self._traces).device
         sent = run.forecast.node(run.num_micro_batches)
-        num_parameters = run.model.num_parameters()
+        num_parameters = run.model.whole.num_parameters()
         in_m = {
             hop: sum(sent[key] for key in sent if key[1] == hop) / num_parameters / BYTES_PER_WEIGHT
             for hop in HOPS
@@ -165,15 +165,6 @@ class Search:
             mfu=share * flops.model,
             hfu=share * flops.performed,
         )
-
-    def _traced(self, run: PlannedRun) -> Activations:
-        """Return the activations of a micro-batch, which depend on few of the settings."""
-        config = run.config
-        is_selective = config.recompute.recompute_granularity == RECOMPUTED["attention"]
-        key = config.batch.micro_batch_size, is_selective
-        if key not in self._activations:
-            self._activations[key] = trace_run(run)
-        return self._activations[key]
 
 
 def rank_rows(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:

@@ -66,7 +66,6 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
     check(config, num_replicas)
     _check_accumulation(config, file, num_replicas)
     config = replace(config, zero=_zero(file, completed, config.batch, num_replicas))
-    _require_available(config)
     if config.zero.stores_frozen and not config.lora.lora_rank:
         raise InputError(
             "zero_quantized_nontrainable_weights stores frozen weights quantized, and without "
@@ -154,19 +153,6 @@ def _require_whole_sequences(config: Config) -> None:
             f"{model.longrope_original_positions}: LongRoPE's factors depend on whole sequences, "
             "which --context-parallel-size divides: leave it out, or train shorter sequences"
         )
-
-
-def _require_available(config: Config) -> None:
-    """Raise InputError for what these kinds of parallelism cannot be combined with yet."""
-    parallel = config.parallel
-    kinds = {
-        "tensor": parallel.tensor_model_parallel_size,
-        "context": parallel.context_parallel_size,
-        "pipeline": parallel.pipeline_model_parallel_size,
-    }
-    kind = next((name for name, size in kinds.items() if size > 1), None)
-    if kind and config.training.dry_run:
-        raise InputError(f"--dry-run is not available with {kind} parallelism yet: leave one out")
 
 
 def _section(kind: type[Section], values: Mapping[str, Any]) -> Section:

@@ -12,7 +12,7 @@ from megatron_zpp.model.prefix_attention import attend_last
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_outputs_and_gradients_are_those_of_the_whole(num_queries, dtype, monkeypatch):
     monkeypatch.setattr(prefix_attention, "BLOCK", 16)
-    prefix_attention._lower_right_mask.cache_clear()
+    prefix_attention.lower_right_mask.cache_clear()
     generator = torch.Generator().manual_seed(num_queries)
     q, k, v = (
         torch.randn(2, heads, 50, 8, generator=generator).to(dtype).requires_grad_()
@@ -26,4 +26,4 @@ def test_outputs_and_gradients_are_those_of_the_whole(num_queries, dtype, monkey
     limits = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.1}
     for tensor, other in zip((attended, *gradients), (expected, *wanted), strict=True):
         torch.testing.assert_close(tensor, other, **limits)
-    prefix_attention._lower_right_mask.cache_clear()
+    prefix_attention.lower_right_mask.cache_clear()

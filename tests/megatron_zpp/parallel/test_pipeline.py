@@ -201,7 +201,6 @@ def test_few_micro_batches_are_warned_of():
         (2, PP2 + "--num-layers-per-virtual-pipeline-stage 2", "stage 2: the ranks .* 1 layers"),
         (2, PP2 + TWO_STAGES + "--num-layers 4 --micro-batch-size 1 --global-batch-size 3",
          "3 micro-batches .* multiple of the 2 ranks of a pipeline, such as 4"),
-        (2, PP2 + "--dry-run", "--dry-run is not available with pipeline parallelism yet"),
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit(num_ranks, flags, message):

@@ -181,7 +181,6 @@ def test_a_sample_of_text_and_a_held_out_loss(tmp_path):
         (2, TP2 + "--ffn-hidden-size 77", "--ffn-hidden-size 77 cannot be split"),
         (2, TP2 + "--make-vocab-size-divisible-by 1", "divisible-by 1 cannot .* that can is 2"),
         (2, TP2 + SP + "--seq-length 17", "--seq-length 17 cannot be split"),
-        (2, TP2 + "--dry-run", "--dry-run is not available with tensor parallelism yet"),
     ],
 )
 def test_sizes_that_do_not_fit(num_ranks, flags, message):

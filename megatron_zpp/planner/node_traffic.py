@@ -1,0 +1,68 @@
+"""The bytes that the nodes of a planned run send in a step, on every axis."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from megatron_zpp.parallel.activation_forecast import Forecast, Move
+from megatron_zpp.parallel.peers import AXES
+from megatron_zpp.parallel.tensor_parallel import partial_parameters
+from megatron_zpp.planner.planned_run import PlannedRun
+from zeropp.wire.traffic import HOPS, PURPOSES, Traffic
+
+Sent = dict[tuple[str, str], float]  # (purpose or axis, hop) -> bytes
+
+
+def mean_of_nodes(runs: Sequence[tuple[PlannedRun, int]]) -> Sent:
+    """Return the mean over nodes of what they send; each run stands for so many places."""
+    total: Counter[tuple[str, str]] = Counter()
+    for run, count in runs:
+        for key, sent in node_of(run).items():
+            total[key] += count * sent
+    num_places = sum(count for _, count in runs)
+    return {key: sent / num_places for key, sent in total.items()}
+
+
+def node_of(run: PlannedRun) -> Sent:
+    """Return what a node of ranks at this place of a pipeline sends in a step."""
+    sent: Counter[tuple[str, str]] = Counter()
+    if run.num_ranks > 1:
+        sent.update(run.forecast.node(run.num_micro_batches))
+    forecast = axis_forecast(run)
+    for stage in run.stages:
+        for move in forecast.moves(stage):
+            _add(sent, run, move, run.num_micro_batches)
+    for move in gradient_moves(run):
+        _add(sent, run, move, 1)
+    return {(name, hop): sent[name, hop] for name in (*PURPOSES, *AXES) for hop in HOPS}
+
+
+def axis_forecast(run: PlannedRun) -> Forecast:
+    """Return the forecast of what is sent beside weights and gradients."""
+    return Forecast(run.config, run.ranks, run.stages, run.compute_dtype)
+
+
+def gradient_moves(run: PlannedRun) -> Iterator[Move]:
+    """Return what is sent once per step: gradients that ranks of an axis have parts of."""
+    model, splits_rows = run.model, run.config.parallel.sequence_parallel
+    own = set(run.parameters)
+    partial: Sequence[nn.Parameter] = ()
+    if run.ranks.tensor_size > 1:
+        parameters = partial_parameters(model.split(run.ranks), splits_rows)
+        partial = [parameter for parameter in parameters if parameter in own]
+    ends = run.stages[0].is_first or run.stages[-1].is_last
+    tokens = model.split(run.ranks).tokens.weight
+    is_tied = run.ranks.pipeline_size > 1 and ends and model.whole.head is None
+    tied = [tokens] if is_tied and tokens.requires_grad else []
+    return axis_forecast(run).gradients(map(run.shard_size, partial), map(run.shard_size, tied))
+
+
+def _add(sent: Counter, run: PlannedRun, move: Move, times: int) -> None:
+    """Add what all ranks of a node send in a move, each in its own group of ranks."""
+    ledger = Traffic(AXES)
+    for rank in move.hop.members:
+        move.count(rank, ledger)
+    share = run.ranks.nodes.ranks_per_node / move.hop.size
+    for key, num_bytes in ledger.sent.items():
+        sent[key] += times * share * num_bytes

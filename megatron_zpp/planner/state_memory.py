@@ -1,0 +1,92 @@
+"""The bytes of a rank's weights, gradients and Adam's moments, on the device and on the host."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from megatron_zpp.planner.planned_run import FP32_BYTES, PlannedRun
+from zeropp.ranks.host_memory import pinned_bytes
+
+WEIGHTS, MOMENTS, GRADIENTS = "weights", "optimizer state", "gradients"
+MOMENTS_BYTES = 2 * FP32_BYTES  # of Adam's two moments of a weight
+
+
+def initial_bytes(run: PlannedRun) -> Counter:
+    """Return what is on the device before a step: weights, and optimizer state if not offloaded."""
+    trained, frozen = _shard_sizes(run)
+    if not run.offloads:
+        return Counter({WEIGHTS: FP32_BYTES * trained + frozen, MOMENTS: MOMENTS_BYTES * trained})
+    not_offloaded = trained - sum(run.offloaded_shards)
+    masters = _master_bytes(run, (not_offloaded,), is_separate=run.has_delayed_update)
+    if run.config.zero.offloads_weights and not run.is_cpu:
+        return masters
+    return Counter({WEIGHTS: run.compute_dtype.itemsize * trained + frozen}) + masters
+
+
+def _shard_sizes(run: PlannedRun) -> tuple[int, int]:
+    """Return the trained elements and the frozen bytes of this rank's padded shards."""
+    return sum(unit.trained for unit in run.units), sum(unit.frozen for unit in run.units)
+
+
+def saved_bytes(run: PlannedRun) -> int:
+    """Return this rank's part of a checkpoint; at stage 0 the ranks share the work."""
+    trained, frozen = _shard_sizes(run)
+    num_bytes = FP32_BYTES * trained
+    if not run.config.checkpoint.no_save_optim:
+        num_bytes += MOMENTS_BYTES * trained
+    if not run.config.zero.stores_frozen:  # frozen weights that are stored as codes are not saved
+        num_bytes += frozen
+    return num_bytes if run.stage else math.ceil(num_bytes / run.num_ranks)
+
+
+def offloaded_bytes(run: PlannedRun) -> Counter:
+    """Return what is offloaded to the host.
+
+    With a GPU, the gradients of later micro-batches have a buffer of their own.
+    """
+    offload_optimizer = run.config.zero.zero_optimization.offload_optimizer
+    allocated_bytes: Callable[[int], int] = int
+    if offload_optimizer.pin_memory and not run.is_cpu:
+        allocated_bytes = pinned_bytes
+    offloaded = _master_bytes(
+        run,
+        run.offloaded_shards,
+        is_separate=run.has_delayed_update or not run.is_cpu,
+        allocated_bytes=allocated_bytes,
+    )
+    if not run.is_cpu and not run.forecast.reduces_once and run.num_micro_batches > 1:
+        offloaded[GRADIENTS] += sum(
+            allocated_bytes(FP32_BYTES * elements) for elements in run.offloaded_shards
+        )
+    if run.config.zero.offloads_weights and not run.is_cpu:
+        _, frozen = _shard_sizes(run)
+        offloaded[WEIGHTS] += frozen
+    return offloaded
+
+
+def _master_bytes(
+    run: PlannedRun,
+    shard_sizes: Sequence[int],
+    *,
+    is_separate: bool,
+    allocated_bytes: Callable[[int], int] = int,
+) -> Counter:
+    """Return the fp32 weights, gradients and moments of an offloaded optimizer.
+
+    shard_sizes: elements of each parameter's shard. is_separate: the fp32 weights and the 16-bit
+    weights that are sent cannot share memory with the model. allocated_bytes: the bytes that are
+    allocated for a tensor of a size.
+    """
+    is_16_bit = run.compute_dtype.itemsize < FP32_BYTES
+    master_itemsize = FP32_BYTES if is_16_bit or is_separate else 0
+    rounded_itemsize = run.compute_dtype.itemsize if is_16_bit and is_separate else 0
+    weights = gradients = 0
+    for size in shard_sizes:
+        weights += allocated_bytes(master_itemsize * size)
+        weights += allocated_bytes(rounded_itemsize * size)
+        gradients += allocated_bytes(FP32_BYTES * size)
+    if run.has_delayed_update:
+        gradients *= 2
+    return Counter(
+        {WEIGHTS: weights, MOMENTS: MOMENTS_BYTES * sum(shard_sizes), GRADIENTS: gradients}
+    )

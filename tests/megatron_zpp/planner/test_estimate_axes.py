@@ -1,0 +1,115 @@
+"""What --dry-run predicts of ranks that split a model is what the fullest moment of steps holds."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.memory.dry_run import VOCABULARY, predict_and_measure, ranks_of
+from megatron_zpp.parallel.activation_forecast import activation_traffic
+from megatron_zpp.parallel.recipe import build_model
+from megatron_zpp.planner.estimate import ACTIVATIONS, MOMENTS, WEIGHTS, estimate
+from megatron_zpp.planner.node_traffic import mean_of_nodes
+from megatron_zpp.planner.planned_run import distinct_places, plan_run
+from megatron_zpp.settings.arguments import parse
+from tests.megatron_zpp.parallel.flags import CP2, GATHERED, PP2, PP4, SP, TP2, TP4, TWO_STAGES
+from tests.ranks import ranks
+from zeropp.errors import InputError
+from zeropp.wire.route import Nodes
+
+LEEWAY = 0.06  # of the peak, as in test_estimate.py
+MODEL = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --hidden-dropout 0 "
+    "--attention-dropout 0 --micro-batch-size 2 --bf16 "
+)
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --num-query-groups 2 "
+)
+CASES = (
+    TP2 + SP + "--zero-stage 3 --global-batch-size 8",
+    TP2 + LLAMA + "--zero-stage 1 --global-batch-size 8 --recompute-granularity selective",
+    TP4 + SP + "--zero-stage 0 --global-batch-size 4 --num-query-groups 4",
+    CP2 + "--zero-stage 3 --global-batch-size 8",
+    CP2 + GATHERED + LLAMA + "--zero-stage 2 --global-batch-size 4",
+    CP2 + TP2 + "--zero-stage 1 --global-batch-size 4 --hidden-dropout 0.1",
+    PP2 + "--zero-stage 1 --global-batch-size 24",
+    PP2 + LLAMA + "--zero-stage 3 --global-batch-size 8 --recompute-granularity full",
+    PP4 + "--zero-stage 3 --global-batch-size 16",
+    PP2 + TWO_STAGES + "--zero-stage 3 --global-batch-size 16",
+    PP2 + TP2 + SP + LLAMA + "--zero-stage 2 --global-batch-size 8",
+    PP2 + TP2 + "--zero-stage 2 --global-batch-size 8 --cpu-optimizer",
+)
+
+
+@pytest.mark.parametrize("flags", CASES)
+@ranks(4, timeout=120)
+def test_the_fullest_moment_is_foretold(flags):
+    predicted, measured = predict_and_measure(MODEL + flags)
+    assert predicted.host_bytes == pytest.approx(measured, rel=LEEWAY)
+
+
+@pytest.mark.parametrize("flags", [TP2 + SP + PP2, PP2 + TWO_STAGES + LLAMA, CP2 + TP2])
+@ranks(4, timeout=120)
+def test_the_forecast_of_a_planned_rank_is_that_of_the_rank(flags, tmp_path):
+    """Also of bytes: what the dry run says of a node is what its ranks send."""
+    path = tmp_path / f"{dist.get_rank()}.json"
+    path.write_text(json.dumps({"zeropp": {"ranks_per_node": 2}}))
+    text = f"{MODEL}--zero-stage 3 --global-batch-size 8 {flags} --deepspeed-config {path}"
+    config = parse(f"--mock-data --lr 1 --train-iters 1 {text}".split(), 4)
+    started = ranks_of(config)
+    sharding = build_model(config, VOCABULARY, started, apex=None)
+    nodes, place = Nodes.of(range(4), 2), started.pipeline_place
+    run = plan_run(config, VOCABULARY, nodes, is_cpu=True, place=place)
+    assert sharding.forecast in (run.forecast, None)  # None: one rank of the data axis
+    count = run.num_micro_batches
+    sent = Counter(activation_traffic(config, started, sharding, count))
+    sent.update(sharding.expected_traffic(count))
+    everywhere = [None] * 4
+    dist.all_gather_object(everywhere, sent)
+    runs = [
+        (plan_run(config, VOCABULARY, nodes, is_cpu=True, place=place), alike)
+        for place, alike in distinct_places(config).items()
+    ]
+    expected = mean_of_nodes(runs)
+    for key, num_bytes in sum(everywhere, Counter()).items():
+        assert expected[key] == pytest.approx(num_bytes / 2)
+
+
+def predict(flags, count=8, per_node=4):
+    """The estimate of a small GPT on GPUs that are not there."""
+    text = f"{MODEL}--mock-data --lr 1 --train-iters 1 --global-batch-size 48 {flags}"
+    config = parse(text.replace("--micro-batch-size 2", "--micro-batch-size 1").split(), count)
+    return estimate(config, VOCABULARY, Nodes.of(range(count), per_node), is_cpu=False)
+
+
+def test_states_are_divided_by_all_axes():
+    whole = predict("--zero-stage 0")
+    for flags in (TP2 + SP, PP2, TP2 + PP2, CP2 + "--zero-stage 3"):
+        split = predict(f"--zero-stage 1 {flags}" if "stage" not in flags else flags)
+        parameters = split.device[WEIGHTS] / 4 * 8
+        assert split.device[MOMENTS] == 2 * split.device[WEIGHTS]
+        assert 0.99 <= parameters / (whole.device[WEIGHTS] / 4) < 1.35  # ends of pipelines, norms
+
+
+def test_a_pipeline_holds_activations_of_as_many_micro_batches_as_it_has_ranks():
+    alone = predict("--zero-stage 1 --num-layers 16").device[ACTIVATIONS]
+    for size in (2, 4):
+        flags = f"--zero-stage 1 --num-layers 16 --pipeline-model-parallel-size {size}"
+        assert predict(flags).device[ACTIVATIONS] == pytest.approx(alone, rel=0.1)
+    chunks = predict(f"--zero-stage 1 --num-layers 16 {PP4}{TWO_STAGES}")
+    # 2 (P - 1) + (V - 1) P + 1 = 11 passes through half of a rank's layers, not 4 through all.
+    assert chunks.device[ACTIVATIONS] / alone == pytest.approx(11 / 8, rel=0.12)
+
+
+def test_sequences_and_their_activations_are_divided():
+    whole = predict("--zero-stage 1").device[ACTIVATIONS]
+    for flags in (CP2, TP2 + SP):
+        assert predict(f"--zero-stage 1 {flags}").device[ACTIVATIONS] < 0.62 * whole
+    assert 0.62 * whole < predict(f"--zero-stage 1 {TP2}").device[ACTIVATIONS] < whole
+
+
+def test_stages_that_nodes_cannot_hold_alike_are_refused():
+    with pytest.raises(InputError, match="the nodes would have 4, 2 of them"):
+        predict("--zero-stage 1 --num-layers 6 --pipeline-model-parallel-size 2", 12, 4)
