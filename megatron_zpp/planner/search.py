@@ -12,9 +12,10 @@ from megatron_zpp.planner.candidates import (
     candidates_of,
     given_candidate,
 )
-from megatron_zpp.planner.estimate import estimate_run
+from megatron_zpp.planner.estimate import fullest
+from megatron_zpp.planner.node_traffic import mean_of_nodes
 from megatron_zpp.planner.parts.meta_model import MetaModel
-from megatron_zpp.planner.planned_run import PlannedRun, plan_run
+from megatron_zpp.planner.planned_run import PlannedRun, distinct_places, plan_run
 from megatron_zpp.planner.timing.hardware import Cluster
 from megatron_zpp.planner.timing.step_time import StepTime, step_time, typical_seconds
 from megatron_zpp.planner.timing.unit_work import StepWork
@@ -27,6 +28,7 @@ from zeropp.wire.traffic import HOPS
 # (docs/planning.md).
 TIE = 0.07
 BYTES_PER_WEIGHT = 2  # in M, the bytes of the model in 16 bit
+Places = list[tuple[PlannedRun, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +123,10 @@ class Search:
 
     def row(self, candidate: Candidate) -> Row:
         """Return the row of a configuration; the time only if it fits."""
-        run = self._planned(candidate)
-        memory = estimate_run(run, self._traces).device
-        sent = run.forecast.node(run.num_micro_batches)
-        num_parameters = run.model.whole.num_parameters()
+        places = self._planned(candidate)
+        memory = fullest(places, self._traces).device
+        sent = mean_of_nodes(places)
+        num_parameters = self._model.whole.num_parameters()
         in_m = {
             hop: sum(sent[key] for key in sent if key[1] == hop) / num_parameters / BYTES_PER_WEIGHT
             for hop in HOPS
@@ -136,7 +138,7 @@ class Search:
             usable_bytes=self.cluster.usable_bytes,
             sent_in_m=in_m,
         )
-        return self._timed(row, run) if row.fits else row
+        return self._timed(row, places) if row.fits else row
 
     def step_work(self, candidate: Candidate) -> StepWork:
         """Return what a step computes and sends, whatever the GPUs and links of these nodes."""
@@ -146,14 +148,23 @@ class Search:
         """Return the typical seconds of a step, whether it fits into memory or not."""
         return typical_seconds(self.step_work(candidate), self.cluster)
 
-    def _planned(self, candidate: Candidate) -> PlannedRun:
-        return plan_run(
-            candidate.config, self.vocab_size, self.nodes, is_cpu=False, model=self._model
-        )
+    def _planned(self, candidate: Candidate) -> Places:
+        """Return the run at the places of its pipeline that differ, and how many are like each."""
+        config, nodes = candidate.config, self.nodes
+        return [
+            (
+                plan_run(
+                    config, self.vocab_size, nodes, is_cpu=False, model=self._model, place=place
+                ),
+                count,
+            )
+            for place, count in distinct_places(config).items()
+        ]
 
-    def _timed(self, row: Row, run: PlannedRun) -> Row:
+    def _timed(self, row: Row, places: Places) -> Row:
+        (run, _), *_ = places
         config, cluster = run.config, self.cluster
-        time = step_time(StepWork(run, self.vocab_size), cluster)
+        time = step_time(StepWork(places, self.vocab_size), cluster)
         tokens = Schedules.of(config).batch_size.final * config.model.seq_length
         flops = TokenFlops.of(config.model, config.recompute, self.vocab_size)
         peak = cluster.gpu.peak(run.compute_dtype)

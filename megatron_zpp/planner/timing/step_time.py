@@ -12,14 +12,16 @@ from megatron_zpp.planner.timing.unit_work import StepWork
 class StepTime:
     """Seconds of a step: the range, and what the typical one consists of.
 
-    computing: passes and update. across_nodes, in_node: what would be saved if these links were
-    infinitely fast, the far ones first. kernels: what quantizing and dequantizing take.
+    computing: passes and update of the busiest rank. bubble: what it waits for other stages of a
+    pipeline, were the links infinitely fast. across_nodes, in_node: what would be saved if these
+    links were infinitely fast, the far ones first. kernels: what quantizing and dequantizing take.
     """
 
     typical: float
     fastest: float
     slowest: float
     computing: float
+    bubble: float
     across_nodes: float
     in_node: float
     kernels: float
@@ -34,15 +36,17 @@ def step_time(work: StepWork, cluster: Cluster) -> StepTime:
     near_only = work.seconds(Streams, _without_links(rates, near=False))
     no_links = _without_links(rates, near=True)
     kernels_only = work.seconds(Streams, no_links)
-    computing = work.seconds(Streams, no_links, quantizing=False)
+    passes = work.seconds(Streams, no_links, quantizing=False)
+    computing = work.busy_seconds(Streams, no_links, quantizing=False)
     return StepTime(
         typical=typical,
         fastest=fastest,
         slowest=slowest,
         computing=computing,
+        bubble=passes - computing,
         across_nodes=typical - near_only,
         in_node=near_only - kernels_only,
-        kernels=kernels_only - computing,
+        kernels=kernels_only - passes,
     )
 
 

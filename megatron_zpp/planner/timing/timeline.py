@@ -88,12 +88,13 @@ class Streams:
     def run(self, num_micro_batches: int) -> float:
         """Return the seconds of a step without its update."""
         for index in range(num_micro_batches):
-            self._forward(is_first=index == 0)
-            self._backward(is_last=index == num_micro_batches - 1)
-        self._finish()
+            self.forward(is_first=index == 0)
+            self.backward(is_last=index == num_micro_batches - 1)
+        self.finish()
         return self.now
 
-    def _forward(self, *, is_first: bool) -> None:
+    def forward(self, *, is_first: bool) -> None:
+        """Run a forward pass."""
         units = [*self.blocks, self.root]
         gathers = [unit.first_gather if is_first else unit.later_gather for unit in units]
         root = len(self.blocks)
@@ -107,7 +108,8 @@ class Streams:
             self.now += block.forward
         self.now += self.root.forward
 
-    def _backward(self, *, is_last: bool) -> None:
+    def backward(self, *, is_last: bool) -> None:
+        """Run a backward pass."""
         self.now += self.root.backward
         for index in reversed(range(len(self.blocks))):
             block = self.blocks[index]
@@ -140,7 +142,8 @@ class Streams:
         self.now = max(self.now, self._reduced) + reduction.kernels
         self._reduced = self._send(reduction.hops, self.now)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Wait for the last reductions."""
         self.now = max(self.now, self._reduced)
 
     def _send(self, hops: Sequence[Hop], ready: float) -> float:
@@ -207,7 +210,7 @@ class Host(Streams):
         self._advance()
         self._running.append((first, reduction.hops[1:]))
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         while self._running:
             self._advance()
 

@@ -7,7 +7,7 @@ import pytest
 from megatron_zpp.planner.planned_run import plan_run
 from megatron_zpp.planner.timing.hardware import Description, find_cluster
 from megatron_zpp.planner.timing.step_time import step_time
-from megatron_zpp.planner.timing.unit_work import StepWork
+from megatron_zpp.planner.timing.unit_work import RankWork, StepWork
 from megatron_zpp.settings.arguments import parse
 from zeropp.wire.route import Nodes
 from zeropp.wire.traffic import HOPS
@@ -45,7 +45,7 @@ def test_messages_add_up_to_the_forecast(zero, zeropp, tmp_path):
     count = run.num_micro_batches
     assert count == 3
     near = far = 0.0
-    for unit in StepWork(run, 256)._messages:
+    for _, unit in RankWork(run, 256)._units[0]:
         for messages, times in (
             (unit.first_gather, 1), (unit.later_gather, count - 1), (unit.backward_gather, count),
             (unit.reduction, 1), (unit.early_reduction, count - 1),
@@ -63,7 +63,7 @@ def test_the_parts_of_a_step_are_all_of_it(zero, zeropp, tmp_path):
     cluster = find_cluster(
         Description(cluster="dgx-a100", num_nodes=4, gpus_per_node=4, link="1gbit")
     )
-    time = step_time(StepWork(planned(zero, zeropp, tmp_path), 256), cluster)
+    time = step_time(StepWork([(planned(zero, zeropp, tmp_path), 1)], 256), cluster)
     parts = time.computing + time.across_nodes + time.in_node + time.kernels
     assert parts == pytest.approx(time.typical)
     assert time.fastest <= time.typical <= time.slowest
