@@ -144,10 +144,11 @@ def read_run(
     Raises InputError for a run that cannot be planned.
     """
     if flags.batch_tokens is not None:
-        sequence = parse(argv, cluster.num_ranks, program).model.seq_length
+        config = parse(argv, cluster.num_ranks, program)
+        num_replicas = config.parallel.num_replicas(cluster.num_ranks)
         tokens = parse_count(flags.batch_tokens, "--batch-tokens")
-        per_rank = samples_per_rank(tokens / sequence / cluster.num_ranks)
-        argv = [*argv, "--global-batch-size", str(per_rank * cluster.num_ranks)]
+        each = samples_per_replica(tokens / config.model.seq_length / num_replicas)
+        argv = [*argv, "--global-batch-size", str(each * num_replicas)]
     config, _ = with_initial_model(parse(argv, cluster.num_ranks, program))
     require_plannable(config)
     return config, resolve_vocab_size(config.data, config.tokenizer)
@@ -155,14 +156,6 @@ def read_run(
 
 def require_plannable(config: Config) -> None:
     """Raise InputError for what has no time model."""
-    parallel = config.parallel
-    for name in ("tensor_model", "pipeline_model", "context"):
-        size = getattr(parallel, f"{name}_parallel_size")
-        if size > 1:
-            raise InputError(
-                f"--{name.replace('_', '-')}-parallel-size {size}: a plan has sizes of 1 only, as "
-                "--dry-run; leave it out"
-            )
     if config.zero.offloads_optimizer:
         raise InputError(
             "a plan does not time an optimizer on the host: leave --cpu-optimizer out "
@@ -186,7 +179,7 @@ def parse_count(text: str, name: str) -> float:
     return count
 
 
-def samples_per_rank(wanted: float) -> int:
+def samples_per_replica(wanted: float) -> int:
     """Return a number of samples near the wanted one that divides into micro-batches best."""
     lowest, highest = math.ceil(wanted * (1 - ROUNDING)), math.floor(wanted * (1 + ROUNDING))
     near = {*range(lowest, highest + 1), round(wanted)} - {0}

@@ -28,7 +28,7 @@ def advice(plan: Plan) -> str:
             "for the links across nodes. Without --as-given others are compared with it."
         )
     exact = next((row for row in plan.fitting if not row.candidate.settings.inexactness), None)
-    use = f"Use {describe(best)}: {seconds(best.time.typical)} a step"
+    use = f"Use {describe(best)}: {seconds(best.time.typical)} a step{_if_whole(plan)}"
     if exact is None:
         return f"{use}. No unquantized configuration fits."
     if best is not exact:
@@ -41,6 +41,16 @@ def advice(plan: Plan) -> str:
         f"{use}. Quantizing does not pay here: no quantized configuration is faster by more than "
         f"the {TIE:.0%} that a prediction can tell apart."
     )
+
+
+def _if_whole(plan: Plan) -> str:
+    """Return how fast it is not to split the model, if the best configuration does."""
+    if not plan.fitting[0].candidate.is_divided:
+        return ""
+    whole = next((row for row in plan.fitting if not row.candidate.is_divided), None)
+    if whole is None:
+        return " (without splitting the model nothing fits)"
+    return f" ({seconds(whole.time.typical)} without splitting the model: {describe(whole)})"
 
 
 def _why_slower(row: Row, faster: Row) -> str:
@@ -83,7 +93,11 @@ def describe(row: Row) -> str:
     candidate = row.candidate
     recomputed = {"none": "no recomputation", "attention": "attention recomputed"}
     text = recomputed.get(candidate.recomputed, "blocks recomputed")
-    return f"{candidate.settings.name}, micro-batch {candidate.micro_batch}, {text}"
+    tensor, pipe, context, chunks = candidate.sizes
+    sizes = {"tensor": tensor, "pipeline": pipe, "stages a rank": chunks, "context": context}
+    axes = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    name = ", ".join([*axes, candidate.settings.name])
+    return f"{name}, micro-batch {candidate.micro_batch}, {text}"
 
 
 def seconds(value: float) -> str:
@@ -100,7 +114,8 @@ def _nodes_that_fit(search: Search, smallest: Row) -> int | None:
         larger = replace(cluster, num_nodes=num_nodes)
         config = smallest.candidate.config
         samples = Schedules.of(config).batch_size.final
-        multiple = larger.num_ranks * config.batch.micro_batch_size
+        num_replicas = config.parallel.num_replicas(larger.num_ranks)
+        multiple = num_replicas * config.batch.micro_batch_size
         batch = replace(config.batch, global_batch_size=-(-samples // multiple) * multiple)
         candidate = replace(smallest.candidate, config=replace(config, batch=batch))
         if Search(search.base, search.vocab_size, larger).row(candidate).fits:

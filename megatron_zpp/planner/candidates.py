@@ -1,15 +1,24 @@
-"""The settings that a plan compares: stages, quantization, micro-batches and recomputation."""
+"""The settings that a plan compares: sizes of axes, stages, quantization, micro-batches,
+recomputation."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
-from megatron_zpp.settings.config import Config
+from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
+from megatron_zpp.settings.arguments import require_divisible
+from megatron_zpp.settings.config import Config, ParallelConfig
 from megatron_zpp.settings.schedule import Schedules
+from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
+from zeropp.wire.route import Nodes
 
 LARGEST_MICRO_BATCH = 64  # samples
+LARGEST_PIPELINE = 16  # ranks
+STAGES_PER_RANK = (1, 2)
+LONG_SEQUENCE = 16384  # tokens, of which context ranks have half or more each
 RECOMPUTED = MappingProxyType({"none": None, "attention": "selective", "all": "full"})
 
 
@@ -39,6 +48,82 @@ class Candidate:
     micro_batch: int
     recomputed: str  # a key of `RECOMPUTED`
     config: Config
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Tensor, pipeline and context parallel size, and stages of each rank of a pipeline."""
+        parallel = self.config.parallel
+        size = parallel.pipeline_model_parallel_size
+        return (
+            parallel.tensor_model_parallel_size, size, parallel.context_parallel_size,
+            len(parallel.stages(self.config.model.num_layers)) // size,
+        )  # fmt: skip
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks split the model beside the data axis."""
+        return prod(self.sizes) > 1
+
+
+def all_parallel(base: Config, nodes: Nodes) -> Iterator[tuple[ParallelConfig, Nodes]]:
+    """Yield how ranks of `nodes` may share the work of `base`, and the nodes of the data axis.
+
+    The first is without axes beside the data axis. Tensor ranks stay in a node, with sequence
+    parallelism; context ranks are for long sequences, or where `base` has them.
+    """
+    length, given_size = base.model.seq_length, base.parallel.context_parallel_size
+    contexts = [1, *(2**i for i in range(1, 7) if length >= 2 ** (i - 1) * LONG_SEQUENCE)]
+    contexts = sorted({*contexts, given_size})
+    for tensor in _divisors(nodes.ranks_per_node):
+        for pipe in _divisors(base.model.num_layers):
+            for context in contexts:
+                for chunks in STAGES_PER_RANK if pipe > 1 else (1,):
+                    parallel = replace(
+                        base.parallel,
+                        tensor_model_parallel_size=tensor,
+                        sequence_parallel=tensor > 1,
+                        pipeline_model_parallel_size=pipe,
+                        num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None,
+                        num_layers_per_virtual_pipeline_stage=None,
+                        decoder_first_pipeline_num_layers=None,
+                        decoder_last_pipeline_num_layers=None,
+                        context_parallel_size=context,
+                    )
+                    data_nodes = _data_nodes(base, parallel, nodes)
+                    if pipe <= LARGEST_PIPELINE and data_nodes is not None:
+                        yield parallel, data_nodes
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _data_nodes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> Nodes | None:
+    """Return the nodes of the data axis; None for sizes that the trainer would refuse."""
+    try:
+        ranks = PlannedRanks(parallel=parallel, nodes=nodes)
+        replicas = ranks.num_replicas
+        Schedules.of(base).batch_size.check(replicas)
+        require_divisible(replace(base, parallel=parallel), replicas)
+        return ranks.data_nodes
+    except InputError:
+        return None
+
+
+def divided_settings(nodes: Nodes) -> list[ZeroSettings]:
+    """Return the settings of ZeRO that are compared where ranks split the model, on a data axis.
+
+    They are those of `all_settings` that send least for what they hold: stages 1 and 3 as they are
+    and with gradients once, quantized where the data axis crosses nodes.
+    """
+    settings = all_settings(nodes.count, nodes.ranks_per_node * nodes.parts)
+    if nodes.num_ranks == 1:
+        return settings[:1]
+    names = ["stage 1", "stage 3", "stage 3, gradients once"]
+    if nodes.count > 1:
+        names += ["stage 1, qwZ qgZ", "stage 3, hpZ, gradients once", "stage 3, qwZ hpZ qgZ"]
+        names += ["stage 3, qwZ hpZ qgZ, gradients once"]
+    return [each for each in settings if each.name in names]
 
 
 def all_settings(num_nodes: int, ranks_per_node: int) -> list[ZeroSettings]:
@@ -100,14 +185,24 @@ def given_settings(zero: ZeroConfig) -> ZeroSettings:
     return ZeroSettings(name=", ".join(parts), inexactness=inexactness, zero={})
 
 
-def candidates_of(base: Config, settings: ZeroSettings, num_replicas: int) -> Iterator[Candidate]:
+def candidates_of(
+    base: Config,
+    settings: ZeroSettings,
+    num_replicas: int,
+    parallel: ParallelConfig | None = None,
+) -> Iterator[Candidate]:
     """Yield `base` with other settings, with every micro-batch and recomputation.
 
-    The global batch stays. Micro-batches ascend, so that what follows one that does not fit in
-    memory need not be looked at.
+    The global batch stays, and if `parallel` is None the sizes of axes. Micro-batches ascend, so
+    that what follows one that does not fit in memory need not be looked at.
     """
-    share = Schedules.of(base).batch_size.final // num_replicas
-    sizes = [size for size in range(1, LARGEST_MICRO_BATCH + 1) if share % size == 0]
+    base = base if parallel is None else replace(base, parallel=parallel)
+    final = Schedules.of(base).batch_size.final
+    share = 0 if final % num_replicas else final // num_replicas
+    sizes = [size for size in range(1, min(share, LARGEST_MICRO_BATCH) + 1) if share % size == 0]
+    if base.parallel.num_virtual_stages_per_pipeline_rank:
+        group = base.parallel.pipeline_model_parallel_size
+        sizes = [size for size in sizes if share // size % group == 0]
     for recomputed, granularity in RECOMPUTED.items():
         recompute = replace(
             base.recompute,

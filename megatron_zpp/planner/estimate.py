@@ -84,8 +84,14 @@ def estimate(config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool) -> 
 
 
 def fullest(runs: Sequence[tuple[PlannedRun, int]], traces: ActivationTraces) -> Estimate:
-    """Return the estimate of the run that needs most memory."""
-    estimates = (estimate_run(run, traces) for run, _ in runs)
+    """Return the estimate of the run that needs most memory.
+
+    Between the ends of a pipeline a rank with as many layers needs less than the first, which holds
+    more micro-batches.
+    """
+    first, *_ = (run for run, _ in runs)
+    chosen = [run for run, _ in runs if run.num_layers > first.num_layers or run.has_end]
+    estimates = (estimate_run(run, traces) for run in chosen)
     return max(estimates, key=lambda each: each.device_bytes + each.host_bytes)
 
 

@@ -29,8 +29,16 @@ def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
     """Return what a step's time depends on in the settings of a run, as JSON holds it."""
     model, zero = config.model, config.zero
     optimization, own = zero.zero_optimization, zero.zeropp
+    parallel = config.parallel
+    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     is_full = config.recompute.recompute_granularity == "full"
     return {
+        "tensor": tensor,
+        "sequence_parallel": tensor > 1 and parallel.sequence_parallel,
+        "context": context,
+        "context_by": parallel.cp_comm_type if context > 1 else None,
+        "pipeline": parallel.pipeline_model_parallel_size,
+        "stages": [len(stage) for stage in parallel.stages(model.num_layers)],
         "ranks": num_ranks,
         "layers": model.num_layers,
         "hidden": model.hidden_size,
@@ -71,7 +79,9 @@ def read_expected_step(path: str, config: Config, num_ranks: int) -> ExpectedSte
                 fastest=row["fastest_s"], typical=row["step_s"], slowest=row["slowest_s"],
                 basis=basis,
             )  # fmt: skip
-    nearest = max(keys, key=lambda other: sum(other[name] == key[name] for name in key), default={})
+    nearest = max(
+        keys, key=lambda other: sum(other.get(name) == key[name] for name in key), default={}
+    )
     different = [f"{name} {nearest.get(name)}" for name in key if nearest.get(name) != key[name]]
     raise InputError(
         f"--plan-file {path}: the plan has no time of this run; the nearest in it has "

@@ -7,7 +7,6 @@ from torch import nn
 
 from megatron_zpp.parallel.activation_forecast import Forecast, Move
 from megatron_zpp.parallel.peers import AXES
-from megatron_zpp.parallel.tensor_parallel import partial_parameters
 from megatron_zpp.planner.planned_run import PlannedRun
 from zeropp.wire.traffic import HOPS, PURPOSES, Traffic
 
@@ -45,15 +44,13 @@ def axis_forecast(run: PlannedRun) -> Forecast:
 
 def gradient_moves(run: PlannedRun) -> Iterator[Move]:
     """Return what is sent once per step: gradients that ranks of an axis have parts of."""
-    model, splits_rows = run.model, run.config.parallel.sequence_parallel
-    own = set(run.parameters)
+    model = run.model
     partial: Sequence[nn.Parameter] = ()
     if run.ranks.tensor_size > 1:
-        parameters = partial_parameters(model.split(run.ranks), splits_rows)
-        partial = [parameter for parameter in parameters if parameter in own]
-    ends = run.stages[0].is_first or run.stages[-1].is_last
+        own = set(run.parameters)
+        partial = [each for each in model.partial(run.ranks) if each in own]
     tokens = model.split(run.ranks).tokens.weight
-    is_tied = run.ranks.pipeline_size > 1 and ends and model.whole.head is None
+    is_tied = run.ranks.pipeline_size > 1 and run.has_end and model.whole.head is None
     tied = [tokens] if is_tied and tokens.requires_grad else []
     return axis_forecast(run).gradients(map(run.shard_size, partial), map(run.shard_size, tied))
 

@@ -11,6 +11,7 @@ from zeropp.errors import InputError
 
 PARTS = (  # attribute of StepTime, label, colour
     ("computing", "computing", "#4c8bf5"),
+    ("bubble", "waiting for stages", "#9aa0a6"),
     ("kernels", "quantizing", "#34a853"),
     ("in_node", "waiting in the node", "#fbbc04"),
     ("across_nodes", "waiting across nodes", "#d93025"),
@@ -65,7 +66,7 @@ def crossing(
 
 
 def _draw_bars(axes, rows: Sequence[Row]) -> None:
-    names = [row.candidate.settings.name for row in rows]
+    names = [_label(row) for row in rows]
     left = [0.0] * len(rows)
     for attribute, label, colour in PARTS:
         widths = [max(0.0, getattr(row.time, attribute)) for row in rows]
@@ -87,7 +88,7 @@ def _draw_rates(axes, search: Search, rows: Sequence[Row]) -> None:
         work = search.step_work(row.candidate)
         seconds = [typical_seconds(work, search.cluster.with_link(rate)) for rate in rates]
         curves.append(seconds)
-        axes.plot(rates, seconds, color=colour, label=row.candidate.settings.name)
+        axes.plot(rates, seconds, color=colour, label=_label(row))
     axes.axvline(
         search.cluster.link_rate / GBIT, color="#9aa0a6", linestyle=":", label="this cluster"
     )
@@ -96,3 +97,11 @@ def _draw_rates(axes, search: Search, rows: Sequence[Row]) -> None:
                      label=f"from {rate:.0f} Gbit/s on quantizing does not pay")  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="Gbit/s of a node", ylabel="seconds of a step")
     axes.legend(fontsize=8, frameon=False)
+
+
+def _label(row: Row) -> str:
+    tensor, pipe, context, _ = row.candidate.sizes
+    sizes = {"tensor": tensor, "pipeline": pipe, "context": context}
+    return ", ".join(
+        [row.candidate.settings.name, *(f"{axis} {n}" for axis, n in sizes.items() if n > 1)]
+    )

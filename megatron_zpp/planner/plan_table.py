@@ -15,13 +15,14 @@ from megatron_zpp.planner.search import Plan, Row
 from megatron_zpp.planner.timing.hardware import GBIT, GIB
 from megatron_zpp.settings.schedule import Schedules
 
-WIDTH = 168  # columns, where there is no terminal
+WIDTH = 180  # columns, where there is no terminal
 NOTES = (
     "places: what differs by less than the error of a prediction shares one, the more exact first",
     "step: from the fast to the slow end of the constants; MFU without recomputation, HFU with it",
+    "T P C: tensor, pipeline (x stages of a rank) and context parallel sizes; bubble: seconds that "
+    "stages wait for others",
     "across, node: seconds that links between and in nodes are waited for; kernels: quantizing",
-    "left out: tensor, pipeline and context parallelism, oversubscribed switches, stragglers, "
-    "launches of kernels, loading data, saving",
+    "left out: oversubscribed switches, stragglers, launches of kernels, loading data, saving",
 )
 
 
@@ -83,11 +84,15 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def best_of_settings(plan: Plan) -> Iterator[tuple[int | None, Row]]:
-    """Yield the place and the best row of each setting of ZeRO; None for one that does not fit."""
-    seen: set[str] = set()
+    """Yield the place and the best row of each setting of ZeRO, and of all sizes of axes.
+
+    The place is None for one that does not fit.
+    """
+    seen: set[object] = set()
     for index, row in enumerate(plan.rows):
-        if row.candidate.settings.name not in seen:
-            seen.add(row.candidate.settings.name)
+        keys = {row.candidate.settings.name, row.candidate.sizes}
+        if not keys <= seen:
+            seen |= keys
             yield (plan.places[index] if row.fits else None), row
 
 
@@ -96,8 +101,9 @@ def _table(plan: Plan, top: int) -> Table:
     for name in ("", "ZeRO"):
         table.add_column(name)
     columns = (
-        "micro-\nbatch", "recom-\nputed", "GiB a GPU\n(left)", "across\nM", "in node\nM",
-        "step, s", "tokens/s", "MFU\n(HFU)", "compute\ns", "across\ns", "node\ns", "kernels\ns",
+        "T P C", "micro-\nbatch", "recom-\nputed", "GiB a GPU\n(left)", "across\nM", "in node\nM",
+        "step, s", "tokens/s", "MFU\n(HFU)", "compute\ns", "bubble\ns",
+        "across\ns", "node\ns", "kernels\ns",
     )  # fmt: skip
     for name in columns:
         table.add_column(name, justify="right")
@@ -113,12 +119,12 @@ def _cells(place: int | None, row: Row) -> list[str]:
     candidate, sent, time = row.candidate, row.sent_in_m, row.time
     cells = ["-" if place is None else str(place), candidate.settings.name]
     if time is None:
-        return [*cells[:1], f"{cells[1]}: {why_not(row)}", str(candidate.micro_batch)] + [
-            candidate.recomputed
-        ]
+        text = f"{cells[1]}: {why_not(row)}"
+        return [*cells[:1], text, _sizes(row), str(candidate.micro_batch), candidate.recomputed]
     left = (row.usable_bytes - row.memory_bytes) / GIB
     return [
         *cells,
+        _sizes(row),
         str(candidate.micro_batch),
         candidate.recomputed,
         f"{row.memory_bytes / GIB:.1f} ({left:.1f})",
@@ -129,7 +135,13 @@ def _cells(place: int | None, row: Row) -> list[str]:
         f"{row.mfu:.0%} ({row.hfu:.0%})",
         *(
             f"{max(0.0, part):.2f}"
-            for part in (time.computing, time.across_nodes, time.in_node, time.kernels)
+            for part in (
+                time.computing,
+                time.bubble,
+                time.across_nodes,
+                time.in_node,
+                time.kernels,
+            )  # fmt: skip
         ),
     ]
 
@@ -138,6 +150,7 @@ def _row_json(row: Row, place: int | None, num_ranks: int) -> dict[str, Any]:
     candidate, time = row.candidate, row.time
     result: dict[str, Any] = {
         "settings": candidate.settings.name,
+        "flags": _flags(row),
         "json": candidate.settings.to_json(),
         "micro_batch": candidate.micro_batch,
         "recomputed": candidate.recomputed,
@@ -154,6 +167,7 @@ def _row_json(row: Row, place: int | None, num_ranks: int) -> dict[str, Any]:
         "fastest_s": time.fastest,
         "slowest_s": time.slowest,
         "computing_s": time.computing,
+        "bubble_s": time.bubble,
         "across_nodes_s": time.across_nodes,
         "in_node_s": time.in_node,
         "kernels_s": time.kernels,
@@ -166,8 +180,26 @@ def _row_json(row: Row, place: int | None, num_ranks: int) -> dict[str, Any]:
 def _flags(row: Row) -> str:
     """Return the flags that a configuration needs beside its JSON."""
     granularity = RECOMPUTED[row.candidate.recomputed]
-    recompute = f" --recompute-granularity {granularity}" if granularity else ""
-    return f"--micro-batch-size {row.candidate.micro_batch}{recompute}"
+    tensor, pipe, context, chunks = row.candidate.sizes
+    parallel = row.candidate.config.parallel
+    flags = {
+        "--micro-batch-size": row.candidate.micro_batch,
+        "--recompute-granularity": granularity,
+        "--tensor-model-parallel-size": tensor if tensor > 1 else None,
+        "--pipeline-model-parallel-size": pipe if pipe > 1 else None,
+        "--num-virtual-stages-per-pipeline-rank": chunks if chunks > 1 else None,
+        "--context-parallel-size": context if context > 1 else None,
+        "--cp-comm-type": parallel.cp_comm_type if context > 1 else None,
+    }
+    words = [f"{name} {value}" for name, value in flags.items() if value is not None]
+    if tensor > 1 and parallel.sequence_parallel:
+        words.append("--sequence-parallel")
+    return " ".join(words)
+
+
+def _sizes(row: Row) -> str:
+    tensor, pipe, context, chunks = row.candidate.sizes
+    return f"{tensor} {pipe}{f'x{chunks}' if chunks > 1 else ''} {context}"
 
 
 def _console() -> Console:

@@ -73,6 +73,16 @@ class PlannedRun:
         """Return the number of ranks of the data axis, over which weights are sharded."""
         return self.forecast.weights.nodes.num_ranks
 
+    @property
+    def num_layers(self) -> int:
+        """Return the number of layers of this rank's stages."""
+        return sum(len(stage.layers) for stage in self.stages)
+
+    @property
+    def has_end(self) -> bool:
+        """Return whether one of this rank's stages is the first or the last."""
+        return self.stages[0].is_first or self.stages[-1].is_last
+
     @cached_property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """Return the parameters of this rank's stages, whole or its parts of matrices."""

@@ -1,15 +1,18 @@
 """Compare the configurations of a run on a cluster: which fit into memory, and which is fastest."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from types import MappingProxyType
 
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.planner.activations import ActivationTraces
 from megatron_zpp.planner.candidates import (
     Candidate,
+    all_parallel,
     all_settings,
     candidates_of,
+    divided_settings,
     given_candidate,
 )
 from megatron_zpp.planner.estimate import fullest
@@ -111,15 +114,31 @@ class Search:
 
     def _rows(self) -> Iterator[Row]:
         """Yield all rows, but none of larger micro-batches than the first that does not fit."""
-        cluster = self.cluster
-        for settings in all_settings(cluster.num_nodes, cluster.gpus_per_node):
-            too_large: set[str] = set()
-            for candidate in candidates_of(self.base, settings, cluster.num_ranks):
-                if candidate.recomputed not in too_large:
-                    row = self.row(candidate)
-                    if not row.fits:
-                        too_large.add(candidate.recomputed)
-                    yield row
+        for parallel, nodes in all_parallel(self.base, self.nodes):
+            num_replicas = nodes.num_ranks // parallel.context_parallel_size
+            is_divided = num_replicas < self.cluster.num_ranks
+            settings = all_settings(nodes.count, nodes.ranks_per_node)
+            for each in divided_settings(nodes) if is_divided else settings:
+                candidates = candidates_of(self.base, each, num_replicas, parallel)
+                yield from self._rows_of(candidates, skips_recomputed=is_divided)
+
+    def _rows_of(self, candidates: Iterable[Candidate], *, skips_recomputed: bool) -> Iterator[Row]:
+        """Yield rows until micro-batches are too large for each kind of recomputation.
+
+        With `skips_recomputed`, none that recompute more than the first that fits: they are slower.
+        """
+        too_large: set[str] = set()
+        fitting: set[int] = set()  # micro-batches
+        for candidate in candidates:
+            is_slower = skips_recomputed and candidate.micro_batch in fitting
+            if candidate.recomputed in too_large or is_slower:
+                continue
+            row = self.row(candidate)
+            if row.fits:
+                fitting.add(candidate.micro_batch)
+            else:
+                too_large.add(candidate.recomputed)
+            yield row
 
     def row(self, candidate: Candidate) -> Row:
         """Return the row of a configuration; the time only if it fits."""
@@ -181,7 +200,8 @@ class Search:
 def rank_rows(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
     """Return rows by step time, and their places.
 
-    What is as fast as the fastest but for `TIE` shares its place, the most exact first.
+    What is as fast as the fastest but for `TIE` shares its place, the most exact first, and of
+    these the ones with the smallest sizes of axes.
     """
     remaining = sorted(rows, key=lambda row: row.time.typical)
     ordered: list[Row] = []
@@ -190,10 +210,15 @@ def rank_rows(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
         limit = remaining[0].time.typical * (1 + TIE)
         tied = [row for row in remaining if row.time.typical <= limit]
         remaining = remaining[len(tied) :]
-        tied.sort(key=lambda row: (row.candidate.settings.inexactness, row.time.typical))
+        tied.sort(key=_simplest_first)
         places += [len(ordered) + 1] * len(tied)
         ordered += tied
     return ordered, places
+
+
+def _simplest_first(row: Row) -> tuple[int, int, float]:
+    candidate = row.candidate
+    return candidate.settings.inexactness, prod(candidate.sizes), row.time.typical
 
 
 def _is_same(row: Row, other: Row) -> bool:
@@ -204,4 +229,5 @@ def _is_same(row: Row, other: Row) -> bool:
         and first.zero.zeropp == second.zero.zeropp
         and first.batch.micro_batch_size == second.batch.micro_batch_size
         and first.recompute == second.recompute
+        and first.parallel == second.parallel
     )

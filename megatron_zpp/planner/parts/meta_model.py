@@ -12,7 +12,7 @@ from megatron_zpp.model.lora import add_lora
 from megatron_zpp.model.recompute import call_checkpointed
 from megatron_zpp.parallel.context_parallel import split_sequences
 from megatron_zpp.parallel.pipeline_stage import Stage
-from megatron_zpp.parallel.tensor_parallel import TensorAxis, keep_parts
+from megatron_zpp.parallel.tensor_parallel import TensorAxis, keep_parts, partial_parameters
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.config import Config
 from zeropp.sharding.subunits import own_parameters, trained_subunits
@@ -33,6 +33,7 @@ class MetaModel:
         self._split: dict[tuple, GPT] = {}
         self._ends: dict[tuple, GPT] = {}
         self._units: dict[tuple, Units] = {}
+        self._partial: dict[tuple, tuple[nn.Parameter, ...]] = {}
 
     def stages(self, ranks: PlannedRanks) -> list[Stage]:
         """Return the stages of a rank; their models have the blocks of all stages."""
@@ -77,6 +78,14 @@ class MetaModel:
             blocks = [_subunits(model.blocks[layer], (), stores_frozen) for layer in stage.layers]
             self._units[key] = (*blocks, self._root(ranks, stage, stores_frozen))
         return self._units[key]
+
+    def partial(self, ranks: PlannedRanks) -> tuple[nn.Parameter, ...]:
+        """Return the parameters of whose gradients each tensor rank computes a term."""
+        key = _axes_key(ranks)
+        if key not in self._partial:
+            splits_rows = ranks.parallel.sequence_parallel
+            self._partial[key] = tuple(partial_parameters(self.split(ranks), splits_rows))
+        return self._partial[key]
 
     def _root(
         self, ranks: PlannedRanks, stage: Stage, stores_frozen: bool

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_zpp.commands.plan import main, samples_per_rank
+from megatron_zpp.commands.plan import main, samples_per_replica
 
 RUN = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --bf16 "
@@ -19,7 +19,7 @@ def test_one_command_answers(capsys):
     for words in (
         "2 nodes of 8 a100-80gb, 1 Gbit/s a node", "64 sequences, 4,096 tokens a step",
         "table only", "GiB a GPU", "MFU", "more: --top", "Use stage", "flags: --micro-batch-size",
-        'JSON: {"zero_optimization"', "left out: tensor, pipeline",
+        'JSON: {"zero_optimization"', "left out: oversubscribed",
     ):  # fmt: skip
         assert words in text, words
 
@@ -33,7 +33,7 @@ def test_json_holds_every_row_and_can_be_read_back_by_the_trainer(capsys, tmp_pa
     file = tmp_path / "best.json"
     file.write_text(json.dumps(best["json"]))
     again = [*RUN, *CLUSTER, "--deepspeed-config", str(file)]
-    again += ["--micro-batch-size", str(best["micro_batch"]), "--as-given", "--json", "-"]
+    again += [*best["flags"].split(), "--as-given", "--json", "-"]
     assert best["recomputed"] == "none" and main(again) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["step_s"] == pytest.approx(best["step_s"], rel=1e-12)
@@ -58,7 +58,9 @@ def test_a_picture_is_written(tmp_path, capsys):
         ("--cluster dgx-a100 --nodes 3 --global-batch-size 128", "is not divisible by"),
         ("--cluster dgx-a100 --batch-tokens nan", "expected a number above 0"),
         ("--cluster dgx-a100 --batch-tokens 1M --global-batch-size 8", "set the same"),
-        ("--cluster dgx-a100 --tensor-model-parallel-size 2", "sizes of 1 only"),
+        ("--cluster dgx-a100 --tensor-model-parallel-size 3", "does not divide the 8 ranks"),
+        ("--cluster dgx-a100 --context-parallel-size 8", "cannot be split over"),
+        ("--cluster dgx-a100 --pipeline-model-parallel-size 4", "more ranks than layers"),
         ("--cluster dgx-a100 --zero-stage 2 --cpu-optimizer", "leave --cpu-optimizer out"),
         ("--cluster dgx-a100 --plot plan.pdf", "ends with .png"),
         ("--cluster dgx-a100 --json nowhere/plan.json", "there is no folder"),
@@ -73,12 +75,12 @@ def test_mistakes_are_one_line_that_says_what_to_do(flags, message, capsys):
 
 
 def test_a_model_that_fits_nowhere_is_status_1(capsys):
-    assert main([*RUN, *CLUSTER, "--gpu-memory", "1.601"]) == 1
+    assert main([*RUN, *CLUSTER, "--gpu-memory", "1.6001"]) == 1
     streams = capsys.readouterr()
     assert "fits nowhere on 16 GPUs" in streams.err and "needs" in streams.out
 
 
 def test_batch_tokens_become_samples_that_divide_into_micro_batches():
-    assert [samples_per_rank(wanted) for wanted in (31.25, 1000, 0.2, 3.0, 1.33)] == [
+    assert [samples_per_replica(wanted) for wanted in (31.25, 1000, 0.2, 3.0, 1.33)] == [
         32, 1024, 1, 3, 1,
     ]  # fmt: skip

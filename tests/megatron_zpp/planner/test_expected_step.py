@@ -31,9 +31,7 @@ def test_the_rows_of_a_plan_are_found_by_the_runs_they_stand_for(plan_file, tmp_
     for row in plan["rows"][::5]:
         settings = tmp_path / "zero.json"
         settings.write_text(json.dumps(row["json"]))
-        flags = f"{RUN} --micro-batch-size {row['micro_batch']} "
-        if row["key"]["recompute"]:
-            flags += f"--recompute-granularity {row['key']['recompute']} "
+        flags = f"{RUN} {row['flags']}"
         config = parse(f"{flags} --deepspeed-config {settings}".split(), 16)
         expected = read_expected_step(str(plan_file), config, 16)
         assert expected.typical == row["step_s"]

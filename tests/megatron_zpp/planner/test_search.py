@@ -43,9 +43,13 @@ def test_memory_and_bytes_are_those_of_the_estimate_and_the_forecast(slow_plan):
     for row in (*slow_plan.rows[::17], slow_plan.row_of_flags):
         expected = estimate(row.candidate.config, VOCABULARY, nodes, is_cpu=False)
         assert dict(row.memory) == dict(expected.device)
-        sent = expected.sharding.forecast.node(expected.micro_batches)
+        sent = expected.sent
+        if not row.candidate.is_divided:
+            sent = expected.sharding.forecast.node(expected.micro_batches)
         far = sum(num_bytes for (_, hop), num_bytes in sent.items() if hop == "across_nodes")
         assert row.sent_in_m["across_nodes"] == far / row.num_parameters / 2
+    assert {row.candidate.sizes[0] for row in slow_plan.rows} == {1, 2, 4}
+    assert {row.candidate.sizes[1:] for row in slow_plan.rows} >= {(1, 1, 1), (2, 1, 2), (4, 1, 1)}
 
 
 def test_state_memory_is_that_of_the_formula():
@@ -91,6 +95,7 @@ class FakeSettings:
 @dataclass
 class FakeCandidate:
     settings: FakeSettings
+    sizes: tuple[int, ...] = (1, 1, 1, 1)
 
 
 @dataclass
@@ -99,8 +104,8 @@ class FakeRow:
     time: FakeTime
 
 
-def fake(seconds, inexactness):
-    return FakeRow(FakeCandidate(FakeSettings(inexactness)), FakeTime(seconds))
+def fake(seconds, inexactness, *sizes):
+    return FakeRow(FakeCandidate(FakeSettings(inexactness), sizes), FakeTime(seconds))
 
 
 def test_a_tie_goes_to_the_more_exact_configuration():
@@ -110,6 +115,12 @@ def test_a_tie_goes_to_the_more_exact_configuration():
     keys = [(row.candidate.settings.inexactness, row.time.typical) for row in ordered]
     assert keys == [(0, inside), (2, 1.01), (3, 1.0), (0, outside), (1, 9.0)]
     assert places == [1, 1, 1, 4, 5]
+
+
+def test_of_equally_exact_ones_the_tie_goes_to_smaller_sizes():
+    rows = [fake(1.0, 0, 8, 4), fake(1.01, 0, 2, 1), fake(1.02, 0, 1, 1), fake(1.0, 1, 1, 1)]
+    ordered, _ = rank_rows(rows)
+    assert [row.candidate.sizes for row in ordered] == [(1, 1), (2, 1), (8, 4), (1, 1)]
 
 
 def test_on_slow_links_quantizing_pays_and_on_fast_ones_it_does_not(slow_plan):
