@@ -2,9 +2,10 @@
 
     python -m benchmarks.plan.plan_check [--json FILE] [--plot FILE.png]
 
-Cells are the ZeRO++ figures, SDP4Bit's table, published FSDP runs and our emulated cluster. What
-was fitted to is never averaged with what was predicted. Every fitted constant has physical limits,
-and the table says which are at one. Nothing is trained, and no GPU is needed.
+Cells are the ZeRO++ figures, SDP4Bit's table, published runs of FSDP and of Megatron-LM, and our
+emulated cluster. What was fitted to is never averaged with what was predicted. Every fitted
+constant has physical limits, and the table says which are at one. Nothing is trained, and no GPU is
+needed.
 """
 
 import argparse
@@ -12,13 +13,13 @@ import logging
 import sys
 from pathlib import Path
 
-from benchmarks.plan import emulated_cluster, published_runs, sdp4bit, zeropp_figures
+from benchmarks.plan import emulated_cluster, megatron_runs, published_runs, sdp4bit, zeropp_figures
 from benchmarks.plan.cells import CheckedSet, summary_rows
 from benchmarks.plan.check_chart import draw
 from benchmarks.shared.charts import require_matplotlib
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading, markdown_table
 
-SETS = ("figures", "sdp4bit", "published", "emulated")
+SETS = ("figures", "sdp4bit", "published", "megatron", "emulated")
 SUMMARY = ("cells", "quantity", "", "number", "median error", "largest", "target")
 
 
@@ -56,7 +57,9 @@ def check(name: str) -> list[CheckedSet]:
         return [zeropp_figures.check(width) for width in zeropp_figures.WIDTHS]
     if name == "sdp4bit":
         return [sdp4bit.check(system) for system in sdp4bit.SYSTEMS]
-    return [published_runs.check()] if name == "published" else emulated_cluster.check()
+    if name == "published":
+        return [published_runs.check()]
+    return [megatron_runs.check()] if name == "megatron" else emulated_cluster.check()
 
 
 def is_variant(checked: CheckedSet) -> bool:

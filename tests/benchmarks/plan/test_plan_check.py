@@ -2,9 +2,15 @@
 
 import pytest
 
-from benchmarks.plan import emulated_cluster, published_runs, sdp4bit, zeropp_figures
+from benchmarks.plan import emulated_cluster, megatron_runs, published_runs, sdp4bit, zeropp_figures
 from benchmarks.plan.bounded_fit import Bounds, fit
-from benchmarks.plan.cells import CheckedSet, Prediction, median_and_largest, summary_rows
+from benchmarks.plan.cells import (
+    CheckedSet,
+    Prediction,
+    median_and_largest,
+    read_cells,
+    summary_rows,
+)
 from benchmarks.plan.check_chart import draw
 from benchmarks.plan.deepspeed_fetches import fetches
 from benchmarks.plan.plan_check import as_json, tables
@@ -113,3 +119,25 @@ def test_a_chart_is_drawn(tmp_path):
     cell = Prediction(of="x", quantity="s", predicted=1.0, measured=1.1, is_fitted=False)
     draw([CheckedSet(name="n", constants="", predictions=(cell,))], tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_megatrons_published_runs_are_cells_of_their_own():
+    cells = [cell for cell in read_cells("public.tsv") if megatron_runs.is_megatron_run(cell)]
+    assert len(cells) == 17
+    assert {published_runs.why_not(cell) for cell in cells} == {"checked as Megatron-LM"}
+    whole, selective = (megatron_runs._paper_run(cell) for cell in cells if cell["params"] == "22B")
+    for each in (whole, selective):
+        assert abs(each.error) < 0.15 and not each.is_fitted
+    assert whole.predicted > selective.predicted
+
+
+def test_runs_with_tensor_parallelism_are_predicted_where_it_is_waited_for():
+    cells = [cell for cell in read_cells("public.tsv") if cell["tp"] == "8"]
+    reasons = {
+        cell["note"].split(",")[0]: published_runs.why_not(cell)
+        for cell in cells
+        if cell["precision"] == "bf16" and "torchtitan" in cell["source"]
+    }
+    assert reasons == {
+        "vanilla TP": None, "async TP": "tensor parallelism beside products", "bf16": None
+    }  # fmt: skip
