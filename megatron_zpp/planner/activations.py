@@ -86,6 +86,12 @@ class LiveBytes(TorchDispatchMode):
         peak, self.peak = self.peak, self.current
         return peak
 
+    def exclude_alive(self) -> None:
+        """Do not count what is alive now."""
+        self._excluded.update(self._storages)
+        self._storages.clear()
+        self.peak = 0
+
     def _add(self, tensors: Iterable[Tensor]) -> bool:
         """Count the storages of `tensors`; return whether one of them is new."""
         num_before = len(self._storages)
@@ -156,6 +162,9 @@ def _trace_block(
                 positions = positions.expand(micro_batch.size, -1)
             rotary = rotary_tables(config, positions)[GLOBAL]
         with LiveBytes([*weights.values(), stream, *(rotary or ())]) as live:
+            if ranks.context_size > 1:  # masks, which all layers share, stay from the first forward
+                functional_call(block, weights, (stream, rotary))
+                live.exclude_alive()
             result = functional_call(block, weights, (stream, rotary))
             saved, forward = live.current, live.take_peak()
             gradient = torch.empty_like(result)

@@ -49,11 +49,13 @@ def calibrate_by_log(cluster: Cluster, config: Config, vocab_size: int, path: st
     _require_same_model(run, config, vocab_size)
     per_node = min(cluster.gpus_per_node, run.num_ranks)
     micro_batch = config.batch.micro_batch_size
-    if run.num_ranks % per_node or run.global_batch_size % (micro_batch * run.num_ranks):
+    replicas = config.parallel.num_replicas(run.num_ranks)
+    if run.num_ranks % per_node or run.global_batch_size % (micro_batch * replicas):
         raise InputError(
             f"--calibrate {path}: {run.num_ranks} GPUs took batches of {run.global_batch_size} "
             f"samples, which does not go into nodes of {per_node} GPUs and micro-batches of "
-            f"{micro_batch}: give the --gpus-per-node and --micro-batch-size of that run"
+            f"{micro_batch} on {replicas} replicas: give the --gpus-per-node, the parallel sizes "
+            "and the --micro-batch-size of that run"
         )
     batch = replace(config.batch, global_batch_size=run.global_batch_size)
     config = replace(config, batch=batch)
