@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.console import Console
+
 from megatron_zpp.commands.run_command import require_writable
 from megatron_zpp.data.text_source import resolve_vocab_size
 from megatron_zpp.models.pretrained_model import with_initial_model
@@ -90,7 +92,11 @@ def main(argv: Sequence[str], program: str = "megatron-zpp plan") -> int:
         for path in flags.calibrate or ():
             cluster = calibrate_by_log(cluster, config, vocab_size, path)
         search = Search(config, vocab_size, cluster)
-        plan = search.run(only_flags=flags.as_given)
+        with Console(stderr=True).status("comparing configurations") as status:
+            plan = search.run(
+                only_flags=flags.as_given,
+                on_row=lambda count: status.update(f"{count} configurations compared"),
+            )
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR

@@ -1,7 +1,8 @@
 """Compare the configurations of a run on a cluster: which fit into memory, and which is fastest."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from types import MappingProxyType
 
@@ -95,10 +96,22 @@ class Search:
         self._model = MetaModel(base, vocab_size)
         self._traces = ActivationTraces()
 
-    def run(self, *, only_flags: bool = False) -> Plan:
-        """Return the plan; `only_flags` looks at the configuration of the flags alone."""
+    @cached_property
+    def num_parameters(self) -> int:
+        """The number of the model's parameters."""
+        return self._model.whole.num_parameters()
+
+    def run(self, *, only_flags: bool = False, on_row: Callable[[int], None] | None = None) -> Plan:
+        """Return the plan; `only_flags` looks at the configuration of the flags alone.
+
+        `on_row` is called with the number of configurations compared so far.
+        """
         row_of_flags = self.row(given_candidate(self.base))
-        rows = [row_of_flags] if only_flags else list(self._rows())
+        rows = [row_of_flags] if only_flags else []
+        for row in () if only_flags else self._rows():
+            rows.append(row)
+            if on_row is not None:
+                on_row(len(rows))
         if row_of_flags.fits and not any(_is_same(row_of_flags, row) for row in rows):
             rows.append(row_of_flags)
         fitting, places = rank_rows([row for row in rows if row.fits])
@@ -145,14 +158,15 @@ class Search:
         places = self._planned(candidate)
         memory = fullest(places, self._traces).device
         sent = mean_of_nodes(places)
-        num_parameters = self._model.whole.num_parameters()
         in_m = {
-            hop: sum(sent[key] for key in sent if key[1] == hop) / num_parameters / BYTES_PER_WEIGHT
+            hop: sum(sent[key] for key in sent if key[1] == hop)
+            / self.num_parameters
+            / BYTES_PER_WEIGHT
             for hop in HOPS
         }
         row = Row(
             candidate=candidate,
-            num_parameters=num_parameters,
+            num_parameters=self.num_parameters,
             memory=MappingProxyType(memory),
             usable_bytes=self.cluster.usable_bytes,
             sent_in_m=in_m,
