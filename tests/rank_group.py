@@ -17,6 +17,7 @@ from torch.distributed.tensor import debug as dtensor_debug
 from tests.ranks import Progress, World
 from zeropp.ranks.groups import PREFIX
 
+COLLECTIVE_SECONDS = 290  # no default, and longer than tests may take: who waits so long is killed
 KEPT_GROUPS = 4  # a thread of each wakes up a hundred times in a second
 
 
@@ -37,7 +38,7 @@ class Membership:
                 init_method=f"file://{world.store}",
                 rank=rank,
                 world_size=world.size,
-                timeout=timedelta(seconds=world.timeout),
+                timeout=timedelta(seconds=COLLECTIVE_SECONDS),
             )
             self.world, self.tests = world, 0
             dist.barrier()  # a rank that is done at once would leave while others still connect

@@ -62,11 +62,14 @@ def shared_pool() -> "Pool":
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The ranks of a test, and the file through which they meet; an equal one is joined once."""
+    """The ranks of a test, and the file through which they meet; an equal one is joined once.
+
+    It knows no test's timeout, so that tests with different ones use the same group: who waits
+    for too long is killed.
+    """
 
     store: str
     size: int
-    timeout: float  # seconds
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ class Pool:
     def run(self, job: Job, count: int, timeout: float) -> Run:
         """Run the job on the first `count` ranks and wait for them all."""
         self._start_missing(count)
-        world = self._world(count, timeout)
+        world = self._world(count)
         with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
             for rank in range(count):
                 message = pickle.dumps((rank, folder, world, job))
@@ -219,10 +222,10 @@ class Pool:
                 raise TimeoutError(f"rank {rank} did not start in {START_SECONDS} s")
             self.workers[rank].connection.recv()
 
-    def _world(self, count: int, timeout: float) -> World:
+    def _world(self, count: int) -> World:
         """Return the world of the last test if it will do, else a new one."""
         store = str(Path(self.folder.name) / str(next(self.number)))
-        world = World(store=store, size=count, timeout=timeout)
+        world = World(store=store, size=count)
         if self.world is not None and replace(world, store=self.world.store) == self.world:
             return self.world
         return world

@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.rank_group import COLLECTIVE_SECONDS
 from tests.ranks import ranks
 from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
 from tests.zeropp.sharded_training import shard_on_nodes
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, shard
 from zeropp.ranks.groups import inherit_time_limit, set_time_limit, shared_group, time_limit
-
-LIMIT = 47.0  # seconds, unlike any default
 
 
 def open_descriptors_and_threads() -> tuple[int, int]:
@@ -35,7 +34,7 @@ def train(sharding, *, step: int = 0) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("zero", [ALL_THREE, {"stage": 0}])
-@ranks(4, timeout=LIMIT)
+@ranks(4)
 def test_every_group_has_the_time_limit_of_the_default_group(zero):
     init_device_mesh("cpu", (2, 2))  # the user's own keeps what it was given
     mesh = data_mesh()
@@ -43,15 +42,15 @@ def test_every_group_has_the_time_limit_of_the_default_group(zero):
     shard(small_model(), mesh, zero_config(zero, 2))
     new = set(c10d._world.pg_names) - before
     assert len(new) == (4 if zero["stage"] else 1)
-    assert {time_limit(group) for group in new} == {timedelta(seconds=LIMIT)}
+    assert {time_limit(group) for group in new} == {timedelta(seconds=COLLECTIVE_SECONDS)}
 
 
-@ranks(4, timeout=LIMIT)
+@ranks(4)
 def test_the_mesh_of_a_part_of_the_ranks_has_it_too():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "data"))["data"]
     assert time_limit(mesh.get_group()) == timedelta(minutes=30)  # PyTorch's default
     shard(small_model(), mesh, zero_config({"stage": 3}, 2))
-    assert time_limit(mesh.get_group()) == timedelta(seconds=LIMIT)
+    assert time_limit(mesh.get_group()) == timedelta(seconds=COLLECTIVE_SECONDS)
     set_time_limit(mesh.get_group(), timedelta(seconds=5))
     inherit_time_limit(mesh.get_group())
     assert time_limit(mesh.get_group()) == timedelta(seconds=5)  # what is shorter stays
