@@ -18,7 +18,7 @@ PARTS = (  # attribute of StepTime, label, colour
 )
 COLOURS = ("#5f6368", "#d93025")
 LOWEST_RATE, HIGHEST_RATE, POINTS = 1.0, 3200.0, 24  # Gbit/s of a node
-DPI = 120
+DPI, MOST_BARS = 120, 16
 
 
 def require_matplotlib() -> None:
@@ -37,6 +37,7 @@ def draw(plan: Plan, search: Search, file: BinaryIO) -> None:
     from matplotlib import pyplot  # noqa: PLC0415
 
     rows = [row for place, row in best_of_settings(plan) if place is not None]
+    rows = rows[:MOST_BARS]
     figure, (bars, lines) = pyplot.subplots(
         2, 1, figsize=(9, 3.2 + 0.3 * len(rows)), dpi=DPI, height_ratios=[len(rows) + 2, 10]
     )
@@ -72,6 +73,7 @@ def _draw_bars(axes, rows: Sequence[Row]) -> None:
         widths = [max(0.0, getattr(row.time, attribute)) for row in rows]
         axes.barh(names, widths, left=left, label=label, color=colour)
         left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.margins(y=0.02)
     axes.invert_yaxis()
     axes.set_xlabel("seconds of a step")
     axes.legend(
