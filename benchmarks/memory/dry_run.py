@@ -24,7 +24,6 @@ from megatron_zpp.settings.config import Config
 from zeropp import optimizer_step
 from zeropp.ranks.process_group import start_process_group
 from zeropp.ranks.topology import Environment
-from zeropp.wire.route import Nodes
 
 CPU = torch.device("cpu")
 VOCABULARY = 1000
@@ -83,9 +82,7 @@ def predict_and_measure(flags: str) -> tuple[Estimate, int]:
     words = f"--mock-data --lr 1e-3 --eval-iters 0 --train-iters 9 {flags}".split()
     config = parse(words, dist.get_world_size())
     ranks = ranks_of(config)
-    per_node = config.zero.zeropp.ranks_per_node or ranks.environment.local_world_size
-    nodes = Nodes.of(range(ranks.num_ranks), per_node)
-    prediction = estimate(config, VOCABULARY, nodes, is_cpu=True)
+    prediction = estimate(config, VOCABULARY, ranks.nodes, is_cpu=True)
     with LiveBytes() as live:
         _train(config, ranks, prediction.micro_batches)
     return prediction, int(largest_of_ranks(live.peak, CPU))

@@ -34,6 +34,7 @@ FSDP2 = "fsdp2"
 ORDERED = (FSDP2, "zero3", "zeropp")
 QUIET, SHARED = "quiet machine", "shared machine"
 RANKS, PER_NODE, VOCABULARY, CORES = 4, 2, 512, 2
+NODES = RANKS // PER_NODE
 MBIT = 1e6 / 8  # bytes per second
 HEADERS = 1.011  # bytes on the wire to the ledger's, as the interfaces counted
 GLOO_REDUCE_SCATTER = 2  # it is an all-reduce
@@ -118,7 +119,7 @@ class Work:
         timed, on_cores = [], 0.0
         for hop in hops:
             copied, far = factor * _bytes_of_all(hop), factor * hop.far_bytes
-            cores = cost.seconds(copied, RANKS // PER_NODE * far if rate else 0.0)
+            cores = cost.seconds(copied, NODES * far if rate else 0.0)
             link = far * HEADERS / rate if rate else 0.0
             wait = 0.0 if self.blocks else SLICE * (hop.near_hops + hop.far_hops)
             timed.append(Hop(0.0, max(link, cores) + wait))
@@ -128,21 +129,17 @@ class Work:
     def limited_bytes(self, cell: Cell) -> float:
         """Return the bytes that all nodes send to others in a step of FSDP2."""
         more = int(cell["micro_batches"]) - 1
-        return (
-            RANKS
-            // PER_NODE
-            * sum(
-                times * hop.far_bytes
-                for unit in self.messages
-                for times, hops in (
-                    (1, unit.first_gather),
-                    (more, unit.later_gather),
-                    (more + 1, unit.backward_gather),
-                    (GLOO_REDUCE_SCATTER, unit.reduction),
-                    (GLOO_REDUCE_SCATTER * more, unit.early_reduction),
-                )
-                for hop in hops
+        return NODES * sum(
+            times * hop.far_bytes
+            for unit in self.messages
+            for times, hops in (
+                (1, unit.first_gather),
+                (more, unit.later_gather),
+                (more + 1, unit.backward_gather),
+                (GLOO_REDUCE_SCATTER, unit.reduction),
+                (GLOO_REDUCE_SCATTER * more, unit.early_reduction),
             )
+            for hop in hops
         )
 
 
@@ -239,7 +236,7 @@ def _packet_cost(rows: Sequence[Cell]) -> tuple[tuple[float, ...], str]:
 
 def _bytes_of_all(hop: Message) -> float:
     """Return the bytes that all ranks send in a hop, each of which gloo copies."""
-    return (hop.near_bytes * PER_NODE + hop.far_bytes) * (RANKS // PER_NODE)
+    return (hop.near_bytes * PER_NODE + hop.far_bytes) * NODES
 
 
 def _rate(cell: Cell) -> float | None:
