@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_zpp.models.foreign.tensor_files import LazyTensor
+from megatron_zpp.models.foreign.tensor_files import REMEDY, LazyTensor
 from zeropp.errors import InputError, first_few
 
 
@@ -29,8 +29,7 @@ def with_main_weights(
     if unfamiliar:
         raise InputError(
             f"{where}: {first_few(unfamiliar)}: the optimizer's fp32 weights are not those of the "
-            "model: files of another checkpoint are among them; --no-load-optim imports the "
-            "weights alone"
+            f"model: files of another checkpoint are among them{REMEDY}"
         )
     checked = {
         name: LazyTensor(tensor.fact, partial(_read, name, tensor, weights[name], where))
@@ -52,7 +51,6 @@ def _read(name: str, main: LazyTensor, weight: LazyTensor, where: str) -> Tensor
     ):
         raise InputError(
             f"{where}: {name} is not what the optimizer keeps of it in fp32: its state is of "
-            "another iteration, or lies in an order that is not known here; --no-load-optim "
-            "imports the weights alone"
+            f"another iteration, or lies in an order that is not known here{REMEDY}"
         )
     return values

@@ -13,6 +13,7 @@ from torch import Tensor
 from zeropp.errors import InputError
 
 NOT_ASKED_FOR = "it was not asked for (--no-load-optim)"
+REMEDY = "; --no-load-optim imports the weights alone"  # ends errors in an optimizer's state
 
 
 class UnmappedStateError(Exception):

@@ -19,12 +19,12 @@ from megatron_zpp.models.foreign.distributed_optimizer.bucket_layout import (
 from megatron_zpp.models.foreign.distributed_optimizer.gathered_state import (
     KEYS,
     MAIN,
-    REMEDY,
     ByKey,
     require_one_dtype,
 )
 from megatron_zpp.models.foreign.distributed_optimizer.stage_parameters import RankParameters
 from megatron_zpp.models.foreign.shard_tensors import ShardTensors
+from megatron_zpp.models.foreign.tensor_files import REMEDY
 from zeropp.errors import InputError
 
 PREFIX = "optimizer.distributed.dp_group_idx_"

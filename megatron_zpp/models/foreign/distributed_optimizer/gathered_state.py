@@ -20,7 +20,7 @@ from megatron_zpp.models.foreign.distributed_optimizer.bucket_layout import (
     of_size,
 )
 from megatron_zpp.models.foreign.distributed_optimizer.stage_parameters import RankParameters
-from megatron_zpp.models.foreign.tensor_files import LazyTensor, UnmappedStateError
+from megatron_zpp.models.foreign.tensor_files import REMEDY, LazyTensor, UnmappedStateError
 from zeropp.errors import InputError
 from zeropp.optim.adam import MOMENTS
 
@@ -28,7 +28,6 @@ MAIN = "param"  # the fp32 weights
 KEYS = (MAIN, *MOMENTS)
 ByKey = dict[str, dict[str, LazyTensor]]  # by KEYS and names of parameters
 _NUMELS, _ALL_NUMELS = "per_bucket_numel_unpadded", "per_bucket_numel"
-REMEDY = "; --no-load-optim imports the weights alone"
 
 
 @dataclass(frozen=True, kw_only=True)

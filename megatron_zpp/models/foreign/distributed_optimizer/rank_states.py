@@ -11,7 +11,6 @@ from megatron_zpp.models.foreign.distributed_optimizer.bucket_tensors import (
 )
 from megatron_zpp.models.foreign.distributed_optimizer.gathered_state import (
     KEYS,
-    REMEDY,
     ByKey,
     GatheredState,
 )
@@ -22,7 +21,7 @@ from megatron_zpp.models.foreign.distributed_optimizer.stage_parameters import (
 )
 from megatron_zpp.models.foreign.rank_parts import Grid, join_stages
 from megatron_zpp.models.foreign.shard_tensors import ShardTensors
-from megatron_zpp.models.foreign.tensor_files import LazyTensor, UnmappedStateError
+from megatron_zpp.models.foreign.tensor_files import REMEDY, LazyTensor, UnmappedStateError
 from zeropp.errors import InputError, first_few
 
 # Megatron's bucket: so many parameters, or so many for each data-parallel rank if that is more.

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from megatron_zpp.models.foreign.distributed_optimizer.gathered_state import (
-    REMEDY,
     ByKey,
     GatheredState,
 )
@@ -18,6 +17,7 @@ from megatron_zpp.models.foreign.distributed_optimizer.stage_parameters import (
 )
 from megatron_zpp.models.foreign.pickles import load_pickle
 from megatron_zpp.models.foreign.rank_parts import Grid
+from megatron_zpp.models.foreign.tensor_files import REMEDY
 from zeropp.errors import InputError, first_few
 
 STATE_FILE = "distrib_optim.pt"
