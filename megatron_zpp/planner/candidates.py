@@ -3,6 +3,7 @@ recomputation."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -71,27 +72,28 @@ def all_parallel(base: Config, nodes: Nodes) -> Iterator[tuple[ParallelConfig, N
     The first is without axes beside the data axis. Tensor ranks stay in a node, with sequence
     parallelism; context ranks are for long sequences, or where `base` has them.
     """
-    length, given_size = base.model.seq_length, base.parallel.context_parallel_size
-    contexts = [1, *(2**i for i in range(1, 7) if length >= 2 ** (i - 1) * LONG_SEQUENCE)]
-    contexts = sorted({*contexts, given_size})
-    for tensor in _divisors(nodes.ranks_per_node):
-        for pipe in _divisors(base.model.num_layers):
-            for context in contexts:
-                for chunks in STAGES_PER_RANK if pipe > 1 else (1,):
-                    parallel = replace(
-                        base.parallel,
-                        tensor_model_parallel_size=tensor,
-                        sequence_parallel=tensor > 1,
-                        pipeline_model_parallel_size=pipe,
-                        num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None,
-                        num_layers_per_virtual_pipeline_stage=None,
-                        decoder_first_pipeline_num_layers=None,
-                        decoder_last_pipeline_num_layers=None,
-                        context_parallel_size=context,
-                    )
-                    data_nodes = _data_nodes(base, parallel, nodes)
-                    if pipe <= LARGEST_PIPELINE and data_nodes is not None:
-                        yield parallel, data_nodes
+    length, own_size = base.model.seq_length, base.parallel.context_parallel_size
+    contexts = {1, own_size, *(2**i for i in range(1, 7) if length >= 2 ** (i - 1) * LONG_SEQUENCE)}
+    pipes = [each for each in _divisors(base.model.num_layers) if each <= LARGEST_PIPELINE]
+    for tensor, pipe, context, chunks in product(
+        _divisors(nodes.ranks_per_node), pipes, sorted(contexts), STAGES_PER_RANK
+    ):
+        if chunks > 1 and pipe == 1:
+            continue
+        parallel = replace(
+            base.parallel,
+            tensor_model_parallel_size=tensor,
+            sequence_parallel=tensor > 1,
+            pipeline_model_parallel_size=pipe,
+            num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None,
+            num_layers_per_virtual_pipeline_stage=None,
+            decoder_first_pipeline_num_layers=None,
+            decoder_last_pipeline_num_layers=None,
+            context_parallel_size=context,
+        )
+        data_nodes = _data_nodes(base, parallel, nodes)
+        if data_nodes is not None:
+            yield parallel, data_nodes
 
 
 def _divisors(number: int) -> list[int]:

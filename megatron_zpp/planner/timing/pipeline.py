@@ -6,6 +6,7 @@ the one before and what it needs of another stage has arrived.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
 from megatron_zpp.planner.timing.timeline import Streams, UnitWork
@@ -54,9 +55,7 @@ def pass_seconds(
         streams.backward(is_last=index == 2)
         ends.append(streams.now)
     streams.finish()
-    first, _, forward, backward, _, last = (
-        end - start for start, end in zip(ends, ends[1:], strict=False)
-    )
+    first, _, forward, backward, _, last = (end - start for start, end in pairwise(ends))
     return PassSeconds(
         first_forward=first, forward=forward, backward=backward, last_backward=last,
         tail=streams.now - ends[-1], onward=onward, back=back,
