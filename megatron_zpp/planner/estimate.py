@@ -16,13 +16,12 @@ from megatron_zpp.parallel.pipeline_schedule import Pass, passes
 from megatron_zpp.parallel.pipeline_stage import Stage
 from megatron_zpp.planner.activations import Activations, ActivationTraces, MicroBatch
 from megatron_zpp.planner.node_traffic import mean_of_nodes
-from megatron_zpp.planner.parts.meta_model import MetaModel
 from megatron_zpp.planner.planned_run import (
     FP32_BYTES,
+    Places,
     PlannedRun,
     Unit,
-    distinct_places,
-    plan_run,
+    plan_places,
 )
 from megatron_zpp.planner.state_memory import (
     GRADIENTS,
@@ -75,22 +74,18 @@ def estimate(config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool) -> 
     Raises InputError for ranks that the nodes cannot hold alike, and for an hpZ partition that does
     not divide them.
     """
-    model, traces = MetaModel(config, vocab_size), ActivationTraces()
-    runs = [
-        (plan_run(config, vocab_size, nodes, is_cpu=is_cpu, model=model, place=place), count)
-        for place, count in distinct_places(config).items()
-    ]
-    return replace(fullest(runs, traces), sent=mean_of_nodes(runs))
+    places = plan_places(config, vocab_size, nodes, is_cpu=is_cpu)
+    return replace(fullest(places, ActivationTraces()), sent=mean_of_nodes(places))
 
 
-def fullest(runs: Sequence[tuple[PlannedRun, int]], traces: ActivationTraces) -> Estimate:
+def fullest(places: Places, traces: ActivationTraces) -> Estimate:
     """Return the estimate of the run that needs most memory.
 
     Between the ends of a pipeline a rank with as many layers needs less than the first, which holds
     more micro-batches.
     """
-    first, *_ = (run for run, _ in runs)
-    chosen = [run for run, _ in runs if run.num_layers > first.num_layers or run.has_end]
+    first, *_ = (run for run, _ in places)
+    chosen = [run for run, _ in places if run.num_layers > first.num_layers or run.has_end]
     estimates = (estimate_run(run, traces) for run in chosen)
     return max(estimates, key=lambda each: each.device_bytes + each.host_bytes)
 

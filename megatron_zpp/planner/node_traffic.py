@@ -7,13 +7,13 @@ from torch import nn
 
 from megatron_zpp.parallel.activation_forecast import Forecast, Move
 from megatron_zpp.parallel.peers import AXES
-from megatron_zpp.planner.planned_run import PlannedRun
+from megatron_zpp.planner.planned_run import Places, PlannedRun
 from zeropp.wire.traffic import HOPS, PURPOSES, Traffic
 
 Sent = dict[tuple[str, str], float]  # (purpose or axis, hop) -> bytes
 
 
-def mean_of_nodes(runs: Sequence[tuple[PlannedRun, int]]) -> Sent:
+def mean_of_nodes(runs: Places) -> Sent:
     """Return the mean over nodes of what they send; each run stands for so many places."""
     total: Counter[tuple[str, str]] = Counter()
     for run, count in runs:

@@ -246,6 +246,9 @@ class PlannedRun:
         return tuple(buffers)
 
 
+Places = list[tuple[PlannedRun, int]]  # how many ranks of a pipeline are like each
+
+
 def plan_run(
     config: Config,
     vocab_size: int,
@@ -294,14 +297,21 @@ def plan_run(
     )  # fmt: skip
 
 
-def distinct_places(config: Config) -> dict[int, int]:
-    """Return the places of a pipeline that differ, and how many are like each: ends, and between.
+def plan_places(
+    config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool, model: MetaModel | None = None
+) -> Places:
+    """Return the run at the places of its pipeline that differ: its ends, and between them.
 
     Of the places between the ends, the first holds the activations of the most micro-batches.
+    Takes and raises what `plan_run` does.
     """
+    model = MetaModel(config, vocab_size) if model is None else model
     size = config.parallel.pipeline_model_parallel_size
     between = {1: size - 2} if size > 2 else {}
-    return {0: 1, **between, size - 1: 1}
+    return [
+        (plan_run(config, vocab_size, nodes, is_cpu=is_cpu, model=model, place=place), count)
+        for place, count in {0: 1, **between, size - 1: 1}.items()
+    ]
 
 
 def _stored_bytes(pieces: Sequence[Piece]) -> int:

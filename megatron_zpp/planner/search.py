@@ -19,7 +19,7 @@ from megatron_zpp.planner.candidates import (
 from megatron_zpp.planner.estimate import fullest
 from megatron_zpp.planner.node_traffic import mean_of_nodes
 from megatron_zpp.planner.parts.meta_model import MetaModel
-from megatron_zpp.planner.planned_run import PlannedRun, distinct_places, plan_run
+from megatron_zpp.planner.planned_run import Places, plan_places
 from megatron_zpp.planner.timing.hardware import Cluster
 from megatron_zpp.planner.timing.step_time import StepTime, step_time, typical_seconds
 from megatron_zpp.planner.timing.unit_work import StepWork
@@ -32,7 +32,6 @@ from zeropp.wire.traffic import HOPS
 # (docs/planning.md).
 TIE = 0.07
 BYTES_PER_WEIGHT = 2  # in M, the bytes of the model in 16 bit
-Places = list[tuple[PlannedRun, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +127,7 @@ class Search:
     def _rows(self) -> Iterator[Row]:
         """Yield all rows, but none of larger micro-batches than the first that does not fit."""
         for parallel, nodes in all_parallel(self.base, self.nodes):
-            num_replicas = nodes.num_ranks // parallel.context_parallel_size
+            num_replicas = parallel.num_replicas(self.cluster.num_ranks)
             is_divided = num_replicas < self.cluster.num_ranks
             settings = all_settings(nodes.count, nodes.ranks_per_node)
             for each in divided_settings(nodes) if is_divided else settings:
@@ -182,17 +181,10 @@ class Search:
         return typical_seconds(self.step_work(candidate), self.cluster)
 
     def _planned(self, candidate: Candidate) -> Places:
-        """Return the run at the places of its pipeline that differ, and how many are like each."""
-        config, nodes = candidate.config, self.nodes
-        return [
-            (
-                plan_run(
-                    config, self.vocab_size, nodes, is_cpu=False, model=self._model, place=place
-                ),
-                count,
-            )
-            for place, count in distinct_places(config).items()
-        ]
+        """Return the run at the places of its pipeline that differ."""
+        return plan_places(
+            candidate.config, self.vocab_size, self.nodes, is_cpu=False, model=self._model
+        )
 
     def _timed(self, row: Row, places: Places) -> Row:
         (run, _), *_ = places

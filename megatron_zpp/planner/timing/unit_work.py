@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 from megatron_zpp.parallel.pipeline_stage import Stage
 from megatron_zpp.planner.node_traffic import gradient_moves
-from megatron_zpp.planner.planned_run import PlannedRun, Unit
+from megatron_zpp.planner.planned_run import Places, PlannedRun, Unit
 from megatron_zpp.planner.timing.axis_messages import (
     Repeated,
     StageMessages,
@@ -35,7 +35,7 @@ class StepWork:
     places: the run at the places of its pipeline that differ, and how many are like each.
     """
 
-    def __init__(self, places: Sequence[tuple[PlannedRun, int]], vocab_size: int) -> None:
+    def __init__(self, places: Places, vocab_size: int) -> None:
         self._ranks = [(RankWork(run, vocab_size), count) for run, count in places]
 
     @property
@@ -123,8 +123,8 @@ class RankWork:
         in_layer = Passes(seconds_of(forward, rates), seconds_of(backward, rates))
         forward, backward = messages.ends_forward, messages.ends_backward
         at_ends = Passes(seconds_of(forward, rates), seconds_of(backward, rates))
-        passes = [each + in_layer for each in self._passes(stage, rates)[:-1]]
-        passes.append(self._passes(stage, rates)[-1] + at_ends)
+        *layers, head = self._passes(stage, rates)
+        passes = [*(each + in_layer for each in layers), head + at_ends]
         for (unit, sent), each in zip(units, passes, strict=True):
             key = id(sent), each
             if key not in works:

@@ -12,7 +12,7 @@ from megatron_zpp.parallel.recipe import build_model
 from megatron_zpp.planner.estimate import ACTIVATIONS, MOMENTS, WEIGHTS, estimate
 from megatron_zpp.planner.estimate import GATHERED as GATHERED_WEIGHTS
 from megatron_zpp.planner.node_traffic import mean_of_nodes
-from megatron_zpp.planner.planned_run import distinct_places, plan_run
+from megatron_zpp.planner.planned_run import plan_places, plan_run
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.parallel.flags import CP2, GATHERED, PP2, PP4, SP, TP2, TWO_STAGES
 from tests.ranks import ranks
@@ -66,11 +66,7 @@ def test_the_forecast_of_a_planned_rank_is_that_of_the_rank(flags, tmp_path):
     sent.update(sharding.expected_traffic(count))
     everywhere = [None] * 4
     dist.all_gather_object(everywhere, sent)
-    runs = [
-        (plan_run(config, VOCABULARY, nodes, is_cpu=True, place=place), alike)
-        for place, alike in distinct_places(config).items()
-    ]
-    expected = mean_of_nodes(runs)
+    expected = mean_of_nodes(plan_places(config, VOCABULARY, nodes, is_cpu=True))
     for key, num_bytes in sum(everywhere, Counter()).items():
         assert expected[key] == pytest.approx(num_bytes / 2)
 

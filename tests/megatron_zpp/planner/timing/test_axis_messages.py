@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_zpp.planner.node_traffic import gradient_moves, node_of
-from megatron_zpp.planner.planned_run import distinct_places, plan_run
+from megatron_zpp.planner.planned_run import plan_places
 from megatron_zpp.planner.timing.axis_messages import repeated, stage_messages
 from megatron_zpp.planner.timing.hardware import Description, find_cluster
 from megatron_zpp.planner.timing.step_time import step_time
@@ -27,11 +27,7 @@ CASES = (
 
 def places(flags, num_ranks=16, per_node=4):
     config = parse((SHAPE + flags).split(), num_ranks)
-    nodes = Nodes.of(range(num_ranks), per_node)
-    return [
-        (plan_run(config, VOCABULARY, nodes, is_cpu=False, place=place), count)
-        for place, count in distinct_places(config).items()
-    ]
+    return plan_places(config, VOCABULARY, Nodes.of(range(num_ranks), per_node), is_cpu=False)
 
 
 @pytest.mark.parametrize("flags", CASES)
