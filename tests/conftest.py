@@ -26,6 +26,9 @@ from tests import fork_server  # noqa: E402  (needs the path above)
 from tests.closed_folder import ClosedFolder  # noqa: E402
 from tests.ranks import shared_pool  # noqa: E402
 
+if hasattr(os, "SCHED_BATCH"):  # inherited by ranks, who outnumber the cores: else who is woken
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # preempts who holds gloo's locks
+
 PROCESSES = re.compile(
     r"\b(subprocess|tests\.ranks|tests\.launched|training_runs|benchmarks\.started|run_on_ranks|closed|"
     r"emulated|cuda_compile|torch\.compile)\b"
