@@ -77,21 +77,25 @@ CASES = (
 STEPS = 2  # the first allocates Adam's moments
 
 
-def predict_and_measure(flags: str) -> tuple[Estimate, int]:
-    """The prediction for `flags` on these ranks, and the largest peak of any rank in bytes."""
+def predict_and_measure(flags: str) -> tuple[Estimate | None, int]:
+    """The prediction for `flags` on these ranks, which rank 0 makes and returns, and the largest
+    peak of any rank in bytes."""
     words = f"--mock-data --lr 1e-3 --eval-iters 0 --train-iters 9 {flags}".split()
     config = parse(words, dist.get_world_size())
-    ranks = ranks_of(config)
-    prediction = estimate(config, VOCABULARY, ranks.nodes, is_cpu=True)
+    ranks, prediction = ranks_of(config), None
+    if ranks.rank == 0:
+        prediction = estimate(config, VOCABULARY, ranks.nodes, is_cpu=True)
     with LiveBytes() as live:
-        _train(config, ranks, prediction.micro_batches)
+        _train(config, ranks)
     return prediction, int(largest_of_ranks(live.peak, CPU))
 
 
-def _train(config: Config, ranks: Ranks, micro_batches: int) -> None:
+def _train(config: Config, ranks: Ranks) -> None:
+    size = config.batch.micro_batch_size
+    micro_batches = config.batch.global_batch_size // (size * ranks.num_replicas)
     sharding = build_model(config, VOCABULARY, ranks, apex=None)
     optimizer = build_optimizer(sharding, config, CPU, apex=None)
-    shape = config.batch.micro_batch_size, config.model.seq_length
+    shape = size, config.model.seq_length
     tokens, mask = torch.randint(VOCABULARY, shape), torch.ones(shape)
     batch = Batch(tokens=tokens, labels=tokens, loss_mask=mask, position_ids=None)
     for _ in range(STEPS):
@@ -130,11 +134,13 @@ def main() -> None:
             text = json.dumps(NODES | {"zero_optimization": zero}, separators=(",", ":"))
             flags = flags.replace(name, f"--deepspeed-config {text}")
         prediction, measured = predict_and_measure(MODEL + flags)
+        if prediction is None:
+            continue
         total = prediction.host_bytes
         difference = f"{total / measured - 1:+.1%}".replace("-0.0%", "0.0%")
         sizes = (f"{total / MIB:.1f}", f"{measured / MIB:.1f}")
         rows.append([f"`{case}`", *sizes, difference])
-    if environment.rank == 0:
+    if rows:
         columns = ["flags", "predicted, MiB", "measured, MiB", "difference"]
         print(markdown_table(columns, rows))
     dist.destroy_process_group()

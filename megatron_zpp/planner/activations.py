@@ -79,7 +79,7 @@ class LiveBytes(TorchDispatchMode):
     @property
     def current(self) -> int:
         """Return the bytes that are alive."""
-        return sum(storage.nbytes() for storage in self._storages)
+        return sum(map(torch.UntypedStorage.nbytes, self._storages))
 
     def take_peak(self) -> int:
         """Return the peak since the last call."""

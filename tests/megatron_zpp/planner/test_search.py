@@ -21,7 +21,7 @@ from zeropp.wire.route import Nodes
 
 FLAGS = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --bf16 "
-    "--tokenizer-type NullTokenizer --vocab-size 511 --global-batch-size 64 --zero-stage 3 "
+    "--tokenizer-type NullTokenizer --vocab-size 511 --global-batch-size 32 --zero-stage 3 "
     "--hidden-dropout 0 --attention-dropout 0"
 )
 VOCABULARY = 512
