@@ -66,7 +66,7 @@ def live_storages() -> dict[int, int]:
 def _row(setup: TrainingSetup) -> dict:
     steps = setup.steps(2)
     gc.collect()
-    gc.freeze()  # gc.get_objects() leaves out from here on what is alive now
+    gc.freeze()  # from here on gc.get_objects() and gc.collect() leave out what is alive now
     sharding = build_model(setup.config, setup.vocab_size, setup.ranks, apex=None)
     optimizer = build_optimizer(sharding, setup.config, setup.ranks.device, apex=None)
     _backward(sharding, steps[0], until=len(steps[0]))
@@ -74,7 +74,6 @@ def _row(setup: TrainingSetup) -> dict:
     _backward(sharding, steps[1], until=len(steps[1]) - 1)
     _settle()
     held = _by_purpose(sharding.model, optimizer)
-    gc.unfreeze()
     parameters = sharding.model.num_parameters()
     measured = largest_of_ranks(sum(held.values()), setup.ranks.device) / parameters
     predicted = formula(sharding.stage, sharding.num_ranks, setup.dtype)

@@ -39,10 +39,16 @@ def options(**flags) -> SimpleNamespace:
     return SimpleNamespace(**{"tiny": False, "kernels_flags": "", "train_flags": ""} | flags)
 
 
-def test_the_script_runs_and_leaves_markdown(tmp_path: Path) -> None:
+def test_the_script_starts_the_program_from_any_folder(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "--minutes" in done.stdout, done.stderr
+
+
+def test_the_program_runs_and_leaves_markdown(tmp_path: Path) -> None:
     report = tmp_path / "report.md"
-    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--tiny", "--minutes", "20"]
-    command += ["--only", "memcheck", "kernels", "--output", str(report)]
+    command = [sys.executable, "-m", "benchmarks.shared.gpu_run", "--device", "cpu", "--tiny"]
+    command += ["--minutes", "20", "--only", "memcheck", "kernels", "--output", str(report)]
     done = subprocess.run(
         [*command, "--commit", "abc123", "--keep", str(tmp_path / "kept")],
         cwd=ROOT, capture_output=True, text=True, timeout=400,
