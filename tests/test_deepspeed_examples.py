@@ -1,4 +1,4 @@
-"""The loops in DeepSpeed's style make 20 steps and learn."""
+"""The loops in DeepSpeed's style make 10 or 20 steps and learn."""
 
 import contextlib
 import io
@@ -17,9 +17,10 @@ COMMANDS = (
     "image_classifier.py --deepspeed --stage 2",
     "image_classifier.py --stage 3 --dtype fp16",
     "gan.py --deepspeed_config {folder}/gan.json",
-    "bf16_training.py --deepspeed_config {folder}/bf16_zero3.json --activation_checkpointing",
-    "supervised_finetuning.py --deepspeed --zero_stage 3 --gradient_checkpointing",
-    "supervised_finetuning.py --zero_stage 2 --offload --dtype fp32",
+    "bf16_training.py --deepspeed_config {folder}/bf16_zero3.json --activation_checkpointing "
+    "--steps 10",
+    "supervised_finetuning.py --deepspeed --zero_stage 3 --gradient_checkpointing --steps 10",
+    "supervised_finetuning.py --zero_stage 2 --offload --dtype fp32 --steps 10",
 )
 
 

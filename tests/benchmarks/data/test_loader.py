@@ -17,7 +17,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     flags = (
         f"--data-path {tmp_path}/text --split 1 --tokenizer-type NullTokenizer --vocab-size 50 "
         "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
-        "--micro-batch-size 2 --lr 1e-3 --train-iters 200000"
+        "--micro-batch-size 2 --lr 1e-3 --train-iters 20000"
     )
     path = tmp_path / "result.json"
     own = f"--workers 0 1 --rounds 2 --json {path}"
