@@ -23,7 +23,7 @@ from tests.megatron_zpp.train.training_runs import built_run
 from tests.ranks import ranks
 
 SIZES = (
-    "--num-layers 4 --micro-batch-size 2 --global-batch-size 8 --train-iters 2 --log-interval 9 "
+    "--num-layers 4 --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --log-interval 9 "
 )
 FULL = "--recompute-granularity full "
 
@@ -36,7 +36,7 @@ FULL = "--recompute-granularity full "
         TP2 + PP2 + FULL + "--recompute-num-layers 3 --fp16",
         CP2 + PP2 + TWO_STAGES + "--bf16 --fp32-residual-connection",
         CP4 + "--num-query-groups 2 --recompute-granularity selective",
-        CP2 + GATHERED + "--recompute-granularity full --num-query-groups 2",
+        CP2 + GATHERED + FULL + "--num-query-groups 2 --global-batch-size 8",
         TP4 + "--swiglu --disable-bias-linear --zero-stage 0",
     ],
 )
