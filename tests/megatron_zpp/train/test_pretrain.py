@@ -12,19 +12,19 @@ from zeropp import InputError
 
 BATCH = "--micro-batch-size 2 --global-batch-size 16 "
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 "
-RESUMED = BATCH + NO_DROPOUT + "--train-iters 6 "
+RESUMED = BATCH + NO_DROPOUT + "--train-iters 4 "
 PRECISIONS = {
     "fp32": "",
     "bf16": "--bf16 ",
-    "fp16": "--fp16 --initial-loss-scale 2097152 --loss-scale-window 2 --hysteresis 1 ",
+    "fp16": "--fp16 --initial-loss-scale 524288 --loss-scale-window 2 --hysteresis 1 ",
 }
 RELATIVE = 1e-5  # the promise for unquantized fp32 runs, whatever the stage and the ranks
 
 
-def test_20_losses_agree_at_every_stage_and_on_one_rank(tmp_path):
-    flags = "--micro-batch-size 2 --global-batch-size 8 " + NO_DROPOUT + "--train-iters 20 "
+def test_losses_agree_at_every_stage_and_on_one_rank(tmp_path):
+    flags = "--micro-batch-size 2 --global-batch-size 8 " + NO_DROPOUT + "--train-iters 6 "
     expected = loss_values(run(1, flags, tmp_path))
-    assert len(expected) == 20 and expected[-1] < expected[0]
+    assert len(expected) == 6 and expected[-1] < expected[0]
     for stage, num_ranks in enumerate((2, 4, 2, 4)):
         log = run(num_ranks, f"{flags} --zero-stage {stage}", tmp_path)
         assert loss_values(log) == pytest.approx(expected, rel=RELATIVE)
@@ -33,16 +33,16 @@ def test_20_losses_agree_at_every_stage_and_on_one_rank(tmp_path):
 @pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("bf16", 3), ("fp16", 3)])
 @ranks(2, timeout=120)
 def test_a_stop_in_the_middle_changes_no_digit(precision, stage, tmp_path):
-    flags = f"{PRECISIONS[precision]} --zero-stage {stage} --train-iters 8 "
+    flags = f"{PRECISIONS[precision]} --zero-stage {stage} --train-iters 6 "
     flags += "--micro-batch-size 2 --global-batch-size 8 --dataloader-type cyclic "
     flags += "--lr-warmup-iters 2 --lr-decay-style cosine "
     straight = log_of(flags)
     folder = f"--save {tmp_path} --load {tmp_path} "
-    first = log_of(flags + folder + "--exit-interval 5")
+    first = log_of(flags + folder + "--exit-interval 4")
     second = log_of(flags + folder)
     if dist.get_rank() != 0:
         return
-    assert len(losses(straight)) == 8 and len(losses(first)) == 5
+    assert len(losses(straight)) == 6 and len(losses(first)) == 4
     assert losses(first) + losses(second) == losses(straight)
     for name in ("grad norm", "learning rate", "loss scale", "consumed samples"):
         assert field(first, name) + field(second, name) == field(straight, name)
@@ -53,50 +53,44 @@ def test_a_stop_in_the_middle_changes_no_digit(precision, stage, tmp_path):
 
 @ranks(2, timeout=120)
 def test_saving_beside_training_changes_no_digit(tmp_path):
-    flags = f"{BATCH} --zero-stage 3 --bf16 --train-iters 6 "
+    flags = f"{BATCH} --zero-stage 3 --bf16 --train-iters 4 "
     straight = log_of(flags)
     folder = f"--save {tmp_path} --load {tmp_path} --async-save --keep-checkpoints 2 "
-    first = log_of(flags + folder + "--save-interval 2 --exit-interval 5")
+    first = log_of(flags + folder + "--save-interval 1 --exit-interval 3")
     second = log_of(flags + folder + "--no-verify-checkpoint")
     if dist.get_rank() != 0:
         return
-    assert losses(first) + losses(second) == losses(straight) and len(losses(first)) == 5
+    assert losses(first) + losses(second) == losses(straight) and len(losses(first)) == 3
     # A checkpoint is complete when the next one is saved, and the last one when the run ends.
     saved = re.findall(r"saved checkpoint \S+iter_(\d+)", first)
-    assert [int(number) for number in saved] == [2, 4, 5]
-    assert "removed" in first and first.index("iter_0000005") < first.index("stopping after")
+    assert [int(number) for number in saved] == [1, 2, 3]
+    assert "removed" in first and first.index("iter_0000003") < first.index("stopping after")
     assert "saved checkpoint" in second
-    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000005", "iter_0000006"]
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000004"]
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The checkpoint of 4 ranks at stage 3 after half of `RESUMED`, and the log of all of it."""
+    """A checkpoint of 4 ranks at stage 3 after half of `RESUMED`, and the log of all of it."""
     folder = tmp_path_factory.mktemp("stopped")
-    straight = run(4, RESUMED + "--zero-stage 3", folder)
-    first = run(4, f"{RESUMED} --save {folder}/save --zero-stage 3 --exit-interval 3", folder)
-    assert losses(first) == losses(straight)[:3]
+    straight = run(4, f"{RESUMED} --zero-stage 3 --save {folder}/save --save-interval 2", folder)
     return folder / "save", straight
 
 
 @pytest.mark.parametrize("then", [(2, 3), (2, 0), (1, 0), (4, 1)])
 def test_resuming_on_other_ranks_and_another_stage(then, stopped, tmp_path):
     saved, straight = stopped
-    second = run(then[0], f"{RESUMED} --load {saved} --zero-stage {then[1]}", tmp_path)
-    assert loss_values(second) == pytest.approx(loss_values(straight)[3:], rel=RELATIVE)
+    flags = f"{RESUMED} --load {saved} --ckpt-step 2 --zero-stage {then[1]}"
+    second = run(then[0], flags, tmp_path)
+    assert loss_values(second) == pytest.approx(loss_values(straight)[2:], rel=RELATIVE)
 
 
 def test_dropout_does_not_depend_on_the_number_of_ranks(tmp_path):
-    flags = BATCH + "--train-iters 4 "
+    flags = BATCH + "--train-iters 3 "
     alone = run(1, flags, tmp_path)
     assert loss_values(run(2, flags + "--zero-stage 2", tmp_path)) == pytest.approx(
         loss_values(alone), rel=RELATIVE
     )
-
-
-def test_the_same_command_prints_the_same_losses(tmp_path):
-    flags = BATCH + "--train-iters 3 --zero-stage 3 --bf16"
-    assert losses(run(4, flags, tmp_path)) == losses(run(4, flags, tmp_path))
 
 
 def test_a_longer_run_with_fewer_evaluations_resumes(tmp_path):

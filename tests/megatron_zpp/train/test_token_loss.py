@@ -28,6 +28,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
+@pytest.fixture(scope="module")
+def whole(data: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The log of one rank that computes each step in one micro-batch."""
+    return run(1, data + "--micro-batch-size 8", tmp_path_factory.mktemp("whole"))
+
+
 def held_out(log: str) -> list[float]:
     return [float(line.split("loss value: ")[1].split()[0]) for line in log.splitlines()
             if "loss value" in line]  # fmt: skip
@@ -53,16 +59,14 @@ def require_same_numbers(log: str, expected: str) -> None:
         (4, "--micro-batch-size 1 --tensor-model-parallel-size 2"),
     ],
 )
-def test_it_is_the_loss_of_the_step_in_one_micro_batch(num_ranks, flags, data, tmp_path):
+def test_it_is_the_loss_of_the_step_in_one_micro_batch(num_ranks, flags, data, whole, tmp_path):
     """A single micro-batch has one mean over its tokens, with the flag and without it."""
-    whole = run(1, data + "--micro-batch-size 8", tmp_path)
     divided = run(num_ranks, f"{data} {flags} --calculate-per-token-loss", tmp_path)
     require_same_numbers(divided, whole)
     assert len(held_out(whole)) >= 1
 
 
-def test_without_it_a_micro_batch_counts_whatever_it_has(data, tmp_path):
-    whole = run(1, data + "--micro-batch-size 8", tmp_path)
+def test_without_it_a_micro_batch_counts_whatever_it_has(data, whole, tmp_path):
     divided = run(1, data + "--micro-batch-size 1", tmp_path)
     differences = np.abs(np.subtract(loss_values(divided), loss_values(whole)))
     assert differences.min() > 10 * RELATIVE * max(loss_values(whole))
