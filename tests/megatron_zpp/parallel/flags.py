@@ -1,14 +1,15 @@
 """Flags of the models that several ranks train like one, and of how they share the work."""
 
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 "
-LENGTH = "--micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-3 "
+LENGTH = "--micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-3 "
 GPT2 = NO_DROPOUT + LENGTH
 LLAMA = (
     GPT2 + "--swiglu --normalization RMSNorm --position-embedding-type rope --num-query-groups 2 "
     "--disable-bias-linear --untie-embeddings-and-output-weights --reset-attention-mask "
     "--reset-position-ids --eod-mask-loss "
 )
-DEEP_GPT2, DEEP_LLAMA = GPT2 + "--num-layers 4 ", LLAMA + "--num-layers 4 "
+DEEP = "--num-layers 4 --global-batch-size 8 "
+DEEP_GPT2, DEEP_LLAMA = GPT2 + DEEP, LLAMA + DEEP
 
 TP2, TP4 = (f"--tensor-model-parallel-size {size} " for size in (2, 4))
 SP = "--sequence-parallel "

@@ -8,7 +8,7 @@ from tests.megatron_zpp.parallel.flags import CP2, GATHERED, GPT2, PP2, SP, TP2
 from tests.megatron_zpp.train.training_runs import TINY, require_equal, run
 from zeropp import InputError
 
-SHORT = GPT2 + "--global-batch-size 4 "  # two micro-batches on two ranks that share them
+SHORT = GPT2 + "--train-iters 2 "
 AGAIN = "--recompute-granularity full "
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss "
 
