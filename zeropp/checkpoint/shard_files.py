@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     FileSystemReader,
@@ -145,15 +145,14 @@ class OneByOneReader(Reader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.metadata = super().read_metadata()
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
+        self.metadata = self.read_metadata()
+        self.set_up_storage_reader(self.metadata, is_coordinator=True)
 
     def fill(self, name: str, tensor: Tensor) -> None:
         """Read the tensor `name` into `tensor`, which has its shape and dtype."""
-        with _without_warnings():
-            dcp.load({name: tensor}, storage_reader=self, no_dist=True)
+        planner = DefaultLoadPlanner()  # what dcp.load does, which takes longer for small tensors
+        planner.set_up_planner({name: tensor}, self.metadata, is_coordinator=True)
+        self.read_data(planner.create_local_plan(), planner).wait()
 
 
 @contextmanager
