@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import peft
@@ -268,6 +269,15 @@ def setting(**entries: object) -> callable:
     return change
 
 
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of PEFT's for a base beside it."""
+    folder = tmp_path_factory.mktemp("adapters")
+    save_lora_checkpoint(saved(llama(), folder / "base"), folder / "save")
+    run("--load", folder / "save", "--to-peft", folder / "adapters")
+    return folder / "adapters"
+
+
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
@@ -289,11 +299,13 @@ def setting(**entries: object) -> callable:
     ],
 )  # fmt: skip
 def test_damaged_folders_of_adapters(
-    spoil: callable, named: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+    spoil: callable,
+    named: list[str],
+    adapters: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
 ) -> None:
-    base, save, out = saved(llama(), tmp_path / "base"), tmp_path / "save", tmp_path / "adapters"
-    save_lora_checkpoint(base, save)
-    run("--load", save, "--to-peft", out)
+    out = shutil.copytree(adapters, tmp_path / "adapters")
     spoil(out)
     message = error(capsys, "--load", out, "--to-hf", tmp_path / "merged")
     assert all(name in message for name in named), message
