@@ -50,7 +50,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def train(
-    sharding: Sharding, *, rank: int, num_micro_batches: int, steps: int = 5, clip: float = 0.5
+    sharding: Sharding, *, rank: int, num_micro_batches: int, steps: int = 3, clip: float = 0.5
 ) -> tuple[list[float], list[float]]:
     """Losses of this rank's micro-batches, summed, and gradient norms, of `steps` AdamW steps."""
     model = sharding.model

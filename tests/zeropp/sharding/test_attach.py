@@ -20,7 +20,7 @@ ZERO = {
     "zero_quantized_gradients": True,
 }  # fmt: skip
 ZEROPP = PLAIN | {"zero_optimization": ZERO}
-STEPS = 3
+STEPS = 2
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 

@@ -22,12 +22,12 @@ def in_place(model: SmallModel) -> None:
 
 
 def losses(zero: dict, compiled=lambda model: None) -> list[float]:
-    model = small_model()
+    model = small_model(2)
     compiled(model)
     sharding = shard_on_nodes(zero, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     values: list[float] = []
-    for number in range(3):
+    for number in range(2):
         values += step(sharding, optimizer, number, micro_batches=2) + [evaluate(sharding)]
     assert sharding.traffic.sent["gradients", "across_nodes"] > 0
     return values

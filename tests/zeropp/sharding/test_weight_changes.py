@@ -42,7 +42,7 @@ WRITERS = {"load": load_random_weights, "submodule": load_submodule, "data": wri
 @ranks(4)
 def test_written_weights_are_seen_by_the_next_pass(writer):
     def losses(zero: dict) -> list[float]:
-        sharding = shard_on_nodes(zero)
+        sharding = shard_on_nodes(zero, small_model(2))
         values = []
         for seed in range(2):
             WRITERS[writer](sharding, seed)
@@ -75,7 +75,7 @@ def test_weights_frozen_after_their_backward_are_stepped_and_seen(zero):
 @ranks(4)
 def test_weights_trained_after_they_were_frozen_are_seen():
     def losses(zero: dict) -> list[float]:
-        model = small_model()
+        model = small_model(2)
         freeze(model.blocks[0])
         sharding = shard_on_nodes(zero, model)
         optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
@@ -94,7 +94,7 @@ def test_two_models_that_train_in_turn():
     """DeepSpeed issues #4901 #7066: two models in a process; here each feeds the other's loss."""
 
     def losses(zero: dict) -> list[float]:
-        maker, judge = (shard_on_nodes(zero, model) for model in (small_model(), small_model()))
+        maker, judge = (shard_on_nodes(zero, small_model(2)) for _ in range(2))
         steppers = [
             torch.optim.SGD(sharding.model.parameters(), lr=0.3) for sharding in (maker, judge)
         ]
@@ -123,7 +123,7 @@ def test_two_models_that_train_in_turn():
 @ranks(4)
 def test_one_model_steps_between_the_other_s_forward_and_backward(stage):
     def losses(zero: dict) -> list[float]:
-        first, second = shard_on_nodes(zero), shard_on_nodes(zero)
+        first, second = (shard_on_nodes(zero, small_model(2)) for _ in range(2))
         steppers = [
             torch.optim.SGD(sharding.model.parameters(), lr=0.3) for sharding in (first, second)
         ]
@@ -153,7 +153,7 @@ def test_an_optimizer_s_step_between_evaluation_and_forward_is_seen_at_every_sta
     for stage in (0, 1, 2, 3):
         evaluations = []
         for released in (True, False):
-            sharding = shard_on_nodes({"stage": stage})
+            sharding = shard_on_nodes({"stage": stage}, small_model(2))
             optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
             loss_of(sharding.model, tokens_of(0)).backward()
             with torch.no_grad():
