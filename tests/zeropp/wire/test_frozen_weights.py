@@ -27,7 +27,7 @@ from zeropp.wire.frozen_weights import QuantizedShard, is_quantized, stored_byte
 
 MIXZ = {"stage": 3, "zero_quantized_nontrainable_weights": True}
 HPZ = {"zero_hpz_partition_size": 2}
-STEPS = 3
+STEPS = 2
 
 
 def losses_of(sharding, steps: int = STEPS, micro_batches: int = 2) -> list[float]:

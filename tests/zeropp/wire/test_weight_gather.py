@@ -141,7 +141,7 @@ def test_frozen_weights_of_another_type_in_a_unit():
         shard_on_nodes(zero, model, **settings)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         values = []
-        for number in range(3):
+        for number in range(2):
             loss = loss_of(model, tokens_of(number).chunk(4)[dist.get_rank()])
             loss.backward()
             optimizer.step()
@@ -151,5 +151,6 @@ def test_frozen_weights_of_another_type_in_a_unit():
 
     for settings in ({}, {"bf16": {"enabled": True}}):
         exact = losses({"stage": 3}, **settings)
-        assert losses(QWZ, **settings) == losses(BOTH, **settings) != exact
-        assert losses(QWZ, **settings) == pytest.approx(exact, rel=0.02)
+        quantized = losses(QWZ, **settings)
+        assert losses(BOTH, **settings) == quantized != exact
+        assert quantized == pytest.approx(exact, rel=0.02)
