@@ -65,19 +65,19 @@ def test_a_loaded_checkpoint_replaces_what_nodes_keep(weight_steps, tmp_path):
             zeropp={"weight_steps": weight_steps},
         )
 
-    through = engine()
-    expected = run(through, steps=4)
     first = engine()
-    assert run(first, steps=2) == expected[:2]
+    run(first, steps=2)
     first.save_checkpoint(tmp_path)
+    trained = losses_of(first)
+    expected = run(first, steps=2, first=2)
     second = engine(blank())
     untrained = losses_of(second)
     assert second.sharding.copies.nbytes > 0
     second.load_checkpoint(tmp_path)
-    assert losses_of(second) == losses_of(first) != untrained
-    assert run(second, steps=2, first=2) == expected[2:]
+    assert losses_of(second) == trained != untrained
+    assert run(second, steps=2, first=2) == expected
     first.load_checkpoint(tmp_path)
-    assert run(first, steps=2, first=2) == expected[2:]
+    assert run(first, steps=2, first=2) == expected
 
 
 @ranks(2)

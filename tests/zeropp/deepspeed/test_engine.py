@@ -110,10 +110,10 @@ class AsAccelerate:
 @pytest.mark.parametrize(("stage", "micro_batches"), [(1, 2), (2, 4), (3, 1), (3, 2)])
 @ranks(2)
 def test_who_says_where_a_step_ends_need_not_call_step_before_that(micro_batches, stage, tmp_path):
-    expected = run(engine_of(stage=stage, micro_batches=micro_batches))
+    expected = run(engine_of(stage=stage, micro_batches=micro_batches), steps=2)
     engine = engine_of(stage=stage, micro_batches=micro_batches)
-    assert run(AsAccelerate(engine)) == expected
-    assert (engine.global_steps, engine.micro_steps) == (4, 4 * micro_batches)
+    assert run(AsAccelerate(engine), steps=2) == expected
+    assert (engine.global_steps, engine.micro_steps) == (2, 2 * micro_batches)
     engine.save_checkpoint(tmp_path)
     if micro_batches > 1:
         engine.set_gradient_accumulation_boundary(False)
@@ -121,30 +121,30 @@ def test_who_says_where_a_step_ends_need_not_call_step_before_that(micro_batches
         with pytest.raises(InputError, match="in the middle of a step"):
             engine.save_checkpoint(tmp_path, tag="broken")
     engine.load_checkpoint(tmp_path)
-    again = run(engine)
+    again = run(engine, steps=2)
     engine.load_checkpoint(tmp_path)
-    assert run(AsAccelerate(engine)) == again
+    assert run(AsAccelerate(engine), steps=2) == again
 
 
 @ranks(2)
 def test_an_optimizer_made_before_sharding_trains_as_one_named_in_the_json():
-    expected = run(engine_of())
+    expected = run(engine_of(), steps=2)
     unnamed = config_of() | {"optimizer": {}}
     model = small_model()
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     early = adamw(model.parameters())
     engine, returned, *_ = zeropp.initialize(model=model, optimizer=early, config=unnamed)
     assert returned is early
-    assert run(engine) == expected
+    assert run(engine, steps=2) == expected
     after = gathered_parameters(engine.module)
     assert all(not torch.equal(before[name], after[name]) for name in before)
     engine, *_ = zeropp.initialize(model=small_model(), optimizer=adamw, config=unnamed)
-    assert run(engine) == expected
+    assert run(engine, steps=2) == expected
     model = small_model()
     chosen = [{"params": model.embedding.parameters()}, {"params": model.blocks.parameters()}]
     engine, *_ = zeropp.initialize(model=model, model_parameters=chosen, config=config_of())
     assert len(engine.optimizer.param_groups) == 2
-    assert run(engine) == pytest.approx(expected, rel=SAME)
+    assert run(engine, steps=2) == pytest.approx(expected, rel=SAME)
 
 
 @ranks(2)
@@ -192,7 +192,7 @@ def test_evaluation_anywhere_sees_the_newest_weights_and_changes_nothing(stage):
         engine.train()
         return value
 
-    expected = run(engine_of(stage=stage, micro_batches=2))
+    expected = run(engine_of(stage=stage, micro_batches=2), steps=3)
     engine = engine_of(stage=stage, micro_batches=2)
     evaluations, losses = [evaluate()], []
     for step in range(3):
@@ -208,25 +208,25 @@ def test_evaluation_anywhere_sees_the_newest_weights_and_changes_nothing(stage):
     assert len(set(evaluations)) == 4
     total = torch.tensor(losses).view(3, 2).sum(dim=1)
     dist.all_reduce(total)
-    assert (total / 2).tolist() == pytest.approx(expected[:3], rel=SAME)
+    assert (total / 2).tolist() == pytest.approx(expected, rel=SAME)
 
 
 @ranks(2)
 def test_fp16_overflow_skips_the_step_and_the_schedule():
-    fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
+    fp16 = {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
     engine = engine_of(fp16=fp16, scheduler=schedule, micro_batches=2)
     before = gathered_parameters(engine.module)
     run(engine, steps=1)
     assert engine.skipped_steps == 1 and engine.global_steps == 1
-    assert engine.loss_scale == 2.0**23 and engine.lr_scheduler.last_epoch == 0
+    assert engine.loss_scale == 2.0**18 and engine.lr_scheduler.last_epoch == 0
     assert all(
         torch.equal(before[name], now) for name, now in gathered_parameters(engine.module).items()
     )
-    losses = run(engine, steps=30)
-    assert 1 < engine.skipped_steps < 25 and losses[-1] < losses[0]
+    losses = run(engine, steps=11)
+    assert 1 < engine.skipped_steps < 8 and losses[-1] < losses[0]
     assert engine.lr_scheduler.last_epoch == engine.global_steps - engine.skipped_steps
-    assert engine.loss_scale == 2.0 ** (24 - engine.skipped_steps)
+    assert engine.loss_scale == 2.0 ** (19 - engine.skipped_steps)
 
 
 @ranks(2)
@@ -243,9 +243,9 @@ def test_gradients_that_are_not_numbers_end_with_an_error_and_no_update():
 
 @ranks(2)
 def test_two_engines_in_one_process_do_not_disturb_each_other():
-    expected = run(engine_of()), run(engine_of(stage=1))
+    expected = run(engine_of(), steps=3), run(engine_of(stage=1), steps=3)
     first, second = engine_of(), engine_of(stage=1)
-    taken = [(run(first, 1, step)[0], run(second, 1, step)[0]) for step in range(4)]
+    taken = [(run(first, 1, step)[0], run(second, 1, step)[0]) for step in range(3)]
     assert tuple(zip(*taken, strict=True)) == tuple(tuple(losses) for losses in expected)
 
 

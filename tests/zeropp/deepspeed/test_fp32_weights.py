@@ -25,7 +25,7 @@ def check_like_fp32(model: SmallModel, **settings: object) -> None:
     """`model` trains as the same numbers in fp32, to the last bit."""
     expected = engine_of(in_16_bit().float(), **settings)
     engine = engine_of(model, **settings)
-    assert run(engine) == run(expected)
+    assert run(engine, 2) == run(expected, 2)
     weights = gathered_parameters(engine.module)
     for name, weight in gathered_parameters(expected.module).items():
         assert weights[name].dtype == torch.float32 and torch.equal(weights[name], weight)

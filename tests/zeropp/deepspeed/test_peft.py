@@ -3,6 +3,7 @@
 Losses of two fp32 runs whose sums are made in another order differ by 1e-6 or so of themselves.
 """
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -54,6 +55,11 @@ def plain_losses(model: nn.Module) -> list[float]:
     return lora_model.expected_losses(model, STEPS, 2, 2, loss_of, tokens_of)
 
 
+@functools.cache
+def plain_lora_losses() -> list[float]:
+    return plain_losses(with_quantized_weights(converted(llama()), 2))
+
+
 def config_of(zero: dict) -> dict:
     optimizer = {"type": "AdamW", "params": {"lr": lora_model.LR, "weight_decay": 0.01}}
     batch = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
@@ -68,7 +74,7 @@ def losses_of(engine: zeropp.Engine, loss_of: Callable = loss_of) -> list[float]
 @pytest.mark.parametrize("when", ["before", "after"])
 @ranks(2)
 def test_frozen_before_and_after(when: str) -> None:
-    expected = plain_losses(with_quantized_weights(converted(llama()), 2))
+    expected = plain_lora_losses()
     if when == "before":
         engine, *_ = zeropp.initialize(model=converted(llama()), config=config_of(MIXZ))
     else:
@@ -133,19 +139,24 @@ CONVERSIONS = {
 }
 
 
+@functools.cache
+def converted_losses(kind: str) -> list[float]:
+    make, convert = CONVERSIONS[kind]
+    return plain_losses(with_quantized_weights(convert(make()), 2))
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", CONVERSIONS)
 @ranks(2)
 def test_everything_that_peft_adds_is_gathered(kind: str, when: str) -> None:
     make, convert = CONVERSIONS[kind]
-    expected = plain_losses(with_quantized_weights(convert(make()), 2))
     engine, *_ = zeropp.initialize(
         model=convert(make()) if when == "before" else make(), config=config_of(MIXZ)
     )
     if when == "after":
         convert(engine.module)
         engine.optimizer.quantize_nontrainable_params()
-    assert losses_of(engine) == pytest.approx(expected, rel=CLOSE)
+    assert losses_of(engine) == pytest.approx(converted_losses(kind), rel=CLOSE)
     for parameter in engine.module.parameters():
         assert is_quantized(parameter) == (parameter.ndim > 1 and not parameter.requires_grad)
 
@@ -194,7 +205,7 @@ def test_adapters_are_saved_as_peft_saves_them(tmp_path: object) -> None:
 @ranks(2)
 def test_the_snippet_of_the_tutorial() -> None:
     """MixZ++'s tutorial: a base model is initialized, converted to LoRA, and one call follows."""
-    expected = plain_losses(with_quantized_weights(converted(llama()), 2))
+    expected = plain_lora_losses()
     model, args = llama(), SimpleNamespace(local_rank=0, deepspeed_config=None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lora_model.LR, weight_decay=0.01)
     lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)

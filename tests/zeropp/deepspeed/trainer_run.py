@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-STEPS, SAVED = 4, 2
+STEPS, SAVED, RESUMED_STEPS = 2, 2, 4
 AUTO = {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"} | {
     "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"
 }  # fmt: skip
@@ -45,7 +45,7 @@ def samples() -> list[dict[str, torch.Tensor]]:
 
 
 def arguments(
-    folder: Path, config: dict | None, accumulation: int, saves: bool
+    folder: Path, config: dict | None, accumulation: int, steps: int, saves: bool
 ) -> TrainingArguments:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -53,7 +53,7 @@ def arguments(
         str(folder),
         deepspeed=config,
         use_cpu=True,
-        max_steps=STEPS,
+        max_steps=steps,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=accumulation,
         learning_rate=1e-2,
@@ -75,11 +75,12 @@ def train(
     config: dict | None,
     accumulation: int = 1,
     *,
+    steps: int = STEPS,
     pretrained: str | None = None,
     saves: bool = False,
     **how: str,
 ) -> tuple[Trainer, list[float]]:
-    made = arguments(folder, config, accumulation, saves)
+    made = arguments(folder, config, accumulation, steps, saves)
     model = LlamaForCausalLM.from_pretrained(pretrained) if pretrained else llama()
     trainer = Trainer(model, made, train_dataset=samples())
     trainer.train(**how)
@@ -94,9 +95,11 @@ def main(folder: Path) -> None:
             updates = STEPS if config is None else trainer.deepspeed.global_steps
             results[f"{name}, {accumulation}"] = [losses, updates]
     whole = folder / "with a schedule"
-    results["whole"] = train(whole, WITH_SCHEDULE, 2, saves=True)[1]
-    middle, end = (str(whole / f"checkpoint-{step}") for step in (SAVED, STEPS))
-    results["resumed"] = train(whole, WITH_SCHEDULE, 2, resume_from_checkpoint=middle)[1]
+    settings = (whole, WITH_SCHEDULE, 2)
+    results["whole"] = train(*settings, steps=RESUMED_STEPS, saves=True)[1]
+    middle, end = (str(whole / f"checkpoint-{step}") for step in (SAVED, RESUMED_STEPS))
+    resumed = train(*settings, steps=RESUMED_STEPS, resume_from_checkpoint=middle)
+    results["resumed"] = resumed[1]
     for name, config in (("plain", None), ("stage 3", ZERO3)):
         results[f"from the saved weights, {name}"] = train(folder, config, pretrained=end)[1]
     if dist.get_rank() == 0:
