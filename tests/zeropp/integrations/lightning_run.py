@@ -14,7 +14,7 @@ from benchmarks.shared.lightning_llama import LaunchedRanks
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp.integrations.lightning import ZeroppCallback
 
-STEPS = 5
+STEPS = 3
 
 
 class Module(LightningModule):

@@ -18,7 +18,7 @@ from zeropp.optim.offload import HOST, Offload
 from zeropp.optim.offloaded import DelayedAdam
 from zeropp.optim.step import local_part
 
-STEPS, WARMUP = 8, 3
+STEPS, WARMUP = 6, 2
 DELAYED = {
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     "zeropp": {"delayed_param_update": True, "delayed_param_update_warmup": WARMUP},
