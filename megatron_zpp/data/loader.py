@@ -6,13 +6,11 @@ changes the order. A larger global batch, as in a ramp-up, is more micro-steps.
 """
 
 import multiprocessing
-import os
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from ctypes import c_bool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
@@ -89,7 +87,6 @@ class Loader:
     ) -> None:
         self._length, self.waited, self._skipped = len(dataset), 0.0, skipped
         self.consumed_samples = _next_used(consumed_samples, skipped)
-        self._closing = multiprocessing.RawValue(c_bool)
         self._step, self._data, self._eod = micro_batch_size * world, data, eod
         self._device = torch.device(device)
         self._hides_labels = getattr(dataset, "hides_labels", False)
@@ -103,12 +100,13 @@ class Loader:
             # Forked workers share the mapped indices; only on Linux is a fork safe.
             multiprocessing_context="fork" if data.num_workers and ON_LINUX else None,
             collate_fn=partial(_collate, eod if data.reset_attention_mask else None),
-            worker_init_fn=partial(_ignore_signals, self._closing),
+            worker_init_fn=_ignore_signals,
             pin_memory=self._device.type == "cuda",
             generator=torch.Generator(),  # PyTorch's default one would advance and change dropout
         )
         other_processes = multiprocessing.active_children()
-        self._batches = iter(loader)
+        with _kept_handler_of_ended_children():
+            self._batches = iter(loader)
         self._workers = [
             process
             for process in multiprocessing.active_children()
@@ -124,7 +122,7 @@ class Loader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # SIGCHLD or the transfer of a tensor reports it, with different errors.
+        # DataLoader or the transfer of a tensor reports it, with different errors.
         may_be_worker = isinstance(error, (RuntimeError, OSError, EOFError))
         exit_code = self._failed_exit_code() if may_be_worker else None
         self.close()
@@ -155,10 +153,9 @@ class Loader:
 
     def close(self) -> None:
         """End the worker processes."""
-        self._closing.value = True
         self._batches = iter(())  # ends the workers, unless an error refers to the iterator
         for worker in self._workers:
-            worker.terminate()
+            worker.kill()
             worker.join()
         self._workers = []
 
@@ -180,19 +177,32 @@ class Loader:
 
     def _failed_exit_code(self) -> int | None:
         """Return the exit code of a failed worker (minus the signal that killed it), or None."""
-        with suppress(RuntimeError):  # from PyTorch's SIGCHLD handler, if a worker ends meanwhile
-            sentinels = connection.wait([worker.sentinel for worker in self._workers], EXIT_SECONDS)
-            for worker in self._workers:
-                if worker.sentinel in sentinels:
-                    worker.join()
+        sentinels = connection.wait([worker.sentinel for worker in self._workers], EXIT_SECONDS)
+        for worker in self._workers:
+            if worker.sentinel in sentinels:
+                worker.join()
         return next((worker.exitcode for worker in self._workers if worker.exitcode), None)
 
 
-def _ignore_signals(closing: c_bool, worker: int) -> None:
+def _ignore_signals(worker: int) -> None:
     """Leave signals to all processes of a job to the rank, which ends its workers or saves."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Exit with 0: otherwise PyTorch's SIGCHLD handler would report a failure.
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if closing.value else None)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def _kept_handler_of_ended_children() -> Iterator[None]:
+    """Take back the handler of SIGCHLD that DataLoader installs.
+
+    It raises an error wherever the rank is when a worker ends, also where nobody expects one.
+    Without it the rank learns of a worker's end when it reads, after at most 5 s.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGCHLD) is not handler:
+            signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 
 def _next_used(sample: int, skipped: Sequence[range]) -> int:

@@ -1,6 +1,6 @@
 """Batches: the order knows neither ranks nor restarts; masks and positions; errors in workers."""
 
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import time
@@ -210,6 +210,18 @@ def test_a_killed_worker_is_named_and_none_is_left() -> None:
         with load(Deadly(), num_workers=2) as loader:
             list(islice(loader, 20))
     assert not workers()
+
+
+def test_a_killed_worker_interrupts_the_rank_only_where_it_reads() -> None:
+    with pytest.raises(InputError, match="has died"):
+        with load(Numbered(1000), num_workers=2) as loader:
+            next(loader)
+            interrupted, worker = True, workers()[0]
+            worker.kill()
+            multiprocessing.connection.wait([worker.sentinel])  # a SIGCHLD comes in here
+            interrupted = False
+            list(islice(loader, 400))
+    assert not interrupted and not workers()
 
 
 def test_an_error_of_the_rank_leaves_no_worker() -> None:
