@@ -80,7 +80,7 @@ def test_a_stop_in_the_middle_changes_no_digit(tmp_path):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    run(4, f"{LLAMA} {TP2} {SP} --zero-stage 3 --save {folder}/save --exit-interval 2", folder)
+    run(4, f"{LLAMA} {TP2} {SP} --zero-stage 3 --save {folder}/save --exit-interval 1", folder)
     return folder / "save"
 
 
@@ -89,7 +89,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_checkpoint_goes_on_at_other_sizes(num_ranks, how, saved, alone, tmp_path):
     log = run(num_ranks, f"{LLAMA} {how} --load {saved}", tmp_path)
-    assert loss_values(log) == pytest.approx(loss_values(alone(LLAMA))[2:], rel=RELATIVE)
+    assert loss_values(log) == pytest.approx(loss_values(alone(LLAMA))[1:], rel=RELATIVE)
 
 
 @ranks(2)
