@@ -2,6 +2,7 @@
 
 from benchmarks.memory.dry_run import predict_and_measure
 from megatron_zpp.planner.estimate import Estimate
+from zeropp import Sharding
 
 LEEWAY = 0.06  # of the peak; issue and docs promise 0.1
 
@@ -9,23 +10,20 @@ LEEWAY = 0.06  # of the peak; issue and docs promise 0.1
 def assert_peak_is_foretold(flags: str) -> Estimate | None:
     """Train with `flags` on these ranks; rank 0 compares their peak with its estimate.
 
-    It returns the estimate, the others None.
-
-    Where blocks are gathered (or decoded) one after the other, a busy CPU may have one more of
-    them in flight than the estimate has.
+    It returns the estimate, the others None. Where ranks gather blocks (or their codes) one after
+    the other, a busy CPU may have one more of them in flight than the estimate has.
     """
     predicted, measured = predict_and_measure(flags)
     if predicted is None:
         return None
     foretold, sharding = predicted.host_bytes, predicted.sharding
-    by_block = sharding.stage == 3 or sharding.stores_frozen
-    gathered = block_bytes(predicted) if by_block else 0
+    by_block = sharding.num_ranks > 1 and (sharding.stage == 3 or sharding.stores_frozen)
+    gathered = block_bytes(sharding) if by_block else 0
     assert (1 - LEEWAY) * measured - gathered <= foretold <= (1 + LEEWAY) * measured
     return predicted
 
 
-def block_bytes(predicted: Estimate) -> int:
+def block_bytes(sharding: Sharding) -> int:
     """Return the bytes of the largest block's weights when they are gathered."""
-    sharding = predicted.sharding
     counts = [sum(p.numel() for p in block.parameters()) for block in sharding.model.blocks]
     return sharding.compute_dtype.itemsize * max(counts)
