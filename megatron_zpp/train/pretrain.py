@@ -138,19 +138,16 @@ def _pretrain_and_report(
     try:
         pretrain(config, ranks, console, stopping)
         return 0
-    except InputError as error:
-        stopping.ignore_signals()
-        if heartbeat is None or heartbeat.publish_own_failure(str(error)):
-            console.notice(logging.ERROR, str(error))
-        return FAILED
     except Interrupted as interruption:
-        # A launcher also sends SIGTERM when another rank has died.
-        other_may_have_failed = heartbeat is not None and interruption.number == signal.SIGTERM
-        failure = heartbeat.find_failure() if other_may_have_failed else None
-        console.notice(logging.ERROR, failure or str(interruption))
-        return interruption.code
+        return _report_interruption(interruption, console, heartbeat)
     except Exception as error:
+        if stopping.interruption:  # which torch's checkpoint code caught, and then failed
+            return _report_interruption(stopping.interruption, console, heartbeat)
         stopping.ignore_signals()
+        if isinstance(error, InputError):
+            if heartbeat is None or heartbeat.publish_own_failure(str(error)):
+                console.notice(logging.ERROR, str(error))
+            return FAILED
         failure = heartbeat.find_failure() if heartbeat else None
         if failure is None:
             if heartbeat:
@@ -161,3 +158,16 @@ def _pretrain_and_report(
             return FAILED
         console.notice(logging.ERROR, f"{failure}; this rank ends too")
         return OTHER_RANK_FAILED
+
+
+def _report_interruption(
+    interruption: Interrupted, console: Console, heartbeat: Heartbeat | None
+) -> int:
+    """Say that a signal ends this rank, or which failure it follows from; return the status."""
+    failure = None
+    if heartbeat and interruption.number == signal.SIGTERM:
+        failure = heartbeat.find_failure()  # a launcher sends it when another rank has died
+    if heartbeat and failure is None:  # ranks of other machines may have got no signal
+        heartbeat.publish_own_failure(str(interruption))
+    console.notice(logging.ERROR, failure or str(interruption))
+    return interruption.code

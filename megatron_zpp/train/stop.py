@@ -34,6 +34,7 @@ class Stopping(AbstractContextManager):
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config
         self._received: int | None = None
+        self.interruption: Interrupted | None = None  # raised, maybe caught by others
         self._immediate = not config.exit_signal_handler
         self._started = time.monotonic()
         self._handlers = []
@@ -73,4 +74,5 @@ class Stopping(AbstractContextManager):
         self._received = number
         if self._immediate:
             self._immediate = False
-            raise Interrupted(number)
+            self.interruption = Interrupted(number)
+            raise self.interruption

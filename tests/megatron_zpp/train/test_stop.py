@@ -1,12 +1,69 @@
 """What ends a process at a signal."""
 
+import os
 import pickle
 import signal
+from contextlib import suppress
 
+from megatron_zpp.train import pretrain
 from megatron_zpp.train.stop import Interrupted
+from tests.launched import LAUNCH, launching, rank_pid, wait_for
+
+TRAINING = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 50 --num-workers 0 --zero-stage 3 --eval-iters 0 "
+    "--lr 1e-3 --train-iters 1 --save "
+)
+# Rank 0 takes long to write its part of a checkpoint, while rank 1 waits for it.
+SLOW_SAVE = """
+import os, sys, time
+from megatron_zpp.train.pretrain import main
+from torch.distributed.checkpoint import FileSystemWriter
+from zeropp.ranks.process_group import exit_process
+
+write_data = FileSystemWriter.write_data
+
+def slow(*arguments, **options):
+    print("rank", os.environ["RANK"], "saves", flush=True)
+    for _ in range(600 if os.environ["RANK"] == "0" else 0):
+        time.sleep(0.1)
+    return write_data(*arguments, **options)
+
+FileSystemWriter.write_data = slow
+exit_process(main(sys.argv[1:]))
+"""
 
 
 def test_an_interruption_can_be_sent_to_other_ranks():
     """As torch's distributed checkpoint does with what is raised while it plans a save."""
     received = pickle.loads(pickle.dumps(Interrupted(signal.SIGTERM)))
     assert received.code == 143 and str(received) == "stopped by SIGTERM"
+
+
+def test_what_fails_after_an_interruption_was_caught_is_not_the_cause(monkeypatch, capsys):
+    """Torch's checkpoint code catches it, and fails because the other ranks are gone."""
+
+    def save(*_: object) -> None:
+        with suppress(Interrupted):
+            os.kill(os.getpid(), signal.SIGINT)
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(pretrain, "pretrain", save)
+    assert pretrain.main(TRAINING.removesuffix("--save ").split()) == 130
+    assert capsys.readouterr().out.endswith("\nerror: stopped by SIGINT\n")
+
+
+def test_ranks_without_a_signal_say_which_rank_had_one(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW_SAVE)
+    flags = (TRAINING + str(tmp_path / "save")).split()
+    with launching(tmp_path) as launch:
+        process, log = launch([*LAUNCH, "--num_ranks", "2", str(tmp_path / "slow.py"), *flags])
+        wait_for("rank 0 saves", log, process)
+        os.kill(rank_pid(0, process), signal.SIGINT)
+        assert process.wait(60) == 130, log.read_text()
+    errors = [line for line in log.read_text().splitlines() if "error: " in line]
+    assert sorted(line.partition(";")[0] for line in errors) == [
+        "[rank 1] error: rank 0: stopped by SIGINT",
+        "error: stopped by SIGINT",
+    ]
+    assert "Traceback" not in log.read_text()
