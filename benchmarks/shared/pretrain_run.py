@@ -37,7 +37,10 @@ def run_step(run: Run, batches: Loader) -> Iteration:
 
 
 def held_out_loss(run: Run, micro_batch_size: int, rounds: int) -> float:
-    """Mean loss in nats per token over the first `rounds` batches of the validation split."""
+    """Mean loss in nats per token over the first `rounds` batches of the validation split.
+
+    Raises InputError if no token of them has a loss.
+    """
     with Loader(
         run.datasets[VALIDATION],
         run.config.data,
@@ -47,4 +50,7 @@ def held_out_loss(run: Run, micro_batch_size: int, rounds: int) -> float:
         world=run.ranks.num_ranks,
         eod=run.tokenizer.eod,
     ) as batches:
-        return evaluate(run.sharding, run.ranks, batches, rounds)
+        loss = evaluate(run.sharding, run.ranks, batches, rounds)
+    if loss is None:
+        raise InputError("no token of the validation split has a loss: measure with other data")
+    return loss

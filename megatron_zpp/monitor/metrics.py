@@ -26,8 +26,9 @@ PERPLEXITY_EXPONENT = 20  # Megatron caps the exponent, so that an untrained mod
 class Iteration:
     """What one iteration measured; None where it was not measured.
 
-    `loss` is the mean over micro-batches and ranks, `seconds` the wall time, `consumed_*` the
-    counts after this iteration, `skipped` true if the update was left out (fp16 overflow),
+    `loss` is the mean over micro-batches and ranks, `empty_share` the share of the micro-batches
+    in which no token has a loss, `seconds` the wall time, `consumed_*` the counts after this
+    iteration, `skipped` true if the update was left out (fp16 overflow),
     `communication` what the nodes sent since the last log line, measured where a line is due,
     `optimizer_norms` the norms of weights and moments by (tensor, norm).
     """
@@ -41,6 +42,7 @@ class Iteration:
     global_batch_size: int
     seq_length: int
     loss: float
+    empty_share: float = 0.0
     loss_scale: float | None = None
     grad_norm: float | None = None
     num_zeros: float | None = None
@@ -73,6 +75,7 @@ class Interval:
     model_tflops: float  # the same without it
     share_of_measured_rate: float | None = None  # None where the rate was not measured
     mfu: float | None = None  # None where the data sheet's peak of the device is not known
+    empty_share: float = 0.0  # of micro-batches without a token that has a loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,18 +241,21 @@ def summarize(
     tokens_per_second = sum(each.tokens for each in iterations) / seconds
     tokens_per_gpu_per_second = tokens_per_second / world_size
     model_flops = tokens_per_gpu_per_second * flops.model
+    num_samples = sum(each.global_batch_size for each in iterations)
+    num_empty = sum(each.empty_share * each.global_batch_size for each in iterations)
     return Interval(
         last=last,
         loss=sum(each.loss for each in iterations) / len(iterations),
         seconds_per_iteration=seconds / len(iterations),
         skipped=sum(each.skipped for each in iterations),
         nan=sum(not math.isfinite(each.loss) for each in iterations),
-        samples_per_second=sum(each.global_batch_size for each in iterations) / seconds,
+        samples_per_second=num_samples / seconds,
         tokens_per_gpu_per_second=tokens_per_gpu_per_second,
         tflops=tokens_per_gpu_per_second * flops.performed / 1e12,
         model_tflops=model_flops / 1e12,
         share_of_measured_rate=model_flops / rate.measured if rate else None,
         mfu=model_flops / rate.peak if rate and rate.peak else None,
+        empty_share=num_empty / num_samples,
     )
 
 
@@ -270,6 +276,7 @@ def log_line(interval: Interval, *, throughput: bool = False) -> str:
         f"actual seqlen: {last.seq_length:5d}",
         f"number of skipped iterations: {interval.skipped:3d}",
         f"number of nan iterations: {interval.nan:3d}",
+        *([f"empty micro-batches: {interval.empty_share:.2%}"] if interval.empty_share else []),
         f"samples per second: {interval.samples_per_second:.3f}",
         f"tokens per gpu per second (tgs): {interval.tokens_per_gpu_per_second:.3f}",
         f"TFLOPs: {interval.tflops:.2f}",

@@ -58,6 +58,7 @@ class ScalarNames:
         scalars = {
             "learning-rate/learning-rate": it.learning_rate,
             "lm-loss-training/lm loss": it.loss,
+            "lm-loss-training/share of empty micro-batches": it.empty_share or None,
             "loss-scale/loss-scale": it.loss_scale,
             "grad-norm/grad-norm": it.grad_norm,
             "num-zeros/num-zeros": it.num_zeros,

@@ -79,6 +79,7 @@ class JsonLines(Writer):
             nan=interval.nan,
             tokens_per_gpu_per_second=interval.tokens_per_gpu_per_second,
             tflops=interval.tflops,
+            **({"empty_micro_batches": interval.empty_share} if interval.empty_share else {}),
             **timer_scalars(last),
             **optimizer_scalars(last),
             **communication_scalars(last.communication),

@@ -9,28 +9,26 @@ from zeropp import Sharding
 
 @torch.no_grad()
 def evaluate(
-    sharding: Sharding,
-    ranks: Ranks,
-    batches: Loader,
-    num_micro_batches: int,
-    *,
-    per_token: bool = False,
-) -> float:
-    """Return the mean loss over the next `num_micro_batches` micro-batches of every rank.
+    sharding: Sharding, ranks: Ranks, batches: Loader, num_micro_batches: int
+) -> float | None:
+    """Return the mean loss of the next `num_micro_batches` micro-batches of every rank.
 
-    In nats per token, the same on all ranks. `per_token`: a micro-batch counts as much as it has
-    tokens with a loss.
+    The mean is over the tokens that have a loss, in nats per token, the same on all ranks; None if
+    no token has one.
     """
     model = sharding.model
     model.eval()
-    total, weight = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    total, num_tokens = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     for _ in range(num_micro_batches):
         batch = next(batches)
         ranks.main_thread.mark()
-        share = batch.loss_mask.sum(dtype=torch.float64) if per_token else 1.0
-        total += model(*batch.inputs()) * share
-        weight += share
+        count = batch.loss_mask.sum(dtype=torch.float64)
+        total += model(*batch.inputs()) * count
+        num_tokens += count
     model.train()
     sharding.release()
-    sum_of_losses, sum_of_weights = ranks.sum(total.item(), weight.item())
-    return sum_of_losses / (sum_of_weights * ranks.num_losses / ranks.num_ranks)
+    sum_of_losses, sum_of_tokens = ranks.sum(total.item(), num_tokens.item())
+    if not sum_of_tokens:
+        return None
+    # All ranks count tokens; those that are not at the end of a pipeline have no loss.
+    return sum_of_losses / (sum_of_tokens * ranks.num_losses / ranks.num_ranks)

@@ -132,12 +132,13 @@ def evaluate_split(run: Run, split: int, moment: str) -> None:
         consumed = 0  # this run has fewer validation samples than the one that saved the checkpoint
     samples_per_pass = config.batch.micro_batch_size * run.ranks.num_replicas
     with loader(run, split, consumed) as batches:
-        loss = evaluate(
-            run.sharding, run.ranks, batches, num_samples // samples_per_pass,
-            per_token=config.training.calculate_per_token_loss,
-        )  # fmt: skip
+        loss = evaluate(run.sharding, run.ranks, batches, num_samples // samples_per_pass)
     if split == VALIDATION:
         counters.consumed_valid_samples = consumed + num_samples
+    name = "validation" if split == VALIDATION else "test"
+    if loss is None:
+        run.console.line(f"no {name} loss at {moment}: none of the tokens drawn has one")
+        return
     run.metrics.validation(
         Validation(
             iteration=counters.iteration,
@@ -145,6 +146,6 @@ def evaluate_split(run: Run, split: int, moment: str) -> None:
             consumed_tokens=counters.consumed_tokens,
             loss=loss,
             moment=moment,
-            split="validation" if split == VALIDATION else "test",
+            split=name,
         )
     )

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,37 +17,50 @@ from zeropp.optim.host_values import HostValues
 from zeropp.optim.step import global_norm, local_part
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepLosses:
+    """The losses of a step, on the device.
+
+    `mean`: over all ranks (fp64, 0-d). `empty_share`: of all micro-batches, how many have no token
+    with a loss (fp64, 0-d). `of_micro_batches`: this rank's, in their order (0-d each); none on
+    ranks that are not at the end of a pipeline.
+    """
+
+    mean: torch.Tensor
+    empty_share: torch.Tensor
+    of_micro_batches: Sequence[torch.Tensor]
+
+
 class PendingIteration:
     """An iteration whose work is queued; a GPU may still be computing it or the one before.
 
     `host_fields` are the fields of `Iteration` that are available without the device (see
     `host_fields`), `started` is `time.perf_counter()` at its beginning, `previous` the iteration
     before if its result has not been read yet. `result` sets `ended`, the time when the host
-    received the numbers. `samples` are those of the global batch, `micro_batch_losses`, on the
-    device this rank's, in their order.
+    received the numbers. `samples` are those of the global batch.
     """
 
     def __init__(
         self,
         run: Run,
         host_fields: Mapping[str, object],
-        loss: torch.Tensor,
+        losses: StepLosses,
         update: StepResult,
         started: float,
         previous: "PendingIteration | None",
-        micro_batch_losses: Sequence[torch.Tensor] = (),
     ) -> None:
-        self.micro_batch_losses = micro_batch_losses
+        self.micro_batch_losses = losses.of_micro_batches
         end, size = host_fields["consumed_samples"], host_fields["global_batch_size"]
         self.samples = range(end - size, end)
-        self._host_fields, self._loss, self._update = host_fields, HostValues(loss), update
+        self._host_fields, self._update = host_fields, update
+        self._losses = HostValues(losses.mean, losses.empty_share)
         self._has_loss_scaler = run.scaler is not None
         self._started, self._previous = started, previous
         self.ended: float | None = None
 
     def result(self) -> Iteration:
         """Wait for the device's numbers; call it after `result` of the previous iteration."""
-        (loss,) = self._loss.values
+        loss, empty_share = self._losses.values
         grad_norm = self._update.grad_norm
         self.ended = time.perf_counter()
         started = self._started
@@ -57,6 +71,7 @@ class PendingIteration:
             **self._host_fields,
             seconds=self.ended - started,
             loss=loss,
+            empty_share=empty_share,
             grad_norm=grad_norm,
             num_zeros=self._update.num_zeros,
         )
@@ -69,7 +84,7 @@ class PendingIteration:
         if self._has_loss_scaler:
             return None
         numbers = {
-            "the loss": self._loss.values[0],
+            "the loss": self._losses.values[0],
             "the norm of the gradients": self._update.grad_norm,
         }
         return next((f"{name} is {x}" for name, x in numbers.items() if not math.isfinite(x)), None)

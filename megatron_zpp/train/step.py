@@ -10,7 +10,12 @@ from megatron_zpp.data.loader import Batch, Loader
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.tensor_parallel import sum_partial_gradients
-from megatron_zpp.train.pending_iteration import PendingIteration, host_fields, timer_now
+from megatron_zpp.train.pending_iteration import (
+    PendingIteration,
+    StepLosses,
+    host_fields,
+    timer_now,
+)
 from megatron_zpp.train.run import Run
 from zeropp import optimizer_step
 
@@ -29,7 +34,7 @@ def train_step(
     global_batch_size = run.schedules.batch_size(counters.consumed_samples)
     loss_scale = run.scaler.scale if run.scaler else 1.0
     set_schedule(run)
-    loss, micro_batch_losses = forward_backward(run, batches, global_batch_size, loss_scale)
+    losses = forward_backward(run, batches, global_batch_size, loss_scale)
     backward_ended = timer_now(run)
     update = optimizer_step(
         run.optimizer,
@@ -37,7 +42,7 @@ def train_step(
         clip_grad=config.optimizer.clip_grad,
         scaler=run.scaler,
         count_zeros=config.log.log_num_zeros_in_grad,
-        loss=loss,
+        loss=losses.mean,
     )
     skipped = run.scaler is not None and update.skipped
     counters.advance(global_batch_size, config.model.seq_length, skipped)
@@ -49,22 +54,23 @@ def train_step(
         forward_backward_seconds=backward_ended - started,
         batch_generator_seconds=batches.waited - waited_before,
     )
-    return PendingIteration(run, fields, loss, update, started, previous, micro_batch_losses)
+    return PendingIteration(run, fields, losses, update, started, previous)
 
 
 def forward_backward(
     run: Run, batches: Loader, global_batch_size: int, loss_scale: float
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+) -> StepLosses:
     """Add the gradients of the mean loss over a global batch, times `loss_scale`, to `.grad`.
 
-    The mean is over micro-batches, or with `--calculate-per-token-loss` over tokens. Returns the
-    mean loss over all ranks (fp64, 0-d) and this rank's of each micro-batch (0-d), all without the
-    scale.
+    The mean is over micro-batches, of which those without any token that has a loss count as 0, or
+    with `--calculate-per-token-loss` over tokens. What is returned is without the scale.
     """
     sharding, ranks = run.sharding, run.ranks
     micro_batch_size = run.config.batch.micro_batch_size
     num_micro_batches = global_batch_size // (micro_batch_size * ranks.num_replicas)
+    num_empty = torch.zeros((), dtype=torch.float64, device=ranks.device)
     samples = (next_micro_batch(run, batches) for _ in range(num_micro_batches))
+    samples = counting_empty(samples, num_empty)
     weights = [1.0] * num_micro_batches
     if run.config.training.calculate_per_token_loss:
         samples = list(samples)
@@ -93,7 +99,12 @@ def forward_backward(
     # `losses` is empty on ranks that do not hold the end of a pipeline.
     weighted = (loss * weight for loss, weight in zip(losses, weights, strict=False))
     total_loss = sum(weighted, start=torch.zeros((), device=ranks.device))
-    return ranks.sum_tensor(total_loss) / (num_micro_batches * ranks.num_losses), losses
+    loss, empty = ranks.sum_tensor(torch.stack((total_loss.double(), num_empty)))
+    return StepLosses(
+        mean=loss / (num_micro_batches * ranks.num_losses),
+        empty_share=empty / (num_micro_batches * ranks.num_ranks),
+        of_micro_batches=losses,
+    )
 
 
 def shares_of_tokens(batches: Sequence[Batch], ranks: Ranks) -> list[torch.Tensor]:
@@ -125,6 +136,15 @@ def next_micro_batch(run: Run, batches: Loader) -> tuple[int, Batch]:
     """Return the number of the first sample of this rank's next micro-batch, and the batch."""
     size = run.config.batch.micro_batch_size
     return batches.consumed_samples + run.ranks.replica * size, next(batches)
+
+
+def counting_empty(
+    samples: Iterator[tuple[int, Batch]], num_empty: torch.Tensor
+) -> Iterator[tuple[int, Batch]]:
+    """Yield `samples`, and add to `num_empty` (0-d) how many of them have no token with a loss."""
+    for first_sample, batch in samples:
+        num_empty += ~batch.loss_mask.any()
+        yield first_sample, batch
 
 
 def set_schedule(run: Run) -> None:

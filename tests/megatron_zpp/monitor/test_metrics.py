@@ -135,6 +135,19 @@ def test_a_loss_that_is_not_finite_is_shown_and_counted(skipped):
     assert "nan iterations:   1 |" in page.lines[0]
 
 
+def test_empty_micro_batches_are_a_share_of_those_of_the_interval_or_not_shown():
+    page = Page()
+    collected = metrics(page, log_interval=2)
+    first = replace(ITERATION, iteration=1, global_batch_size=8, empty_share=0.25)
+    collected.iteration(first)
+    interval = collected.iteration(replace(ITERATION, iteration=2, global_batch_size=24))
+    assert interval.empty_share == 2 / 32
+    assert "nan iterations:   0 | empty micro-batches: 6.25% | samples" in page.lines[0]
+    collected.iteration(replace(ITERATION, iteration=3))
+    collected.iteration(replace(ITERATION, iteration=4))
+    assert "empty" not in page.lines[1]
+
+
 def test_held_out_loss_between_rules():
     at = {"iteration": 100, "consumed_samples": 1, "consumed_tokens": 1}
     lines = validation_lines(Validation(**at, loss=2.0, moment="iteration 100"))

@@ -283,8 +283,14 @@ def test_json_lines_have_the_numbers_of_the_log_line(tmp_path):
     writers = opened(tmp_path)
     write(writers, range(1, 2), grad_norm=1.5, loss=math.nan)
     validate(writers, 1, 2.0)
+    write(writers, range(2, 3), empty_share=0.25)
     close(writers)
-    trained, held_out = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    trained, held_out, partly_empty = map(
+        json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()
+    )
+    assert "empty_micro_batches" not in trained and partly_empty["empty_micro_batches"] == 0.25
+    shares = curves(tmp_path)["lm-loss-training/share of empty micro-batches"]
+    assert shares == [(2, 0.25)]
     assert math.isnan(trained["lm_loss"])
     assert (trained["grad_norm"], trained["nan"], trained["loss_scale"]) == (1.5, 1, None)
     assert held_out == {"iteration": 1, "validation_loss": 2.0}

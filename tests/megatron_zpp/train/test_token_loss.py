@@ -1,11 +1,14 @@
 """--calculate-per-token-loss: the mean over a step's tokens, however the step is divided."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch.distributed as dist
 
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
-from tests.megatron_zpp.train.training_runs import field, log_of, loss_values, run
+from megatron_zpp.train.batches import TRAIN, loader
+from tests.megatron_zpp.train.training_runs import built_run, field, log_of, loss_values, run
 from tests.ranks import ranks
 
 VOCAB, EOD = 50, 49  # of the NullTokenizer; it takes the last id for the end
@@ -14,17 +17,22 @@ RELATIVE = 1e-5  # the promise for unquantized fp32 runs, whatever the stage and
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Documents of 1 to 40 tokens: with --eod-mask-loss, samples of 16 lose none to eight."""
+    """Documents of 1 to 40 tokens, of which every fifth is only ends of document.
+
+    With --eod-mask-loss, samples of 16 lose none to all of their tokens.
+    """
     prefix = tmp_path_factory.mktemp("data") / "text"
     random = np.random.default_rng(0)
     with IndexedDatasetWriter(prefix, VOCAB) as writer:
-        for length in random.integers(1, 41, 300):
+        for number, length in enumerate(random.integers(1, 41, 300)):
             start = random.integers(EOD)
-            writer.add_item(np.append((start + np.arange(length)) % EOD, EOD))
+            text = np.append((start + np.arange(length)) % EOD, EOD)
+            writer.add_item(np.full(50, EOD) if number % 5 == 0 else text)
             writer.end_document()
     return (
         f"--data-path {prefix} --split 80,20,0 --eod-mask-loss --hidden-dropout 0 "
         "--attention-dropout 0 --global-batch-size 8 --train-iters 3 --eval-iters 1 "
+        "--eval-at-start "
     )
 
 
@@ -66,10 +74,52 @@ def test_it_is_the_loss_of_the_step_in_one_micro_batch(num_ranks, flags, data, w
     assert len(held_out(whole)) >= 1
 
 
+def empty_shares(log: str) -> list[str]:
+    return [(field(line, "empty micro-batches") or [""])[0] for line in log.splitlines()
+            if "lm loss: " in line]  # fmt: skip
+
+
+@ranks(1, timeout=120)
+def count_empty(flags: str, expected: list[str]) -> None:
+    """Require the shares of samples that have no token with a loss to be the `expected` ones."""
+    with built_run(flags) as run, loader(run, TRAIN, 0) as batches:
+        empty = [not next(batches).loss_mask.sum() for _ in range(24)]
+    shares = [sum(empty[first : first + 8]) / 8 for first in (0, 8, 16)]
+    assert [f"{share:.2%}" if share else "" for share in shares] == expected
+
+
 def test_without_it_a_micro_batch_counts_whatever_it_has(data, whole, tmp_path):
-    divided = run(1, data + "--micro-batch-size 1", tmp_path)
+    """Those without any token count as 0, and their share is logged; an evaluation has no such."""
+    flags = data + "--micro-batch-size 1 "
+    divided = run(1, flags, tmp_path)
     differences = np.abs(np.subtract(loss_values(divided), loss_values(whole)))
     assert differences.min() > 10 * RELATIVE * max(loss_values(whole))
+    count_empty(flags=flags, expected=empty_shares(divided))
+    assert any(empty_shares(divided)) and not any(empty_shares(whole))
+    split = data + "--micro-batch-size 1 --pipeline-model-parallel-size 2 --context-parallel-size 2"
+    on_ranks = run(4, split, tmp_path)
+    assert empty_shares(on_ranks) == empty_shares(divided)
+    untrained = held_out(whole)[0]
+    assert held_out(divided)[0] == pytest.approx(untrained, rel=RELATIVE)
+    assert held_out(on_ranks)[0] == pytest.approx(untrained, rel=RELATIVE)
+
+
+@ranks(1, timeout=120)
+def evaluate_masked(prefix: Path) -> None:
+    log = log_of(
+        f"--data-path {prefix} --split 50,50,0 --eod-mask-loss --eval-iters 1 --train-iters 1 "
+        "--micro-batch-size 1 --global-batch-size 1 "
+    )
+    assert "no validation loss at " in log and not held_out(log)
+
+
+def test_an_evaluation_without_any_token_reports_no_loss(tmp_path):
+    prefix = tmp_path / "ends"
+    with IndexedDatasetWriter(prefix, VOCAB) as writer:
+        for _ in range(10):
+            writer.add_item(np.full(50, EOD))
+            writer.end_document()
+    evaluate_masked(prefix=prefix)
 
 
 @ranks(1, timeout=120)
