@@ -110,8 +110,8 @@ def model_tensors(
     """
     masters = masters_of(optimizer)
     state = {
-        _plain_name(name): value
-        for name, value in model.state_dict().items()
+        _plain_name(name): value.detach() if isinstance(value, torch.Tensor) else value
+        for name, value in model.state_dict(keep_vars=True).items()  # as the model holds them
         if not is_quantized(value)
     }
     for name, parameter in model.named_parameters():

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zeropp.checkpoint.state_tensors import settle
 from zeropp.deepspeed.engine_files import EngineFiles
 from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
+from zeropp.deepspeed.whole_state_dicts import WholeStateDicts
 from zeropp.errors import InputError
 from zeropp.optim.loss_scale import LossScaler
 from zeropp.optim.step import optimizer_step
@@ -70,6 +71,8 @@ class Engine(EngineFiles, nn.Module):
         self._is_first = dist.get_rank(sharding.group) == 0
         self.global_steps = self.micro_steps = self.skipped_steps = 0
         self.scaler = _loss_scaler(config)
+        self._state_dicts = WholeStateDicts(sharding)
+        self._state_dicts.include(self.module)
         self.tput_timer = ThroughputTimer()
         self._grad_norm: float | None = None
         self._forwards = self._backwards = 0  # of this micro-batch
@@ -198,6 +201,7 @@ class Engine(EngineFiles, nn.Module):
         self.sharding = quantize_nontrainable_params(
             self.sharding, self.zero_config, self.optimizer, self.device
         )
+        self._state_dicts.include(self.module)
 
     def get_global_grad_norm(self) -> float | None:
         """Return the L2 norm of the last step's gradients before clipping; None before a step."""

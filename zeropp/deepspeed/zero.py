@@ -10,7 +10,7 @@ with zeropp.zero.GatheredParameters(model.head.weight, modifier_rank=0):
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.ranks.coordination import world_size
+from zeropp.ranks.meeting import raising_together
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.between_passes import require_shards
 from zeropp.sharding.materialize import part_for_rank
 from zeropp.sharding.recorded_tensor import recording
-from zeropp.sharding.weight_changes import notify_weights_written
+from zeropp.sharding.weight_changes import notify_weights_replaced, notify_weights_written
 
 _UNSUPPORTED = {
     "module": "build the model inside the context, or give the finished one to zeropp.initialize",
@@ -74,9 +76,13 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
     """Gather sharded parameters in place on every rank; all ranks must enter it.
 
     With `modifier_rank`, that rank's changes are sent to all ranks and written back to the shards;
-    otherwise changes are discarded. Parameters that are not sharded are left alone. `fwd_module` is
-    accepted and ignored. No forward pass may run inside. Raises InputError for a rank that does not
-    exist, for arguments that are not tensors and between a forward pass and its backward pass.
+    otherwise changes are discarded. Parameters that are not sharded are left alone. Inside, states
+    may be loaded and forward passes run, on one rank alone where they use gathered parameters only;
+    backward passes may not. `fwd_module` is accepted and ignored.
+
+    Raises InputError for a rank that does not exist, for arguments that are not tensors and between
+    a forward pass and its backward pass. With `modifier_rank`, an exception inside is raised on the
+    other ranks too, and all parameters stay as they were.
     """
     parameters = [params] if isinstance(params, torch.Tensor) else list(params)
     for parameter in parameters:
@@ -89,18 +95,15 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
         yield
         return
     require_shards(each for each in parameters if isinstance(each, nn.Parameter))
-    gathered = []
-    try:
-        for parameter in sharded:
-            full = _full(parameter)
-            torch.utils.swap_tensors(parameter, full)  # every reference now sees the full tensor
-            gathered.append(full)
-        yield
-    finally:
-        for parameter, full in zip(sharded, gathered, strict=False):
-            torch.utils.swap_tensors(parameter, full)
+    with ExitStack() as agreement:
+        if modifier_rank is not None:
+            for group in dict.fromkeys(map(_group_of, sharded)):
+                agreement.enter_context(raising_together(group, "GatheredParameters"))
+        wholes = [fsdp.WholeParameter.of(parameter) for parameter in sharded]
+        with _in_place_of(sharded, wholes):
+            yield
     if modifier_rank is not None:
-        _write_back(sharded, gathered, modifier_rank)
+        _write_back(sharded, wholes, modifier_rank)
 
 
 def _require_rank(modifier_rank: int | None, sharded: list[DTensor]) -> None:
@@ -119,32 +122,36 @@ def _require_rank(modifier_rank: int | None, sharded: list[DTensor]) -> None:
             )
 
 
-class _FullTensor(torch.Tensor):
-    """A plain tensor that can be swapped with a DTensor, because it has the same slots."""
+@contextmanager
+def _in_place_of(sharded: list[DTensor], wholes: list[fsdp.WholeParameter]) -> Iterator[None]:
+    """Swap parameters with whole ones; what was gathered for passes is dropped before and after."""
+    if not sharded:
+        yield
+        return
+    notify_weights_replaced(sharded)
+    for parameter, whole in zip(sharded, wholes, strict=True):
+        torch.utils.swap_tensors(parameter, whole)  # every reference now sees the whole one
+    try:
+        yield
+    finally:
+        for parameter, whole in zip(sharded, wholes, strict=True):
+            torch.utils.swap_tensors(parameter, whole)
+        notify_weights_replaced(sharded)
 
-    __slots__ = tuple(DTensor.__slots__)
-    __torch_function__ = torch._C._disabled_torch_function_impl
+
+def _group_of(parameter: DTensor) -> dist.ProcessGroup:
+    """The ranks that hold a parameter; the mesh of stage 0 has two axes, all are on the first."""
+    return parameter.device_mesh.get_group(0)
 
 
-def _full(parameter: DTensor) -> torch.Tensor:
+def _write_back(
+    sharded: list[DTensor], wholes: list[fsdp.WholeParameter], modifier_rank: int
+) -> None:
+    """Broadcast each whole tensor from the rank that changed it, and keep this rank's shard."""
     with torch.no_grad():
-        values = parameter.detach().full_tensor()
-        if values.untyped_storage().data_ptr() == parameter.to_local().untyped_storage().data_ptr():
-            values = values.clone()
-    full = torch.Tensor._make_subclass(_FullTensor, values, parameter.requires_grad)
-    if isinstance(parameter, nn.Parameter):
-        full._is_param = True  # makes isinstance(full, nn.Parameter) true
-    return full
-
-
-def _write_back(sharded: list[DTensor], gathered: list[torch.Tensor], modifier_rank: int) -> None:
-    """Broadcast each full tensor from the rank that changed it, and keep this rank's shard."""
-    with torch.no_grad():
-        for parameter, full in zip(sharded, gathered, strict=True):
-            values = full.detach().as_subclass(torch.Tensor).contiguous()
-            # The mesh of stage 0 has two axes; all of its ranks are on the first.
-            group = parameter.device_mesh.get_group(0)
-            dist.broadcast(values, src=modifier_rank, group=group)
+        for parameter, whole in zip(sharded, wholes, strict=True):
+            values = whole.detach().as_subclass(torch.Tensor).contiguous()
+            dist.broadcast(values, src=modifier_rank, group=_group_of(parameter))
             parameter.to_local().copy_(part_for_rank(values, parameter))
     if sharded:
         notify_weights_written(sharded)

@@ -75,6 +75,7 @@ from zeropp.fsdp_adapter.units import (
     use_all_gather,
     use_reduce_scatter,
 )
+from zeropp.fsdp_adapter.whole_parameters import WholeParameter, use_whole_parameters
 
 __all__ = [
     "AHEAD",
@@ -88,6 +89,7 @@ __all__ = [
     "ReduceScatter",
     "Shard",
     "UnitCollectives",
+    "WholeParameter",
     "abandon_pass",
     "accumulates",
     "after_backward",
@@ -134,4 +136,5 @@ __all__ = [
     "take_gradients",
     "use_all_gather",
     "use_reduce_scatter",
+    "use_whole_parameters",
 ]

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from zeropp.fsdp_adapter.param_groups import groups_of, parameters_of
 from zeropp.fsdp_adapter.parameters import inherit, inherit_when_gathered
+from zeropp.fsdp_adapter.whole_parameters import keep_shard_of_whole
 
 ON_DEVICE = OffloadPolicy()  # shards stay on the device
 # How many gathers are issued ahead of a unit's forward. With one, the links between nodes would be
@@ -79,6 +80,7 @@ def shard_unit(
         info = parameter._module_info
         inherit(parameter.sharded_param, originals[info.module][info.param_name])
         inherit_when_gathered(parameter)
+        keep_shard_of_whole(parameter)
 
 
 def replica_axes(mesh: DeviceMesh) -> DeviceMesh:

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from zeropp.fsdp_adapter import WholeParameter
 from zeropp.optim.step import local_part
+from zeropp.sharding.materialize import part_for_rank
 
 
 def use_in_state_dicts(model: nn.Module, optimizer: Any) -> None:
@@ -23,12 +26,14 @@ def use_in_state_dicts(model: nn.Module, optimizer: Any) -> None:
         masters = optimizer.masters
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state.get(prefix + name)
-            if parameter in masters and value is not None and value is not parameter:
+            is_shown = value is None or value is parameter or isinstance(parameter, WholeParameter)
+            if parameter in masters and not is_shown:
                 state[prefix + name] = masters[parameter].detach()
 
     def remember(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if (value := state.get(prefix + name)) is not None:
+            value = state.get(prefix + name)
+            if value is not None and not isinstance(parameter, WholeParameter):
                 loading[parameter] = value
 
     def load_exactly(module: nn.Module, _: Any) -> None:
@@ -36,8 +41,11 @@ def use_in_state_dicts(model: nn.Module, optimizer: Any) -> None:
         for parameter in module.parameters(recurse=False):
             value = loading.pop(parameter, None)
             if value is not None and parameter in masters and value.shape == parameter.shape:
+                master = masters[parameter]
                 with torch.no_grad():
-                    local_part(masters[parameter]).copy_(local_part(value))
+                    if isinstance(master, DTensor) and not isinstance(value, DTensor):
+                        value = part_for_rank(value, master)
+                    local_part(master).copy_(local_part(value))
 
     for module in model.modules():
         module.register_state_dict_post_hook(show)

@@ -317,7 +317,8 @@ class Offload:
 
     def _loaded(self, module: nn.Module, _: object) -> None:
         """Read the masters after a state was loaded into this module; submodules have own hooks."""
-        self.read(module.parameters(recurse=False))
+        loaded = module.parameters(recurse=False)
+        self.read(each for each in loaded if not isinstance(each, fsdp.WholeParameter))
 
     def _take_whole(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None

@@ -48,6 +48,13 @@ def shared_group(purpose: str, members: Sequence[int], axis: Sequence[int]) -> d
     return group
 
 
+def store_of(group: dist.ProcessGroup, subject: str) -> dist.Store:
+    """Return the part of the default group's store that is for `subject` among these ranks."""
+    _, store = c10d._world.pg_map[dist.group.WORLD]
+    name = _axis_name(dist.get_process_group_ranks(group))
+    return dist.PrefixStore(f"{name}/{subject}", store)
+
+
 def close_groups(axis: Sequence[int]) -> None:
     """Close the groups that models on the ranks `axis` of a mesh share; all these ranks call it.
 

@@ -33,6 +33,7 @@ def hold_shards_between_passes(model: nn.Module, units: Units) -> "Passes":
     model.register_forward_hook(passes.leave, always_call=True)  # after FSDP2's
     for unit in units:
         fsdp.before_use(unit, partial(fsdp.show_gathered, unit))
+        fsdp.use_whole_parameters(unit)
     references = tuple(weakref.ref(unit) for unit in units)
     handle = register_optimizer_step_pre_hook(partial(_require_shards, references))
     weakref.finalize(model, handle.remove)

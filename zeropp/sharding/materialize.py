@@ -67,6 +67,12 @@ def copy_from_first_rank(
                     tensor.copy_(sent)
 
 
+def is_whole(tensor: DTensor) -> bool:
+    """Whether every rank has all of a tensor."""
+    axes = enumerate(tensor.placements)
+    return all(placement.is_replicate() or tensor.device_mesh.size(n) == 1 for n, placement in axes)
+
+
 def part_for_rank(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     """Return this rank's part of `whole`, sharded as `like`: a view where possible."""
     sharded = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

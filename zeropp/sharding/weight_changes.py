@@ -31,18 +31,29 @@ class Notice(torch.optim.Optimizer):
         """Call the hooks around a step."""
 
 
-class WeightsWritten(Notice):
+class _NoticeOfShards(Notice):
+    def those_with_some(self, units: Iterable[fsdp.FSDPModule]) -> Units:
+        """Return the units that have a shard among the parameters."""
+        ids = {id(each) for group in self.param_groups for each in group["params"]}
+        return [unit for unit in units if any(id(each) in ids for each in fsdp.shards(unit))]
+
+
+class WeightsWritten(_NoticeOfShards):
     """Tells that `parameters` were written by other means than an optimizer."""
 
-    def wrote_some_of(self, units: Iterable[fsdp.FSDPModule]) -> bool:
-        """Whether a shard of these units is among the parameters."""
-        written = {id(each) for group in self.param_groups for each in group["params"]}
-        return any(id(shard) in written for unit in units for shard in fsdp.shards(unit))
+
+class WeightsReplaced(_NoticeOfShards):
+    """Tells that `parameters` will be, or no longer are, whole in the place of their shards."""
 
 
 def notify_weights_written(parameters: Iterable[torch.Tensor]) -> None:
     """Tell everyone who holds copies that these shards were written without an optimizer."""
     WeightsWritten(parameters).step()
+
+
+def notify_weights_replaced(parameters: Iterable[torch.Tensor]) -> None:
+    """Tell everyone who holds gathered weights that these are, or were, whole meanwhile."""
+    WeightsReplaced(parameters).step()
 
 
 def drop_when_weights_change(
@@ -57,20 +68,26 @@ def drop_when_weights_change(
     copies_reference = weakref.ref(copies) if copies else lambda: None
 
     def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        stepped_only = not isinstance(optimizer, WeightsWritten)
-        if stepped_only and isinstance(optimizer, Notice):
-            return
         alive = [unit for reference in unit_references if (unit := reference()) is not None]
-        if not stepped_only and not optimizer.wrote_some_of(alive):
-            return
-        drop_gathered(alive, copies_reference(), stepped_only=stepped_only)
+        if isinstance(optimizer, WeightsReplaced):
+            drop_gathered(optimizer.those_with_some(alive), None)
+        elif isinstance(optimizer, WeightsWritten):
+            if optimizer.those_with_some(alive):
+                drop_gathered(alive, copies_reference())
+        elif not isinstance(optimizer, Notice):
+            drop_gathered(alive, copies_reference(), stepped_only=True)
 
     handle = register_optimizer_step_post_hook(after_step)
     weakref.finalize(model, handle.remove)
     undo = ExitStack()
     undo.callback(handle.remove)
+
+    def after_load(module: nn.Module, _: object) -> None:
+        if not any(isinstance(each, fsdp.WholeParameter) for each in module.parameters()):
+            drop_gathered(units, copies)  # else the shards have not changed yet
+
     for module in model.modules():
-        hook = module.register_load_state_dict_post_hook(lambda *_: drop_gathered(units, copies))
+        hook = module.register_load_state_dict_post_hook(after_load)
         undo.callback(hook.remove)
     for unit in units if copies else ():
         undo.callback(fsdp.before_use(unit, partial(copies.note_use, unit)))

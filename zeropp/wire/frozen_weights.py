@@ -175,6 +175,13 @@ def is_quantized(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, QuantizedShard)
 
 
+def as_numbers(parameter: DTensor) -> DTensor:
+    """Return a parameter as numbers, if it is stored quantized, or as it is."""
+    if not is_quantized(parameter):
+        return parameter
+    return fsdp.shard_like(parameter, parameter._local_tensor.numbers())
+
+
 def _packed(values: Tensor, layout: Layout) -> Tensor:
     """(P,) of a shard that may be shorter than its layout."""
     row = values.reshape(1, -1)

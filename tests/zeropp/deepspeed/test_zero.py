@@ -13,8 +13,11 @@ from tests.zeropp.deepspeed.small_engine import config_of, engine_of, gathered_p
 from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
 from zeropp import InputError
 from zeropp.deepspeed.zero import GatheredParameters, Init
+from zeropp.ranks.coordination import RankError
 from zeropp.sharding.recorded_tensor import RecordedTensor
 
+BF16 = {"bf16": {"enabled": True}}
+OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 HPZ = {"stage": 3, "zero_hpz_partition_size": 2}
 
 
@@ -158,19 +161,63 @@ def test_secondary_copies_do_not_outlive_a_change(frozen):
         assert loss_of(engine, tokens_of(0)) == loss_of(plain, tokens_of(0)) != first
 
 
-@ranks(2)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(stage=0, **BF16),
+        dict(zero_optimization=OFFLOADED, **BF16),
+        dict(stage=3),
+        dict(zero_optimization=HPZ, **BF16),
+    ],
+    ids=["stage 0", "stage 2, offloaded", "stage 3", "stage 3, hpZ"],
+)
+@ranks(4, ranks_per_node=2)
+def test_one_rank_loads_a_state_and_runs_the_model_inside(settings):
+    engine, other = engine_of(**settings), engine_of(**settings)
+    with torch.no_grad():
+        first = loss_of(engine, tokens_of(0))  # leaves gathered weights or copies
+        # bf16 numbers, as an offloaded model's gathered weights are
+        state = {name: (0.9 * value).bfloat16().float()
+                 for name, value in small_model().state_dict().items()}  # fmt: skip
+    other.module.load_state_dict(state)
+    with GatheredParameters(engine.module.parameters(), modifier_rank=1):
+        if dist.get_rank() == 1:
+            engine.module.load_state_dict(state)
+            with torch.no_grad():
+                inside = loss_of(engine, tokens_of(0))
+            for name, value in engine.module.state_dict().items():
+                assert torch.equal(value.float(), state[name])
+    with torch.no_grad():
+        loss = loss_of(engine, tokens_of(0))
+        assert loss == loss_of(other, tokens_of(0)) != first
+    assert dist.get_rank() != 1 or inside == loss
+    with GatheredParameters(engine.module.parameters()):
+        if dist.get_rank() == 2:
+            engine.module.load_state_dict({name: value * 0 for name, value in state.items()})
+            assert not engine.module.embedding.weight.any()
+    with GatheredParameters(engine.module.blocks[1].parameters()):
+        output = loss_of(engine, tokens_of(0))  # the other units are gathered, by all ranks
+        with pytest.raises(InputError, match="a backward pass inside GatheredParameters"):
+            output.backward()
+    engine.zero_grad()
+    assert run(engine, steps=2) == run(other, steps=2)
+
+
+@ranks(3)
 def test_an_error_inside_leaves_the_shards_as_they_were():
-    engine = engine_of()
+    engine = engine_of(train_batch_size=9)
     weight = engine.module.embedding.weight
-    with pytest.raises(ZeroDivisionError):
+    kind = ZeroDivisionError if dist.get_rank() == 1 else RankError
+    with pytest.raises(kind, match="on rank 1:" if kind is RankError else "by nothing"):
         with GatheredParameters([weight], modifier_rank=0):
             nn.init.zeros_(weight)
-            raise ZeroDivisionError
+            if dist.get_rank() == 1:
+                raise ZeroDivisionError("by nothing")
     assert torch.equal(
         gathered_parameters(engine.module)["embedding.weight"], small_model().embedding.weight
     )
-    for wrong in (2, -1):
-        with pytest.raises(InputError, match="expected a rank from 0 to 1"):
+    for wrong in (3, -1):
+        with pytest.raises(InputError, match="expected a rank from 0 to 2"):
             with GatheredParameters([weight], modifier_rank=wrong):
                 pass
     with pytest.raises(InputError, match="takes parameters, not str"):

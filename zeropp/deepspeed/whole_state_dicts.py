@@ -1,0 +1,103 @@
+"""State dicts of an engine's module are those of the plain model: whole tensors, in fp32.
+
+`state_dict()` gathers a sharded weight, after all ranks have said that they are there to do so;
+where every rank has all of it, at stage 0 or alone, nothing is sent. `load_state_dict` of whole
+tensors keeps this rank's parts of them. A plain `zeropp.shard` leaves both to FSDP2.
+"""
+
+import weakref
+from collections.abc import MutableMapping
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zeropp.errors import InputError
+from zeropp.fsdp_adapter import shard_like
+from zeropp.ranks.meeting import AbsentRanksError, meet
+from zeropp.sharding.materialize import is_whole, part_for_rank
+from zeropp.sharding.sharding import Sharding
+from zeropp.wire.frozen_weights import as_numbers
+
+LIMIT = timedelta(seconds=25)  # for ranks to come to a state dict
+
+
+class WholeStateDicts:
+    """Turns the shards in state dicts of a model and of its submodules into whole tensors.
+
+    With `keep_vars`, `state_dict` returns the model's own parameters, as shards. Weights that are
+    stored quantized are returned as the numbers that they stand for.
+    """
+
+    def __init__(self, sharding: Sharding) -> None:
+        self._group: dist.ProcessGroup = sharding.group
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # The last state dict that ranks agreed to fill, and what has been gathered for it.
+        self._state: weakref.ref | None = None
+        self._gathered: weakref.WeakValueDictionary[int, torch.Tensor] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def include(self, model: nn.Module) -> None:
+        """Let state dicts of these modules be whole; to be called again for added ones.
+
+        Whatever else changes their state dicts must have been registered before.
+        """
+        for module in model.modules():
+            if module not in self._modules:
+                self._modules.add(module)
+                # A function of its own for each, on which PyTorch sets an attribute.
+                module.register_state_dict_post_hook(partial(self._gather))
+                module.register_load_state_dict_pre_hook(self._split)
+
+    def _gather(
+        self, module: nn.Module, state: MutableMapping[str, Any], prefix: str, _: Any
+    ) -> None:
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            value = state.get(prefix + name)
+            if isinstance(value, DTensor) and value is not parameter:
+                state[prefix + name] = self._whole(value, parameter, state)
+
+    def _whole(
+        self, value: DTensor, parameter: nn.Parameter, state: MutableMapping[str, Any]
+    ) -> torch.Tensor:
+        if is_whole(value):
+            return as_numbers(value).to_local()
+        if self._state is None or self._state() is not state:
+            self._agree()
+            can_be_known_again = type(state).__weakrefoffset__  # not if the caller gave a dict
+            self._state = weakref.ref(state) if can_be_known_again else None
+            self._gathered.clear()
+        whole = self._gathered.get(id(parameter))
+        if whole is None:
+            with torch.no_grad():
+                whole = self._gathered[id(parameter)] = as_numbers(value).full_tensor()
+        return whole  # tied weights are one tensor
+
+    def _agree(self) -> None:
+        """Raise InputError unless all ranks are about to gather."""
+        try:
+            meet(self._group, "state_dict", LIMIT)
+        except AbsentRanksError as error:
+            raise InputError(
+                "state_dict() of a model whose weights are sharded (ZeRO stages 1 to 3) gathers "
+                f"them, and the ranks {error.ranks} of {self._group.size()} did not call it within "
+                f"{LIMIT.seconds} s: call it, or save_pretrained and whatever else calls it, on "
+                "all ranks, and write the file on one; at stage 0 one rank may call it alone"
+            ) from error
+
+    def _split(
+        self, module: nn.Module, state: MutableMapping[str, Any], prefix: str, *_: Any
+    ) -> None:
+        """Keep this rank's parts of the whole tensors that are being loaded."""
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            value = state.get(prefix + name)
+            is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if isinstance(parameter, DTensor) and is_plain and value.shape == parameter.shape:
+                with torch.no_grad():
+                    part = part_for_rank(value.detach(), parameter)
+                state[prefix + name] = shard_like(parameter, part)

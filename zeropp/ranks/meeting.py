@@ -1,0 +1,101 @@
+"""Ranks that meet at the store before a collective, where some of them may never come.
+
+A collective waits for all ranks of its group, however long. Here a rank learns which ones are
+absent, or that one of them has failed, and raises instead. Ranks that do something else meanwhile
+are not involved: nothing of the process group is used, only the store through which it was made.
+
+    <subject>/<ranks>/<rank>/calls      how many meetings this rank has come to
+    <subject>/<ranks>/<number>/<rank>   set by those who came to one of them, counted by `arrived`
+    <subject>/<ranks>/<number>/outcome  HELD, MISSED or a pickled exception; the first one stays
+"""
+
+import pickle
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from zeropp.errors import picklable
+from zeropp.ranks.coordination import RankError
+from zeropp.ranks.groups import store_of, time_limit
+
+HELD, MISSED = b"held", b"missed"
+FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1  # seconds between two looks at the store
+
+
+class AbsentRanksError(RuntimeError):
+    """`ranks` of a group did not come to a meeting before the others gave up."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__(f"ranks {ranks} did not come")
+        self.ranks = ranks
+
+
+def meet(group: dist.ProcessGroup, subject: str, limit: timedelta) -> None:
+    """Return when all ranks of `group` have called this; all of them then return.
+
+    Raises AbsentRanksError if some have not within `limit`. Those that call it later begin a new
+    meeting, together with whoever calls it again.
+    """
+    store, rank = store_of(group, subject), dist.get_rank(group)
+    number = store.add(f"{rank}/calls", 1)
+    while store.check([f"{number}/outcome"]):  # others have given up without this rank
+        number = store.add(f"{rank}/calls", 1)
+    _arrive(store, number, group)
+    if _outcome(store, number, limit) == MISSED:
+        size = group.size()
+        raise AbsentRanksError([each for each in range(size) if not _came(store, number, each)])
+
+
+@contextmanager
+def raising_together(group: dist.ProcessGroup, subject: str) -> Iterator[None]:
+    """Run a block on every rank of `group`; if it raises on one, the others raise when they end it.
+
+    They raise that rank's OSError or InputError, or a RankError with its traceback. The rank itself
+    waits for nobody, as the others may wait for it inside their blocks. Without an exception, all
+    ranks end the block together.
+    """
+    store, rank = store_of(group, subject), dist.get_rank(group)
+    number = store.add(f"{rank}/calls", 1)
+    try:
+        yield
+    except Exception as error:
+        as_rank_error = f"on rank {rank}:\n{{}}".format
+        failure = picklable(error, lambda text: RankError(as_rank_error(text)))
+        store.compare_set(f"{number}/outcome", "", pickle.dumps(failure).hex())
+        raise
+    _arrive(store, number, group)
+    outcome = _outcome(store, number, time_limit(group))
+    if outcome == MISSED:
+        size = group.size()
+        raise AbsentRanksError([each for each in range(size) if not _came(store, number, each)])
+    if outcome != HELD:
+        raise pickle.loads(bytes.fromhex(outcome.decode()))
+
+
+def _arrive(store: dist.Store, number: int, group: dist.ProcessGroup) -> None:
+    store.set(f"{number}/{dist.get_rank(group)}", "")
+    if store.add(f"{number}/arrived", 1) == group.size():
+        store.compare_set(f"{number}/outcome", "", HELD.decode())
+
+
+def _came(store: dist.Store, number: int, rank: int) -> bool:
+    return store.check([f"{number}/{rank}"])
+
+
+def _outcome(store: dist.Store, number: int, limit: timedelta | None) -> bytes:
+    """Wait for the outcome of a meeting; after `limit`, it is MISSED unless it is known by then.
+
+    The store is only looked at: other threads may use it meanwhile.
+    """
+    end = None if limit is None else time.monotonic() + limit.total_seconds()
+    pause = FIRST_PAUSE
+    while not store.check([f"{number}/outcome"]):
+        if end is not None and time.monotonic() > end:
+            store.compare_set(f"{number}/outcome", "", MISSED.decode())
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+    return store.get(f"{number}/outcome")
