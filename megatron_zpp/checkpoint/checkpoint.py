@@ -17,7 +17,9 @@ from torch import nn
 
 from megatron_zpp.checkpoint import manifest
 from megatron_zpp.checkpoint.iteration_folders import (
+    ALL_STAY,
     LastSteps,
+    Retention,
     candidates,
     checkpoint_folder,
     checkpoint_name,
@@ -69,15 +71,16 @@ def save(
     optimizer: torch.optim.Optimizer | None,
     state: TrainingState,
     *,
-    keep: int | None = None,
+    keep: Retention = ALL_STAY,
     save_optimizer: bool = True,
     writer: AsyncWriter | None = None,
 ) -> Path:
-    """Write `folder/iter_N`, let the pointer file name it, keep the `keep` newest; return its path.
+    """Write `folder/iter_N`, and let the pointer file name it; return its path.
 
-    With a `writer`, this only copies the state, and waits for the writer's save before; the
-    writer's `finish` waits until the checkpoint is complete. Raises InputError on all ranks if the
-    folder cannot be written or the disk is full; the folder is then as it was before.
+    Of older checkpoints those stay that `keep` says. With a `writer`, this only copies the state,
+    and waits for the writer's save before; the writer's `finish` waits until the checkpoint is
+    complete. Raises InputError on all ranks if the folder cannot be written or the disk is full;
+    the folder is then as it was before.
     """
     folder = Path(folder)
     with fail_together():

@@ -55,16 +55,34 @@ def iteration_of(checkpoint: Path) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Which checkpoints stay: the `newest` so many, and those of every `interval` iterations.
+
+    With an `interval` alone, the newest one. The default is all.
+    """
+
+    newest: int | None = None
+    interval: int | None = None
+
+    def __str__(self) -> str:
+        flags = {"--save-retain-interval": self.interval, "--keep-checkpoints": self.newest}
+        return " ".join(f"{name} {value}" for name, value in flags.items() if value is not None)
+
+
+ALL_STAY = Retention()
+
+
+@dataclass(frozen=True, kw_only=True)
 class LastSteps:
     """What rank 0, or its process for asynchronous saves, does when the tensors are written.
 
-    state_text: the content of state.json. keep: how many of the newest checkpoints stay, None: all.
+    state_text: the content of state.json.
     """
 
     folder: Path
     iteration: int
     state_text: str
-    keep: int | None = None
+    keep: Retention = ALL_STAY
 
     def add_last_files(self, partial: Path, entries: Mapping[str, FileEntry]) -> None:
         """Write state.json and, as the last file, the manifest; `entries` are the tensors' files.
@@ -76,12 +94,10 @@ class LastSteps:
 
     def after_publication(self) -> list[Note]:
         """Remove old checkpoints; return what to log."""
-        if self.keep is None:
-            return []
         notes = []
         try:
             for path in prune(self.folder, self.iteration, self.keep):
-                text = f"removed {path}: --keep-checkpoints {self.keep}"
+                text = f"removed {path}: {self.keep}"
                 notes.append(Note(logging.INFO, text))
         except OSError as error:
             notes.append(Note(logging.WARNING, f"cannot remove an old checkpoint: {error}"))
@@ -143,18 +159,25 @@ def require_own(folder: Path, checkpoints: Sequence[Path], flag: str) -> None:
         raise foreign_error(path, layout, f"{flag} {folder}", IMPORT)
 
 
-def prune(folder: Path, iteration: int, keep: int) -> list[Path]:
-    """Remove complete checkpoints older than `iteration`, so that `keep` with it remain.
+def prune(folder: Path, iteration: int, keep: Retention) -> list[Path]:
+    """Remove complete checkpoints older than `iteration` which, beside its own, need not stay.
 
     Returns those that were removed. Newer ones (after a step back) and folders that are not
     complete checkpoints are left alone. Raises OSError.
     """
+    if keep == ALL_STAY:
+        return []
     older = {}
     for path in folder.glob("iter_*"):
         number = iteration_of(path)
         if number is not None and number < iteration and _is_undamaged(path):
             older[number] = path
-    superfluous = [older[number] for number in sorted(older, reverse=True)][max(keep - 1, 0) :]
+    num_newest = 1 if keep.newest is None else keep.newest
+    superfluous = [
+        older[number]
+        for number in sorted(older, reverse=True)[max(num_newest - 1, 0) :]
+        if keep.interval is None or number % keep.interval
+    ]
     for path in superfluous:
         checkpoint_folder(folder).remove(path)
     return superfluous

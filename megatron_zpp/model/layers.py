@@ -18,6 +18,9 @@ from megatron_zpp.model.rotary import Rotary, rotate
 from megatron_zpp.model.scores import Scores
 from megatron_zpp.settings.config import ModelConfig
 
+# What normalizes queries and keys in `Attention`: each head by itself, or all heads at once.
+QK_NORMS = frozenset({"q_norm", "k_norm", "queries_norm", "keys_norm"})
+
 
 def call_directly(function: Callable[..., Tensor], *arguments: object) -> Tensor:
     """Return `function(*arguments)`; activation checkpointing replaces this caller by its own."""

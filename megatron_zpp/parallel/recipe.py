@@ -12,6 +12,7 @@ import torch
 from megatron_zpp.model.apex import Apex, ApexAdam, fuse_norms
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
+from megatron_zpp.model.layers import QK_NORMS
 from megatron_zpp.model.lora import add_lora, initialize_adapters
 from megatron_zpp.model.recompute import compile_blocks, recompute
 from megatron_zpp.parallel.context_parallel import split_sequences
@@ -62,7 +63,9 @@ def build_optimizer(
     Offloaded, the 16-bit weights are moved to `device`.
     """
     groups = parameter_groups(
-        sharding.model, decouples_ends=config.optimizer.decoupled_lr is not None
+        sharding.model,
+        decouples_ends=config.optimizer.decoupled_lr is not None,
+        qk_norms_decay=config.optimizer.no_weight_decay_cond_type is not None,
     )
     settings = adam_settings(config)
     if config.zero.offloads_optimizer:
@@ -72,10 +75,13 @@ def build_optimizer(
     return fastest_adamw(groups, **settings, torch_on_cpu=config.optimizer.cpu_torch_adam)
 
 
-def parameter_groups(model: torch.nn.Module, *, decouples_ends: bool = False) -> list[dict]:
+def parameter_groups(
+    model: torch.nn.Module, *, decouples_ends: bool = False, qk_norms_decay: bool = False
+) -> list[dict]:
     """Return Megatron's groups of trained parameters: matrices decay, biases and gains do not.
 
-    With `decouples_ends`, the token embedding and the output layer are a group of their own.
+    With `decouples_ends`, the token embedding and the output layer are a group of their own. With
+    `qk_norms_decay`, what normalizes queries and keys decays too.
     """
     layers = (getattr(model, name, None) for name in ("tokens", "head"))
     ends = [layer.weight for layer in layers if layer is not None]
@@ -84,10 +90,12 @@ def parameter_groups(model: torch.nn.Module, *, decouples_ends: bool = False) ->
         (False, False): [],
         (True, True): [],
     }
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             at_ends = decouples_ends and any(parameter is each for each in ends)
-            groups[parameter.ndim >= 2, at_ends].append(parameter)
+            is_qk_norm = not QK_NORMS.isdisjoint(name.split("."))
+            decays = parameter.ndim >= 2 or (qk_norms_decay and is_qk_norm)
+            groups[decays, at_ends].append(parameter)
     return [
         {"params": parameters, "decays": decays, "at_ends": at_ends}
         for (decays, at_ends), parameters in groups.items()

@@ -178,6 +178,13 @@ class OptimizerConfig(Section):
         minimum=0,
         same_as="optimizer.params.weight_decay",
     )
+    no_weight_decay_cond_type: str | None = flag(
+        None,
+        "gains of queries' and keys' normalizations decay as matrices do",
+        choices=("apply_wd_to_qk_layernorm",),
+        shorthands={"apply-wd-to-qk-layernorm": "apply_wd_to_qk_layernorm"},
+        no_effect=needs("--qk-layernorm", lambda c: c.model.qk_layernorm),
+    )
     start_weight_decay: float | None = flag(
         None, "weight decay at the start of its schedule", minimum=0
     )

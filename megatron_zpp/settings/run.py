@@ -126,6 +126,13 @@ class CheckpointConfig(Section):
         minimum=1,
         no_effect=_NEEDS_SAVE,
     )
+    save_retain_interval: int | None = flag(
+        None,
+        "checkpoints of every so many iterations stay; of the others only the newest, or as many "
+        "as --keep-checkpoints says (default: all)",
+        minimum=1,
+        no_effect=_NEEDS_SAVE,
+    )
     async_save: bool = flag(
         False,
         "save beside training, which stops only while the state is copied to host memory",
@@ -152,8 +159,14 @@ class CheckpointConfig(Section):
     )
 
     def check(self) -> None:
-        """Raise InputError for demands on a checkpoint that is not loaded."""
+        """Raise InputError for demands on a checkpoint that is not saved or not loaded."""
         super().check()
+        if self.save_retain_interval is not None and self.save_interval is not None:
+            if self.save_retain_interval % self.save_interval:
+                raise InputError(
+                    f"--save-retain-interval {self.save_retain_interval} is not a multiple of "
+                    f"--save-interval {self.save_interval}: change one of them"
+                )
         if self.load is None:
             for name in ("exit_on_missing_checkpoint", "use_checkpoint_args"):
                 if getattr(self, name):

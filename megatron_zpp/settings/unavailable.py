@@ -5,8 +5,13 @@ from fnmatch import fnmatchcase
 # What is missing, and the names of flags, without dashes in front; * stands for any letters.
 UNAVAILABLE = (
     (
+        "contexts are split over one group of ranks by --context-parallel-size, the same for all "
+        "sequences",
+        "hierarchical-* hybrid-context-parallel max-seqlen-per-dp-cp-rank",
+    ),
+    (
         "there is no mixture of experts here; leave it out to train a dense model",
-        "moe-* *-moe-* num-experts* *-expert-* expert-* disable-moe* create-moe* "
+        "moe-* *-moe-* num-experts* *-expert-* expert-* disable-moe* "
         "save-tokens-per-expert* use-grouped-gemm-for-shared-expert ep-overlap-* "
         "high-priority-a2a-* overlap-dispatch-backward-with-*",
     ),
@@ -27,7 +32,7 @@ UNAVAILABLE = (
     ),
     (
         "examples for fine-tuning are read from --data-path FILE.jsonl, without this flag",
-        "sft sft-* per-dataset-sequences-path max-seqlen-per-dp-cp-rank",
+        "sft sft-* per-dataset-sequences-path",
     ),
     (
         "there are no state-space layers and no linear attention here; every layer is a "
@@ -39,13 +44,14 @@ UNAVAILABLE = (
         "mtp-*",
     ),
     (
+        "there are no BERT models here, only GPT",
+        "mask-prob short-seq-prob output-bert-* bert-no-binary-head no-data-sharding "
+        "max-tokens-to-oom head-lr-mult",
+    ),
+    (
         "there is no retrieval here",
         "retro-* retriever-* ict-* bert-* biencoder-* query-in-block-prob evidence-data-path "
         "indexer-* block-data-path embedding-path titles-data-path use-one-sent-docs",
-    ),
-    (
-        "there are no BERT models here, only GPT",
-        "mask-prob short-seq-prob output-bert-* no-data-sharding max-tokens-to-oom head-lr-mult",
     ),
     (
         "there are no encoder-decoder models here, only GPT: --seq-length and --num-layers say "
@@ -62,8 +68,15 @@ UNAVAILABLE = (
         "it out to take all tokens in the order of --dataloader-type",
         "data-efficiency-* random-ltd* train-idx-path train-desc-path "
         "train-doc-idx-path train-sample-idx-path train-shuffle-idx-path "
-        "train-data-exact-num-epochs return-data-index repeated-dataloader use-dataset-only "
-        "aml-data-download-path",
+        "train-data-exact-num-epochs return-data-index",
+    ),
+    (
+        "data that is used up is repeated with --dataloader-type cyclic",
+        "repeated-dataloader",
+    ),
+    (
+        "the data is read by this program alone, from where --data-path says",
+        "use-dataset-only aml-data-download-path",
     ),
     (
         "there is no filling in the middle here; leave it out to train from left to right",
@@ -73,7 +86,11 @@ UNAVAILABLE = (
         "a tokenizer is what its files say; --tokenizer-type HuggingFaceTokenizer reads a "
         "tokenizer.json, and a tokenizer_config.json beside it",
         "tokenizer-metadata tokenizer-special-tokens tokenizer-hf-* "
-        "*tokenizer-sentencepiece-* null-tokenizer-* chat-template",
+        "*tokenizer-sentencepiece-* chat-template",
+    ),
+    (
+        "the NullTokenizer has the ids below --vocab-size, of which the last ends a document",
+        "null-tokenizer-*",
     ),
     (
         "a pass does not divide a sequence into chunks here; --context-parallel-size divides it "
@@ -84,20 +101,48 @@ UNAVAILABLE = (
         "there is no multi-latent attention here; leave it out for multi-head attention, or "
         "give --group-query-attention",
         "multi-latent-attention *-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim mscale* "
-        "cache-mla-latents mla-* yarn-* rotary-scaling-* no-yarn-*",
+        "cache-mla-latents mla-*",
+    ),
+    (
+        "the bounds of the channels that YaRN scales are rounded to whole channels here, as its "
+        "authors do",
+        "yarn-correction-range-round-to-int no-yarn-*",
     ),
     (
         "only the optimizer Adam with decoupled weight decay is available; leave it out",
-        "muon-* lion-* sgd-* qk-clip* no-weight-decay-cond-type apply-wd-to-*",
+        "muon-* lion-* sgd-*",
+    ),
+    (
+        "weights are not rescaled where scores grow; --qk-layernorm normalizes queries and keys, "
+        "and --attn-logit-softcapping caps the scores",
+        "qk-clip*",
     ),
     (
         "it is a part of models that are not here; docs/models.md lists those that are",
-        "glu-* activation-func-* quick-geglu qk-* apply-layernorm-1p window-* add-qkv-bias "
-        "rotary-interleaved "
-        "rotary-seq-len-* no-rope-freq mrope-* relative-attention-* attention-output-gate "
-        "experimental-attention-* dsa-* no-dsa-* disable-dsa-* mup-* use-mup mhc-* enable-mhc-* "
-        "heterogeneous-* spec embedding-init-* init-method-xavier-* freeze-all-layers "
-        "embedding-weights-in-fp32 log-max-attention-logit batch-invariant-*",
+        "glu-* activation-func-* quick-geglu qk-l2-norm rotary-interleaved mrope-* "
+        "relative-attention-* attention-output-gate experimental-attention-* dsa-* no-dsa-* "
+        "disable-dsa-* mhc-* enable-mhc-* heterogeneous-* spec",
+    ),
+    (
+        "matrices are drawn from a normal distribution with the deviation --init-method-std, and "
+        "the learning rate is the same for every width",
+        "embedding-init-* init-method-xavier-* mup-* use-mup",
+    ),
+    (
+        "all weights are trained, or with --lora-rank the adapters alone; --skip-train trains none",
+        "freeze-all-layers",
+    ),
+    (
+        "all weights are kept in fp32, and computed with in the format of --bf16 or --fp16",
+        "embedding-weights-in-fp32",
+    ),
+    (
+        "the kernels of attention do not return the scores",
+        "log-max-attention-logit",
+    ),
+    (
+        "the kernels are PyTorch's own: --deterministic-mode takes deterministic ones only",
+        "batch-invariant-*",
     ),
     (
         "activations are not moved to the host here; --recompute-granularity full keeps fewer, "
@@ -115,18 +160,19 @@ UNAVAILABLE = (
         "gtp-* *-num-weight-shards enable-full-sharding-in-hsdp",
     ),
     (
-        "contexts are split over one group of ranks by --context-parallel-size",
-        "hierarchical-*",
-    ),
-    (
         "checkpoints are written to --save alone; --save-interval says how often and "
         "--keep-checkpoints how many stay, and --async-save writes beside training",
         "replication* non-persistent-*",
     ),
     (
-        "checkpoints of other programs are not read: convert them with that program's tool to a "
-        "Hugging Face folder, and that with tools/convert_hf.py",
-        "ckpt-convert-* load-tag override-ckpt-iteration",
+        "tools/convert_hf.py converts checkpoints of other programs: --from-checkpoint reads them, "
+        "and --to-megatron writes Megatron-LM's",
+        "ckpt-convert-*",
+    ),
+    (
+        "--ckpt-step says which checkpoint of --load is taken, by its iteration, and "
+        "--reset-iteration counts from 0",
+        "load-tag override-ckpt-iteration",
     ),
     (
         "checkpoints and data are in folders of the file system, not in an object store",
@@ -159,7 +205,12 @@ UNAVAILABLE = (
     ),
     (
         "no weights, activations or gradients are written to files for analysis",
-        "save-*-interval dump-param-* config-logger-dir",
+        "save-activations-interval save-dgrads-interval save-params-interval "
+        "save-wgrads-interval dump-param-*",
+    ),
+    (
+        "a run's settings are in state.json of its checkpoints, and on TensorBoard's page of texts",
+        "config-logger-dir",
     ),
     (
         "memory is reported by --log-memory-to-tensorboard, and a trace by --profile",
@@ -191,12 +242,33 @@ UNAVAILABLE = (
     ),
     (
         "no faults are made on purpose here",
-        "fault-injector-* error-injection-* gpu-sniff-* check-weight-hash-* fake-process-group "
-        "result-rejected-* run-workload-* test-mode",
+        "fault-injector-* error-injection-*",
+    ),
+    (
+        "copies of a weight are made anew from its one owner after each step; the copies that "
+        "steps of codes keep are compared by weight_step_check_interval of the JSON",
+        "check-weight-hash-*",
+    ),
+    (
+        "no step is computed twice to compare the results",
+        "result-rejected-*",
+    ),
+    (
+        "the devices are not tested during a run; a rank that hangs is named with its line of code",
+        "gpu-sniff-* run-workload-* test-mode",
+    ),
+    (
+        "--dry-run and megatron-zpp plan say what a run on ranks that are not at hand needs",
+        "fake-process-group",
     ),
     (
         "flags are read from the command line, and DeepSpeed's JSON from --deepspeed-config",
-        "yaml-cfg kill-switch-file",
+        "yaml-cfg",
+    ),
+    (
+        "a run ends by SIGTERM, which saves first with --exit-signal-handler, or by "
+        "--exit-interval or --exit-duration-in-mins",
+        "kill-switch-file",
     ),
     (
         "there is no inference engine here: export the model with tools/convert_hf.py --to-hf, "

@@ -11,6 +11,7 @@ import torch
 
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.checkpoint_args import no_checkpoint_error
+from megatron_zpp.checkpoint.iteration_folders import Retention
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.schedule import Schedules
@@ -70,7 +71,10 @@ def save(run: Run) -> None:
         run.sharding.model,
         run.optimizer,
         state,
-        keep=config.checkpoint.keep_checkpoints,
+        keep=Retention(
+            newest=config.checkpoint.keep_checkpoints,
+            interval=config.checkpoint.save_retain_interval,
+        ),
         save_optimizer=not config.checkpoint.no_save_optim,
         writer=run.async_writer,
     )

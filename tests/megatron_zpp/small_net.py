@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_zpp.checkpoint import checkpoint
+from megatron_zpp.checkpoint.iteration_folders import Retention
 from megatron_zpp.checkpoint.training_state import TrainingState
 from tests.ranks import ranks
 
@@ -116,7 +117,8 @@ def save_on_four(folder: Path, stage: int, iterations: tuple[int, ...], keep: in
     model, optimizer = build(stage, seed=1)
     for iteration in iterations:
         train(model, optimizer, 2)
-        checkpoint.save(folder, model, optimizer, state_at(iteration, stage=stage), keep=keep)
+        state = state_at(iteration, stage=stage)
+        checkpoint.save(folder, model, optimizer, state, keep=Retention(newest=keep))
         expected = contents(model, optimizer)
         if dist.get_rank() == 0:
             torch.save(expected, folder / f"expected_{iteration}.pt")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.iteration_folders import POINTER
+from megatron_zpp.checkpoint.iteration_folders import POINTER, Retention
 from megatron_zpp.checkpoint.training_state import read_state
 from tests.megatron_zpp.small_net import (
     ARCHITECTURE,
@@ -57,7 +57,9 @@ def save_both_ways(folder: Path, stage: int) -> None:
             train(model, optimizer, 1)
             for name, option in (("now", None), ("beside", writer)):
                 state = state_at(iteration)
-                checkpoint.save(folder / name, model, optimizer, state, keep=2, writer=option)
+                checkpoint.save(
+                    folder / name, model, optimizer, state, keep=Retention(newest=2), writer=option
+                )
         writer.finish()
 
 
@@ -154,9 +156,22 @@ def test_pruning_spares_what_is_not_ours_or_newer(tmp_path: Path) -> None:
     model, optimizer = build(0, seed=1)
     (tmp_path / "iter_0000001").mkdir()
     for iteration in (2, 3, 9, 4):
-        checkpoint.save(tmp_path, model, optimizer, state_at(iteration), keep=1)
+        checkpoint.save(tmp_path, model, optimizer, state_at(iteration), keep=Retention(newest=1))
     assert names(tmp_path) == ["iter_0000001", "iter_0000004", "iter_0000009"]
     assert checkpoint.load(tmp_path, model, optimizer).iteration == 4  # the one pointed to
+
+
+def test_pruning_spares_those_of_an_interval(tmp_path: Path) -> None:
+    model, optimizer = build(0, seed=1)
+    keep = Retention(interval=4)
+    for iteration in (2, 4, 6, 8, 10):
+        checkpoint.save(tmp_path, model, optimizer, state_at(iteration), keep=keep)
+    assert names(tmp_path) == ["iter_0000004", "iter_0000008", "iter_0000010"]
+    keep = Retention(interval=4, newest=2)
+    for iteration in (11, 12, 13):
+        checkpoint.save(tmp_path, model, optimizer, state_at(iteration), keep=keep)
+    later = ["iter_0000012", "iter_0000013"]
+    assert names(tmp_path) == ["iter_0000004", "iter_0000008", *later]
 
 
 @pytest.fixture(scope="module")

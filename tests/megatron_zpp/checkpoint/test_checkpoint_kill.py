@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.checkpoint import checkpoint
+from megatron_zpp.checkpoint.iteration_folders import Retention
 from megatron_zpp.checkpoint.training_state import TrainingState
 from tests.launched import call
 from tests.megatron_zpp.small_net import names, state_at
@@ -88,7 +89,9 @@ def save_and_die(folder: Path, count: int, beside: bool) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
-    checkpoint.save(folder, model, optimizer, state_at(2, seed=3), keep=1, writer=writer)
+    checkpoint.save(
+        folder, model, optimizer, state_at(2, seed=3), keep=Retention(newest=1), writer=writer
+    )
     if writer is not None:
         writer.finish()
 
@@ -121,7 +124,7 @@ def test_kill_before_every_change_of_a_file(beside: bool, stride: int, tmp_path:
         assert state.iteration == 2  # the old or the new one, but never lost
         seeds.append(state.seed)
         model, optimizer = model_of(4)
-        checkpoint.save(folder, model, optimizer, state_at(3, seed=4), keep=1)
+        checkpoint.save(folder, model, optimizer, state_at(3, seed=4), keep=Retention(newest=1))
         assert loaded(folder).iteration == 3
         assert names(folder) == ["iter_0000003"]
     assert counts[-1] > 25
@@ -154,7 +157,9 @@ def save_for_ever(folder: Path, rank: int, store: Path, progress: Path) -> None:
         for attempt in range(2):
             value = 2 * iteration + attempt
             fill(model, optimizer, value)
-            checkpoint.save(folder, model, optimizer, state_at(iteration, seed=value), keep=2)
+            checkpoint.save(
+                folder, model, optimizer, state_at(iteration, seed=value), keep=Retention(newest=2)
+            )
             with progress.open("a") as file:
                 file.write(f"{value}\n")
 
@@ -169,7 +174,7 @@ def save_beside_for_ever(folder: Path, rank: int, store: Path, progress: Path) -
     for iteration in itertools.count(begin + 1):
         fill(model, optimizer, iteration)
         state = state_at(iteration, seed=iteration)
-        checkpoint.save(folder, model, optimizer, state, keep=2, writer=writer)
+        checkpoint.save(folder, model, optimizer, state, keep=Retention(newest=2), writer=writer)
         fill(model, optimizer, -1)
         if iteration > begin + 1:
             with progress.open("a") as file:

@@ -180,6 +180,7 @@ SETTINGS = """
 --use-checkpoint-opt_param-scheduler  schedule.use_checkpoint_opt_param_scheduler true
 --weight-decay 0.1                    optimizer.weight_decay 0.1
 --clip-grad 0.5                       optimizer.clip_grad 0.5
+--apply-wd-to-qk-layernorm            optimizer.no_weight_decay_cond_type "apply_wd_to_qk_layernorm"
 --adam-beta1 0.8                      optimizer.adam_beta1 0.8
 --adam-beta2 0.95                     optimizer.adam_beta2 0.95
 --adam-eps 1e-6                       optimizer.adam_eps 1e-6
@@ -198,6 +199,7 @@ SETTINGS = """
 --no-load-lr-state                    checkpoint.no_load_lr_state true
 --persistent-save-interval 5          checkpoint.save_interval 5
 --keep-checkpoints 3                  checkpoint.keep_checkpoints 3
+--save-retain-interval 6              checkpoint.save_retain_interval 6
 --async-save                         checkpoint.async_save true
 --no-save-optim                       checkpoint.no_save_optim true
 --no-save-rng                         checkpoint.no_save_rng true
@@ -317,6 +319,8 @@ IDLE = """
 --lr-wsd-decay-iters 3
 --fp32-residual-connection
 --keep-checkpoints 2
+--save-retain-interval 6
+--apply-wd-to-qk-layernorm
 --async-save
 --no-verify-checkpoint
 --universal-checkpoint

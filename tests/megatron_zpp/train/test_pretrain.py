@@ -55,7 +55,7 @@ def test_a_stop_in_the_middle_changes_no_digit(precision, stage, tmp_path):
 def test_saving_beside_training_changes_no_digit(tmp_path):
     flags = f"{BATCH} --zero-stage 3 --bf16 --train-iters 4 "
     straight = log_of(flags)
-    folder = f"--save {tmp_path} --load {tmp_path} --async-save --keep-checkpoints 2 "
+    folder = f"--save {tmp_path} --load {tmp_path} --async-save --save-retain-interval 3 "
     first = log_of(flags + folder + "--save-interval 1 --exit-interval 3")
     second = log_of(flags + folder + "--no-verify-checkpoint")
     if dist.get_rank() != 0:
@@ -64,7 +64,8 @@ def test_saving_beside_training_changes_no_digit(tmp_path):
     # A checkpoint is complete when the next one is saved, and the last one when the run ends.
     saved = re.findall(r"saved checkpoint \S+iter_(\d+)", first)
     assert [int(number) for number in saved] == [1, 2, 3]
-    assert "removed" in first and first.index("iter_0000003") < first.index("stopping after")
+    assert re.search("removed .*iter_0000001: --save-retain-interval 3\n", first)
+    assert first.index("iter_0000003") < first.index("stopping after")
     assert "saved checkpoint" in second
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000004"]
 

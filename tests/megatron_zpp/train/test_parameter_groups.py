@@ -1,4 +1,4 @@
-"""--decoupled-lr: the token embedding and the output layer learn at a rate of their own."""
+"""Which parameters learn at a rate of their own, and which decay."""
 
 import pytest
 import torch
@@ -66,3 +66,25 @@ def test_a_resumed_run_has_the_same_rates(tmp_path):
     first = run(1, flags + folder + "--exit-interval 2", tmp_path)
     second = run(1, flags + folder, tmp_path)
     assert field(first, "lm loss") + field(second, "lm loss") == field(straight, "lm loss")
+
+
+@pytest.mark.parametrize("heads", ["", "--qk-layernorm-across-heads --normalization RMSNorm "])
+@ranks(1)
+def test_gains_of_queries_and_keys_decay_where_the_flag_says_so(heads: str) -> None:
+    flags = FLAGS + "--qk-layernorm " + heads
+    with built_run(flags) as usual, built_run(flags + "--apply-wd-to-qk-layernorm") as decaying:
+        others = decay_by_name(decaying)
+        for name, decays in decay_by_name(usual).items():
+            assert not decays or ".weight" in name
+            is_qk_norm = any(part in name for part in ("q_norm", "k_norm", "ies_norm", "keys_norm"))
+            assert others[name] == (decays or is_qk_norm), name
+        assert sum(others.values()) > sum(decay_by_name(usual).values())
+
+
+def decay_by_name(run: Run) -> dict[str, bool]:
+    decays = {
+        id(each): group["decays"]
+        for group in run.optimizer.param_groups
+        for each in group["params"]
+    }
+    return {name: decays[id(each)] for name, each in run.sharding.model.named_parameters()}
