@@ -26,7 +26,6 @@ from zeropp.sharding.shard import (
 )
 from zeropp.sharding.sharding import Sharding
 from zeropp.sharding.subunits import Subunits, modules_using, own_parameters
-from zeropp.sharding.weight_changes import drop_when_weights_change
 
 
 def quantize_nontrainable_params(
@@ -86,7 +85,7 @@ def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Shard
     for unit in sharding.units:
         extra = [subunit_of[unit]] if unit in subunit_of else []
         units += [*extra, unit] if unit is sharding.model else [unit, *extra]
-    drop_when_weights_change(sharding.model, new, sharding.copies)
+    sharding.weight_changes.add(sharding.model, new)
     hold_shards_between_passes(sharding.model, new)
     if sharding.num_ranks > 1:
         if mesh.device_type == "cpu" and len(units) > 1:

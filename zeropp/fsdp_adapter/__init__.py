@@ -31,6 +31,7 @@ from zeropp.fsdp_adapter.gathered import (
     free_gathered,
     gathered_names,
     in_backward,
+    is_gathered,
     show_gathered,
     show_shards,
 )
@@ -42,14 +43,18 @@ from zeropp.fsdp_adapter.gradients import (
     take_gradients,
 )
 from zeropp.fsdp_adapter.parameters import (
+    Versions,
     has_accumulation_hooks,
     inherit,
+    share_version,
+    versions,
 )
 from zeropp.fsdp_adapter.passes import (
     abandon_pass,
     after_backward,
     awaits_end_of_backward,
     backward_id,
+    before_pass,
     is_in_pass,
 )
 from zeropp.fsdp_adapter.units import (
@@ -75,7 +80,11 @@ from zeropp.fsdp_adapter.units import (
     use_all_gather,
     use_reduce_scatter,
 )
-from zeropp.fsdp_adapter.whole_parameters import WholeParameter, use_whole_parameters
+from zeropp.fsdp_adapter.whole_parameters import (
+    WholeParameter,
+    has_whole_parameters,
+    use_whole_parameters,
+)
 
 __all__ = [
     "AHEAD",
@@ -89,12 +98,14 @@ __all__ = [
     "ReduceScatter",
     "Shard",
     "UnitCollectives",
+    "Versions",
     "WholeParameter",
     "abandon_pass",
     "accumulates",
     "after_backward",
     "awaits_end_of_backward",
     "backward_id",
+    "before_pass",
     "before_reduction",
     "before_use",
     "collectives_of",
@@ -110,8 +121,10 @@ __all__ = [
     "has_accumulation_hooks",
     "has_one_mesh",
     "has_run",
+    "has_whole_parameters",
     "in_backward",
     "inherit",
+    "is_gathered",
     "is_in_pass",
     "is_on_host",
     "is_replicated",
@@ -129,6 +142,7 @@ __all__ = [
     "shard_group",
     "shard_like",
     "shard_unit",
+    "share_version",
     "shards",
     "show_gathered",
     "show_shards",
@@ -137,4 +151,5 @@ __all__ = [
     "use_all_gather",
     "use_reduce_scatter",
     "use_whole_parameters",
+    "versions",
 ]

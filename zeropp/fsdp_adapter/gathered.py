@@ -18,6 +18,13 @@ def in_backward(unit: FSDPModule) -> bool:
     return bool(groups) and groups[0]._training_state == TrainingState.PRE_BACKWARD
 
 
+def is_gathered(unit: FSDPModule) -> bool:
+    """Whether the unit's weights are gathered, or on their way, and will be used as they are."""
+    return any(
+        group.is_unsharded or group._all_gather_result is not None for group in groups_of(unit)
+    )
+
+
 def free_gathered(unit: FSDPModule) -> None:
     """Free the unit's full weights, and finish a prefetched gather that nobody waited for."""
     for group in groups_of(unit):

@@ -6,6 +6,12 @@ Private names of `FSDPParam` and of tensors are used here, for torch 2.11 to 2.1
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from zeropp.fsdp_adapter.param_groups import parameters_of
+
+Versions = tuple[int, ...]
 
 
 def inherit(parameter: torch.Tensor, original: torch.Tensor) -> None:
@@ -18,6 +24,30 @@ def inherit(parameter: torch.Tensor, original: torch.Tensor) -> None:
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if (hooks := getattr(original, name)) is not None and hooks is not getattr(parameter, name):
             setattr(parameter, name, hooks)
+
+
+def versions(unit: FSDPModule) -> Versions:
+    """Return the versions of the unit's shards: writes into them in place raise one.
+
+    A DTensor and the tensor that it holds have a version each.
+    """
+    found = []
+    for parameter in parameters_of(unit):
+        sharded = parameter.sharded_param
+        for tensor in (sharded, getattr(sharded, "_local_tensor", sharded)):
+            found.append(-1 if tensor.is_inference() else tensor._version)
+    return tuple(found)
+
+
+def share_version(detached: Any, parameter: torch.Tensor) -> None:
+    """Let writes into what `detached`, a detached shard, holds raise the shard's version.
+
+    DTensor's own `detach` gives it a version of its own.
+    """
+    if isinstance(detached, DTensor) and isinstance(parameter, DTensor):
+        mine, other = parameter._local_tensor, detached._local_tensor
+        if mine is not other and mine.data_ptr() == other.data_ptr():
+            detached._local_tensor = mine.detach()
 
 
 def has_accumulation_hooks(parameter: torch.Tensor) -> bool:

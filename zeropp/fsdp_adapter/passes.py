@@ -1,8 +1,10 @@
 """Forward and backward passes: which is running, what follows it, and what if it failed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from functools import partial
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
@@ -19,6 +21,35 @@ def backward_id() -> int:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of the running backward pass, before `backward()` returns."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def before_pass(model: nn.Module, prepare: Callable[[Set[nn.Module]], None]) -> Callable[[], None]:
+    """Call `prepare` before each forward pass that begins in `model`, with what may run in it.
+
+    Those are the modules inside the unit that it begins with. A pass of a model around this one
+    begins in it wherever it enters an outermost unit. Returns what undoes this.
+    """
+    units = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    inner = {each for unit in units for child in unit.children() for each in child.modules()}
+    outermost = {unit._get_fsdp_state() for unit in units if unit not in inner}
+    states = {unit._get_fsdp_state() for unit in units}
+
+    def prepare_and_begin(state: object, inside: Set[nn.Module], begin: Callable, *inputs) -> tuple:
+        root = state._state_ctx.iter_forward_root
+        enters = state in outermost and root is not state
+        if backward_id() == -1 and (root is None or enters):
+            prepare(inside)
+        return begin(*inputs)
+
+    def undo() -> None:
+        for state in states:
+            del state._root_pre_forward
+
+    for state in states:
+        inside = {each for module in state._modules for each in module.modules()}
+        begin = state._root_pre_forward
+        state._root_pre_forward = partial(prepare_and_begin, state, inside, begin)
+    return undo
 
 
 def is_in_pass(root: FSDPModule) -> bool:

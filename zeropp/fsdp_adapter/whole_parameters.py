@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from zeropp.errors import InputError
-from zeropp.fsdp_adapter.param_groups import groups_of
+from zeropp.fsdp_adapter.param_groups import groups_of, parameters_of
 
 
 class WholeParameter(torch.Tensor):
@@ -40,6 +40,11 @@ class WholeParameter(torch.Tensor):
         if isinstance(parameter, nn.Parameter):
             whole._is_param = True  # makes isinstance(whole, nn.Parameter) true
         return whole
+
+
+def has_whole_parameters(unit: FSDPModule) -> bool:
+    """Whether some of the unit's parameters are whole in the place of their shards."""
+    return any(isinstance(each.sharded_param, WholeParameter) for each in parameters_of(unit))
 
 
 def keep_shard_of_whole(parameter: FSDPParam) -> None:

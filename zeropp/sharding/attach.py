@@ -23,7 +23,7 @@ from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.forecast import Forecast
 from zeropp.sharding.grid import Grid, find_nodes_of
 from zeropp.sharding.sharding import Sharding
-from zeropp.sharding.weight_changes import drop_gathered, drop_when_weights_change
+from zeropp.sharding.weight_changes import WeightChanges
 from zeropp.wire.collectives import GradientMean, WeightGather
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.in_flight import Reductions
@@ -107,9 +107,9 @@ class Attached:
         if group.size() > 1:
             self._gathers = self._use_gathers(routes[0])
             self._use_means(routes[1], config)
-            ends = drop_when_weights_change(model, [*units.values()], self.copies)
-            self._undo.callback(ends)
             self._gather_ahead()
+        self._changes = WeightChanges(model, [*units.values()], self.copies, group)
+        self._undo.callback(self._changes.close)
 
     def detach(self) -> None:
         """Give the units back the collectives that they had; all ranks call it, between steps."""
@@ -119,12 +119,12 @@ class Attached:
     def weights_changed(self) -> None:
         """Drop gathered weights, hpZ's copies included, because the shards have changed.
 
-        Steps of torch.optim optimizers and `load_state_dict` do this by themselves. Call it on
-        every rank after writing into the shards by other means, and after an exception in a pass
-        that is caught, beside FSDP2's `reset_iter_state()`: ranks may have come to different
-        points.
+        Steps of torch.optim optimizers, `load_state_dict` and writes in place that raise a tensor's
+        version do this by themselves. Call it on every rank after writing into the shards by other
+        means, and after an exception in a pass that is caught, beside FSDP2's `reset_iter_state()`:
+        ranks may have come to different points.
         """
-        drop_gathered([*self.units.values()], self.copies)
+        self._changes.drop()
 
     @contextmanager
     def exact_weights(self) -> Iterator[None]:

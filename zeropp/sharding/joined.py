@@ -69,6 +69,7 @@ def join(model: nn.Module, parts: Sequence[Sharding]) -> JoinedSharding:
         "traffic": JoinedTraffic(part.traffic for part in parts),
         "stores_frozen": any(part.stores_frozen for part in parts),
         "gradient_use": None,
+        "weight_changes": None,
         "failed_passes": None,
         "parts": tuple(parts),
     }

@@ -45,7 +45,7 @@ from zeropp.sharding.materialize import (
 )
 from zeropp.sharding.sharding import Sharding
 from zeropp.sharding.subunits import Subunits, trained_subunits
-from zeropp.sharding.weight_changes import drop_when_weights_change
+from zeropp.sharding.weight_changes import WeightChanges
 from zeropp.wire.collectives import GradientMean, WeightGather
 from zeropp.wire.frozen_weights import quantize_frozen, stored_bytes
 from zeropp.wire.gradient_use import GradientUse
@@ -229,7 +229,7 @@ def _shard(
     units = _shard_units(model, blocks, mesh, config, cast_forward_inputs)
     position = mesh.get_local_rank()
     copies = copies_of(model, routes[0], position, config)
-    drop_when_weights_change(model, units, copies)
+    changes = WeightChanges(model, units, copies, mesh.get_group() if config.stage else None)
     passes = hold_shards_between_passes(model, units)
     if hasattr(model, "generate") and _is_wrapper(model):
         passes.include(model, "generate")
@@ -237,6 +237,7 @@ def _shard(
     fields |= {
         "units": units,
         "gradient_use": use,
+        "weight_changes": changes,
         "failed_passes": FailedPasses(
             model, units, accumulates=config.reduces_once, use=use, copies=copies
         ),

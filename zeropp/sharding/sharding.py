@@ -14,7 +14,7 @@ from zeropp.ranks.groups import close_groups
 from zeropp.sharding.failed_pass import FailedPasses
 from zeropp.sharding.forecast import REDUCED_WHOLE, Forecast
 from zeropp.sharding.grid import Grid
-from zeropp.sharding.weight_changes import drop_gathered
+from zeropp.sharding.weight_changes import WeightChanges
 from zeropp.wire.frozen_weights import require_frozen
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.route import UNQUANTIZED, Hop, Route
@@ -41,6 +41,7 @@ class Sharding:
     traffic: Traffic = field(default_factory=Traffic, repr=False)
     copies: SecondaryCopies | None = field(default=None, repr=False)
     gradient_use: GradientUse | None = field(default=None, repr=False)
+    weight_changes: WeightChanges | None = field(default=None, repr=False)
     failed_passes: FailedPasses | None = field(default=None, repr=False)
     reduces_once: bool = True  # gradients, in a step; whole ones are accumulated until then
     keeps_root: bool = True  # gathered during a step, also at stage 3
@@ -96,10 +97,12 @@ class Sharding:
     def weights_changed(self) -> None:
         """Drop gathered weights, hpZ's copies included, because the shards have changed.
 
-        Steps of torch.optim optimizers and `load_state_dict` do this by themselves. Call it on
-        every rank after writing into the shards by other means.
+        Steps of torch.optim optimizers, `load_state_dict` and writes in place that raise a tensor's
+        version do this by themselves. Call it on every rank after writing into the shards by other
+        means.
         """
-        drop_gathered(self.units, self.copies)
+        if self.weight_changes is not None:
+            self.weight_changes.drop()
 
     def close_groups(self) -> None:
         """Close the process groups that this model shares with all others on its mesh.

@@ -1,21 +1,31 @@
 """Gathered weights are reused until the shards change, and then dropped.
 
-Three things outlive one use: hpZ's secondary copies, the full weights of units that a pass without
-backward left gathered, and the prefetched gather of a unit that was then not used. Tensor versions
-cannot tell when these are stale, because fused optimizers and writes through `.data` do not raise
-them. So notice is given by calls that every rank makes: each optimizer's step, and loading a state.
+Three things outlive a pass: hpZ's secondary copies, the full weights of units that it left
+gathered, and the prefetched gather of a unit that was then not used. Notice of a change is given by
+calls that every rank makes: an optimizer's step, loading a state, `weights_changed()`. Writes
+without notice are seen by the versions of the shards, which PyTorch raises. Where a pass is about
+to reuse something of an earlier one, the ranks first tell each other which units were written, as
+they must gather the same ones: a byte per unit, in one collective.
+
+No version tells of writes through `.data`, by fused optimizers outside torch.optim, and by
+functions for lists of tensors (`torch._foreach_*`) that are given DTensors.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from zeropp import fsdp_adapter as fsdp
+from zeropp.ranks.groups import shared_group
 from zeropp.wire.secondary_copies import SecondaryCopies
 
 Units = Sequence[fsdp.FSDPModule]
@@ -56,55 +66,162 @@ def notify_weights_replaced(parameters: Iterable[torch.Tensor]) -> None:
     WeightsReplaced(parameters).step()
 
 
-def drop_when_weights_change(
-    model: nn.Module, units: Units, copies: SecondaryCopies | None
-) -> Callable[[], None]:
-    """Drop gathered weights after any optimizer's step and when a state dict is loaded.
+class WeightChanges:
+    """Drops what is gathered of a model's units when their shards change.
 
-    After a step, copies of units that have been frozen since they were first used are kept.
-    Returns what ends this.
+    `copies` are the units' secondary copies, `group` the ranks that share the units: None where
+    each rank gathers alone, as at stage 0. All ranks make it, and use it, in the same places.
     """
-    unit_references = tuple(weakref.ref(unit) for unit in units)
-    copies_reference = weakref.ref(copies) if copies else lambda: None
 
-    def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        alive = [unit for reference in unit_references if (unit := reference()) is not None]
-        if isinstance(optimizer, WeightsReplaced):
-            drop_gathered(optimizer.those_with_some(alive), None)
-        elif isinstance(optimizer, WeightsWritten):
-            if optimizer.those_with_some(alive):
-                drop_gathered(alive, copies_reference())
-        elif not isinstance(optimizer, Notice):
-            drop_gathered(alive, copies_reference(), stepped_only=True)
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Units,
+        copies: SecondaryCopies | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._copies = copies
+        self._ranks = dist.get_process_group_ranks(group) if group is not None else []
+        self._units: list[fsdp.FSDPModule] = []
+        self._hooked: set[nn.Module] = set()
+        self._versions: dict[fsdp.FSDPModule, fsdp.Versions] = {}  # of what is kept
+        self._written: set[fsdp.FSDPModule] = set()  # and stepped since, so that no version tells
+        self._undo = ExitStack()
+        for register, method in (
+            (register_optimizer_step_pre_hook, self._before_step),
+            (register_optimizer_step_post_hook, self._after_step),
+        ):
+            handle = register(partial(_call_if_alive, weakref.WeakMethod(method)))
+            self._undo.callback(handle.remove)
+            weakref.finalize(model, handle.remove)
+        self._undo.callback(fsdp.before_pass(model, self._before_pass))
+        self.add(model, units)
 
-    handle = register_optimizer_step_post_hook(after_step)
-    weakref.finalize(model, handle.remove)
-    undo = ExitStack()
-    undo.callback(handle.remove)
+    def add(self, model: nn.Module, units: Units) -> None:
+        """Include `units` of the model, between two passes."""
+        self._units += units
+        for module in model.modules():
+            if module in self._hooked:
+                continue
+            self._hooked.add(module)
+            for hook in (
+                module.register_load_state_dict_post_hook(self._after_load),
+                module.register_state_dict_post_hook(_share_versions),
+            ):
+                self._undo.callback(hook.remove)
+        for unit in units:
+            self._undo.callback(fsdp.before_use(unit, partial(self._before_use, unit)))
 
-    def after_load(module: nn.Module, _: object) -> None:
+    def close(self) -> None:
+        """Take no more notice of changes."""
+        self._undo.close()
+
+    def drop(self, *, stepped_only: bool = False) -> None:
+        """Drop the gathered weights of all units and the secondary copies.
+
+        With `stepped_only`, copies of units that have never been trainable are kept. During a
+        backward pass, as when each gradient steps its optimizer at once, full weights stay: they
+        may be in use, and FSDP2 frees them at its end.
+        """
+        if self._copies:
+            self._copies.drop(stepped_only=stepped_only)
+        _free(self._units)
+
+    def _after_load(self, module: nn.Module, _: object) -> None:
         if not any(isinstance(each, fsdp.WholeParameter) for each in module.parameters()):
-            drop_gathered(units, copies)  # else the shards have not changed yet
+            self.drop()  # else the shards have not changed yet
 
-    for module in model.modules():
-        hook = module.register_load_state_dict_post_hook(after_load)
-        undo.callback(hook.remove)
-    for unit in units if copies else ():
-        undo.callback(fsdp.before_use(unit, partial(copies.note_use, unit)))
-    return undo.close
+    def _before_step(self, *_: object) -> None:
+        """Remember the units that were written before this step, which raises versions, too."""
+        self._written.update(filter(self._was_written, filter(self._is_kept, self._units)))
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if isinstance(optimizer, WeightsReplaced):
+            _free(optimizer.those_with_some(self._units))
+        elif isinstance(optimizer, WeightsWritten):
+            if optimizer.those_with_some(self._units):
+                self.drop()
+        elif not isinstance(optimizer, Notice):
+            self.drop(stepped_only=True)
+            for unit in filter(self._is_kept, self._units):
+                self._versions[unit] = fsdp.versions(unit)
+
+    def _before_pass(self, inside: Container[nn.Module]) -> None:
+        self._drop_written([unit for unit in self._units if unit in inside])
+
+    def _before_use(self, unit: fsdp.FSDPModule) -> None:
+        """Note what the unit is gathered from, unless something that is kept will be used."""
+        if not fsdp.is_in_pass(unit) and fsdp.backward_id() == -1:  # somebody called `unshard()`
+            self._drop_written([unit])
+        if self._copies:
+            self._copies.note_use(unit)
+        has_copy = self._copies is not None and self._copies.is_current(unit)
+        if not (has_copy or fsdp.is_gathered(unit) or fsdp.has_whole_parameters(unit)):
+            self._versions[unit] = fsdp.versions(unit)
+            self._written.discard(unit)
+
+    def _drop_written(self, units: Units) -> None:
+        """Drop what is kept of units that were written on any rank, on all ranks.
+
+        Units with whole parameters are left out: one rank may use them alone.
+        """
+        units = [unit for unit in units if not fsdp.has_whole_parameters(unit)]
+        kept = [*filter(self._is_kept, units)]
+        if not kept:
+            return
+        written = [unit in kept and self._was_written(unit) for unit in units]
+        for unit, is_written in zip(units, self._of_any_rank(written), strict=True):
+            if is_written:
+                if self._copies:
+                    self._copies.drop_of(unit)
+                fsdp.free_gathered(unit)
+
+    def _is_kept(self, unit: fsdp.FSDPModule) -> bool:
+        has_copy = self._copies is not None and self._copies.has(unit)
+        return has_copy or fsdp.is_gathered(unit)
+
+    def _was_written(self, unit: fsdp.FSDPModule) -> bool:
+        return unit in self._written or self._versions.get(unit) != fsdp.versions(unit)
+
+    def _of_any_rank(self, flags: Sequence[bool]) -> Sequence[bool]:
+        """Return for each flag whether it is set on any rank.
+
+        On GPUs the collective has a stream and a communicator of its own, so that the host does not
+        wait for what is being computed.
+        """
+        if len(self._ranks) < 2:
+            return flags
+        notes = torch.frombuffer(bytearray(flags), dtype=torch.uint8)
+        device = fsdp.device_of(self._units[0])
+        if device.type == "cpu":
+            dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)
+            return notes.tolist()
+        with torch.cuda.stream(self._stream):
+            notes = notes.pin_memory().to(device, non_blocking=True)
+            dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)
+            return notes.tolist()
+
+    @cached_property
+    def _group(self) -> dist.ProcessGroup:
+        return shared_group("changes", self._ranks, self._ranks)
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(fsdp.device_of(self._units[0]))
 
 
-def drop_gathered(
-    units: Units, copies: SecondaryCopies | None, *, stepped_only: bool = False
-) -> None:
-    """Drop the gathered weights of `units` and the secondary copies.
-
-    With `stepped_only`, copies of units that have never been trainable are kept. During a
-    backward pass, as when each gradient steps its optimizer at once, full weights stay: they may be
-    in use, and FSDP2 frees them at its end.
-    """
-    if copies:
-        copies.drop(stepped_only=stepped_only)
+def _free(units: Units) -> None:
     if fsdp.backward_id() == -1:
         for unit in units:
             fsdp.free_gathered(unit)
+
+
+def _call_if_alive(method: weakref.WeakMethod, *arguments: object) -> None:
+    if (alive := method()) is not None:
+        alive(*arguments)
+
+
+def _share_versions(module: nn.Module, state: dict[str, object], prefix: str, _: object) -> None:
+    """Let writes into the tensors of a state dict raise the versions of the shards."""
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        fsdp.share_version(state.get(prefix + name), parameter)

@@ -59,9 +59,17 @@ class SecondaryCopies:
         if fsdp.is_trainable(unit):
             self._trained.add(unit)
 
+    def has(self, unit: nn.Module) -> bool:
+        """Whether rows of the unit are kept, maybe out of date."""
+        return unit in self._rows
+
+    def is_current(self, unit: nn.Module) -> bool:
+        """Whether the next gather will begin with rows that are kept."""
+        return unit in self._rows and unit not in self._outdated
+
     def get(self, unit: nn.Module) -> Tensor | None:
         """Return the unit's rows for use on the current stream, or None if there is no copy."""
-        return None if unit in self._outdated else self._on_current_stream(unit)
+        return self._on_current_stream(unit) if self.is_current(unit) else None
 
     def get_outdated(self, unit: nn.Module) -> Tensor | None:
         """Return the unit's rows from before the last steps of optimizers; None if there are none.
@@ -103,6 +111,13 @@ class SecondaryCopies:
                 self._outdated.add(unit)
             else:
                 del self._rows[unit]
+
+    def drop_of(self, unit: nn.Module) -> None:
+        """Drop the copy of one unit."""
+        self.version += 1
+        self._rows.pop(unit, None)
+        self._loaded.pop(unit, None)
+        self._outdated.discard(unit)
 
     def own_row(self, unit: nn.Module) -> OwnRow | None:
         """Return this rank's row of a copy that steps bring up to date; it shares its memory."""

@@ -1,10 +1,17 @@
 """Weights that were gathered before a change are not used after it, at any stage."""
 
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+import zeropp
 from tests.ranks import ranks
 from tests.zeropp.prescribed_gradients import ALL_THREE
 from tests.zeropp.sharded_training import (
@@ -257,3 +264,117 @@ def test_a_gather_under_way_when_the_optimizer_steps_is_not_kept():
         return evaluate(sharding)
 
     assert loss_after_step(released=False) == loss_after_step(released=True)
+
+
+def halve(model: nn.Module, weights: Sequence[nn.Parameter], folder: Path) -> None:
+    for weight in weights:
+        weight.mul_(0.5)
+
+
+def approach(model: nn.Module, weights: Sequence[nn.Parameter], folder: Path) -> None:
+    """As a mean teacher does."""
+    for weight in weights:
+        weight.lerp_(random_like(weight, 3), 0.3)
+
+
+def write_shards(model: nn.Module, weights: Sequence[nn.Parameter], folder: Path) -> None:
+    for weight in weights:
+        weight.to_local().mul_(1.5)
+
+
+def write_on_one_rank(model: nn.Module, weights: Sequence[nn.Parameter], folder: Path) -> None:
+    if dist.get_rank() == 1:
+        write_shards(model, weights, folder)
+
+
+def write_state(model: nn.Module, weights: Sequence[nn.Parameter], folder: Path) -> None:
+    for tensor in model.state_dict().values():
+        tensor.copy_(random_like(tensor, 4))
+        tensor.to_local().mul_(0.9)
+
+
+def load_in_place(model: nn.Module, weights: Sequence[nn.Parameter], folder: Path) -> None:
+    """As a program that keeps the best weights does."""
+    dcp.load(model.state_dict(), checkpoint_id=folder)
+
+
+IN_PLACE = (halve, approach, write_shards, write_on_one_rank, write_state, load_in_place)
+
+
+def sharded_by_us(zero: dict, **settings: object) -> tuple[nn.Module, Callable[[], None]]:
+    sharding = shard_on_nodes(zero, small_model(2), **settings)
+    return sharding.model, sharding.weights_changed
+
+
+def attached(zero: dict, **settings: object) -> tuple[nn.Module, Callable[[], None]]:
+    model, mesh = small_model(2), init_device_mesh("cpu", (4,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    zeropp_json = {"ranks_per_node": 2, **settings.get("zeropp", {})}
+    config = {"zero_optimization": zero, "zeropp": zeropp_json}
+    return model, zeropp.attach(model, config).weights_changed
+
+
+STEPS = {"zeropp": {"weight_steps": True}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "zero", "settings"),
+    [
+        (sharded_by_us, BOTH, {}),
+        (sharded_by_us, BOTH, STEPS),
+        (sharded_by_us, {"stage": 3}, {}),
+        (sharded_by_us, {"stage": 2}, {}),
+        (sharded_by_us, {"stage": 0}, {}),
+        (attached, HPZ, {}),
+        (attached, {"stage": 3}, {}),
+    ],
+)
+@ranks(4)
+def test_weights_written_in_place_without_notice_are_seen(kind, zero, settings, tmp_path):
+    """By evaluations, by the other micro-batches of a step, and over an optimizer's step."""
+
+    def losses(*, notifies: bool) -> Iterator[float]:
+        model, notify = kind(zero, **settings)
+        weights = [*model.parameters()]
+        dcp.save(model.state_dict(), checkpoint_id=tmp_path)
+        optimizer = torch.optim.AdamW(weights, lr=1e-2, fused=True)  # raises no version
+        for number, write in enumerate(IN_PLACE):
+            yield forward_only(model)
+            if number % 2:
+                loss_of(model, tokens_of(number)).backward()
+            with torch.no_grad():
+                write(model, weights, tmp_path)
+            if notifies:
+                notify()
+            if number == 3:
+                optimizer.step()
+            yield forward_only(model)
+            loss = loss_of(model, tokens_of(1))
+            loss.backward()
+            yield loss.item()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    expected = [*losses(notifies=True)]
+    assert len({*expected}) > len(IN_PLACE)  # each write is seen
+    assert [*losses(notifies=False)] == expected
+
+
+def forward_only(model: nn.Module) -> float:
+    with torch.no_grad():
+        return loss_of(model, tokens_of(5)).item()
+
+
+@ranks(4)
+def test_nothing_is_compared_where_nothing_would_be_reused():
+    sharding = shard_on_nodes(BOTH, small_model(2))
+    optimizer, compared = torch.optim.SGD(sharding.model.parameters(), lr=0.5), []
+    comparison = sharding.weight_changes._of_any_rank
+    sharding.weight_changes._of_any_rank = lambda flags: compared.append(flags) or comparison(flags)
+    for number in range(3):
+        step(sharding, optimizer, number)
+    assert not compared
+    step(sharding, optimizer, 4, micro_batches=3)
+    assert compared == 2 * [[False] * 3]  # as the second and third reuse copies of three units

@@ -16,6 +16,7 @@ from tests.zeropp.lora_model import (
     with_quantized_weights,
 )
 from tests.zeropp.prescribed_gradients import data_mesh, zero_config
+from tests.zeropp.sharded_training import random_like
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, optimizer_step, shard
 from zeropp.checkpoint import state_tensors as named
@@ -171,6 +172,21 @@ def test_frozen_weights_cross_nodes_once_in_a_run_with_hpz(more):
         for step in range(3):
             loss_of(sharding.model, tokens_of(step))
     assert crossing(sharding) == 0
+
+
+@ranks(4, ranks_per_node=2)
+def test_codes_written_in_place_without_notice_are_seen():
+    losses = []
+    for notifies in (True, False):
+        sharding = shard(lora_model(), data_mesh(), zero_config(MIXZ | HPZ, 2))
+        weight = sharding.model.blocks[0].up.base.weight
+        for seed in range(3):
+            with torch.no_grad():
+                weight.copy_(random_like(weight, seed))
+                if notifies:
+                    sharding.weights_changed()
+                losses.append(loss_of(sharding.model, tokens_of(1)).item())
+    assert losses[:3] == losses[3:] and len({*losses}) == 3
 
 
 def crossing(sharding) -> int:
