@@ -1,5 +1,6 @@
 """Whatever a person gets wrong ends with a non-zero status and the culprit in the last lines."""
 
+import os
 import struct
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.train.pretrain import main
 from tests.full_disk import full_disk
+from zeropp.checkpoint.folder_lock import FolderLock
 
 TINY = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --train-iters 2 "
@@ -255,6 +257,30 @@ def test_a_cache_that_cannot_be_written(prefix, closed):
         "text_document.bin",
         "text_document.idx",
     ]
+
+
+def test_a_folder_for_checkpoints_that_cannot_be_written(closed):
+    """At the start, not when the first checkpoint is saved."""
+    failed = closed.run("pretrain_gpt.py", *f"{MOCK} --save {closed.folder}".split())
+    assert failed.returncode == 1 and "Traceback" not in failed.stdout + failed.stderr
+    assert failed.stdout.splitlines()[-1] == (
+        f"error: --save {closed.folder} cannot be written (Permission denied): name a folder that "
+        "can"
+    )
+    assert "iteration" not in failed.stdout and not list(closed.folder.iterdir())
+
+
+def test_a_folder_for_checkpoints_that_another_job_saves_in(fails, tmp_path, capsys):
+    lock = FolderLock.of(tmp_path)
+    assert lock.take() is None
+    message = fails(f"{MOCK} --save {tmp_path} --load {tmp_path}")
+    assert f"another job saves there, process {os.getpid()} on " in message
+    assert main(f"{MOCK} --load {tmp_path}".split()) == 0  # reading is allowed
+    assert main(f"{MOCK} --save {tmp_path} --skip-train".split()) == 0  # it saves nothing
+    assert lock.is_held()
+    lock.release()
+    assert main(f"{MOCK} --save {tmp_path}".split()) == 0
+    assert not lock.path.exists()
 
 
 def test_a_cache_on_a_full_disk(fails, prefix, tmp_path):

@@ -1,6 +1,7 @@
 """Files that exist complete or not at all: written aside, flushed to disk, then renamed."""
 
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -12,7 +13,8 @@ def write_atomically(path: Path | str, write: Callable[[BinaryIO], None]) -> Non
     Raises whatever `write` or the file system raises; `path` is then as it was before.
     """
     path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Processes on several machines may have the same number.
+    aside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with open(aside, "wb") as file:
             write(file)

@@ -37,6 +37,7 @@ from megatron_zpp.checkpoint.weight_source import AdamState, WeightSource
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.checksums import file_entry
 from zeropp.checkpoint.complete_or_absent import require_visible
+from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.checkpoint.kept_codes import codes_to_save
 from zeropp.checkpoint.rank_values import name_by_rank
 from zeropp.checkpoint.shard_files import (
@@ -45,6 +46,7 @@ from zeropp.checkpoint.shard_files import (
     write_one_by_one,
     write_shards,
 )
+from zeropp.checkpoint.shared_folder import hold_folder, new_checkpoint, with_owner
 from zeropp.checkpoint.state_tensors import (
     MODEL,
     OPTIMIZER,
@@ -52,7 +54,6 @@ from zeropp.checkpoint.state_tensors import (
     names_elsewhere,
     state_to_save,
 )
-from zeropp.checkpoint.sync_save import new_checkpoint
 from zeropp.errors import InputError
 from zeropp.ranks.coordination import (
     broadcast_object,
@@ -74,20 +75,25 @@ def save(
     keep: Retention = ALL_STAY,
     save_optimizer: bool = True,
     writer: AsyncWriter | None = None,
+    lock: FolderLock | None = None,
 ) -> Path:
     """Write `folder/iter_N`, and let the pointer file name it; return its path.
 
     Of older checkpoints those stay that `keep` says. With a `writer`, this only copies the state,
     and waits for the writer's save before; the writer's `finish` waits until the checkpoint is
-    complete. Raises InputError on all ranks if the folder cannot be written or the disk is full;
-    the folder is then as it was before.
+    complete. `lock` is the run's lock of the folder. Raises InputError on all ranks if the folder
+    cannot be written, the disk is full, or another job has taken the folder over; it is then as it
+    was before.
     """
-    folder = Path(folder)
+    checkpoints = with_owner(checkpoint_folder(Path(folder), lock))
     with fail_together():
         state = replace(state, optimizer_saved=optimizer is not None and save_optimizer)
         tensors = state_to_save(model, optimizer, with_optimizer_state=state.optimizer_saved)
         last_steps = LastSteps(
-            folder=folder, iteration=state.iteration, state_text=state_text(state), keep=keep
+            checkpoints=checkpoints,
+            iteration=state.iteration,
+            state_text=state_text(state),
+            keep=keep,
         )
     tensors = name_by_rank(tensors, names_elsewhere(model)) | codes_to_save(model)
     if writer is None:
@@ -98,13 +104,13 @@ def save(
                 log.log(note.level, note.text)
     else:
         writer.save(
-            checkpoint_folder(folder),
+            checkpoints,
             checkpoint_name(state.iteration),
             tensors,
             pointer_text=_pointer_text(state.iteration),
             last_steps=last_steps,
         )
-    return folder / checkpoint_name(state.iteration)
+    return checkpoints.path / checkpoint_name(state.iteration)
 
 
 def save_weights(
@@ -119,11 +125,14 @@ def save_weights(
     tensors = {MODEL + name: tensor for name, tensor in weights.facts().items()}
     if adam is not None:
         tensors |= {OPTIMIZER + name: tensor for name, tensor in adam.facts().items()}
-    last_steps = LastSteps(
-        folder=Path(folder), iteration=state.iteration, state_text=state_text(state)
-    )
-    with _new_checkpoint(tensors, last_steps) as partial:
-        write_one_by_one(partial, tensors, lambda name: _read_from(name, weights, adam))
+    with hold_folder(Path(folder), "--save", is_first_on_machine=True) as lock:
+        last_steps = LastSteps(
+            checkpoints=checkpoint_folder(Path(folder), lock),
+            iteration=state.iteration,
+            state_text=state_text(state),
+        )
+        with _new_checkpoint(tensors, last_steps) as partial:
+            write_one_by_one(partial, tensors, lambda name: _read_from(name, weights, adam))
     return Path(folder) / checkpoint_name(state.iteration)
 
 
@@ -231,7 +240,7 @@ def damage(path: Path, *, verify: bool = True) -> str | None:
 def _new_checkpoint(tensors: Mapping[str, torch.Tensor], last_steps: LastSteps) -> Iterator[Path]:
     """Yield the folder for the tensors' files; then add the other files and publish it."""
     with new_checkpoint(
-        checkpoint_folder(last_steps.folder),
+        last_steps.checkpoints,
         checkpoint_name(last_steps.iteration),
         sum(tensor.nbytes for tensor in tensors.values()),
         pointer_text=_pointer_text(last_steps.iteration),

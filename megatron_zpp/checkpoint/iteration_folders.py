@@ -17,6 +17,7 @@ from megatron_zpp.checkpoint.training_state import STATE
 from zeropp.atomic import write_atomically
 from zeropp.checkpoint.checksums import FileEntry, file_entry
 from zeropp.checkpoint.complete_or_absent import CheckpointFolder
+from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.checkpoint.foreign_layouts import LayoutKind, find_layout, foreign_error, layout_of
 from zeropp.checkpoint.writer_process import Note
 from zeropp.errors import InputError
@@ -31,10 +32,12 @@ POINTER = "latest_checkpointed_iteration.txt"
 _NAME = re.compile(r"iter_(\d{7,})|\.iter_(\d{7,})\.replaced")
 
 
-def checkpoint_folder(folder: Path) -> CheckpointFolder:
+def checkpoint_folder(folder: Path, lock: FolderLock | None = None) -> CheckpointFolder:
     """How checkpoints are written to `folder`, which belongs to one run at a time."""
     return CheckpointFolder(
         path=folder,
+        owner=lock.process.label if lock else "",
+        lock=lock,
         pointer=POINTER,
         last_file=MANIFEST,
         own_names="iter_*",
@@ -79,7 +82,7 @@ class LastSteps:
     state_text: the content of state.json.
     """
 
-    folder: Path
+    checkpoints: CheckpointFolder
     iteration: int
     state_text: str
     keep: Retention = ALL_STAY
@@ -96,7 +99,7 @@ class LastSteps:
         """Remove old checkpoints; return what to log."""
         notes = []
         try:
-            for path in prune(self.folder, self.iteration, self.keep):
+            for path in prune(self.checkpoints, self.iteration, self.keep):
                 text = f"removed {path}: {self.keep}"
                 notes.append(Note(logging.INFO, text))
         except OSError as error:
@@ -159,7 +162,7 @@ def require_own(folder: Path, checkpoints: Sequence[Path], flag: str) -> None:
         raise foreign_error(path, layout, f"{flag} {folder}", IMPORT)
 
 
-def prune(folder: Path, iteration: int, keep: Retention) -> list[Path]:
+def prune(checkpoints: CheckpointFolder, iteration: int, keep: Retention) -> list[Path]:
     """Remove complete checkpoints older than `iteration` which, beside its own, need not stay.
 
     Returns those that were removed. Newer ones (after a step back) and folders that are not
@@ -168,7 +171,7 @@ def prune(folder: Path, iteration: int, keep: Retention) -> list[Path]:
     if keep == ALL_STAY:
         return []
     older = {}
-    for path in folder.glob("iter_*"):
+    for path in checkpoints.path.glob("iter_*"):
         number = iteration_of(path)
         if number is not None and number < iteration and _is_undamaged(path):
             older[number] = path
@@ -179,7 +182,7 @@ def prune(folder: Path, iteration: int, keep: Retention) -> list[Path]:
         if keep.interval is None or number % keep.interval
     ]
     for path in superfluous:
-        checkpoint_folder(folder).remove(path)
+        checkpoints.remove(path)
     return superfluous
 
 

@@ -26,6 +26,7 @@ from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
 from zeropp import LossScaler
 from zeropp.checkpoint.async_save import AsyncWriter
+from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.ranks.coordination import fail_together
 from zeropp.sharding.grid import find_nodes
 from zeropp.wire.route import Nodes, require_fit
@@ -33,7 +34,13 @@ from zeropp.wire.route import Nodes, require_fit
 log = logging.getLogger("megatron_zpp")
 
 
-def build_run(requested: Config, ranks: Ranks, console: Console, stopping: Stopping) -> Run:
+def build_run(
+    requested: Config,
+    ranks: Ranks,
+    console: Console,
+    stopping: Stopping,
+    save_lock: FolderLock | None = None,
+) -> Run:
     """Do everything that comes before the first iteration; all ranks call it.
 
     `requested` is what `parse` returned; the run's configuration also has what the pretrained model
@@ -70,6 +77,7 @@ def build_run(requested: Config, ranks: Ranks, console: Console, stopping: Stopp
         counters=starting_point.counters,
         communication=CommunicationMeter(config, sharding, ranks),
         async_writer=open_async_writer(config.checkpoint),
+        save_lock=save_lock,
         expected_step=expected,
         step_watch=StepWatch(expected.slowest) if expected else None,
     )

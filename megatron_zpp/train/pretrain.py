@@ -3,7 +3,8 @@
 import logging
 import signal
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -21,6 +22,8 @@ from megatron_zpp.train.loop import evaluate_split, train
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Interrupted, Stopping
 from zeropp import InputError
+from zeropp.checkpoint.folder_lock import FolderLock
+from zeropp.checkpoint.shared_folder import hold_folder
 from zeropp.ranks.coordination import report_once
 from zeropp.ranks.process_group import OTHER_RANK_FAILED
 from zeropp.ranks.topology import Environment
@@ -69,7 +72,21 @@ def main(
 
 def pretrain(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> None:
     """Build the run, train, evaluate, generate a sample and print a summary."""
-    run = build_run(config, ranks, console, stopping)
+    with hold_save_folder(config, ranks) as save_lock:
+        train_and_evaluate(config, build_run(config, ranks, console, stopping, save_lock))
+
+
+def hold_save_folder(config: Config, ranks: Ranks) -> AbstractContextManager[FolderLock | None]:
+    """Return a context in which no other job saves where this one does; all ranks enter it."""
+    if config.checkpoint.save is None or config.training.skip_train:
+        return nullcontext()
+    is_first = ranks.environment.local_rank == 0
+    return hold_folder(Path(config.checkpoint.save), "--save", is_first_on_machine=is_first)
+
+
+def train_and_evaluate(config: Config, run: Run) -> None:
+    """Train, evaluate, generate a sample and print a summary."""
+    console = run.console
     resumed_complete = run.counters.iteration >= run.schedules.length.iterations
     if resumed_complete:
         console.line(f"training is complete: {run.counters.iteration} iterations are done")

@@ -77,6 +77,7 @@ def save(run: Run) -> None:
         ),
         save_optimizer=not config.checkpoint.no_save_optim,
         writer=run.async_writer,
+        lock=run.save_lock,
     )
     if run.async_writer is None:
         run.console.line(f"saved checkpoint {path}")

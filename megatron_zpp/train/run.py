@@ -17,6 +17,7 @@ from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.train.stop import Stopping
 from zeropp import LossScaler, Sharding
 from zeropp.checkpoint.async_save import AsyncWriter
+from zeropp.checkpoint.folder_lock import FolderLock
 
 
 @dataclass(kw_only=True)
@@ -64,6 +65,7 @@ class Run:
     counters: Counters
     communication: CommunicationMeter
     async_writer: AsyncWriter | None  # with --async-save
+    save_lock: FolderLock | None  # of the folder that --save names
     loss_watch: LossWatch = field(default_factory=LossWatch)
     expected_step: ExpectedStep | None = None  # with --plan-file
     step_watch: StepWatch | None = None

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from zeropp.checkpoint.complete_or_absent import CheckpointFolder
 from zeropp.checkpoint.memory_files import MemoryFiles
-from zeropp.checkpoint.partial_checkpoint import partial_checkpoint
 from zeropp.checkpoint.shard_files import write_shards
+from zeropp.checkpoint.shared_folder import partial_checkpoint, with_owner
 from zeropp.checkpoint.writer_process import (
     Abort,
     AllWritten,
@@ -101,6 +101,7 @@ class AsyncWriter(AbstractContextManager):
         too little disk space or host memory.
         """
         self.finish()
+        checkpoints = with_owner(checkpoints)
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         with partial_checkpoint(checkpoints, name, num_bytes):
             self._memory.remove_all()

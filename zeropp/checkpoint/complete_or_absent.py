@@ -1,31 +1,36 @@
 """What decides that a checkpoint is complete, and how a folder never holds half of one.
 
-    FOLDER/NAME             a complete checkpoint
-    FOLDER/.NAME.tmp        a checkpoint that is being written, or was when its job was killed
-    FOLDER/.NAME.replaced   the previous NAME, while a new one takes its place
-    FOLDER/POINTER          a text file that names the latest checkpoint
+    FOLDER/NAME              a complete checkpoint
+    FOLDER/.NAME.OWNER.tmp   a checkpoint that is being written, or was when its job was killed
+    FOLDER/.NAME.replaced    the previous NAME, while a new one takes its place
+    FOLDER/POINTER           a text file that names the latest checkpoint
 
 A checkpoint is complete when its last file is there (`CheckpointFolder.is_complete`). All ranks
-write into `.NAME.tmp`, rank 0 adds the last file, flushes the folder to disk and renames it to
-`NAME`; only then the pointer file is replaced. A job that is killed at any moment leaves the
+write into `.NAME.OWNER.tmp`, rank 0 adds the last file, flushes the folder to disk and renames it
+to `NAME`; only then the pointer file is replaced. A job that is killed at any moment leaves the
 previous checkpoint or the new one. Files that were lost or changed later are a different matter:
-see `megatron_zpp.checkpoint.manifest`.
+see `megatron_zpp.checkpoint.manifest`. OWNER is the label of the job's first process
+(`folder_lock.py`).
 
-`sync_save.py` does this with all ranks while training stops, `async_save.py` in processes beside
-training. Nothing here needs torch, as those processes do not import it.
+`shared_folder.py` does this with all ranks while training stops, `async_save.py` in processes
+beside training. Nothing here needs torch, as those processes do not import it.
 """
 
 import errno
 import glob
 import shutil
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from zeropp.atomic import sync_folder, write_atomically
+from zeropp.checkpoint.folder_lock import FolderLock, Process
 from zeropp.errors import InputError, first_few
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+LEFT_SECONDS = 24 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +44,9 @@ class CheckpointFolder:
         own_names: glob pattern of checkpoint names that only this job writes. What interrupted
             saves left of these is removed before the next save; None stands for the name that is
             saved, as other jobs may be writing other names.
+        owner: the label of the process whose job writes. Of others, what they leave is removed
+            once they are known to have ended, or have written nothing for a day.
+        lock: this job's lock of the folder, with which no other job writes there.
         disk_full_advice: the last sentence of the error message when the disk is full.
     """
 
@@ -46,6 +54,8 @@ class CheckpointFolder:
     pointer: str
     last_file: str
     own_names: str | None = None
+    owner: str = ""
+    lock: FolderLock | None = None
     disk_full_advice: str = ""
 
     def is_complete(self, checkpoint: Path) -> bool:
@@ -73,8 +83,9 @@ class CheckpointFolder:
         """Make the empty folder `partial(name)`, after removing what interrupted saves left.
 
         `num_bytes` is the space that the checkpoint needs. Raises OSError, also for too little
-        disk space.
+        disk space, and InputError if another job has taken the folder over.
         """
+        self._require_lock()
         self.path.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers(name)
         if shutil.disk_usage(self.path).free < num_bytes:
@@ -84,9 +95,11 @@ class CheckpointFolder:
     def publish(self, name: str, pointer_text: str | None) -> None:
         """Rename `partial(name)`, which must be complete, to `name`.
 
-        `pointer_text` is written to the pointer file, None leaves that as it is. Raises OSError.
+        `pointer_text` is written to the pointer file, None leaves that as it is. Raises OSError,
+        and InputError if another job has taken the folder over.
         """
         partial, checkpoint, replaced = self.partial(name), self.path / name, self._replaced(name)
+        self._require_lock()
         if not self.is_complete(partial):
             raise InputError(f"{partial} has no {self.last_file}: the checkpoint is not complete")
         sync_folder(partial)
@@ -113,7 +126,7 @@ class CheckpointFolder:
 
     def partial(self, name: str) -> Path:
         """The folder in which all ranks write checkpoint `name`."""
-        return self.path / f".{name}.tmp"
+        return self.path / f".{name}.{self.owner}.tmp"
 
     def explain(self, error: OSError, num_bytes: int) -> str:
         """Say what an error of the system means for a checkpoint of `num_bytes`."""
@@ -124,6 +137,26 @@ class CheckpointFolder:
             f"{error.strerror}. The checkpoint needs {num_bytes:,} bytes, {free:,} are free there. "
             f"{self.disk_full_advice}"
         )
+
+    def _require_lock(self) -> None:
+        if self.lock is not None:
+            self.lock.require_held()
+
+    def _is_left(self, partial: Path, names: str) -> bool:
+        """Whether a folder is a partial checkpoint of one of `names` that nobody writes now."""
+        name, _, owner = partial.name.removeprefix(".").removesuffix(".tmp").rpartition(".")
+        process = Process.of_label(owner)
+        if process is None:  # of a version that knew no owners, or of a longer name
+            return fnmatchcase(partial.name, f".{names}.tmp")
+        if not fnmatchcase(name, names):
+            return False
+        if self.lock is not None or owner == self.owner:
+            return True
+        alive = process.is_alive()
+        if alive is None:  # on another machine, whose clock may differ by minutes
+            newest = max(path.stat().st_mtime for path in (partial, *partial.iterdir()))
+            return time.time() - newest > LEFT_SECONDS
+        return not alive
 
     def _replaced(self, name: str) -> Path:
         return self.path / f".{name}.replaced"
@@ -137,8 +170,9 @@ class CheckpointFolder:
                 shutil.rmtree(replaced)
             else:
                 replaced.rename(checkpoint)
-        for partial in self.path.glob(f".{names}.tmp"):
-            shutil.rmtree(partial)
+        for partial in self.path.glob(".*.tmp"):
+            if partial.is_dir() and self._is_left(partial, names):
+                shutil.rmtree(partial)
         if self.own_names:
             for pointer in self.path.glob(f".{self.pointer}.*.tmp"):  # of `write_atomically`
                 pointer.unlink()

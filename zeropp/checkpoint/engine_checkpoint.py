@@ -24,8 +24,8 @@ from zeropp.checkpoint.shard_files import (
     os_errors_as_input_errors,
     write_shards,
 )
+from zeropp.checkpoint.shared_folder import new_checkpoint
 from zeropp.checkpoint.state_tensors import load_state, state_to_save, without_frozen
-from zeropp.checkpoint.sync_save import new_checkpoint
 from zeropp.errors import InputError, first_lines
 from zeropp.ranks.coordination import broadcast_object, fail_together, gather_objects, rank
 

@@ -5,10 +5,10 @@ import torch: it starts in a fraction of a second and holds little more than one
 The rank's files are in shared memory (`memory_files.py`); what to do with them comes as a `Job`
 through a pipe, `Report`s go back.
 
-    .NAME.tmp/__2_0.distcp     written by rank 2's process, with its checksum
-    .NAME.tmp/.2.written       then this: the names and checksums of rank 2's files
-    .NAME.tmp/LAST_FILE        by rank 0's process, once every rank's `.written` is there
-    NAME                       by rank 0's process: the folder is renamed, the pointer replaced
+    .NAME.OWNER.tmp/__2_0.distcp   written by rank 2's process, with its checksum
+    .NAME.OWNER.tmp/.2.written     then this: the names and checksums of rank 2's files
+    .NAME.OWNER.tmp/LAST_FILE      by rank 0's process, once every rank's `.written` is there
+    NAME                           by rank 0's process: the folder is renamed, the pointer replaced
 
 A process ends with its rank. If that is killed, the process may have got anywhere in this list;
 `complete_or_absent.py` says why that is safe.

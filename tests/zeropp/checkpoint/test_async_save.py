@@ -23,7 +23,7 @@ from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.checksums import FileEntry
 from zeropp.checkpoint.complete_or_absent import CheckpointFolder
 from zeropp.checkpoint.shard_files import read_shards, write_shards
-from zeropp.checkpoint.sync_save import new_checkpoint
+from zeropp.checkpoint.shared_folder import new_checkpoint, with_owner
 from zeropp.checkpoint.writer_process import Note
 from zeropp.errors import InputError
 
@@ -145,11 +145,11 @@ def test_a_process_that_is_killed_is_named_on_all_ranks(tmp_path):
 
 @ranks(2)
 def test_a_folder_that_is_not_shared_is_an_error(tmp_path):
-    own = tmp_path / str(dist.get_rank())
+    own = with_owner(folder_at(tmp_path / str(dist.get_rank())))
     if dist.get_rank() == 1:
-        folder_at(own).partial("a").mkdir(parents=True)
+        own.partial("a").mkdir(parents=True)
     with AsyncWriter() as writer:
-        save(writer, own, "a", tensors_of(1.0))
+        writer.save(own, "a", tensors_of(1.0), pointer_text="a", last_steps=LastSteps())
         with pytest.raises(InputError, match="rank 0 does not see __1_0.distcp"):
             writer.finish()
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.full_disk import full_disk
 from zeropp.checkpoint.complete_or_absent import CheckpointFolder
-from zeropp.checkpoint.sync_save import new_checkpoint
+from zeropp.checkpoint.shared_folder import new_checkpoint
 from zeropp.errors import InputError
 
 
