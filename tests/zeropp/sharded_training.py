@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import Sharding, shard
+from zeropp.checkpoint.kept_codes import codes_to_load
 
 QWZ = {"stage": 3, "zero_quantized_weights": True}
 HPZ = {"stage": 3, "zero_hpz_partition_size": 2}
@@ -54,6 +55,16 @@ def load_random_weights(sharding: Sharding, seed: int) -> None:
     sharding.model.load_state_dict(
         {name: random_like(tensor, seed) for name, tensor in state.items()}
     )
+
+
+def restore_codes(model: nn.Module, saved: dict[str, torch.Tensor]) -> None:
+    """Go on from what `codes_to_save` returned on each rank; `saved` may hold other tensors too."""
+    everywhere: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, {name: tensor.to("meta") for name, tensor in saved.items()})
+    codes = codes_to_load(model, {name: each for of in everywhere for name, each in of.items()})
+    for name, tensor in codes.tensors.items():
+        tensor.copy_(saved[name])
+    codes.restore()
 
 
 def freeze(module: nn.Module) -> None:

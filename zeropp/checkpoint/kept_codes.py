@@ -1,35 +1,120 @@
 """The codes that nodes keep of the weights, where they move by steps: each rank saves its own row.
 
     rank3.codes.<unit>    uint8 (P,)   the codes that all nodes hold of rank 3's shard
-    rank3.steps.<unit>    int64        whether they are out of date, and what the last message held
+    rank3.kept.<unit>     int64        `_Record`: what these codes are of, and what follows them
 
-A run that goes on from them takes the steps that it would have taken. They are of no use to another
-number of ranks, where shards differ.
+A run that goes on from them takes the steps that it would have taken. They are of no use where
+shards differ, or numbers have another format: then whole codes cross the nodes once again, of all
+units and on all ranks alike. On other nodes the codes of a shard are what they were, but the ranks
+that exchange messages are not: they agree anew how far codes may move.
 """
 
+import hashlib
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.ranks.coordination import rank, world_size
-from zeropp.wire.secondary_copies import SecondaryCopies, copies_of_model
+from zeropp.ranks.coordination import current_group, gather_objects, rank, world_size
+from zeropp.wire.collectives import weight_layout
+from zeropp.wire.secondary_copies import OwnRow, SecondaryCopies, copies_of_model
 
-CODES, STEPS = "codes", "steps"
-_NAME = re.compile(rf"rank(\d+)\.(?:{CODES}|{STEPS})\.")
+CODES, KEPT = "codes", "kept"
+UNRECORDED = "steps"  # what checkpoints have beside codes that do not say what these are of
+_NAME = re.compile(rf"rank(\d+)\.({CODES}|{KEPT}|{UNRECORDED})\.(.*)", re.DOTALL)
 log = logging.getLogger("zeropp")
+
+
+class _Record(NamedTuple):
+    """What a rank's codes of a unit are of, and what belongs to them."""
+
+    shards: int  # a digest of the shards of its weights, and of how the row holds them
+    members: int  # a digest of the ranks that exchange messages
+    is_outdated: bool  # whether weights have been stepped since
+    message: list[int]  # `WeightSteps.state`: the same for all members
+
+    @classmethod
+    def read(cls, numbers: Tensor) -> "_Record":
+        shards, members, is_outdated, *message = numbers.tolist()
+        return cls(shards, members, bool(is_outdated), message)
+
+    def tensor(self) -> Tensor:
+        return torch.tensor([*self[:3], *self.message], dtype=torch.int64)
+
+
+class _Unit(NamedTuple):
+    """A unit that keeps codes, and what keeps them."""
+
+    module: nn.Module
+    copies: SecondaryCopies
+
+    def record(self, *, is_outdated: bool) -> _Record:
+        """Return what this rank would save of the unit now."""
+        gather = fsdp.collectives_of(self.module).all_gather
+        dtype, _ = fsdp.dtypes_of(self.module)
+        layout = weight_layout(fsdp.own_pieces(self.module), gather.route, dtype)
+        shards = [
+            (tuple(each.shape), repr(each.placements), _numbers(each.device_mesh.mesh.flatten()))
+            for each in fsdp.shards(self.module)
+        ]
+        return _Record(
+            shards=_digest((layout.table, shards)),
+            members=_digest(_numbers(dist.get_process_group_ranks(gather.outer.group))),
+            is_outdated=is_outdated,
+            message=self.copies.steps.state(self.module),
+        )
+
+
+@dataclass
+class SavedCodes:
+    """A checkpoint's codes of this rank's units: fill `tensors`, then call `restore`."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    units: dict[str, _Unit] = field(default_factory=dict)  # whose codes these are
+    are_there: bool = False  # on any rank
+    obstacle: str | None = None  # why this rank cannot use them
+
+    def restore(self) -> None:
+        """Let the next gathers go on from these codes; all ranks call it.
+
+        Without a copy on all of them no rank uses any, which rank 0 says.
+        """
+        if not self.are_there:
+            return
+        kept = {name: self.tensors[f"rank{rank()}.{KEPT}.{name}"] for name in self.units}
+        saved = {name: _Record.read(numbers) for name, numbers in kept.items()}
+        own = {name: unit.record(is_outdated=False) for name, unit in self.units.items()}
+        if any(saved[name].shards != own[name].shards for name in saved):
+            self.obstacle = "are of other shards or numbers than this run's"
+        same_members = all(saved[name].members == own[name].members for name in saved)
+        obstacles, same = zip(*gather_objects((self.obstacle, same_members)), strict=True)
+        if reasons := [each for each in obstacles if each is not None]:
+            if rank() == 0:
+                log.info(
+                    "the checkpoint's codes of weights %s: whole codes cross the nodes once again",
+                    reasons[0],
+                )
+            return
+        for name, (module, copies) in self.units.items():
+            row = self.tensors[f"rank{rank()}.{CODES}.{name}"]
+            copies.restore(module, OwnRow(row, saved[name].is_outdated))
+            copies.steps.restore(module, saved[name].message if all(same) else [])
 
 
 def codes_to_save(model: nn.Module) -> dict[str, Tensor]:
     """Return this rank's rows and what belongs to them by name; empty without steps of codes."""
     tensors = {}
-    for name, unit, copies in _units(model):
-        if (own := copies.own_row(unit)) is not None:
+    for name, unit in _units(model).items():
+        if (own := unit.copies.own_row(unit.module)) is not None:
             tensors[f"rank{rank()}.{CODES}.{name}"] = own.row
-            tensors[f"rank{rank()}.{STEPS}.{name}"] = own.steps
+            record = unit.record(is_outdated=own.is_outdated)
+            tensors[f"rank{rank()}.{KEPT}.{name}"] = record.tensor()
     return tensors
 
 
@@ -38,41 +123,60 @@ def without_codes(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in saved.items() if not _NAME.match(name)}
 
 
-def codes_to_load(model: nn.Module, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return memory for the codes that a checkpoint holds for this rank's units, by name.
+def codes_to_load(model: nn.Module, saved: Mapping[str, Tensor]) -> SavedCodes:
+    """Return memory for the codes that a checkpoint holds for this rank's units.
 
-    It is empty, which rank 0 says, if another number of ranks has saved them.
+    `saved` has the names, shapes and dtypes of its tensors.
     """
-    numbers = {int(match[1]) for name in saved if (match := _NAME.match(name))}
-    names = [f"rank{rank()}.{kind}.{name}" for name, *_ in _units(model) for kind in (CODES, STEPS)]
-    if numbers and names and numbers != set(range(world_size())):
-        if rank() == 0:
-            log.info(
-                "the checkpoint's codes of weights are of %d ranks, and there are %d: whole codes "
-                "cross the nodes once again", max(numbers) + 1, world_size(),
-            )  # fmt: skip
-        return {}
-    return {
+    units = _units(model)
+    matches = [match for name in saved if (match := _NAME.fullmatch(name))]
+    if not units or not matches:
+        return SavedCodes()
+    numbers = {int(match[1]) for match in matches}
+    own = {match[3] for match in matches if int(match[1]) == rank()}
+    obstacle = None
+    if numbers != set(range(world_size())):
+        obstacle = f"are of {max(numbers) + 1} ranks, and there are {world_size()}"
+    elif any(match[2] == UNRECORDED for match in matches):
+        obstacle = "are of an earlier version, which did not save what they are of"
+    elif not own <= units.keys():
+        obstacle = "are of other units than this run's"
+    if obstacle is not None:
+        return SavedCodes(are_there=True, obstacle=obstacle)
+    tensors = {
         name: torch.empty(saved[name].shape, dtype=saved[name].dtype)
-        for name in names
-        if name in saved
+        for name in (f"rank{rank()}.{kind}.{unit}" for kind in (CODES, KEPT) for unit in own)
+    }
+    return SavedCodes(tensors, {name: units[name] for name in own}, are_there=True)
+
+
+def _units(model: nn.Module) -> dict[str, _Unit]:
+    """Return the units that keep codes, by names that are the rank's own.
+
+    A model may consist of several that are called by themselves, as of a pipeline's stages; it has
+    them as its attribute `roots`.
+    """
+    return {
+        name: _Unit(module, copies)
+        for prefix, root in _possible_roots(model)
+        if (copies := copies_of_model(root)) is not None and copies.steps is not None
+        for name, module in root.named_modules(prefix=prefix)
+        if isinstance(module, fsdp.FSDPModule) and fsdp.own_pieces(module)
     }
 
 
-def restore_codes(model: nn.Module, loaded: Mapping[str, Tensor]) -> None:
-    """Let the next gathers go on from these codes."""
-    for name, unit, copies in _units(model):
-        row = loaded.get(f"rank{rank()}.{CODES}.{name}")
-        if row is not None:
-            copies.restore(unit, row, loaded[f"rank{rank()}.{STEPS}.{name}"])
+def _possible_roots(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    yield from model.named_modules()
+    for index, root in enumerate(getattr(model, "roots", ())):
+        yield f"root{index}", root
 
 
-def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module, SecondaryCopies]]:
-    """Yield the name of each unit that keeps codes, the unit, and what keeps them."""
-    for prefix, root in model.named_modules():
-        copies = copies_of_model(root)
-        if copies is None or copies.steps is None:
-            continue
-        for name, module in root.named_modules(prefix=prefix):
-            if isinstance(module, fsdp.FSDPModule):
-                yield name, module, copies
+def _numbers(ranks: Tensor | list[int]) -> list[int]:
+    """Return the numbers of global ranks among those that save and load together."""
+    group = current_group() or dist.group.WORLD
+    return [dist.get_group_rank(group, int(each)) for each in ranks]
+
+
+def _digest(value: object) -> int:
+    digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.checkpoint.kept_codes import codes_to_load, restore_codes, without_codes
+from zeropp.checkpoint.kept_codes import codes_to_load, without_codes
 from zeropp.checkpoint.rank_values import LOCAL, PLAIN, names_for_rank, without_rank
 from zeropp.checkpoint.shard_files import read_shards, saved_tensors
 from zeropp.errors import InputError, first_few
@@ -91,8 +91,8 @@ def load_state(
             delayed = {name: weight for name, weight in delayed.items() if name in saved}
         codes = codes_to_load(model, with_codes)
     tensors = {**weights, **optimizer_state, **delayed}
-    read_shards(folder, codes | {names[name]: tensor for name, tensor in tensors.items()})
-    restore_codes(model, codes)
+    read_shards(folder, codes.tensors | {names[name]: tensor for name, tensor in tensors.items()})
+    codes.restore()
     if with_optimizer_state:
         _restore_optimizer(model, optimizer, optimizer_state)
     if masters_of(optimizer):

@@ -142,7 +142,7 @@ class WeightGather(fsdp.AllGather):
         if layout is None:
             return shard.view(1, -1).clone(), False
         loaded = self.copies.get_loaded(self.unit) if self.copies else None
-        if loaded is not None and len(loaded.row) == layout.packed_bytes:
+        if loaded is not None:
             return loaded.row.to(shard.device).view(1, -1), loaded.is_outdated
         return quantize(shard.view(1, -1), layout), False
 

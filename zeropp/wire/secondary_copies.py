@@ -6,7 +6,6 @@ Source: ZeRO++ (Wang et al. 2023), section 3.2.
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch import Tensor, nn
 
 from zeropp import fsdp_adapter as fsdp
@@ -23,12 +22,7 @@ class OwnRow(NamedTuple):
     """This rank's row of a unit's copy, as a checkpoint holds it."""
 
     row: Tensor  # uint8 (P,)
-    steps: Tensor  # int64: whether it is out of date, then `WeightSteps.state`
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether weights have been stepped since."""
-        return bool(self.steps[0])
+    is_outdated: bool  # whether weights have been stepped since
 
 
 class SecondaryCopies:
@@ -104,8 +98,8 @@ class SecondaryCopies:
             for each in (self._rows, self._outdated, self._loaded):
                 each.clear()
             return
-        for own in self._loaded.values():
-            own.steps[0] = 1
+        for unit, own in self._loaded.items():
+            self._loaded[unit] = own._replace(is_outdated=True)
         for unit in self._trained.intersection(self._rows):
             if self.steps is not None:
                 self._outdated.add(unit)
@@ -123,13 +117,12 @@ class SecondaryCopies:
         """Return this rank's row of a copy that steps bring up to date; it shares its memory."""
         if unit in self._loaded or unit not in self._trained or unit not in self._rows:
             return self._loaded.get(unit)
-        state = [int(unit in self._outdated), *self.steps.state(unit)]
-        return OwnRow(self._rows[unit].on_current_stream()[self.place], torch.tensor(state))
+        row = self._rows[unit].on_current_stream()[self.place]
+        return OwnRow(row, is_outdated=unit in self._outdated)
 
-    def restore(self, unit: nn.Module, row: Tensor, steps: Tensor) -> None:
+    def restore(self, unit: nn.Module, own: OwnRow) -> None:
         """Let the unit's next gather begin with what `own_row` returned when it was saved."""
-        self._loaded[unit] = OwnRow(row, steps.clone())
-        self.steps.restore(unit, steps[1:].tolist())
+        self._loaded[unit] = own
 
     @property
     def nbytes(self) -> int:

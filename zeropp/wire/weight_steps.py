@@ -131,6 +131,7 @@ class WeightSteps:
 
     def restore(self, unit: nn.Module, state: list[int]) -> None:
         """Go on from what `state` returned."""
+        self._last.pop(unit, None)
         if state:
             reach, codes, blocks, *counts = state
             self._last[unit] = _Message(reach, torch.tensor(counts), codes, blocks)

@@ -92,6 +92,28 @@ def test_a_stop_in_the_middle_changes_no_digit(tmp_path):
     require_same_digits_after_a_stop(flags, tmp_path, 2)
 
 
+@ranks(4, timeout=180)
+def test_steps_of_codes_go_on_under_a_pipeline_to_the_last_digit(tmp_path):
+    """Each stage has ranks of two nodes; other stages begin with whole codes."""
+    zero = {
+        "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 4,
+        "zero_quantized_gradients": True,
+    }  # fmt: skip
+    path = tmp_path / f"{dist.get_rank()}.json"
+    zeropp = {"ranks_per_node": 1, "weight_steps": True}
+    path.write_text(json.dumps({"zero_optimization": zero, "zeropp": zeropp}))
+    flags = f"{DEEP_GPT2} --lr 1e-2 --deepspeed_config {path} "
+    stages = PP2 + TWO_STAGES
+    straight = losses(log_of(flags + stages))
+    first = log_of(f"{flags} {stages} --save {tmp_path}/saved --exit-interval 2")
+    second = log_of(f"{flags} {stages} --load {tmp_path}/saved")
+    other = log_of(f"{flags} {PP2} --load {tmp_path}/saved")
+    if dist.get_rank() == 0:
+        assert losses(first) + losses(second) == straight
+        line = "the checkpoint's codes of weights are of other units than this run's: whole codes"
+        assert line in other and line not in second
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")

@@ -1,19 +1,133 @@
-"""The codes that nodes keep, in a checkpoint: names, and what another number of ranks does."""
+"""The codes that nodes keep, in a checkpoint: who goes on from them, and who begins anew."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.ranks import ranks
-from tests.zeropp.sharded_training import BOTH, shard_on_nodes, step
-from tests.zeropp.small_model import small_model
-from zeropp.checkpoint.kept_codes import (
-    codes_to_load,
-    codes_to_save,
-    restore_codes,
-    without_codes,
-)
+from tests.zeropp.deepspeed.small_engine import engine_of, run
+from tests.zeropp.prescribed_gradients import ALL_THREE
+from tests.zeropp.sharded_training import BOTH, restore_codes, shard_on_nodes, step
+from tests.zeropp.small_model import loss_of, small_model, tokens_of
+from zeropp import Engine
+from zeropp.checkpoint import engine_checkpoint
+from zeropp.checkpoint.kept_codes import codes_to_load, codes_to_save, without_codes
+
+BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
+SAVED_CODES = "the checkpoint's codes of weights "
+SAVED, RESUMED = 3, 2  # steps before and after
+# Fast enough for codes of some shards to move further than those of others.
+ADAMW = {"type": "AdamW", "params": {"lr": 4e-3, "torch_adam": True}}
+
+
+@contextmanager
+def lines_about_codes() -> Iterator[list[str]]:
+    """What this rank logs in the block about a checkpoint's codes, and about copies that differ."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("zeropp")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+    lines[:] = [each for each in lines if each.startswith((SAVED_CODES, "the nodes' copies"))]
+    assert dist.get_rank() == 0 or not lines
+
+
+def engine_with(precision: dict, *, steps: bool = True, **zeropp: object) -> Engine:
+    """An engine with steps of codes on nodes of two; `zeropp` may say otherwise."""
+    settings = {"ranks_per_node": 2, "weight_steps": steps, **zeropp}
+    hpz = 2 if settings["ranks_per_node"] == 2 else 16
+    zero = ALL_THREE | {"zero_hpz_partition_size": hpz}
+    return engine_of(zero_optimization=zero, zeropp=settings, optimizer=ADAMW, **precision)
+
+
+def evaluate(engine: Engine) -> float:
+    """A loss of which all ranks have the same, as they see the same tokens."""
+    engine.eval()
+    with torch.no_grad():
+        loss = loss_of(engine, tokens_of(0)).item()
+    engine.train()
+    return loss
+
+
+def save_trained(folder: Path, precision: dict, *, updated: bool) -> tuple[float, list[float]]:
+    """Save an engine, maybe with copies that are up to date; its loss, and those of later steps."""
+    engine = engine_with(precision)
+    run(engine, SAVED)
+    if updated:
+        evaluate(engine)
+    engine.save_checkpoint(folder)
+    return evaluate(engine), run(engine, RESUMED, first=SAVED)
+
+
+def resumed(folder: Path, engine: Engine) -> tuple[float, list[float]]:
+    engine.load_checkpoint(folder)
+    return evaluate(engine), run(engine, RESUMED, first=SAVED)
+
+
+@pytest.mark.parametrize("updated", [True, False])
+@ranks(4, timeout=120)
+def test_codes_of_another_type_are_not_read(updated, tmp_path):
+    """The first loss is that of whole codes, as without steps."""
+    save_trained(tmp_path, BF16, updated=updated)
+    for precision in (FP16, {}):
+        with lines_about_codes() as lines:
+            loss, _ = resumed(tmp_path, engine_with(precision))
+        expected, _ = resumed(tmp_path, engine_with(precision, steps=False))
+        assert loss == expected
+        if dist.get_rank() == 0:
+            assert lines == [
+                f"{SAVED_CODES}are of other shards or numbers than this run's: whole codes cross "
+                "the nodes once again"
+            ]
+
+
+@pytest.mark.parametrize("updated", [True, False])
+@ranks(4, timeout=120)
+def test_other_nodes_go_on_from_the_codes_of_each_shard(updated, tmp_path):
+    """Without nodes of two, all four ranks exchange messages.
+
+    The widths that the pairs of ranks had come to would differ among the four.
+    """
+    loss, later = save_trained(tmp_path, BF16, updated=updated)
+    with lines_about_codes() as lines:
+        same, other = (
+            resumed(tmp_path, engine_with(BF16, ranks_per_node=size, weight_step_check_interval=1))
+            for size in (2, 1)
+        )
+    assert same == (loss, later) and not lines
+    if updated:
+        assert other[0] == loss
+
+
+@ranks(4)
+def test_codes_that_do_not_say_what_they_are_of_are_dropped(tmp_path):
+    """As earlier versions saved them."""
+
+    def without_records(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        saved = codes_to_save(model)
+        return {
+            name.replace(".kept.", ".steps."): tensor[2:] if ".kept." in name else tensor
+            for name, tensor in saved.items()
+        }
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_checkpoint, "codes_to_save", without_records)
+        save_trained(tmp_path, BF16, updated=True)
+    with lines_about_codes() as lines:
+        loss, _ = resumed(tmp_path, engine_with(BF16))
+    expected, _ = resumed(tmp_path, engine_with(BF16, steps=False))
+    assert loss == expected
+    if dist.get_rank() == 0:
+        (line,) = lines
+        assert line.startswith(f"{SAVED_CODES}are of an earlier version, which did not save what")
 
 
 @ranks(4)
@@ -26,26 +140,21 @@ def test_only_the_same_number_of_ranks_goes_on_from_codes():
     saved = {name: tensor.clone() for name, tensor in codes_to_save(sharding.model).items()}
     rank = dist.get_rank()
     kinds = {name.split(".")[1] for name in saved}
-    assert kinds == {"codes", "steps"} and len(saved) == 2 * len(sharding.units)
+    assert kinds == {"codes", "kept"} and len(saved) == 2 * len(sharding.units)
     assert without_codes({**saved, "model.weight": torch.ones(1)}).keys() == {"model.weight"}
     of_all = {
         name.replace(f"rank{rank}", f"rank{r}"): t for r in range(4) for name, t in saved.items()
     }
-    assert codes_to_load(sharding.model, of_all).keys() == saved.keys()
+    assert codes_to_load(sharding.model, of_all).tensors.keys() == saved.keys()
     of_two = {name: tensor for name, tensor in of_all.items() if name[:5] in ("rank0", "rank1")}
-    records = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    logger = logging.getLogger("zeropp")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    assert codes_to_load(sharding.model, of_two) == {}
-    logger.removeHandler(handler)
-    assert [record.getMessage()[:66] for record in records] == (
-        ["the checkpoint's codes of weights are of 2 ranks, and there are 4:"] if rank == 0 else []
-    )
+    with lines_about_codes() as lines:
+        codes = codes_to_load(sharding.model, of_two)
+        codes.restore()
+    assert codes.tensors == {}
+    if rank == 0:
+        (line,) = lines
+        assert line.startswith(f"{SAVED_CODES}are of 2 ranks, and there are 4:")
     other = shard_on_nodes(BOTH, small_model(), zeropp={"weight_steps": True})
-    other.weights_changed()
     restore_codes(other.model, saved)
     for name, tensor in codes_to_save(other.model).items():
         assert torch.equal(tensor, saved[name])

@@ -14,12 +14,13 @@ from tests.zeropp.sharded_training import (
     QWZ,
     evaluate,
     load_random_weights,
+    restore_codes,
     shard_on_nodes,
     step,
 )
 from tests.zeropp.small_model import loss_of, tokens_of
 from zeropp import InputError, Sharding, ZeroConfig, fsdp_adapter
-from zeropp.checkpoint.kept_codes import codes_to_save, restore_codes
+from zeropp.checkpoint.kept_codes import codes_to_save
 from zeropp.quant.ops import dequantize
 from zeropp.quant.packing import RAW
 from zeropp.wire.collectives import weight_layout
