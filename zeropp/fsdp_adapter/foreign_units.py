@@ -12,6 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from zeropp.fsdp_adapter.param_groups import groups_of, parameters_of
 
@@ -83,6 +84,18 @@ def dtypes_of(unit: FSDPModule) -> tuple[torch.dtype, torch.dtype]:
     return compute, group.mp_policy.reduce_dtype or compute
 
 
+def gathered_dtypes(unit: FSDPModule) -> set[torch.dtype]:
+    """Return the dtypes in which weights are gathered, without those that have their own hooks."""
+    cast = groups_of(unit)[0].mp_policy.param_dtype
+    plain = [each for each in parameters_of(unit) if not _has_gather_hooks(each)]
+    return {cast or parameter.sharded_param.dtype for parameter in plain}
+
+
+def has_gather_hooks(unit: FSDPModule) -> bool:
+    """Whether parameters of a unit say themselves what is gathered of them."""
+    return any(map(_has_gather_hooks, parameters_of(unit)))
+
+
 def collectives_of(unit: FSDPModule) -> UnitCollectives:
     """Return the collectives of a unit."""
     group = groups_of(unit)[0]
@@ -101,5 +114,10 @@ def restore_collectives(unit: FSDPModule, collectives: UnitCollectives) -> None:
 
 
 def prefetches(unit: FSDPModule) -> bool:
-    """Whether it was set which units are gathered during this one's forward."""
-    return bool(unit._get_fsdp_state()._states_to_forward_prefetch)
+    """Whether it was set which units are gathered during this one's passes."""
+    state = unit._get_fsdp_state()
+    return bool(state._states_to_forward_prefetch or state._states_to_backward_prefetch)
+
+
+def _has_gather_hooks(parameter: FSDPParam) -> bool:
+    return hasattr(parameter.sharded_param._local_tensor, "fsdp_pre_all_gather")

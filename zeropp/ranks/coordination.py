@@ -6,8 +6,8 @@ there are, or those of the group that an enclosing `with among(group)` names; th
 those in the group.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import TypeVar
@@ -89,6 +89,19 @@ def fail_together() -> Iterator[None]:
     for error_of_rank in errors:
         if error_of_rank is not None:
             raise error_of_rank
+
+
+@contextmanager
+def fail_together_along(groups: Iterable[dist.ProcessGroup]) -> Iterator[None]:
+    """As `fail_together`, along each axis of a mesh: what one rank raises, all ranks of it raise.
+
+    `groups` are this rank's lines of ranks, one for each axis, in the same order on all ranks.
+    """
+    with ExitStack() as stack:
+        for group in groups:
+            stack.enter_context(among(group))
+            stack.enter_context(fail_together())
+        yield
 
 
 def report_once(environment: Environment, report: Callable[[], None]) -> None:

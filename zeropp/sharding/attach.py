@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -19,9 +20,20 @@ from torch import nn
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
+from zeropp.ranks.coordination import fail_together_along
 from zeropp.settings.zero_config import ZeroConfig
+from zeropp.sharding.checks import (
+    GATHER_HOOKS,
+    Units,
+    common_group,
+    obstacles,
+    require_attachable_settings,
+    require_same_settings,
+    require_sharded,
+    require_types,
+)
 from zeropp.sharding.forecast import Forecast
-from zeropp.sharding.grid import Grid, find_nodes_of
+from zeropp.sharding.grid import Grid, find_nodes_of, lines_of_ranks
 from zeropp.sharding.sharding import Sharding
 from zeropp.sharding.weight_changes import WeightChanges
 from zeropp.wire.collectives import GradientMean, WeightGather
@@ -33,13 +45,13 @@ from zeropp.wire.secondary_copies import copies_of
 from zeropp.wire.traffic import Traffic
 
 log = logging.getLogger("zeropp")
-Units = Mapping[str, fsdp.FSDPModule]
+STAGE = "zero_optimization.stage"
 HONOURED = frozenset(
     {
         "communication_data_type", "zeropp.ranks_per_node", "zeropp.weight_bits",
         "zeropp.gradient_bits", "zeropp.weight_steps", "zeropp.weight_step_levels",
         "zeropp.weight_step_check_interval", "zeropp.secondary_in_evaluation",
-        "zero_optimization.stage",
+        STAGE,
         "zero_optimization.zero_quantized_weights", "zero_optimization.zero_hpz_partition_size",
         "zero_optimization.zero_quantized_gradients",
     }
@@ -54,31 +66,48 @@ def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Atta
     `communication_data_type` and the section `zeropp`. What is not quantized has the dtype that
     FSDP2 would send. All ranks call it, between two steps, before or after the optimizer is made.
 
-    Units whose parameters are on several meshes, that are only replicated, or that already have
-    other collectives than FSDP2's own keep theirs; `Attached.skipped` says which and why. With HSDP
+    Units whose parameters are on several meshes, that are only replicated, that already have other
+    collectives than FSDP2's own, or, where weights are quantized or kept, whose parameters have
+    all-gather hooks, keep what they have; `Attached.skipped` says which and why. With HSDP
     the sum over replicas stays FSDP2's own, which is not quantized.
 
-    Raises InputError, before anything is changed, for a model that is not sharded or attached
-    already, stage 0, an hpZ partition that does not fit, units on different meshes, and settings
-    that need `zeropp.shard`.
+    Raises InputError on all ranks, before anything is changed, for a model that is not sharded or
+    attached already, stage 0, an hpZ partition that does not fit, units on different meshes, 64-bit
+    weights or gradients, settings that need `zeropp.shard`, and ranks whose settings or units
+    differ. What else fails on one rank raises RankError on the others.
     """
+    named = fsdp.named_units(model)
+    lines = lines_of_ranks(each for unit in named.values() for each in fsdp.shards(unit))
+    with fail_together_along(lines):
+        require_sharded(model, named)
+        attached = _planned(model, named, config)
+        rows = attached.describe()
+    with fail_together_along(lines):
+        require_same_settings(attached.group, attached.settings())
+    attached.install()
+    if dist.get_rank() == 0:
+        _log(attached, rows)
+    return attached
+
+
+def _planned(
+    model: nn.Module, named: Units, config: ZeroConfig | Mapping | str | Path
+) -> "Attached":
+    """Return what `attach` installs; nothing is sent or changed yet."""
     if not isinstance(config, ZeroConfig):
         config = ZeroConfig.from_json(config)
-    _require_settings(config)
-    named = fsdp.named_units(model)
-    _require_units(model, named)
-    skipped = {name: reason for name, unit in named.items() if (reason := _obstacle(unit))}
-    units = {name: unit for name, unit in named.items() if name not in skipped}
-    if not units:
-        raise InputError(f"zeropp.attach: no unit can be attached: {_listed(skipped)}")
-    group = _common_group(units)
-    device = fsdp.device_of(next(iter(units.values())))
-    nodes = find_nodes_of(group, device.type, config)
+    require_attachable_settings(config)
+    skipped = obstacles(named)
+    units = _others(named, skipped)
+    group = common_group(units)
+    nodes = find_nodes_of(group, config)
     routes = weight_route(config, nodes), gradient_route(config, nodes)
-    attached = Attached(model, units, skipped, group, routes, config)
-    if dist.get_rank() == 0:
-        _log(attached, config)
-    return attached
+    if not routes[0].is_flat:
+        hooked = [name for name, unit in units.items() if fsdp.has_gather_hooks(unit)]
+        skipped |= dict.fromkeys(hooked, GATHER_HOOKS)
+        units = _others(named, skipped)
+    require_types(units, {name: _wire_dtype(unit, config) for name, unit in units.items()})
+    return Attached(model, units, skipped, group, routes, config)
 
 
 class Attached:
@@ -97,6 +126,7 @@ class Attached:
         config: ZeroConfig,
     ) -> None:
         self.model, self.units, self.skipped = model, dict(units), dict(skipped)
+        self.config, self.routes = config, routes
         self.group, self.traffic = group, Traffic()
         self.copies = copies_of(model, routes[0], group.rank(), config)
         self.forecast = _forecast(model, [*units.values()], routes, config)
@@ -104,11 +134,16 @@ class Attached:
         self._undo = ExitStack()
         self._previous = {unit: fsdp.collectives_of(unit) for unit in units.values()}
         self._gathers: dict[fsdp.FSDPModule, WeightGather] = {}
-        if group.size() > 1:
-            self._gathers = self._use_gathers(routes[0])
-            self._use_means(routes[1], config)
+        self._changes: WeightChanges | None = None
+
+    def install(self) -> None:
+        """Set the collectives; `attach` does it."""
+        if self.group.size() > 1:
+            self._gathers = self._use_gathers(self.routes[0])
+            self._use_means(self.routes[1])
             self._gather_ahead()
-        self._changes = WeightChanges(model, [*units.values()], self.copies, group)
+        units = [*self.units.values()]
+        self._changes = WeightChanges(self.model, units, self.copies, self.group)
         self._undo.callback(self._changes.close)
 
     def detach(self) -> None:
@@ -142,6 +177,12 @@ class Attached:
             self.weights_changed()
             for unit, gather in self._gathers.items():
                 fsdp.use_all_gather(unit, gather)
+
+    def settings(self) -> dict[str, object]:
+        """Return by name what must be the same on all ranks, or they would wait for each other."""
+        dotted = {name: attrgetter(name)(self.config) for name in sorted(HONOURED - {STAGE})}
+        per_node = self.routes[0].nodes.ranks_per_node
+        return dotted | {"ranks per node": per_node, "units": [*self.units]}
 
     def describe(self, num_micro_batches: int = 1) -> tuple[tuple[str, str], ...]:
         """Return table rows (name, text): the collectives as they run, and the bytes a node sends.
@@ -183,7 +224,7 @@ class Attached:
             fsdp.use_all_gather(unit, gathers[unit])
         return gathers
 
-    def _use_means(self, route: Route, config: ZeroConfig) -> None:
+    def _use_means(self, route: Route) -> None:
         links = self._connect(route, "gradients")
         device = fsdp.device_of(next(iter(self.units.values())))
         use = GradientUse(self.group, device)
@@ -191,7 +232,7 @@ class Attached:
             rounds = fsdp.is_replicated(unit)
             in_flight = self._in_flight if device.type == "cpu" and not rounds else None
             mean = GradientMean(
-                unit, route, links, _wire_dtype(unit, config), in_flight, use,
+                unit, route, links, _wire_dtype(unit, self.config), in_flight, use,
                 divides=False, rounds=rounds,
             )  # fmt: skip
             self._undo.callback(mean.leave)
@@ -217,80 +258,18 @@ class Attached:
         return inner, outer
 
 
-def _log(attached: Attached, config: ZeroConfig) -> None:
+def _log(attached: Attached, rows: tuple[tuple[str, str], ...]) -> None:
     """Say what is sent from now on, and what of the settings has no effect."""
-    for name, text in attached.describe():
+    for name, text in rows:
         if name != "sends":
             log.info("zeropp.attach, %s: %s", name, text.replace("\n", "; "))
-    if without_effect := sorted(config.file_keys - HONOURED):
+    if without_effect := sorted(attached.config.file_keys - HONOURED):
         log.info(
             "zeropp.attach: no effect on a model that is sharded already: %s",
             ", ".join(without_effect),
         )
     if attached.skipped:
         log.warning("zeropp.attach leaves these units as they are: %s", _listed(attached.skipped))
-
-
-def _require_settings(config: ZeroConfig) -> None:
-    if config.stage == 0:
-        raise InputError(
-            "zero_optimization.stage = 0 keeps whole weights on every rank, and zeropp.attach is "
-            "for models whose weights are sharded: set 3, or 2 and 1, which here mean the same"
-        )
-    for is_set, key in (
-        (config.offloads_optimizer, "offload_optimizer"),
-        (config.offloads_weights, "offload_param"),
-        (config.stores_frozen, "zero_quantized_nontrainable_weights"),
-    ):
-        if is_set:
-            raise InputError(
-                f"zero_optimization.{key} changes where or how weights are stored, which "
-                "zeropp.attach leaves as it is: shard the model with zeropp.shard, or leave it out"
-            )
-
-
-def _require_units(model: nn.Module, units: Units) -> None:
-    """Raise InputError for a model that is not sharded, or has our collectives already."""
-    if not units:
-        raise InputError(
-            f"zeropp.attach: this {type(model).__name__} has no unit of fully_shard. Call it after "
-            "the model was sharded, or shard it by zeropp.shard, which sets the same collectives"
-        )
-    for name, unit in units.items():
-        if fsdp.has_one_mesh(unit):
-            if isinstance(fsdp.collectives_of(unit).all_gather, WeightGather):
-                raise InputError(
-                    f"zeropp.attach: {name or 'the model'} has ZeRO++'s collectives already, by "
-                    "zeropp.shard or zeropp.attach: call detach() of what that returned first"
-                )
-
-
-def _obstacle(unit: fsdp.FSDPModule) -> str | None:
-    """Return why a unit cannot be attached, if it cannot."""
-    if not fsdp.has_one_mesh(unit):
-        return "its parameters are on several meshes"
-    if fsdp.shard_group(unit) is None:
-        return "it is replicated, not sharded"
-    if fsdp.keeps_part_after_forward(unit):
-        return "an int reshard_after_forward keeps a copy already (use zero_hpz_partition_size)"
-    if not fsdp.collectives_of(unit).are_defaults:
-        return "it has other collectives than FSDP2's own"
-    return None
-
-
-def _common_group(units: Units) -> dist.ProcessGroup:
-    """Return the ranks that all units are sharded over; raise InputError if they differ."""
-    (first_name, first), *others = units.items()
-    group = fsdp.shard_group(first)
-    ranks = dist.get_process_group_ranks(group)
-    for name, unit in others:
-        other_ranks = dist.get_process_group_ranks(fsdp.shard_group(unit))
-        if other_ranks != ranks:
-            raise InputError(
-                f"zeropp.attach: {first_name or 'the model'} is sharded over the ranks {ranks} and "
-                f"{name} over {other_ranks}: attach the modules of each mesh by themselves"
-            )
-    return group
 
 
 def _forecast(
@@ -328,6 +307,14 @@ def _wire_dtype(unit: fsdp.FSDPModule, config: ZeroConfig) -> torch.dtype:
     if config.communication_data_type is not None:
         return getattr(torch, config.wire_format)
     return fsdp.dtypes_of(unit)[1]
+
+
+def _others(units: Units, skipped: Mapping[str, str]) -> Units:
+    """Return the units that are not skipped; raise InputError if there are none."""
+    others = {name: unit for name, unit in units.items() if name not in skipped}
+    if not others:
+        raise InputError(f"zeropp.attach: no unit can be attached: {_listed(skipped)}")
+    return others
 
 
 def _listed(reasons: Mapping[str, str]) -> str:

@@ -1,16 +1,24 @@
-"""Checks that a model can be sharded, made before anything in it is changed.
+"""Checks that a model can be sharded or attached, made before anything in it is changed.
 
 FSDP2 reports some of these problems only in the first forward pass, and less clearly.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
+from zeropp.quant.packing import FLOATS
+from zeropp.ranks.coordination import among, gather_objects
+from zeropp.settings.zero_config import ZeroConfig
+from zeropp.wire.collectives import WeightGather
+
+Units = Mapping[str, fsdp.FSDPModule]  # by the names of modules
+GATHER_HOOKS = "its parameters say themselves what is gathered of them (fsdp_pre_all_gather)"
 
 
 def require_shardable(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -113,3 +121,102 @@ def _by_unit(
         yield unit, prefix + name, parameter
     for name, child in module.named_children():
         yield from _by_unit(child, units, unit, f"{prefix}{name}.")
+
+
+def require_sharded(model: nn.Module, units: Units) -> None:
+    """Raise InputError for a model that is not sharded, or has our collectives already."""
+    if not units:
+        raise InputError(
+            f"zeropp.attach: this {type(model).__name__} has no unit of fully_shard. Call it after "
+            "the model was sharded, or shard it by zeropp.shard, which sets the same collectives"
+        )
+    for name, unit in units.items():
+        if fsdp.has_one_mesh(unit):
+            if isinstance(fsdp.collectives_of(unit).all_gather, WeightGather):
+                raise InputError(
+                    f"zeropp.attach: {name or 'the model'} has ZeRO++'s collectives already, by "
+                    "zeropp.shard or zeropp.attach: call detach() of what that returned first"
+                )
+
+
+def require_attachable_settings(config: ZeroConfig) -> None:
+    """Raise InputError for settings that need `zeropp.shard`."""
+    if config.stage == 0:
+        raise InputError(
+            "zero_optimization.stage = 0 keeps whole weights on every rank, and zeropp.attach is "
+            "for models whose weights are sharded: set 3, or 2 and 1, which here mean the same"
+        )
+    for is_set, key in (
+        (config.offloads_optimizer, "offload_optimizer"),
+        (config.offloads_weights, "offload_param"),
+        (config.stores_frozen, "zero_quantized_nontrainable_weights"),
+    ):
+        if is_set:
+            raise InputError(
+                f"zero_optimization.{key} changes where or how weights are stored, which "
+                "zeropp.attach leaves as it is: shard the model with zeropp.shard, or leave it out"
+            )
+
+
+def obstacles(units: Units) -> dict[str, str]:
+    """Return by name the units that cannot be attached, and why."""
+    return {name: reason for name, unit in units.items() if (reason := _obstacle(unit))}
+
+
+def common_group(units: Units) -> dist.ProcessGroup:
+    """Return the ranks that all units are sharded over; raise InputError if they differ."""
+    (first_name, first), *others = units.items()
+    group = fsdp.shard_group(first)
+    ranks = dist.get_process_group_ranks(group)
+    for name, unit in others:
+        other_ranks = dist.get_process_group_ranks(fsdp.shard_group(unit))
+        if other_ranks != ranks:
+            raise InputError(
+                f"zeropp.attach: {first_name or 'the model'} is sharded over the ranks {ranks} and "
+                f"{name} over {other_ranks}: attach the modules of each mesh by themselves"
+            )
+    return group
+
+
+def require_types(units: Units, wire_dtypes: Mapping[str, torch.dtype]) -> None:
+    """Raise InputError for weights or gradients of a type that cannot be sent.
+
+    `wire_dtypes` are by unit what unquantized gradients would travel in.
+    """
+    for name, unit in units.items():
+        for what, dtypes in (
+            ("gathers weights", fsdp.gathered_dtypes(unit)),
+            ("reduces gradients", {wire_dtypes[name]}),
+        ):
+            if others := dtypes.difference(FLOATS):
+                raise InputError(
+                    f"zeropp.attach: {name or 'the model'} {what} in {others.pop()}, and bf16, "
+                    "fp16 and fp32 can be sent: convert the model before it is sharded, as by "
+                    "model.float(), or shard it with a MixedPrecisionPolicy"
+                )
+
+
+def require_same_settings(group: dist.ProcessGroup, settings: Mapping[str, object]) -> None:
+    """Raise InputError on all ranks of the group if they would send different things."""
+    with among(group):
+        everyones = gather_objects(dict(settings))
+    for name, value in everyones[0].items():
+        for position, others in enumerate(everyones):
+            if others[name] != value:
+                first, rank = (dist.get_global_rank(group, each) for each in (0, position))
+                raise InputError(
+                    f"zeropp.attach: {name} is {value} on rank {first} and {others[name]} on rank "
+                    f"{rank}: give all ranks the same settings and the same units"
+                )
+
+
+def _obstacle(unit: fsdp.FSDPModule) -> str | None:
+    if not fsdp.has_one_mesh(unit):
+        return "its parameters are on several meshes"
+    if fsdp.shard_group(unit) is None:
+        return "it is replicated, not sharded"
+    if fsdp.keeps_part_after_forward(unit):
+        return "an int reshard_after_forward keeps a copy already (use zero_hpz_partition_size)"
+    if not fsdp.collectives_of(unit).are_defaults:
+        return "it has other collectives than FSDP2's own"
+    return None

@@ -6,7 +6,7 @@ once.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -109,14 +109,33 @@ def find_nodes(mesh: DeviceMesh, config: ZeroConfig, data: DeviceMesh | None = N
     return nodes_of_grid(ranks_of(mesh), _lines(mesh, data or mesh), per_node)
 
 
-def find_nodes_of(group: dist.ProcessGroup, device_type: str, config: ZeroConfig) -> Nodes:
-    """Return which ranks of a group share a node, as `find_nodes`; raises InputError as that does.
+def find_nodes_of(group: dist.ProcessGroup, config: ZeroConfig) -> Nodes:
+    """Return which ranks of a group share a node, as this rank sees it; others may see less.
 
-    The other ranks of a node are taken to hold other parts of the model.
+    The other ranks of a node are taken to hold other parts of the model. Raises InputError if the
+    nodes would have different numbers of the group's ranks.
     """
-    per_node = _ranks_per_node([group], device_type, config)
+    per_node = own_ranks_per_node(config)
     nodes = Nodes.of(dist.get_process_group_ranks(group), per_node)
     return replace(nodes, parts=max(1, per_node // nodes.ranks_per_node))
+
+
+def own_ranks_per_node(config: ZeroConfig) -> int:
+    """Return how many ranks a node has by `zeropp.ranks_per_node`, or as this one was launched."""
+    launched_per_node = min(Environment.read().local_world_size, dist.get_world_size())
+    return config.zeropp.ranks_per_node or launched_per_node
+
+
+def lines_of_ranks(parameters: Iterable[nn.Parameter]) -> list[dist.ProcessGroup]:
+    """Return this rank's group along each axis that the parameters are spread over."""
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    meshes = dict.fromkeys(each.device_mesh for each in parameters if isinstance(each, DTensor))
+    for mesh in meshes:
+        for axis in range(mesh.ndim):
+            ranks = _line(mesh, axis)
+            if len(ranks) > 1:
+                groups.setdefault(ranks, mesh.get_group(axis))
+    return [*groups.values()]
 
 
 def nodes_of_grid(
@@ -142,8 +161,7 @@ def _ranks_per_node(
     groups: Sequence[dist.ProcessGroup], device_type: str, config: ZeroConfig
 ) -> int:
     """Return how many ranks a node has; raises InputError if the ranks of these groups differ."""
-    launched_per_node = min(Environment.read().local_world_size, dist.get_world_size())
-    per_node = config.zeropp.ranks_per_node or launched_per_node
+    per_node = own_ranks_per_node(config)
     extremes = torch.tensor([per_node, -per_node], device=device_type)
     for group in groups:
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)

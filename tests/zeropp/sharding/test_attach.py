@@ -8,11 +8,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import zeropp
 from tests.ranks import ranks
 from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
 from zeropp import InputError
+from zeropp import fsdp_adapter as fsdp
 
 PLAIN = {"zero_optimization": {"stage": 3}, "zeropp": {"ranks_per_node": 2}}
 ZERO = {
@@ -225,6 +231,65 @@ def test_what_cannot_be_attached_is_named():
     fully_shard(mixed.blocks[0], mesh=pairs["a"])
     fully_shard(mixed, mesh=mesh)
     refused(mixed, ZEROPP, r"the model is sharded over the ranks \[0, 1, 2, 3\] and blocks.0 over")
+
+
+@ranks(4)
+def test_a_mistake_of_one_rank_is_an_error_on_all():
+    model, is_wrong = sharded(), dist.get_rank() == 2
+    parallel = in_parts(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")))
+    other = {"zero_optimization": ZERO | {"zero_hpz_partition_size": 1}}
+    for wrong, message in (
+        ("no_such.json", "cannot read the configuration no_such.json"),
+        ({"zero_optimization": ZERO | {"zero_hpz_partition_size": 3}}, "_size = 3 (does|counts)"),
+        (ZEROPP | other, "zero_hpz_partition_size is 2 on rank 0 and 1 on rank 2: give all ranks"),
+        (ZEROPP | {"zeropp": {"ranks_per_node": 1}}, "ranks_per_node is 2 on rank 0 and 1 on"),
+        (ZEROPP | {"communication_data_type": "bf16"}, "communication_data_type is None on rank 0"),
+    ):
+        for each in (model, parallel):
+            with pytest.raises(InputError, match=message):
+                zeropp.attach(each, wrong if is_wrong else ZEROPP)
+    skips = sharded()
+    if is_wrong:
+        skips.blocks[1].set_custom_all_gather(type("Own", (), {"allocate": None})())
+    with pytest.raises(InputError, match=r"units is \['', .* on rank 2"):
+        zeropp.attach(skips, ZEROPP)
+    assert train(model) == train(sharded())  # nothing was changed
+    zeropp.attach(parallel, PLAIN)
+
+
+def in_parts(mesh: DeviceMesh) -> SmallModel:
+    """A model whose blocks are in tensor-parallel parts, sharded along the other axis."""
+    model = small_model()
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tensor"], plan)
+        fully_shard(block, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
+@ranks(2)
+def test_types_that_cannot_be_sent_are_named_on_all_ranks():
+    mesh = init_device_mesh("cpu", (2,))
+    models = [small_model().double() for _ in range(2)]
+    for model, policy in zip(models, (MixedPrecisionPolicy(), BF16), strict=True):
+        for unit in (*model.blocks, model):
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
+    with pytest.raises(InputError, match="the model gathers weights in torch.float64, and bf16"):
+        zeropp.attach(models[0], {"zero_optimization": ZERO, "zeropp": {"ranks_per_node": 1}})
+    zeropp.attach(models[1], {"zero_optimization": ZERO, "zeropp": {"ranks_per_node": 1}})
+    for model in models:
+        loss_of(model, tokens_of(1)).backward()
+
+
+@ranks(2)
+def test_the_owner_s_prefetching_is_left_as_it_is():
+    for direction in ("forward", "backward"):
+        model = sharded()
+        first, last = model.blocks[0], model.blocks[2]
+        getattr(last, f"set_modules_to_{direction}_prefetch")([first])
+        zeropp.attach(model, PLAIN | {"zeropp": {"ranks_per_node": 1}})
+        set_ahead = [fsdp.prefetches(unit) for unit in (model, *model.blocks)]
+        assert set_ahead == [False, False, False, True]
 
 
 @ranks(4)
