@@ -30,6 +30,7 @@ from zeropp.quant.packing import RAW, Layout, num_blocks
 from zeropp.wire.in_flight import Hops
 from zeropp.wire.link import Link
 
+CHECK_BYTES = 8  # that a rank sends of a unit to compare its copies
 CAPPED_SHARE = 0.003  # of a unit's codes: with more, they may move further in the next step
 
 
@@ -156,7 +157,7 @@ class WeightSteps:
 def is_same_on_all_nodes(
     rows: Tensor, outer: Link, purpose: str, *, async_op: bool
 ) -> Generator[dist.Work | None, None, bool]:
-    """Return whether all ranks of the hop hold the same `rows` (N, P); each sends 8 bytes."""
+    """Return whether all ranks of the hop hold the same `rows` (N, P); each sends CHECK_BYTES."""
     words = rows.view(torch.int64).flatten()
     places = torch.arange(1, 2 * len(words), 2, device=words.device)  # odd: no change is lost
     own = (words * places).sum().view(1)  # modulo 2^64

@@ -24,6 +24,7 @@ from zeropp.checkpoint.kept_codes import codes_to_save
 from zeropp.quant.ops import dequantize
 from zeropp.quant.packing import RAW
 from zeropp.wire.collectives import weight_layout
+from zeropp.wire.weight_steps import CHECK_BYTES
 
 ALL = BOTH | {"zero_quantized_gradients": True}
 CALLS = (*3 * ("step",), "accumulate", "skip", "evaluate", "load", "changed", "freeze", "fail")
@@ -31,15 +32,10 @@ CALLS += ("save", "go back")
 
 
 def shard_with_steps(
-    levels: int | None = 5, weight_step_check_interval: int = 0, **settings: object
+    levels: int | None = 5, steps: dict | None = None, **settings: object
 ) -> Sharding:
-    steps = {
-        "weight_steps": True,
-        "weight_step_levels": levels,
-        "weight_step_check_interval": weight_step_check_interval,
-    }
-    zero = ALL
-    return shard_on_nodes(zero, zeropp=steps, **settings)
+    zeropp = {"weight_steps": True, "weight_step_levels": levels, **(steps or {})}
+    return shard_on_nodes(ALL, zeropp=zeropp, **settings)
 
 
 def adamw(sharding: Sharding, lr: float = 1e-3) -> torch.optim.Optimizer:
@@ -261,7 +257,7 @@ def fail_in_the_middle(sharding: Sharding, generator: random.Random) -> None:
 @ranks(4)
 def test_copies_that_differ_are_found_and_sent_again():
     """The second node's copy of a unit is changed; it is noticed after the third message."""
-    sharding = shard_with_steps(weight_step_check_interval=3)
+    sharding = shard_with_steps(steps={"weight_step_check_interval": 3})
     optimizer = adamw(sharding)
     for number in range(3):
         step(sharding, optimizer, number)
@@ -284,8 +280,10 @@ def test_copies_that_differ_are_found_and_sent_again():
     logging.getLogger("zeropp").removeHandler(warnings)
     sent, expected = sharding.traffic.take(), sharding.expected_traffic(1)
     key = "weights_forward", "across_nodes"
-    # Of the three steps, the last one compares; the root and each block send 8 bytes once.
-    assert sent[key] == 3 * expected[key] + 8 * len(sharding.units)
+    # Of the three steps, the last one compares.
+    compared = CHECK_BYTES * len(sharding.units)
+    assert sent[key] == 3 * expected[key] + compared
+    assert 0 < compared / shard_with_steps().copies.steps.check_interval < 1e-3 * expected[key]
 
 
 @ranks(2)
