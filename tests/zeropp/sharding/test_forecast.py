@@ -1,8 +1,20 @@
-"""The forecast of the traffic, for shapes whose bytes can be counted by hand."""
+"""The forecast of the traffic: for shapes that can be counted by hand, and beside the calls."""
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import zeropp
+from tests.ranks import ranks
 from zeropp.fsdp_adapter import Piece
 from zeropp.sharding.forecast import Forecast
 from zeropp.wire.route import Nodes, Route
@@ -54,3 +66,54 @@ def test_a_node_is_the_mean_of_all_nodes_where_hops_straddle_them():
     ]
     assert len(set(by_node)) > 1
     assert bytes_across_nodes(forecast.node()) == sum(by_node) / 3
+
+
+class CountedCalls(TorchDispatchMode):
+    """Counts what this rank sends in the collectives of `group`, whoever calls them.
+
+    Rings: a gather sends each rank's part to W-1 others, a reduction W-1 of the W parts.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.ranks, self.num_bytes = dist.get_process_group_ranks(group), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        size = len(self.ranks)
+        share = {
+            "c10d::_allgather_base_": size - 1,
+            "c10d::_reduce_scatter_base_": (size - 1) / size,
+            "c10d::alltoall_base_": (size - 1) / size,
+        }.get(func._schema.name)
+        if share is not None:
+            _, sent, group, *_ = args
+            assert dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)) == self.ranks
+            self.num_bytes += share * sent.nbytes
+        return func(*args, **(kwargs or {}))
+
+
+@ranks(4)
+def test_beside_tensor_parallelism_attached_and_plain_fsdp2_send_what_is_told():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    inputs, counted = torch.randn(3, 16), []
+    for attaches in (False, True):
+        torch.manual_seed(1)
+        layers = [nn.Linear(16, 32), nn.Linear(32, 16), nn.LayerNorm(16)]
+        model = nn.Sequential(nn.Sequential(*layers), nn.Linear(16, 6))
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        for part in (parallelize_module(model[0], mesh["tensor"], plan), model):
+            fully_shard(part, mesh=mesh["data"])
+        attached = None
+        if attaches:
+            json = {"zero_optimization": {"stage": 3}, "zeropp": {"ranks_per_node": 2}}
+            attached = zeropp.attach(model, json)
+        with CountedCalls(mesh.get_group("data")) as calls:
+            model(inputs).sum().backward()
+        counted.append(calls.num_bytes)
+    assert counted[0] == sum(attached.plain_traffic().values()) > 0
+    assert counted[1] == sum(attached.traffic.take().values())
+    assert counted[1] == sum(attached.expected_traffic().values())
+    with torch.no_grad():
+        model(inputs)  # an evaluation is no part of a step
+    forward = {key: n for key, n in attached.expected_traffic().items() if "forward" in key[0]}
+    assert sum(attached.traffic.take().values()) == sum(forward.values())
