@@ -19,7 +19,10 @@ NOT_ARCHITECTURE = (
     "attention_dropout", "fp32_residual_connection", "attention_softmax_in_fp32",
     "apply_query_key_layer_scaling",
 )  # fmt: skip
-ROPE_SCALING = ("use_rope_scaling", "rope_scaling_factor")
+ROPE_SCALING = (
+    "use_rope_scaling", "rope_scaling_factor", "rope_scaling_low_freq_factor",
+    "rope_scaling_high_freq_factor", "rope_scaling_original_positions",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,6 +64,8 @@ def make_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
     """Return the MLP's nonlinearity: OpenAI's GELU is the tanh form, exact GELU the erf form."""
     if config.swiglu:
         return F.silu  # of the gate
+    if config.relu or config.reglu:
+        return F.relu
     if config.squared_relu:
         return squared_relu
     is_approximate = config.openai_gelu or config.bias_gelu_fusion
@@ -84,14 +86,13 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        bias = not config.disable_bias_linear
         self.scores = Scores.of(config, layer)
         self.head_dim = config.head_dim
         self.kv_heads = config.kv_heads
         self.group_size = config.num_attention_heads // config.kv_heads
         self.dropout = config.attention_dropout
         rows = self.kv_heads * (self.group_size + 2) * self.head_dim
-        self.qkv = nn.Linear(config.hidden_size, rows, bias=bias or config.add_qkv_bias)
+        self.qkv = nn.Linear(config.hidden_size, rows, bias=config.has_qkv_bias)
         width = config.num_attention_heads * self.head_dim
         self.q_norm = self.k_norm = self.queries_norm = self.keys_norm = None
         if config.qk_layernorm and config.qk_layernorm_across_heads:
@@ -100,7 +101,7 @@ class Attention(nn.Module):
         elif config.qk_layernorm:
             self.q_norm = make_norm(config, self.head_dim)
             self.k_norm = make_norm(config, self.head_dim)
-        self.output = nn.Linear(width, config.hidden_size, bias=bias)
+        self.output = nn.Linear(width, config.hidden_size, bias=config.has_attention_output_bias)
         self.call = call_directly
 
     def forward(
@@ -148,11 +149,11 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with a nonlinearity between them; with SwiGLU and GeGLU a third, a gate."""
+    """Two linear layers with a nonlinearity between them, or three, of which one is a gate."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        bias = not config.disable_bias_linear
+        bias = config.has_mlp_bias
         hidden, ffn = config.hidden_size, config.ffn_size
         self.input = nn.Linear(hidden, ffn, bias=bias)
         self.gate = nn.Linear(hidden, ffn, bias=bias) if config.is_gated else None

@@ -10,9 +10,6 @@ from torch import Tensor
 
 from megatron_zpp.settings.config import ModelConfig
 
-# Llama 3.1's scaling of rotary positions: wavelengths per context of the first training.
-LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR = 1.0, 4.0
-ORIGINAL_POSITIONS = 8192  # context of the first training, in tokens
 Rotary = tuple[Tensor, Tensor]  # cosines and signed sines, each [B or 1, S, 1, 1, R] in fp32
 GLOBAL, LOCAL, NONE = 0, 1, 2  # tables of a model, by their index
 
@@ -39,7 +36,7 @@ def rotary_tables(
     frequencies = base_frequencies(channels, config.rotary_base, positions.device)
     scale = 1.0
     if config.use_rope_scaling:
-        frequencies = scale_frequencies(frequencies, config.rope_scaling_factor)
+        frequencies = _llama3_frequencies(config, frequencies)
     if config.rotary_seq_len_interpolation_factor > 1:
         frequencies = frequencies / config.rotary_seq_len_interpolation_factor
     if config.rope_type == "yarn":
@@ -86,8 +83,10 @@ def _yarn_frequencies(config: ModelConfig, frequencies: Tensor) -> Tensor:
         ratio = math.log(first_length / (turns * 2 * math.pi)) / math.log(config.rotary_base)
         return ratio * config.rotary_channels / 2
 
-    fast = max(math.floor(channel_of(config.yarn_beta_fast)), 0)
-    slow = min(math.ceil(channel_of(config.yarn_beta_slow)), config.rotary_channels - 1)
+    fast, slow = channel_of(config.yarn_beta_fast), channel_of(config.yarn_beta_slow)
+    if config.yarn_correction_range_round_to_int:
+        fast, slow = math.floor(fast), math.ceil(slow)
+    fast, slow = max(fast, 0), min(slow, config.rotary_channels - 1)
     channels = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
     slow_share = ((channels - fast) / max(slow - fast, 0.001)).clamp(0, 1)
     return frequencies * (slow_share / config.rotary_scaling_factor + (1 - slow_share))
@@ -106,16 +105,17 @@ def _longrope_frequencies(
     return frequencies / (long if is_long else short)
 
 
-def scale_frequencies(frequencies: Tensor, factor: float) -> Tensor:
+def _llama3_frequencies(config: ModelConfig, frequencies: Tensor) -> Tensor:
     """Scale rotary frequencies [R/2], in radians per position, as Llama 3.1 does.
 
-    Over the original positions, frequencies of at most LOW_FREQ_FACTOR wavelengths are divided by
-    `factor`, those of at least HIGH_FREQ_FACTOR stay, and those between are interpolated.
+    Over the text of the first training, frequencies of at most the low factor's turns are divided
+    by `rope_scaling_factor`, those of at least the high factor's stay, and those between are
+    interpolated.
     """
-    wavelengths = ORIGINAL_POSITIONS * frequencies / (2 * math.pi)
-    smooth = (wavelengths - LOW_FREQ_FACTOR) / (HIGH_FREQ_FACTOR - LOW_FREQ_FACTOR)
-    unscaled_share = smooth.clamp(0, 1)
-    return frequencies * (unscaled_share + (1 - unscaled_share) / factor)
+    low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
+    turns = config.rope_scaling_original_positions * frequencies / (2 * math.pi)
+    unscaled_share = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (unscaled_share + (1 - unscaled_share) / config.rope_scaling_factor)
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

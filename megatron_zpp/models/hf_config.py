@@ -19,6 +19,7 @@ from zeropp.errors import InputError
 from zeropp.settings.schema import settings_of
 
 QUANTIZATION = "quantization_config"
+ADDED_BIASES = ("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +186,10 @@ def _without_redundant_values(fields: dict[str, Any]) -> dict[str, Any]:
     The width of the MLP, which has several defaults, is filled in instead.
     """
     fields = dict(fields)
+    if all(fields.get(name) for name in ADDED_BIASES):
+        fields["disable_bias_linear"] = False
+    if not fields.get("disable_bias_linear"):
+        fields |= dict.fromkeys(ADDED_BIASES, False)
     heads, hidden_size = fields["num_attention_heads"], fields["hidden_size"]
     head_dim = fields.get("kv_channels")
     if fields.get("num_query_groups") == heads:

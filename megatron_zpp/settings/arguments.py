@@ -190,7 +190,7 @@ def _log_notices(typed: Mapping[str, Assignment], config: Config) -> None:
         if reason:
             log.info("%s has no effect here: %s", assignment, reason)
     model = config.model
-    if not (model.bias_gelu_fusion or model.swiglu or model.squared_relu):
+    if model.has_gelu and not model.bias_gelu_fusion:
         log.info("--no-bias-gelu-fusion: the exact (erf) GELU is used instead of its tanh form")
     training = config.training
     if training.train_tokens and (training.train_iters or training.train_samples):

@@ -104,11 +104,6 @@ UNAVAILABLE = (
         "cache-mla-latents mla-*",
     ),
     (
-        "the bounds of the channels that YaRN scales are rounded to whole channels here, as its "
-        "authors do",
-        "yarn-correction-range-round-to-int no-yarn-*",
-    ),
-    (
         "only the optimizer Adam with decoupled weight decay is available; leave it out",
         "muon-* lion-* sgd-*",
     ),

@@ -9,16 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.model.rotary import HIGH_FREQ_FACTOR, LOW_FREQ_FACTOR, ORIGINAL_POSITIONS
 from megatron_zpp.models.families.layers import FULL, WINDOW
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.errors import InputError
 
-LLAMA3_SCALING = (  # the only values supported; --use-rope-scaling implies them
-    ("low_freq_factor", LOW_FREQ_FACTOR),
-    ("high_freq_factor", HIGH_FREQ_FACTOR),
-    ("original_max_position_embeddings", ORIGINAL_POSITIONS),
-)
 LONGROPE = ("longrope", "su")  # the second is its first name
 FIRST_LENGTH = "original_max_position_embeddings"
 
@@ -46,7 +40,7 @@ class Rotary:
         self._check_share(share, location)
         return {
             "position_embedding_type": "rope",
-            "rotary_base": _whole_base(base, location),
+            "rotary_base": _base(base, location),
             "rotary_percent": float(share),
             **self._read_scaling(scaling, content, location),
         }
@@ -73,17 +67,16 @@ class Rotary:
             )
         if rope_type == "linear":
             factor = scaling.get("factor")
-            if not _is_number(factor) or factor < 1 or int(factor) != factor:
+            if not _is_number(factor) or factor < 1:
                 raise InputError(
-                    f"{location}: factor of the linear scaling is {factor!r}; only whole numbers "
-                    "are supported"
+                    f"{location}: factor of the linear scaling is {factor!r}; expected a number "
+                    "from 1 on"
                 )
-            return {"rotary_seq_len_interpolation_factor": int(factor)}
+            return {"rotary_seq_len_interpolation_factor": float(factor)}
         if rope_type == "yarn":
             return _yarn_fields(scaling, content, location)
         if rope_type == "llama3":
-            factor = _llama3_factor(scaling, location)
-            return {"use_rope_scaling": True, "rope_scaling_factor": factor}
+            return _llama3_fields(scaling, location)
         return _longrope_fields(scaling, content, location) if rope_type in LONGROPE else {}
 
     def _check_share(self, share: Any, location: str) -> None:
@@ -115,7 +108,7 @@ class RotaryByLayer(Rotary):
         fields = super().read({**content, "rope_parameters": full}, location)
         default = fields["rotary_base"] if self.local_base is None else self.default_local_base
         base = local.get("rope_theta", content.get(self.local_base or "", default))
-        return fields | {"rotary_base_local": _whole_base(base, location)}
+        return fields | {"rotary_base_local": _base(base, location)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         content = super().write(model)
@@ -134,8 +127,13 @@ class RotaryByLayer(Rotary):
 def written_scaling(model: ModelConfig) -> dict[str, Any]:
     """Return the object that describes how frequencies are scaled; empty if they are not."""
     if model.use_rope_scaling:
-        factor = model.rope_scaling_factor
-        return {"rope_type": "llama3", "factor": factor, **dict(LLAMA3_SCALING)}
+        return {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": model.rope_scaling_low_freq_factor,
+            "high_freq_factor": model.rope_scaling_high_freq_factor,
+            FIRST_LENGTH: model.rope_scaling_original_positions,
+        }
     if model.longrope_long_factors is not None:
         scaling = {
             "type": "longrope",
@@ -148,7 +146,7 @@ def written_scaling(model: ModelConfig) -> dict[str, Any]:
             scaling["attention_factor"] = model.longrope_attention_factor
         return scaling
     if model.rope_type == "yarn":
-        return {
+        scaling = {
             "rope_type": "yarn",
             "factor": model.rotary_scaling_factor,
             FIRST_LENGTH: model.yarn_original_max_position_embeddings,
@@ -156,6 +154,8 @@ def written_scaling(model: ModelConfig) -> dict[str, Any]:
             "beta_slow": model.yarn_beta_slow,
             "attention_factor": model.yarn_attention_factor,
         }
+        rounds = model.yarn_correction_range_round_to_int
+        return scaling if rounds else {**scaling, "truncate": False}
     if model.rotary_seq_len_interpolation_factor > 1:
         factor = float(model.rotary_seq_len_interpolation_factor)
         return {"rope_type": "linear", "factor": factor}
@@ -165,24 +165,21 @@ def written_scaling(model: ModelConfig) -> dict[str, Any]:
 def _yarn_fields(
     scaling: Mapping[str, Any], content: Mapping[str, Any], location: str
 ) -> dict[str, Any]:
-    for key in ("mscale", "mscale_all_dim"):
-        if scaling.get(key):
-            raise InputError(f"{location}: {key} of the yarn scaling is not supported")
-    if not scaling.get("truncate", True):
-        raise InputError(
-            f"{location}: truncate of the yarn scaling is false; only true is supported"
-        )
     first_length = _whole_length(scaling.get(FIRST_LENGTH), FIRST_LENGTH, location)
     numbers = {
         "factor": scaling.get("factor"),
         "beta_fast": scaling.get("beta_fast") or 32.0,
         "beta_slow": scaling.get("beta_slow") or 1.0,
     }
-    for key, number in numbers.items():
+    scales = {key: scaling[key] for key in ("mscale", "mscale_all_dim") if scaling.get(key)}
+    for key, number in {**numbers, **scales}.items():
         if not _is_number(number) or number <= 0:
             raise InputError(f"{location}: {key} of the yarn scaling is {number!r}; not a number")
     factor, beta_fast, beta_slow = map(float, numbers.values())
-    default = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+    default = _yarn_scale(factor)
+    if len(scales) == 2:  # transformers ignores one of them alone
+        default = _yarn_scale(factor, scales["mscale"])
+        default /= _yarn_scale(factor, scales["mscale_all_dim"])
     return {
         "rope_type": "yarn",
         "rotary_scaling_factor": factor,
@@ -190,7 +187,13 @@ def _yarn_fields(
         "yarn_beta_fast": beta_fast,
         "yarn_beta_slow": beta_slow,
         "yarn_attention_factor": float(scaling.get("attention_factor") or default),
+        "yarn_correction_range_round_to_int": bool(scaling.get("truncate", True)),
     }
+
+
+def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """Return what YaRN multiplies queries and keys by for texts `factor` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _whole_length(length: Any, key: str, location: str) -> int:
@@ -225,25 +228,28 @@ def _attention_factor(ratio: float, first_length: int) -> float:
     return 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(first_length))
 
 
-def _llama3_factor(scaling: Mapping[str, Any], location: str) -> float:
-    for key, supported in LLAMA3_SCALING:
-        if scaling.get(key) != supported:
+def _llama3_fields(scaling: Mapping[str, Any], location: str) -> dict[str, Any]:
+    numbers = {key: scaling.get(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+    for key, number in numbers.items():
+        if not _is_number(number) or number <= 0:
             raise InputError(
-                f"{location}: {key} of the llama3 scaling is {scaling.get(key)!r}; only "
-                f"{supported} is supported"
+                f"{location}: {key} of the llama3 scaling is {number!r}; expected a number above 0"
             )
-    factor = scaling.get("factor")
-    if not _is_number(factor):
-        raise InputError(
-            f"{location}: factor of the llama3 scaling is {factor!r}; expected a number"
-        )
-    return float(factor)
+    factor, low, high = map(float, numbers.values())
+    first_length = _whole_length(scaling.get(FIRST_LENGTH), FIRST_LENGTH, location)
+    return {
+        "use_rope_scaling": True,
+        "rope_scaling_factor": factor,
+        "rope_scaling_low_freq_factor": low,
+        "rope_scaling_high_freq_factor": high,
+        "rope_scaling_original_positions": first_length,
+    }
 
 
-def _whole_base(base: Any, location: str) -> int:
-    if not _is_number(base) or base < 1 or int(base) != base:
-        raise InputError(f"{location}: rope_theta is {base!r}; expected a whole number")
-    return int(base)
+def _base(base: Any, location: str) -> float:
+    if not _is_number(base) or base < 1:
+        raise InputError(f"{location}: rope_theta is {base!r}; expected a number from 1 on")
+    return float(base)
 
 
 def _object(content: Mapping[str, Any], key: str, location: str) -> Mapping[str, Any]:

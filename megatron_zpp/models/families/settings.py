@@ -16,23 +16,30 @@ REAL_FIELDS = (
 )  # fmt: skip
 Activations = Mapping[str, Mapping[str, bool]]
 
-# Hugging Face's name -> the fields of ModelConfig that differ from their defaults.
+TANH_GELUS = (  # names of one function
+    "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh",
+)  # fmt: skip
+EXACT_GELUS = ("gelu", "gelu_python")
+# Hugging Face's name -> the fields of ModelConfig that differ from their defaults. Of several names
+# the first is written.
 ACTIVATIONS: Activations = MappingProxyType(
     {
         "gelu_new": {},
-        "gelu_pytorch_tanh": {},
-        "gelu": {"bias_gelu_fusion": False},
+        **dict.fromkeys(TANH_GELUS, {}),
+        **dict.fromkeys(EXACT_GELUS, {"bias_gelu_fusion": False}),
+        "relu": {"relu": True},
         "relu2": {"squared_relu": True},
     }
 )
-SWIGLU: Activations = MappingProxyType({"silu": {"swiglu": True}})
-GEGLU: Activations = MappingProxyType(
+GATED_ACTIVATIONS: Activations = MappingProxyType(
     {
-        "gelu_pytorch_tanh": {"geglu": True},
-        "gelu": {"geglu": True, "bias_gelu_fusion": False},
+        **dict.fromkeys(("silu", "swish"), {"swiglu": True}),
+        **dict.fromkeys(TANH_GELUS, {"geglu": True}),
+        **dict.fromkeys(EXACT_GELUS, {"geglu": True, "bias_gelu_fusion": False}),
+        "relu": {"reglu": True},
     }
 )
-ACTIVATION_FIELDS = ("swiglu", "geglu", "squared_relu", "bias_gelu_fusion")
+ACTIVATION_FIELDS = ("swiglu", "geglu", "reglu", "relu", "squared_relu", "bias_gelu_fusion")
 
 
 @dataclass(frozen=True)
@@ -89,10 +96,7 @@ class Switch:
     default: bool
 
     def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
-        value = content.get(self.key, self.default)
-        if not isinstance(value, bool):
-            raise InputError(f"{location}: {self.key} is {value!r}; expected true or false")
-        return {self.field: value}
+        return {self.field: _truth(content, self.key, self.default, location)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         return {self.key: getattr(model, self.field)}
@@ -172,19 +176,52 @@ class Activation:
 
 
 @dataclass(frozen=True)
-class Biases:
-    """Keys that must be equal, as all linear layers have a bias or none has."""
+class AttentionBias:
+    """A key that is true if queries, keys, values and the layer behind attention have biases."""
 
-    keys: tuple[str, ...]
+    key: str = "attention_bias"
+    default: bool = False
 
     def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
-        has_bias = {key: bool(content.get(key, False)) for key in self.keys}
-        if len(set(has_bias.values())) > 1:
-            values = ", ".join(f"{key} is {value}" for key, value in has_bias.items())
-            raise InputError(
-                f"{location}: {values}; only a bias in all linear layers or in none is supported"
-            )
-        return {"disable_bias_linear": not any(has_bias.values())}
+        has_bias = _truth(content, self.key, self.default, location)
+        return {"add_qkv_bias": has_bias, "add_attention_output_bias": has_bias}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        return dict.fromkeys(self.keys, not model.disable_bias_linear)
+        return {self.key: model.has_attention_output_bias}
+
+
+@dataclass(frozen=True)
+class AddedBias:
+    """A key that is true if a part of a model without biases has them, and the part's field."""
+
+    key: str
+    field: str
+
+    def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
+        return {self.field: _truth(content, self.key, False, location)}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {self.key: getattr(model, self.field) or not model.disable_bias_linear}
+
+
+@dataclass(frozen=True)
+class ScaledScores:
+    """A key that is false if the products of queries and keys are not divided."""
+
+    key: str
+
+    def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
+        is_scaled = _truth(content, self.key, True, location)
+        return {"query_pre_attn_scalar": None if is_scaled else 1.0}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {self.key: model.score_scalar != 1.0}
+
+
+def _truth(content: Mapping[str, Any], key: str, default: bool, location: str) -> bool:
+    """Return what a key says, null as the default; raises InputError if it is not true or false."""
+    value = content.get(key)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise InputError(f"{location}: {key} is {value!r}; expected true or false")
+    return value

@@ -13,14 +13,15 @@ from megatron_zpp.models.families.layers import LayersWithoutRope, Window
 from megatron_zpp.models.families.rope import LONGROPE, Rotary, RotaryByLayer
 from megatron_zpp.models.families.settings import (
     ACTIVATIONS,
-    GEGLU,
-    SWIGLU,
+    GATED_ACTIVATIONS,
     Activation,
+    AddedBias,
     Always,
-    Biases,
+    AttentionBias,
     Copy,
     Number,
     Only,
+    ScaledScores,
     Switch,
 )
 
@@ -39,7 +40,7 @@ GPT2 = Family(
         Number("resid_pdrop", "hidden_dropout", 0.1),
         Copy("embd_pdrop", "hidden_dropout"),
         Activation("activation_function", "gelu_new", ACTIVATIONS),
-        Only("scale_attn_weights", True, True),
+        ScaledScores("scale_attn_weights"),
         Only("scale_attn_by_inverse_layer_idx", False, False),
         Only("add_cross_attention", False, False),
     ),
@@ -61,9 +62,11 @@ LLAMA_NUMBERS = (
 )
 LLAMA_BLOCK = (
     Always(MappingProxyType({"normalization": "RMSNorm", "hidden_dropout": 0.0})),
-    Activation("hidden_act", "silu", SWIGLU),
+    Activation("hidden_act", "silu", GATED_ACTIVATIONS),
 )
 NO_BIASES = Always(MappingProxyType({"disable_bias_linear": True}))
+BIAS_OF_ATTENTION = (NO_BIASES, AttentionBias())
+LLAMA_BIASES = (*BIAS_OF_ATTENTION, AddedBias("mlp_bias", "add_mlp_bias"))
 
 
 def llama_numbers(**defaults: int) -> tuple[Number, ...]:
@@ -82,7 +85,7 @@ def always(**fields: Any) -> Always:
 LLAMA = Family(
     name="llama",
     class_name="LlamaForCausalLM",
-    settings=(*LLAMA_NUMBERS, *LLAMA_BLOCK, Rotary(), Biases(("attention_bias", "mlp_bias"))),
+    settings=(*LLAMA_NUMBERS, *LLAMA_BLOCK, *LLAMA_BIASES, Rotary()),
     names=names.LLAMA,
     vocab_size=32000,
 )
@@ -129,10 +132,10 @@ QWEN3 = Family(
             max_position_embeddings=32768,
         ),
         *LLAMA_BLOCK,
-        always(disable_bias_linear=True, qk_layernorm=True),
+        *BIAS_OF_ATTENTION,
+        always(qk_layernorm=True),
         Rotary(),
         QWEN_WINDOW,
-        Only("attention_bias", False, False),
     ),
     names=names.QWEN3,
     vocab_size=151936,
@@ -162,10 +165,9 @@ OLMO2 = Family(
     settings=(
         *llama_numbers(rms_norm_eps=1e-5),
         *LLAMA_BLOCK,
-        NO_BIASES,
+        *BIAS_OF_ATTENTION,
         OLMO_NORMS,
         Rotary(),
-        Only("attention_bias", False, False),
     ),
     names=names.OLMO2,
     vocab_size=50304,
@@ -177,11 +179,10 @@ OLMO3 = replace(
     settings=(
         *llama_numbers(rms_norm_eps=1e-5),
         *LLAMA_BLOCK,
-        NO_BIASES,
+        *BIAS_OF_ATTENTION,
         OLMO_NORMS,
         RotaryByLayer(default_base=500000.0),
         Window(default=4096, has_types=True, full_every=4),
-        Only("attention_bias", False, False),
     ),
 )
 SMOLLM3 = Family(
@@ -196,7 +197,7 @@ SMOLLM3 = Family(
         Rotary(default_base=2000000.0),
         LayersWithoutRope(4),
         Window(default=None, switch="use_sliding_window", has_types=True),
-        Biases(("attention_bias", "mlp_bias")),
+        *LLAMA_BIASES,
     ),
     names=names.LLAMA,
     vocab_size=128256,
@@ -209,11 +210,11 @@ GEMMA_BLOCK = (
     ),
     always(
         normalization="RMSNorm", apply_layernorm_1p=True, norm_placement="sandwich",
-        scale_embeddings=True, disable_bias_linear=True, hidden_dropout=0.0,
+        scale_embeddings=True, hidden_dropout=0.0,
     ),
-    Activation("hidden_activation", "gelu_pytorch_tanh", GEGLU),
+    *BIAS_OF_ATTENTION,
+    Activation("hidden_activation", "gelu_pytorch_tanh", GATED_ACTIVATIONS),
     Number("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
-    Only("attention_bias", False, False),
     Only("use_bidirectional_attention", False, False),
 )  # fmt: skip
 GEMMA2 = Family(
@@ -263,11 +264,11 @@ GPT_NEOX = Family(
         Number("hidden_dropout", "hidden_dropout", 0.0),
         Activation("hidden_act", "gelu", ACTIVATIONS),
         Rotary(
-            base="rotary_emb_base", share="rotary_pct", default_share=0.25, is_partial=True,
-            rope_types=("default",),
+            base="rotary_emb_base", share="rotary_pct", default_share=0.25, is_partial=True
         ),
         Switch("use_parallel_residual", "use_parallel_residual", True),
-        Only("attention_bias", True, True),
+        always(disable_bias_linear=True, add_mlp_bias=True),
+        AttentionBias(default=True),
     ),
     names=names.GPT_NEOX,
     vocab_size=50432,

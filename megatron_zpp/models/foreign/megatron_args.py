@@ -42,13 +42,15 @@ IN_MEGATRON = (
     "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm",
     "apply_residual_connection_post_layernorm", "apply_query_key_layer_scaling",
     "attention_softmax_in_fp32", "fp32_residual_connection", "rotary_scaling_factor",
-    "make_vocab_size_divisible_by",
+    "yarn_correction_range_round_to_int", "make_vocab_size_divisible_by",
 )  # fmt: skip
 NOT_IN_MEGATRON = (
     "norm_placement", "geglu", "scale_embeddings", "embed_layernorm", "attn_logit_softcapping",
     "final_logit_softcapping", "query_pre_attn_scalar", "qk_layernorm_across_heads",
     "use_parallel_residual", "rotary_base_local", "longrope_long_factors", "window_size",
-    "no_rope_freq",
+    "no_rope_freq", "relu", "reglu", "add_attention_output_bias", "add_mlp_bias",
+    "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor",
+    "rope_scaling_original_positions",
 )  # fmt: skip
 
 
@@ -124,7 +126,7 @@ def _positions(args: Mapping[str, Any], location: str) -> dict[str, Any]:
         raise InputError(f"{location}: --position-embedding-type {kind!r} is not available here")
     fields["position_embedding_type"] = kind
     if (base := args.get("rotary_base")) is not None:
-        fields["rotary_base"] = int(base)
+        fields["rotary_base"] = float(base)
     return fields
 
 
@@ -155,6 +157,8 @@ def megatron_args(model: ModelConfig, vocab_rows: int, what: str) -> dict[str, A
     if lines:
         raise InputError(f"{what}: Megatron-LM has no {', '.join(lines)}")
     args = {name: getattr(model, name) for name in IN_MEGATRON}
+    for name in ("rotary_base", "rotary_seq_len_interpolation_factor"):  # whole numbers there
+        args[name] = int(args[name]) if args[name] == int(args[name]) else args[name]
     kind = "yarn" if model.rope_type == "yarn" else model.position_embedding_type
     return args | {
         "ffn_hidden_size": model.ffn_size,

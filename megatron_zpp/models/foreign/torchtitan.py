@@ -34,7 +34,7 @@ class ShapeFlags(Section):
     """What a checkpoint of torchtitan does not say of its model"""
 
     num_attention_heads: int | None = flag(None, "query heads (n_heads)", minimum=1)
-    rotary_base: int | None = flag(None, "base of the rotary frequencies (rope_theta)", minimum=1)
+    rotary_base: float | None = flag(None, "base of the rotary frequencies (rope_theta)", minimum=1)
     rope_scaling_factor: float | None = flag(
         None, "scaling_factor of rope_scaling_args; 1: not scaled (default 8)", minimum=1
     )

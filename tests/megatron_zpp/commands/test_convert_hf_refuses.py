@@ -118,19 +118,21 @@ LLAMAS = {
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         "original_max_position_embeddings is None; expected a whole number",
     ),
-    "yarn of DeepSeek": (
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}, "mscale of the yarn"
+    "mscale": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": "7",
+                          "original_max_position_embeddings": 40}},
+        "mscale of the yarn scaling is '7'",
     ),
     "old key": (
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
         "'dynamic' are not supported; supported are default, linear, llama3, yarn",
     ),
-    "linear": ({"rope_scaling": {"type": "linear", "factor": 2.5}}, "scaling is 2.5; only whole"),
+    "linear": ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "scaling is 0.5; expected"),
     "llama3": (
-        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
-        "low_freq_factor of the llama3 scaling is 2.0; only 1.0",
+        {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}},
+        "--rope-scaling-low-freq-factor 4 is not below --rope-scaling-high-freq-factor 4",
     ),
-    "base": ({"rope_parameters": {"rope_theta": 10000.5}}, "rope_theta is 10000.5"),
+    "base": ({"rope_parameters": {"rope_theta": 0.5}}, "rope_theta is 0.5"),
     "base of NaN": ({"rope_parameters": {"rope_theta": math.nan}}, "rope_theta is nan"),
     "base of infinity": ({"rope_theta": math.inf, "rope_parameters": None}, "rope_theta is inf"),
     "base of truth": ({"rope_parameters": {"rope_theta": True}}, "rope_theta is True"),
@@ -139,8 +141,8 @@ LLAMAS = {
     "no factor": ({"rope_scaling": {**LLAMA3, "factor": None}}, "llama3 scaling is None; expected"),
     "odd factor": ({"rope_scaling": {**LLAMA3, "factor": "8"}}, "llama3 scaling is '8'; expected"),
     "part": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-    "biases": ({"mlp_bias": True}, "attention_bias is False, mlp_bias is True"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    "biases": ({"mlp_bias": "some"}, "mlp_bias is 'some'; expected true or false"),
+    "activation": ({"hidden_act": "mish"}, "hidden_act 'mish'"),
 }  # fmt: skip
 
 

@@ -13,6 +13,9 @@ GEMMA = (
     "--scale-embeddings --query-pre-attn-scalar 12 "
 )
 FLAGS = {
+    "llama, bias in attention, GeGLU, linear scaling by 2.5": LLAMA.replace("--swiglu", "--geglu")
+    + SMALL_EPSILON + "--no-bias-gelu-fusion --add-qkv-bias --add-attention-output-bias "
+    "--rotary-base 500.5 --rotary-seq-len-interpolation-factor 2.5 ",
     "mistral": LLAMA + SMALL_EPSILON + WINDOW,
     "qwen2": LLAMA + SMALL_EPSILON + "--add-qkv-bias ",
     "qwen3": LLAMA + SMALL_EPSILON + "--qk-layernorm --kv-channels 10 ",
@@ -33,5 +36,8 @@ FLAGS = {
     "--rotary-seq-len-interpolation-factor 8 --window-attn-skip-freq [1,0]*2 ",
     "gpt_neox, parallel": ROTARY + UNTIED + "--use-parallel-residual --no-bias-gelu-fusion "
     "--rotary-base 500 ",
+    "gpt_neox, bias in the MLP, ReLU, linear scaling": ROTARY + UNTIED + "--disable-bias-linear "
+    "--add-mlp-bias --relu --rotary-base 500 "
+    "--rotary-seq-len-interpolation-factor 1.5 ",
     "bloom": "--position-embedding-type alibi --embed-layernorm ",
 }  # fmt: skip

@@ -164,7 +164,21 @@ MODELS = {
     "gpt2, untied, exact GELU": lambda: gpt2(
         tie_word_embeddings=False, activation_function="gelu", n_inner=None
     ),
+    "gpt2, ReLU, scores not divided": lambda: gpt2(
+        activation_function="relu", scale_attn_weights=False
+    ),
+    "gpt2, fast GELU": lambda: gpt2(activation_function="gelu_fast"),
     "llama": llama,
+    "llama, bias in attention, GeGLU, linear scaling by 2.5": lambda: llama(
+        attention_bias=True, hidden_act="gelu",
+        rope_parameters={"rope_type": "linear", "rope_theta": 500.5, "factor": 2.5},
+    ),
+    "llama, bias in the MLP, gated ReLU, other bounds of Llama 3.1's scaling": lambda: llama(
+        mlp_bias=True, hidden_act="relu", head_dim=32, rope_parameters=LLAMA3 | {
+            "low_freq_factor": 0.5, "high_freq_factor": 6.0,
+            "original_max_position_embeddings": 40,
+        },
+    ),
     "llama, tied, biases, wide heads": lambda: llama(
         tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=14,
         num_key_value_heads=6,
@@ -186,6 +200,12 @@ MODELS = {
         rope_parameters={"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
                          "original_max_position_embeddings": 40},
     ),
+    "qwen3, bias in attention, yarn with mscale, not rounded": lambda: qwen3(
+        attention_bias=True,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "mscale": 0.7,
+                         "mscale_all_dim": 0.3, "truncate": False, "beta_fast": 3.0,
+                         "original_max_position_embeddings": 40},
+    ),
     "phi3": phi3,
     "phi3, a window, a part rotated, tied": lambda: phi3(
         sliding_window=7, tie_word_embeddings=True, num_key_value_heads=6,
@@ -194,6 +214,9 @@ MODELS = {
     "phi3, long factors": lambda: phi3(**longrope(16)),
     "phi3, short factors": lambda: phi3(**longrope(44)),
     "olmo2": olmo2,
+    "olmo2, bias in attention, GeGLU": lambda: olmo2(
+        attention_bias=True, hidden_act="gelu_pytorch_tanh"
+    ),
     "olmo3": olmo3,
     "olmo3, yarn where there is no window": lambda: olmo3(
         rope_parameters={
@@ -214,11 +237,17 @@ MODELS = {
         attn_logit_softcapping=None, final_logit_softcapping=None, query_pre_attn_scalar=17
     ),
     "gemma3": gemma3,
+    "gemma3, bias in attention": lambda: gemma3(attention_bias=True),
     "bloom": bloom,
     "bloom, residual behind the norm": lambda: bloom(
         apply_residual_connection_post_layernorm=True, n_head=4
     ),
     "gpt_neox": neox,
+    "gpt_neox, bias in the MLP, ReLU, linear scaling": lambda: neox(
+        attention_bias=False, hidden_act="relu",
+        rope_parameters={"partial_rotary_factor": 1.0, "rope_theta": 500.0, "rope_type": "linear",
+                         "factor": 1.5},
+    ),
     "gpt_neox, parallel": lambda: neox(use_parallel_residual=True),
     "gpt_neox, tied, a quarter rotated": lambda: neox(
         tie_word_embeddings=True, hidden_act="gelu_new",

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.training_state import TrainingState
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.rotary import base_frequencies, rotary_table, scale_frequencies
+from megatron_zpp.model.rotary import rotary_tables
 from megatron_zpp.models import gguf
 from megatron_zpp.models.conversion import export_model, import_model
 from megatron_zpp.models.families.rope import Rotary
@@ -157,11 +157,13 @@ def test_the_scaling_of_llama_3_1_equals_transformers() -> None:
     assert fields == {
         "position_embedding_type": "rope", "rotary_base": 5000, "rotary_percent": 1.0,
         "use_rope_scaling": True, "rope_scaling_factor": 8.0,
+        "rope_scaling_low_freq_factor": 1.0, "rope_scaling_high_freq_factor": 4.0,
+        "rope_scaling_original_positions": 8192,
     }  # fmt: skip
     unscaled = 1 / 5000 ** (torch.arange(0, 32, 2) / 32)
     is_scaled = (expected / unscaled - 1).abs() > 1e-3
     assert 3 < is_scaled.sum() < 16
-    frequencies = scale_frequencies(base_frequencies(32, 5000), 8.0)
-    cosines, sines = rotary_table(torch.tensor([[1]]), frequencies)
+    sizes = dict(num_attention_heads=1, hidden_size=32)
+    (cosines, sines), *_ = rotary_tables(ModelConfig(**sizes, **fields), torch.tensor([[1]]))
     torch.testing.assert_close(sines[0, 0, 0, 0, 16:], expected.sin(), rtol=1e-6, atol=0)
     torch.testing.assert_close(cosines[0, 0, 0, 0, 16:], expected.cos(), rtol=1e-6, atol=0)

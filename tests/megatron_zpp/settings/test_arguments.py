@@ -7,7 +7,7 @@ import pytest
 
 from megatron_zpp.settings.arguments import FLAGS, parse
 from megatron_zpp.settings.config import SECTIONS
-from tests.megatron_zpp.settings.command_lines import config_of, error_of, value_at
+from tests.megatron_zpp.settings.command_lines import IDLE, config_of, error_of, value_at
 
 # What is typed, the setting it fills, and its value; one line for each flag of Megatron's.
 SETTINGS = """
@@ -55,6 +55,14 @@ SETTINGS = """
 --window-attn-skip-freq 4             model.window_attn_skip_freq "4"
 --no-rope-freq [0,0,0,1]              model.no_rope_freq "[0,0,0,1]"
 --rotary-base-local 10000             model.rotary_base_local 10000
+--rope-scaling-low-freq-factor 2      model.rope_scaling_low_freq_factor 2
+--rope-scaling-high-freq-factor 6     model.rope_scaling_high_freq_factor 6
+--rope-scaling-original-positions 64  model.rope_scaling_original_positions 64
+--no-yarn-correction-range-round-to-int  model.yarn_correction_range_round_to_int false
+--add-attention-output-bias           model.add_attention_output_bias true
+--add-mlp-bias                        model.add_mlp_bias true
+--relu                                model.relu true
+--reglu                               model.reglu true
 --rotary-seq-len-interpolation-factor 8  model.rotary_seq_len_interpolation_factor 8
 --longrope-original-positions 8192    model.longrope_original_positions 8192
 --longrope-attention-factor 1.19      model.longrope_attention_factor 1.19
@@ -270,61 +278,6 @@ PAIRS = """
 --rotary-position-embeddings-theta 7 --swiglu        model.rotary_base 7
 --sequence-parallel --tensor-model-parallel-size 2   parallel.sequence_parallel true
 --cp-comm-type a2a                                   parallel.cp_comm_type "a2a"
-"""
-
-IDLE = """
---no-masked-softmax-fusion
---no-bias-dropout-fusion
---no-gradient-accumulation-fusion
---use-mcore-models
---transformer-impl local
---transformer-impl transformer_engine
---no-query-key-layer-scaling
---attention-softmax-in-fp32
---use-flash-attn
---use-flash-attn-v2
---no-pipeline-parallel
---overlap-grad-reduce
---overlap-param-gather
---DDP-impl local
---DDP-impl torch
---use-cpu-initialization
---no-async-tensor-model-parallel-allreduce
---local_rank 3
---local-rank=3
---deepspeed
---zero-reduce-scatter
---zero-contigious-gradients
---zero-reduce-bucket-size 5000
---zero-allgather-bucket-size 5000
---partition-activations
---contigious-checkpointing
---checkpoint-in-cpu
---synchronize-each-layer
---profile-backward
---use-pin-memory
---distribute-saved-activations
---data-impl infer
---data-impl mmap
---mmap-warmup
---accumulate-allreduce-grads-in-fp32
---ckpt-format torch_dist
---num-dataset-builder-threads 2
---no-save-rng
---no-load-rng
---timing-log-level 1
---save-interval 5
---hysteresis 2
---loss-scale 8
---lr-wsd-decay-iters 3
---fp32-residual-connection
---keep-checkpoints 2
---save-retain-interval 6
---apply-wd-to-qk-layernorm
---async-save
---no-verify-checkpoint
---universal-checkpoint
---sequence-parallel
 """
 
 UNAVAILABLE = """

@@ -76,6 +76,7 @@ BESIDE = """
 --window-attn-skip-freq --window-size 128,0
 --no-rope-freq --use-rotary-position-embeddings
 --save-retain-interval --save FOLDER
+--no-yarn-correction-range-round-to-int --use-rotary-position-embeddings --rope-type yarn
 --apply-wd-to-qk-layernorm --qk-layernorm
 """
 # Accepted with the default as the only value, which is what the programs do.

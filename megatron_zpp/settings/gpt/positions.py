@@ -1,0 +1,191 @@
+"""How positions enter the GPT: the kind of embedding, and how rotary frequencies are scaled."""
+
+from dataclasses import dataclass
+
+from megatron_zpp.settings.flag import needs
+from megatron_zpp.settings.gpt.layer_pattern import marks_of
+from megatron_zpp.settings.gpt.sizes import SizeConfig, model_flag
+from zeropp.errors import InputError
+
+POSITION_EMBEDDINGS = ("learned_absolute", "rope", "alibi", "none")
+ROPE_TYPES = ("rope", "yarn")
+_NEEDS_ROPE = needs(
+    "--position-embedding-type rope", lambda c: c.model.position_embedding_type == "rope"
+)
+_NEEDS_WINDOW = needs("--window-size", lambda c: c.model.window_size)
+_NEEDS_YARN = needs("--rope-type yarn", lambda c: c.model.rope_type == "yarn")
+_NEEDS_LONGROPE = needs("--longrope-long-factors", lambda c: c.model.longrope_long_factors)
+_NEEDS_ROPE_SCALING = needs("--use-rope-scaling", lambda c: c.model.use_rope_scaling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionConfig(SizeConfig):
+    """Positions, learned or rotary or as biases of scores."""
+
+    position_embedding_type: str = model_flag(
+        "learned_absolute",
+        "how positions enter",
+        choices=POSITION_EMBEDDINGS,
+        shorthands={"use-rotary-position-embeddings": "rope"},
+    )
+    rotary_percent: float = model_flag(
+        1.0,
+        "share of a head's channels that rotary positions turn",
+        above=0,
+        maximum=1,
+        no_effect=(_NEEDS_ROPE,),
+    )
+    rotary_base: float = model_flag(
+        10000.0,
+        "base of the rotary frequencies",
+        minimum=1,
+        aliases=("rotary-position-embeddings-theta",),
+        no_effect=(_NEEDS_ROPE,),
+    )
+    use_rope_scaling: bool = model_flag(
+        False,
+        "rotary frequencies of Llama 3.1: slow ones slower, for contexts beyond 8192 tokens",
+        no_effect=(_NEEDS_ROPE,),
+    )
+    rope_scaling_factor: float = model_flag(
+        8.0,
+        "by how much --use-rope-scaling slows the slow frequencies",
+        minimum=1,
+        no_effect=(_NEEDS_ROPE_SCALING,),
+    )
+    rope_scaling_low_freq_factor: float = model_flag(
+        1.0,
+        "turns in a text of the first training up to which --use-rope-scaling slows in full",
+        above=0,
+        no_effect=(_NEEDS_ROPE_SCALING,),
+    )
+    rope_scaling_high_freq_factor: float = model_flag(
+        4.0,
+        "turns from which on it slows nothing",
+        above=0,
+        no_effect=(_NEEDS_ROPE_SCALING,),
+    )
+    rope_scaling_original_positions: int = model_flag(
+        8192, "tokens of the texts of the first training", minimum=1,
+        no_effect=(_NEEDS_ROPE_SCALING,),
+    )  # fmt: skip
+    rotary_seq_len_interpolation_factor: float = model_flag(
+        1.0, "positions are divided by this before they are turned", minimum=1,
+        no_effect=(_NEEDS_ROPE,),
+    )  # fmt: skip
+    rotary_base_local: float | None = model_flag(
+        None,
+        "base of the rotary frequencies, not scaled, in layers with a window (default: as others)",
+        minimum=1,
+        no_effect=(_NEEDS_ROPE, _NEEDS_WINDOW),
+    )
+    no_rope_freq: str | None = model_flag(
+        None,
+        "layers without rotary positions: every N-th, or a list with a 1 for each, as [0,0,0,1]*8",
+        no_effect=(_NEEDS_ROPE,),
+    )
+    rope_type: str = model_flag(
+        "rope",
+        "kind of rotary positions; yarn slows slow frequencies for longer texts",
+        choices=ROPE_TYPES,
+        no_effect=(_NEEDS_ROPE,),
+    )
+    rotary_scaling_factor: float = model_flag(
+        1.0,
+        "YaRN: how many times longer than the first training's the texts are",
+        minimum=1,
+        no_effect=(_NEEDS_ROPE, _NEEDS_YARN),
+    )
+    yarn_original_max_position_embeddings: int = model_flag(
+        4096, "YaRN: tokens of the texts of the first training", minimum=1,
+        no_effect=(_NEEDS_ROPE, _NEEDS_YARN),
+    )  # fmt: skip
+    yarn_beta_fast: float = model_flag(
+        32.0, "YaRN: frequencies with more turns in a text of the first training stay", above=0,
+        no_effect=(_NEEDS_ROPE, _NEEDS_YARN),
+    )  # fmt: skip
+    yarn_beta_slow: float = model_flag(
+        1.0, "YaRN: frequencies with fewer turns are divided by --rotary-scaling-factor", above=0,
+        no_effect=(_NEEDS_ROPE, _NEEDS_YARN),
+    )  # fmt: skip
+    yarn_attention_factor: float = model_flag(
+        1.0, "what YaRN multiplies queries and keys by", above=0,
+        no_effect=(_NEEDS_ROPE, _NEEDS_YARN),
+    )  # fmt: skip
+    yarn_correction_range_round_to_int: bool = model_flag(
+        True,
+        "YaRN: the bounds between fast and slow channels are not rounded to whole channels",
+        aliases=("yarn-correction-range-round-to-int",),
+        shorthands={"no-yarn-correction-range-round-to-int": False},
+        no_effect=(_NEEDS_ROPE, _NEEDS_YARN),
+    )
+    longrope_short_factors: tuple[float, ...] | None = model_flag(
+        None,
+        "LongRoPE: what the rotary frequencies are divided by, one number each",
+        above=0,
+        no_effect=(_NEEDS_ROPE, _NEEDS_LONGROPE),
+    )
+    longrope_long_factors: tuple[float, ...] | None = model_flag(
+        None,
+        "LongRoPE: the same for texts that are longer than the first training's",
+        above=0,
+        no_effect=(_NEEDS_ROPE,),
+    )
+    longrope_original_positions: int = model_flag(
+        4096, "tokens of the texts of the first training", minimum=1,
+        no_effect=(_NEEDS_ROPE, _NEEDS_LONGROPE),
+    )  # fmt: skip
+    longrope_attention_factor: float = model_flag(
+        1.0, "what LongRoPE multiplies queries and keys by", above=0,
+        no_effect=(_NEEDS_ROPE, _NEEDS_LONGROPE),
+    )  # fmt: skip
+
+    @property
+    def layers_without_rope(self) -> tuple[bool, ...]:
+        """Whether a layer has no rotary positions though others may have them, for each layer."""
+        if self.no_rope_freq is None:
+            return (False,) * self.num_layers
+        return marks_of(self.no_rope_freq, self.num_layers, "--no-rope-freq")
+
+    @property
+    def rotary_channels(self) -> int:
+        """Channels of a head that rotary positions turn."""
+        return int(self.head_dim * self.rotary_percent)
+
+    def check(self) -> None:
+        """Raise InputError for rotary positions that the sizes do not allow, or scaled twice."""
+        super().check()
+        if self.position_embedding_type == "rope" and self.rotary_channels % 2:
+            raise InputError(
+                f"rotary positions turn pairs of channels, but {self.head_dim} channels x "
+                f"--rotary-percent {self.rotary_percent:g} is odd: change the head size or percent"
+            )
+        self._check_rotary_scaling()
+
+    def _check_rotary_scaling(self) -> None:
+        counts = {
+            "--longrope-short-factors": len(self.longrope_short_factors or ()),
+            "--longrope-long-factors": len(self.longrope_long_factors or ()),
+        }
+        expected = self.rotary_channels // 2
+        if any(counts.values()) and set(counts.values()) != {expected}:
+            texts = " and ".join(f"{name} has {count}" for name, count in counts.items())
+            raise InputError(
+                f"{texts} numbers: expected {expected} of each, one for each pair of channels that "
+                "rotary positions turn"
+            )
+        low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
+        if low >= high:
+            raise InputError(
+                f"--rope-scaling-low-freq-factor {low:g} is not below "
+                f"--rope-scaling-high-freq-factor {high:g}: frequencies between them are mixed"
+            )
+        scalings = {
+            "--use-rope-scaling": self.use_rope_scaling,
+            "--rope-type yarn": self.rope_type == "yarn",
+            "--longrope-long-factors": any(counts.values()),
+            "--rotary-seq-len-interpolation-factor": self.rotary_seq_len_interpolation_factor > 1,
+        }
+        used = [name for name, is_on in scalings.items() if is_on]
+        if len(used) > 1:
+            raise InputError(f"{' and '.join(used)} contradict: frequencies are scaled in one way")

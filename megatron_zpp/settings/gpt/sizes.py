@@ -1,0 +1,96 @@
+"""How large the GPT is."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_zpp.settings.flag import NoEffect, Section, flag
+from megatron_zpp.settings.gpt.layer_pattern import MAX_LAYERS
+from zeropp.errors import InputError
+
+_PRETRAINED = NoEffect(
+    "the model in --pretrained-checkpoint says what it is",
+    when=lambda c: c.lora.pretrained_checkpoint is not None,
+)
+
+
+def model_flag(
+    default: Any, help: str, *, no_effect: tuple[NoEffect, ...] = (), **facts: Any
+) -> Any:
+    """A flag that has no effect on a model from --pretrained-checkpoint."""
+    return flag(default, help, no_effect=(*no_effect, _PRETRAINED), **facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeConfig(Section):
+    """Layers, widths, heads, lengths and the vocabulary's multiple."""
+
+    num_layers: int = model_flag(
+        4, "transformer blocks", minimum=1, aliases=("encoder-num-layers",)
+    )
+    hidden_size: int = model_flag(256, "width of the residual stream", minimum=1)
+    ffn_hidden_size: int | None = model_flag(
+        None, "width inside the MLP (default 4h; with a gate int(8h/3/64)*64)", minimum=1
+    )
+    num_attention_heads: int = model_flag(4, "query heads", minimum=1)
+    kv_channels: int | None = model_flag(
+        None, "width of one head (default hidden-size / heads)", minimum=1
+    )
+    num_query_groups: int | None = model_flag(
+        None,
+        "key-value heads of grouped-query attention (default: one per query head)",
+        minimum=1,
+        aliases=("num-key-value-heads",),
+    )
+    seq_length: int = flag(
+        256, "tokens of a training sample", minimum=1, aliases=("encoder-seq-length",)
+    )
+    max_position_embeddings: int | None = model_flag(
+        None, "longest sequence the positions reach (default: seq-length)", minimum=1
+    )
+    make_vocab_size_divisible_by: int = model_flag(
+        128,
+        "the vocabulary is padded to a multiple of this",
+        minimum=1,
+        shorthands={"no-pad-vocab-size": 1, "disable-pad-vocab-size": 1},
+    )
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key-value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def num_positions(self) -> int:
+        """Longest sequence that positions exist for."""
+        return self.max_position_embeddings or self.seq_length
+
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """`vocab_size` rounded up to a multiple of `make_vocab_size_divisible_by`."""
+        multiple = self.make_vocab_size_divisible_by
+        return (vocab_size + multiple - 1) // multiple * multiple
+
+    def check(self) -> None:
+        """Raise InputError unless the sizes fit each other."""
+        super().check()
+        if self.num_layers > MAX_LAYERS:
+            raise InputError(f"--num-layers {self.num_layers}: at most {MAX_LAYERS} are supported")
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            raise InputError(
+                f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
+                f"{self.num_attention_heads}: change one of them or give --kv-channels"
+            )
+        if self.num_attention_heads % self.kv_heads:
+            raise InputError(
+                f"--num-attention-heads {self.num_attention_heads} is not divisible by "
+                f"--num-query-groups {self.num_query_groups}: each group needs as many heads"
+            )
+        if self.seq_length > self.num_positions:
+            raise InputError(
+                f"--seq-length {self.seq_length} is longer than --max-position-embeddings "
+                f"{self.max_position_embeddings}: lower the first or raise the second"
+            )
