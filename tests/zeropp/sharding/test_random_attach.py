@@ -21,7 +21,7 @@ from tests.zeropp.small_model import SmallModel, loss_of, tokens_of
 SEQUENCES = int(os.environ.get("RANDOM_ATTACH", "3"))
 PLAIN = {"stage": 3}
 QWZ = PLAIN | {"zero_quantized_weights": True}
-CALLS = ("train", "train", "train", "evaluate", "step", "step", "load", "unshard")
+CALLS = ("train", "train", "train", "evaluate", "step", "step", "load", "unshard", "write", "write")
 
 
 class Drawn:
@@ -36,6 +36,7 @@ class Drawn:
         if zero is not None:
             json = {"zero_optimization": zero, "zeropp": {"ranks_per_node": 2}}
             self.attached = zeropp.attach(self.model, json)
+        self.weights = [*self.model.parameters()]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         self.losses: list[float] = []
 
@@ -88,6 +89,23 @@ class Drawn:
     def load(self, number: int) -> None:
         state = {name: 0.9 * weight for name, weight in self.model.state_dict().items()}
         self.model.load_state_dict(state)
+
+    def write(self, number: int) -> None:
+        """Write into some weights in place, without notice, maybe on one rank only."""
+        writers = self.draw.choice([range(4), [self.draw.randrange(4)]])
+        written = self.draw.sample(self.weights, 3)
+        kind = self.draw.choice(["weight", "local", "state"])
+        state = self.model.state_dict()  # which all ranks ask for
+        with torch.no_grad():
+            for weight in written:
+                if kind == "weight":
+                    weight.mul_(0.9)
+                elif kind == "local" and dist.get_rank() in writers:
+                    weight.to_local().mul_(0.9)
+            for tensor in state.values():
+                if kind == "state":
+                    tensor.to_local().mul_(0.9)
+        self.evaluate(number)
 
     def unshard(self, number: int) -> None:
         self.model.unshard()

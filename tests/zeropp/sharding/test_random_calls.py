@@ -10,10 +10,12 @@ import copy
 import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.func import functional_call
@@ -104,7 +106,7 @@ class OneProcess:
 class Sequence:
     """A random model on both sides, and the calls."""
 
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype, folder: Path) -> None:
         self.draw = random.Random(seed)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.dtype, self.reference = dtype, OneProcess(RandomModel(seed), self.world, dtype)
@@ -127,6 +129,9 @@ class Sequence:
             torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum, weight_decay=0.01)
             for model in (self.sharding.model, self.reference.model)
         ]
+        self.first_weights = copy.deepcopy(self.reference.weights)
+        self.folder = folder / str(seed)
+        dcp.save(self.sharded_state(), checkpoint_id=self.folder)
         self.batches = 100 * seed
         self.calls = [f"{zero | zeropp}, {per_node} per node, order {model.order}, {units}"]
 
@@ -136,7 +141,8 @@ class Sequence:
 
     def run(self) -> None:
         names = ("step", "step", "accumulate", "evaluate", "freeze", "load", "write", "discard",
-                 "interrupt_forward", "interrupt_backward", "penalize", "save")  # fmt: skip
+                 "interrupt_forward", "interrupt_backward", "penalize", "save", "write_in_place",
+                 "load_in_place")  # fmt: skip
         for _ in range(LENGTH):
             name = self.draw.choice(names)
             self.calls.append(name)
@@ -262,6 +268,46 @@ class Sequence:
             self.reference.weights[name].copy_(value)
         self.sharding.weights_changed()
 
+    def write_in_place(self) -> None:
+        """Write into one weight without notice, on all ranks or on one, between two passes."""
+        self.evaluate()
+        name = self.draw.choice(list(self.reference.weights))
+        weight, whole = dict(self.model.named_parameters())[name], self.reference.weights[name]
+        value, kind = self.values_of(name), self.draw.choice(["lerp", "scale", "local", "one rank"])
+        with torch.no_grad():
+            if kind == "lerp":
+                weight.lerp_(distribute(value, weight), 0.3)
+                whole.lerp_(value, 0.3)
+            elif kind == "scale":
+                weight.mul_(0.5)
+                whole.mul_(0.5)
+            elif kind == "local" or self.stage == 0:  # there all ranks hold the same
+                weight.to_local().copy_(distribute(value, weight).to_local())
+                whole.copy_(value)
+            else:
+                writer = self.draw.randrange(self.world)
+                if self.rank == writer:
+                    weight.to_local().copy_(distribute(value, weight).to_local())
+                rows = zip(whole.chunk(self.world), value.chunk(self.world), strict=True)
+                for row, new in [*rows][writer : writer + 1]:  # it may have none
+                    row.copy_(new)
+        self.calls.append((kind, name))
+        self.evaluate()
+
+    def load_in_place(self) -> None:
+        """Read the first weights back into a state dict, without notice, between two passes."""
+        self.evaluate()
+        dcp.load(self.sharded_state(), checkpoint_id=self.folder)
+        with torch.no_grad():
+            for name, weight in self.reference.weights.items():
+                weight.copy_(self.first_weights[name])
+        self.evaluate()
+
+    def sharded_state(self) -> dict[str, DTensor]:
+        """The model's state dict without its buffers, which differ between ranks."""
+        state = self.model.state_dict().items()
+        return {name: value for name, value in state if isinstance(value, DTensor)}
+
     def discard(self) -> None:
         """Give a step up in its middle."""
         self.micro_batches(1, ends=self.draw.random() < 0.5)
@@ -353,18 +399,18 @@ def assert_near(actual: DTensor, expected: torch.Tensor, near: float, where: obj
 @CHUNKS
 @DTYPES
 @ranks(2, timeout=120)
-def test_two_ranks(first: int, dtype: torch.dtype):
-    run_sequences(first, dtype)
+def test_two_ranks(first: int, dtype: torch.dtype, tmp_path: Path):
+    run_sequences(first, dtype, tmp_path)
 
 
 @CHUNKS
 @DTYPES
 @ranks(4, timeout=120)
-def test_four_ranks(first: int, dtype: torch.dtype):
-    run_sequences(first, dtype)
+def test_four_ranks(first: int, dtype: torch.dtype, tmp_path: Path):
+    run_sequences(first, dtype, tmp_path)
 
 
-def run_sequences(first: int, dtype: torch.dtype) -> None:
+def run_sequences(first: int, dtype: torch.dtype, folder: Path) -> None:
     first += FIRST_SEED[dist.get_world_size(), dtype]
     for seed in range(first, first + PER_TEST):
-        Sequence(seed, dtype).run()
+        Sequence(seed, dtype, folder).run()
