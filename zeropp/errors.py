@@ -8,6 +8,10 @@ class InputError(ValueError):
     """Says what was given, what was expected and what to do; shown without a traceback."""
 
 
+class NetworkError(InputError):
+    """The ranks cannot meet. Each machine shows it, as no rank can tell the others."""
+
+
 def picklable(error: Exception, other: Callable[[str], Exception] = RuntimeError) -> Exception:
     """Return an error that says the same and can be sent to another process.
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from megatron_zpp.settings.command_line import HELP, Assignment, help_text, read, vocabulary
 from megatron_zpp.settings.flag import Section
-from zeropp.errors import InputError
+from zeropp.errors import InputError, NetworkError
 from zeropp.ranks.topology import Environment
 
 FAILED = 1
@@ -38,7 +38,8 @@ def run_command(
     sections have no effect here.
 
     joins_ranks: torchrun or zeropp may start the command on several ranks. Then every rank calls
-    `run(environment, *sections)`, only rank 0 logs and prints errors, and Ctrl-C prints nothing.
+    `run(environment, *sections)`, only rank 0 logs and prints errors (of each machine the first one
+    that they cannot meet), and Ctrl-C prints nothing.
     """
     logging.basicConfig(level=log_level, format="%(message)s")
     if any(word in HELP for word in argv):
@@ -56,7 +57,8 @@ def run_command(
                 log.warning("%s has no effect here: %s", assignment, reason)
         run(*(_build_section(section, typed) for section in sections))
     except (InputError, OSError) as error:
-        if environment.rank == 0:
+        keeps_apart = isinstance(error, NetworkError)  # ranks cannot tell each other
+        if (environment.local_rank if keeps_apart else environment.rank) == 0:
             _print_error(error)
         return FAILED
     except KeyboardInterrupt as interruption:

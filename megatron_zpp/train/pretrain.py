@@ -24,7 +24,8 @@ from megatron_zpp.train.stop import Interrupted, Stopping
 from zeropp import InputError
 from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.checkpoint.shared_folder import hold_folder
-from zeropp.ranks.coordination import report_once
+from zeropp.errors import NetworkError
+from zeropp.ranks.coordination import report_on_each_machine, report_once
 from zeropp.ranks.process_group import OTHER_RANK_FAILED
 from zeropp.ranks.topology import Environment
 
@@ -61,6 +62,10 @@ def main(
                 per_node = config.zero.zeropp.ranks_per_node
                 ranks = join_ranks(environment, config.parallel, per_node)
                 return _with_heartbeat(config, ranks, console, stopping)
+        except NetworkError as error:
+            message = str(error)
+            report_on_each_machine(environment, lambda: console.notice(logging.ERROR, message))
+            return FAILED
         except InputError as error:
             message = str(error)
             report_once(environment, lambda: console.notice(logging.ERROR, message))

@@ -6,14 +6,21 @@ the present ones. No variable of the environment tells attempts apart: agents of
 count restarts differently once a machine was lost. The ranks therefore agree on a name.
 """
 
+import logging
+import socket
 import time
 import uuid
+from datetime import timedelta
 
 import torch.distributed as dist
 
+from zeropp.errors import first_few
 from zeropp.ranks.topology import Environment
 
 POLL_SECONDS = 0.02
+NOTICE_SECONDS = 20.0  # after which a rank that waits for others says so
+
+log = logging.getLogger("zeropp")
 
 
 def attempt_store(store: dist.Store, environment: Environment) -> dist.Store:
@@ -26,19 +33,32 @@ def attempt_store(store: dist.Store, environment: Environment) -> dist.Store:
     meeting = dist.PrefixStore("attempts", store)
     if environment.rank == 0:
         name = uuid.uuid4().hex
-        _admit(meeting, name, environment.world_size)
+        _admit(meeting, name, environment)
     else:
         own_name = uuid.uuid4().hex
         meeting.set(f"announced/{environment.rank}", own_name)
-        name = meeting.get(f"attempt-of/{own_name}").decode()
+        name = _answer(meeting, f"attempt-of/{own_name}", environment)
         meeting.set(f"{name}/{environment.rank}", "")
     return dist.PrefixStore(f"attempt/{name}", store)
 
 
-def _admit(meeting: dist.Store, name: str, world_size: int) -> None:
+def _answer(meeting: dist.Store, key: str, environment: Environment) -> str:
+    """Wait for rank 0's answer; say so if that takes long."""
+    try:
+        meeting.wait([key], min(meeting.timeout, timedelta(seconds=NOTICE_SECONDS)))
+    except dist.DistStoreError:
+        log.warning(
+            "rank %d on %s has waited %.0f s for rank 0 to answer at %s",
+            environment.rank, socket.gethostname(), NOTICE_SECONDS, environment.meeting_point[0],
+        )  # fmt: skip
+    return meeting.get(key).decode()
+
+
+def _admit(meeting: dist.Store, name: str, environment: Environment) -> None:
     """Answer with the attempt's name whoever announces itself, until all ranks have confirmed."""
-    deadline = time.monotonic() + meeting.timeout.total_seconds()
-    missing, answered = set(range(1, world_size)), set()
+    began = time.monotonic()
+    deadline, notice = began + meeting.timeout.total_seconds(), began + NOTICE_SECONDS
+    missing, answered = set(range(1, environment.world_size)), set()
     while missing:
         for rank in sorted(missing):
             if meeting.check([f"{name}/{rank}"]):
@@ -48,9 +68,12 @@ def _admit(meeting: dist.Store, name: str, world_size: int) -> None:
                 if announced not in answered:
                     meeting.set(f"attempt-of/{announced}", name)
                     answered.add(announced)
+        late = first_few([str(rank) for rank in sorted(missing)])
         if missing and time.monotonic() > deadline:
             raise dist.DistStoreError(
-                f"ranks {', '.join(map(str, sorted(missing)))} have not joined within "
-                f"{meeting.timeout.total_seconds():g} s"
+                f"ranks {late} have not joined within {meeting.timeout.total_seconds():g} s"
             )
+        if missing and time.monotonic() > notice:
+            notice = deadline
+            log.warning("ranks %s have not joined for %.0f s", late, NOTICE_SECONDS)
         time.sleep(POLL_SECONDS if missing else 0)

@@ -6,6 +6,7 @@ there are, or those of the group that an enclosing `with among(group)` names; th
 those in the group.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -15,10 +16,11 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from zeropp.errors import picklable
-from zeropp.ranks.process_group import open_store
+from zeropp.ranks.rendezvous import open_store
 from zeropp.ranks.topology import Environment
 
 REPORT_TIMEOUT = timedelta(seconds=10)
+REPORT_SECONDS = 2.0
 
 T = TypeVar("T")
 _GROUP: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
@@ -125,6 +127,17 @@ def report_once(environment: Environment, report: Callable[[], None]) -> None:
     except (RuntimeError, ValueError):  # a timeout, or no store at the launcher's address
         if environment.rank != 0:
             report()
+
+
+def report_on_each_machine(environment: Environment, report: Callable[[], None]) -> None:
+    """Call `report` on the first rank of each machine, for an error that keeps ranks from meeting.
+
+    A launcher ends all ranks of a machine when one has ended: the others give the first one time.
+    """
+    if environment.local_rank == 0:
+        report()
+    else:
+        time.sleep(REPORT_SECONDS)
 
 
 def _as_rank_error(text: str) -> RankError:

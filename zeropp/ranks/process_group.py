@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import re
 import sys
 from datetime import timedelta
 from typing import NoReturn
@@ -10,12 +11,15 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from zeropp.errors import InputError
+from zeropp.errors import InputError, NetworkError
 from zeropp.ranks.attempt import attempt_store
+from zeropp.ranks.reachability import require_reachable
+from zeropp.ranks.rendezvous import open_store
 from zeropp.ranks.topology import Environment
 
 # Collectives of CPU tensors do not wait for the GPUs.
 GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
+GLOO_OR_NCCL = re.compile("gloo|nccl")  # in the names of backends, others connect in other ways
 # Exit status of a rank that ends because another one failed: launchers then look for that one.
 OTHER_RANK_FAILED = 75  # EX_TEMPFAIL of sysexits.h
 
@@ -57,11 +61,18 @@ def start_process_group(
     """Initialize the default process group, and return the store that its ranks share.
 
     `backend` is a name that PyTorch knows ("gloo", "nccl", ...), or None for the one that suits the
-    machine.
+    machine. Raises NetworkError if the ranks cannot meet or cannot connect to each other.
     """
     num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     backend = choose_backend(environment, num_gpus, backend)
-    store = attempt_store(open_store(environment, timeout), environment)
+    store = open_store(environment, timeout)
+    try:
+        store = attempt_store(store, environment)
+    except dist.DistStoreError as error:
+        raise NetworkError(str(error)) from error
+    if environment.world_size > 1 and GLOO_OR_NCCL.search(backend):
+        addresses = dist.PrefixStore("addresses", store)
+        require_reachable(addresses, environment, with_nccl="nccl" in backend)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("ranks", store),
@@ -69,18 +80,6 @@ def start_process_group(
         world_size=environment.world_size,
         timeout=timeout,
     )
-    return store
-
-
-def open_store(environment: Environment, timeout: timedelta) -> dist.Store:
-    """Connect to the launcher's store, without joining a process group; return the store.
-
-    `timeout` also applies to later requests. Raises `dist.DistError` if there is no store.
-    """
-    if not environment.launched:
-        return dist.HashStore()
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
     return store
 
 

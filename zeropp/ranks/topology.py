@@ -16,7 +16,9 @@ class Environment:
     """Rank `rank` of `world_size`, which is `local_rank` of `local_world_size` on its node.
 
     `machines` is the number of computers that run the ranks; a node may be a part of one.
-    `launched` is whether a launcher started the process.
+    `launched` is whether a launcher started the process. The ranks meet at `meeting_point`, a host
+    and a port, where the launcher waits for them if `launcher_has_store`, and rank 0 otherwise.
+    `gloo_interfaces` and `nccl_interfaces` are what the user sets for these libraries.
     """
 
     rank: int = 0
@@ -25,6 +27,10 @@ class Environment:
     local_world_size: int = 1
     machines: int = 1
     launched: bool = False
+    meeting_point: tuple[str, str] = ("", "")
+    launcher_has_store: bool = False
+    gloo_interfaces: str | None = None
+    nccl_interfaces: str | None = None
 
     @classmethod
     def read(cls) -> "Environment":
@@ -43,6 +49,10 @@ class Environment:
             local_world_size=local_world_size,
             machines=_number("GROUP_WORLD_SIZE", default=-(-world_size // local_world_size)),
             launched=True,
+            meeting_point=(os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")),
+            launcher_has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            gloo_interfaces=os.environ.get("GLOO_SOCKET_IFNAME"),
+            nccl_interfaces=os.environ.get("NCCL_SOCKET_IFNAME"),
         )
         if not 0 <= environment.rank < world_size:
             raise InputError(f"RANK={environment.rank} is not below WORLD_SIZE={world_size}")

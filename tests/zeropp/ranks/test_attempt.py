@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from zeropp.ranks import attempt as attempt_module
 from zeropp.ranks.attempt import attempt_store
 from zeropp.ranks.topology import Environment
 
@@ -45,10 +46,25 @@ def test_ranks_that_ended_before_rank_0_came_are_not_counted(store: dist.HashSto
     assert all(part.check(["key"]) for part in parts)
 
 
-def test_a_rank_that_never_comes_is_named(store: dist.HashStore) -> None:
+def test_a_rank_that_never_comes_is_named(
+    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attempt_module, "NOTICE_SECONDS", 0.1)
     store.set_timeout(timedelta(seconds=0.3))
     with ThreadPoolExecutor(2) as threads:
         joined = threads.submit(join, store, 1)
         with pytest.raises(dist.DistStoreError, match="ranks 2 have not joined within 0.3 s"):
             join(store, 0)
         joined.result()
+    assert "ranks 2 have not joined for 0 s" in caplog.messages
+
+
+def test_a_rank_that_hears_nothing_of_rank_0_says_so(
+    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attempt_module, "NOTICE_SECONDS", 0.1)
+    store.set_timeout(timedelta(seconds=0.3))
+    with pytest.raises(dist.DistStoreError):
+        join(store, 1)
+    (message,) = caplog.messages
+    assert message.startswith("rank 1 on ") and "has waited 0 s for rank 0" in message

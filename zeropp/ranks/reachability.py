@@ -1,0 +1,160 @@
+"""Before the ranks connect: can they? Each says where others will dial it, and some try.
+
+Without this, a host name that resolves to a loopback address, or an interface that other machines
+do not reach, fails on one machine with a traceback and leaves the others waiting. All ranks meet in
+the launcher's store, which they have reached; rank 0 judges, and all raise the same error.
+"""
+
+import json
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+
+import torch.distributed as dist
+
+from zeropp.errors import NetworkError, first_lines
+from zeropp.ranks.addresses import (
+    GLOO_VARIABLE,
+    NCCL_VARIABLE,
+    Address,
+    describe,
+    gloo_addresses,
+    list_interfaces,
+    network_of_this_process,
+    require_nccl_interface,
+)
+from zeropp.ranks.topology import Environment
+
+DIAL_SECONDS = 10.0
+MOST_SHOWN = 8
+ADVICE = (
+    f"Set {GLOO_VARIABLE} (and {NCCL_VARIABLE} for NCCL) on every machine to the interface that "
+    "connects the machines, as in GLOO_SOCKET_IFNAME=eth0, or let each host name resolve to the "
+    "address of that interface"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank will be dialed: (ip, port, reason) of each address, on which `host`.
+
+    network: identifies its network stack. interfaces: those of its machine, for a person.
+    problem: what is wrong with its settings.
+    """
+
+    host: str
+    network: str
+    addresses: list[tuple[str, int, str]] = field(default_factory=list)
+    interfaces: str = ""
+    problem: str = ""
+
+
+def require_reachable(store: dist.Store, environment: Environment, *, with_nccl: bool) -> None:
+    """Raise NetworkError on all ranks if ranks of other machines cannot connect to one of them.
+
+    All ranks call it. `store` is one that all reach, and is used by nobody else.
+    """
+    rank = str(environment.rank)
+    with _listening(environment, with_nccl=with_nccl) as place:
+        store.set(f"place/{rank}", json.dumps(asdict(place)))
+        if environment.rank == 0:
+            places = [
+                Place(**json.loads(store.get(f"place/{other}")))
+                for other in range(environment.world_size)
+            ]
+            problems = _problems(places)
+            plan = {} if problems else _plan(places)
+            store.set("plan", json.dumps(plan))
+        else:
+            plan = json.loads(store.get("plan"))
+        if rank in plan:
+            store.set(f"dialed/{rank}", _dial(place, environment.rank, **plan[rank]))
+        if environment.rank == 0:
+            problems += filter(None, (store.get(f"dialed/{other}").decode() for other in plan))
+            text = f"{first_lines(problems, MOST_SHOWN)}\n{ADVICE}" if problems else ""
+            store.set("verdict", text)
+        verdict = store.get("verdict").decode()
+    if verdict:
+        raise NetworkError(f"the ranks cannot connect to each other:\n  {verdict}")
+
+
+@contextmanager
+def _listening(environment: Environment, *, with_nccl: bool) -> Iterator[Place]:
+    """Listen where this rank will be dialed; yield that place."""
+    host, network = socket.gethostname(), network_of_this_process()
+    try:
+        addresses = gloo_addresses(environment.gloo_interfaces)
+        if with_nccl:
+            alone = environment.machines == 1
+            require_nccl_interface(environment.nccl_interfaces, alone=alone)
+    except NetworkError as error:
+        yield Place(host=host, network=network, problem=str(error))
+        return
+    with ExitStack() as listening:
+        listed = []
+        for address in addresses:
+            port = listening.enter_context(_listener(address)).getsockname()[1]
+            listed.append((address.ip, port, address.reason))
+        interfaces = describe(list_interfaces())
+        yield Place(host=host, network=network, addresses=listed, interfaces=interfaces)
+
+
+def _listener(address: Address) -> socket.socket:
+    info = socket.getaddrinfo(address.ip, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(*info[:3])
+    listener.bind(info[4])
+    listener.listen()
+    return listener
+
+
+def _problems(places: Sequence[Place]) -> list[str]:
+    """What is known before anybody has dialed."""
+    problems = [
+        f"rank {rank}: {place.problem}" for rank, place in enumerate(places) if place.problem
+    ]
+    if len({place.network for place in places}) == 1:
+        return problems
+    for rank, place in enumerate(places):
+        for ip, _, reason in place.addresses:
+            if Address(ip, reason).is_loopback and rank in _firsts(places):
+                problems.append(
+                    f"rank {rank} on {place.host} would be dialed at the loopback address {ip}, "
+                    f"{reason}; the interfaces of {place.host} are {place.interfaces}"
+                )
+    return problems
+
+
+def _firsts(places: Sequence[Place]) -> list[int]:
+    """The first rank of each machine."""
+    first: dict[str, int] = {}
+    for rank, place in enumerate(places):
+        first.setdefault(place.network, rank)
+    return list(first.values())
+
+
+def _plan(places: Sequence[Place]) -> dict[str, dict]:
+    """Whom each rank dials that stands for its machine: the one of the next machine, in a ring."""
+    firsts = _firsts(places)
+    if len(firsts) == 1:
+        return {}
+    following = [*firsts[1:], firsts[0]]
+    return {
+        str(rank): {"other": other, "at": asdict(places[other])}
+        for rank, other in zip(firsts, following, strict=True)
+    }
+
+
+def _dial(own: Place, rank: int, other: int, at: Mapping) -> str:
+    """Connect to another rank; return what is wrong, or nothing."""
+    place = Place(**at)
+    for ip, port, reason in place.addresses:
+        try:
+            socket.create_connection((ip, port), DIAL_SECONDS).close()
+        except OSError as error:
+            return (
+                f"rank {rank} on {own.host} (interfaces {own.interfaces}) cannot connect to rank "
+                f"{other} on {place.host} at {ip}, {reason}: {error.strerror or error}; the "
+                f"interfaces of {place.host} are {place.interfaces}"
+            )
+    return ""

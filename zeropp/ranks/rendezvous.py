@@ -1,0 +1,117 @@
+"""How a rank gets to the store in which all ranks meet, and what it says if it does not.
+
+The store is at MASTER_ADDR and MASTER_PORT. A launcher (torchrun, `zeropp`) has opened it before it
+starts the ranks. Otherwise rank 0 opens it, and the others wait until rank 0 has started, which
+takes as long as it takes.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from concurrent.futures import Future
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from zeropp.errors import NetworkError
+from zeropp.ranks.topology import Environment
+
+PATIENCE_SECONDS = 20.0  # for a store that should be there, and before a rank says that it waits
+RETRY_SECONDS = 0.5
+
+log = logging.getLogger("zeropp")
+
+
+def open_store(environment: Environment, timeout: timedelta) -> dist.Store:
+    """Connect to the store of all ranks, without joining a process group; return the store.
+
+    `timeout` also applies to later requests. Raises NetworkError if the store cannot be reached, if
+    its port is in use, or if something else answers there.
+    """
+    if not environment.launched:
+        return dist.HashStore()
+    if environment.rank == 0 and not environment.launcher_has_store:
+        store = _create_store(environment, timeout)
+    else:
+        _wait_until_reachable(environment, timeout.total_seconds())
+        store = _connect_to_store(environment, min(timeout.total_seconds(), PATIENCE_SECONDS))
+    store.set_timeout(timeout)
+    return store
+
+
+def _create_store(environment: Environment, timeout: timedelta) -> dist.Store:
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    except dist.DistError as error:
+        _, port = environment.meeting_point
+        here = socket.gethostname()
+        if "EADDRINUSE" in str(error):
+            raise NetworkError(
+                f"MASTER_PORT={port} is in use on {here}, by another job or by what an earlier one "
+                "has left: give a port that is free"
+            ) from error
+        raise NetworkError(f"rank 0 on {here} cannot let the ranks meet: {error}") from error
+    return store
+
+
+def _connect_to_store(environment: Environment, patience: float) -> dist.Store:
+    """Return the store, if that is what answers: torch would wait for ever for another program."""
+    answer: Future[dist.Store] = Future()
+
+    def connect() -> None:
+        try:
+            store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))
+            answer.set_result(store)
+        except Exception as error:  # noqa: BLE001  (raised by `result`)
+            answer.set_exception(error)
+
+    threading.Thread(target=connect, daemon=True).start()
+    try:
+        return answer.result(patience)
+    except (dist.DistError, TimeoutError) as error:
+        raise NetworkError(
+            f"rank {environment.rank} on {socket.gethostname()}: what answers where the ranks "
+            f"meet, {_where(environment)}, is not their store. Another program uses that port: "
+            "give one that is free"
+        ) from error
+
+
+def _wait_until_reachable(environment: Environment, timeout: float) -> None:
+    """Return when something accepts connections where the ranks meet."""
+    host, port = environment.meeting_point
+    began, said = time.monotonic(), False
+    patience = min(timeout, PATIENCE_SECONDS)
+    while True:
+        try:
+            socket.create_connection((host, int(port)), patience).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        waited = time.monotonic() - began
+        where = f"{_where(environment)}: {reason}"
+        if waited > (patience if environment.launcher_has_store else timeout):
+            raise NetworkError(
+                f"rank {environment.rank} on {socket.gethostname()} cannot connect to where the "
+                f"ranks meet, {where}. It must be an address of the first machine that this one "
+                "reaches: name it by --rdzv-endpoint and --local-addr of torchrun, or MASTER_ADDR"
+            )
+        if waited > patience and not said:
+            said = True
+            log.warning(
+                "rank %d on %s has waited %.0f s for rank 0 at %s",
+                environment.rank, socket.gethostname(), waited, where,
+            )  # fmt: skip
+        time.sleep(RETRY_SECONDS)
+
+
+def _where(environment: Environment) -> str:
+    """The meeting point, and to which addresses its name resolves on this machine."""
+    host, port = environment.meeting_point
+    ips: tuple[str, ...] = ()
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        ips = tuple(dict.fromkeys(str(address[0]) for *_, address in found))
+    resolved = "" if ips == (host,) else f" (here {', '.join(ips) or 'an unknown name'})"
+    return f"{host} port {port}{resolved}"
