@@ -151,8 +151,10 @@ def convert(
         print(f"{_size(opened)} of {opened.path} in {folder}, for Megatron-LM's --load")
         return
     max_bytes = num_bytes(config.max_shard_size, "--max-shard-size")
-    paths = export_model(opened, Path(config.to_hf), config.dtype, max_bytes)
-    print(f"{_size(opened)} of {opened.path} in {paths[-1]}")
+    paths, has_tokenizer = export_model(opened, Path(config.to_hf), config.dtype, max_bytes)
+    name = opened.tokenizer.name
+    without = f", without a tokenizer: Hugging Face's libraries cannot make the ids of {name}"
+    print(f"{_size(opened)} of {opened.path} in {paths[-1]}{'' if has_tokenizer else without}")
 
 
 def _import_checkpoint(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.commands.run_command import require_writable, run_command
+from megatron_zpp.data.indexed_dataset import datasets_beside
 from megatron_zpp.settings.command_line import HELP, vocabulary
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.settings.flag import Section, flag
@@ -157,7 +158,9 @@ def run_perplexity(
         raise InputError(NOTHING_TO_MEASURE)
     for path in config.data_path:
         if not Path(path).is_file() and not Path(f"{path}.idx").is_file():
-            raise InputError(f"{path}: no such file, and no dataset {path}.idx")
+            hint = datasets_beside(path)
+            text = f"{path}: no such file, and no dataset {path}.idx"
+            raise InputError(f"{text}; {hint}" if hint else text)
     if config.json not in (None, STDOUT):
         require_writable(config.json, "--json")
     model = open_text_model(model_config, tokenizer, environment)

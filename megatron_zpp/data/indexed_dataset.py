@@ -7,6 +7,7 @@ Document j consists of the sequences documents[j] to documents[j + 1] - 1; an em
 none. The modes are optional and not used in training. All numbers are little endian.
 """
 
+import glob
 import os
 import struct
 from array import array
@@ -16,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from zeropp.atomic import sync_folder, write_atomically
-from zeropp.errors import InputError
+from zeropp.errors import InputError, first_few
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -177,10 +178,24 @@ def _check_pair(prefix: str, idx_path: Path, bin_path: Path) -> None:
         return
     if len(missing) == 1:
         raise InputError(f"{missing[0]} is missing: a dataset is a pair of .idx and .bin")
-    hint = "preprocess the text first (tools/preprocess_data.py)"
+    hint = datasets_beside(prefix) or "preprocess the text first (tools/preprocess_data.py)"
     if prefix.endswith((".bin", ".idx")):
         hint = f"give the path without its ending, {prefix[:-4]}"
     raise InputError(f"no dataset at {prefix}: expected {idx_path} and {bin_path}; {hint}")
+
+
+def datasets_beside(prefix: str) -> str:
+    """Ask whether a dataset was meant whose prefix goes on from `prefix`; "" if there is none.
+
+    The preprocessor appends the field and the level, as in corpus_text_document.
+    """
+    folder, name = Path(prefix).parent, glob.escape(Path(prefix).name)
+    longer = [
+        str(path.with_suffix(""))
+        for path in sorted(folder.glob(f"{name}_*.idx"))
+        if path.with_suffix(".bin").is_file()
+    ]
+    return f"did you mean {first_few(longer)}?" if longer else ""
 
 
 def _parse(index: np.memmap, path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:

@@ -95,12 +95,13 @@ def require_no_model(save: Path) -> None:
 
 def export_model(
     opened: OpenedModel, output: Path, dtype: str | None = None, max_bytes: int | None = None
-) -> list[Path]:
-    """Write one of our models as a Hugging Face folder; returns the files of weights.
+) -> tuple[list[Path], bool]:
+    """Write one of our models as a Hugging Face folder.
 
-    Tensors keep their dtype without `dtype`. Files have at most `max_bytes`. config.json is written
-    last. Raises InputError for a model that no supported family can express, and if `output` holds
-    a model or checkpoints already.
+    Returns the files of weights, and whether the folder has the tokenizer: Hugging Face's libraries
+    do not have all. Tensors keep their dtype without `dtype`. Files have at most `max_bytes`.
+    config.json is written last. Raises InputError for a model that no supported family can express,
+    and if `output` holds a model or checkpoints already.
     """
     if is_hugging_face(output) or any(output.glob(f"*{SUFFIX}")):
         raise InputError(f"--to-hf {output} holds a model already: name another folder")
@@ -120,14 +121,10 @@ def export_model(
     paths = write_safetensors(output / ONE_FILE, items, {"format": "pt"}, max_bytes)
     if origin is not None:
         copy_files(origin, output, (GENERATION,))
-    if not write_tokenizer(opened.tokenizer_config, opened.tokenizer, output):
-        log.warning(
-            "%s has no files that Hugging Face's libraries can read: the folder has no tokenizer",
-            opened.tokenizer.name,
-        )
+    has_tokenizer = bool(write_tokenizer(opened.tokenizer_config, opened.tokenizer, output))
     content |= _dtype_entry(content, {item.dtype for item in items})
     write_json(output / CONFIG, content)
-    return paths
+    return paths, has_tokenizer
 
 
 def export_adapters(

@@ -55,6 +55,13 @@ class TokenizerConfig(Section):
     vocab_size: int | None = flag(None, "size of the NullTokenizer's vocabulary", minimum=1)
     vocab_extra_ids: int = flag(0, "sentinel tokens added to the vocabulary", minimum=0)
 
+    @property
+    def kind(self) -> str | None:
+        """The type, which the two files of a byte-pair tokenizer imply as in Megatron, or None."""
+        if self.tokenizer_type is None and self.vocab_file and self.merge_file:
+            return "GPT2BPETokenizer"
+        return self.tokenizer_type
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):

@@ -92,6 +92,10 @@ class Tokenizer(ABC):
                 parts.append(self._decode(list(group)))
         return "".join(parts)
 
+    def name_of(self, token: int) -> str:
+        """Return the name of an id, which special tokens have too though they decode to nothing."""
+        return self.decode([token])
+
     @abstractmethod
     def _decode(self, ids: list[int]) -> str:
         """Return the text of ids that are in the vocabulary files, none of them reserved."""

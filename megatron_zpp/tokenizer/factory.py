@@ -35,6 +35,9 @@ TOKENIZER_TYPES = MappingProxyType(
 TYPES_WITH_TOKENIZER_JSON = tuple(
     name for name, (kind, _) in TOKENIZER_TYPES.items() if kind is HFTokenizer
 )
+SENTENCE_PIECE_TYPES = tuple(
+    name for name, (kind, _) in TOKENIZER_TYPES.items() if issubclass(kind, SentencePieceTokenizer)
+)
 FIELDS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 
 logger = logging.getLogger("megatron_zpp")
@@ -46,9 +49,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     Without a type, --vocab-file and --merge-file select GPT2BPETokenizer, as in Megatron.
     Raises InputError for an unknown type, a missing flag, and invalid files.
     """
-    name = config.tokenizer_type
-    if name is None and config.vocab_file is not None and config.merge_file is not None:
-        name = "GPT2BPETokenizer"
+    name = config.kind
     if name not in TOKENIZER_TYPES:
         raise _unknown_type_error(name, list(TOKENIZER_TYPES))
     tokenizer_class, fields = TOKENIZER_TYPES[name]

@@ -110,7 +110,7 @@ def _split_long_runs(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """Return the byte of each character that represents a byte in GPT-2's files."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -135,7 +135,7 @@ def _read_vocab(path: str) -> dict[str, int]:
 
 def _ranked_pieces(vocab: Mapping[str, int], path: str, vocab_file: str) -> dict[str, bytes]:
     """Return the bytes of each token: the single bytes by id, then the merges by line."""
-    alphabet = _byte_alphabet()
+    alphabet = byte_alphabet()
     missing = [f"0x{byte:02x}" for character, byte in alphabet.items() if character not in vocab]
     if missing:
         raise InputError(

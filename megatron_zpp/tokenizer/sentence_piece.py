@@ -38,6 +38,10 @@ class SentencePieceTokenizer(Tokenizer):
         """Return the ids of `text`; names of special tokens in it are ordinary text."""
         return self._model.encode(text)
 
+    def name_of(self, token: int) -> str:
+        """Return the name of an id; see the base class."""
+        return self.reserved.get(token) or self._model.id_to_piece(token)
+
     def _decode(self, ids: list[int]) -> str:
         return self._model.decode(ids)
 

@@ -158,3 +158,14 @@ def test_a_missing_dataset_names_both_files(tmp_path: Path) -> None:
     write(tmp_path / "text", [[[1]]])
     with pytest.raises(InputError, match=r"without its ending, .*/text$"):
         IndexedDataset(f"{tmp_path}/text.bin")
+
+
+def test_a_missing_dataset_is_found_under_the_name_that_the_preprocessor_gave_it(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path / "corpus_text_document", [[[1]]])
+    (tmp_path / "corpus_half.idx").touch()
+    with pytest.raises(InputError, match=rf"did you mean {tmp_path}/corpus_text_document\?$"):
+        IndexedDataset(tmp_path / "corpus")
+    with pytest.raises(InputError, match="preprocess the text first"):
+        IndexedDataset(tmp_path / "corp")
