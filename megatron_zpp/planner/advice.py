@@ -20,14 +20,17 @@ def why_not(row: Row) -> str:
 
 def advice(plan: Plan) -> str:
     """Return the sentence that says what to use, and whether quantizing pays."""
-    best = plan.fitting[0]
+    best = plan.best
     if len(plan.rows) == 1:
         waiting = best.time.across_nodes / best.time.typical
         return (
             f"{describe(best)}: {seconds(best.time.typical)} a step, of which {waiting:.0%} waits "
             "for the links across nodes. Without --as-given others are compared with it."
         )
-    exact = next((row for row in plan.fitting if not row.candidate.settings.inexactness), None)
+    # `best` itself, if it is one of them.
+    exact = next(
+        (row for row in (best, *plan.fitting) if not row.candidate.settings.inexactness), None
+    )
     use = f"Use {describe(best)}: {seconds(best.time.typical)} a step{_if_whole(plan)}"
     if exact is None:
         return f"{use}. No unquantized configuration fits."
@@ -45,7 +48,7 @@ def advice(plan: Plan) -> str:
 
 def _if_whole(plan: Plan) -> str:
     """Return how fast it is not to split the model, if the best configuration does."""
-    if not plan.fitting[0].candidate.is_divided:
+    if not plan.best.candidate.is_divided:
         return ""
     whole = next((row for row in plan.fitting if not row.candidate.is_divided), None)
     if whole is None:

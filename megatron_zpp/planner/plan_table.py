@@ -17,7 +17,8 @@ from megatron_zpp.settings.schedule import Schedules
 
 WIDTH = 180  # columns, where there is no terminal
 NOTES = (
-    "places: what differs by less than the error of a prediction shares one, the more exact first",
+    "places: what differs by less than the error of a prediction shares one, but for what leaves "
+    "0.0 GiB; the advice takes the most exact of the first place",
     "step: from the fast to the slow end of the constants; MFU without recomputation, HFU with it",
     "T P C: tensor, pipeline (x stages of a rank) and context parallel sizes; bubble: seconds that "
     "stages wait for others",
@@ -52,7 +53,7 @@ def print_plan(plan: Plan, top: int, console: Console | None = None) -> None:
     for note in NOTES:
         console.print(note, soft_wrap=True)
     if plan.fitting:
-        best = plan.fitting[0]
+        best = plan.best
         settings = best.candidate.settings
         console.print(f"\n{advice(plan)}", soft_wrap=True)
         console.print(f"flags: {_flags(best)}", soft_wrap=True)
@@ -74,6 +75,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         },
         "parameters": plan.row_of_flags.num_parameters,
         "advice": advice(plan) if plan.fitting else None,
+        "best": plan.rows.index(plan.best) if plan.fitting else None,
         "rows": [
             _row_json(
                 row, plan.places[index] if index < len(plan.places) else None, cluster.num_ranks
@@ -84,14 +86,15 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def best_of_settings(plan: Plan) -> Iterator[tuple[int | None, Row]]:
-    """Yield the place and the best row of each setting of ZeRO, and of all sizes of axes.
+    """Yield the place and the first row of each setting of ZeRO, and of all sizes of axes.
 
-    The place is None for one that does not fit.
+    The row that is advised is among them. The place is None for one that does not fit.
     """
+    best = plan.best if plan.fitting else None
     seen: set[object] = set()
     for index, row in enumerate(plan.rows):
         keys = {row.candidate.settings.name, row.candidate.sizes}
-        if not keys <= seen:
+        if not keys <= seen or row is best:
             seen |= keys
             yield (plan.places[index] if row.fits else None), row
 

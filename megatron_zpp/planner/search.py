@@ -20,7 +20,7 @@ from megatron_zpp.planner.estimate import fullest
 from megatron_zpp.planner.node_traffic import mean_of_nodes
 from megatron_zpp.planner.parts.meta_model import MetaModel
 from megatron_zpp.planner.planned_run import Places, plan_places
-from megatron_zpp.planner.timing.hardware import Cluster
+from megatron_zpp.planner.timing.hardware import GIB, Cluster
 from megatron_zpp.planner.timing.step_time import StepTime, step_time, typical_seconds
 from megatron_zpp.planner.timing.unit_work import StepWork
 from megatron_zpp.settings.config import Config
@@ -32,6 +32,7 @@ from zeropp.wire.traffic import HOPS
 # (docs/planning.md).
 TIE = 0.07
 BYTES_PER_WEIGHT = 2  # in M, the bytes of the model in 16 bit
+ROOM = GIB // 20  # memory left below which the table shows 0.0 GiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,11 @@ class Row:
         return self.memory_bytes <= self.usable_bytes
 
     @property
+    def has_room(self) -> bool:
+        """Whether it leaves memory, so that a small error of the estimate does not matter."""
+        return self.usable_bytes - self.memory_bytes >= ROOM
+
+    @property
     def largest_kind(self) -> str:
         """The kind of memory of which there is most."""
         return max(self.memory, key=self.memory.__getitem__)
@@ -71,7 +77,7 @@ class Plan:
     """All configurations that were looked at, those that fit first, and fastest first.
 
     row_of_flags: the configuration of the flags. places: ranks of the rows that fit; equal ones are
-    ties.
+    ties, the fastest first.
     """
 
     cluster: Cluster
@@ -84,6 +90,15 @@ class Plan:
     @property
     def fitting(self) -> tuple[Row, ...]:
         return self.rows[: len(self.places)]
+
+    @property
+    def best(self) -> Row:
+        """Of the rows in the first place the most exact, and of these the one of smallest sizes.
+
+        There must be one that fits.
+        """
+        first = (row for row, place in zip(self.fitting, self.places, strict=True) if place == 1)
+        return min(first, key=_simplest_first)
 
 
 class Search:
@@ -206,8 +221,8 @@ class Search:
 def rank_rows(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
     """Return rows by step time, and their places.
 
-    What is as fast as the fastest but for `TIE` shares its place, the most exact first, and of
-    these the ones with the smallest sizes of axes.
+    What is as fast as the fastest but for `TIE` shares its place, except rows that leave no memory:
+    they share the next.
     """
     remaining = sorted(rows, key=lambda row: row.time.typical)
     ordered: list[Row] = []
@@ -216,9 +231,10 @@ def rank_rows(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
         limit = remaining[0].time.typical * (1 + TIE)
         tied = [row for row in remaining if row.time.typical <= limit]
         remaining = remaining[len(tied) :]
-        tied.sort(key=_simplest_first)
-        places += [len(ordered) + 1] * len(tied)
-        ordered += tied
+        for has_room in (True, False):
+            group = [row for row in tied if row.has_room == has_room]
+            places += [len(ordered) + 1] * len(group)
+            ordered += group
     return ordered, places
 
 

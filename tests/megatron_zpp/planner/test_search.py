@@ -1,6 +1,6 @@
 """Plans agree with the forecast and the estimate, and rank what they cannot tell apart as ties."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -12,7 +12,7 @@ from megatron_zpp.planner.candidates import (
     given_candidate,
 )
 from megatron_zpp.planner.estimate import ACTIVATIONS, MOMENTS, WEIGHTS, estimate
-from megatron_zpp.planner.search import TIE, Search, rank_rows
+from megatron_zpp.planner.search import ROOM, TIE, Plan, Search, rank_rows
 from megatron_zpp.planner.timing.hardware import GIB, Description, find_cluster
 from megatron_zpp.planner.timing.step_time import typical_seconds
 from megatron_zpp.settings.arguments import parse
@@ -103,36 +103,70 @@ class FakeCandidate:
 class FakeRow:
     candidate: FakeCandidate
     time: FakeTime
+    has_room: bool = True
 
 
-def fake(seconds, inexactness, *sizes):
-    return FakeRow(FakeCandidate(FakeSettings(inexactness), sizes), FakeTime(seconds))
+def fake(seconds, inexactness, *sizes, has_room=True):
+    candidate = FakeCandidate(FakeSettings(inexactness), sizes)
+    return FakeRow(candidate, FakeTime(seconds), has_room)
 
 
-def test_a_tie_goes_to_the_more_exact_configuration():
+def plan_of(rows):
+    ordered, places = rank_rows(rows)
+    return Plan(
+        cluster=None, config=None, vocab_size=0, rows=tuple(ordered), places=tuple(places),
+        row_of_flags=None,
+    )  # fmt: skip
+
+
+def test_ties_share_a_place_the_fastest_first_and_the_most_exact_is_the_best():
     inside, outside = 1 + 0.9 * TIE, 1 + 1.1 * TIE
     rows = [fake(outside, 0), fake(1.0, 3), fake(inside, 0), fake(1.01, 2), fake(9.0, 1)]
-    ordered, places = rank_rows(rows)
-    keys = [(row.candidate.settings.inexactness, row.time.typical) for row in ordered]
-    assert keys == [(0, inside), (2, 1.01), (3, 1.0), (0, outside), (1, 9.0)]
-    assert places == [1, 1, 1, 4, 5]
+    plan = plan_of(rows)
+    keys = [(row.candidate.settings.inexactness, row.time.typical) for row in plan.rows]
+    assert keys == [(3, 1.0), (2, 1.01), (0, inside), (0, outside), (1, 9.0)]
+    assert plan.places == (1, 1, 1, 4, 5)
+    assert plan.best is rows[2]
 
 
-def test_of_equally_exact_ones_the_tie_goes_to_smaller_sizes():
+def test_of_equally_exact_ones_the_best_has_the_smallest_sizes():
     rows = [fake(1.0, 0, 8, 4), fake(1.01, 0, 2, 1), fake(1.02, 0, 1, 1), fake(1.0, 1, 1, 1)]
-    ordered, _ = rank_rows(rows)
-    assert [row.candidate.sizes for row in ordered] == [(1, 1), (2, 1), (8, 4), (1, 1)]
+    assert plan_of(rows).best is rows[2]
+
+
+def test_what_leaves_no_memory_does_not_share_the_place_of_others():
+    rows = [
+        fake(1.0, 0, has_room=False),
+        fake(1.01, 1),
+        fake(1.02, 2),
+        fake(1.05, 0, has_room=False),
+    ]
+    plan = plan_of(rows)
+    assert [row.time.typical for row in plan.rows] == [1.01, 1.02, 1.0, 1.05]
+    assert plan.places == (1, 1, 3, 3) and plan.best is rows[1]
+    assert plan_of(rows[:1]).best is rows[0]
+
+
+def test_room_is_what_the_table_shows_of_the_memory_left(slow_plan):
+    row = slow_plan.row_of_flags
+    for left in (ROOM, ROOM - 1):
+        tight = replace(row, usable_bytes=row.memory_bytes + left)
+        assert tight.fits and tight.has_room == (left == ROOM)
+    assert (
+        f"{(ROOM - GIB / 1000) / GIB:.1f}" == "0.0" and f"{(ROOM + GIB / 1000) / GIB:.1f}" == "0.1"
+    )
 
 
 def test_on_slow_links_quantizing_pays_and_on_fast_ones_it_does_not(slow_plan):
-    best = slow_plan.fitting[0]
+    best = slow_plan.best
     assert best.candidate.settings.inexactness > 0
     assert "times as fast as the best without quantization" in advice(slow_plan)
     assert "across nodes" in advice(slow_plan)
     fast = search("3200gbit", FEW_MICRO_BATCHES).run()
-    assert fast.fitting[0].candidate.settings.inexactness == 0
+    assert fast.best.candidate.settings.inexactness == 0
     assert "Quantizing does not pay here" in advice(fast)
     times = [row.time.typical for row in slow_plan.fitting]
+    assert times == sorted(times) and all(row.has_room for row in slow_plan.fitting)
     assert best.time.typical <= min(times) * (1 + TIE)
 
 
