@@ -1,6 +1,8 @@
 """Random models on random sizes of the axes print the losses and norms of one rank.
 
-Set RANDOM_PARALLEL to draw more runs than the suite does.
+They stop on the way and go on with other ZeRO settings and on other nodes; with steps of codes they
+go on with the same ones, to the last digit. Set RANDOM_PARALLEL to draw more runs than the suite
+does.
 """
 
 import json
@@ -10,23 +12,33 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_zpp.train.training_runs import require_equal, run
+from tests.megatron_zpp.train.training_runs import losses, require_equal, run
 
 # Ranks of tensor and context parallelism and of a pipeline, of 4.
 SIZES = [
     (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2),
     (1, 2, 2),
 ]  # fmt: skip
+STEPPED = [(1, 1, 2), (1, 1, 2), (1, 1, 1), (2, 1, 1), (1, 2, 1)]  # whose data axis has 2 or more
 RUNS = int(os.environ.get("RANDOM_PARALLEL", "3"))
 
 
-class Drawn:
-    """The flags of a model, and of the ranks that train it."""
+ALL_THREE = {
+    "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 4,
+    "zero_quantized_gradients": True,
+}  # fmt: skip
 
-    def __init__(self, seed: int) -> None:
+
+class Drawn:
+    """The flags of a model, and of the ranks that train it.
+
+    With `steps`, weights cross nodes of one rank as steps of their codes, mostly of pipelines.
+    """
+
+    def __init__(self, seed: int, *, steps: bool = False) -> None:
         self.draw = draw = random.Random(seed)
-        self.tensor, self.context, self.pipe = draw.choice(SIZES)
-        self.chunks = draw.choice([1, 1, 2]) if self.pipe > 1 else 1
+        self.steps = steps
+        self.draw_sizes()
         num_layers = self.pipe * self.chunks * draw.randint(1, 2)
         heads = draw.choice([4, 8])
         divisors = [each for each in (1, 2, 4, 8) if heads % each == 0 and each % self.tensor == 0]
@@ -52,6 +64,11 @@ class Drawn:
             f"{draw.choice(['', '--clip-grad 0.1', '--clip-grad 0'])} "
         )
 
+    def draw_sizes(self) -> None:
+        """Draw how many ranks share out the weights, the sequences and the layers."""
+        self.tensor, self.context, self.pipe = self.draw.choice(STEPPED if self.steps else SIZES)
+        self.chunks = self.draw.choice([1, 1, 2]) if self.pipe > 1 else 1
+
     def ranks(self, folder: Path) -> str:
         """The flags of the ranks, with a JSON in `folder`."""
         draw, stage = self.draw, self.draw.randint(0, 3)
@@ -60,6 +77,8 @@ class Drawn:
         if stage == 3 and per_node > 1 and draw.random() < 0.6:
             zero["zero_hpz_partition_size"] = per_node
         zeropp["reduce_gradients_once"] = draw.random() < 0.4
+        if self.steps:
+            zero, zeropp = ALL_THREE, zeropp | {"ranks_per_node": 1, "weight_steps": True}
         path = folder / "zeropp.json"
         path.write_text(json.dumps({"zero_optimization": zero, "zeropp": zeropp}))
         words = [
@@ -79,10 +98,25 @@ class Drawn:
 
 @pytest.mark.parametrize("seed", range(RUNS))
 def test_the_numbers_are_those_of_one_rank(seed: int, tmp_path: Path) -> None:
+    """It stops after two iterations, and goes on with other ZeRO settings and nodes."""
     drawn = Drawn(seed)
     expected = run(1, drawn.model, tmp_path)
-    how = drawn.ranks(tmp_path)
-    print(drawn.model, how, (tmp_path / "zeropp.json").read_text())
-    log = run(4, drawn.model + how, tmp_path)
+    log = ""
+    for flags in (f"--save {tmp_path}/saved --exit-interval 2", f"--load {tmp_path}/saved"):
+        how = drawn.ranks(tmp_path)
+        print(drawn.model, how, (tmp_path / "zeropp.json").read_text())
+        log += run(4, f"{drawn.model} {how} {flags}", tmp_path)
     require_equal(log, expected)
     assert "(formula: " not in log  # of bytes, where it is not what was counted
+
+
+@pytest.mark.parametrize("seed", range(RUNS // 3))
+def test_with_steps_of_codes_a_stop_changes_no_digit(seed: int, tmp_path: Path) -> None:
+    drawn = Drawn(seed, steps=True)
+    flags = f"{drawn.model} {drawn.ranks(tmp_path)} --lr 1e-2"
+    print(flags, (tmp_path / "zeropp.json").read_text())
+    straight = losses(run(4, flags, tmp_path))
+    first = run(4, f"{flags} --save {tmp_path}/saved --exit-interval 2", tmp_path)
+    second = run(4, f"{flags} --load {tmp_path}/saved", tmp_path)
+    assert losses(first) + losses(second) == straight
+    assert "whole codes cross the nodes once again" not in second

@@ -18,9 +18,8 @@ class OneProcess:
         self.weights = dict(model.named_parameters())
         self.buffers = [copy.deepcopy(dict(model.named_buffers())) for _ in range(world)]
         self.terms: dict[str, torch.Tensor] = {}  # by weight: the sum of its gradients' magnitudes
-        if dtype != torch.float32:
-            for unit in (model, *model.blocks):
-                unit.register_forward_pre_hook(self.round_inputs)
+        for unit in (model, *model.blocks):
+            unit.register_forward_pre_hook(self.round_inputs)
 
     def round_inputs(self, module: nn.Module, inputs: tuple) -> tuple:
         """As a unit does."""

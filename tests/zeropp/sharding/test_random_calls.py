@@ -1,6 +1,6 @@
 """Random legal calls on random small models: each gradient and weight equals one process's.
 
-The one process runs the micro-batches of all ranks in turn, with each rank's own buffers. In bf16
+The one process runs the micro-batches of all ranks in turn, with each rank's own buffers. In 16 bit
 it computes with weights and inputs rounded where the units round theirs, so that gradients differ
 only by how their sums are rounded; the ranks then step with its gradients. Set RANDOM_SEQUENCES to
 run more sequences than the suite does.
@@ -17,20 +17,33 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from tests.ranks import ranks
 from tests.zeropp.prescribed_gradients import data_mesh, zero_config
+from tests.zeropp.sharding.near import (
+    NEAR,
+    assert_near,
+    copy_shards,
+    distribute,
+    largest,
+    momenta_of,
+    rounding_of,
+)
 from tests.zeropp.sharding.one_process import OneProcess
 from tests.zeropp.sharding.random_models import Batch, RandomModel
-from zeropp import shard
+from zeropp import Sharding, shard
+from zeropp.checkpoint import engine_checkpoint
 
 SEQUENCES = int(os.environ.get("RANDOM_SEQUENCES", "12"))
 PER_TEST = 3
 LENGTH = 8  # calls in a sequence
-NEAR = 2e-5  # of the largest element: sums of a few fp32 terms in another order
 LR = 0.05
-UNIT_ROUNDOFF = 2.0**-8  # of bf16, which has 8 bits of precision
+TYPES = {
+    torch.float32: {},
+    torch.bfloat16: {"bf16": {"enabled": True}},
+    torch.float16: {"fp16": {"enabled": True}},
+}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 # Of the first sequence, by ranks and type: with these, each type meets every stage and hpZ.
 FIRST_SEED = {
@@ -50,33 +63,43 @@ class Sequence:
     """A random model on both sides, and the calls."""
 
     def __init__(self, seed: int, dtype: torch.dtype, folder: Path) -> None:
-        self.draw = random.Random(seed)
+        self.seed, self.draw = seed, random.Random(seed)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.dtype, self.reference = dtype, OneProcess(RandomModel(seed), self.world, dtype)
+        self.reference = OneProcess(RandomModel(seed), self.world, dtype)
+        self.calls: list[str] = []
+        self.sharding = self.shard_model(RandomModel(seed))
+        self.momentum = self.draw.choice([0.0, 0.9])
+        self.optimizers = [self.sgd(self.model), self.sgd(self.reference.model)]
+        self.first_weights = copy.deepcopy(self.reference.weights)
+        self.folder = folder / str(seed)
+        dcp.save(self.sharded_state(), checkpoint_id=self.folder)
+        self.batches = 100 * seed
+
+    def shard_model(self, model: RandomModel) -> Sharding:
+        """Shard it on other nodes and at another stage each time."""
         self.stage = self.draw.randint(0, 3)
         zero = {"stage": self.stage}
         per_node = self.draw.choice([size for size in (1, 2, 4) if self.world % size == 0])
         if self.stage == 3 and per_node > 1 and self.draw.random() < 0.5:
             zero["zero_hpz_partition_size"] = per_node
-        settings = {} if dtype == torch.float32 else {"bf16": {"enabled": True}}
         once = self.draw.random() < 0.3
         zeropp = {"reduce_gradients_once": once}
-        config = zero_config(zero, per_node, zeropp=zeropp, **settings)
-        model = RandomModel(seed)
+        config = zero_config(zero, per_node, zeropp=zeropp, **TYPES[self.dtype])
         units = None
         if model.head.weight is not model.stem.weight and self.draw.random() < 0.3:
             units = model.chosen_units()
-        self.sharding = shard(model, data_mesh(), config, units=units)
-        momentum = self.draw.choice([0.0, 0.9])
-        self.optimizers = [
-            torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum, weight_decay=0.01)
-            for model in (self.sharding.model, self.reference.model)
-        ]
-        self.first_weights = copy.deepcopy(self.reference.weights)
-        self.folder = folder / str(seed)
-        dcp.save(self.sharded_state(), checkpoint_id=self.folder)
-        self.batches = 100 * seed
-        self.calls = [f"{zero | zeropp}, {per_node} per node, order {model.order}, {units}"]
+        self.calls.append(
+            f"{self.dtype}, {zero | zeropp}, {per_node} per node, order {model.order}, {units}"
+        )
+        return shard(model, data_mesh(), config, units=units)
+
+    def sgd(self, model: nn.Module) -> torch.optim.Optimizer:
+        momentum = self.momentum
+        return torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum, weight_decay=0.01)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.reference.dtype
 
     @property
     def model(self) -> nn.Module:
@@ -85,7 +108,7 @@ class Sequence:
     def run(self) -> None:
         names = ("step", "step", "accumulate", "evaluate", "freeze", "load", "write", "discard",
                  "interrupt_forward", "interrupt_backward", "penalize", "save", "write_in_place",
-                 "load_in_place")  # fmt: skip
+                 "load_in_place", "resume")  # fmt: skip
         for _ in range(LENGTH):
             name = self.draw.choice(names)
             self.calls.append(name)
@@ -200,6 +223,36 @@ class Sequence:
         }
         self.reference.model.load_state_dict(whole)
 
+    def resume(self) -> None:
+        """Save, and go on with another model: on other nodes, at another stage, in another type."""
+        folder = self.folder.with_name(f"{self.seed}-{len(self.calls)}")
+        state = {"optimizer_saved": True}
+        engine_checkpoint.save(folder, "saved", self.model, self.optimizers[0], state)
+        self.reference.dtype = self.draw.choice([*TYPES])
+        model = RandomModel(self.seed)
+        for weight, other in zip(model.parameters(), self.reference.weights.values(), strict=True):
+            weight.detach().zero_()
+            weight.requires_grad_(other.requires_grad)
+        self.sharding = self.shard_model(model)
+        self.optimizers[0] = self.sgd(model)
+        engine_checkpoint.load(folder, None, model, self.optimizers[0])
+        self.compare()
+        if self.dtype != torch.float32:
+            self.take_over_state()
+
+    def take_over_state(self) -> None:
+        """Go on from what the reference has, after comparing it: as for `take_over_gradients`."""
+        models = self.model, self.reference.model
+        momenta, others = map(momenta_of, models, self.optimizers)
+        assert momenta.keys() == others.keys()
+        for name, other in others.items():
+            assert_near(momenta[name], other, NEAR * largest(other), (name, self.calls))
+        copy_shards(momenta, others)
+        copy_shards(dict(self.model.named_parameters()), self.reference.weights)
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(self.reference.buffers[self.rank][name])
+        self.sharding.weights_changed()
+
     def write(self) -> None:
         """Write into the shards of one weight."""
         name = self.draw.choice(list(self.reference.weights))
@@ -310,8 +363,9 @@ class Sequence:
             if gradient is not None:
                 near = NEAR * largest(gradient)
                 if self.dtype != torch.float32:
-                    roundings = self.reference.most_roundings()
-                    near += roundings * UNIT_ROUNDOFF * self.largest_sum_of_terms(name)
+                    terms = self.largest_sum_of_terms(name)
+                    rounding = rounding_of(terms, self.dtype, self.world)
+                    near += self.reference.most_roundings() * rounding
                 assert_near(weight.grad, gradient, near, where)
         for name, buffer in self.model.named_buffers():
             own = self.reference.buffers[self.rank][name]
@@ -322,21 +376,6 @@ class Sequence:
 
 def interrupt(*_: object) -> None:
     raise Interrupted
-
-
-def distribute(value: torch.Tensor, like: DTensor) -> DTensor:
-    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def largest(tensor: torch.Tensor) -> float:
-    """The largest magnitude: momentum and decay add terms of its size."""
-    return max(tensor.abs().max().item(), 1e-3)
-
-
-def assert_near(actual: DTensor, expected: torch.Tensor, near: float, where: object) -> None:
-    """Compare this rank's shard."""
-    difference = actual.to_local() - distribute(expected, actual).to_local()
-    assert not difference.numel() or difference.abs().max() <= near, (where, difference)
 
 
 @CHUNKS
