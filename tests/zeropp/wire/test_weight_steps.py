@@ -1,6 +1,7 @@
 """Weights that cross nodes as steps of their codes: equal copies, bytes, and what they catch up."""
 
 import logging.handlers
+import os
 import random
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import ranks
+from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.sharded_training import (
     BOTH,
     HPZ,
@@ -18,8 +20,8 @@ from tests.zeropp.sharded_training import (
     shard_on_nodes,
     step,
 )
-from tests.zeropp.small_model import loss_of, tokens_of
-from zeropp import InputError, Sharding, ZeroConfig, fsdp_adapter
+from tests.zeropp.small_model import loss_of, small_model, tokens_of
+from zeropp import InputError, Sharding, ZeroConfig, fsdp_adapter, shard
 from zeropp.checkpoint.kept_codes import codes_to_save
 from zeropp.quant.ops import dequantize
 from zeropp.quant.packing import RAW
@@ -28,7 +30,10 @@ from zeropp.wire.weight_steps import CHECK_BYTES
 
 ALL = BOTH | {"zero_quantized_gradients": True}
 CALLS = (*3 * ("step",), "accumulate", "skip", "evaluate", "load", "changed", "freeze", "fail")
-CALLS += ("save", "go back")
+CALLS += ("save", "go back", "resume")
+PRECISIONS = ({}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}})
+# Of random calls; 2 in the suite, more where RANDOM_SEQUENCES is set.
+SEQUENCES = max(2, int(os.environ.get("RANDOM_SEQUENCES", "0")) // 20)
 
 
 def shard_with_steps(
@@ -67,12 +72,12 @@ def let_codes_catch_up(sharding: Sharding) -> None:
 
 
 def require_equal_copies(sharding: Sharding) -> None:
+    members = sharding.forecast.weights.outer_hop(dist.get_rank()).members
     for rows in rows_of(sharding):
         if rows is not None:
             everywhere = [torch.empty_like(rows) for _ in range(4)]
             dist.all_gather(everywhere, rows)
-            assert torch.equal(everywhere[0], everywhere[2])
-            assert torch.equal(everywhere[1], everywhere[3])
+            assert all(torch.equal(rows, everywhere[member]) for member in members)
 
 
 def require_close_to_the_weights(sharding: Sharding) -> None:
@@ -81,19 +86,19 @@ def require_close_to_the_weights(sharding: Sharding) -> None:
         layout = weight_layout(
             fsdp_adapter.own_pieces(unit), sharding.forecast.weights, sharding.compute_dtype
         )
-        own = rows[dist.get_rank() // 2][None]
+        own = rows[sharding.copies.place][None]
         numbers = torch.empty((1, layout.elements))
         dequantize(own, numbers, layout)
-        shards = [shard.local.detach().flatten() for shard in fsdp_adapter.own_shards(unit)]
-        for segment, shard in zip(layout.segments, [s for s in shards if len(s)], strict=True):
-            part = numbers[0, segment.start : segment.start + len(shard)]
+        shards = [each.local.detach().flatten() for each in fsdp_adapter.own_shards(unit)]
+        for segment, weight in zip(layout.segments, [s for s in shards if len(s)], strict=True):
+            part = numbers[0, segment.start : segment.start + len(weight)]
             if segment.bits == RAW:
-                assert torch.equal(part, shard.to(sharding.compute_dtype).float())
+                assert torch.equal(part, weight.to(sharding.compute_dtype).float())
                 continue
             blocks = -(-segment.size // 256)
             scales = own[0, segment.scales_at : segment.scales_at + 2 * blocks]
             scales = scales.view(torch.bfloat16).float().abs().repeat_interleave(256)
-            rounded, scales = shard.to(sharding.compute_dtype).float(), scales[: len(shard)]
+            rounded, scales = weight.to(sharding.compute_dtype).float(), scales[: len(weight)]
             allowed = torch.where(part.abs() >= 127 * scales, 2.0, 0.5001)  # in docs/numerics.md
             assert ((part - rounded).abs() <= allowed * scales).all()
 
@@ -180,12 +185,11 @@ def test_levels_follow_what_is_needed():
     assert {steps.reach_of(unit) for unit in sharding.units} == {1}
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(SEQUENCES))
 @ranks(4, timeout=180)
 def test_random_calls_leave_equal_copies(seed):
     generator = random.Random(seed)
-    settings = generator.choice([{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}])
-    sharding = shard_with_steps(generator.choice([None, 3, 5, 9]), **settings)
+    sharding = shard_with_steps(generator.choice([None, 3, 5, 9]), **generator.choice(PRECISIONS))
     optimizers = [adamw(sharding), adamw(sharding, 1e-2)]
     blocks, saved = list(sharding.model.blocks), {}
     for number in range(40):
@@ -202,6 +206,10 @@ def test_random_calls_leave_equal_copies(seed):
             saved = saved_state(sharding)
         elif call == "go back" and saved:
             go_back(sharding, saved)
+        elif call == "resume":
+            sharding = resumed(sharding, generator)
+            optimizers = [adamw(sharding), adamw(sharding, 1e-2)]
+            blocks, saved = list(sharding.model.blocks), {}
         elif call == "evaluate":
             evaluate(sharding)
         elif call == "load":
@@ -236,6 +244,27 @@ def go_back(sharding: Sharding, saved: dict[str, torch.Tensor]) -> None:
             weight.to_local().copy_(saved[name])
     sharding.weights_changed()
     restore_codes(sharding.model, saved)
+
+
+def resumed(sharding: Sharding, generator: random.Random) -> Sharding:
+    """Go on with another model from what a checkpoint holds: on other nodes, in another type.
+
+    In the same type the codes are those that were saved, in another they are new.
+    """
+    loss, saved = evaluate(sharding), saved_state(sharding)
+    zero, per_node = generator.choice([(ALL, 2), (ALL | {"zero_hpz_partition_size": 16}, 1)])
+    steps = {"weight_steps": True, "weight_step_levels": generator.choice([None, None, 3, 5, 9])}
+    config = zero_config(zero, per_node, zeropp=steps, **generator.choice(PRECISIONS))
+    other = shard(small_model(), data_mesh(), config)
+    for mine, weight in zip(other.model.parameters(), sharding.model.parameters(), strict=True):
+        mine.requires_grad_(weight.requires_grad)
+    go_back(other, saved)
+    if other.compute_dtype == sharding.compute_dtype:
+        assert evaluate(other) == loss
+    else:
+        evaluate(other)
+        require_close_to_the_weights(other)
+    return other
 
 
 def fail_in_the_middle(sharding: Sharding, generator: random.Random) -> None:
