@@ -123,10 +123,13 @@ def without_codes(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in saved.items() if not _NAME.match(name)}
 
 
-def codes_to_load(model: nn.Module, saved: Mapping[str, Tensor]) -> SavedCodes:
+def codes_to_load(
+    model: nn.Module, saved: Mapping[str, Tensor], *, obstacle: str | None = None
+) -> SavedCodes:
     """Return memory for the codes that a checkpoint holds for this rank's units.
 
-    `saved` has the names, shapes and dtypes of its tensors.
+    `saved` has the names, shapes and dtypes of its tensors. `obstacle` says why this rank cannot
+    use any, if so.
     """
     units = _units(model)
     matches = [match for name in saved if (match := _NAME.fullmatch(name))]
@@ -134,7 +137,6 @@ def codes_to_load(model: nn.Module, saved: Mapping[str, Tensor]) -> SavedCodes:
         return SavedCodes()
     numbers = {int(match[1]) for match in matches}
     own = {match[3] for match in matches if int(match[1]) == rank()}
-    obstacle = None
     if numbers != set(range(world_size())):
         obstacle = f"are of {max(numbers) + 1} ranks, and there are {world_size()}"
     elif any(match[2] == UNRECORDED for match in matches):

@@ -78,7 +78,8 @@ def load_state(
         saved = {name: everything[saved_name] for name, saved_name in names.items()}
         weights = model_tensors(model, optimizer)
         elsewhere = names_elsewhere(model)
-        check(shape_differences(model_part(weights), model_part(saved), elsewhere))
+        differences = shape_differences(model_part(weights), model_part(saved), elsewhere)
+        check(differences)
         weights = {
             name: weight
             for name, weight in weights.items()
@@ -89,7 +90,8 @@ def load_state(
             optimizer_state = _empty_optimizer_tensors(model, optimizer, saved)
             delayed = _delayed_weights(model, optimizer)
             delayed = {name: weight for name, weight in delayed.items() if name in saved}
-        codes = codes_to_load(model, with_codes)
+        obstacle = "are of a model with other tensors than this run's" if differences else None
+        codes = codes_to_load(model, with_codes, obstacle=obstacle)
     tensors = {**weights, **optimizer_state, **delayed}
     read_shards(folder, codes.tensors | {names[name]: tensor for name, tensor in tensors.items()})
     codes.restore()

@@ -40,12 +40,18 @@ def lines_about_codes() -> Iterator[list[str]]:
     assert dist.get_rank() == 0 or not lines
 
 
-def engine_with(precision: dict, *, steps: bool = True, **zeropp: object) -> Engine:
+def engine_with(
+    precision: dict,
+    *,
+    steps: bool = True,
+    model: torch.nn.Module | None = None,
+    **zeropp: object,
+) -> Engine:
     """An engine with steps of codes on nodes of two; `zeropp` may say otherwise."""
     settings = {"ranks_per_node": 2, "weight_steps": steps, **zeropp}
     hpz = 2 if settings["ranks_per_node"] == 2 else 16
     zero = ALL_THREE | {"zero_hpz_partition_size": hpz}
-    return engine_of(zero_optimization=zero, zeropp=settings, optimizer=ADAMW, **precision)
+    return engine_of(model, zero_optimization=zero, zeropp=settings, optimizer=ADAMW, **precision)
 
 
 def evaluate(engine: Engine) -> float:
@@ -128,6 +134,28 @@ def test_codes_that_do_not_say_what_they_are_of_are_dropped(tmp_path):
     if dist.get_rank() == 0:
         (line,) = lines
         assert line.startswith(f"{SAVED_CODES}are of an earlier version, which did not save what")
+
+
+@ranks(4)
+def test_weights_that_a_checkpoint_does_not_hold_are_not_those_of_its_codes(tmp_path):
+    """A frozen weight that is left out, beside trained ones, is another one where it is loaded."""
+
+    def model_with(value: float) -> torch.nn.Module:
+        model = small_model()
+        frozen = model.blocks[1].up.weight.requires_grad_(False)
+        frozen.data.fill_(value)
+        return model
+
+    first = engine_with(BF16, model=model_with(0.1))
+    run(first, 2)
+    evaluate(first)
+    first.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    results = []
+    for steps in (True, False):
+        engine = engine_with(BF16, steps=steps, model=model_with(-0.3))
+        engine.load_checkpoint(tmp_path, load_module_strict=False)
+        results.append(evaluate(engine))
+    assert results[0] == results[1]
 
 
 @ranks(4)
