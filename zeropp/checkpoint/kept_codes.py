@@ -108,9 +108,14 @@ class SavedCodes:
 
 
 def codes_to_save(model: nn.Module) -> dict[str, Tensor]:
-    """Return this rank's rows and what belongs to them by name; empty without steps of codes."""
-    tensors = {}
-    for name, unit in _units(model).items():
+    """Return this rank's rows and what belongs to them by name; empty without steps of codes.
+
+    All ranks call it: codes of weights that were written since, on any of them, are dropped first.
+    """
+    tensors, units = {}, _units(model)
+    for copies in dict.fromkeys(unit.copies for unit in units.values()):
+        copies.drop_written()
+    for name, unit in units.items():
         if (own := unit.copies.own_row(unit.module)) is not None:
             tensors[f"rank{rank()}.{CODES}.{name}"] = own.row
             record = unit.record(is_outdated=own.is_outdated)

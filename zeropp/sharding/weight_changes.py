@@ -95,6 +95,9 @@ class WeightChanges:
             self._undo.callback(handle.remove)
             weakref.finalize(model, handle.remove)
         self._undo.callback(fsdp.before_pass(model, self._before_pass))
+        if copies:
+            copies.drop_written = self.drop_written
+            copies.note_versions = self._note_versions
         self.add(model, units)
 
     def add(self, model: nn.Module, units: Units) -> None:
@@ -127,6 +130,10 @@ class WeightChanges:
             self._copies.drop(stepped_only=stepped_only)
         _free(self._units)
 
+    def drop_written(self) -> None:
+        """Drop what is kept of units that were written without notice; all ranks call it."""
+        self._drop_written(self._units)
+
     def _after_load(self, module: nn.Module, _: object) -> None:
         if not any(isinstance(each, fsdp.WholeParameter) for each in module.parameters()):
             self.drop()  # else the shards have not changed yet
@@ -144,7 +151,7 @@ class WeightChanges:
         elif not isinstance(optimizer, Notice):
             self.drop(stepped_only=True)
             for unit in filter(self._is_kept, self._units):
-                self._versions[unit] = fsdp.versions(unit)
+                self._versions[unit] = fsdp.versions(unit)  # but `_written` stays
 
     def _before_pass(self, inside: Container[nn.Module]) -> None:
         self._drop_written([unit for unit in self._units if unit in inside])
@@ -157,8 +164,12 @@ class WeightChanges:
             self._copies.note_use(unit)
         has_copy = self._copies is not None and self._copies.is_current(unit)
         if not (has_copy or fsdp.is_gathered(unit) or fsdp.has_whole_parameters(unit)):
-            self._versions[unit] = fsdp.versions(unit)
-            self._written.discard(unit)
+            self._note_versions(unit)
+
+    def _note_versions(self, unit: fsdp.FSDPModule) -> None:
+        """Note that what will be kept of a unit is that of its shards now."""
+        self._versions[unit] = fsdp.versions(unit)
+        self._written.discard(unit)
 
     def _drop_written(self, units: Units) -> None:
         """Drop what is kept of units that were written on any rank, on all ranks.

@@ -3,6 +3,7 @@
 Source: ZeRO++ (Wang et al. 2023), section 3.2.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -43,6 +44,9 @@ class SecondaryCopies:
         self._outdated: set[nn.Module] = set()
         self._trained: set[nn.Module] = set()
         self._loaded: dict[nn.Module, OwnRow] = {}
+        # Of who sees writes without notice: drop what they made stale; note what a copy is of.
+        self.drop_written: Callable[[], None] = _nothing
+        self.note_versions: Callable[[nn.Module], None] = _nothing
 
     def note_use(self, unit: nn.Module) -> None:
         """Note that the unit is about to be used, and whether that may train it.
@@ -54,8 +58,8 @@ class SecondaryCopies:
             self._trained.add(unit)
 
     def has(self, unit: nn.Module) -> bool:
-        """Whether rows of the unit are kept, maybe out of date."""
-        return unit in self._rows
+        """Whether rows of the unit are kept, maybe out of date, or from a checkpoint."""
+        return unit in self._rows or unit in self._loaded
 
     def is_current(self, unit: nn.Module) -> bool:
         """Whether the next gather will begin with rows that are kept."""
@@ -123,6 +127,7 @@ class SecondaryCopies:
     def restore(self, unit: nn.Module, own: OwnRow) -> None:
         """Let the unit's next gather begin with what `own_row` returned when it was saved."""
         self._loaded[unit] = own
+        self.note_versions(unit)
 
     @property
     def nbytes(self) -> int:
@@ -132,6 +137,10 @@ class SecondaryCopies:
     def _on_current_stream(self, unit: nn.Module) -> Tensor | None:
         rows = self._rows.get(unit)
         return rows.on_current_stream() if rows else None
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 def copies_of(

@@ -12,7 +12,12 @@ import torch.distributed as dist
 from tests.ranks import ranks
 from tests.zeropp.deepspeed.small_engine import engine_of, run
 from tests.zeropp.prescribed_gradients import ALL_THREE
-from tests.zeropp.sharded_training import BOTH, restore_codes, shard_on_nodes, step
+from tests.zeropp.sharded_training import (
+    BOTH,
+    restore_codes,
+    shard_on_nodes,
+    step,
+)
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import Engine
 from zeropp.checkpoint import engine_checkpoint
@@ -186,6 +191,32 @@ def test_only_the_same_number_of_ranks_goes_on_from_codes():
     restore_codes(other.model, saved)
     for name, tensor in codes_to_save(other.model).items():
         assert torch.equal(tensor, saved[name])
+
+
+@ranks(4)
+def test_codes_of_weights_that_were_written_since_are_not_saved_and_not_gone_on_from():
+    sharding = shard_on_nodes(BOTH, zeropp={"weight_steps": True})
+    optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.1)
+    step(sharding, optimizer, 0)
+    evaluate(sharding.model)
+    saved = {name: tensor.clone() for name, tensor in codes_to_save(sharding.model).items()}
+    state = {name: tensor.clone() for name, tensor in sharding.model.state_dict().items()}
+    if dist.get_rank() == 2:
+        sharding.model.blocks[1].up.bias.detach().mul_(0.5)
+    unsaved = saved.keys() - codes_to_save(sharding.model).keys()
+    assert {name.partition(".")[2] for name in unsaved} == {"codes.blocks.1", "kept.blocks.1"}
+    losses = []
+    for notifies in (True, False):
+        other = shard_on_nodes(BOTH, zeropp={"weight_steps": True})
+        other.model.load_state_dict(state)
+        restore_codes(other.model, saved)
+        with torch.no_grad():
+            for weight in other.model.parameters():
+                weight.mul_(2.0)
+        if notifies:
+            other.weights_changed()
+        losses.append(evaluate(other.model))
+    assert losses[0] == losses[1]
 
 
 @ranks(4)

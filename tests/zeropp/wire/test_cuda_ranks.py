@@ -127,6 +127,28 @@ def test_a_copy_gathered_on_one_stream_is_read_on_another():
     assert losses[0] == losses[1] == losses[2]
 
 
+@ranks(4, ranks_per_node=2)
+def test_written_weights_are_seen_and_the_host_waits_for_no_computation():
+    sharding = shard(small_model().to(GPU), data_mesh(GPU), zero_config(ALL_THREE, 2))
+    losses, tokens = [], tokens_of(1).to(GPU)
+    for notifies in (True, False):
+        for weight in sharding.model.parameters():
+            with torch.no_grad():
+                weight.fill_(0.01)
+                losses.append(loss_of(sharding.model, tokens).item())
+                weight.mul_(2.0)
+            if notifies:
+                sharding.weights_changed()
+        with torch.no_grad():
+            losses.append(loss_of(sharding.model, tokens).item())
+    assert losses[: len(losses) // 2] == losses[len(losses) // 2 :]
+    torch.cuda._sleep(100 * LATE_CYCLES)  # about a second
+    computed = torch.cuda.current_stream().record_event()
+    sharding.weight_changes.drop_written()
+    assert not computed.query()
+    torch.cuda.synchronize()
+
+
 def write_late(
     self: WeightGather, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *, group, async_op
 ) -> dist.Work | None:
