@@ -22,7 +22,8 @@ class Rotary:
     """Rotary positions: the keys for the base and for the share of rotated channels, and the types.
 
     `default_share` is the share where config.json does not have the key; a family that is not
-    `is_partial` rotates all channels.
+    `is_partial` rotates all channels. LongRoPE is read in every family, and written as the one that
+    `writes_longrope`, which other programs know it of.
     """
 
     base: str = "rope_theta"
@@ -30,7 +31,8 @@ class Rotary:
     share: str = "partial_rotary_factor"
     default_share: float = 1.0
     is_partial: bool = False
-    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn", *LONGROPE)
+    writes_longrope: bool = False
 
     def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
         parameters = _object(content, "rope_parameters", location)
@@ -49,10 +51,10 @@ class Rotary:
         content = {self.base: float(model.rotary_base)}
         if self.is_partial:
             content[self.share] = model.rotary_percent
-        scaling = written_scaling(model)
+        scaling = self._written_scaling(model)
         if scaling:
             content["rope_scaling"] = scaling
-        if model.longrope_long_factors is not None:
+        if self.writes_longrope and model.longrope_long_factors is not None:
             content[FIRST_LENGTH] = model.longrope_original_positions
         return content
 
@@ -78,6 +80,12 @@ class Rotary:
         if rope_type == "llama3":
             return _llama3_fields(scaling, location)
         return _longrope_fields(scaling, content, location) if rope_type in LONGROPE else {}
+
+    def _written_scaling(self, model: ModelConfig) -> dict[str, Any]:
+        """Return what describes how frequencies are scaled; empty if the family does not say it."""
+        if model.longrope_long_factors is not None and not self.writes_longrope:
+            return {}
+        return written_scaling(model)
 
     def _check_share(self, share: Any, location: str) -> None:
         is_supported = _is_number(share) and (0 < share <= 1 if self.is_partial else share == 1)
@@ -117,7 +125,8 @@ class RotaryByLayer(Rotary):
             content[self.local_base] = local_base
         content["rope_parameters"] = {
             FULL: {
-                "rope_type": "default", "rope_theta": content[self.base], **written_scaling(model)
+                "rope_type": "default", "rope_theta": content[self.base],
+                **self._written_scaling(model),
             },
             WINDOW: {"rope_type": "default", "rope_theta": local_base},
         }  # fmt: skip

@@ -152,7 +152,7 @@ PHI3 = Family(
         NO_BIASES,
         Number("resid_pdrop", "hidden_dropout", 0.0),
         Copy("embd_pdrop", "hidden_dropout"),
-        Rotary(is_partial=True, rope_types=("default", *LONGROPE)),
+        Rotary(is_partial=True, rope_types=("default", *LONGROPE), writes_longrope=True),
         Window(default=None),
     ),
     names=names.PHI3,

@@ -173,6 +173,10 @@ MODELS = {
         attention_bias=True, hidden_act="gelu",
         rope_parameters={"rope_type": "linear", "rope_theta": 500.5, "factor": 2.5},
     ),
+    "llama, long factors": lambda: llama(
+        rope_parameters={"original_max_position_embeddings": 16, "factor": 2.0}
+        | longrope(16)["rope_parameters"],
+    ),
     "llama, bias in the MLP, gated ReLU, other bounds of Llama 3.1's scaling": lambda: llama(
         mlp_bias=True, hidden_act="relu", head_dim=32, rope_parameters=LLAMA3 | {
             "low_freq_factor": 0.5, "high_freq_factor": 6.0,
