@@ -103,12 +103,17 @@ class WeightChanges:
     def add(self, model: nn.Module, units: Units) -> None:
         """Include `units` of the model, between two passes."""
         self._units += units
+
+        def after_load(module: nn.Module, _: object) -> None:  # a method would be copied with it
+            if not any(isinstance(each, fsdp.WholeParameter) for each in module.parameters()):
+                self.drop()  # else the shards have not changed yet
+
         for module in model.modules():
             if module in self._hooked:
                 continue
             self._hooked.add(module)
             for hook in (
-                module.register_load_state_dict_post_hook(self._after_load),
+                module.register_load_state_dict_post_hook(after_load),
                 module.register_state_dict_post_hook(_share_versions),
             ):
                 self._undo.callback(hook.remove)
@@ -133,10 +138,6 @@ class WeightChanges:
     def drop_written(self) -> None:
         """Drop what is kept of units that were written without notice; all ranks call it."""
         self._drop_written(self._units)
-
-    def _after_load(self, module: nn.Module, _: object) -> None:
-        if not any(isinstance(each, fsdp.WholeParameter) for each in module.parameters()):
-            self.drop()  # else the shards have not changed yet
 
     def _before_step(self, *_: object) -> None:
         """Remember the units that were written before this step, which raises versions, too."""

@@ -1,5 +1,6 @@
 """Weights that were gathered before a change are not used after it, at any stage."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -378,3 +379,12 @@ def test_nothing_is_compared_where_nothing_would_be_reused():
     assert not compared
     step(sharding, optimizer, 4, micro_batches=3)
     assert compared == 2 * [[False] * 3]  # as the second and third reuse copies of three units
+
+
+@ranks(4)
+def test_a_part_of_a_sharded_model_can_be_copied():
+    """As PEFT copies modules that it saves; the copy does not hold the rest of the model."""
+    sharding = shard_on_nodes(BOTH)
+    evaluate(sharding), evaluate(sharding)  # ranks have compared what was written
+    copied = copy.deepcopy(sharding.model.blocks[0].norm)
+    assert torch.equal(copied.weight.full_tensor(), torch.ones(12))
