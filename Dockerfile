@@ -4,7 +4,7 @@
 #   docker run --rm --gpus all --shm-size 8g -v "$PWD:/work" -w /work megatron-zpp \
 #       zeropp --num_ranks 8 --module megatron_zpp.commands pretrain ...
 #
-# The base needs Python 3.10 or newer and PyTorch 2.11 to 2.13; with nvcc in it (a "devel" image), the
+# The base needs Python 3.10 or newer and PyTorch 2.11 to 2.14; with nvcc in it (a "devel" image), the
 # kernels are compiled.
 ARG BASE=pytorch/pytorch:2.11.0-cuda12.8-cudnn9-devel
 FROM ${BASE}

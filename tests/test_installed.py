@@ -146,7 +146,7 @@ def test_the_wheel_holds_what_it_should(wheel: Path, request: pytest.FixtureRequ
     assert re.search(r"-py3-none-(?!any)\w+\.whl$", wheel.name)  # for every Python
     assert is_compiled(wheel) == ("without a compiler" not in request.node.callspec.id)
     metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
-    assert "Requires-Dist: torch<2.14,>=2.11.0a0" in zipfile.ZipFile(wheel).read(metadata).decode()
+    assert "Requires-Dist: torch<2.15,>=2.11.0a0" in zipfile.ZipFile(wheel).read(metadata).decode()
 
 
 def test_it_works_in_an_empty_folder(wheel: Path, programs: Path, tmp_path: Path) -> None:

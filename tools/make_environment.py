@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 OLDEST_PYTHON = (3, 10)
-TORCH_VERSIONS = ((2, 11), (2, 14))  # from, and below; as in pyproject.toml
+TORCH_VERSIONS = ((2, 11), (2, 15))  # from, and below; as in pyproject.toml
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv"
 VENV_PYTHON = FOLDER / "bin" / "python"

@@ -1,4 +1,4 @@
-"""The only room that knows FSDP2's private names, for torch 2.11 to 2.13.
+"""The only room that knows FSDP2's private names, for torch 2.11 to 2.14.
 
 FSDP2 is the engine (docs/adr/0001): it gathers a unit's parameters before its forward and backward
 and reduces their gradients afterwards. Everything of ours enters through its extension points.

@@ -1,6 +1,6 @@
 """What FSDP2 does not do for a parameter: keep its attributes and hooks, discard its gradients.
 
-Private names of `FSDPParam` and of tensors are used here, for torch 2.11 to 2.13.
+Private names of `FSDPParam` and of tensors are used here, for torch 2.11 to 2.14.
 """
 
 from typing import Any

@@ -15,6 +15,9 @@ from torch.distributed import distributed_c10d as c10d
 
 PREFIX = "zeropp"
 
+# torch 2.14 made it public, and warns of the private one
+SET_TIMEOUT = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
+
 
 def shared_group(purpose: str, members: Sequence[int], axis: Sequence[int]) -> dist.ProcessGroup:
     """Return the group of `members` for `purpose`, created where there is none yet.
@@ -80,7 +83,7 @@ def time_limit(group: dist.ProcessGroup) -> timedelta | None:
 def set_time_limit(group: dist.ProcessGroup, limit: timedelta) -> None:
     """Let collectives of `group` fail after `limit`, if its backend has time limits."""
     if time_limit(group) is not None:
-        c10d._set_pg_timeout(limit, group)
+        SET_TIMEOUT(limit, group)
 
 
 def inherit_time_limit(group: dist.ProcessGroup) -> None:
