@@ -247,6 +247,16 @@ std::vector<int64_t> places_in(const Layout& rows) {
     return table;
 }
 
+// Clear the counts, to which thread blocks add. Row by row: cudaMemset2DAsync takes no messages of 2 GiB.
+cudaError_t clear_counts(uint8_t* messages, const StepLayout& layout, int64_t count,
+                         cudaStream_t stream) {
+    cudaError_t error = cudaSuccess;
+    for (int64_t row = 0; row < count && !error; ++row) {
+        error = cudaMemsetAsync(messages + row * layout.num_bytes, 0, COUNTS * 4, stream);
+    }
+    return error;
+}
+
 int64_t launch_steps(Kernel* kernel, const uint8_t* from, const uint8_t* packed, uint8_t* to,
                      const Layout& rows, int64_t count, int64_t device, void* stream) {
     const std::vector<int64_t> places = places_in(rows);
@@ -277,11 +287,10 @@ extern "C" {
 int64_t zpp_code_steps(const Layout* layout, const uint8_t* rows, int64_t type,
                        const uint8_t* packed, uint8_t* messages, int64_t count, int64_t device,
                        void* stream) {
-    if (count == 0) return 0;
     cudaError_t error = cudaSetDevice(int(device));
-    if (!error) {  // blocks add to the counts
-        error = cudaMemset2DAsync(messages, size_t(StepLayout::after(*layout).num_bytes), 0,
-                                  COUNTS * 4, size_t(count), static_cast<cudaStream_t>(stream));
+    if (!error) {
+        error = clear_counts(messages, StepLayout::after(*layout), count,
+                             static_cast<cudaStream_t>(stream));
     }
     if (error) {
         cudaGetLastError();

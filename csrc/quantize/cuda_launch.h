@@ -7,7 +7,10 @@
 namespace zpp {
 
 constexpr int MAX_SEGMENTS = 56;     // of one launch
-constexpr int64_t MAX_GRID = 65535;  // in y and z
+#ifndef ZPP_MAX_GRID
+#define ZPP_MAX_GRID 65535  // thread blocks in y and z; the emulation in tests/ has fewer
+#endif
+constexpr int64_t MAX_GRID = ZPP_MAX_GRID;
 
 // A segment's place in a packed row. After its scales, or its raw values, there are `gap` unused
 // bytes; after its codes those up to the next aligned offset.

@@ -31,7 +31,8 @@ def code_steps(rows: Tensor, packed: Tensor, layout: StepLayout) -> Tensor:
 
     `rows` are bf16, fp16 or fp32. A code moves by at most `layout.reach`; applied again and again,
     messages bring all codes to where they belong. Raises TypeError for another dtype, and
-    ValueError for a shape that is not the layout's and for tensors that are not contiguous.
+    ValueError for a shape that is not the layout's, for tensors that are not contiguous and for
+    those on different devices.
     """
     return torch.ops.zeropp.code_steps.default(rows, packed, layout.table)
 
@@ -73,22 +74,24 @@ def _implementations(backend: Callable[[], StepBackend]) -> dict[str, Callable]:
 
     def code_steps(rows: Tensor, packed: Tensor, layout: Table) -> Tensor:
         _require(rows, "rows", layout[ELEMENTS], FLOATS)
-        _require(packed, "packed", layout[PACKED_BYTES], (torch.uint8,), len(rows))
+        _require(packed, "packed", layout[PACKED_BYTES], (torch.uint8,), rows)
         messages = packed.new_empty((len(rows), message_bytes(layout)))
         backend().code_steps(rows, packed, messages, layout)
         return messages
 
     def apply_code_steps(messages: Tensor, packed: Tensor, layout: Table) -> None:
         _require(messages, "messages", message_bytes(layout), (torch.uint8,))
-        _require(packed, "packed", layout[PACKED_BYTES], (torch.uint8,), len(messages))
+        _require(packed, "packed", layout[PACKED_BYTES], (torch.uint8,), messages)
         backend().apply_code_steps(messages, packed, layout)
 
     return {function.__name__: function for function in (code_steps, apply_code_steps)}
 
 
 def _require(
-    tensor: Tensor, name: str, size: int, dtypes: Sequence[torch.dtype], rows: int | None = None
+    tensor: Tensor, name: str, size: int, dtypes: Sequence[torch.dtype], other: Tensor | None = None
 ) -> None:
+    """Raise unless a tensor is of the layout, with as many rows as `other` and on its device."""
+    rows = None if other is None else len(other)
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} is {tensor.dtype}; give {' or '.join(map(str, dtypes))}")
     fits = tensor.dim() == 2 and tensor.shape[1] == size
@@ -99,6 +102,10 @@ def _require(
         )
     if not tensor.is_contiguous():
         raise ValueError(f"{name} has strides {tensor.stride()}; give a contiguous tensor")
+    if other is not None and tensor.device != other.device:
+        raise ValueError(
+            f"{name} is on {tensor.device}, other arguments on {other.device}; give one device"
+        )
 
 
 def _register() -> None:

@@ -23,6 +23,7 @@ FLAGS = (
     "-std=c++17 -O1 -Wall -Wno-unknown-pragmas -ffp-contract=off -fno-strict-aliasing -fPIC "
     # A misaligned access ends the process, as on a GPU.
     "-shared -fsanitize=alignment -fsanitize-undefined-trap-on-error "
+    "-DZPP_MAX_GRID=5 "
     "-U_FORTIFY_SOURCE"  # which forbids _longjmp to another stack
 )
 

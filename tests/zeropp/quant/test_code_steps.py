@@ -197,6 +197,8 @@ def test_bad_arguments_are_named() -> None:
         code_steps(torch.zeros((1, 299)), packed, message)
     with pytest.raises(TypeError, match="rows is torch.float64"):
         code_steps(torch.zeros((1, 300), dtype=torch.float64), packed, message)
+    with pytest.raises(ValueError, match="packed is on meta, other arguments on cpu"):
+        code_steps(torch.zeros((1, 300)), packed.to("meta"), message)
     with pytest.raises(ValueError, match="messages has shape"):
         apply_code_steps(packed, packed, message)
 

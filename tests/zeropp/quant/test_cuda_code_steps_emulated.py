@@ -22,7 +22,7 @@ from tests.zeropp.quant.emulated_kernels import EmulatedLibrary
 from tests.zeropp.quant.packed_bytes import any_rows
 from tests.zeropp.quant.reference_checks import UNTOUCHED, with_dirty_gaps
 from zeropp.quant import code_step_ops, code_step_reference, reference
-from zeropp.quant.code_steps import REACHES, TILE, step_layout
+from zeropp.quant.code_steps import REACHES, TILE, rows_end, step_layout
 from zeropp.quant.cpu import CpuKernels
 from zeropp.quant.packing import FLOATS, RAW, Layout
 
@@ -106,6 +106,28 @@ def test_an_error_has_cudas_message(emulated):
 def test_without_kernels_the_reference_runs():
     device = SimpleNamespace(backend=lambda: reference)
     assert code_step_ops._kernels_of(device)() is code_step_reference
+
+
+def test_messages_of_more_than_two_gibibytes(kernels):
+    """The system gives the memory between the two messages when it is written, which it never is.
+
+    cudaMemset2DAsync takes no rows that are 2 GiB apart or more.
+    """
+    layout = step_layout(Layout(sizes=(300,), bits=(8,), wire=torch.bfloat16), 1)
+    held = any_codes(2, layout.rows, 1)
+    rows = rows_near(held, layout.rows, torch.float32, 1)
+    near = torch.empty((2, layout.num_bytes), dtype=torch.uint8)
+    kernels.code_steps(rows, held, near, layout.table)
+    table, apart = list(layout.table), 2**31 + 64
+    table[rows_end(table)] = apart
+    far = torch.empty((2, apart), dtype=torch.uint8)
+    far[:, :32] = UNTOUCHED
+    kernels.code_steps(rows, held, far, table)
+    assert torch.equal(far[:, : layout.num_bytes], near)
+    moved, expected = held.clone(), held.clone()
+    kernels.apply_code_steps(far, moved, table)
+    kernels.apply_code_steps(near, expected, layout.table)
+    assert torch.equal(moved, expected)
 
 
 def test_no_memory_outside_is_written(kernels):

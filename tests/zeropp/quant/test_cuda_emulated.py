@@ -66,6 +66,14 @@ def test_more_segments_than_a_launch_takes(kernels, count):
     check_sums(kernels, packed, layout, other_bits(layout), 2)
 
 
+@pytest.mark.parametrize("fold", [1, 2, 6, 12])
+def test_more_rows_than_a_grid_takes(kernels, fold):
+    """The emulation's grids have 5 blocks in y and z, a GPU's 65535."""
+    layout = Layout(sizes=(300, 5), bits=(8, 16), wire=torch.bfloat16)
+    packed = check_rows(kernels, any_rows(12, layout.elements, torch.float32, fold), layout, fold)
+    check_sums(kernels, packed, layout, other_bits(layout), 12 // fold)
+
+
 def test_gaps_are_not_read(kernels):
     for seed, layout in enumerate(ragged_layouts(torch.bfloat16)):
         clean = kernels.quantize(any_rows(4, layout.elements, torch.float32, seed), layout, 1)

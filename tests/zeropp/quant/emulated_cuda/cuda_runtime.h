@@ -4,7 +4,8 @@
 // have, one at a barrier until all of the block are there. The last warp of a row runs first, so that a
 // warp that writes beyond its tile is noticed. Not tested: conversions, multiply-adds and byte
 // permutations that are instructions of a GPU, races, and speed. Misaligned accesses are noticed if the
-// compiler is told to check them.
+// compiler is told to check them. A grid may have ZPP_MAX_GRID blocks in y and in z, so that few rows
+// take several launches.
 #pragma once
 
 #include <setjmp.h>
@@ -31,11 +32,12 @@ struct cudaFuncAttributes {};
 constexpr cudaError_t cudaSuccess = 0;
 inline cudaError_t cudaSetDevice(int device) { return device == 0 ? 0 : 101; }
 inline cudaError_t cudaGetLastError() { return 0; }
-inline const char* cudaGetErrorString(cudaError_t) { return "invalid device ordinal"; }
+inline const char* cudaGetErrorString(cudaError_t error) {
+    return error == 101 ? "invalid device ordinal" : "invalid configuration argument";
+}
 template <class T> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, T*) { return 0; }
-inline cudaError_t cudaMemset2DAsync(void* to, size_t pitch, int value, size_t width,
-                                     size_t height, cudaStream_t) {
-    for (size_t i = 0; i < height; ++i) memset(static_cast<char*>(to) + i * pitch, value, width);
+inline cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t) {
+    memset(to, value, size);
     return cudaSuccess;
 }
 
@@ -198,6 +200,8 @@ inline uint32_t __vsetgtu4(uint32_t a, uint32_t b) {
 template <class A>
 cudaError_t cudaLaunchKernel(void (*kernel)(A), dim3 grid, dim3 block, void** parameters, size_t,
                              cudaStream_t) {
+    const unsigned most = ZPP_MAX_GRID;
+    if (!grid.x || !grid.y || !grid.z || grid.y > most || grid.z > most) return 9;
     static void (*launched)(A);
     static char* stacks = static_cast<char*>(malloc(emulated::THREADS * emulated::STACK));
     launched = kernel;
