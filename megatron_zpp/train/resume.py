@@ -53,6 +53,7 @@ def save(run: Run) -> None:
         return
     run.ranks.main_thread.mark()
     run.metrics.flush()
+    run.sharding.require_same_order()
     counters.saved_iteration = counters.iteration
     state = TrainingState(
         **{name: getattr(counters, name) for name in STATE_COUNTERS},

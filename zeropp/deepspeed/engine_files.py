@@ -52,6 +52,7 @@ class EngineFiles:
                 f"micro_steps ({self.micro_steps}) is a multiple of "
                 f"gradient_accumulation_steps ({self.batch.micro_batches})"
             )
+        self.sharding.require_same_order()
         state = {
             "global_steps": self.global_steps,
             "skipped_steps": self.skipped_steps,

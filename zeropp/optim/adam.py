@@ -93,7 +93,7 @@ class FusedAdam(torch.optim.Optimizer):
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise InputError(
                 "FusedAdam counts its steps on the host, and a CUDA graph would repeat the same "
-                "one: capture forward and backward, and call step() after the replay"
+                "one: call step() after the replay"
             )
         self.await_gradients()
         self.settle()

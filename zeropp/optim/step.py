@@ -58,7 +58,8 @@ def optimizer_step(
     ranks), skips the update and, with a scaler, lowers its scale. An optimizer that `takes_factor`,
     as `zeropp.optim.FusedAdam`, scales and skips by itself: without a scaler the host then waits
     for nothing. Raises InputError where no parameter of the optimizer has a gradient, for
-    optimizers that cannot update shards, and after a backward pass that failed.
+    optimizers that cannot update shards, and after a backward pass that failed, or in which ranks
+    reduced different units (told by the next pass where the host does not wait).
     """
     sharding.require_complete_gradients()
     takes_factor = getattr(optimizer, "takes_factor", False)
@@ -72,9 +73,13 @@ def optimizer_step(
     factor = _factor(norm, scale, clip_grad, loss)
     zeros = (global_zeros(gradients, sharding),) if count_zeros else ()
     result = StepResult(HostValues(norm, factor, *zeros))
-    if takes_factor and (scaler is None or not result.skipped):
+    host_waits = scaler is not None or not takes_factor
+    is_skipped = host_waits and result.skipped
+    if host_waits:
+        sharding.require_same_order()
+    if takes_factor and not is_skipped:
         optimizer.step(factor=factor.float())
-    elif not takes_factor and not result.skipped:
+    elif not is_skipped:
         _scale([part for _, part in gradients], result.factor)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -33,6 +33,11 @@ class JoinedSharding(Sharding):
         for part in self.parts:
             part.require_complete_gradients()
 
+    def require_same_order(self) -> None:
+        """Raise InputError if the ranks reduced different units of a part in its last pass."""
+        for part in self.parts:
+            part.require_same_order()
+
     def release(self) -> None:
         """Free weights that forward-only passes, or one that failed, left gathered."""
         for part in self.parts:

@@ -87,6 +87,15 @@ class Sharding:
         if self.failed_passes is not None:
             self.failed_passes.require_complete()
 
+    def require_same_order(self) -> None:
+        """Raise InputError if the ranks reduced different units in the last backward pass.
+
+        On GPUs this is noticed in the next pass otherwise. All ranks call it, and the host waits
+        until that pass has ended.
+        """
+        if self.gradient_use is not None:
+            self.gradient_use.require_same_order()
+
     def release(self) -> None:
         """Free weights that forward-only passes, or one that failed, left gathered."""
         if self.failed_passes is not None and fsdp.backward_id() == -1:

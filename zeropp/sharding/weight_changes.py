@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.ranks.groups import shared_group
+from zeropp.wire.cross_stream import refuse_capture
 from zeropp.wire.secondary_copies import SecondaryCopies
 
 Units = Sequence[fsdp.FSDPModule]
@@ -205,6 +206,7 @@ class WeightChanges:
             return flags
         notes = torch.frombuffer(bytearray(flags), dtype=torch.uint8)
         device = fsdp.device_of(self._units[0])
+        refuse_capture(device, "whether weights were written since they were gathered")
         if device.type == "cpu":
             dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)
             return notes.tolist()

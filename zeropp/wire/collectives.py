@@ -31,6 +31,7 @@ import torch.distributed as dist
 from zeropp import fsdp_adapter as fsdp
 from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
 from zeropp.quant.packing import BLOCK, Layout, layout_of
+from zeropp.wire.cross_stream import refuse_capture
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.in_flight import Gathering, Hops, InFlightTensor, Reductions, run
 from zeropp.wire.link import Link
@@ -69,6 +70,8 @@ class WeightGather(fsdp.AllGather):
     ) -> dist.Work | None:
         """`input_tensor` (C,), a view into `output_tensor` (W*C,), which gets all shards."""
         purpose = "weights_backward" if fsdp.in_backward(self.unit) else "weights_forward"
+        if self.copies:
+            refuse_capture(input_tensor.device, "whether weights that a node keeps are sent again")
         if self.route.is_flat:
             return self.inner.all_gather(output_tensor, input_tensor, purpose, async_op=async_op)
         hops = self._hops(output_tensor, input_tensor, purpose, async_op)
@@ -91,6 +94,8 @@ class WeightGather(fsdp.AllGather):
             whole.view(by_hop[1], by_hop[0], -1).copy_(rows.view(by_hop).transpose(0, 1))
         else:
             dequantize(rows, whole.view(len(rows), -1), layout, fold=self.route.inner)
+        if self.copies:
+            self.copies.note_read(self.unit)
 
     def _cross(
         self, shard: torch.Tensor, layout: Layout | None, purpose: str, *, async_op: bool

@@ -5,10 +5,14 @@ sends zeros for those it did not use, so that all reduce the same buffers, and t
 zeros. A parameter that no rank used must not be stepped: its `.grad` stays None, as in one process.
 That takes one byte per parameter and pass, in one collective. The same collective shows whether the
 ranks reduced the same units in the same order: if not, gradients were mixed up.
+
+On a GPU the host goes on before the collective has run. So what it shows of the order is read a
+pass later, or by whoever waits for the device anyway, at the same place on every rank.
 """
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,8 +21,29 @@ from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
+from zeropp.wire.cross_stream import HostCopy, refuse_capture
 
 DIGEST_BYTES = 4  # of a CRC-32
+LAST_PASS = "the last pass (go back to a checkpoint if weights were stepped since)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Comparison:
+    """What the ranks' notes of a pass came to, byte by byte their maximum."""
+
+    notes: HostCopy
+    digests: bytes  # at the end of the notes if all ranks have reduced `order`
+    order: tuple[fsdp.FSDPModule, ...]
+
+    def require_same_order(self, which: str) -> None:
+        """Raise InputError, on all ranks, if they have reduced different units in `which` pass."""
+        if not bytes(self.notes.tolist()).endswith(self.digests):
+            raise InputError(
+                f"the ranks averaged the gradients of different units in {which}, or in another "
+                f"order; this rank: {', '.join(map(fsdp.name_of, self.order))}. All ranks must run "
+                "the same units in the same order; they may use different parameters of a unit: "
+                "give zeropp.shard units= that every rank runs"
+            )
 
 
 class GradientUse:
@@ -31,6 +56,7 @@ class GradientUse:
         self._passes: set[int] = set()  # running backward passes at whose end ranks compare
         self.gradient_of: Callable[[nn.Parameter], torch.Tensor | None] = gradient_of
         self.clear_gradient: Callable[[nn.Parameter], None] = clear_gradient
+        self._last: _Comparison | None = None  # of a pass that ended, not looked at yet
         self.discard()
 
     def add(self, unit: fsdp.FSDPModule) -> None:
@@ -49,6 +75,7 @@ class GradientUse:
         self, unit: fsdp.FSDPModule, with_gradient: Sequence[int], reduced: Sequence[int]
     ) -> None:
         """Note a reduction before it begins; see `zeropp.fsdp_adapter.before_reduction`."""
+        refuse_capture(self._device, "which gradients no rank has used")
         if fsdp.backward_id() not in self._passes:
             self._passes.add(fsdp.backward_id())
             fsdp.after_backward(self._compare_last)
@@ -68,10 +95,39 @@ class GradientUse:
         """Compare after what else is to be done at the end of a pass: all reductions have ended."""
         fsdp.after_backward(self._compare)
 
+    def require_same_order(self) -> None:
+        """Raise InputError if the ranks reduced different units in the last pass.
+
+        All ranks call it at the same place. The host waits until that pass has ended on the device.
+        """
+        last, self._last = self._last, None
+        if last is not None:
+            last.require_same_order(LAST_PASS)
+
     def _compare(self) -> None:
-        """Clear zeros that all ranks sent; raise InputError if they reduced different units."""
+        """Clear zeros that all ranks sent; raise InputError if they reduced different units.
+
+        On a GPU it is raised for the pass before, whose notes have arrived long ago.
+        """
         if not self._order:
             return
+        unused = self._unused
+        comparison = self._exchange_notes()
+        is_at_hand = self._device.type == "cpu"
+        if is_at_hand:
+            comparison.require_same_order("this pass")
+        if unused:  # only for these the host waits for the device
+            values = comparison.notes.tolist()
+            for place, shard in unused.items():
+                if not values[place]:
+                    self.clear_gradient(shard)
+        if not is_at_hand:
+            last, self._last = self._last, comparison
+            if last is not None:
+                last.require_same_order(LAST_PASS)
+
+    def _exchange_notes(self) -> _Comparison:
+        """Begin a collective about the pass that ends, and forget its notes."""
         used, order, unused = self._used, self._order, self._unused
         self.discard()
         for place, shard in unused.items():  # a penalty on the shards may have given it a gradient
@@ -81,24 +137,12 @@ class GradientUse:
                 used[place] = bool(own_part.any())
         places = [self._begin[unit] for unit in order]
         digest = zlib.crc32(repr(places).encode()).to_bytes(DIGEST_BYTES, "little")
-        inverse = bytes(255 - byte for byte in digest)
-        notes = torch.frombuffer(used + digest + inverse, dtype=torch.uint8)
+        digests = digest + bytes(255 - byte for byte in digest)
+        notes = torch.frombuffer(used + digests, dtype=torch.uint8)
         if self._device.type != "cpu":  # from pageable memory, the host would wait for the device
             notes = notes.pin_memory().to(self._device, non_blocking=True)
         dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)
-        if self._device.type != "cpu" and not unused:
-            return  # the host does not wait for the device
-        values = bytes(notes.tolist())
-        if not values.endswith(digest + inverse):
-            raise InputError(
-                "the ranks averaged the gradients of different units in this pass, or in another "
-                f"order; this rank: {', '.join(map(fsdp.name_of, order))}. All ranks must run the "
-                "same units in the same order; they may use different parameters of a unit: give "
-                "zeropp.shard units= that every rank runs"
-            )
-        for place, shard in unused.items():
-            if not values[place]:
-                self.clear_gradient(shard)
+        return _Comparison(notes=HostCopy(notes), digests=digests, order=tuple(order))
 
 
 def gradient_of(shard: nn.Parameter) -> torch.Tensor | None:

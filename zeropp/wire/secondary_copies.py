@@ -72,9 +72,15 @@ class SecondaryCopies:
     def get_outdated(self, unit: nn.Module) -> Tensor | None:
         """Return the unit's rows from before the last steps of optimizers; None if there are none.
 
-        They are to be brought up to date in place, and kept again.
+        They are to be brought up to date in place, and kept again. The current stream waits for
+        the gathers that read them.
         """
-        return self._on_current_stream(unit) if unit in self._outdated else None
+        return self._rows[unit].for_writing() if unit in self._outdated else None
+
+    def note_read(self, unit: nn.Module) -> None:
+        """Take note that a gather of the unit, all of which is queued, reads rows that are kept."""
+        if rows := self._rows.get(unit):
+            rows.note_read()
 
     def get_loaded(self, unit: nn.Module) -> OwnRow | None:
         """Return this rank's row from a checkpoint, until a copy is kept; None if there is none."""

@@ -27,6 +27,7 @@ from zeropp.quant.code_step_ops import apply_code_steps, code_steps
 from zeropp.quant.code_step_reference import read_counts
 from zeropp.quant.code_steps import COUNTED, REACHES, RESCALED, step_layout
 from zeropp.quant.packing import RAW, Layout, num_blocks
+from zeropp.wire.cross_stream import HostCopy
 from zeropp.wire.in_flight import Hops
 from zeropp.wire.link import Link
 
@@ -50,15 +51,9 @@ class _Message:
     """What is remembered of a unit's last message."""
 
     reach: int
-    counts: Tensor  # int32 (COUNTS,), summed over the nodes; on the host, maybe not yet there
+    counts: HostCopy  # int64 (COUNTS,), summed over the nodes; read a whole step later
     codes: int
     blocks: int
-    arrived: torch.cuda.Event | None = None
-
-    def read(self) -> list[int]:
-        if self.arrived is not None:
-            self.arrived.synchronize()  # queued a whole step ago
-        return self.counts.tolist()
 
 
 class WeightSteps:
@@ -80,7 +75,7 @@ class WeightSteps:
         last = self._last.get(unit)
         if last is None:
             return REACHES[-1]
-        counts, limit = last.read(), CAPPED_SHARE * last.codes
+        counts, limit = last.counts.tolist(), CAPPED_SHARE * last.codes
         fitting = (reach for reach in REACHES if counts[COUNTED.index(reach)] <= limit)
         return next(fitting, REACHES[-1])
 
@@ -128,29 +123,23 @@ class WeightSteps:
     def state(self, unit: nn.Module) -> list[int]:
         """Return what the unit's next reach depends on; it may be empty."""
         last = self._last.get(unit)
-        return [] if last is None else [last.reach, last.codes, last.blocks, *last.read()]
+        return [] if last is None else [last.reach, last.codes, last.blocks, *last.counts.tolist()]
 
     def restore(self, unit: nn.Module, state: list[int]) -> None:
         """Go on from what `state` returned."""
         self._last.pop(unit, None)
         if state:
             reach, codes, blocks, *counts = state
-            self._last[unit] = _Message(reach, torch.tensor(counts), codes, blocks)
+            self._last[unit] = _Message(reach, HostCopy(torch.tensor(counts)), codes, blocks)
 
     def _note(self, unit: nn.Module, reach: int, arrived: Tensor, layout: Layout) -> None:
-        counts = read_counts(arrived).sum(0, dtype=torch.int32)
-        event = None
-        if counts.is_cuda:
-            host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-            counts = host.copy_(counts, non_blocking=True)
-            event = torch.cuda.current_stream(arrived.device).record_event()
+        counts = read_counts(arrived).sum(0)  # int64: all nodes' together may exceed int32
         quantized = [each for each in layout.segments if each.bits != RAW]
         self._last[unit] = _Message(
             reach=reach,
-            counts=counts,
+            counts=HostCopy(counts),
             codes=len(arrived) * sum(each.size for each in quantized),
             blocks=len(arrived) * sum(num_blocks(each.size, each.bits) for each in quantized),
-            arrived=event,
         )
 
 
@@ -167,6 +156,6 @@ def is_same_on_all_nodes(
 
 
 def _counts(message: _Message) -> StepCounts:
-    counts = message.read()
+    counts = message.counts.tolist()
     capped = counts[COUNTED.index(message.reach)]
     return StepCounts(message.codes, counts[0], capped, message.blocks, counts[RESCALED])

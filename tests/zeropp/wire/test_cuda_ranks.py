@@ -23,8 +23,9 @@ from tests.zeropp.prescribed_gradients import (
     zero_config,
 )
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
-from zeropp import Sharding, optimizer_step, shard
+from zeropp import InputError, Sharding, optimizer_step, shard
 from zeropp.wire.collectives import WeightGather
+from zeropp.wire.cross_stream import CrossStreamTensor
 
 pytestmark = MARKS
 SHAPES = [[(130, 67), (300,), (41, 9)], [(3, 5, 3, 3), (1, 700), (7,), (513, 2)]]
@@ -252,3 +253,47 @@ def test_kernels_run_on_other_streams_than_products():
         elif any(name in event.name() for name in PRODUCTS):
             of_products.add(event.device_resource_id())
     assert of_ours and of_products and not of_ours & of_products
+
+
+@ranks(2)
+def test_another_order_of_gradients_is_told_in_the_next_pass():
+    """The host has gone on before the ranks' notes arrive."""
+    sharding = shard(Wide().to(GPU), data_mesh(GPU), zero_config({"stage": 1}))
+    x = torch.ones(4, 1024, device=GPU)
+    step_of(sharding, x)  # gathers all blocks, which stay so
+    sharding.model.order = (0, 1, 2) if dist.get_rank() else (2, 1, 0)
+    with sharding.micro_step(last=True):
+        sharding.model(x).backward()
+    with (
+        sharding.micro_step(last=True),
+        pytest.raises(InputError, match="different units in the last pass"),
+    ):
+        sharding.model(x).backward()
+
+
+@ranks(2)
+def test_passes_are_not_captured():
+    sharding = shard(Wide().to(GPU), data_mesh(GPU), zero_config({"stage": 1}))
+    x = torch.ones(4, 1024, device=GPU)
+    step_of(sharding, x)
+    with (
+        pytest.raises(InputError, match="capture no passes"),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+    ):
+        sharding.gradient_use.note(sharding.units[0], [], [])
+    torch.cuda.synchronize()
+
+
+def test_rows_are_written_in_place_after_they_are_read():
+    """A reader that is late by milliseconds sees what was there before, on another stream."""
+    rows = torch.zeros(1 << 20, device=GPU)
+    shared = CrossStreamTensor(rows)
+    reader, writer = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(reader):
+        torch.cuda._sleep(LATE_CYCLES)
+        read = shared.on_current_stream().clone()
+        shared.note_read()
+    with torch.cuda.stream(writer):
+        shared.for_writing().fill_(1.0)
+    torch.cuda.synchronize()
+    assert not read.any() and rows.all()

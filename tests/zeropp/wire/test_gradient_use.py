@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.ranks import ranks
 from tests.zeropp.prescribed_gradients import data_mesh, zero_config
-from zeropp import InputError, Sharding, initialize, shard
+from zeropp import InputError, Sharding, initialize, optimizer_step, shard
 from zeropp import fsdp_adapter as fsdp
 from zeropp.wire.gradient_use import GradientUse
 
@@ -140,6 +140,72 @@ def test_ranks_that_reduce_units_in_another_order_are_told():
         pytest.raises(InputError, match=r"this rank: blocks\.\d, blocks\.\d\. All ranks must run"),
     ):
         sharding.model(x, order).backward()
+
+
+class HostOnly:
+    """Stands in for a GPU: what would be pinned and sent to it stays where it is."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        to = torch.Tensor.to
+        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        patch.setattr(torch.Tensor, "to", lambda tensor, *where, **options: (
+            tensor if where[:1] == (self.device,) else to(tensor, *where, **options)
+        ))  # fmt: skip
+
+    device = torch.device("cuda")
+
+
+@pytest.mark.parametrize("found_by", ["pass", "step", "save"])
+@ranks(2)
+def test_on_a_gpu_another_order_is_told_later_on_all_ranks(found_by: str):
+    """By whichever comes first: the next pass, a step for which the host waits, or a save."""
+    sharding = shard(Uneven(), data_mesh(), zero_config({"stage": 1}, 2))
+    x, order = torch.ones(2, WIDTH), (0, 1) if dist.get_rank() else (1, 0)
+    optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.1)
+    before = [weight.to_local().clone() for weight in sharding.model.parameters()]
+    with sharding.micro_step(last=False):
+        sharding.model(x, (0, 1)).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        sharding.gradient_use._device = HostOnly(patch).device
+        with sharding.micro_step(last=True):
+            sharding.model(x, order).backward()
+        with pytest.raises(
+            InputError, match=r"different units in the last pass .*blocks\.\d\. All"
+        ):
+            if found_by == "step":
+                optimizer_step(optimizer, sharding)
+            elif found_by == "save":
+                sharding.require_same_order()
+            else:
+                with sharding.micro_step(last=True):
+                    sharding.model(x, (0, 1)).backward()
+        sharding.discard_gradients()
+        for _ in range(2):  # the error is told once, and the same order raises none
+            with sharding.micro_step(last=True):
+                sharding.model(x, (0, 1)).backward()
+            for weight, old in zip(sharding.model.parameters(), before, strict=True):
+                assert torch.equal(weight.to_local(), old)
+            sharding.require_same_order()
+
+
+@ranks(2)
+def test_on_a_gpu_a_rank_with_unused_weights_is_told_as_late_as_the_others():
+    """It waits for the notes, to drop the zeros that all ranks sent; the others go on."""
+    sharding = shard(Experts(), data_mesh(), zero_config({"stage": 1}, 2))
+    x = torch.ones(2, WIDTH)
+    with sharding.micro_step(last=False):
+        sharding.model(x, 0, drop_first=False).backward()
+    use = sharding.gradient_use
+    with pytest.MonkeyPatch.context() as patch:
+        use._device = HostOnly(patch).device
+        with sharding.micro_step(last=True):
+            loss = sharding.model(x, 0, drop_first=False)
+            if dist.get_rank():  # as if it had reduced the blocks in another order
+                patch.setattr(use, "_begin", {unit: -at for unit, at in use._begin.items()})
+            loss.backward()
+        assert sharding.model.blocks[0].experts[1].weight.grad is None
+        with pytest.raises(InputError, match="different units in the last pass"):
+            sharding.require_same_order()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
