@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from megatron_zpp.parallel.main_thread import Glance, MainThread
+from zeropp.errors import first_few
 from zeropp.ranks.process_group import OTHER_RANK_FAILED
 
 BEAT_SECONDS = 1.0
@@ -140,18 +141,43 @@ class Heartbeat:
         """Publish which rank this one waits for, having passed `marks`, if one of them hangs.
 
         That is a rank that has not moved for as long, and has passed fewer marks, or is not in a
-        collective while this one is. Where all are alike, all do something that takes long.
+        collective while this one is. Where all wait, but not at the same place, one has left out
+        what the others do, or does more. Where all are alike, all do something that takes long.
         """
-        hung = {}
+        still = {}
         for rank in self._others():
             beat = self._beat(rank)
-            behind = beat and (beat.marks < marks or (waits and not beat.waits))
-            if behind and beat.still > self._patience - BEAT_SECONDS and not self._is_done(rank):
-                hung[rank] = beat
+            if beat and beat.still > self._patience - BEAT_SECONDS and not self._is_done(rank):
+                still[rank] = beat
+        hung = {
+            rank: beat
+            for rank, beat in still.items()
+            if beat.marks < marks or (waits and not beat.waits)
+        }
         if hung:
             rank = min(hung, key=lambda rank: (hung[rank].marks, hung[rank].waits, rank))
             where, seconds = hung[rank].where, hung[rank].still
             self._publish(f"rank {rank} hangs: its main thread is at {where} for {seconds:.0f} s")
+        elif waits and len(still) == self.num_ranks - 1:
+            self._publish_apart(still)
+
+    def _publish_apart(self, beats: dict[int, Beat]) -> None:
+        """Publish which rank waits elsewhere than most; `beats` are those of all other ranks."""
+        own = self._beat(self.rank)
+        ranks_at: dict[str, list[int]] = {}
+        for rank, beat in sorted((beats | {self.rank: own}).items()):
+            ranks_at.setdefault(beat.where, []).append(rank)
+        if len(ranks_at) == 1:
+            return
+        *elsewhere, most = sorted(ranks_at, key=lambda where: len(ranks_at[where]))
+        places = "; ".join(f"{_listed(ranks_at[where])} at {where}" for where in elsewhere[1:])
+        self._publish(
+            f"rank {ranks_at[elsewhere[0]][0]} waits elsewhere than others for {own.still:.0f} s: "
+            f"{_listed(ranks_at[elsewhere[0]])} at {elsewhere[0]}; "
+            + (f"{places}; " if places else "")
+            + f"{_listed(ranks_at[most])} at {most}. One rank has left out a step or a part of it, "
+            "or does more than the others"
+        )
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.num_ranks) if rank != self.rank]
@@ -172,3 +198,7 @@ class Heartbeat:
     def _publish(self, failure: str) -> bool:
         first_failure = self._store.compare_set("failure", "", failure)
         return first_failure.decode() == failure
+
+
+def _listed(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {first_few([str(rank) for rank in ranks])}"

@@ -13,6 +13,7 @@ WAITING_IN = (
     "torch/distributed/_functional_collectives.py",
     "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
     "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
+    "zeropp/ranks/waits.py",
     "zeropp/wire/in_flight.py",
     "zeropp/wire/link.py",
 )
@@ -24,7 +25,8 @@ class Glance:
     """One look at the main thread.
 
     marks: how often it has said that it goes on. stack: identifies the code that it runs.
-    waits: whether that is a collective. where: file, line and function, for a person.
+    waits: whether that is a collective. where: file, line and function, for a person: the innermost
+    ones of both packages, and of all.
     """
 
     marks: int
@@ -47,8 +49,8 @@ class MainThread:
     def look(self) -> Glance:
         """Return what it is doing; to be called from another thread."""
         frames = _frames(sys._current_frames().get(self._ident))
-        own = next((frame for frame in frames if _package(frame) in OWN_PACKAGES), None)
-        places = [_place(frame) for frame in dict.fromkeys((own, *frames[:1])) if frame]
+        own = [next((f for f in frames if _package(f) == name), None) for name in OWN_PACKAGES]
+        places = [_place(frame) for frame in dict.fromkeys((*own, *frames[:1])) if frame]
         return Glance(
             marks=self._marks,
             stack=hash(tuple((frame.f_code, frame.f_lasti) for frame in frames)),

@@ -28,6 +28,7 @@ from zeropp.errors import NetworkError
 from zeropp.ranks.coordination import report_on_each_machine, report_once
 from zeropp.ranks.process_group import OTHER_RANK_FAILED
 from zeropp.ranks.topology import Environment
+from zeropp.ranks.waits import WaitError
 
 USAGE_ERROR, FAILED = 2, 1
 
@@ -174,6 +175,9 @@ def _pretrain_and_report(
         if failure is None:
             if heartbeat:
                 heartbeat.publish_own_failure(f"{type(error).__name__}: {error}")
+            if isinstance(error, WaitError):
+                console.notice(logging.ERROR, str(error))
+                return FAILED
             raise
         if heartbeat.is_of_this_rank(failure):
             console.notice(logging.ERROR, failure)

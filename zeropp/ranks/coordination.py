@@ -18,9 +18,11 @@ import torch.distributed as dist
 from zeropp.errors import picklable
 from zeropp.ranks.rendezvous import open_store
 from zeropp.ranks.topology import Environment
+from zeropp.ranks.waits import explained_waits
 
 REPORT_TIMEOUT = timedelta(seconds=10)
 REPORT_SECONDS = 2.0
+EXCHANGE = "an exchange of objects"
 
 T = TypeVar("T")
 _GROUP: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
@@ -60,7 +62,8 @@ def gather_objects(value: T) -> list[T]:
     if not dist.is_initialized():
         return [value]
     values = [None] * world_size()
-    dist.all_gather_object(values, value, group=current_group())
+    with explained_waits(current_group(), lambda: EXCHANGE):
+        dist.all_gather_object(values, value, group=current_group())
     return values
 
 
@@ -69,7 +72,8 @@ def broadcast_object(value: T | None) -> T:
     if not dist.is_initialized():
         return value
     values = [value]
-    dist.broadcast_object_list(values, group=current_group(), group_src=0)
+    with explained_waits(current_group(), lambda: EXCHANGE):
+        dist.broadcast_object_list(values, group=current_group(), group_src=0)
     return values[0]
 
 

@@ -74,6 +74,12 @@ def close_groups(axis: Sequence[int]) -> None:
         dist.destroy_process_group(group)
 
 
+def uses_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether collectives of CPU tensors in `group` are gloo's."""
+    cpu = next((device for device in group._device_types if device.type == "cpu"), None)
+    return cpu is not None and isinstance(group._get_backend(cpu), dist.ProcessGroupGloo)
+
+
 def time_limit(group: dist.ProcessGroup) -> timedelta | None:
     """Return how long a collective of `group` may take; None where the backend has no limit."""
     options = [group._get_backend(device).options for device in group._device_types]

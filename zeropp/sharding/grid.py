@@ -20,6 +20,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.ranks.groups import shared_group
 from zeropp.ranks.topology import Environment
+from zeropp.ranks.waits import explained_waits
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.route import Nodes
 
@@ -50,7 +51,8 @@ class Grid:
     def sum(self, total: torch.Tensor, *, over_data: bool) -> torch.Tensor:
         """Add up `total` in place over the axes beside the data axis and, if asked, over that."""
         for group in (*([self.data.get_group()] if over_data else []), *self._beside.values()):
-            dist.all_reduce(total, group=group)
+            with explained_waits(group, lambda: "a sum, as of the gradients' norm"):
+                dist.all_reduce(total, group=group)
         return total
 
     def num_copies(self, tensor: torch.Tensor) -> int:

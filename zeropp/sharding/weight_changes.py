@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.ranks.groups import shared_group
+from zeropp.ranks.waits import explained_waits
 from zeropp.wire.cross_stream import refuse_capture
 from zeropp.wire.secondary_copies import SecondaryCopies
 
@@ -208,7 +209,8 @@ class WeightChanges:
         device = fsdp.device_of(self._units[0])
         refuse_capture(device, "whether weights were written since they were gathered")
         if device.type == "cpu":
-            dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)
+            with explained_waits(self._group, lambda: "a comparison of the weights' versions"):
+                dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)
             return notes.tolist()
         with torch.cuda.stream(self._stream):
             notes = notes.pin_memory().to(device, non_blocking=True)

@@ -73,7 +73,9 @@ class WeightGather(fsdp.AllGather):
         if self.copies:
             refuse_capture(input_tensor.device, "whether weights that a node keeps are sent again")
         if self.route.is_flat:
-            return self.inner.all_gather(output_tensor, input_tensor, purpose, async_op=async_op)
+            return self.inner.all_gather(
+                output_tensor, input_tensor, purpose, unit=self.unit, async_op=async_op
+            )
         hops = self._hops(output_tensor, input_tensor, purpose, async_op)
         return Gathering(hops) if async_op else run(hops)
 
@@ -87,7 +89,7 @@ class WeightGather(fsdp.AllGather):
             rows = yield from self._cross(shard, layout, purpose, async_op=async_op)
         if self.inner:
             arrived = rows.new_empty(self.inner.size * rows.shape[0], rows.shape[1])
-            yield self.inner.all_gather(arrived, rows, purpose, async_op=async_op)
+            yield self.inner.all_gather(arrived, rows, purpose, unit=self.unit, async_op=async_op)
             rows = arrived
         if is_stored:
             by_hop = self.route.inner, self.route.outer, -1
@@ -125,7 +127,7 @@ class WeightGather(fsdp.AllGather):
         if not self.outer:
             return row
         arrived = row.new_empty(self.outer.size, row.shape[1])
-        yield self.outer.all_gather(arrived, row, purpose, async_op=async_op)
+        yield self.outer.all_gather(arrived, row, purpose, unit=self.unit, async_op=async_op)
         return arrived
 
     def _checked(
@@ -133,7 +135,9 @@ class WeightGather(fsdp.AllGather):
         async_op: bool,
     ) -> Generator[dist.Work | None, None, torch.Tensor]:  # fmt: skip
         """Return `rows` if they are the same on all nodes, else whole codes, sent again."""
-        is_same = yield from is_same_on_all_nodes(rows, self.outer, purpose, async_op=async_op)
+        is_same = yield from is_same_on_all_nodes(
+            rows, self.outer, purpose, self.unit, async_op=async_op
+        )
         if is_same:
             return rows
         log.warning(
@@ -234,7 +238,9 @@ class GradientMean(fsdp.ReduceScatter):
         if self.inner:
             rows = quantize(rows, inner, fold=self.route.inner)
             received = torch.empty_like(rows)
-            yield self.inner.all_to_all(received, rows, "gradients", async_op=async_op)
+            yield self.inner.all_to_all(
+                received, rows, "gradients", unit=self.unit, async_op=async_op
+            )
             rows = received
         if self.outer:
             layout = outer
@@ -243,7 +249,9 @@ class GradientMean(fsdp.ReduceScatter):
             else:
                 rows = quantize(rows, outer)
             received = torch.empty_like(rows)
-            yield self.outer.all_to_all(received, rows, "gradients", async_op=async_op)
+            yield self.outer.all_to_all(
+                received, rows, "gradients", unit=self.unit, async_op=async_op
+            )
             rows = received
         reduce_dequantize(rows, mean, layout)
         if self.divisor > 1:

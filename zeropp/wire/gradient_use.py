@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
+from zeropp.ranks.waits import explained_waits
 from zeropp.wire.cross_stream import HostCopy, refuse_capture
 
 DIGEST_BYTES = 4  # of a CRC-32
@@ -141,7 +142,8 @@ class GradientUse:
         notes = torch.frombuffer(used + digests, dtype=torch.uint8)
         if self._device.type != "cpu":  # from pageable memory, the host would wait for the device
             notes = notes.pin_memory().to(self._device, non_blocking=True)
-        dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)
+        with explained_waits(self._group, lambda: "the comparison at the end of a backward pass"):
+            dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)
         return _Comparison(notes=HostCopy(notes), digests=digests, order=tuple(order))
 
 

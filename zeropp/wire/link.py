@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from zeropp.ranks.groups import shared_group
+from zeropp import fsdp_adapter as fsdp
+from zeropp.ranks.groups import shared_group, uses_gloo
+from zeropp.ranks.waits import NamedWork
 from zeropp.wire.route import Hop
 from zeropp.wire.traffic import Traffic
 
@@ -31,27 +33,63 @@ class Link:
     position: int
     group: dist.ProcessGroup
     traffic: Traffic
+    is_gloo: bool = False
 
     @property
     def size(self) -> int:
         return self.hop.size
 
     def all_gather(
-        self, output: torch.Tensor, shard: torch.Tensor, purpose: str, *, async_op: bool = False
+        self,
+        output: torch.Tensor,
+        shard: torch.Tensor,
+        purpose: str,
+        *,
+        unit: fsdp.FSDPModule,
+        async_op: bool = False,
     ) -> dist.Work | None:
         """`shard` of each member, in the order of the hop, -> `output`, on every member."""
         self.traffic.add(purpose, self.hop.gather_bytes(self.position, shard.nbytes))
         with traced("all_gather", purpose, self.hop):
-            return ALL_GATHER(output, shard, group=self.group, async_op=async_op)
+            if not self._is_named(shard):
+                return ALL_GATHER(output, shard, group=self.group, async_op=async_op)
+            work = ALL_GATHER(output, shard, group=self.group, async_op=True)
+            return self._named(work, f"the all-gather of {purpose}", unit, async_op=async_op)
 
     def all_to_all(
-        self, received: torch.Tensor, rows: torch.Tensor, purpose: str, *, async_op: bool = False
+        self,
+        received: torch.Tensor,
+        rows: torch.Tensor,
+        purpose: str,
+        *,
+        unit: fsdp.FSDPModule,
+        async_op: bool = False,
     ) -> dist.Work | None:
         """`rows` in equal parts, the i-th for member i -> `received`, in the order of senders."""
         part = rows.nbytes // self.size
         self.traffic.add(purpose, self.hop.exchange_bytes(self.position, part))
         with traced("all_to_all", purpose, self.hop):
-            return dist.all_to_all_single(received, rows, group=self.group, async_op=async_op)
+            if not self._is_named(rows):
+                return dist.all_to_all_single(received, rows, group=self.group, async_op=async_op)
+            work = dist.all_to_all_single(received, rows, group=self.group, async_op=True)
+            return self._named(work, f"the all-to-all of {purpose}", unit, async_op=async_op)
+
+    def _is_named(self, tensor: torch.Tensor) -> bool:
+        """Whether a failed wait can name the ranks that did not come: the host waits, for gloo."""
+        return self.is_gloo and tensor.device.type == "cpu"
+
+    def _named(
+        self, work: dist.Work, operation: str, unit: fsdp.FSDPModule, *, async_op: bool
+    ) -> dist.Work | None:
+        def name() -> str:
+            what = operation.replace("_", " ")
+            return f"{what} of {fsdp.name_of(unit)}, {self.hop.size} ranks {self.hop.place}"
+
+        named = NamedWork(work, self.group, name)
+        if async_op:
+            return named
+        named.wait()
+        return None
 
 
 def connect(
@@ -67,4 +105,4 @@ def connect(
     if hop.size == 1:
         return None
     group = shared_group(purpose, [ranks[member] for member in hop.members], ranks)
-    return Link(hop=hop, position=position, group=group, traffic=traffic)
+    return Link(hop=hop, position=position, group=group, traffic=traffic, is_gloo=uses_gloo(group))

@@ -99,7 +99,7 @@ class WeightSteps:
         steps = step_layout(layout, reach)
         message = code_steps(shard.view(1, -1), rows[place : place + 1], steps)
         arrived = message.new_empty(outer.size, steps.num_bytes)
-        yield outer.all_gather(arrived, message, purpose, async_op=async_op)
+        yield outer.all_gather(arrived, message, purpose, unit=unit, async_op=async_op)
         apply_code_steps(arrived, rows, steps)
         self._note(unit, reach, arrived, layout)
         self._messages[unit] += 1
@@ -144,14 +144,14 @@ class WeightSteps:
 
 
 def is_same_on_all_nodes(
-    rows: Tensor, outer: Link, purpose: str, *, async_op: bool
+    rows: Tensor, outer: Link, purpose: str, unit: nn.Module, *, async_op: bool
 ) -> Generator[dist.Work | None, None, bool]:
     """Return whether all ranks of the hop hold the same `rows` (N, P); each sends CHECK_BYTES."""
     words = rows.view(torch.int64).flatten()
     places = torch.arange(1, 2 * len(words), 2, device=words.device)  # odd: no change is lost
     own = (words * places).sum().view(1)  # modulo 2^64
     sums = own.new_empty(outer.size)
-    yield outer.all_gather(sums, own, purpose, async_op=async_op)
+    yield outer.all_gather(sums, own, purpose, unit=unit, async_op=async_op)
     return bool((sums == own).all())
 
 

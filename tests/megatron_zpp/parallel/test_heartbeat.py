@@ -129,6 +129,17 @@ def test_the_rank_that_is_in_no_collective_hangs(posing):
     assert failure_within(1.0, watches[0]).startswith("rank 2 hangs")
 
 
+def test_the_rank_that_waits_elsewhere_than_others_is_named(posing):
+    """As one that has left out a step: all wait, and none is behind."""
+    threads = [Posing(7, waits=True) for _ in range(4)]
+    threads[2].now = replace(threads[2].now, where="evaluate")
+    watches = posing[0](*threads)
+    failure = failure_within(1.0, watches[0])
+    assert failure.startswith("rank 2 waits elsewhere than others for ")
+    assert "rank 2 at evaluate; ranks 0, 1, 3 at line 7. " in failure
+    assert [watch.is_of_this_rank(failure) for watch in watches] == [False, False, True, False]
+
+
 def test_ranks_that_all_do_something_long_do_not_hang(posing):
     watches = posing[0](Posing(7), Posing(7))
     assert failure_within(1.2, watches[0]) is None
