@@ -73,6 +73,12 @@ LAYOUTS = (
         files=("common.pt", ".metadata"),
         export=_BY_BRIDGE,
     ),
+    Layout(  # since megatron-core 0.19 without common.pt
+        kind=LayoutKind.TORCH_DIST,
+        name="a checkpoint of Megatron-LM, in its torch_dist format",
+        files=(".metadata", "metadata.json", "*.distcp"),
+        export=_BY_BRIDGE,
+    ),
     Layout(
         kind=LayoutKind.OTHER_CORE,
         name="a checkpoint of Megatron-LM, in a format of megatron.core.dist_checkpointing",

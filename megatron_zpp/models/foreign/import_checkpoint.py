@@ -1,7 +1,8 @@
 """Import a checkpoint of another program: its model, Adam's state, and where its run was."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -87,8 +88,9 @@ def import_checkpoint(
     """
     require_no_model(save)
     path, kind = _layout_of(source)
-    foreign = _read(path, kind, load_optimizer)
-    model, table = _description(foreign, kind, shape_flags or ShapeFlags(), path)
+    with _surprises_as_input_errors(path):
+        foreign = _read(path, kind, load_optimizer)
+        model, table = _description(foreign, kind, shape_flags or ShapeFlags(), path)
     model.check()
     rows = _vocab_rows(foreign.weights, table)
     tokenizer_config = tokenizer_config or _saved_tokenizer(foreign.args, rows)
@@ -132,15 +134,24 @@ def _layout_of(source: Path) -> tuple[Path, LayoutKind]:
 
 
 def _read(path: Path, kind: LayoutKind, load_optimizer: bool) -> ForeignCheckpoint:
+    if load_optimizer:
+        return READERS[kind](path)
+    options = {"load_optimizer": False} if kind in APART else {}
+    foreign = READERS[kind](path, **options)
+    return replace(foreign, moments={}, without_moments=NOT_ASKED_FOR)
+
+
+@contextmanager
+def _surprises_as_input_errors(path: Path) -> Iterator[None]:
+    """Raise an InputError for what content of other types than a program writes leads to."""
     try:
-        if load_optimizer:
-            return READERS[kind](path)
-        options = {"load_optimizer": False} if kind in APART else {}
-        foreign = READERS[kind](path, **options)
-        return replace(foreign, moments={}, without_moments=NOT_ASKED_FOR)
+        yield
     except InputError:
         raise
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError,
+        ValueError,
+    ) as error:  # fmt: skip
         raise InputError(
             f"{path}: its files are not laid out as those of its program "
             f"({type(error).__name__}: {error}); is it of a very old or new version?"

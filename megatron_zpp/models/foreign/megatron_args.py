@@ -4,6 +4,7 @@ Most fields of ModelConfig have the names of Megatron's arguments and are taken 
 """
 
 import dataclasses
+import math
 from argparse import Namespace
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -19,6 +20,13 @@ ONLY = MappingProxyType(
         "num_experts": ((None, 0, 1, [1], (1,)), "a mixture of experts"),
         "multi_latent_attention": ((None, False), "latent attention (MLA)"),
         "hybrid_override_pattern": ((None,), "layers of Mamba or other kinds"),
+        "hybrid_layer_pattern": ((None,), "layers of Mamba or other kinds"),  # its name since 0.17
+        "heterogeneous_layers_config_path": ((None,), "layers of different sizes"),
+        "heterogeneous_layers_config_encoded_json": ((None,), "layers of different sizes"),
+        "experimental_attention_variant": ((None,), "another kind of attention"),
+        "use_mup": ((None, False), "the multipliers of muP"),
+        "activation_func_clamp_value": ((None,), "a clamped activation"),
+        "glu_linear_offset": ((None, 0.0), "an offset in gated MLPs"),
         "mtp_num_layers": ((None, 0), "layers that predict further tokens"),
         "rotary_interleaved": ((None, False), "rotary positions of neighbouring channels"),
         "softmax_type": ((None, "vanilla"), "a softmax with an offset"),
@@ -32,6 +40,7 @@ ONLY = MappingProxyType(
         "num_tokentypes": ((None, 0), "types of tokens"),
     }
 )
+GAINS_AROUND_ZERO = "layernorm_zero_centered_gamma"  # --apply-layernorm-1p since 0.17
 _BOUNDED_BY_FILES = ("make_vocab_size_divisible_by", "seq_length")
 # Fields of ModelConfig under their names, and those that Megatron-LM has nothing like.
 IN_MEGATRON = (
@@ -106,6 +115,8 @@ def _renamed(args: Mapping[str, Any]) -> dict[str, Any]:
     if args.get("normalization") is None and args.get("use_rmsnorm"):
         fields["normalization"] = "RMSNorm"
     fields["normalization"] = _normalization(args.get("normalization"))
+    if args.get(GAINS_AROUND_ZERO) is not None:
+        fields["apply_layernorm_1p"] = args[GAINS_AROUND_ZERO]
     return fields
 
 
@@ -121,6 +132,7 @@ def _positions(args: Mapping[str, Any], location: str) -> dict[str, Any]:
         kind = "rope"
     if kind == "yarn":
         kind, fields["rope_type"] = "rope", "yarn"
+        fields["yarn_attention_factor"] = _yarn_attention_factor(args)
     kind = kind or "learned_absolute"
     if kind not in ("learned_absolute", "rope", "alibi", "none"):
         raise InputError(f"{location}: --position-embedding-type {kind!r} is not available here")
@@ -128,6 +140,28 @@ def _positions(args: Mapping[str, Any], location: str) -> dict[str, Any]:
     if (base := args.get("rotary_base")) is not None:
         fields["rotary_base"] = float(base)
     return fields
+
+
+def _yarn_attention_factor(args: Mapping[str, Any]) -> float:
+    """Return what queries and keys are multiplied by, which Megatron computes of two `mscale`s."""
+    scale = args.get("rotary_scaling_factor") or 1.0
+    mscale, of_all = args.get("mscale"), args.get("mscale_all_dim")
+    if mscale is None or of_all is None:
+        mscale, of_all = 1.0, 0.0
+    growth = 0.1 * math.log(max(scale, 1.0))
+    return (1.0 + mscale * growth) / (1.0 + of_all * growth)
+
+
+def _yarn_args(model: ModelConfig) -> dict[str, Any]:
+    """Return Megatron's arguments for YaRN's settings."""
+    growth = 0.1 * math.log(max(model.rotary_scaling_factor, 1.0))
+    return {
+        "yarn_original_max_position_embeddings": model.yarn_original_max_position_embeddings,
+        "yarn_beta_fast": model.yarn_beta_fast,
+        "yarn_beta_slow": model.yarn_beta_slow,
+        "mscale": (model.yarn_attention_factor - 1.0) / growth if growth else 1.0,
+        "mscale_all_dim": 0.0,
+    }
 
 
 def _layer_patterns(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,13 +188,18 @@ def megatron_args(model: ModelConfig, vocab_rows: int, what: str) -> dict[str, A
     ]
     if model.position_embedding_type == "alibi":
         lines.append("--position-embedding-type alibi")
+    is_yarn = model.rope_type == "yarn"
+    if is_yarn and model.rotary_scaling_factor == 1 and model.yarn_attention_factor != 1:
+        lines.append(f"--yarn-attention-factor {model.yarn_attention_factor} without scaling")
     if lines:
         raise InputError(f"{what}: Megatron-LM has no {', '.join(lines)}")
     args = {name: getattr(model, name) for name in IN_MEGATRON}
     for name in ("rotary_base", "rotary_seq_len_interpolation_factor"):  # whole numbers there
         args[name] = int(args[name]) if args[name] == int(args[name]) else args[name]
-    kind = "yarn" if model.rope_type == "yarn" else model.position_embedding_type
+    args |= _yarn_args(model) if is_yarn else {}
+    kind = "yarn" if is_yarn else model.position_embedding_type
     return args | {
+        GAINS_AROUND_ZERO: model.apply_layernorm_1p,
         "ffn_hidden_size": model.ffn_size,
         "kv_channels": model.head_dim,
         "group_query_attention": model.kv_heads != model.num_attention_heads,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zeropp.errors import InputError
 
+COMMON_STATE = "common_state/shard_0_1"  # what Megatron's ranks share, among the tensors since 0.19
 NOT_ASKED_FOR = "it was not asked for (--no-load-optim)"
 REMEDY = "; --no-load-optim imports the weights alone"  # ends errors in an optimizer's state
 

@@ -1,11 +1,13 @@
-"""Megatron-LM's torch_dist checkpoints: common.pt beside files of torch.distributed.checkpoint.
+"""Megatron-LM's torch_dist checkpoints: files of torch.distributed.checkpoint.
 
-The tensors are whole whatever ranks wrote them. A weight of all layers is one tensor with the
-layers as its first dim, or, in newer checkpoints, a tensor for each layer, in which the halves of a
-gated MLP's matrix are apart, as `weight_w` and `weight_v`. Adam's moments have the weights' names
-behind `optimizer.state.exp_avg.`, fp32 masters of 16-bit weights behind `fp32_param` or `param`.
-The distributed optimizer until megatron-core 0.14 saves them as grids of flat parts, later, unless
-it is asked for `fully_reshardable`, by ranks and buckets (distributed_optimizer/).
+What all ranks share, such as the arguments, is in common.pt beside them, or, since megatron-core
+0.19, a pickled object in them. The tensors are whole whatever ranks wrote them. A weight of all
+layers is one tensor with the layers as its first dim, or, in newer checkpoints, a tensor for each
+layer, in which the halves of a gated MLP's matrix are apart, as `weight_w` and `weight_v`. Adam's
+moments have the weights' names behind `optimizer.state.exp_avg.`, fp32 masters of 16-bit weights
+behind `fp32_param` or `param`. The distributed optimizer until megatron-core 0.14 saves them as
+grids of flat parts, later, unless it is asked for `fully_reshardable`, by ranks and buckets
+(distributed_optimizer/).
 """
 
 import re
@@ -26,6 +28,7 @@ from megatron_zpp.models.foreign.pickles import load_pickle
 from megatron_zpp.models.foreign.rank_parts import Grid
 from megatron_zpp.models.foreign.shard_tensors import ShardTensors
 from megatron_zpp.models.foreign.tensor_files import (
+    COMMON_STATE,
     NOT_ASKED_FOR,
     ForeignCheckpoint,
     LazyTensor,
@@ -42,9 +45,8 @@ MASTERS = ("fp32_param.", "param.")
 
 def read_torch_dist(folder: Path, *, load_optimizer: bool = True) -> ForeignCheckpoint:
     """Return what is in a checkpoint; raises InputError if it is damaged or incomplete."""
-    common = load_pickle(folder / COMMON)
-    args = args_in(common, str(folder / COMMON))
     tensors = ShardTensors(folder)
+    common, args = _common(tensors)
     parts: dict[str, dict[str, LazyTensor]] = {}
     for name in tensors.shapes():
         kind, weight = _kind(name)
@@ -69,6 +71,24 @@ def read_torch_dist(folder: Path, *, load_optimizer: bool = True) -> ForeignChec
         iteration=int(common.get("iteration", 0)),
         args=args,
     )
+
+
+def _common(tensors: ShardTensors) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Return what the ranks share, and the arguments in it.
+
+    An object among the tensors was saved with them; common.pt may be of an older save.
+    """
+    if COMMON_STATE in tensors.names():
+        common, where = tensors.pickled(COMMON_STATE), f"{tensors.folder}: {COMMON_STATE}"
+    else:
+        path = tensors.folder / COMMON
+        if not path.is_file():
+            raise InputError(
+                f"{path}: missing, and there is no {COMMON_STATE} in the files of tensors: copy "
+                "the whole folder"
+            )
+        common, where = load_pickle(path), str(path)
+    return common, args_in(common, where)
 
 
 def _state(

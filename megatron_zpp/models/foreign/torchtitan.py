@@ -16,7 +16,12 @@ from torch import Tensor
 from megatron_zpp.models.families.forms import PADDED_VOCABULARY, QKV, Form, Sizes
 from megatron_zpp.models.families.names import NameRow, NameTable
 from megatron_zpp.models.foreign.shard_tensors import ShardTensors
-from megatron_zpp.models.foreign.tensor_files import ForeignCheckpoint, LazyTensor, NamedTensors
+from megatron_zpp.models.foreign.tensor_files import (
+    COMMON_STATE,
+    ForeignCheckpoint,
+    LazyTensor,
+    NamedTensors,
+)
 from megatron_zpp.settings.flag import Section, flag
 from zeropp.errors import InputError
 from zeropp.optim.adam import MOMENTS
@@ -45,6 +50,11 @@ class ShapeFlags(Section):
 def read_torchtitan(folder: Path) -> ForeignCheckpoint:
     """Return what is in a checkpoint; raises InputError if it is damaged or incomplete."""
     shards = ShardTensors(folder)
+    if COMMON_STATE in shards.names():
+        raise InputError(
+            f"{folder}: is of Megatron-LM, but metadata.json, which it writes last, is missing: "
+            "the save was interrupted, or the folder was not copied whole"
+        )
     shapes = shards.shapes()
     weights = {name: shards.whole(name) for name in shapes if not name.startswith(NOT_WEIGHTS)}
     moments = {key: _moments(shards, key) for key in MOMENTS}

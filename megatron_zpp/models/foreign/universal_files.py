@@ -1,19 +1,21 @@
 """DeepSpeed's universal checkpoints: zero/<parameter>/fp32.pt, exp_avg.pt and exp_avg_sq.pt.
 
-Each parameter is whole, whatever ranks saved the checkpoint that it was made of.
+Each parameter is whole, whatever ranks saved the checkpoint that it was made of. Made of ZeRO 3 it
+is flat; its shape is in the files of the model, and the number of updates in the optimizer's.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_zpp.models.foreign.megatron_args import args_in
 from megatron_zpp.models.foreign.megatron_names import core_names
 from megatron_zpp.models.foreign.pickles import load_pickle
 from megatron_zpp.models.foreign.tensor_files import ForeignCheckpoint, LazyTensor, NamedTensors
-from megatron_zpp.models.foreign.zero_files import grid_of, iteration_of
+from megatron_zpp.models.foreign.zero_files import grid_of, iteration_of, update_counts
 from zeropp.errors import InputError, first_few
 from zeropp.optim.adam import MOMENTS
 
@@ -31,6 +33,9 @@ def read_universal_files(folder: Path) -> ForeignCheckpoint:
     steps = set()
     paths = sorted(each for each in (folder / "zero").iterdir() if each.is_dir())
     names = core_names([path.name for path in paths])
+    shapes = {
+        name: shape for group in content.get("param_shapes") or [] for name, shape in group.items()
+    }
     for path in paths:
         missing = [f"{key}.pt" for key in by_key if not (path / f"{key}.pt").is_file()]
         if missing:
@@ -39,11 +44,15 @@ def read_universal_files(folder: Path) -> ForeignCheckpoint:
         if grid.is_tied and name == "output_layer.weight":
             continue
         for key, tensors in by_key.items():
-            tensors[name] = LazyTensor.of(_tensor(path / f"{key}.pt"))
+            tensors[name] = LazyTensor.of(_tensor(path / f"{key}.pt", shapes.get(path.name)))
         if (path / f"{STEP}.pt").is_file():
             steps.add(float(load_pickle(path / f"{STEP}.pt")))
     steps = steps or _common_steps(folder)
-    if len(steps) != 1:
+    if not steps:
+        raise InputError(
+            f"{folder}: neither step.pt nor zero/optimizer_state.pt says how many updates were made"
+        )
+    if len(steps) > 1:
         raise InputError(f"{folder}: its parameters say {sorted(steps)} updates: mixed up")
     weights = by_key.pop(FP32)
     return ForeignCheckpoint(
@@ -55,17 +64,23 @@ def read_universal_files(folder: Path) -> ForeignCheckpoint:
     )
 
 
-def _tensor(path: Path) -> Tensor:
+def _tensor(path: Path, shape: torch.Size | None) -> Tensor:
     content = load_pickle(path)
     tensor = content.get("param") if isinstance(content, Mapping) else content
     if not isinstance(tensor, Tensor):
         raise InputError(f"{path}: holds no tensor under 'param'")
-    return tensor
+    if shape is None or tensor.ndim != 1 or len(shape) == 1:
+        return tensor
+    if tensor.numel() != shape.numel():
+        raise InputError(
+            f"{path}: holds {tensor.numel():,} numbers, but the parameter of shape {list(shape)} "
+            f"has {shape.numel():,}: files of another checkpoint are among them"
+        )
+    return tensor.view(shape)
 
 
 def _common_steps(folder: Path) -> set[float]:
-    """Return the number of updates in the groups of the optimizer, where Apex keeps it."""
+    """Return the numbers of updates in the optimizer's groups or in its state of flat vectors."""
     path = folder / "zero" / "optimizer_state.pt"
     content: Any = load_pickle(path) if path.is_file() else {}
-    groups = content.get("param_groups", []) if isinstance(content, Mapping) else []
-    return {float(group["step"]) for group in groups if group.get("step") is not None}
+    return set(update_counts(content)) if isinstance(content, Mapping) else set()

@@ -112,6 +112,14 @@ def iteration_of(content: Mapping[str, Any]) -> int:
     return int(content.get("iteration") or content.get("global_steps") or 0)
 
 
+def update_counts(optimizer: Mapping[str, Any]) -> list[float]:
+    """Return how many updates Adam made as its state says, and its groups."""
+    inner = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict", {}))
+    groups = optimizer.get("param_groups") or inner.get("param_groups") or []
+    places = [*inner.get("state", {}).values(), *groups]
+    return [float(place["step"]) for place in places if place.get("step") is not None]
+
+
 def _load(folder: Path, pattern: re.Pattern[str]) -> Files:
     matches = ((pattern.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
     return {
@@ -241,11 +249,7 @@ def _require_length(needed: int, vector: _Vector, groups: int, where: str) -> No
 
 
 def _step(content: Mapping[str, Any], folder: Path) -> float:
-    """Return how many updates Adam made: in its state, or in its groups."""
-    state = content["optimizer_state_dict"]
-    inner = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
-    places = [*inner["state"].values(), *inner["param_groups"]]
-    steps = [float(place["step"]) for place in places if place.get("step") is not None]
+    steps = update_counts(content["optimizer_state_dict"])
     if not steps:
         raise InputError(f"{folder}: does not say how many updates its optimizer made")
     return steps[0]

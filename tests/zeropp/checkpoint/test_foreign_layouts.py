@@ -36,6 +36,12 @@ def megatron_torch_dist(folder: Path) -> Path:
     return checkpoint
 
 
+def megatron_core_19(folder: Path) -> Path:
+    checkpoint = megatron_torch_dist(folder)
+    (checkpoint / "common.pt").unlink()
+    return checkpoint
+
+
 def megatron_bridge(folder: Path) -> Path:
     checkpoint = megatron_torch_dist(folder)
     (checkpoint / "run_config.yaml").write_text("model:\n  num_layers: 2\n")
@@ -113,6 +119,7 @@ def hugging_face(folder: Path) -> Path:
 Write = Callable[[Path], Path]
 LAYOUTS: list[tuple[Write, str]] = [
     (megatron_torch_dist, "a checkpoint of Megatron-LM, in its torch_dist format"),
+    (megatron_core_19, "a checkpoint of Megatron-LM, in its torch_dist format"),
     (megatron_bridge, "a checkpoint of Megatron Bridge"),
     (megatron_zarr, "a checkpoint of Megatron-LM, in a format of megatron.core"),
     (megatron_legacy, "a checkpoint of Megatron-LM, in its legacy format (mp_rank_XX)"),

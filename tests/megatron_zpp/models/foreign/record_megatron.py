@@ -98,6 +98,7 @@ def start(
     rank: int, tensor_ranks: int, pipeline_ranks: int, store: str, data_ranks: int = 1
 ) -> None:
     torch.cuda.current_device, torch.cuda.synchronize = lambda: "cpu", lambda: None
+    torch.cuda.current_stream = lambda: None
     CudaRNGStatesTracker.fork = no_fork
     world = tensor_ranks * pipeline_ranks * data_ranks
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)

@@ -22,9 +22,11 @@ RECORDED = (
     "megatron_torch_dist_buckets_llama", "megatron_torch_dist_buckets_deep",
     "megatron_legacy_buckets_gpt2", "megatron_legacy_buckets_llama",
     "megatron_legacy_buckets_deep", "megatron_torch_dist_gathered_llama",
-    "megatron_torch_dist_model_space_llama", "deepspeed_zero2_gpt2", "deepspeed_zero3_llama",
+    "megatron_torch_dist_model_space_llama", "megatron_core19_gpt2",
+    "megatron_core19_buckets_llama", "megatron_core19_reshardable_llama",
+    "deepspeed_zero2_gpt2", "deepspeed_zero3_llama",
     "deepspeed_zero2_split",
-    "deepspeed_universal_gpt2", "torchtitan_llama",
+    "deepspeed_universal_gpt2", "deepspeed_universal_bf16", "torchtitan_llama",
 )  # fmt: skip
 TITAN = ("--num-attention-heads", "4", "--rotary-base", "500000", "--seq-length", "16")
 # fp32; logits are of order one and sums of at most 64 products, computed in another order.

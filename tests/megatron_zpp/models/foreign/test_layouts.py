@@ -1,5 +1,6 @@
 """Variants of the recorded layouts: other names, 16-bit weights with masters, the export."""
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,9 @@ import torch.distributed.checkpoint as dcp
 
 from megatron_zpp.commands.convert_hf import main
 from megatron_zpp.models.foreign.import_checkpoint import import_checkpoint
-from megatron_zpp.models.foreign.megatron_args import megatron_args
+from megatron_zpp.models.foreign.megatron_args import megatron_args, model_fields
 from megatron_zpp.models.foreign.shard_tensors import ShardTensors
+from megatron_zpp.models.foreign.tensor_files import COMMON_STATE
 from megatron_zpp.models.open_model import open_model
 from megatron_zpp.settings.config import ModelConfig
 from tests.megatron_zpp.models.foreign.recorded_checkpoints import unpack
@@ -141,3 +143,28 @@ def test_what_megatron_does_not_have_is_not_exported(tmp_path, capsys):
     import_checkpoint(source, ours)
     assert main(["--load", str(ours), "--to-megatron", str(source)]) == 1
     assert "exists already: name a new folder" in capsys.readouterr().err
+
+
+def test_settings_under_the_names_of_newer_megatrons(tmp_path):
+    source = unpack("megatron_core19_gpt2", tmp_path)
+    args = vars(ShardTensors(source / "iter_0000003").pickled(COMMON_STATE)["args"])
+    assert "apply_layernorm_1p" not in args  # so it has another name there
+    assert not model_fields(args, "it")["apply_layernorm_1p"]
+    assert model_fields(args | {"layernorm_zero_centered_gamma": True}, "it")["apply_layernorm_1p"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "factor"),
+    # As megatron-core: (0.1 mscale ln(scale) + 1) / (0.1 mscale_all_dim ln(scale) + 1).
+    [({}, 0.1 * math.log(8) + 1), ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+     ({"mscale": 2.0, "mscale_all_dim": 0.0}, 0.2 * math.log(8) + 1)],
+)  # fmt: skip
+def test_yarn_multiplies_queries_and_keys_as_in_megatron(settings, factor):
+    args = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
+    yarn = {"position_embedding_type": "yarn", "rotary_scaling_factor": 8.0}
+    fields = model_fields({**args, **yarn, **settings}, "it")
+    assert fields["yarn_attention_factor"] == pytest.approx(factor, rel=1e-12)
+    model = ModelConfig(**fields, yarn_original_max_position_embeddings=40, yarn_beta_slow=2.0)
+    back = model_fields(megatron_args(model, 128, "it"), "it")
+    assert back["yarn_attention_factor"] == pytest.approx(factor, rel=1e-12)
+    assert (back["yarn_original_max_position_embeddings"], back["yarn_beta_slow"]) == (40, 2.0)

@@ -1,19 +1,27 @@
 """Truncated, mixed, incomplete and malicious checkpoints of other programs are refused in words."""
 
+import io
 import os
 import pickle
+import random
 import shutil
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_zpp.commands.convert_hf import main
+from megatron_zpp.models.foreign.import_checkpoint import import_checkpoint
+from megatron_zpp.models.foreign.pickles import load_metadata
+from megatron_zpp.models.open_model import open_model
 from tests.megatron_zpp.models.foreign.recorded_checkpoints import unpack
 
 TORCH_DIST, LEGACY = "megatron_torch_dist_gpt2", "megatron_legacy_gpt2"
 ZERO_2, ZERO_3 = "deepspeed_zero2_gpt2", "deepspeed_zero3_llama"
+CORE_19, UNIVERSAL_3 = "megatron_core19_gpt2", "deepspeed_universal_bf16"
+COMMON_STATE = "common_state/shard_0_1"
 UNIVERSAL, TITAN = "deepspeed_universal_gpt2", "torchtitan_llama"
 
 
@@ -52,7 +60,9 @@ def state_of(source: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "pattern"),
     [(TORCH_DIST, "iter*/common.pt"), (TORCH_DIST, "iter*/.metadata"),
-     (TORCH_DIST, "iter*/__1_0.distcp"), (LEGACY, "iter*/mp_rank_01_001/*.pt"),
+     (TORCH_DIST, "iter*/__1_0.distcp"), (CORE_19, "iter*/.metadata"),
+     (CORE_19, "iter*/__0_0.distcp"), (UNIVERSAL_3, "*/zero/*word_embeddings.weight/fp32.pt"),
+     (LEGACY, "iter*/mp_rank_01_001/*.pt"),
      (ZERO_2, "*/zero_pp_rank_1*"), (ZERO_3, "*/zero_pp_rank_0_*model_states.pt"),
      (UNIVERSAL, "*/zero/*word_embeddings.weight/exp_avg.pt"), (TITAN, "*/*/__0_0.distcp")],
 )  # fmt: skip
@@ -68,6 +78,10 @@ def test_a_truncated_file_is_called_damaged(name, pattern, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "pattern", "expected"),
     [(TORCH_DIST, "iter*/__1_0.distcp", "__1_0.distcp: named in its metadata and missing"),
+     (TORCH_DIST, "iter*/common.pt", "common.pt: missing, and there is no common_state"),
+     (CORE_19, "iter*/__1_0.distcp", "__1_0.distcp: named in its metadata and missing"),
+     (CORE_19, "iter*/metadata.json", "metadata.json, which it writes last, is missing"),
+     (UNIVERSAL_3, "*/zero/optimizer_state.pt", "says how many updates were made"),
      (LEGACY, "iter*/mp_rank_01_000", "2 tensor ranks x 2 pipeline stages, and tensor rank 1"),
      (ZERO_2, "*/zero_pp_rank_1*", "2 data-parallel x 1 tensor ranks, and the files of zero_pp_ra"),
      (ZERO_3, "*/*rank_1*optim_states.pt", "copy those of all ranks"),
@@ -120,6 +134,10 @@ def test_settings_that_do_not_describe_the_tensors(tmp_path, capsys):
         ("num_layers", 10**9, "--num-layers 1000000000: at most 10000"),
         ("hidden_size", "16", "hidden-size"),
         ("num_experts", 8, "--num-experts is 8: not available here: a mixture of experts"),
+        ("hybrid_layer_pattern", "M*-", "--hybrid-layer-pattern is 'M*-'"),
+        ("use_mup", True, "the multipliers of muP"),
+        ("glu_linear_offset", 1.0, "an offset in gated MLPs"),
+        ("rotary_base", "often", "not laid out as those of its program"),
         ("rotary_interleaved", True, "--rotary-interleaved is True"),
         ("position_embedding_type", "mrope", "--position-embedding-type 'mrope'"),
     ):
@@ -131,6 +149,66 @@ def test_settings_that_do_not_describe_the_tensors(tmp_path, capsys):
     assert "no arguments are where they are" in error_of(capsys, source)
     change(path, lambda content: content.pop("args"))
     assert "has no arguments of Megatron" in error_of(capsys, source)
+
+
+def common_state(source: Path) -> tuple[Path, int, int]:
+    """Return the file of the object that ranks share, where it begins in it and how long it is."""
+    folder = source / "iter_0000003"
+    info = load_metadata(folder).storage_data[MetadataIndex(COMMON_STATE)]
+    return folder / info.relative_path, info.offset, info.length
+
+
+def replace_common_state(source: Path, content) -> None:
+    """Put another object behind the file's end, and let the metadata name that."""
+    path, _, _ = common_state(source)
+    offset, pickled = path.stat().st_size, io.BytesIO()
+    torch.save(content, pickled)
+    path.write_bytes(path.read_bytes() + pickled.getvalue())
+    metadata = load_metadata(path.parent)
+    info = metadata.storage_data[MetadataIndex(COMMON_STATE)]
+    info.offset, info.length = offset, len(pickled.getvalue())
+    (path.parent / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_a_common_state_that_is_none_or_would_call_something(tmp_path, capsys):
+    source, harmed = unpack(CORE_19, tmp_path), tmp_path / "harmed"
+    path = common_state(source)[0]
+    for content, expected in (
+        ([{"args": Namespace(), "attack": Attack(harmed)}], "unpickling it would call posix.mkdir"),
+        ([{"args": [1]}], f"{COMMON_STATE}: is not laid out as Megatron's"),
+        ([3], f"{COMMON_STATE}: is not laid out as Megatron's"),
+        ([], "not laid out as those of its program"),
+        ([{"iteration": 3}], "has no arguments of Megatron"),
+    ):
+        replace_common_state(source, content)
+        text = error_of(capsys, source)
+        assert str(path.parent) in text and expected in text
+    assert not harmed.exists()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_bytes_in_a_common_state_are_errors_or_change_nothing(seed, tmp_path, capsys):
+    source, draw = unpack(CORE_19, tmp_path), random.Random(seed)
+    path, start, length = common_state(source)
+    content = bytearray(path.read_bytes())
+    for _ in range(draw.choice([1, 20])):
+        content[start + draw.randrange(length)] = draw.randrange(256)
+    path.write_bytes(content)
+    if main(["--from-checkpoint", str(source), "--save", str(tmp_path / "ours")]):
+        assert capsys.readouterr().err.startswith("error: ")
+    else:
+        weights = dict(open_model(tmp_path / "ours").tensors())
+        import_checkpoint(unpack(CORE_19, tmp_path / "again"), tmp_path / "expected")
+        expected = dict(open_model(tmp_path / "expected").tensors())
+        assert all(torch.equal(weights[name], each) for name, each in expected.items())
+
+
+def test_a_flat_parameter_of_another_length(tmp_path, capsys):
+    source = unpack(UNIVERSAL_3, tmp_path)
+    (path,) = source.glob("*/zero/*layers.0.mlp.linear_fc1.weight/exp_avg.pt")
+    torch.save(torch.ones(767), path)
+    text = error_of(capsys, source)
+    assert f"{path}: holds 767 numbers, but the parameter of shape [48, 16] has 768" in text
 
 
 @pytest.mark.parametrize(
