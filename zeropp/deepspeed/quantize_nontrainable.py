@@ -94,6 +94,9 @@ def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Shard
         use_weight_gather(new, mesh, forecast.weights, traffic, sharding.copies)
         wire_dtype, use = forecast.wire_dtype, sharding.gradient_use
         use_gradient_mean(new, mesh, forecast.gradients, traffic, wire_dtype, use)
+    else:
+        for unit in new:
+            fsdp.before_reduction(unit, None)
     return replace(sharding, units=tuple(units))
 
 

@@ -64,14 +64,15 @@ def take_gradients(
 
 
 def before_reduction(
-    unit: FSDPModule, report: Callable[[list[int], list[int]], None]
+    unit: FSDPModule, report: Callable[[list[int], list[int]], None] | None
 ) -> Callable[[], None]:
     """Complete the unit's gradients before each reduction, and call `report`.
 
     FSDP2 leaves parameters without a gradient out of the buffer that it reduces, so ranks that use
     different parameters would add up the wrong ones. Here trained parameters of a unit that was
     used get zeros instead. `report` gets indices in `own_pieces`: of the parameters that have a
-    gradient of their own, and of all that are in the buffer, in its order.
+    gradient of their own, and of all that are in the buffer, in its order. Without `report`, as on
+    one rank, gradients only get one dtype: FSDP2 has it of those that earlier micro-batches left.
 
     Returns what undoes this.
     """
@@ -94,7 +95,9 @@ def before_reduction(
 class _Reducer:
     """FSDP2's `post_backward` of a unit, which reduces its gradients, after completing them."""
 
-    def __init__(self, state: object, group: object, reduce: Callable, report: Callable) -> None:
+    def __init__(
+        self, state: object, group: object, reduce: Callable, report: Callable | None
+    ) -> None:
         self.state, self.group, self.reduce, self.report = state, group, reduce, report
         self.is_due = False  # the unit ran forward, with gradients, since its last reduction
 
@@ -107,8 +110,9 @@ class _Reducer:
         group = self.group
         if group.reduce_grads and (self.is_due or group._training_state != TrainingState.IDLE):
             self.is_due = False
-            with_gradient, reduced = _complete_gradients(group.fsdp_params)
-            if reduced:
+            fills = self.report is not None
+            with_gradient, reduced = _complete_gradients(group.fsdp_params, fills=fills)
+            if fills and reduced:
                 self.report(with_gradient, reduced)
         if group.reduce_grads or all(map(_was_gathered, group.fsdp_params)):
             self.reduce(*arguments)  # else FSDP2 would fail, and there is nothing to add up
@@ -129,8 +133,8 @@ def _was_gathered(parameter: FSDPParam) -> bool:
     return hasattr(parameter, "_unsharded_param")
 
 
-def _complete_gradients(parameters: list[FSDPParam]) -> tuple[list[int], list[int]]:
-    """Give zeros to trained parameters without a gradient; see `before_reduction`."""
+def _complete_gradients(parameters: list[FSDPParam], *, fills: bool) -> tuple[list[int], list[int]]:
+    """Give zeros, if asked, to trained parameters without a gradient; see `before_reduction`."""
     gathered = {
         index: parameter for index, parameter in enumerate(parameters) if _was_gathered(parameter)
     }
@@ -145,7 +149,7 @@ def _complete_gradients(parameters: list[FSDPParam]) -> tuple[list[int], list[in
             parameter.to_accumulated_grad_if_needed()  # FSDP2 reduces gradients of one dtype only
         if parameter.unsharded_accumulated_grad is not None or whole.grad is not None:
             with_gradient.append(index)
-        elif not whole.requires_grad:
+        elif not fills or not whole.requires_grad:
             continue
         elif dtype is not None and dtype != whole.dtype:
             parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)

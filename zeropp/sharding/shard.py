@@ -243,6 +243,8 @@ def _shard(
         ),
     }
     if num_ranks == 1:
+        for unit in units:
+            fsdp.before_reduction(unit, None)
         return Sharding(**fields)
     _order_gathers(model, units, mesh, in_turn=keeps_root)
     fields["forecast"] = _forecast(config, units, routes, fields["keeps_root"])
