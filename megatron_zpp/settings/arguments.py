@@ -71,6 +71,12 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
             "zero_quantized_nontrainable_weights stores frozen weights quantized, and without "
             "--lora-rank all weights are trained: give a rank (finetune_gpt.py), or leave it out"
         )
+    if config.zero.offloads_weights and not config.zero.offloads_optimizer:
+        raise InputError(
+            'zero_optimization.offload_param.device = "cpu" and '
+            'zero_optimization.offload_optimizer.device = "none": weights on the CPU are updated '
+            "there: it needs the optimizer on the CPU too (--cpu-optimizer)"
+        )
     _log_notices(typed, config)
     default_line = defaults.describe(values, completed)
     if default_line:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from zeropp.atomic import write_atomically
 from zeropp.checkpoint.state_tensors import Masters
+from zeropp.fsdp_adapter import gather_whole
 from zeropp.ranks.coordination import fail_together, rank
 
 
@@ -64,7 +65,7 @@ def _gather(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> to
     if value.is_floating_point():
         value = value.to(device, dtype)
     if isinstance(value, DTensor):
-        value = value.full_tensor()
+        value = gather_whole(value)
     return value.to("cpu", copy=True) if rank() == 0 else None
 
 

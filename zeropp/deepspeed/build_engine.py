@@ -36,6 +36,7 @@ from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import Batch, ZeroConfig
 from zeropp.sharding.grid import data_axis
 from zeropp.sharding.materialize import copy_from_first_rank
+from zeropp.sharding.recorded_tensor import not_recording
 from zeropp.sharding.shard import shard
 from zeropp.sharding.sharding import Sharding
 
@@ -46,6 +47,7 @@ JSON_LR = 1e-3  # DeepSpeed's default if the JSON names an optimizer without a r
 log = logging.getLogger("zeropp")
 
 
+@not_recording()
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -270,6 +272,8 @@ def _offload_optimizer(
     if optimizer is not None:
         require_on_shards(optimizer)
     if optimizer is None or not zero.offloads_optimizer:
+        if optimizer is not None and zero.offloads_weights:
+            log.info("offload_param: the optimizer updates the weights on the host, where they are")
         return optimizer
     kind = type(optimizer)
     if kind not in (*OFFLOADABLE, adam.FusedAdam, adam.DeepSpeedCPUAdam):

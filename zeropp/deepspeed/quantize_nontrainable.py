@@ -168,7 +168,7 @@ def _unshard_added(root: nn.Module, added: set[nn.Parameter], device: torch.devi
                 parameter.data = _trained_in_fp32(parameter.data, parameter).to(device)
                 continue
             if parameter not in unsharded:
-                full = _trained_in_fp32(parameter.detach().full_tensor(), parameter)
+                full = _trained_in_fp32(fsdp.gather_whole(parameter.detach()), parameter)
                 full_parameter = nn.Parameter(full, requires_grad=parameter.requires_grad)
                 fsdp.inherit(full_parameter, parameter)
                 unsharded[parameter] = full_parameter

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp.errors import InputError
-from zeropp.fsdp_adapter import shard_like
+from zeropp.fsdp_adapter import gather_whole, shard_like
 from zeropp.ranks.meeting import AbsentRanksError, meet
 from zeropp.sharding.materialize import is_whole, part_for_rank
 from zeropp.sharding.sharding import Sharding
@@ -75,7 +75,7 @@ class WholeStateDicts:
         whole = self._gathered.get(id(parameter))
         if whole is None:
             with torch.no_grad():
-                whole = self._gathered[id(parameter)] = as_numbers(value).full_tensor()
+                whole = self._gathered[id(parameter)] = gather_whole(as_numbers(value))
         return whole  # tied weights are one tensor
 
     def _agree(self) -> None:

@@ -84,6 +84,7 @@ from zeropp.fsdp_adapter.units import (
 )
 from zeropp.fsdp_adapter.whole_parameters import (
     WholeParameter,
+    gather_whole,
     has_whole_parameters,
     use_whole_parameters,
 )
@@ -116,6 +117,7 @@ __all__ = [
     "dtypes_of",
     "free_gathered",
     "frees_after_forward",
+    "gather_whole",
     "gather_ahead",
     "gather_back",
     "gather_in_turn",

@@ -145,6 +145,9 @@ def _complete_gradients(parameters: list[FSDPParam], *, fills: bool) -> tuple[li
     with_gradient, reduced = [], []
     for index, parameter in gathered.items():
         whole = parameter._unsharded_param
+        if not whole.numel():  # FSDP2 cannot reduce nothing
+            whole.grad = parameter.unsharded_accumulated_grad = None
+            continue
         if dtype is not None:
             parameter.to_accumulated_grad_if_needed()  # FSDP2 reduces gradients of one dtype only
         if parameter.unsharded_accumulated_grad is not None or whole.grad is not None:

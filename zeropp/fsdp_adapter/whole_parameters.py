@@ -20,6 +20,14 @@ from zeropp.errors import InputError
 from zeropp.fsdp_adapter.param_groups import groups_of, parameters_of
 
 
+def gather_whole(tensor: DTensor) -> torch.Tensor:
+    """Return the whole of a tensor; all ranks call it. Of one without elements, which DTensor
+    cannot gather, that is a new one."""
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.full_tensor()
+
+
 class WholeParameter(torch.Tensor):
     """A plain tensor that can be swapped with a DTensor, because it has the same slots."""
 
@@ -31,7 +39,7 @@ class WholeParameter(torch.Tensor):
         """Gather a parameter, in memory of its own; all ranks call it."""
         local = parameter._local_tensor
         with torch.no_grad():
-            values = parameter.detach().full_tensor()
+            values = gather_whole(parameter.detach())
             if values.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
                 values = values.clone()
         whole = torch.Tensor._make_subclass(cls, values, parameter.requires_grad)

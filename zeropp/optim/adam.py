@@ -39,6 +39,7 @@ class FusedAdam(torch.optim.Optimizer):
     """
 
     takes_factor = True  # of `step`
+    parameter_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     moment_dtype = torch.float32
     seed = 0  # of the random bits that round moments in bf16
 
@@ -70,7 +71,7 @@ class FusedAdam(torch.optim.Optimizer):
         """Add a group, as every optimizer does; raises InputError as the constructor does."""
         super().add_param_group(param_group)
         try:
-            _check(self.param_groups[-1])
+            _check(self.param_groups[-1], self.parameter_dtypes)
         except InputError:
             self.param_groups.pop()
             raise
@@ -127,7 +128,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("decoupled_weight_decay", True)
-            _check(group)
+            _check(group, self.parameter_dtypes)
         for entries in self.state.values():
             if not entries:
                 continue
@@ -162,6 +163,8 @@ class FusedAdam(torch.optim.Optimizer):
             shards = [local_part(tensor) for tensor in tensors]
             if not shards[0].numel():
                 continue
+            if shards[0].dtype != torch.float32:  # updated in fp32, and rounded as a copy is
+                shards = [shards[0].float(), *shards[1:], shards[0]]
             step = int(state["step"]) + 1
             key = step, shards[0].device, *(shard.dtype for shard in shards)
             if key not in calls:
@@ -260,7 +263,7 @@ def _require_adam_state(state: Mapping[str, Any]) -> None:
         )
 
 
-def _check(group: Mapping[str, Any]) -> None:
+def _check(group: Mapping[str, Any], dtypes: Sequence[torch.dtype]) -> None:
     for name in UNAVAILABLE:
         if group.get(name):
             raise InputError(f"FusedAdam has no {name}; leave it out, or use torch.optim.AdamW")
@@ -273,7 +276,7 @@ def _check(group: Mapping[str, Any]) -> None:
             "and finite, betas at least 0 and below 1"
         )
     for parameter in group["params"]:
-        if parameter.dtype != torch.float32:
+        if parameter.dtype not in dtypes:
             raise InputError(
                 f"FusedAdam updates fp32 parameters, and one of shape {list(parameter.shape)} is "
                 f"{parameter.dtype}: keep the weights in fp32 (model.float()) and compute in 16 "

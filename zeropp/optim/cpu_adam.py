@@ -7,16 +7,21 @@ import torch
 from torch import Tensor
 
 from zeropp.errors import InputError
-from zeropp.optim.adam import FusedAdam
+from zeropp.optim.adam import MOMENTS, FusedAdam
+from zeropp.optim.adam_op import HALVES
 
 
 class CPUAdam(FusedAdam):
-    """`FusedAdam` on fp32 parameters, or this rank's shards of them, that are on the CPU.
+    """`FusedAdam` on fp32 or 16-bit parameters, or this rank's shards of them, on the CPU.
 
+    Each step computes the new 16-bit weights in fp32 and rounds them, so that updates below half of
+    the distance to the next number are lost; it takes an fp32 copy of them for the time of a step.
     With `fp32_optimizer_states=False`, moments are bf16 with stochastic rounding, which takes half
     the memory and bandwidth. The rounding depends only on `seed`, the step and the element's index.
     Raises InputError for parameters on other devices, and as `FusedAdam` does.
     """
+
+    parameter_dtypes = (torch.float32, *HALVES)
 
     def __init__(
         self,
@@ -37,6 +42,17 @@ class CPUAdam(FusedAdam):
         super().__init__(
             params, lr, betas, eps, weight_decay, adamw_mode, bias_correction, copies=copies
         )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, as every optimizer does; moments are not rounded to 16-bit parameters."""
+        super().load_state_dict(state_dict)
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        held = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(saved, held, strict=True):
+            if parameter.dtype in HALVES and index in state_dict["state"]:
+                for name in MOMENTS:
+                    moment = state_dict["state"][index][name]
+                    self.state[parameter][name] = moment.to(self.moment_dtype, copy=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as every optimizer does; raises InputError as the constructor does."""

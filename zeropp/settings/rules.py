@@ -50,16 +50,6 @@ RULES = (
         why="offload moves a rank's shard to the CPU; stage 0 has none, stages 1, 2 and 3 have",
     ),
     Rule(
-        keys=(_ZERO + "offload_param.device", _STAGE),
-        broken=lambda c: c.zero_optimization.offload_param.device != "none" and c.stage != 3,
-        why="only stage 3 shards the weights that would be moved to the CPU",
-    ),
-    Rule(
-        keys=(_ZERO + "offload_param.device", _ZERO + "offload_optimizer.device"),
-        broken=lambda c: c.offloads_weights and not c.offloads_optimizer,
-        why="weights on the CPU are updated there: it needs the optimizer on the CPU too",
-    ),
-    Rule(
         keys=(_ZERO + "offload_param.device", _ZERO + "offload_optimizer.ratio"),
         broken=lambda c: c.offloads_weights and c.zero_optimization.offload_optimizer.ratio < 1,
         why="a part of the optimizer on the device needs its weights there",

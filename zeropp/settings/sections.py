@@ -28,7 +28,15 @@ _DEVICES = ("none", "cpu")
 class OffloadParam(JsonSection):
     path: ClassVar[str] = "zero_optimization.offload_param"
 
-    device: str = key("none", choices=_DEVICES, refused={"nvme": _NVME})
+    device: str = key(
+        "none",
+        choices=_DEVICES,
+        refused={"nvme": _NVME},
+        no_effect=NoEffect(
+            "only stage 3 shards the weights that would be moved to the CPU",
+            when=lambda c: c.stage != 3,
+        ),
+    )
     nvme_path: str | None = ignored(None, _SWAPPER)
     buffer_count: int = ignored(5, _SWAPPER)
     buffer_size: int = ignored(100_000_000, _SWAPPER)

@@ -218,8 +218,8 @@ class ZeroConfig(JsonSection):
 
     @property
     def offloads_weights(self) -> bool:
-        """Whether the 16-bit shards are on the host, too."""
-        return self.zero_optimization.offload_param.device == "cpu"
+        """Whether the shards are on the host: in 16 bit where the optimizer is offloaded, too."""
+        return self.zero_optimization.offload_param.device == "cpu" and self.stage == 3
 
     @property
     def reduces_once(self) -> bool:

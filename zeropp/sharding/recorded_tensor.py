@@ -9,8 +9,9 @@ recording: each random op runs once into temporary memory, which advances the ge
 again from the saved generator state when its tensor is materialized.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +30,22 @@ _NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
+_PAUSED: ContextVar[bool] = ContextVar("paused", default=False)
+
+
 def recording() -> AbstractContextManager:
     """Return a context in which newly created tensors are `RecordedTensor`s."""
     return _Recording(Tape())
+
+
+@contextmanager
+def not_recording() -> Iterator[None]:
+    """Let an enclosing `recording` make ordinary tensors; recorded ones stay what they are."""
+    token = _PAUSED.set(True)
+    try:
+        yield
+    finally:
+        _PAUSED.reset(token)
 
 
 class RecordedTensor(torch.Tensor):
@@ -203,6 +217,8 @@ class _Recording(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         tensors = _tensors_in((args, kwargs))
+        if _PAUSED.get() and not any(map(_is_recorded, tensors)):
+            return func(*args, **kwargs)
         is_factory = not tensors and any(
             str(result.type) == "Tensor" for result in func._schema.returns
         )

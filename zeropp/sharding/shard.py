@@ -34,7 +34,7 @@ from zeropp.errors import InputError
 from zeropp.ranks.groups import inherit_time_limit
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.between_passes import hold_shards_between_passes
-from zeropp.sharding.checks import require_shardable
+from zeropp.sharding.checks import require_shardable, require_trainable
 from zeropp.sharding.failed_pass import FailedPasses
 from zeropp.sharding.forecast import Forecast
 from zeropp.sharding.grid import Grid, data_axis, find_nodes, ranks_of, replicas
@@ -43,6 +43,7 @@ from zeropp.sharding.materialize import (
     materialize_shards,
     replace_by_meta,
 )
+from zeropp.sharding.recorded_tensor import not_recording
 from zeropp.sharding.sharding import Sharding
 from zeropp.sharding.subunits import Subunits, trained_subunits
 from zeropp.sharding.weight_changes import WeightChanges
@@ -59,6 +60,7 @@ MIB = 2**20
 log = logging.getLogger("zeropp")
 
 
+@not_recording()
 def shard(
     model: nn.Module,
     mesh: DeviceMesh | None,
@@ -110,7 +112,8 @@ def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.de
     unquantized.
     """
     frozen_device = torch.device("cpu") if config.offloads_weights else device
-    trained_device = torch.device("cpu") if config.offloads_optimizer else device
+    on_host = config.offloads_optimizer or config.offloads_weights
+    trained_device = torch.device("cpu") if on_host else device
     if config.stores_frozen:
         sharding = store_frozen(sharding, config, frozen_device)
 
@@ -218,6 +221,7 @@ def _shard(
         "group": mesh.get_group() if mesh else None,
         "grid": Grid(model, whole_mesh, mesh),
     }  # of the result
+    require_trainable(model)
     needs_engine = config.offloads_weights or config.stores_frozen
     if num_ranks == 1 and compute_dtype == torch.float32 and not needs_engine:
         return Sharding(**fields)

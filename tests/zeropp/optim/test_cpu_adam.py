@@ -20,6 +20,7 @@ from tests.zeropp.optim.adam_checks import (
     edge_arrays,
 )
 from zeropp import InputError, optim
+from zeropp.deepspeed.ops.adam import DeepSpeedCPUAdam
 from zeropp.native.kernels import ISAS, use_isa
 from zeropp.optim.adam_op import (
     AdamSettings,
@@ -195,6 +196,29 @@ def test_resuming_with_bf16_moments_changes_nothing():
         assert all(torch.equal(parameter, other) for other in others)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_parameters_are_updated_in_fp32_and_rounded_after_each_step(dtype):
+    """Moments stay fp32, also through a state dict, which torch's optimizers load in 16 bit."""
+    whole, halves = parameters(), [nn.Parameter(each.detach().to(dtype)) for each in parameters()]
+    for parameter, half in zip(whole, halves, strict=True):
+        parameter.data = half.detach().float()
+    exact, ours = CPUAdam(whole, lr=0.1), DeepSpeedCPUAdam(halves, lr=0.1, weight_decay=0.01)
+    for seed in range(3):
+        draw = torch.Generator().manual_seed(seed)
+        for parameter, half in zip(whole, halves, strict=True):
+            half.grad = torch.randn(half.shape, generator=draw).to(dtype)
+            parameter.grad = half.grad.float()
+        exact.step()
+        ours.step()
+        for parameter, half in zip(whole, halves, strict=True):
+            assert torch.equal(parameter.to(dtype), half)
+            assert torch.equal(exact.state[parameter]["exp_avg_sq"], ours.state[half]["exp_avg_sq"])
+            parameter.data = half.detach().float()
+        resumed = DeepSpeedCPUAdam(halves, lr=0.1, weight_decay=0.01)
+        resumed.load_state_dict(copy.deepcopy(ours.state_dict()))
+        ours = resumed
+
+
 def test_adam_with_the_decay_in_the_gradient():
     mine, theirs = parameters(), parameters()
     options = dict(lr=0.01, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6)
@@ -215,7 +239,7 @@ def test_parameters_that_are_not_on_the_cpu():
         ours.add_param_group({"params": [meta]})
     assert len(ours.param_groups) == 1
     with pytest.raises(InputError, match="fp32 parameters"):
-        CPUAdam(nn.Linear(2, 2).half().parameters())
+        CPUAdam(nn.Linear(2, 2).double().parameters())
 
 
 def test_16_bit_moments_are_for_cpus_only():

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from zeropp.fsdp_adapter import gather_whole
+
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """Return `item` with copies of its tensors on `device`; dicts, lists and tuples are copied too.
@@ -18,7 +20,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 def _clone(item: Any, device: torch.device, copies: dict[tuple, torch.Tensor]) -> Any:
     if isinstance(item, torch.Tensor):
-        whole = item.full_tensor() if isinstance(item, DTensor) else item  # on all ranks alike
+        whole = gather_whole(item) if isinstance(item, DTensor) else item  # on all ranks alike
         return copies.setdefault(_place(item), whole.detach().to(device, copy=True))
     if isinstance(item, dict):
         return type(item)((key, _clone(value, device, copies)) for key, value in item.items())
