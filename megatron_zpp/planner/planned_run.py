@@ -4,7 +4,7 @@ The parameters are cut as FSDP2 and ZeRO-Offload cut them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -271,14 +271,14 @@ def plan_run(
     data_nodes, stages = ranks.data_nodes, model.stages(ranks)
     num_shards = 1 if zero.stage == 0 else data_nodes.num_ranks
     bits = zero.zeropp.nontrainable_weight_bits if zero.stores_frozen else None
+    dtype = getattr(torch, zero.compute_format)
     subunits, forecast_units, roots = [], [], []
     for stage in stages:
         for unit in model.units(ranks, stage, stores_frozen=zero.stores_frozen):
             subunits.append(len(unit))
             for parameters in unit:
-                forecast_units.append(
-                    tuple(_piece(parameter, num_shards, bits) for parameter in parameters)
-                )
+                pieces = (_piece(parameter, num_shards, bits) for parameter in parameters)
+                forecast_units.append(tuple(replace(piece, dtype=dtype) for piece in pieces))
         roots.append(len(forecast_units) - 1)
     forecast = Forecast(
         stage=zero.stage,
@@ -287,7 +287,7 @@ def plan_run(
         units=tuple(forecast_units),
         weights=weight_route(zero, data_nodes),
         gradients=gradient_route(zero, data_nodes),
-        compute_dtype=getattr(torch, zero.compute_format),
+        compute_dtype=dtype,
         wire_dtype=getattr(torch, zero.wire_format),
         roots=tuple(roots) if ranks.pipeline_size > 1 else (-1,),
     )

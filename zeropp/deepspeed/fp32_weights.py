@@ -18,7 +18,8 @@ log = logging.getLogger("zeropp")
 def use_fp32_weights(model: nn.Module, also: Iterable[torch.Tensor], compute_format: str) -> None:
     """Make fp32, in place, the 16-bit parameters that are trained, and those in `also`.
 
-    Frozen parameters and buffers stay as they are, unless the model computes in fp32.
+    Frozen parameters and buffers stay as they are, unless the model computes in fp32. Statistics of
+    batches become fp32 too: the share of a new batch would be rounded away.
     """
     also_ids = {id(parameter) for parameter in also}
     whole = compute_format == "float32"
@@ -29,6 +30,9 @@ def use_fp32_weights(model: nn.Module, also: Iterable[torch.Tensor], compute_for
     ]
     if whole:
         tensors += model.buffers()
+    else:
+        keeping = (module for module in model.modules() if hasattr(module, "running_mean"))
+        tensors += (buffer for module in keeping for buffer in module.buffers(recurse=False))
     halves = [tensor for tensor in tensors if tensor.dtype in HALVES]
     for tensor in halves:
         tensor.data = tensor.data.float()

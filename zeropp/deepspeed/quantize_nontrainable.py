@@ -16,16 +16,20 @@ from zeropp.deepspeed.fp32_weights import HALVES
 from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.between_passes import hold_shards_between_passes
-from zeropp.sharding.materialize import copy_from_first_rank
-from zeropp.sharding.shard import (
+from zeropp.sharding.cut import (
+    Subunits,
+    modules_using,
+    own_parameters,
     precision,
     shard_subunits,
+)
+from zeropp.sharding.materialize import copy_from_first_rank
+from zeropp.sharding.shard import (
     store_frozen,
     use_gradient_mean,
     use_weight_gather,
 )
 from zeropp.sharding.sharding import Sharding
-from zeropp.sharding.subunits import Subunits, modules_using, own_parameters
 
 
 def quantize_nontrainable_params(

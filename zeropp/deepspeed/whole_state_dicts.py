@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp.errors import InputError
-from zeropp.fsdp_adapter import gather_whole, shard_like
+from zeropp.fsdp_adapter import WholeParameter, gather_whole, shard_like
 from zeropp.ranks.meeting import AbsentRanksError, meet
 from zeropp.sharding.materialize import is_whole, part_for_rank
 from zeropp.sharding.sharding import Sharding
@@ -38,6 +38,7 @@ class WholeStateDicts:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # The last state dict that ranks agreed to fill, and what has been gathered for it.
         self._state: weakref.ref | None = None
+        self._gathers = True
         self._gathered: weakref.WeakValueDictionary[int, torch.Tensor] = (
             weakref.WeakValueDictionary()
         )
@@ -54,6 +55,10 @@ class WholeStateDicts:
                 module.register_state_dict_post_hook(partial(self._gather))
                 module.register_load_state_dict_pre_hook(self._split)
 
+    def __deepcopy__(self, _: object) -> "WholeStateDicts":
+        """Serve copies of the modules, too: whoever copies a module copies its hooks."""
+        return self
+
     def _gather(
         self, module: nn.Module, state: MutableMapping[str, Any], prefix: str, _: Any
     ) -> None:
@@ -68,15 +73,28 @@ class WholeStateDicts:
         if is_whole(value):
             return as_numbers(value).to_local()
         if self._state is None or self._state() is not state:
-            self._agree()
-            can_be_known_again = type(state).__weakrefoffset__  # not if the caller gave a dict
-            self._state = weakref.ref(state) if can_be_known_again else None
-            self._gathered.clear()
+            self._begin(state)
+        if not self._gathers:
+            return value
         whole = self._gathered.get(id(parameter))
         if whole is None:
             with torch.no_grad():
                 whole = self._gathered[id(parameter)] = gather_whole(as_numbers(value))
         return whole  # tied weights are one tensor
+
+    def _begin(self, state: MutableMapping[str, Any]) -> None:
+        """Prepare to fill another state dict, together with the other ranks.
+
+        Inside `GatheredParameters` a rank may be alone: it gets what is whole there, and of other
+        weights the shards.
+        """
+        parameters = (each for module in self._modules for each in module.parameters(recurse=False))
+        self._gathers = not any(isinstance(each, WholeParameter) for each in parameters)
+        if self._gathers:
+            self._agree()
+        can_be_known_again = type(state).__weakrefoffset__  # not if the caller gave a dict
+        self._state = weakref.ref(state) if can_be_known_again else None
+        self._gathered.clear()
 
     def _agree(self) -> None:
         """Raise InputError unless all ranks are about to gather."""

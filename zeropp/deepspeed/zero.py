@@ -27,7 +27,11 @@ from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.between_passes import require_shards
 from zeropp.sharding.materialize import part_for_rank
 from zeropp.sharding.recorded_tensor import recording
-from zeropp.sharding.weight_changes import notify_weights_replaced, notify_weights_written
+from zeropp.sharding.weight_changes import (
+    ScalarsWritten,
+    notify_weights_replaced,
+    notify_weights_written,
+)
 
 _UNSUPPORTED = {
     "module": "build the model inside the context, or give the finished one to zeropp.initialize",
@@ -76,9 +80,9 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
     """Gather sharded parameters in place on every rank; all ranks must enter it.
 
     With `modifier_rank`, that rank's changes are sent to all ranks and written back to the shards;
-    otherwise changes are discarded. Parameters that are not sharded are left alone. Inside, states
-    may be loaded and forward passes run, on one rank alone where they use gathered parameters only;
-    backward passes may not. `fwd_module` is accepted and ignored.
+    otherwise changes are discarded. Parameters of models that are not sharded are left alone.
+    Inside, states may be loaded and forward passes run, on one rank alone where they use gathered
+    parameters only; backward passes may not. `fwd_module` is accepted and ignored.
 
     Raises InputError for a rank that does not exist, for arguments that are not tensors and between
     a forward pass and its backward pass. With `modifier_rank`, an exception inside is raised on the
@@ -90,6 +94,8 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
             kind = type(parameter).__name__
             raise InputError(f"GatheredParameters takes parameters, not {kind}")
     sharded = [each for each in dict.fromkeys(parameters) if isinstance(each, DTensor)]
+    plain = (each for each in dict.fromkeys(parameters) if not isinstance(each, DTensor))
+    scalars = [each for each in plain if isinstance(each, nn.Parameter) and not each.ndim]
     _require_rank(modifier_rank, sharded)
     if not enabled:
         yield
@@ -100,10 +106,18 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
             for group in dict.fromkeys(map(_group_of, sharded)):
                 agreement.enter_context(raising_together(group, "GatheredParameters"))
         wholes = [fsdp.WholeParameter.of(parameter) for parameter in sharded]
+        before = [scalar.detach().clone() for scalar in scalars]
         with _in_place_of(sharded, wholes):
             yield
     if modifier_rank is not None:
         _write_back(sharded, wholes, modifier_rank)
+        if scalars:
+            ScalarsWritten(scalars, modifier_rank).step()
+        if sharded or scalars:
+            notify_weights_written([*sharded, *scalars])
+    elif sharded:
+        for scalar, value in zip(scalars, before, strict=True):
+            scalar.data.copy_(value)
 
 
 def _require_rank(modifier_rank: int | None, sharded: list[DTensor]) -> None:
@@ -153,5 +167,3 @@ def _write_back(
             values = whole.detach().as_subclass(torch.Tensor).contiguous()
             dist.broadcast(values, src=modifier_rank, group=_group_of(parameter))
             parameter.to_local().copy_(part_for_rank(values, parameter))
-    if sharded:
-        notify_weights_written(sharded)

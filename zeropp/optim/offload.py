@@ -242,14 +242,22 @@ class Offload:
         """Whether updates on `device` must not write to the weights' own memory."""
         return device != self._device or self._delayed
 
+    def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """What the model computes with; 0-d parameters, which no rank gathers, stay fp32."""
+        return self._dtype if parameter.ndim else torch.float32
+
+    def _device_of(self, parameter: nn.Parameter) -> torch.device:
+        return self._device if parameter.ndim else self._compute_device
+
     def _make_weight(self, parameter: nn.Parameter, device: torch.device) -> Tensor | None:
         """Round and move a parameter's shard; return its fp32 copy, None if it is fp32 itself."""
-        if self._dtype == torch.float32 and not self._is_separate(device):
+        dtype = self._dtype_of(parameter)
+        if dtype == torch.float32 and not self._is_separate(device):
             return None
         local = local_part(parameter.detach())
         weight = self._empty(local, device, torch.float32)
         weight.copy_(local)
-        _set_local_part(parameter, local.to(self._device, self._dtype))
+        _set_local_part(parameter, local.to(self._device_of(parameter), dtype))
         return weight
 
     def _make_master(
@@ -258,11 +266,11 @@ class Offload:
         local = local_part(parameter.detach())
         if weight is None:
             weight = local
-        rounded = None
-        if self._dtype != torch.float32:
+        rounded, dtype = None, self._dtype_of(parameter)
+        if dtype != torch.float32:
             rounded = local
             if self._is_separate(device):
-                rounded = self._empty(local, device, self._dtype)
+                rounded = self._empty(local, device, dtype)
         sets = 2 if self._delayed else 1
         master = nn.Parameter(_sharded_like(parameter, weight))
         if hasattr(parameter, "num_stages"):
@@ -295,6 +303,8 @@ class Offload:
             for parameter in self._masters:
                 parameter.register_post_accumulate_grad_hook(lambda each: take_whole()(each))
         for part in sharding.parts or (sharding,):
+            if part.scalars is not None:
+                part.scalars.give_to(weakref.WeakMethod(self._take))
             for owner in (part.gradient_use, part.failed_passes):
                 if owner is not None:
                     owner.gradient_of = self.gradient_of

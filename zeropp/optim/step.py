@@ -122,7 +122,7 @@ def global_norm(parts: Parts, sharding: Sharding) -> torch.Tensor:
     alike: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
     for owner, part in parts:
         if part.numel():
-            copies = sharding.grid.num_copies(owner)
+            copies = sharding.num_copies(owner)
             alike.setdefault((part.device, copies), []).append(part)
     squares = []
     for (_, copies), tensors in alike.items():
@@ -134,7 +134,7 @@ def global_norm(parts: Parts, sharding: Sharding) -> torch.Tensor:
 def global_zeros(parts: Parts, sharding: Sharding) -> torch.Tensor:
     """How many elements over all ranks' slices are zero; fp64, 0-d."""
     counts = [
-        (part.numel() - torch.count_nonzero(part)).double() / sharding.grid.num_copies(owner)
+        (part.numel() - torch.count_nonzero(part)).double() / sharding.num_copies(owner)
         for owner, part in parts
     ]
     return _sum_over_ranks(counts, sharding)

@@ -34,6 +34,8 @@ def require_shardable(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     owners: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     trained: dict[nn.Module, tuple[torch.dtype, str]] = {}
     for unit, name, parameter in _by_unit(model, frozenset(blocks), model):
+        if not parameter.ndim:
+            continue
         _require_one_unit(*owners.setdefault(parameter, (unit, name)), unit, name)
         if parameter.requires_grad:
             _require_one_type(*trained.setdefault(unit, (parameter.dtype, name)), parameter, name)

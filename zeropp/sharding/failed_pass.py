@@ -7,6 +7,7 @@ import torch
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.wire.gradient_use import GradientUse, clear_gradient, gradient_of
+from zeropp.wire.scalar_gradients import ScalarGradients
 from zeropp.wire.secondary_copies import SecondaryCopies
 
 INCOMPLETE = (
@@ -32,8 +33,10 @@ class FailedPasses:
         accumulates: bool,
         use: GradientUse | None,
         copies: SecondaryCopies | None,
+        scalars: ScalarGradients,
     ) -> None:
         self._model, self._units, self._use, self._copies = model, units, use, copies
+        self._scalars = scalars
         self._accumulates = accumulates  # whole gradients until the end of a step
         self.gradient_of, self.clear_gradient = gradient_of, clear_gradient
         self._incomplete = False
@@ -57,6 +60,9 @@ class FailedPasses:
             fsdp.discard_gradients(unit)
             for shard in fsdp.shards(unit):
                 self.clear_gradient(shard)
+        for scalar in self._scalars.parameters():
+            scalar.grad = None
+            self.clear_gradient(scalar)
         self._incomplete = False
 
     def _before_forward(self, *_: object) -> None:

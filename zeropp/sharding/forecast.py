@@ -104,14 +104,15 @@ class Forecast:
         self, pieces: tuple[Piece, ...], position: int, times: int, first: int
     ) -> dict[str, int]:
         route, sent = self.weights, Counter()
-        row = weight_layout(pieces, route, self.compute_dtype).packed_bytes
+        dtype = next((piece.dtype for piece in pieces if piece.dtype), self.compute_dtype)
+        row = weight_layout(pieces, route, dtype).packed_bytes
         if route.is_flat or any(piece.packed_bytes for piece in pieces):
-            width = self.compute_dtype.itemsize
+            width = dtype.itemsize
             row = sum(piece.packed_bytes or width * piece.elements for piece in pieces)
         if route.outer > 1:
             crossings, crossing = first if route.keeps else times, row
             if route.step_reach:
-                layout = weight_layout(pieces, route, self.compute_dtype)
+                layout = weight_layout(pieces, route, dtype)
                 crossing = step_layout(layout, route.step_reach).num_bytes
             if route.keeps and not any(piece.trainable for piece in pieces):
                 crossings = 0  # these weights never change: they cross once in the whole run

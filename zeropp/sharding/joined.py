@@ -76,6 +76,7 @@ def join(model: nn.Module, parts: Sequence[Sharding]) -> JoinedSharding:
         "gradient_use": None,
         "weight_changes": None,
         "failed_passes": None,
+        "scalars": None,
         "parts": tuple(parts),
     }
     return JoinedSharding(**values)

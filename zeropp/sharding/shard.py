@@ -19,7 +19,7 @@ Source: ZeRO (Rajbhandari et al. 2020), section 5; expressed on FSDP2 as in docs
 """
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
@@ -35,9 +34,10 @@ from zeropp.ranks.groups import inherit_time_limit
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.between_passes import hold_shards_between_passes
 from zeropp.sharding.checks import require_shardable, require_trainable
+from zeropp.sharding.cut import shard_units
 from zeropp.sharding.failed_pass import FailedPasses
 from zeropp.sharding.forecast import Forecast
-from zeropp.sharding.grid import Grid, data_axis, find_nodes, ranks_of, replicas
+from zeropp.sharding.grid import Grid, data_axis, find_nodes, ranks_of
 from zeropp.sharding.materialize import (
     allocate_meta_tensors,
     materialize_shards,
@@ -45,7 +45,6 @@ from zeropp.sharding.materialize import (
 )
 from zeropp.sharding.recorded_tensor import not_recording
 from zeropp.sharding.sharding import Sharding
-from zeropp.sharding.subunits import Subunits, trained_subunits
 from zeropp.sharding.weight_changes import WeightChanges
 from zeropp.wire.collectives import GradientMean, WeightGather
 from zeropp.wire.frozen_weights import quantize_frozen, stored_bytes
@@ -53,6 +52,7 @@ from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.in_flight import Reductions
 from zeropp.wire.link import Link, connect
 from zeropp.wire.route import Route, gradient_route, weight_route
+from zeropp.wire.scalar_gradients import ScalarGradients
 from zeropp.wire.secondary_copies import SecondaryCopies, copies_of
 from zeropp.wire.traffic import Traffic
 
@@ -96,6 +96,8 @@ def shard(
     sharding = _shard(model, mesh, data, config, units, cast_forward_inputs, keeps_root)
     device = torch.device("cpu") if config.offloads_weights else _device_of(data)
     materialize_shards(recorded_tensors, sharding.group, device)
+    if sharding.scalars is not None:
+        sharding.scalars.move_to_device()
     fsdp.refresh_parameters(sharding.units)
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     if config.stores_frozen and frozen and not any(parameter.is_meta for parameter in frozen):
@@ -121,6 +123,8 @@ def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.de
         return trained_device if parameter.requires_grad else frozen_device
 
     allocate_meta_tensors(sharding.model, device_of)
+    if sharding.scalars is not None:
+        sharding.scalars.move_to_device()
     fsdp.refresh_parameters(sharding.units)
     return sharding
 
@@ -230,37 +234,53 @@ def _shard(
     require_shardable(model, blocks)
     nodes = find_nodes(whole_mesh, config, mesh)
     routes = weight_route(config, nodes), gradient_route(config, nodes)
-    units = _shard_units(model, blocks, mesh, config, cast_forward_inputs)
+    units = shard_units(model, blocks, mesh, config, cast_forward_inputs)
     position = mesh.get_local_rank()
     copies = copies_of(model, routes[0], position, config)
-    changes = WeightChanges(model, units, copies, mesh.get_group() if config.stage else None)
-    passes = hold_shards_between_passes(model, units)
-    if hasattr(model, "generate") and _is_wrapper(model):
-        passes.include(model, "generate")
-    use = None if num_ranks == 1 else GradientUse(mesh.get_group(), _device_of(mesh))
-    fields |= {
-        "units": units,
-        "gradient_use": use,
-        "weight_changes": changes,
-        "failed_passes": FailedPasses(
-            model, units, accumulates=config.reduces_once, use=use, copies=copies
-        ),
-    }
-    if num_ranks == 1:
+    fields |= _watched(model, units, mesh, config, copies)
+    use = fields["gradient_use"]
+    if config.stage == 0 or num_ranks == 1:
         for unit in units:
-            fsdp.before_reduction(unit, None)
+            if use is not None:
+                use.add(unit)
+            fsdp.before_reduction(unit, None if use is None else partial(use.note, unit))
+    if num_ranks == 1:
         return Sharding(**fields)
     _order_gathers(model, units, mesh, in_turn=keeps_root)
     fields["forecast"] = _forecast(config, units, routes, fields["keeps_root"])
     if config.stage == 0:
-        for unit in units:
-            use.add(unit)
-            fsdp.before_reduction(unit, partial(use.note, unit))
         return Sharding(**fields)
     traffic = Traffic()
     use_weight_gather(units, mesh, routes[0], traffic, copies)
     use_gradient_mean(units, mesh, routes[1], traffic, wire_dtype, use)
     return Sharding(**fields, traffic=traffic, copies=copies)
+
+
+def _watched(
+    model: nn.Module,
+    units: Sequence[fsdp.FSDPModule],
+    mesh: DeviceMesh,
+    config: ZeroConfig,
+    copies: SecondaryCopies | None,
+) -> dict[str, Any]:
+    """Register what acts before, between and after passes; return it, as fields of `Sharding`."""
+    group, device = mesh.get_group(), _device_of(mesh)
+    scalars = ScalarGradients(model, group, device)
+    changes = WeightChanges(model, units, copies, group if config.stage else None, scalars)
+    passes = hold_shards_between_passes(model, units)
+    if hasattr(model, "generate") and _is_wrapper(model):
+        passes.include(model, "generate")
+    use = None if mesh.size() == 1 else GradientUse(group, device)
+    failed = FailedPasses(
+        model, units, accumulates=config.reduces_once, use=use, copies=copies, scalars=scalars
+    )
+    return {
+        "units": units,
+        "gradient_use": use,
+        "scalars": scalars,
+        "weight_changes": changes,
+        "failed_passes": failed,
+    }
 
 
 def _order_gathers(
@@ -309,77 +329,6 @@ def _is_wrapper(model: nn.Module) -> bool:
     parameters.
     """
     return not any(True for _ in model.parameters(recurse=False)) and len([*model.children()]) == 1
-
-
-def _shard_units(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    config: ZeroConfig,
-    cast_forward_inputs: bool,
-) -> tuple[fsdp.FSDPModule, ...]:
-    """Shard the blocks and the rest of the model; return the units in forward order, root last."""
-    stage, ranks = config.zero_optimization.stage, mesh.size()
-    if stage == 0 and ranks > 1:  # replicas: shards of one rank, averaged over all
-        mesh = replicas(mesh, with_others=_has_other_axes(model))
-    regather = stage == 3 and (ranks > 1 or config.offloads_weights or config.stores_frozen)
-    options = {
-        "mesh": mesh,
-        "precision": precision(config, cast_forward_inputs),
-        "place": _offload_policy(mesh, config),
-    }
-    units = []
-    for block in blocks:
-        units += _shard_unit(block, (), config, reshard_after_forward=regather, **options)
-    # The root's own parameters are used first in forward and last in backward or, as with a tied
-    # head, at both ends: they stay gathered from its forward to its backward.
-    inside = {module for block in blocks for module in block.modules()}
-    root, *subunits = _shard_unit(model, inside, config, reshard_after_forward=False, **options)
-    return (*units, *subunits, root)
-
-
-def _has_other_axes(model: nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def _shard_unit(
-    unit: nn.Module, others: Collection[nn.Module], config: ZeroConfig, **options: Any
-) -> list[fsdp.FSDPModule]:
-    """Shard a unit, and under MixZ++ the trained parameters beside its frozen ones as one more."""
-    subunits = trained_subunits(unit, others) if config.stores_frozen else {}
-    fsdp.shard_unit(unit, ignored=set().union(*subunits.values()), **options)
-    return [unit, *shard_subunits(subunits, **options)]
-
-
-def shard_subunits(subunits: Subunits, **options: Any) -> list[fsdp.FSDPModule]:
-    """Make one unit of the parameters that a sharded unit ignored; return its first module."""
-    if not subunits:
-        return []
-    modules = list(subunits)
-    sharded = [
-        parameter
-        for module in modules
-        for parameter in module.parameters()
-        if isinstance(parameter, DTensor)
-    ]
-    fsdp.shard_unit(modules, ignored=sharded, **options)
-    return modules[:1]
-
-
-def precision(config: ZeroConfig, cast_forward_inputs: bool) -> fsdp.MixedPrecisionPolicy:
-    """Return the policy: compute in the configured format, accumulate gradients in fp32."""
-    return fsdp.MixedPrecisionPolicy(
-        param_dtype=getattr(torch, config.compute_format),
-        reduce_dtype=torch.float32,
-        cast_forward_inputs=cast_forward_inputs,
-    )
-
-
-def _offload_policy(mesh: DeviceMesh, config: ZeroConfig) -> fsdp.OffloadPolicy:
-    if not config.offloads_weights:
-        return fsdp.ON_DEVICE
-    pinned = config.zero_optimization.offload_param.pin_memory
-    return fsdp.CPUOffloadPolicy(pin_memory=pinned and mesh.device_type != "cpu")
 
 
 def _device_of(mesh: DeviceMesh | None) -> torch.device:

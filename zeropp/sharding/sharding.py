@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.ranks.groups import close_groups
@@ -18,6 +19,7 @@ from zeropp.sharding.weight_changes import WeightChanges
 from zeropp.wire.frozen_weights import require_frozen
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.route import UNQUANTIZED, Hop, Route
+from zeropp.wire.scalar_gradients import ScalarGradients
 from zeropp.wire.secondary_copies import SecondaryCopies
 from zeropp.wire.traffic import Sent, Traffic
 from zeropp.wire.weight_steps import StepCounts
@@ -43,6 +45,7 @@ class Sharding:
     gradient_use: GradientUse | None = field(default=None, repr=False)
     weight_changes: WeightChanges | None = field(default=None, repr=False)
     failed_passes: FailedPasses | None = field(default=None, repr=False)
+    scalars: ScalarGradients | None = field(default=None, repr=False)
     reduces_once: bool = True  # gradients, in a step; whole ones are accumulated until then
     keeps_root: bool = True  # gathered during a step, also at stage 3
     stores_frozen: bool = False  # frozen weights are stored quantized and cannot be trained
@@ -63,6 +66,8 @@ class Sharding:
         """Set what the next backward does with weights and gradients; call before its forward."""
         if self.stores_frozen:
             require_frozen(self.model)
+        if self.scalars is not None:
+            self.scalars.is_due = last
         for unit in self.units:
             fsdp.set_gradient_dtypes(unit)
             unit.set_requires_gradient_sync(last or not self.reduces_once, recurse=False)
@@ -121,6 +126,11 @@ class Sharding:
         """
         if self.group is not None:
             close_groups(dist.get_process_group_ranks(self.group))
+
+    def num_copies(self, parameter: torch.Tensor) -> int:
+        """Return on how many ranks a part of a parameter is, of those whose parts are added up."""
+        is_on_all = self.shards_gradients and not isinstance(parameter, DTensor)
+        return self.grid.num_copies(parameter) * (self.num_ranks if is_on_all else 1)
 
     def expected_traffic(self, num_micro_batches: int = 1) -> dict[tuple[str, str], int]:
         """Return the bytes this rank sends per step, by (purpose, hop); empty for one rank."""

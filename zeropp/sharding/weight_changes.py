@@ -28,6 +28,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.ranks.groups import shared_group
 from zeropp.ranks.waits import explained_waits
 from zeropp.wire.cross_stream import refuse_capture
+from zeropp.wire.scalar_gradients import ScalarGradients
 from zeropp.wire.secondary_copies import SecondaryCopies
 
 Units = Sequence[fsdp.FSDPModule]
@@ -68,6 +69,14 @@ def notify_weights_replaced(parameters: Iterable[torch.Tensor]) -> None:
     WeightsReplaced(parameters).step()
 
 
+class ScalarsWritten(Notice):
+    """Tells that the rank `source` may have written 0-d parameters, which all ranks then get."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], source: int) -> None:
+        super().__init__(parameters)
+        self.source = source
+
+
 class WeightChanges:
     """Drops what is gathered of a model's units when their shards change.
 
@@ -81,8 +90,9 @@ class WeightChanges:
         units: Units,
         copies: SecondaryCopies | None,
         group: dist.ProcessGroup | None,
+        scalars: ScalarGradients | None = None,
     ) -> None:
-        self._copies = copies
+        self._copies, self._scalars = copies, scalars
         self._ranks = dist.get_process_group_ranks(group) if group is not None else []
         self._units: list[fsdp.FSDPModule] = []
         self._hooked: set[nn.Module] = set()
@@ -151,6 +161,9 @@ class WeightChanges:
         elif isinstance(optimizer, WeightsWritten):
             if optimizer.those_with_some(self._units):
                 self.drop()
+        elif isinstance(optimizer, ScalarsWritten):
+            if self._scalars is not None:
+                self._scalars.send(optimizer.source, optimizer.param_groups[0]["params"])
         elif not isinstance(optimizer, Notice):
             self.drop(stepped_only=True)
             for unit in filter(self._is_kept, self._units):

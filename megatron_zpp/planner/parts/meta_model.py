@@ -15,7 +15,7 @@ from megatron_zpp.parallel.pipeline_stage import Stage
 from megatron_zpp.parallel.tensor_parallel import TensorAxis, keep_parts, partial_parameters
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.config import Config
-from zeropp.sharding.subunits import own_parameters, trained_subunits
+from zeropp.sharding.cut import own_parameters, trained_subunits
 
 META = torch.device("meta")
 Units = tuple[tuple[tuple[nn.Parameter, ...], ...], ...]  # parameters of subunits of units

@@ -15,7 +15,7 @@ from tests.zeropp.lora_model import (
     expected_losses,
     with_quantized_weights,
 )
-from tests.zeropp.sharding.test_subunits import CONFIG, STEPS
+from tests.zeropp.sharding.test_cut import CONFIG, STEPS
 from tests.zeropp.small_model import HIDDEN_SIZE, SmallModel, small_model
 
 

@@ -1,0 +1,90 @@
+"""0-d parameters stay whole on every rank, in fp32: FSDP2 cannot shard them. Their gradients here.
+
+Each rank adds up its own until a step's last backward pass. At the end of that they are averaged,
+all in one all-reduce: their sums, and how many ranks had one. A parameter that no rank used keeps
+`.grad` None.
+"""
+
+from collections.abc import Callable
+from weakref import WeakMethod
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from zeropp import fsdp_adapter as fsdp
+
+
+class ScalarGradients:
+    """The gradients of a model's 0-d parameters; `group` are its data ranks."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._places: list[tuple[nn.Module, str]] = []  # parameters may be replaced
+        self._passes: set[int] = set()  # running backward passes at whose end means are taken
+        self.is_due = True  # at the end of the next backward pass
+        self._take: WeakMethod[Callable[[nn.Parameter, torch.Tensor], None]] | None = None
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if not parameter.ndim:
+                    self._places.append((module, name))
+        if self._places:
+            model.register_forward_hook(self._after_forward)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters, tied ones once."""
+        return list(dict.fromkeys(getattr(module, name) for module, name in self._places))
+
+    def give_to(self, take: WeakMethod[Callable[[nn.Parameter, torch.Tensor], None]]) -> None:
+        """Pass each mean to `take`, and leave no `.grad`."""
+        self._take = take
+
+    def move_to_device(self) -> None:
+        """Move the parameters to where the model computes."""
+        for parameter in self.parameters():
+            if not parameter.is_meta and parameter.device != self._device:
+                parameter.data = parameter.data.to(self._device)
+
+    @torch.no_grad()
+    def send(self, source: int, parameters: list[nn.Parameter]) -> None:
+        """Give those of these parameters that are the model's the values of the rank `source`."""
+        ids = {id(parameter) for parameter in parameters}
+        for parameter in self.parameters():
+            if id(parameter) in ids:
+                dist.broadcast(parameter.data, src=source, group=self._group)
+
+    def _after_forward(self, module: nn.Module, _: object, output: object) -> None:
+        """Note the backward pass of this forward pass when it begins, as all ranks' passes do."""
+        if torch.is_grad_enabled():
+            for each in pytree.tree_leaves(output):
+                if isinstance(each, torch.Tensor) and each.requires_grad:
+                    each.register_hook(self._begin)
+
+    def _begin(self, _: torch.Tensor) -> None:
+        if self.is_due and fsdp.backward_id() not in self._passes:
+            self._passes.add(fsdp.backward_id())
+            fsdp.after_backward(self._average)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        self._passes.clear()
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        if not trained:
+            return
+        sums = torch.zeros(2, len(trained), device=self._device)
+        for index, parameter in enumerate(trained):
+            if parameter.grad is not None:
+                sums[0, index], sums[1, index] = parameter.grad, 1
+        if self._group.size() > 1:
+            dist.all_reduce(sums, group=self._group)
+        means = sums[0] / self._group.size()
+        is_used = [True] * len(trained)
+        if any(parameter.grad is None for parameter in trained):  # the host waits for the others
+            is_used = sums[1].bool().tolist()
+        for parameter, mean, used in zip(trained, means, is_used, strict=True):
+            if used and self._take is not None:
+                parameter.grad = None
+                self._take()(parameter, mean)
+            elif used:
+                parameter.grad = mean.to(parameter.dtype)
