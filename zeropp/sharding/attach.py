@@ -28,9 +28,11 @@ from zeropp.sharding.checks import (
     common_group,
     obstacles,
     require_attachable_settings,
-    require_same_settings,
+    require_module,
+    require_same_on_all_ranks,
     require_sharded,
     require_types,
+    unit_values,
 )
 from zeropp.sharding.forecast import Forecast
 from zeropp.sharding.grid import Grid, find_nodes_of, lines_of_ranks
@@ -73,9 +75,10 @@ def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Atta
 
     Raises InputError on all ranks, before anything is changed, for a model that is not sharded or
     attached already, stage 0, an hpZ partition that does not fit, units on different meshes, 64-bit
-    weights or gradients, settings that need `zeropp.shard`, and ranks whose settings or units
-    differ. What else fails on one rank raises RankError on the others.
+    weights or gradients, settings that need `zeropp.shard`, and ranks whose settings, units
+    or parameters differ. What else fails on one rank raises RankError on the others.
     """
+    require_module(model, "zeropp.attach")
     named = fsdp.named_units(model)
     lines = lines_of_ranks(each for unit in named.values() for each in fsdp.shards(unit))
     with fail_together_along(lines):
@@ -83,7 +86,11 @@ def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Atta
         attached = _planned(model, named, config)
         rows = attached.describe()
     with fail_together_along(lines):
-        require_same_settings(attached.group, attached.settings())
+        require_same_on_all_ranks(
+            attached.group, fsdp.device_of(next(iter(attached.units.values()))),
+            attached.settings(), caller="zeropp.attach",
+            remedy="give all ranks the same settings and the same units",
+        )  # fmt: skip
     attached.install()
     if dist.get_rank() == 0:
         _log(attached, rows)
@@ -182,7 +189,7 @@ class Attached:
         """Return by name what must be the same on all ranks, or they would wait for each other."""
         dotted = {name: attrgetter(name)(self.config) for name in sorted(HONOURED - {STAGE})}
         per_node = self.routes[0].nodes.ranks_per_node
-        return dotted | {"ranks per node": per_node, "units": [*self.units]}
+        return dotted | {"ranks per node": per_node} | unit_values(self.model, self.units)
 
     def describe(self, num_micro_batches: int = 1) -> tuple[tuple[str, str], ...]:
         """Return table rows (name, text): the collectives as they run, and the bytes a node sends.

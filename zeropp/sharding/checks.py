@@ -3,12 +3,15 @@
 FSDP2 reports some of these problems only in the first forward pass, and less clearly.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
@@ -19,6 +22,15 @@ from zeropp.wire.collectives import WeightGather
 
 Units = Mapping[str, fsdp.FSDPModule]  # by the names of modules
 GATHER_HOOKS = "its parameters say themselves what is gathered of them (fsdp_pre_all_gather)"
+
+
+def require_same_model(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise InputError on all ranks of `mesh` if they would shard different models."""
+    require_module(model, "zeropp.shard")
+    require_same_on_all_ranks(
+        mesh.get_group(), mesh.device_type, parameter_values(model.named_parameters()),
+        caller="zeropp.shard", remedy="build the same model on all ranks",
+    )  # fmt: skip
 
 
 def require_shardable(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -141,6 +153,14 @@ def _by_unit(
         yield from _by_unit(child, units, unit, f"{prefix}{name}.")
 
 
+def require_module(model: object, caller: str) -> None:
+    """Raise InputError for what is no model."""
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"{caller} was given a {type(model).__name__}: give the model, a torch.nn.Module"
+        )
+
+
 def require_sharded(model: nn.Module, units: Units) -> None:
     """Raise InputError for a model that is not sharded, or has our collectives already."""
     if not units:
@@ -214,18 +234,68 @@ def require_types(units: Units, wire_dtypes: Mapping[str, torch.dtype]) -> None:
                 )
 
 
-def require_same_settings(group: dist.ProcessGroup, settings: Mapping[str, object]) -> None:
-    """Raise InputError on all ranks of the group if they would send different things."""
+def require_same_on_all_ranks(
+    group: dist.ProcessGroup,
+    device: torch.device | str,
+    values: Mapping[str, object],
+    *,
+    caller: str,
+    remedy: str,
+) -> None:
+    """Raise InputError on all ranks of the group if `values` are not the same on all of them.
+
+    The first of the values that differs is named. As long as none does, only digests are sent, by
+    the device on which the ranks have a backend.
+    """
+    digest = hashlib.blake2b(repr([*values.items()]).encode(), digest_size=7).digest()
+    number = int.from_bytes(digest, "little")
+    extremes = torch.tensor([number, -number], device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    most, least = extremes[0].item(), -extremes[1].item()
+    if most == least:
+        return
     with among(group):
-        everyones = gather_objects(dict(settings))
-    for name, value in everyones[0].items():
-        for position, others in enumerate(everyones):
-            if others[name] != value:
-                first, rank = (dist.get_global_rank(group, each) for each in (0, position))
+        everyones = gather_objects({name: str(value) for name, value in values.items()})
+    for name in dict.fromkeys(name for each in everyones for name in each):
+        first, *others = (each.get(name, "absent") for each in everyones)
+        for position, other in enumerate(others, start=1):
+            if other != first:
+                ranks = [dist.get_global_rank(group, each) for each in (0, position)]
                 raise InputError(
-                    f"zeropp.attach: {name} is {value} on rank {first} and {others[name]} on rank "
-                    f"{rank}: give all ranks the same settings and the same units"
+                    f"{caller}: {name} is {first} on rank {ranks[0]} and {other} on rank "
+                    f"{ranks[1]}: {remedy}"
                 )
+
+
+def parameter_values(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, object]:
+    """Return by name what of each parameter decides what ranks send each other."""
+    return {
+        name: " ".join(
+            (
+                "uninitialized" if is_lazy(each) else str(list(each.shape)),
+                str(each.dtype),
+                "trained" if each.requires_grad else "frozen",
+            )
+        )
+        for name, each in parameters
+    }
+
+
+def unit_values(model: nn.Module, units: Units) -> dict[str, object]:
+    """Return by name what of the units and their parameters decides what ranks send each other."""
+    values: dict[str, object] = {"units": [*units]}
+    names = {id(each): name for name, each in model.named_parameters()}
+    for name, unit in units.items():
+        where = name or "the model"
+        weights, gradients = fsdp.dtypes_of(unit)
+        values[f"the type in which {where} gathers weights"] = weights
+        values[f"the type in which {where} reduces gradients"] = gradients
+        frees = fsdp.frees_after_forward(unit, is_root=unit is model)
+        values[f"reshard_after_forward of {where}"] = frees
+        shards = enumerate(fsdp.shards(unit))
+        named = ((names.get(id(each), f"{name} parameter {i}"), each) for i, each in shards)
+        values |= parameter_values(named)
+    return values
 
 
 def _obstacle(unit: fsdp.FSDPModule) -> str | None:

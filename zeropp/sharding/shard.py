@@ -33,7 +33,7 @@ from zeropp.errors import InputError
 from zeropp.ranks.groups import inherit_time_limit
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.between_passes import hold_shards_between_passes
-from zeropp.sharding.checks import require_shardable, require_trainable
+from zeropp.sharding.checks import require_same_model, require_shardable, require_trainable
 from zeropp.sharding.cut import shard_units
 from zeropp.sharding.failed_pass import FailedPasses
 from zeropp.sharding.forecast import Forecast
@@ -85,13 +85,15 @@ def shard(
     other micro-batches between the forward and the backward pass of one.
 
     Raises InputError for a mesh of several axes without `axis` or without this rank, settings that
-    are not available or do not fit the ranks, and parameters that cannot be sharded.
+    are not available or do not fit the ranks, parameters that cannot be sharded, and ranks whose
+    models differ.
     """
     data = None
     if mesh is not None:
         data = data_axis(mesh, axis)
         for each in range(mesh.ndim):
             inherit_time_limit(mesh.get_group(each))
+        require_same_model(model, data)
     recorded_tensors = replace_by_meta(model)
     sharding = _shard(model, mesh, data, config, units, cast_forward_inputs, keeps_root)
     device = torch.device("cpu") if config.offloads_weights else _device_of(data)

@@ -257,6 +257,45 @@ def test_a_mistake_of_one_rank_is_an_error_on_all():
     zeropp.attach(parallel, PLAIN)
 
 
+@pytest.mark.parametrize("is_whole", [False, True], ids=["attach", "shard"])
+@ranks(2)
+def test_ranks_with_other_models_are_told_what_differs(is_whole):
+    """They would send buffers of other sizes, which ends a process of gloo without a word."""
+
+    def use(model: SmallModel, policy: MixedPrecisionPolicy) -> None:
+        config = {"zero_optimization": ZERO, "zeropp": {"ranks_per_node": 1}}
+        if is_whole:
+            mesh = init_device_mesh("cpu", (2,))
+            zeropp.shard(model, mesh, zeropp.ZeroConfig.from_json(config))
+        else:
+            for unit in (*model.blocks, model):
+                fully_shard(unit, mp_policy=policy)
+            zeropp.attach(model, config)
+
+    is_other, none = dist.get_rank() == 1, MixedPrecisionPolicy()
+    frozen, longer, deeper, half = small_model(), small_model(), small_model(), small_model()
+    frozen.blocks[0].up.requires_grad_(not is_other)
+    if is_other:
+        longer.blocks[2].up.bias = nn.Parameter(torch.zeros(99))
+        deeper.blocks[1].extra = nn.Linear(3, 3)
+        half.blocks[1].up.to(torch.bfloat16)
+    told = {
+        r"blocks.0.up.weight is \[.*\] torch.float32 trained on rank 0 and \[.*frozen on": frozen,
+        r"blocks.2.up.bias is \[.*\] torch.float32 trained on rank 0 and \[99\] torch": longer,
+        "blocks.1.extra.weight is absent on rank 0 and": deeper,
+        r"blocks.1.*torch.float32.* on rank 0 and .*torch.bfloat16.* on rank 1": half,
+    }
+    for message, model in told.items():
+        with pytest.raises(InputError, match=message):
+            use(model, none)
+    if not is_whole:
+        with pytest.raises(InputError, match=r"the model gathers weights is torch.float32 on rank"):
+            use(small_model(), BF16 if is_other else none)
+    use(small_model(), none)
+    with pytest.raises(InputError, match="was given a list: give the model"):
+        zeropp.shard([], init_device_mesh("cpu", (2,)), None) if is_whole else zeropp.attach([], {})
+
+
 def in_parts(mesh: DeviceMesh) -> SmallModel:
     """A model whose blocks are in tensor-parallel parts, sharded along the other axis."""
     model = small_model()
