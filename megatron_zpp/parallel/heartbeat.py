@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
@@ -64,15 +65,28 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop without alarming the other ranks."""
-        self._store.set(f"done/{self.rank}", "")
+    def close(self, *, keeps_store: bool = False) -> None:
+        """Stop without alarming the other ranks.
+
+        The rank that keeps the store of all waits until they have stopped, for `GRACE_SECONDS`.
+        """
         self._closed.set()
         self._thread.join()
+        deadline = time.monotonic() + (GRACE_SECONDS if keeps_store else 0)
+        with suppress(RuntimeError):  # the store is gone, and whom this would tell as well
+            self._store.set(f"done/{self.rank}", "")
+            while time.monotonic() < deadline and not all(map(self._is_done, self._others())):
+                time.sleep(BEAT_SECONDS / 20)
 
     def publish_own_failure(self, reason: str) -> bool:
-        """Tell the other ranks that this rank ends; returns whether it is the first to fail."""
-        return self._publish(f"rank {self.rank}: {reason}")
+        """Tell the other ranks that this rank ends; returns whether it is the first to fail.
+
+        Also True if the store is gone, as then nobody knows.
+        """
+        try:
+            return self._publish(f"rank {self.rank}: {reason}")
+        except RuntimeError:
+            return True
 
     def find_failure(self) -> str | None:
         """After a failed collective, say which rank failed; None if all other ranks are alive.

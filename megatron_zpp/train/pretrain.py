@@ -148,7 +148,7 @@ def _with_heartbeat(config: Config, ranks: Ranks, console: Console, stopping: St
         heartbeat = Heartbeat(ranks.store, ranks.rank, ranks.num_ranks, ranks.main_thread, limit)
     status = _pretrain_and_report(config, ranks, console, stopping, heartbeat)
     if heartbeat:
-        heartbeat.close()
+        heartbeat.close(keeps_store=ranks.rank == 0 and not ranks.environment.launcher_has_store)
     if status == 0 or heartbeat is None:  # after a failure this could wait for a rank that has died
         dist.destroy_process_group()
     return status
@@ -168,7 +168,9 @@ def _pretrain_and_report(
             return _report_interruption(stopping.interruption, console, heartbeat)
         stopping.ignore_signals()
         if isinstance(error, InputError):
-            if heartbeat is None or heartbeat.publish_own_failure(str(error)):
+            is_first = heartbeat is None or heartbeat.publish_own_failure(str(error))
+            environment = ranks.environment  # all raise it alike: each machine says it
+            if is_first or (environment.machines > 1 and environment.local_rank == 0):
                 console.notice(logging.ERROR, str(error))
             return FAILED
         failure = heartbeat.find_failure() if heartbeat else None

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import re
+import socket
 import sys
 from datetime import timedelta
 from typing import NoReturn
@@ -68,11 +69,16 @@ def start_process_group(
     store = open_store(environment, timeout)
     try:
         store = attempt_store(store, environment)
+        if environment.world_size > 1 and GLOO_OR_NCCL.search(backend):
+            addresses = dist.PrefixStore("addresses", store)
+            require_reachable(addresses, environment, with_nccl="nccl" in backend)
+    except dist.DistNetworkError as error:
+        raise NetworkError(
+            f"rank {environment.rank} on {socket.gethostname()} has lost the store in which ranks "
+            "meet: rank 0 or the launcher that keeps it has ended, and says why on its machine"
+        ) from error
     except dist.DistStoreError as error:
         raise NetworkError(str(error)) from error
-    if environment.world_size > 1 and GLOO_OR_NCCL.search(backend):
-        addresses = dist.PrefixStore("addresses", store)
-        require_reachable(addresses, environment, with_nccl="nccl" in backend)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("ranks", store),

@@ -7,9 +7,11 @@ the launcher's store, which they have reached; rank 0 judges, and all raise the 
 
 import json
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import torch.distributed as dist
 
@@ -27,6 +29,8 @@ from zeropp.ranks.addresses import (
 from zeropp.ranks.topology import Environment
 
 DIAL_SECONDS = 10.0
+HEAR_SECONDS = 5.0  # for all to read the verdict, before the rank that keeps the store ends
+POLL_SECONDS = 0.02
 MOST_SHOWN = 8
 ADVICE = (
     f"Set {GLOO_VARIABLE} (and {NCCL_VARIABLE} for NCCL) on every machine to the interface that "
@@ -39,11 +43,13 @@ ADVICE = (
 class Place:
     """Where a rank will be dialed: (ip, port, reason) of each address, on which `host`.
 
+    world_size: the number of ranks that this one was told of.
     network: identifies its network stack. interfaces: those of its machine, for a person.
     problem: what is wrong with its settings.
     """
 
     host: str
+    world_size: int
     network: str
     addresses: list[tuple[str, int, str]] = field(default_factory=list)
     interfaces: str = ""
@@ -63,7 +69,8 @@ def require_reachable(store: dist.Store, environment: Environment, *, with_nccl:
                 Place(**json.loads(store.get(f"place/{other}")))
                 for other in range(environment.world_size)
             ]
-            problems = _problems(places)
+            mismatches = _mismatches(places)
+            problems = mismatches or _problems(places)
             plan = {} if problems else _plan(places)
             store.set("plan", json.dumps(plan))
         else:
@@ -72,32 +79,37 @@ def require_reachable(store: dist.Store, environment: Environment, *, with_nccl:
             store.set(f"dialed/{rank}", _dial(place, environment.rank, **plan[rank]))
         if environment.rank == 0:
             problems += filter(None, (store.get(f"dialed/{other}").decode() for other in plan))
-            text = f"{first_lines(problems, MOST_SHOWN)}\n{ADVICE}" if problems else ""
-            store.set("verdict", text)
+            text = first_lines(problems, MOST_SHOWN) if problems else ""
+            store.set("verdict", f"{text}\n{ADVICE}" if problems and not mismatches else text)
         verdict = store.get("verdict").decode()
     if verdict:
+        _wait_until_heard(store, environment)
         raise NetworkError(f"the ranks cannot connect to each other:\n  {verdict}")
 
 
 @contextmanager
 def _listening(environment: Environment, *, with_nccl: bool) -> Iterator[Place]:
     """Listen where this rank will be dialed; yield that place."""
-    host, network = socket.gethostname(), network_of_this_process()
+    here = partial(
+        Place,
+        host=socket.gethostname(),
+        world_size=environment.world_size,
+        network=network_of_this_process(),
+    )
     try:
         addresses = gloo_addresses(environment.gloo_interfaces)
         if with_nccl:
             alone = environment.machines == 1
             require_nccl_interface(environment.nccl_interfaces, alone=alone)
     except NetworkError as error:
-        yield Place(host=host, network=network, problem=str(error))
+        yield here(problem=str(error))
         return
     with ExitStack() as listening:
         listed = []
         for address in addresses:
             port = listening.enter_context(_listener(address)).getsockname()[1]
             listed.append((address.ip, port, address.reason))
-        interfaces = describe(list_interfaces())
-        yield Place(host=host, network=network, addresses=listed, interfaces=interfaces)
+        yield here(addresses=listed, interfaces=describe(list_interfaces()))
 
 
 def _listener(address: Address) -> socket.socket:
@@ -106,6 +118,27 @@ def _listener(address: Address) -> socket.socket:
     listener.bind(info[4])
     listener.listen()
     return listener
+
+
+def _wait_until_heard(store: dist.Store, environment: Environment) -> None:
+    """Let rank 0, which may keep the store, wait until all others have read the verdict."""
+    if environment.rank != 0:
+        store.set(f"heard/{environment.rank}", "")
+        return
+    keys = [f"heard/{rank}" for rank in range(1, environment.world_size)]
+    deadline = time.monotonic() + HEAR_SECONDS
+    while not store.check(keys) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+
+
+def _mismatches(places: Sequence[Place]) -> list[str]:
+    """Which ranks were told of another number of ranks."""
+    return [
+        f"rank {rank} on {place.host} was started with WORLD_SIZE={place.world_size}, rank 0 on "
+        f"{places[0].host} with WORLD_SIZE={len(places)}: give all of them the same number"
+        for rank, place in enumerate(places)
+        if place.world_size != len(places)
+    ]
 
 
 def _problems(places: Sequence[Place]) -> list[str]:

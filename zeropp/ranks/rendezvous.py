@@ -7,6 +7,7 @@ takes as long as it takes.
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -42,17 +43,27 @@ def open_store(environment: Environment, timeout: timedelta) -> dist.Store:
 
 
 def _create_store(environment: Environment, timeout: timedelta) -> dist.Store:
+    """Open the store. Ranks that do not come are named later, so that it waits for none."""
+    host, port = environment.meeting_point
+    here = socket.gethostname()
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store = dist.TCPStore(
+            host, int(port), None, True, timeout, wait_for_workers=False, multi_tenant=True
+        )
     except dist.DistError as error:
-        _, port = environment.meeting_point
-        here = socket.gethostname()
         if "EADDRINUSE" in str(error):
             raise NetworkError(
                 f"MASTER_PORT={port} is in use on {here}, by another job or by what an earlier one "
                 "has left: give a port that is free"
             ) from error
         raise NetworkError(f"rank 0 on {here} cannot let the ranks meet: {error}") from error
+    own = f"process {os.getpid()} on {here}"
+    first = store.compare_set("rank 0", "", own).decode()
+    if first != own:
+        raise NetworkError(
+            f"{own} was started as rank 0, and so was {first}: give each process a RANK of its own "
+            "(--node-rank of torchrun on each machine)"
+        )
     return store
 
 

@@ -166,6 +166,18 @@ def test_a_rank_without_a_heartbeat_is_noticed_within_the_time_limit(posing):
     assert failure_within(1.0, watch) == "rank 1 died or stopped responding"
 
 
+def test_the_rank_that_keeps_the_store_stops_last():
+    store = dist.HashStore()
+    first, second = (Heartbeat(store, rank, 2, MainThread(), 60) for rank in range(2))
+    ended = threading.Thread(target=lambda: first.close(keeps_store=True))
+    ended.start()
+    ended.join(2 * heartbeat.BEAT_SECONDS)
+    assert ended.is_alive()
+    second.close()
+    ended.join(heartbeat.GRACE_SECONDS)
+    assert not ended.is_alive()
+
+
 def test_what_the_main_thread_does_is_seen_from_another_one():
     main_thread, glances = MainThread(), []
     looking = threading.Timer(0.1, lambda: glances.append(main_thread.look()))
@@ -207,11 +219,12 @@ server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
 heartbeat = Heartbeat(client, 1, 2, MainThread(), 60)
 del server
-print(heartbeat.find_failure(), flush=True)
+print(heartbeat.find_failure(), heartbeat.publish_own_failure("a reason"), flush=True)
+heartbeat.close()
 os._exit(0)  # before the watch ends the process
 """
 
 
 def test_a_failed_collective_after_the_launcher_has_gone_is_explained() -> None:
     done = subprocess.run([sys.executable, "-c", STORE_ENDS], stdout=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stdout) == (0, "the launcher is gone\n")
+    assert (done.returncode, done.stdout) == (0, "the launcher is gone True\n")

@@ -4,10 +4,15 @@ import os
 import pickle
 import signal
 from contextlib import suppress
+from unittest.mock import MagicMock
+
+import pytest
 
 from megatron_zpp.train import pretrain
 from megatron_zpp.train.stop import Interrupted
 from tests.launched import LAUNCH, launching, rank_pid, wait_for
+from zeropp.errors import InputError
+from zeropp.ranks.topology import Environment
 
 TRAINING = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data "
@@ -51,6 +56,26 @@ def test_what_fails_after_an_interruption_was_caught_is_not_the_cause(monkeypatc
     monkeypatch.setattr(pretrain, "pretrain", save)
     assert pretrain.main(TRAINING.removesuffix("--save ").split()) == 130
     assert capsys.readouterr().out.endswith("\nerror: stopped by SIGINT\n")
+
+
+@pytest.mark.parametrize(
+    ("machines", "local_rank", "is_first", "lines"),
+    [(1, 0, True, 1), (1, 0, False, 0), (2, 0, False, 1), (2, 1, False, 0)],
+)
+def test_what_all_ranks_refuse_is_said_on_each_machine(
+    machines, local_rank, is_first, lines, monkeypatch
+):
+    def refuse(*_: object) -> None:
+        raise InputError("no such folder")
+
+    monkeypatch.setattr(pretrain, "pretrain", refuse)
+    environment = Environment(world_size=4, machines=machines, local_rank=local_rank)
+    said, heartbeat, stopping = [], MagicMock(), MagicMock(interruption=None)
+    heartbeat.publish_own_failure.return_value = is_first
+    console = MagicMock(notice=lambda level, text: said.append(text))
+    ranks = MagicMock(environment=environment)
+    assert pretrain._pretrain_and_report(None, ranks, console, stopping, heartbeat) == 1
+    assert said == ["no such folder"] * lines
 
 
 def test_ranks_without_a_signal_say_which_rank_had_one(tmp_path):

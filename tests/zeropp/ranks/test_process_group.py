@@ -54,3 +54,33 @@ exit_process(3)
 def test_exit_process_flushes_output_and_waits_for_no_thread():
     done = subprocess.run([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
     assert (done.returncode, done.stdout) == (3, "all of it\nand this\n")
+
+
+STORE_ENDS = """
+import os, threading
+from datetime import timedelta
+import torch, torch.distributed as dist
+from zeropp.errors import NetworkError
+from zeropp.ranks.process_group import start_process_group
+from zeropp.ranks.topology import Environment
+
+server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+os.environ |= {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+
+def end_store():
+    global server
+    server.wait(["attempts/announced/1"])
+    del server
+
+threading.Thread(target=end_store).start()
+try:
+    start_process_group(Environment.read(), torch.device("cpu"), timedelta(seconds=30))
+except NetworkError as error:
+    print(error, flush=True)
+"""
+
+
+def test_a_rank_that_has_lost_the_store_says_so():
+    done = subprocess.run([sys.executable, "-c", STORE_ENDS], capture_output=True, text=True)
+    assert done.stdout.startswith("rank 1 on ") and "has lost the store" in done.stdout, done.stderr

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -132,3 +133,23 @@ def test_wrong_settings_are_said_by_all_ranks_of_one_machine():
     assert errors_of(*ranks_of(2, nccl_interfaces="lo"), with_nccl=True) == [None, None]
     many = ranks_of(2, machines=2, nccl_interfaces="=lo")
     assert "that other machines reach" in errors_of(*many, with_nccl=True)[0]
+
+
+def test_ranks_that_were_told_of_different_numbers_of_ranks():
+    other = Environment(rank=1, world_size=3)
+    first, second = errors_of(Environment(rank=0, world_size=2), other)
+    assert first == second
+    assert re.search("rank 1 on .* with WORLD_SIZE=3, rank 0 on .* with WORLD_SIZE=2", first)
+    assert "GLOO_SOCKET_IFNAME" not in first
+
+
+def test_rank_0_ends_after_the_others_have_read_the_verdict():
+    """It may keep the store from which they read."""
+    store, (first, second) = dist.HashStore(), ranks_of(2)
+    waiting = threading.Thread(target=reachability._wait_until_heard, args=(store, first))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    reachability._wait_until_heard(store, second)
+    waiting.join(reachability.HEAR_SECONDS / 2)
+    assert not waiting.is_alive()

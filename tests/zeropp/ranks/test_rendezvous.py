@@ -58,6 +58,15 @@ def test_a_port_that_is_in_use(place, other_program):
         assert time.monotonic() - began < LIMIT.total_seconds() / 2
 
 
+def test_two_processes_that_are_both_rank_0(place):
+    port = free_port()
+    store = open_store(place(0, port), LIMIT)
+    open_store(place(0, port), LIMIT)  # the same process may join again
+    store.set("rank 0", "process 7 on node9")
+    with pytest.raises(NetworkError, match="as rank 0, and so was process 7 on node9: give each"):
+        open_store(place(0, port), LIMIT)
+
+
 @pytest.mark.parametrize(
     ("host", "where"),
     [
