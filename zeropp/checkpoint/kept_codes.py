@@ -38,14 +38,20 @@ class _Record(NamedTuple):
     members: int  # a digest of the ranks that exchange messages
     is_outdated: bool  # whether weights have been stepped since
     message: list[int]  # `WeightSteps.state`: the same for all members
+    content: int = 0  # a digest of the codes and of all of the above
 
     @classmethod
     def read(cls, numbers: Tensor) -> "_Record":
-        shards, members, is_outdated, *message = numbers.tolist()
-        return cls(shards, members, bool(is_outdated), message)
+        content, shards, members, is_outdated, *message = numbers.tolist()
+        return cls(shards, members, bool(is_outdated), message, content)
+
+    def of(self, row: Tensor) -> "_Record":
+        """Return this record with the digest of `row` (P,), the codes that belong to it."""
+        codes = hashlib.blake2b(row.cpu().numpy(), digest_size=8).hexdigest()
+        return self._replace(content=_digest((codes, *self[:4])))
 
     def tensor(self) -> Tensor:
-        return torch.tensor([*self[:3], *self.message], dtype=torch.int64)
+        return torch.tensor([self.content, *self[:3], *self.message], dtype=torch.int64)
 
 
 class _Unit(NamedTuple):
@@ -89,8 +95,11 @@ class SavedCodes:
             return
         kept = {name: self.tensors[f"rank{rank()}.{KEPT}.{name}"] for name in self.units}
         saved = {name: _Record.read(numbers) for name, numbers in kept.items()}
+        rows = {name: self.tensors[f"rank{rank()}.{CODES}.{name}"] for name in self.units}
         own = {name: unit.record(is_outdated=False) for name, unit in self.units.items()}
-        if any(saved[name].shards != own[name].shards for name in saved):
+        if any(saved[name] != saved[name].of(rows[name]) for name in saved):
+            self.obstacle = "are damaged"
+        elif any(saved[name].shards != own[name].shards for name in saved):
             self.obstacle = "are of other shards or numbers than this run's"
         same_members = all(saved[name].members == own[name].members for name in saved)
         obstacles, same = zip(*gather_objects((self.obstacle, same_members)), strict=True)
@@ -102,8 +111,7 @@ class SavedCodes:
                 )
             return
         for name, (module, copies) in self.units.items():
-            row = self.tensors[f"rank{rank()}.{CODES}.{name}"]
-            copies.restore(module, OwnRow(row, saved[name].is_outdated))
+            copies.restore(module, OwnRow(rows[name], saved[name].is_outdated))
             copies.steps.restore(module, saved[name].message if all(same) else [])
 
 
@@ -118,7 +126,7 @@ def codes_to_save(model: nn.Module) -> dict[str, Tensor]:
     for name, unit in units.items():
         if (own := unit.copies.own_row(unit.module)) is not None:
             tensors[f"rank{rank()}.{CODES}.{name}"] = own.row
-            record = unit.record(is_outdated=own.is_outdated)
+            record = unit.record(is_outdated=own.is_outdated).of(own.row)
             tensors[f"rank{rank()}.{KEPT}.{name}"] = record.tensor()
     return tensors
 

@@ -141,6 +141,28 @@ def test_codes_that_do_not_say_what_they_are_of_are_dropped(tmp_path):
         assert line.startswith(f"{SAVED_CODES}are of an earlier version, which did not save what")
 
 
+@pytest.mark.parametrize(("kind", "place"), [("codes", 40), ("kept", -1)])
+@ranks(4)
+def test_codes_that_are_damaged_are_dropped_on_all_ranks(kind, place, tmp_path):
+    """One bit of one rank: in its codes, or in what decides how far codes may move."""
+
+    def damaged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        saved = {name: tensor.clone() for name, tensor in codes_to_save(model).items()}
+        if dist.get_rank() == 1:
+            saved[f"rank1.{kind}.blocks.0"][place] ^= 64
+        return saved
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_checkpoint, "codes_to_save", damaged)
+        save_trained(tmp_path, BF16, updated=True)
+    with lines_about_codes() as lines:
+        loss, _ = resumed(tmp_path, engine_with(BF16))
+    expected, _ = resumed(tmp_path, engine_with(BF16, steps=False))
+    assert loss == expected
+    if dist.get_rank() == 0:
+        assert lines == [f"{SAVED_CODES}are damaged: whole codes cross the nodes once again"]
+
+
 @ranks(4)
 def test_weights_that_a_checkpoint_does_not_hold_are_not_those_of_its_codes(tmp_path):
     """A frozen weight that is left out, beside trained ones, is another one where it is loaded."""
