@@ -210,7 +210,7 @@ def test_smaller_model_names_what_is_left_over(two_checkpoints: Path) -> None:
 
 def test_equal_shapes_with_other_settings_are_refused(two_checkpoints: Path) -> None:
     model, _ = build(0, seed=2)
-    with pytest.raises(InputError, match="rotary_base is 10000 in the checkpoint, 500 in"):
+    with pytest.raises(InputError, match=r"rotary_base is 10000\.0 in the checkpoint, 500 in"):
         other = ARCHITECTURE | {"rotary_base": 500}
         checkpoint.load(two_checkpoints, model, None, architecture=other)
 
