@@ -27,6 +27,7 @@ DEAD_SECONDS = 30.0  # without a heartbeat, or half of the time limit of collect
 SUSPECT_SECONDS = 4.0  # the same, once a collective has failed
 GRACE_SECONDS = 5.0  # for the main thread to end by itself after a failure
 STORE_GONE = "the launcher is gone"  # it keeps the store
+STORE_SILENT = "the machine that keeps the store of the ranks no longer answers; ending"
 MARGIN_SECONDS = 3.0  # before the time limit, or a quarter of it: to notice and to end within it
 
 
@@ -60,10 +61,12 @@ class Heartbeat:
         self._main_thread = main_thread
         self._glance, self._changed = main_thread.look(), time.monotonic()
         self._store = dist.PrefixStore("heartbeat", store.clone())
-        self._closed = threading.Event()
+        self._closed, self._ended = threading.Event(), threading.Event()
+        self._limit, self._count = limit, 0
         self._write(0, self._glance)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._guard, name="heartbeat guard", daemon=True).start()
 
     def close(self, *, keeps_store: bool = False) -> None:
         """Stop without alarming the other ranks.
@@ -77,6 +80,7 @@ class Heartbeat:
             self._store.set(f"done/{self.rank}", "")
             while time.monotonic() < deadline and not all(map(self._is_done, self._others())):
                 time.sleep(BEAT_SECONDS / 20)
+        self._ended.set()
 
     def publish_own_failure(self, reason: str) -> bool:
         """Tell the other ranks that this rank ends; returns whether it is the first to fail.
@@ -117,11 +121,11 @@ class Heartbeat:
 
     def _run(self) -> None:
         next_rank = (self.rank + 1) % self.num_ranks
-        last_beat, last_change, count = None, time.monotonic(), 0
+        last_beat, last_change = None, time.monotonic()
         while not self._closed.wait(BEAT_SECONDS):
             try:
-                count += 1
-                own = self._write(count, self._main_thread.look())
+                self._count += 1
+                own = self._write(self._count, self._main_thread.look())
                 now, beat = time.monotonic(), self._beat(next_rank)
                 if beat != last_beat:
                     last_beat, last_change = beat, now
@@ -134,6 +138,19 @@ class Heartbeat:
                 failure = STORE_GONE
             if failure:
                 self._end(failure)
+
+    def _guard(self) -> None:
+        """End the process if the watch itself hangs, for a store that no longer answers.
+
+        A link that is cut breaks no connection for many minutes. Turns are counted rather than
+        time, so that a process that was stopped for long does not end for that.
+        """
+        seen, turns = -1, 0
+        while not self._ended.wait(BEAT_SECONDS):
+            seen, turns = self._count, turns + 1 if self._count == seen else 0
+            if turns * BEAT_SECONDS > self._limit:
+                print(f"[rank {self.rank}] error: {STORE_SILENT}", file=sys.stderr, flush=True)
+                os._exit(OTHER_RANK_FAILED)
 
     def _end(self, failure: str) -> None:
         """End the process, unless the main thread does so soon; one that hangs cannot."""

@@ -228,3 +228,24 @@ os._exit(0)  # before the watch ends the process
 def test_a_failed_collective_after_the_launcher_has_gone_is_explained() -> None:
     done = subprocess.run([sys.executable, "-c", STORE_ENDS], stdout=subprocess.PIPE, text=True)
     assert (done.returncode, done.stdout) == (0, "the launcher is gone True\n")
+
+
+STORE_FALLS_SILENT = """
+import threading, time
+import torch.distributed as dist
+from megatron_zpp.parallel import heartbeat
+from megatron_zpp.parallel.main_thread import MainThread
+
+heartbeat.BEAT_SECONDS = 0.05
+heartbeat.Heartbeat._beat = lambda *_: threading.Event().wait()
+watch = heartbeat.Heartbeat(dist.HashStore(), 1, 2, MainThread(), 1)
+time.sleep(0.5)  # the watch waits for the store
+watch.close()
+"""
+
+
+def test_a_rank_that_hears_nothing_from_the_store_ends() -> None:
+    """As after a link was cut, which breaks no connection."""
+    command = [sys.executable, "-c", STORE_FALLS_SILENT]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 75 and f"rank 1] error: {heartbeat.STORE_SILENT}" in done.stderr
