@@ -20,10 +20,11 @@ from benchmarks.step.training_loops import (
     TrainingLoop,
     accumulate,
     adamw,
-    unsharded,
 )
 from megatron_zpp.data.loader import Batch
-from megatron_zpp.model.recompute import compile_blocks
+from megatron_zpp.model.execution import Execution
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.part import WHOLE, Part
 
 Logits = Callable[[Tensor, Tensor], Tensor]  # of tokens and positions [B, S]: [B, S, V]
 
@@ -68,12 +69,12 @@ def device_loop(
     if kind.hugging_face:
         model, logits_of = hugging_face(setup, weights)
     else:
-        model, logits_of = _same_layers(setup, weights)
+        model, logits_of = _same_layers(setup, weights, kind.compiles)
     masters = list(model.parameters())
     if not kind.autocast:
         masters = [parameter.detach().clone() for parameter in masters]
         model.to(torch.bfloat16)
-    loss_of = compiled_loss(kind.compiles, model, logits_of)
+    loss_of = compiled_loss(kind.compiles, logits_of)
     optimizer = adamw(masters)
 
     def autocast_loss_of(batch: Batch) -> Tensor:
@@ -88,10 +89,8 @@ def device_loop(
     return TrainingLoop(name=kind.name, model=model, optimizer=optimizer, step=step)
 
 
-def compiled_loss(part: str | None, model: nn.Module, logits_of: Logits) -> LossOf:
-    """The loss of a batch, with each block and the cross-entropy compiled, or all in one."""
-    if part == "blocks":
-        compile_blocks(model)
+def compiled_loss(part: str | None, logits_of: Logits) -> LossOf:
+    """The loss of a batch, with the cross-entropy compiled beside the blocks, or all in one."""
     loss_of_logits = torch.compile(_cross_entropy) if part == "blocks" else _cross_entropy
 
     def loss_of(tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
@@ -101,9 +100,14 @@ def compiled_loss(part: str | None, model: nn.Module, logits_of: Logits) -> Loss
     return lambda batch: run(batch.tokens, batch.labels, batch.position_ids)
 
 
-def _same_layers(setup: TrainingSetup, weights: Mapping[str, Tensor]) -> tuple[nn.Module, Logits]:
-    """Our layers in fp32, and a function that computes logits with them."""
-    model = unsharded(setup).to_empty(device=setup.ranks.device)
+def _same_layers(
+    setup: TrainingSetup, weights: Mapping[str, Tensor], compiles: str | None
+) -> tuple[nn.Module, Logits]:
+    """Our layers in fp32, the blocks compiled if asked, and a function that computes logits."""
+    part = Part(execution=Execution(backend="inductor")) if compiles == "blocks" else WHOLE
+    with torch.device("meta"):
+        model = GPT(setup.config.model, setup.vocab_size, part)
+    model.to_empty(device=setup.ranks.device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])

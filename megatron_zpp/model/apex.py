@@ -14,6 +14,7 @@ from importlib.machinery import PathFinder
 import torch
 from torch import Tensor, nn
 
+from megatron_zpp.model.part import NormClasses
 from zeropp.optim.step import local_part
 
 MODULES = ("normalization", "optimizers")
@@ -29,6 +30,11 @@ class Apex:
     layer_norm: type[nn.Module]
     rms_norm: type[nn.Module]
     adam: type[torch.optim.Optimizer]
+
+    @property
+    def norms(self) -> NormClasses:
+        """The classes of its normalizations."""
+        return NormClasses(layer_norm=self.layer_norm, rms_norm=self.rms_norm)
 
 
 def find_apex(device: torch.device) -> Apex | None:
@@ -51,20 +57,6 @@ def find_apex(device: torch.device) -> Apex | None:
     except (ImportError, AttributeError, RuntimeError) as error:
         log.info("NVIDIA Apex is installed but not usable (%s): PyTorch's own is used", error)
         return None
-
-
-def fuse_norms(model: nn.Module, apex: Apex) -> None:
-    """Replace each LayerNorm and RMSNorm in the model by Apex's; parameters and names stay."""
-    fused_classes = {nn.LayerNorm: apex.layer_norm, nn.RMSNorm: apex.rms_norm}
-    for parent in list(model.modules()):
-        for child_name, norm in list(parent.named_children()):
-            if type(norm) not in fused_classes:
-                continue
-            with torch.device("meta"):
-                fused = fused_classes[type(norm)](norm.normalized_shape, eps=norm.eps)
-            for parameter_name, parameter in norm.named_parameters():
-                setattr(fused, parameter_name, parameter)
-            setattr(parent, child_name, fused)
 
 
 class ApexAdam(torch.optim.Optimizer):

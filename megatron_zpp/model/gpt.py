@@ -5,6 +5,7 @@ Shapes: B batch, S sequence, H hidden, V padded vocabulary.
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +16,11 @@ from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.layers import (
     Block,
     apply_norm,
-    call_directly,
     make_norm,
 )
-from megatron_zpp.model.loss import CrossEntropy, cap_logits, head_loss
+from megatron_zpp.model.lora import train_adapters_only
+from megatron_zpp.model.loss import cap_logits, head_loss
+from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.model.rotary import Rotary, rotary_kinds, rotary_tables
 from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
 
@@ -27,33 +29,45 @@ class GPT(nn.Module):
     """Megatron's GPT-2, or by configuration a Llama and others; each of `blocks` is a unit.
 
     The vocabulary is padded with entries that occur in no text. They take part in the softmax, as
-    in Megatron, and training drives their probabilities to zero. `call` runs `blocks_per_call`
-    blocks at a time, directly or with activation checkpointing. `logits` and `loss` compute the
-    output layer from its input and its weight. `embed` is what comes before the blocks, `output`
-    what comes after them.
+    in Megatron, and training drives their probabilities to zero. `part` says which layers are built
+    and how they compute; what is elsewhere is None, and blocks have the names that they have in the
+    whole model. `logits` and `loss` compute the output layer from its input and its weight.
+
+    Raises InputError for adapters of layers that do not exist.
     """
 
-    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+    block_class: type[Block] = Block
+
+    def __init__(self, config: ModelConfig, vocab_size: int, part: Part = WHOLE) -> None:
         super().__init__()
+        layers = range(config.num_layers) if part.layers is None else part.layers
+        execution, has_head = part.execution, config.untie_embeddings_and_output_weights
+        self.part = part
         self.config = config
         self.vocab_size = vocab_size
         self.padded_vocab_size = config.padded_vocab_size(vocab_size)
         hidden = config.hidden_size
-        self.tokens = nn.Embedding(self.padded_vocab_size, hidden)
-        self.positions = None
-        if config.position_embedding_type == "learned_absolute":
+        self.tokens = self.positions = self.embed_norm = self.norm = self.head = None
+        if part.is_first or (part.is_last and not has_head):
+            self.tokens = nn.Embedding(self.padded_vocab_size, hidden)
+        if part.is_first and config.position_embedding_type == "learned_absolute":
             self.positions = nn.Embedding(config.num_positions, hidden)
-        self.embed_norm = make_norm(config) if config.embed_layernorm else None
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        if part.is_first and config.embed_layernorm:
+            self.embed_norm = make_norm(config, norms=part.norms)
+        again = execution.recomputed(layers)
+        self.blocks = Blocks({
+            layer: self.block_class(config, layer, part, is_recomputed=layer in again)
+            for layer in layers
+        })  # fmt: skip
+        self.groups = execution.groups(layers)
         self.rotary_kinds = rotary_kinds(config)
-        self.norm = make_norm(config)
-        self.head = None
-        if config.untie_embeddings_and_output_weights:
+        if part.is_last:
+            self.norm = make_norm(config, norms=part.norms)
+        if part.is_last and has_head:
             self.head = nn.Linear(hidden, self.padded_vocab_size, bias=False)
-        self.cross_entropy: CrossEntropy | None = None
         self.logits, self.loss = F.linear, head_loss
-        self.call = call_directly
-        self.blocks_per_call = config.num_layers
+        if part.lora is not None:
+            train_adapters_only(self, part.lora)
 
     def forward(
         self,
@@ -63,6 +77,7 @@ class GPT(nn.Module):
         position_ids: Tensor | None = None,
         edges: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        received: Tensor | None = None,
     ) -> Tensor:
         """Return logits [B, S, V] of tokens int64 [B, S]; with labels, the mean loss, fp32 scalar.
 
@@ -73,14 +88,17 @@ class GPT(nn.Module):
 
         With a cache, after `cache.prepare` for these tokens, they continue the cached ones, and the
         result is logits [B, 1, V] of each row's last real token.
+
+        A part without embedding computes with `received` [B, S, H], what the part before it
+        returned; one without output layer returns what its last block does.
         """
         if cache is not None:
             position_ids = cache.positions
-        x = self.embed(tokens, position_ids)  # [B, S, H]
+        x = self.embed(tokens, position_ids) if self.part.is_first else received  # [B, S, H]
         rotary = self._rotary(tokens, position_ids, cache)
-        for first in range(0, len(self.blocks), self.blocks_per_call):
-            x = self.call(self._run_blocks, first, x, rotary, edges, cache)
-        return self.output(x, labels, loss_mask, cache)
+        for layers in self.groups:
+            x = self.part.execution.run_group(self._run_blocks, layers, x, rotary, edges, cache)
+        return self.output(x, labels, loss_mask, cache) if self.part.is_last else x
 
     def embed(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
         """Return what the first block is called with, [B, S, H]."""
@@ -120,8 +138,9 @@ class GPT(nn.Module):
         mask = torch.ones(1, device=x.device) if loss_mask is None else loss_mask
         mask = mask.expand(labels.shape)
         return self.loss(
-            x.flatten(0, 1), weight, labels.flatten(), mask.flatten(), self.cross_entropy, cap
-        )
+            x.flatten(0, 1), weight, labels.flatten(), mask.flatten(),
+            self.part.execution.cross_entropy, cap,
+        )  # fmt: skip
 
     def num_parameters(self, *, trained_only: bool = False) -> int:
         """Return the number of weights of the whole model, also where it is sharded."""
@@ -164,15 +183,27 @@ class GPT(nn.Module):
 
     def _run_blocks(
         self,
-        first: int,
+        layers: tuple[int, ...],
         x: Tensor,
         rotary: tuple[Rotary | None, ...],
         edges: Tensor | None,
         cache: KeyValueCache | None,
     ) -> Tensor:
-        """Run the blocks of one `call`, from block `first`."""
-        for index, block in enumerate(self.blocks[first : first + self.blocks_per_call], first):
-            layer_cache = None if cache is None else cache.layers[index]
-            table = rotary[self.rotary_kinds[index]] if rotary else None
-            x = block(x, table, edges, layer_cache)
+        """Run the blocks of some layers."""
+        for layer in layers:
+            layer_cache = None if cache is None else cache.layers[layer]
+            table = rotary[self.rotary_kinds[layer]] if rotary else None
+            x = self.blocks[layer](x, table, edges, layer_cache)
         return x
+
+
+class Blocks(nn.ModuleList):
+    """The blocks of some layers; index and name of each are the number of its layer."""
+
+    def __init__(self, blocks: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        for layer, block in blocks.items():
+            self.add_module(str(layer), block)
+
+    def __getitem__(self, layer: int) -> nn.Module:
+        return self.get_submodule(str(layer))

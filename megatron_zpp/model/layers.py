@@ -4,7 +4,6 @@ Shapes: B batch, S sequence, H hidden, F hidden of the MLP, N query heads, K key
 heads, Q = N/K query heads of one group, D channels of a head.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -13,6 +12,9 @@ from torch import Tensor, nn
 
 from megatron_zpp.model.cache import LayerCache
 from megatron_zpp.model.document_attention import attend_documents
+from megatron_zpp.model.execution import recomputed
+from megatron_zpp.model.lora import adapters_of, linear
+from megatron_zpp.model.part import TORCH_NORMS, WHOLE, NormClasses, Part
 from megatron_zpp.model.prefix_attention import attend_last
 from megatron_zpp.model.rotary import Rotary, rotate
 from megatron_zpp.model.scores import Scores
@@ -22,16 +24,13 @@ from megatron_zpp.settings.config import ModelConfig
 QK_NORMS = frozenset({"q_norm", "k_norm", "queries_norm", "keys_norm"})
 
 
-def call_directly(function: Callable[..., Tensor], *arguments: object) -> Tensor:
-    """Return `function(*arguments)`; activation checkpointing replaces this caller by its own."""
-    return function(*arguments)
-
-
-def make_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
+def make_norm(
+    config: ModelConfig, size: int | None = None, norms: NormClasses = TORCH_NORMS
+) -> nn.Module:
     """Return a normalization over `size` channels, by default H; it computes in fp32."""
     classes = {
-        ("LayerNorm", False): nn.LayerNorm,
-        ("RMSNorm", False): nn.RMSNorm,
+        ("LayerNorm", False): norms.layer_norm,
+        ("RMSNorm", False): norms.rms_norm,
         ("LayerNorm", True): LayerNorm1P,
         ("RMSNorm", True): RMSNorm1P,
     }
@@ -60,16 +59,16 @@ class RMSNorm1P(nn.RMSNorm):
         return F.rms_norm(x.float(), self.normalized_shape, gain, self.eps).to(x.dtype)
 
 
-def make_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """Return the MLP's nonlinearity: OpenAI's GELU is the tanh form, exact GELU the erf form."""
+def activate(x: Tensor, config: ModelConfig) -> Tensor:
+    """Apply the MLP's nonlinearity: OpenAI's GELU is the tanh form, exact GELU the erf form."""
     if config.swiglu:
-        return F.silu  # of the gate
+        return F.silu(x)  # of the gate
     if config.relu or config.reglu:
-        return F.relu
+        return F.relu(x)
     if config.squared_relu:
-        return squared_relu
+        return squared_relu(x)
     is_approximate = config.openai_gelu or config.bias_gelu_fusion
-    return partial(F.gelu, approximate="tanh" if is_approximate else "none")
+    return F.gelu(x, approximate="tanh" if is_approximate else "none")
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -84,25 +83,27 @@ class Attention(nn.Module):
     its key and its value. Any slice of whole groups is therefore an attention layer itself.
     """
 
-    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0, part: Part = WHOLE) -> None:
         super().__init__()
+        norms, adapters = part.norms, partial(adapters_of, part.lora, layer)
         self.scores = Scores.of(config, layer)
         self.head_dim = config.head_dim
         self.kv_heads = config.kv_heads
         self.group_size = config.num_attention_heads // config.kv_heads
         self.dropout = config.attention_dropout
         rows = self.kv_heads * (self.group_size + 2) * self.head_dim
-        self.qkv = nn.Linear(config.hidden_size, rows, bias=config.has_qkv_bias)
+        self.qkv = linear(config.hidden_size, rows, config.has_qkv_bias, adapters("attention.qkv"))
         width = config.num_attention_heads * self.head_dim
         self.q_norm = self.k_norm = self.queries_norm = self.keys_norm = None
         if config.qk_layernorm and config.qk_layernorm_across_heads:
-            self.queries_norm = make_norm(config, width)
-            self.keys_norm = make_norm(config, self.kv_heads * self.head_dim)
+            self.queries_norm = make_norm(config, width, norms)
+            self.keys_norm = make_norm(config, self.kv_heads * self.head_dim, norms)
         elif config.qk_layernorm:
-            self.q_norm = make_norm(config, self.head_dim)
-            self.k_norm = make_norm(config, self.head_dim)
-        self.output = nn.Linear(width, config.hidden_size, bias=config.has_attention_output_bias)
-        self.call = call_directly
+            self.q_norm = make_norm(config, self.head_dim, norms)
+            self.k_norm = make_norm(config, self.head_dim, norms)
+        bias = config.has_attention_output_bias
+        self.output = linear(width, config.hidden_size, bias, adapters("attention.output"))
+        self.is_recomputed = part.execution.recomputes_attention
 
     def forward(
         self,
@@ -122,7 +123,8 @@ class Attention(nn.Module):
         q, k, v = (part.flatten(2, 3) for part in (*self._turned(qk, rotary), v))
         if cache is not None:
             return self.output(cache.attend(q, k, v, self.scores).flatten(2))
-        attended = self.call(self.attend, q, k, v, edges)
+        attend = partial(recomputed, self.attend) if self.is_recomputed else self.attend
+        attended = attend(q, k, v, edges)
         return self.output(attended.flatten(2))
 
     def _turned(self, qk: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
@@ -151,20 +153,22 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two linear layers with a nonlinearity between them, or three, of which one is a gate."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0, part: Part = WHOLE) -> None:
         super().__init__()
-        bias = config.has_mlp_bias
+        bias, adapters = config.has_mlp_bias, partial(adapters_of, part.lora, layer)
         hidden, ffn = config.hidden_size, config.ffn_size
-        self.input = nn.Linear(hidden, ffn, bias=bias)
-        self.gate = nn.Linear(hidden, ffn, bias=bias) if config.is_gated else None
-        self.output = nn.Linear(ffn, hidden, bias=bias)
-        self.activation = make_activation(config)
+        self.config = config
+        self.input = linear(hidden, ffn, bias, adapters("mlp.input"))
+        self.gate = None
+        if config.is_gated:
+            self.gate = linear(hidden, ffn, bias, adapters("mlp.gate"))
+        self.output = linear(ffn, hidden, bias, adapters("mlp.output"))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [B, S, H] to [B, S, H], through [B, S, F]."""
         if self.gate is None:
-            return self.output(self.activation(self.input(x)))
-        return self.output(self.activation(self.gate(x)) * self.input(x))
+            return self.output(activate(self.input(x), self.config))
+        return self.output(activate(self.gate(x), self.config) * self.input(x))
 
 
 class Block(nn.Module):
@@ -172,25 +176,32 @@ class Block(nn.Module):
 
     By default each is normalized before (pre-LN): x + attention(norm1(x)), then x + mlp(norm2(x));
     by `norm_placement` behind, before it is added, or on both sides. Parallel, both start from the
-    same x. `call` runs `compute`, directly or with activation checkpointing, inside the block's
-    hooks. With an fp32 residual stream x must be fp32 whatever the dtype of the weights.
+    same x. The execution of the model's part runs `compute` inside the block's hooks. With an fp32
+    residual stream x must be fp32 whatever the dtype of the weights.
     """
 
-    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int = 0,
+        part: Part = WHOLE,
+        *,
+        is_recomputed: bool = False,
+    ) -> None:
         super().__init__()
         has_norm = config.norm_placement != "post"
         has_post_norm = config.norm_placement != "pre"
-        self.norm1 = make_norm(config) if has_norm else None
-        self.attention = Attention(config, layer)
-        self.post_norm1 = make_norm(config) if has_post_norm else None
-        self.norm2 = make_norm(config) if has_norm else None
-        self.mlp = MLP(config)
-        self.post_norm2 = make_norm(config) if has_post_norm else None
+        self.norm1 = make_norm(config, norms=part.norms) if has_norm else None
+        self.attention = Attention(config, layer, part)
+        self.post_norm1 = make_norm(config, norms=part.norms) if has_post_norm else None
+        self.norm2 = make_norm(config, norms=part.norms) if has_norm else None
+        self.mlp = MLP(config, layer, part)
+        self.post_norm2 = make_norm(config, norms=part.norms) if has_post_norm else None
         self.dropout = config.hidden_dropout
         self.is_parallel = config.use_parallel_residual
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
         self.fp32_residual = config.fp32_residual_connection
-        self.call = call_directly
+        self.execution, self.is_recomputed = part.execution, is_recomputed
 
     def forward(
         self,
@@ -201,8 +212,10 @@ class Block(nn.Module):
     ) -> Tensor:
         """Map x [B, S, H] to [B, S, H]; with a cache neither compiled nor recomputed."""
         if cache is not None:
-            return type(self).compute(self, x, rotary, edges, cache)
-        return self.call(self.compute, x, rotary, edges)
+            return self.compute(x, rotary, edges, cache)
+        return self.execution.run_block(
+            Block.compute, self, x, rotary, edges, recompute=self.is_recomputed
+        )
 
     def compute(
         self,
@@ -211,7 +224,7 @@ class Block(nn.Module):
         edges: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Map x [B, S, H] to [B, S, H], without `call`."""
+        """Map x [B, S, H] to [B, S, H], as it is."""
         if self.fp32_residual:
             assert x.dtype == torch.float32, "the fp32 residual was cast to 16 bit"
         normalized = self._enter(self.norm1, x)

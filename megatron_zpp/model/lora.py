@@ -22,12 +22,10 @@ A, B = "lora_A", "lora_B"  # PEFT's names
 class LoraLinear(nn.Linear):
     """A linear layer with an adapter; `lora_A` and `lora_B` are linear layers without biases."""
 
-    def __init__(self, base: nn.Linear, config: LoraConfig) -> None:
-        factory = {"device": base.weight.device, "dtype": base.weight.dtype}
-        super().__init__(base.in_features, base.out_features, base.bias is not None, **factory)
-        self.weight, self.bias = base.weight, base.bias
-        self.lora_A = nn.Linear(base.in_features, config.lora_rank, bias=False, **factory)
-        self.lora_B = nn.Linear(config.lora_rank, base.out_features, bias=False, **factory)
+    def __init__(self, in_features: int, out_features: int, bias: bool, config: LoraConfig) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.lora_A = nn.Linear(in_features, config.lora_rank, bias=False)
+        self.lora_B = nn.Linear(config.lora_rank, out_features, bias=False)
         self.scaling = config.scaling
         self.lora_dropout = config.lora_dropout
 
@@ -41,28 +39,42 @@ class LoraLinear(nn.Linear):
         return self.lora_B(projected) * self.scaling
 
 
-def add_lora(model: nn.Module, config: LoraConfig) -> tuple[str, ...]:
-    """Freeze a model and add adapters to the layers that the configuration names, in place.
+def linear(in_features: int, out_features: int, bias: bool, lora: LoraConfig | None) -> nn.Linear:
+    """Return a linear layer, with an adapter if `lora` is not None."""
+    if lora is None:
+        return nn.Linear(in_features, out_features, bias)
+    return LoraLinear(in_features, out_features, bias, lora)
 
-    Returns the names of those layers. A target is a layer's name or its last components, as in
-    PEFT. Raises InputError for a target that matches no layer, and suggests the nearest names.
+
+def adapters_of(config: LoraConfig | None, layer: int, name: str) -> LoraConfig | None:
+    """Return the configuration for a linear layer of a block if it has an adapter, or None.
+
+    A target is a layer's name or its last components, as in PEFT; without targets all are.
     """
+    if config is None or config.lora_target_modules is None:
+        return config
+    targets = config.lora_target_modules
+    return config if any(_matches(each, f"blocks.{layer}.{name}") for each in targets) else None
+
+
+def train_adapters_only(model: nn.Module, config: LoraConfig) -> None:
+    """Freeze the weights of a model beside its adapters.
+
+    Raises InputError for a target that matches no layer, and suggests the nearest names.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
     layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.startswith("blocks.")
+        name.split(".", 2)[2]  # blocks.0.attention.qkv -> attention.qkv
+        for name, module in model.blocks.named_modules(prefix="blocks")
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] not in (A, B)
     }
-    targets = config.lora_target_modules or tuple(layers)
-    for target in targets:
-        if not any(_matches(target, name) for name in layers):
-            raise InputError(_unknown_target(target, layers))
-    adapted = [name for name in layers if any(_matches(target, name) for target in targets)]
-    model.requires_grad_(False)
-    for name in adapted:
-        parent_name, _, child_name = name.rpartition(".")
-        parent = model.get_submodule(parent_name)
-        setattr(parent, child_name, LoraLinear(layers[name], config))
-    return tuple(adapted)
+    names = [
+        f"blocks.{layer}.{each}" for layer in range(model.config.num_layers) for each in layers
+    ]
+    for target in config.lora_target_modules or ():
+        if not any(_matches(target, name) for name in names):
+            raise InputError(_unknown_target(target, sorted(layers)))
 
 
 @torch.no_grad()
@@ -86,9 +98,7 @@ def _matches(target: str, layer: str) -> bool:
     return layer == target or layer.endswith(f".{target}")
 
 
-def _unknown_target(target: str, layers: dict[str, nn.Linear]) -> str:
-    # blocks.0.attention.qkv -> attention.qkv
-    names = sorted({layer.split(".", 2)[2] for layer in layers})
+def _unknown_target(target: str, names: list[str]) -> str:
     nearest = difflib.get_close_matches(target, names, n=2, cutoff=0.3)
     hint = f" (did you mean {' or '.join(nearest)}?)" if nearest else ""
     return (

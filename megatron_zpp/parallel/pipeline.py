@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.model.cache import KeyValueCache
-from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.gpt import GPT, Blocks
 from megatron_zpp.parallel.collectives import sum_whole
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_links import Message, connect
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
-from megatron_zpp.parallel.pipeline_stage import Elsewhere, Stage
+from megatron_zpp.parallel.pipeline_stage import Stage
 from zeropp.optim.step import gradient_parts
 
 SeedDropout = Callable[[int, int], None]  # by the micro-batch's first sample, and the stage
@@ -164,15 +164,14 @@ class Pipeline(nn.Module):
 
     def _adopt(self, whole: GPT) -> None:
         """Register the modules of the stages under the names they have in the whole model."""
-        for name, module in whole.named_children():
+        for name, _ in whole.named_children():
             if name != "blocks":
                 owners = (getattr(stage.model, name) for stage in self.stages)
                 self.add_module(name, next((each for each in owners if each is not None), None))
                 continue
-            self.blocks = nn.ModuleList(Elsewhere() for _ in module)
-            for stage in self.stages:
-                for layer in stage.layers:
-                    self.blocks[layer] = stage.model.blocks[layer]
+            self.blocks = Blocks({
+                layer: stage.model.blocks[layer] for stage in self.stages for layer in stage.layers
+            })  # fmt: skip
 
     def _expect(self, step: Step, each: Pass) -> Message | None:
         """Begin to receive what a pass needs of the rank before or after this one."""

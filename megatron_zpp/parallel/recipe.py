@@ -1,20 +1,23 @@
 """Build the sharded, initialized model and its optimizer from a configuration.
 
-The model is built on the meta device, wrapped (recompute, compile), sharded, allocated, and then
-filled shard by shard: no rank ever holds more than its shards and one block.
+The model is built on the meta device, sharded, allocated, and then filled shard by shard: no rank
+ever holds more than its shards and one block.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
-from megatron_zpp.model.apex import Apex, ApexAdam, fuse_norms
+from megatron_zpp.model.apex import Apex, ApexAdam
+from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.model.layers import QK_NORMS
-from megatron_zpp.model.lora import add_lora, initialize_adapters
-from megatron_zpp.model.recompute import compile_blocks, recompute
+from megatron_zpp.model.lora import initialize_adapters
+from megatron_zpp.model.part import TORCH_NORMS, Part
 from megatron_zpp.parallel.context_parallel import split_sequences
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline import Pipeline
@@ -26,6 +29,8 @@ from zeropp.optim.adam import fastest_adamw
 from zeropp.optim.offloaded import offloaded_adamw
 from zeropp.sharding.joined import join
 from zeropp.sharding.shard import allocate_parameters
+
+COMPILER = "inductor"
 
 
 def build_model(
@@ -40,7 +45,12 @@ def build_model(
     `fill` writes the weights; without it they are drawn. LoRA adapters are added and drawn as
     `config.lora` says. Returns what `zeropp.shard` returns; of a pipeline, for this rank's stages.
     """
-    build = partial(_build_meta_model, config, vocab_size, ranks, apex)
+    common = Part(
+        lora=config.lora if config.lora.lora_rank else None,
+        execution=Execution(config.recompute, COMPILER if config.training.compile else None),
+        norms=apex.norms if apex else TORCH_NORMS,
+    )
+    build = partial(_build_meta_model, config, vocab_size, ranks, common)
     if ranks.pipeline_size > 1:
         sharding = _build_pipeline(config, ranks, build)
     else:
@@ -113,17 +123,18 @@ def adam_settings(config: Config) -> dict:
     }
 
 
-def _build_pipeline(config: Config, ranks: Ranks, build: Callable[[], GPT]) -> Sharding:
+def _build_pipeline(config: Config, ranks: Ranks, build: Callable[..., GPT]) -> Sharding:
     """Build and shard this rank's stages."""
     layers = config.parallel.stages(config.model.num_layers)
     whole = build()
     _require_trained_layers(whole, layers)
-    stages = [
-        Stage(index=index, count=len(layers), layers=layers[index], model=build())
-        for index in range(ranks.pipeline_place, len(layers), ranks.pipeline_size)
-    ]
+    stages = []
+    for index in range(ranks.pipeline_place, len(layers), ranks.pipeline_size):
+        model = build(layers=layers[index], is_first=index == 0, is_last=index == len(layers) - 1)
+        stages.append(Stage(index=index, count=len(layers), layers=layers[index], model=model))
     for stage in stages:
-        stage.cut()
+        if whole.head is None and stage.model.tokens is not None:
+            stage.model.tokens.weight.num_stages = 2  # both ends hold it; it counts once
         stage.sharding = _shard_model(stage.model, config, ranks, keeps_root=True)
     is_fp32 = config.model.fp32_residual_connection
     dtype = torch.float32 if is_fp32 else stages[0].sharding.compute_dtype
@@ -143,27 +154,22 @@ def _require_trained_layers(model: GPT, stages: Sequence[range]) -> None:
             )
 
 
-def _build_meta_model(config: Config, vocab_size: int, ranks: Ranks, apex: Apex | None) -> GPT:
-    """Build a whole GPT without memory that computes as the flags say."""
+def _build_meta_model(
+    config: Config, vocab_size: int, ranks: Ranks, common: Part, **stage: Any
+) -> GPT:
+    """Build a GPT without memory that computes as the flags say; `stage` are fields of its part."""
     with torch.device("meta"):
-        model = GPT(config.model, vocab_size)
-        if config.lora.lora_rank:
-            add_lora(model, config.lora)
+        model = GPT(config.model, vocab_size, replace(common, **stage))
     if ranks.tensor_size > 1:
         splits_rows = config.parallel.sequence_parallel
         split_model(model, ranks.mesh["tensor"], ranks.tensor_peers, sequence_parallel=splits_rows)
     if ranks.context_size > 1:
         split_sequences(model, ranks.context_peers, config.parallel.cp_comm_type)
-    if apex:
-        fuse_norms(model, apex)
     return model
 
 
 def _shard_model(model: GPT, config: Config, ranks: Ranks, *, keeps_root: bool = False) -> Sharding:
     """Shard a model that is on the meta device over the data axis, and allocate the shards."""
-    recompute(model, config.recompute)
-    if config.training.compile:
-        compile_blocks(model)
     # Blocks cast their own inputs, as the residual may be fp32 (--fp32-residual-connection).
     sharding = shard(
         model, ranks.mesh, config.zero, axis="data", cast_forward_inputs=False,

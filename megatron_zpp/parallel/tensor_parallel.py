@@ -117,11 +117,14 @@ def split_layers(model: GPT, axis: TensorAxis) -> None:
         for part in (block.attention, block.mlp):
             _split_columns(part.output, axis)
             part.register_forward_pre_hook(partial(_enter, axis))
-    model.tokens.__class__, model.tokens.axis = PartOfEmbedding, axis
+    if model.tokens is not None:
+        model.tokens.__class__, model.tokens.axis = PartOfEmbedding, axis
     model.logits, model.loss = partial(_logits, axis), partial(_loss, axis)
     model.register_forward_pre_hook(partial(_choose_rows, axis), with_kwargs=True)
-    model.blocks[0].register_forward_pre_hook(partial(_take_own_rows, axis))
-    model.norm.register_forward_hook(partial(_enter_head, axis))
+    if model.part.is_first:
+        model.blocks[0].register_forward_pre_hook(partial(_take_own_rows, axis))
+    if model.part.is_last:
+        model.norm.register_forward_hook(partial(_enter_head, axis))
 
 
 def _parts(
@@ -320,9 +323,9 @@ def _enter_head(axis: TensorAxis, module: nn.Module, inputs: tuple, output: Tens
 
 def _choose_rows(axis: TensorAxis, model: nn.Module, inputs: tuple, options: dict) -> None:
     """Split rows where a loss is computed; logits are, and cached tokens come, for whole rows."""
-    has_labels = len(inputs) > 1 or options.get("labels") is not None
+    labels = inputs[1] if len(inputs) > 1 else options.get("labels")
     divides = inputs[0].shape[1] % axis.peers.size == 0
-    axis.splits_rows = axis.sequence_parallel and has_labels and divides
+    axis.splits_rows = axis.sequence_parallel and labels is not None and divides
 
 
 def _take_own_rows(axis: TensorAxis, block: nn.Module, inputs: tuple) -> tuple | None:

@@ -9,7 +9,7 @@ a formula for each.
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.prefix_attention import lower_right_mask
 from megatron_zpp.model.rotary import GLOBAL, rotary_tables
@@ -137,9 +138,7 @@ class ActivationTraces:
             lower_right_mask.cache_clear()  # a mask of fake tensors is of no use to others
         ends_key = (*key, stage.is_first, stage.is_last)
         if ends_key not in self._traced:
-            self._traced[ends_key] = _trace_ends(
-                model.ends(ranks, stage), ranks, micro_batch, has_embedding=stage.is_first
-            )
+            self._traced[ends_key] = _trace_ends(model.ends(ranks, stage), ranks, micro_batch)
         (block, stream), (embedding, head) = self._traced[key], self._traced[ends_key]
         return Activations(stream=stream, embedding=embedding, block=block, head=head)
 
@@ -175,7 +174,7 @@ def _trace_block(
 
 
 def _trace_ends(
-    meta_model: GPT, ranks: PlannedRanks, micro_batch: MicroBatch, *, has_embedding: bool
+    meta_model: GPT, ranks: PlannedRanks, micro_batch: MicroBatch
 ) -> tuple[PassMemory, PassMemory]:
     """Return the activations of what a stage has before its blocks, and after them.
 
@@ -183,8 +182,9 @@ def _trace_ends(
     counted.
     """
     model = copy.deepcopy(meta_model)
-    model.cross_entropy = partial(_fake_losses, chunk=micro_batch.chunk)
-    config, output = model.config, model.output
+    losses = Execution(cross_entropy=partial(_fake_losses, chunk=micro_batch.chunk))
+    model.part = replace(model.part, execution=losses)
+    config = model.config
     measured: dict[str, int] = {}
     with FakeTensorMode():
         weights = _weights(model, micro_batch.dtype)
@@ -193,24 +193,22 @@ def _trace_ends(
         received = _stream(config, ranks, micro_batch).requires_grad_()
         gradient = _stream(config, ranks, micro_batch)
         live = LiveBytes([*weights.values(), tokens, received, gradient])
-        if not has_embedding:
-            model.embed = lambda *_: received
 
-        def after_embedding(stream: Tensor, *inputs: Tensor) -> Tensor:
+        def after_embedding(block: nn.Module, inputs: tuple, stream: Tensor) -> None:
             if not stream.requires_grad:  # as after blocks with adapters
                 stream.requires_grad_()
             measured["embedding_saved"] = live.current
             measured["embedding_forward"] = live.take_peak()
             stream.register_hook(after_head_backward)
-            return output(stream, *inputs)
 
         def after_head_backward(_: Tensor) -> None:
             measured["after_head"] = live.current
             measured["head_backward"] = live.take_peak()
 
-        model.output = after_embedding
+        model.blocks[0].register_forward_hook(after_embedding)
+        inputs, options = (tokens, tokens, torch.ones(shape)), {"received": received}
         with live:
-            result = functional_call(model, weights, (tokens, tokens, torch.ones(shape)))
+            result = functional_call(model, weights, inputs, options)
             saved, forward = live.current, live.take_peak()
             result.backward(None if result.ndim == 0 else gradient)
             embedding_backward = live.take_peak()

@@ -2,14 +2,13 @@
 
 import copy
 from collections.abc import Collection
-from dataclasses import replace
 
 import torch
 from torch import nn
 
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.lora import add_lora
-from megatron_zpp.model.recompute import call_checkpointed
+from megatron_zpp.model.layers import Block
+from megatron_zpp.model.part import Part
 from megatron_zpp.parallel.context_parallel import split_sequences
 from megatron_zpp.parallel.pipeline_stage import Stage
 from megatron_zpp.parallel.tensor_parallel import TensorAxis, keep_parts, partial_parameters
@@ -29,7 +28,8 @@ class MetaModel:
 
     def __init__(self, config: Config, vocab_size: int) -> None:
         self._config, self._vocab_size = config, vocab_size
-        self.whole = self._build(config.model.num_layers)
+        self._adapted = Part(lora=config.lora if config.lora.lora_rank else None)
+        self.whole = self._build(GPT, self._adapted)
         self._split: dict[tuple, GPT] = {}
         self._ends: dict[tuple, GPT] = {}
         self._units: dict[tuple, Units] = {}
@@ -48,21 +48,16 @@ class MetaModel:
         key = _axes_key(ranks)
         if key not in self._split:
             is_whole = ranks.tensor_size == ranks.context_size == 1
-            self._split[key] = (
-                self.whole if is_whole else self._build(self._config.model.num_layers, ranks)
-            )
+            self._split[key] = self.whole if is_whole else self._build(GPT, self._adapted, ranks)
         return self._split[key]
 
     def ends(self, ranks: PlannedRanks, stage: Stage) -> GPT:
         """Return what a stage has beside its blocks, which one stands for that does nothing."""
         key = _axes_key(ranks), stage.is_first, stage.is_last
         if key not in self._ends:
-            model = self._build(1, ranks)
+            part = Part(layers=range(1), is_first=stage.is_first, is_last=stage.is_last)
+            model = self._build(Ends, part, ranks)
             model.requires_grad_(self.whole.tokens.weight.requires_grad)
-            model.blocks[0].forward = lambda x, *_: x
-            if stage.count > 1:
-                last = range(1) if stage.is_first else range(0)
-                Stage(index=stage.index, count=stage.count, layers=last, model=model).cut()
             self._ends[key] = model
         return self._ends[key]
 
@@ -102,12 +97,9 @@ class MetaModel:
         subunits.reverse()  # the adapters of the root come first
         return tuple(subunits) or ((),)
 
-    def _build(self, num_layers: int, ranks: PlannedRanks | None = None) -> GPT:
-        config = self._config
+    def _build(self, kind: type[GPT], part: Part, ranks: PlannedRanks | None = None) -> GPT:
         with META:
-            model = GPT(replace(config.model, num_layers=num_layers), self._vocab_size)
-            if config.lora.lora_rank and num_layers == config.model.num_layers:
-                add_lora(model, config.lora)
+            model = kind(self._config.model, self._vocab_size, part)
         if ranks is not None and ranks.tensor_size > 1:
             axis = TensorAxis(ranks.tensor_peers, ranks.parallel.sequence_parallel)
             axis.splits_rows = axis.sequence_parallel  # as in a pass that computes a loss
@@ -116,6 +108,20 @@ class MetaModel:
             communication = ranks.parallel.cp_comm_type
             split_sequences(model, ranks.context_peers, communication).splits = True
         return model
+
+
+class PassingBlock(Block):
+    """A block that does nothing."""
+
+    def forward(self, x: torch.Tensor, *_: object) -> torch.Tensor:
+        """Return x."""
+        return x
+
+
+class Ends(GPT):
+    """What a stage has beside its blocks, for which one stands that does nothing."""
+
+    block_class = PassingBlock
 
 
 class LargestBlock(nn.Module):
@@ -128,8 +134,7 @@ class LargestBlock(nn.Module):
         super().__init__()
         self.block = copy.deepcopy(max(model.blocks, key=_num_trained))
         self.block.attention.dropout = attention_dropout
-        if selective:
-            self.block.attention.call = call_checkpointed
+        self.block.attention.is_recomputed = selective
 
     def forward(self, *inputs: object) -> torch.Tensor:
         """Return what the block does."""

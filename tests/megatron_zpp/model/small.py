@@ -6,6 +6,7 @@ import torch
 
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
+from megatron_zpp.model.part import Part
 from megatron_zpp.settings.config import ModelConfig
 
 VOCABULARY = 50  # padded to 64
@@ -28,11 +29,14 @@ LLAMA = replace(
 )
 
 
-def build(config: ModelConfig, seed: int = 1) -> GPT:
-    """Build a model as a run does: on the meta device, then allocated, then initialized."""
+def build(config: ModelConfig, seed: int = 1, **part: object) -> GPT:
+    """Build a model as a run does: on the meta device, then allocated, then initialized.
+
+    `part` are fields of its part.
+    """
     config.check()
     with torch.device("meta"):
-        model = GPT(config, VOCABULARY)
+        model = GPT(config, VOCABULARY, Part(**part))
     model.to_empty(device="cpu")
     initialize(model, seed, config)
     return model

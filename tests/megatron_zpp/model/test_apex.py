@@ -19,9 +19,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron_zpp.model.apex import ApexAdam, find_apex, fuse_norms
+from megatron_zpp.model.apex import ApexAdam, find_apex
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
+from megatron_zpp.model.part import Part
 from tests.megatron_zpp.model.small import GPT2, LLAMA, VOCABULARY, build, rows
 from tests.ranks import ranks
 
@@ -144,8 +145,7 @@ def test_fused_norms(config, tmp_path: Path) -> None:
     install(tmp_path, NVIDIA)
     plain = build(config).eval()
     with torch.device("meta"):
-        fused = GPT(config, VOCABULARY)
-    fuse_norms(fused, find_apex(CUDA))
+        fused = GPT(config, VOCABULARY, Part(norms=find_apex(CUDA).norms))
     assert all(parameter.is_meta for parameter in fused.parameters())
     fused.to_empty(device="cpu")
     initialize(fused.eval(), 1, config)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.model.cache import KeyValueCache
+from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.recompute import recompute
 from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
 from tests.megatron_zpp.model.small import GPT2, LLAMA, build, rows
 
@@ -98,10 +98,9 @@ def test_a_full_cache_raises() -> None:
 def test_compiled_and_recomputing_models_run_their_blocks_as_written() -> None:
     """A compiled block would be recompiled for every length."""
     plain, tokens = build(SHAPES["learned"]).eval(), rows(2)
-    compiled, recomputed = build(SHAPES["learned"]).eval(), build(SHAPES["learned"]).eval()
-    for block in compiled.blocks:  # `forward` must not call it
-        block.compute = None
-    recompute(recomputed, RecomputeConfig(recompute_granularity="full", recompute_method="uniform"))
+    plan = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
+    executions = Execution(backend=pytest.fail), Execution(plan)  # nothing may be compiled
+    compiled, recomputed = (build(SHAPES["learned"], execution=e).eval() for e in executions)
     expected = plain(tokens[:, :7], cache=KeyValueCache(3, 2, 7).prepare([7, 4], tokens.device))
     for model in (compiled, recomputed):
         cache = KeyValueCache(3, 2, 7).prepare([7, 4], tokens.device)

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_zpp.data.masks import document_edges
 from megatron_zpp.model.document_attention import attend_documents
-from megatron_zpp.model.recompute import recompute
+from megatron_zpp.model.execution import Execution
 from megatron_zpp.settings.config import RecomputeConfig
 from tests.megatron_zpp.model.small import GPT2, LLAMA, VOCABULARY, build
 
@@ -90,8 +90,7 @@ def test_logits_of_a_document_depend_on_that_document_only(config) -> None:
 def test_recomputation_gives_the_same_gradients(settings: dict) -> None:
     gradients = []
     for config in (RecomputeConfig(), RecomputeConfig(**settings)):
-        model = build(GPT2)
-        recompute(model, config)
+        model = build(GPT2, execution=Execution(config))
         torch.manual_seed(1)
         labels = (TOKENS + 1) % VOCABULARY
         model(TOKENS, labels, edges=document_edges(TOKENS, EOD)).backward()

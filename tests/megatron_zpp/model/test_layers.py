@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_zpp.model.layers import make_activation
+from megatron_zpp.model.layers import activate
 from megatron_zpp.model.rotary import base_frequencies, rotary_table, rotate
 from megatron_zpp.settings.config import ModelConfig
 from tests.megatron_zpp.model.small import GPT2, LLAMA, build, rows
@@ -32,7 +32,7 @@ ACTIVATIONS = {
 @pytest.mark.parametrize(("flags", "formula"), ACTIVATIONS.values(), ids=ACTIVATIONS.keys())
 def test_activation(flags: dict, formula) -> None:
     points = [-3.0, -1.0, -0.1, 0.0, 0.5, 2.0]
-    values = make_activation(replace(GPT2, **flags))(torch.tensor(points))
+    values = activate(torch.tensor(points), replace(GPT2, **flags))
     assert values.tolist() == pytest.approx([formula(x) for x in points], abs=1e-6)
 
 
@@ -113,9 +113,8 @@ def test_all_dropouts() -> None:
     tokens = rows()[:, :-1]
 
     def changes(config: ModelConfig, blocks: bool) -> bool:
-        model = build(replace(config, init_method_std=0.3))
-        if not blocks:
-            model.blocks = torch.nn.ModuleList()
+        layers = None if blocks else range(0)
+        model = build(replace(config, init_method_std=0.3), layers=layers)
         return not torch.allclose(model.train()(tokens), model.eval()(tokens))
 
     no_dropout = replace(GPT2, hidden_dropout=0.0, attention_dropout=0.0)

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
-from megatron_zpp.model.lora import LoraLinear, add_lora, initialize_adapters, is_adapter
+from megatron_zpp.model.lora import LoraLinear, initialize_adapters, is_adapter
+from megatron_zpp.model.part import Part
 from megatron_zpp.settings.config import LoraConfig, ModelConfig
 from zeropp.errors import InputError
 
@@ -22,9 +23,8 @@ def lora(**changes: object) -> LoraConfig:
 
 
 def model_with(config: LoraConfig) -> GPT:
-    model = GPT(CONFIG, 64)
+    model = GPT(CONFIG, 64, Part(lora=config))
     initialize(model, 1, CONFIG)
-    add_lora(model, config)
     initialize_adapters(model, 1)
     return model
 
@@ -42,7 +42,7 @@ def test_the_model_starts_unchanged_with_the_same_names():
 
 
 def test_adds_the_scaled_product_of_dropped_inputs():
-    layer = LoraLinear(torch.nn.Linear(6, 4), lora(lora_alpha=3.0, lora_dropout=0.5))
+    layer = LoraLinear(6, 4, True, lora(lora_alpha=3.0, lora_dropout=0.5))
     x = torch.randn(5, 6)
     down, up = layer.lora_A.weight, layer.lora_B.weight
     expected = F.linear(x, layer.weight + 3.0 / 2 * up @ down, layer.bias)
@@ -59,18 +59,18 @@ def test_adds_the_scaled_product_of_dropped_inputs():
     [(None, 5), (("qkv",), 1), (("output",), 2), (("mlp.gate", "attention.output"), 2)],
 )
 def test_targets_are_endings_of_names(targets, count):
-    model = GPT(CONFIG, 64)
-    assert len(add_lora(model, lora(lora_target_modules=targets))) == 2 * count
+    model = GPT(CONFIG, 64, Part(lora=lora(lora_target_modules=targets)))
+    assert sum(isinstance(each, LoraLinear) for each in model.modules()) == 2 * count
 
 
 def test_an_unknown_target_raises_with_the_nearest_names():
     with pytest.raises(InputError, match=r"mlp\.gates names no.*did you mean mlp\.gate.*there are"):
-        add_lora(GPT(CONFIG, 64), lora(lora_target_modules=("qkv", "mlp.gates")))
+        GPT(CONFIG, 64, Part(lora=lora(lora_target_modules=("qkv", "mlp.gates"))))
 
 
 def test_adapters_have_the_standard_deviation_of_pefts():
-    layer = GPT(ModelConfig(num_layers=1, hidden_size=256, num_attention_heads=2), 64)
-    add_lora(layer, LoraConfig(pretrained_checkpoint="m", lora_rank=64))
+    config = ModelConfig(num_layers=1, hidden_size=256, num_attention_heads=2)
+    layer = GPT(config, 64, Part(lora=LoraConfig(pretrained_checkpoint="m", lora_rank=64)))
     initialize_adapters(layer, 7)
     lora_a = layer.blocks[0].attention.qkv.lora_A.weight
     # The standard deviation of n = 64 * 256 draws has itself one of 1 / sqrt(2 n); 4 are allowed.

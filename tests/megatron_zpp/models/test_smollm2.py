@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.lora import add_lora, initialize_adapters, is_adapter
+from megatron_zpp.model.lora import initialize_adapters, is_adapter
+from megatron_zpp.model.part import Part
 from megatron_zpp.models.conversion import export_model, import_model
-from megatron_zpp.models.open_model import OpenedModel, load_model
+from megatron_zpp.models.open_model import OpenedModel, load_model, open_model
 from megatron_zpp.settings.config import LoraConfig
 from tests.documents import ROOT
 from tests.zeropp.lora_model import with_quantized_weights
@@ -90,8 +91,11 @@ def test_export(imported: OpenedModel, theirs: PreTrainedModel, tmp_path: Path) 
 
 def test_int8_weights_change_the_loss_by_less_than_half_a_percent() -> None:
     """Loss and gradients of the adapters on real text, with weights as four ranks store them."""
-    model, tokenizer = load_model(FILE)
-    add_lora(model, LoraConfig(lora_rank=8, pretrained_checkpoint="m"))
+    opened = open_model(FILE)
+    lora = LoraConfig(lora_rank=8, pretrained_checkpoint="m")
+    model = GPT(opened.config, opened.tokenizer.vocab_size, Part(lora=lora)).eval()
+    opened.fill(model)
+    tokenizer = opened.tokenizer
     initialize_adapters(model, 1)
     torch.manual_seed(2)
     with torch.no_grad():

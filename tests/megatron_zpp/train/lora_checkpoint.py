@@ -8,7 +8,8 @@ from torch import Tensor
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.lora import add_lora, is_adapter
+from megatron_zpp.model.lora import is_adapter
+from megatron_zpp.model.part import Part
 from megatron_zpp.models.open_model import open_model
 from megatron_zpp.settings.config import Config, LoraConfig
 
@@ -38,8 +39,7 @@ def save_lora_checkpoint(
         pretrained_checkpoint=str(base), lora_rank=4, lora_alpha=8.0, lora_dropout=0.1,
         lora_target_modules=targets,
     )  # fmt: skip
-    model = GPT(opened.config, opened.tokenizer.vocab_size)
-    add_lora(model, lora)
+    model = GPT(opened.config, opened.tokenizer.vocab_size, Part(lora=lora))
     opened.fill(model)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():

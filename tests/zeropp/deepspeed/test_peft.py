@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zeropp
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.lora import add_lora
+from megatron_zpp.model.part import Part
 from megatron_zpp.models.families.table import FAMILIES
 from megatron_zpp.models.open_model import open_model
 from megatron_zpp.settings.config import LoraConfig, TokenizerConfig
@@ -234,12 +234,12 @@ def own_copy(theirs: nn.Module, folder: object, targets: tuple[str, ...] | None)
     saved(theirs, folder)  # by the first rank
     dist.barrier()
     opened = open_model(folder, numbers)
-    model = GPT(opened.config, opened.tokenizer.vocab_size)
-    opened.fill(model)
-    add_lora(model, LoraConfig(
+    lora = LoraConfig(
         pretrained_checkpoint="theirs", lora_rank=RANK, lora_alpha=ALPHA,
         lora_target_modules=targets,
-    ))  # fmt: skip
+    )  # fmt: skip
+    model = GPT(opened.config, opened.tokenizer.vocab_size, Part(lora=lora))
+    opened.fill(model)
     return model
 
 

@@ -1,6 +1,5 @@
 """Recomputation only changes memory: losses and gradients are bitwise equal, with dropout too."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,9 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layers import Block
-from megatron_zpp.model.recompute import compile_blocks, recompute
 from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
 from tests.megatron_zpp.model.small import GPT2, LLAMA, build, rows
 from tests.ranks import ranks
@@ -64,8 +63,7 @@ def count_forwards(model: GPT) -> list[int]:
 @pytest.mark.parametrize("config", [FIVE, replace(LLAMA, num_layers=5)], ids=["gpt2", "llama"])
 def test_bitwise(config: ModelConfig, plan: RecomputeConfig) -> None:
     plan.check()
-    plain, recomputed = build(config), build(config)
-    recompute(recomputed, plan)
+    plain, recomputed = build(config), build(config, execution=Execution(plan))
     assert_same(train(plain), train(recomputed))
 
 
@@ -80,8 +78,7 @@ def test_bitwise(config: ModelConfig, plan: RecomputeConfig) -> None:
     ],
 )
 def test_blocks_that_run_twice(plan: str, expected: list[int]) -> None:
-    model = build(FIVE)
-    recompute(model, PLANS[plan])
+    model = build(FIVE, execution=Execution(PLANS[plan]))
     block_numbers = count_forwards(model)
     train(model, steps=1)
     assert block_numbers == expected
@@ -89,8 +86,7 @@ def test_blocks_that_run_twice(plan: str, expected: list[int]) -> None:
 
 def saved_bytes(plan: RecomputeConfig, config: ModelConfig = FIVE) -> int:
     """Return the bytes that the forward pass saves for backward, without the weights."""
-    model = build(config)
-    recompute(model, plan)
+    model = build(config, execution=Execution(plan))
     weights = {parameter.data_ptr() for parameter in model.parameters()}
     sizes: dict[int, int] = {}
 
@@ -117,7 +113,6 @@ def test_less_is_saved() -> None:
 
 def test_default_changes_nothing() -> None:
     model = build(FIVE)
-    recompute(model, RecomputeConfig())
     block_numbers = count_forwards(model)
     train(model, steps=1)
     assert block_numbers == [0, 1, 2, 3, 4]
@@ -130,8 +125,7 @@ def test_sharded(plan: str) -> None:
     rank = mesh.get_local_rank()
     results = []
     for config in (RecomputeConfig(), PLANS[plan]):
-        model = build(FIVE)
-        recompute(model, config)
+        model = build(FIVE, execution=Execution(config))
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
@@ -142,11 +136,10 @@ def test_sharded(plan: str) -> None:
 test_sharded = pytest.mark.parametrize("plan", PLANS)(test_sharded)
 
 
-def compiled_pair(change: Callable[[GPT], None], config: ModelConfig) -> None:
+def compiled_pair(execution: Execution, config: ModelConfig) -> None:
     """Compiled training follows the eager one to round-off, dropout off."""
     config = replace(config, hidden_dropout=0.0, attention_dropout=0.0)
-    plain, compiled = build(config), build(config)
-    change(compiled)
+    plain, compiled = build(config), build(config, execution=execution)
     expected, result = train(plain), train(compiled)
     assert result[0] == pytest.approx(expected[0], rel=1e-5)
     for ours, theirs in zip(result[1], expected[1], strict=True):
@@ -163,7 +156,7 @@ def test_compiled_without_breaks(config: ModelConfig) -> None:
         graphs.append(graph)
         return graph
 
-    compiled_pair(lambda model: compile_blocks(model, backend=backend), config)
+    compiled_pair(Execution(backend=backend), config)
     assert len(graphs) == 2
     torch._dynamo.reset()
 
@@ -171,12 +164,7 @@ def test_compiled_without_breaks(config: ModelConfig) -> None:
 @pytest.mark.parametrize("plan", ["full", "groups of 2", "selective"])
 def test_compiled_and_recomputed(plan: str) -> None:
     torch._dynamo.reset()
-
-    def change(model: GPT) -> None:
-        recompute(model, PLANS[plan])
-        compile_blocks(model, backend="aot_eager")
-
-    compiled_pair(change, GPT2)
+    compiled_pair(Execution(PLANS[plan], "aot_eager"), GPT2)
     torch._dynamo.reset()
 
 
@@ -184,11 +172,9 @@ def test_compiled_and_recomputed(plan: str) -> None:
 def test_compiled_sharded_recomputed() -> None:
     mesh = init_device_mesh("cpu", (2,))
     results = []
-    for compiled in (False, True):
-        model = build(replace(LLAMA, hidden_dropout=0.0, attention_dropout=0.0))
-        recompute(model, PLANS["full"])
-        if compiled:
-            compile_blocks(model, backend="aot_eager")
+    for backend in (None, "aot_eager"):
+        config = replace(LLAMA, hidden_dropout=0.0, attention_dropout=0.0)
+        model = build(config, execution=Execution(PLANS["full"], backend))
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -198,9 +184,7 @@ def test_compiled_sharded_recomputed() -> None:
 
 def test_modules_and_names_stay() -> None:
     """Recomputation and compilation leave module tree and parameter names as they were."""
-    model = build(FIVE)
-    names = [name for name, _ in model.named_parameters()]
-    recompute(model, PLANS["full"])
-    compile_blocks(model)
+    names = [name for name, _ in build(FIVE).named_parameters()]
+    model = build(FIVE, execution=Execution(PLANS["full"], "inductor"))
     assert [name for name, _ in model.named_parameters()] == names
     assert all(type(block) is Block for block in model.blocks)
