@@ -175,11 +175,18 @@ def test_dropout_differs_between_stages_and_repeats():
         assert losses(first) == losses(again) != losses(other)
 
 
-def test_a_sample_of_text_and_a_held_out_loss(tmp_path):
-    flags = f"{DEEP_GPT2} --train-iters 2 --eval-iters 1 --sample-prompt 1 --sample-length 5 "
-    expected, log = run(1, flags, tmp_path), run(4, flags + PP2 + TWO_STAGES, tmp_path)
-    for pattern in (r"loss at the end of training.* value: (\S+)", r"Sample\n(.*)"):
-        assert re.findall(pattern, log) == re.findall(pattern, expected) != []
+@pytest.mark.parametrize("how", [PP2 + TWO_STAGES, PP2 + TP2 + SP])
+def test_a_sample_of_text_and_a_held_out_loss(how, alone, tmp_path):
+    """The prompt has as many tokens as tensor ranks could share out; only losses are split."""
+    flags = f"{DEEP_GPT2} --train-iters 2 --eval-iters 1 --sample-prompt 12 --sample-length 5 "
+    expected, log = alone(flags), run(4, flags + how, tmp_path)
+    texts, values = (
+        [re.findall(pattern, each) for each in (log, expected)]
+        for pattern in (r"Sample\n(.*)", r"loss at the end of training.* value: (\S+)")
+    )
+    assert texts[0] == texts[1] != []
+    held_out, own = (list(map(float, each)) for each in values)
+    assert held_out == pytest.approx(own, rel=RELATIVE) and own
 
 
 @ranks(2, timeout=120)
