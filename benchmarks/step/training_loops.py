@@ -122,7 +122,7 @@ def fsdp2(
         use = GradientUse(mesh.get_group(), setup.ranks.device)
         use_gradient_mean((*model.blocks, model), mesh, route, Traffic(), wire_dtype, use)
     if ahead:
-        gather_ahead(model, model.blocks)
+        gather_ahead(model, [*model.blocks])
     if attached:
         attach(model, zero)
     _initialize(model, setup)
