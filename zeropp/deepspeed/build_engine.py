@@ -110,12 +110,18 @@ def initialize(
 
 
 def _require_model(model: Any) -> None:
-    """Raise InputError for anything but a model that is not sharded yet."""
+    """Raise InputError for anything but a model in at most fp32 that is not sharded yet."""
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise InputError(f"zeropp.initialize needs model=, an nn.Module, not {kind}")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise InputError("the model given to zeropp.initialize is sharded already: give a new one")
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.float64:
+            raise InputError(
+                f"parameter {name} is torch.float64, and the widest that an engine computes and "
+                "updates is fp32: call model.float() first"
+            )
 
 
 def _require_same_model(model: nn.Module) -> None:

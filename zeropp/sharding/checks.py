@@ -53,14 +53,8 @@ def require_shardable(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             _require_one_type(*trained.setdefault(unit, (parameter.dtype, name)), parameter, name)
 
 
-def require_trainable(model: nn.Module) -> None:
-    """Raise InputError for weights and gradients of kinds that no part of zeropp takes."""
-    for name, parameter in model.named_parameters():
-        if parameter.dtype == torch.float64:
-            raise InputError(
-                f"parameter {name} is torch.float64, and the widest that zeropp gathers, averages "
-                "and updates is fp32: call model.float() first"
-            )
+def require_dense_gradients(model: nn.Module) -> None:
+    """Raise InputError for a layer whose gradients are sparse."""
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and module.weight.requires_grad:
             raise InputError(

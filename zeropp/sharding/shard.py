@@ -33,7 +33,11 @@ from zeropp.errors import InputError
 from zeropp.ranks.groups import inherit_time_limit
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.between_passes import hold_shards_between_passes
-from zeropp.sharding.checks import require_same_model, require_shardable, require_trainable
+from zeropp.sharding.checks import (
+    require_dense_gradients,
+    require_same_model,
+    require_shardable,
+)
 from zeropp.sharding.cut import shard_units
 from zeropp.sharding.failed_pass import FailedPasses
 from zeropp.sharding.forecast import Forecast
@@ -227,7 +231,7 @@ def _shard(
         "group": mesh.get_group() if mesh else None,
         "grid": Grid(model, whole_mesh, mesh),
     }  # of the result
-    require_trainable(model)
+    require_dense_gradients(model)
     needs_engine = config.offloads_weights or config.stores_frozen
     if num_ranks == 1 and compute_dtype == torch.float32 and not needs_engine:
         return Sharding(**fields)
