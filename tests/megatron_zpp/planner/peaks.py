@@ -17,9 +17,10 @@ def assert_peak_is_foretold(flags: str) -> Estimate | None:
     if predicted is None:
         return None
     foretold, sharding = predicted.host_bytes, predicted.sharding
-    by_block = sharding.num_ranks > 1 and (sharding.stage == 3 or sharding.stores_frozen)
+    by_block = sharding.num_ranks > 1 and (sharding.stage > 0 or sharding.stores_frozen)
     gathered = block_bytes(sharding) if by_block else 0
-    assert (1 - LEEWAY) * measured - gathered <= foretold <= (1 + LEEWAY) * measured
+    numbers = f"{foretold:,} bytes foretold, {measured:,} measured, {gathered:,} of a block"
+    assert (1 - LEEWAY) * measured - gathered <= foretold <= (1 + LEEWAY) * measured, numbers
     return predicted
 
 
