@@ -21,10 +21,11 @@ from benchmarks.cluster.deepspeed_peer import deepspeed_step
 from benchmarks.shared.training_setup import TrainingSetup
 from benchmarks.shared.zero_json import zero_json
 from benchmarks.step.training_loops import Steps, accumulate, fsdp2, model_loss_of
-from megatron_zpp.parallel.activation_forecast import activation_traffic
 from megatron_zpp.parallel.mesh import build_mesh
-from megatron_zpp.parallel.pipeline import Pipeline
-from megatron_zpp.parallel.recipe import build_model, build_optimizer
+from megatron_zpp.recipe.activation_forecast import activation_traffic
+from megatron_zpp.recipe.model import build_model
+from megatron_zpp.recipe.optimizer import build_optimizer
+from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import LoraConfig
 from zeropp import Sharding, ZeroConfig, attach
 from zeropp.optim.step import local_part

@@ -13,7 +13,7 @@ from benchmarks.shared.training_setup import TrainingSetup
 from benchmarks.step.training_loops import Steps, model_loss_of
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
-from megatron_zpp.parallel.recipe import adam_settings, parameter_groups
+from megatron_zpp.recipe.optimizer import adam_settings, parameter_groups
 from zeropp.errors import InputError
 from zeropp.optim.adam import fastest_adamw
 

@@ -15,10 +15,11 @@ from benchmarks.shared.result import markdown_table
 from benchmarks.shared.training_setup import largest_of_ranks
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.parallel.mesh import Ranks, build_mesh
-from megatron_zpp.parallel.pipeline import Pipeline
-from megatron_zpp.parallel.recipe import build_model, build_optimizer
 from megatron_zpp.planner.activations import LiveBytes
 from megatron_zpp.planner.estimate import Estimate, estimate
+from megatron_zpp.recipe.model import build_model
+from megatron_zpp.recipe.optimizer import build_optimizer
+from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config
 from zeropp import optimizer_step

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.shared.training_setup import CLIP, DTYPES, TrainingSetup, largest_of_ranks
 from megatron_zpp.data.loader import Batch
-from megatron_zpp.parallel.recipe import build_model, build_optimizer
+from megatron_zpp.recipe.model import build_model
+from megatron_zpp.recipe.optimizer import build_optimizer
 from zeropp import Sharding, optimizer_step
 
 STAGES = (0, 1, 2, 3)

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_zpp.parallel.activation_forecast import activation_traffic
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.peers import AXES
+from megatron_zpp.recipe.activation_forecast import activation_traffic
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
 from zeropp.wire.traffic import HOPS, PURPOSES

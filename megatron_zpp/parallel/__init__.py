@@ -1,1 +1,1 @@
-"""Where each part of the model lives: the mesh of ranks and the recipe that uses it."""
+"""Which ranks share what, and what they send each other."""

@@ -24,9 +24,9 @@ from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.prefix_attention import lower_right_mask
 from megatron_zpp.model.rotary import GLOBAL, rotary_tables
-from megatron_zpp.parallel.pipeline_stage import Stage
 from megatron_zpp.planner.parts.meta_model import LargestBlock, MetaModel
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
+from megatron_zpp.recipe.pipeline_stage import Stage
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim.step import local_part
 from zeropp.wire.in_flight import InFlightTensor

@@ -13,7 +13,6 @@ from types import MappingProxyType
 
 from megatron_zpp.model.loss import CPU_CHUNK, DEVICE_CHUNK
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
-from megatron_zpp.parallel.pipeline_stage import Stage
 from megatron_zpp.planner.activations import Activations, ActivationTraces, MicroBatch
 from megatron_zpp.planner.node_traffic import mean_of_nodes
 from megatron_zpp.planner.planned_run import (
@@ -31,6 +30,7 @@ from megatron_zpp.planner.state_memory import (
     offloaded_bytes,
     saved_bytes,
 )
+from megatron_zpp.recipe.pipeline_stage import Stage
 from megatron_zpp.settings.config import Config
 from zeropp.fsdp_adapter import AHEAD
 from zeropp.sharding.grid import Grid

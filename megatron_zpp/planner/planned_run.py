@@ -10,9 +10,9 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from megatron_zpp.parallel.pipeline_stage import Stage
 from megatron_zpp.planner.parts.meta_model import META, MetaModel
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
+from megatron_zpp.recipe.pipeline_stage import Stage
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.schedule import Schedules
 from zeropp.fsdp_adapter import Piece

@@ -5,7 +5,6 @@ import logging
 import torch
 
 from megatron_zpp.checkpoint.training_state import run_settings
-from megatron_zpp.model.apex import find_apex
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.models.pretrained_model import lora_summary
 from megatron_zpp.monitor.communication import CommunicationMeter
@@ -16,8 +15,10 @@ from megatron_zpp.monitor.step_watch import StepWatch
 from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
-from megatron_zpp.parallel.recipe import build_model, build_optimizer
 from megatron_zpp.planner.expected_step import read_expected_step
+from megatron_zpp.recipe.apex import find_apex
+from megatron_zpp.recipe.model import build_model
+from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.settings.config import CheckpointConfig, Config, PrecisionConfig
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.train.inputs import open_inputs

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_zpp.parallel.pipeline import Pipeline
+from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.train.batches import TRAIN, loader
 from megatron_zpp.train.pending_iteration import PendingIteration
 from megatron_zpp.train.run import Run

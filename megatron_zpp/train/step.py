@@ -8,8 +8,8 @@ import torch
 
 from megatron_zpp.data.loader import Batch, Loader
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.tensor_parallel import sum_partial_gradients
+from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.train.pending_iteration import (
     PendingIteration,
     StepLosses,

@@ -10,9 +10,9 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layers import Block
 from megatron_zpp.model.part import Part
 from megatron_zpp.parallel.context_parallel import split_sequences
-from megatron_zpp.parallel.pipeline_stage import Stage
 from megatron_zpp.parallel.tensor_parallel import TensorAxis, keep_parts, partial_parameters
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
+from megatron_zpp.recipe.pipeline_stage import Stage
 from megatron_zpp.settings.config import Config
 from zeropp.sharding.cut import own_parameters, trained_subunits
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from megatron_zpp.parallel.pipeline_stage import Stage
 from megatron_zpp.planner.node_traffic import gradient_moves
 from megatron_zpp.planner.planned_run import Places, PlannedRun, Unit
 from megatron_zpp.planner.timing.axis_messages import (
@@ -24,6 +23,7 @@ from megatron_zpp.planner.timing.hardware import Rates, hardware_table
 from megatron_zpp.planner.timing.messages import Messages, UnitMessages, unit_messages
 from megatron_zpp.planner.timing.pipeline import PassSeconds, pass_seconds, pipeline_seconds
 from megatron_zpp.planner.timing.timeline import Collective, Streams, UnitWork, step_seconds
+from megatron_zpp.recipe.pipeline_stage import Stage
 from zeropp.wire.route import UNQUANTIZED, Route
 
 Works = tuple[list[UnitWork], UnitWork]  # blocks and root of a stage

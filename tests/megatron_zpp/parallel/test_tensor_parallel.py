@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.parallel import recipe
 from megatron_zpp.parallel.tensor_parallel import own_random_numbers
+from megatron_zpp.recipe import model as recipe
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.train.batches import TRAIN, loader
 from megatron_zpp.train.step import train_step

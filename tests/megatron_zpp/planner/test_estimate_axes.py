@@ -7,11 +7,11 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.memory.dry_run import VOCABULARY, ranks_of
-from megatron_zpp.parallel.activation_forecast import activation_traffic
-from megatron_zpp.parallel.recipe import build_model
 from megatron_zpp.planner.estimate import ACTIVATIONS, MOMENTS, WEIGHTS, estimate
 from megatron_zpp.planner.node_traffic import mean_of_nodes
 from megatron_zpp.planner.planned_run import plan_places, plan_run
+from megatron_zpp.recipe.activation_forecast import activation_traffic
+from megatron_zpp.recipe.model import build_model
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.parallel.flags import CP2, GATHERED, PP2, PP4, SP, TP2, TWO_STAGES
 from tests.megatron_zpp.planner.peaks import assert_peak_is_foretold

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.parallel.recipe import build_model
+from megatron_zpp.recipe.model import build_model
 from megatron_zpp.settings.arguments import parse
 from tests.launched import ROOT
 from tests.megatron_zpp.train.training_runs import TINY, field, log_of, loss_values, losses

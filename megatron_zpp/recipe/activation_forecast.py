@@ -14,9 +14,9 @@ from torch import nn
 
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.peers import AXES, Peers
-from megatron_zpp.parallel.pipeline import Pipeline
-from megatron_zpp.parallel.pipeline_stage import Stage
 from megatron_zpp.parallel.tensor_parallel import partial_parameters
+from megatron_zpp.recipe.pipeline import Pipeline
+from megatron_zpp.recipe.pipeline_stage import Stage
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
 from zeropp.optim.step import local_part

@@ -19,10 +19,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron_zpp.model.apex import ApexAdam, find_apex
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.model.part import Part
+from megatron_zpp.recipe.apex import ApexAdam, find_apex
 from tests.megatron_zpp.model.small import GPT2, LLAMA, VOCABULARY, build, rows
 from tests.ranks import ranks
 

@@ -22,7 +22,7 @@ from megatron_zpp.parallel.collectives import sum_whole
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_links import Message, connect
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
-from megatron_zpp.parallel.pipeline_stage import Stage
+from megatron_zpp.recipe.pipeline_stage import Stage
 from zeropp.optim.step import gradient_parts
 
 SeedDropout = Callable[[int, int], None]  # by the micro-batch's first sample, and the stage

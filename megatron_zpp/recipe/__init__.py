@@ -1,0 +1,1 @@
+"""What builds a rank's model and its optimizer from a configuration."""
