@@ -8,10 +8,11 @@ consecutive. The mesh is built once and passed as a value. `zeropp.ranks.process
 device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -21,12 +22,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megatron_zpp.parallel.main_thread import MainThread
 from megatron_zpp.parallel.peers import AXES, Peers
 from megatron_zpp.settings.config import ParallelConfig
-from zeropp.ranks.coordination import fail_together
+from zeropp.ranks.coordination import fail_together, require_same
 from zeropp.ranks.groups import set_time_limit, shared_group
 from zeropp.ranks.process_group import pick_device, start_process_group
 from zeropp.ranks.topology import Environment
 from zeropp.wire.route import Hop, Nodes
 from zeropp.wire.traffic import Traffic
+
+SAME_COMMAND = (
+    "Start all ranks with the same command line, the same JSON and the same versions; only paths "
+    "may differ between machines"
+)
 
 Result = TypeVar("Result")
 
@@ -185,12 +191,19 @@ class Ranks:
 
 
 def join_ranks(
-    environment: Environment, config: ParallelConfig, ranks_per_node: int | None = None
+    environment: Environment,
+    config: ParallelConfig,
+    ranks_per_node: int | None = None,
+    settings: Mapping[str, str] = MappingProxyType({}),
 ) -> Ranks:
-    """Start the process group and build the mesh of all ranks that the configuration names."""
+    """Start the process group and build the mesh of all ranks that the configuration names.
+
+    Raises InputError on all ranks if they do not have the same `settings`, texts by their names.
+    """
     device = pick_device(environment)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     store = start_process_group(environment, device, timeout, config.distributed_backend)
+    require_same(settings, SAME_COMMAND)
     mesh = build_mesh(device, environment.world_size, config)
     for axis in mesh.mesh_dim_names:
         set_time_limit(mesh.get_group(axis), timeout)

@@ -1,10 +1,12 @@
 """Opens what a run reads: the description of a pretrained model, the tokenizer, the datasets."""
 
+import hashlib
 import logging
 from dataclasses import replace
 
 from megatron_zpp.data.gpt_dataset import build_datasets
 from megatron_zpp.data.instructions.instruction_dataset import build_instructions
+from megatron_zpp.data.split import SPLITS
 from megatron_zpp.data.text_source import resolve_data
 from megatron_zpp.models.open_model import OpenedModel
 from megatron_zpp.models.pretrained_model import with_initial_model
@@ -16,6 +18,10 @@ from megatron_zpp.settings.schedule import Schedules
 from megatron_zpp.text.generate import Request, check
 from megatron_zpp.tokenizer import Tokenizer
 from zeropp import InputError
+from zeropp.ranks.coordination import fail_together, require_same
+
+DIGITS = 8  # of a hash, to show
+SAME_FILES = "Give all machines the same data and the same tokenizer"
 
 log = logging.getLogger("megatron_zpp")
 
@@ -43,7 +49,27 @@ def open_inputs(
         check(Request(prompt=prompt), config.model.num_positions, tokenizer.vocab_size)
     datasets = ranks.rank_zero_first(lambda: open_datasets(config, tokenizer))
     require_data(config, datasets)
+    with fail_together():
+        texts = contents(tokenizer, datasets)
+    require_same(texts, SAME_FILES)
     return config, tokenizer, datasets, pretrained
+
+
+def contents(tokenizer: Tokenizer, datasets: tuple) -> dict[str, str]:
+    """What the files hold that all ranks read, as texts to compare: three samples of each split."""
+    texts = {"the tokenizer": tokenizer.fingerprint[:DIGITS]}
+    for split, dataset in zip(SPLITS, datasets, strict=True):
+        if not dataset:
+            texts[f"{split} data"] = "none"
+            continue
+        digest = hashlib.sha256()
+        for index in (0, len(dataset) // 2, len(dataset) - 1):
+            for name, array in sorted(dataset[index].items()):
+                digest.update(name.encode() + array.tobytes())
+        texts[f"{split} data"] = (
+            f"{len(dataset)} samples, of which three give the hash {digest.hexdigest()[:DIGITS]}"
+        )
+    return texts
 
 
 def open_datasets(config: Config, tokenizer: Tokenizer) -> tuple:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.parallel.heartbeat import Heartbeat
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
+from megatron_zpp.parallel.shared_settings import shared_settings
 from megatron_zpp.planner.dry_run import dry_run
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import CheckpointConfig, Config
@@ -61,7 +62,8 @@ def main(
                 deterministic_kernels(config.training.deterministic_mode),
             ):
                 per_node = config.zero.zeropp.ranks_per_node
-                ranks = join_ranks(environment, config.parallel, per_node)
+                settings = shared_settings(config)
+                ranks = join_ranks(environment, config.parallel, per_node, settings)
                 return _with_heartbeat(config, ranks, console, stopping)
         except NetworkError as error:
             message = str(error)

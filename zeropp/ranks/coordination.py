@@ -6,8 +6,9 @@ there are, or those of the group that an enclosing `with among(group)` names; th
 those in the group.
 """
 
+import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -15,7 +16,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from zeropp.errors import picklable
+from zeropp.errors import InputError, first_lines, picklable
 from zeropp.ranks.rendezvous import open_store
 from zeropp.ranks.topology import Environment
 from zeropp.ranks.waits import explained_waits
@@ -23,6 +24,7 @@ from zeropp.ranks.waits import explained_waits
 REPORT_TIMEOUT = timedelta(seconds=10)
 REPORT_SECONDS = 2.0
 EXCHANGE = "an exchange of objects"
+MOST_SHOWN = 8  # differences in an error message
 
 T = TypeVar("T")
 _GROUP: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
@@ -110,8 +112,27 @@ def fail_together_along(groups: Iterable[dist.ProcessGroup]) -> Iterator[None]:
         yield
 
 
+def require_same(values: Mapping[str, str], advice: str) -> None:
+    """Raise InputError on all ranks if one has other values than rank 0; all ranks call it.
+
+    `values` are shown by their names, with `advice` as the last sentence.
+    """
+    host, first = broadcast_object((socket.gethostname(), dict(values)))
+    with fail_together():
+        differing = [
+            f"{name}: {values.get(name, 'not there')} and {first.get(name, 'not there')}"
+            for name in dict.fromkeys((*values, *first))
+            if values.get(name) != first.get(name)
+        ]
+        if differing:
+            raise InputError(
+                f"rank {rank()} on {socket.gethostname()} and rank 0 on {host} differ:\n  "
+                f"{first_lines(differing, MOST_SHOWN)}\n{advice}"
+            )
+
+
 def report_once(environment: Environment, report: Callable[[], None]) -> None:
-    """Call `report` on rank 0; on the other ranks, wait until rank 0 has called it.
+    """Call `report` on the first rank of each machine, after rank 0 has; the others wait for that.
 
     For an error that all ranks meet before they have joined, such as a bad command line: a launcher
     ends all ranks when one has ended, so that no rank may end before rank 0 has reported it. The
@@ -126,11 +147,13 @@ def report_once(environment: Environment, report: Callable[[], None]) -> None:
         store = dist.PrefixStore("report", open_store(environment, REPORT_TIMEOUT))
         if environment.rank == 0:
             store.set("reported", "")
-        else:
-            store.wait(["reported"])
+            return
+        store.wait(["reported"])
+        is_own = environment.machines > 1 and environment.local_rank == 0
     except (RuntimeError, ValueError):  # a timeout, or no store at the launcher's address
-        if environment.rank != 0:
-            report()
+        is_own = environment.rank != 0
+    if is_own:
+        report()
 
 
 def report_on_each_machine(environment: Environment, report: Callable[[], None]) -> None:

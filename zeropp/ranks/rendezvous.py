@@ -21,6 +21,7 @@ from zeropp.ranks.topology import Environment
 
 PATIENCE_SECONDS = 20.0  # for a store that should be there, and before a rank says that it waits
 RETRY_SECONDS = 0.5
+LAST_PORT = 2**16 - 1
 
 log = logging.getLogger("zeropp")
 
@@ -28,11 +29,12 @@ log = logging.getLogger("zeropp")
 def open_store(environment: Environment, timeout: timedelta) -> dist.Store:
     """Connect to the store of all ranks, without joining a process group; return the store.
 
-    `timeout` also applies to later requests. Raises NetworkError if the store cannot be reached, if
-    its port is in use, or if something else answers there.
+    `timeout` also applies to later requests. Raises NetworkError if no address is given or the
+    store cannot be reached there, if its port is in use, or if something else answers there.
     """
     if not environment.launched:
         return dist.HashStore()
+    _require_meeting_point(environment)
     if environment.rank == 0 and not environment.launcher_has_store:
         store = _create_store(environment, timeout)
     else:
@@ -40,6 +42,16 @@ def open_store(environment: Environment, timeout: timedelta) -> dist.Store:
         store = _connect_to_store(environment, min(timeout.total_seconds(), PATIENCE_SECONDS))
     store.set_timeout(timeout)
     return store
+
+
+def _require_meeting_point(environment: Environment) -> None:
+    host, port = environment.meeting_point
+    if not host or not port.isdecimal() or not 0 < int(port) <= LAST_PORT:
+        raise NetworkError(
+            f"rank {environment.rank} on {socket.gethostname()} has MASTER_ADDR={host!r} and "
+            f"MASTER_PORT={port!r}: expected the address of the machine of rank 0, and a port from "
+            f"1 to {LAST_PORT}, the same for all ranks (torchrun and zeropp set them)"
+        )
 
 
 def _create_store(environment: Environment, timeout: timedelta) -> dist.Store:

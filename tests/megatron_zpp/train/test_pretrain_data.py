@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from tests.megatron_zpp.train.training_runs import log_of, loss_values, losses, on_1, on_4
 from tests.ranks import ranks
+from zeropp.errors import InputError
 
 VOCAB, EOD = 50, 49  # of the NullTokenizer in these runs; it takes the last id for the end
 BATCH = "--micro-batch-size 2 --global-batch-size 8 --hidden-dropout 0 --attention-dropout 0 "
@@ -46,6 +47,13 @@ def test_ranks_and_stages_see_the_same_documents(
     alone, together = ((tmp_path / name).read_text() for name in "14")
     assert len(loss_values(alone)) == 4 and loss_values(alone)[-1] < loss_values(alone)[0]
     assert loss_values(together) == pytest.approx(loss_values(alone), rel=RELATIVE)
+
+
+@ranks(2, timeout=120)
+def test_machines_with_other_data_are_told(corpus: Path) -> None:
+    name = "ab"[dist.get_rank()]
+    with pytest.raises(InputError, match="train data: .* hash .* and .* hash"):
+        log_of(f"{BATCH} --data-path {corpus}/{name} --split 1,0,0 --train-iters 1")
 
 
 def test_separating_documents_changes_the_loss(corpus: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from zeropp.ranks.coordination import (
     gather_objects,
     rank,
     report_once,
+    require_same,
     world_size,
 )
 from zeropp.ranks.topology import Environment
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 LAUNCHER = "import sys; from zeropp.ranks.launcher import main; sys.exit(main())"
 REPORTING = """
 import sys
+from dataclasses import replace
 from datetime import timedelta
 
 from zeropp.ranks import coordination
@@ -35,6 +37,8 @@ if sys.argv[1] == "rank 1 alone":
     coordination.REPORT_TIMEOUT = timedelta(seconds=1)
     if environment.rank == 0:
         import time; time.sleep(60)
+if sys.argv[1] == "two machines":
+    environment = replace(environment, machines=2, local_rank=0)
 message = f"reported by rank {environment.rank}\\n"
 coordination.report_once(environment, lambda: sys.stdout.write(message))
 sys.exit(7)
@@ -57,6 +61,17 @@ def test_objects_are_exchanged():
     assert broadcast_object(dist.get_rank()) == 0
 
 
+@ranks(2)
+def test_ranks_that_do_not_have_the_same():
+    require_same({"--lr": "0.1"}, "Give the same")
+    own = {"--lr": f"0.{dist.get_rank() + 1}", "--save": "given"}
+    if dist.get_rank() == 1:
+        own |= {"PyTorch": "2.13"}
+    lines = r"--lr: 0.2 and 0.1\n  PyTorch: 2.13 and not there\nGive the same$"
+    with pytest.raises(InputError, match=rf"^rank 1 on .* and rank 0 on .* differ:\n  {lines}"):
+        require_same(own, "Give the same")
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -75,9 +90,10 @@ def test_what_raises_on_one_rank_raises_on_all(error, expected):
 
 
 @pytest.mark.parametrize(
-    ("scenario", "reporter"), [("all ranks", "rank 0"), ("rank 1 alone", "rank 1")]
+    ("scenario", "reporters"),
+    [("all ranks", "0"), ("two machines", "01"), ("rank 1 alone", "1")],
 )
-def test_an_error_before_the_ranks_have_joined_is_reported_once(scenario, reporter, tmp_path):
+def test_an_error_before_the_ranks_have_joined_is_reported_once(scenario, reporters, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(REPORTING)
     finished = subprocess.run(
@@ -87,5 +103,6 @@ def test_an_error_before_the_ranks_have_joined_is_reported_once(scenario, report
         timeout=120,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert finished.stdout == f"reported by {reporter}\n", finished.stderr
+    lines = [f"reported by rank {rank}" for rank in reporters]
+    assert finished.stdout.splitlines() == lines, finished.stderr
     assert finished.returncode == 7

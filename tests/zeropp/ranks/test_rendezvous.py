@@ -23,7 +23,9 @@ def place(monkeypatch):
     monkeypatch.setattr(rendezvous, "PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(rendezvous, "RETRY_SECONDS", 0.05)
 
-    def of(rank: int, port: int, host: str = "127.0.0.1", launcher: bool = False) -> Environment:
+    def of(
+        rank: int, port: int | str, host: str = "127.0.0.1", launcher: bool = False
+    ) -> Environment:
         for name, value in (
             ("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", rank), ("MASTER_ADDR", host),
             ("MASTER_PORT", port), ("TORCHELASTIC_USE_AGENT_STORE", launcher),
@@ -56,6 +58,17 @@ def test_a_port_that_is_in_use(place, other_program):
         with pytest.raises(NetworkError, match=f"127.0.0.1 port {other_program}, is not their"):
             open_store(environment, LIMIT)
         assert time.monotonic() - began < LIMIT.total_seconds() / 2
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("", "29500"), ("node0", ""), ("node0", "29500x"), ("node0", "295000")]
+)
+def test_no_address_where_ranks_could_meet(host, port, place):
+    for rank in (0, 1):
+        with pytest.raises(
+            NetworkError, match=f"has MASTER_ADDR='{host}' and MASTER_PORT='{port}'"
+        ):
+            open_store(place(rank, port, host), LIMIT)
 
 
 def test_two_processes_that_are_both_rank_0(place):

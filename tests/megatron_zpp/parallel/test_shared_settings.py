@@ -1,0 +1,50 @@
+"""Ranks that were started differently are told in what, before they train or wait."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_zpp.parallel.shared_settings import shared_settings
+from megatron_zpp.settings.arguments import parse
+from tests.launched import ROOT
+from tests.megatron_zpp.train.training_runs import TINY
+from tests.zeropp.ranks.test_rendezvous import free_port
+
+
+def differing(flags: str, others: str) -> set[str]:
+    own, other = (shared_settings(parse((TINY + text).split(), 2)) for text in (flags, others))
+    assert own.keys() == other.keys()
+    return {name for name in own if own[name] != other[name]}
+
+
+def test_settings_are_compared_and_paths_only_for_being_given(tmp_path: Path):
+    config = tmp_path / "config.json"
+    config.write_text('{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}}')
+    assert differing("--data-path a", "--data-path b --num-workers 3 --logging-level 30") == set()
+    assert differing("--save a", "") == {"--save"}
+    assert differing("--seed 1", "--seed 2") == {"--seed"}
+    assert differing("--zero-stage 3", f"--deepspeed-config {config}") == {
+        '"zero_optimization.zero_quantized_weights"'
+    }
+
+
+def test_two_machines_with_different_flags_end_with_what_differs():
+    """Each process stands for a machine; their learning rates would train some third model."""
+    port = str(free_port())
+    shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "pretrain_gpt.py"), *TINY.split(), "--mock-data",
+             "--train-iters", "2", "--lr", rate, "--tensor-model-parallel-size", size],
+            env={**os.environ, **shared, **place, "RANK": rank},
+            stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True,
+        )
+        for rank, rate, size in (("0", "0.01", "1"), ("1", "0.001", "2"))
+    ]  # fmt: skip
+    for process in processes:
+        printed, _ = process.communicate(timeout=100)
+        assert process.returncode == 2, printed
+        assert "--lr: 0.001 and 0.01" in printed and "Traceback" not in printed
+        assert "--tensor-model-parallel-size: 2 and 1" in printed
