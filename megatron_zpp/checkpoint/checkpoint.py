@@ -6,6 +6,7 @@ in `manifest.py`.
 """
 
 import logging
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -54,7 +55,7 @@ from zeropp.checkpoint.state_tensors import (
     names_elsewhere,
     state_to_save,
 )
-from zeropp.errors import InputError
+from zeropp.errors import InputError, first_few
 from zeropp.ranks.coordination import (
     broadcast_object,
     fail_together,
@@ -198,9 +199,11 @@ def choose(
         choices = candidates(folder, iteration) if rank() == 0 else None
         if choices:
             require_own(folder, choices[0], flag)
-    paths, warning = broadcast_object(choices)
+    found, warning = broadcast_object(choices)
+    paths = [folder / path.name for path in found]  # machines may know the folder by other paths
     if warning and rank() == 0:
         log.warning("%s: %s", folder, warning)
+    _require_seen(paths, f"{flag} {folder}")
     damages = []
     for path in paths:
         problem = damage(path, verify=verify)
@@ -216,6 +219,18 @@ def choose(
             + "\nRestore one of them, or start afresh in another folder."
         )
     return None
+
+
+def _require_seen(paths: list[Path], what: str) -> None:
+    """Raise InputError on all ranks if rank 0 sees any of these checkpoints and others see none."""
+    views = gather_objects((socket.gethostname(), any(path.is_dir() for path in paths)))
+    (first_host, is_there), *_ = views
+    blind = [f"rank {number} on {host}" for number, (host, sees) in enumerate(views) if not sees]
+    if is_there and blind:
+        raise InputError(
+            f"{what}: rank 0 on {first_host} sees {paths[0].name}; no checkpoint is seen by "
+            f"{first_few(blind)}: name a folder that all machines share"
+        )
 
 
 def damage(path: Path, *, verify: bool = True) -> str | None:

@@ -49,6 +49,19 @@ def test_loads_at_other_ranks_and_stages(stage: int, saved_at: list[Path]) -> No
     load_here(saved_at[stage], 0, 2)  # without a process group
 
 
+@ranks(2)
+def test_machines_may_know_the_folder_by_other_paths(saved_at: list[Path], tmp_path: Path) -> None:
+    path = saved_at[0]
+    if torch.distributed.get_rank() == 1:
+        path = tmp_path / "mounted here"
+        path.symlink_to(saved_at[0])
+    assert checkpoint.choose(path, verify=False) == path / "iter_0000002"
+    if torch.distributed.get_rank() == 1:
+        path = tmp_path / "of this machine alone"
+    with pytest.raises(InputError, match=r"rank 0 on .* sees iter_0000002; .* by rank 1 on "):
+        checkpoint.choose(path)
+
+
 @ranks(4)
 def save_both_ways(folder: Path, stage: int) -> None:
     model, optimizer = build(stage, seed=1)
