@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from zeropp.errors import NetworkError
 
@@ -21,6 +22,9 @@ GLOO_VARIABLE, NCCL_VARIABLE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
 GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+LINK_LOCAL = "20"
+# Scopes of IPv6 addresses in that file, in the order in which the system lists them elsewhere.
+WIDEST_FIRST = MappingProxyType({"00": 0, "80": 0, "40": 1, LINK_LOCAL: 2, "10": 3})
 BOOT_ID, NETWORK_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 
 
@@ -83,7 +87,10 @@ def require_nccl_interface(setting: str | None, *, alone: bool) -> None:
 
 
 def list_interfaces() -> dict[str, list[str]]:
-    """Return the addresses of each interface of this machine, IPv4 first; empty if unknown."""
+    """Return the addresses of each interface of this machine; empty if unknown.
+
+    In the order in which gloo finds them: IPv4 first, then IPv6, those of the link alone last.
+    """
     if sys.platform != "linux":
         return {}
     import fcntl  # noqa: PLC0415  (not on every platform)
@@ -96,11 +103,11 @@ def list_interfaces() -> dict[str, list[str]]:
                 answer = fcntl.ioctl(any_socket.fileno(), GET_ADDRESS, request)
                 ips.append(socket.inet_ntoa(answer[20:24]))
     if IPV6_ADDRESSES.exists():
-        for line in IPV6_ADDRESSES.read_text().splitlines():
-            digits, *_, name = line.split()
-            ip = str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+        lines = [line.split() for line in IPV6_ADDRESSES.read_text().splitlines()]
+        for digits, _, _, scope, _, name in sorted(lines, key=lambda line: WIDEST_FIRST[line[3]]):
+            zone = f"%{name}" if scope == LINK_LOCAL else ""
             if name in found:
-                found[name].append(ip)
+                found[name].append(f"{ipaddress.IPv6Address(bytes.fromhex(digits))}{zone}")
     return found
 
 

@@ -65,10 +65,7 @@ def require_reachable(store: dist.Store, environment: Environment, *, with_nccl:
     with _listening(environment, with_nccl=with_nccl) as place:
         store.set(f"place/{rank}", json.dumps(asdict(place)))
         if environment.rank == 0:
-            places = [
-                Place(**json.loads(store.get(f"place/{other}")))
-                for other in range(environment.world_size)
-            ]
+            places = [_place_of(store, other) for other in range(environment.world_size)]
             mismatches = _mismatches(places)
             problems = mismatches or _problems(places)
             plan = {} if problems else _plan(places)
@@ -96,28 +93,44 @@ def _listening(environment: Environment, *, with_nccl: bool) -> Iterator[Place]:
         world_size=environment.world_size,
         network=network_of_this_process(),
     )
-    try:
-        addresses = gloo_addresses(environment.gloo_interfaces)
-        if with_nccl:
-            alone = environment.machines == 1
-            require_nccl_interface(environment.nccl_interfaces, alone=alone)
-    except NetworkError as error:
-        yield here(problem=str(error))
-        return
     with ExitStack() as listening:
-        listed = []
-        for address in addresses:
-            port = listening.enter_context(_listener(address)).getsockname()[1]
-            listed.append((address.ip, port, address.reason))
-        yield here(addresses=listed, interfaces=describe(list_interfaces()))
+        try:
+            if with_nccl:
+                alone = environment.machines == 1
+                require_nccl_interface(environment.nccl_interfaces, alone=alone)
+            listed = []
+            for address in gloo_addresses(environment.gloo_interfaces):
+                port = listening.enter_context(_listener(address)).getsockname()[1]
+                listed.append((address.ip, port, address.reason))
+            place = here(addresses=listed, interfaces=describe(list_interfaces()))
+        except NetworkError as error:
+            place = here(problem=str(error))
+        yield place
 
 
 def _listener(address: Address) -> socket.socket:
-    info = socket.getaddrinfo(address.ip, 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(*info[:3])
-    listener.bind(info[4])
-    listener.listen()
+    try:
+        info = socket.getaddrinfo(address.ip, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(*info[:3])
+        listener.bind(info[4])
+        listener.listen()
+    except OSError as error:
+        raise NetworkError(
+            f"{socket.gethostname()} cannot listen at {address.ip}, {address.reason}: "
+            f"{error.strerror}"
+        ) from error
     return listener
+
+
+def _place_of(store: dist.Store, rank: int) -> Place:
+    try:
+        return Place(**json.loads(store.get(f"place/{rank}")))
+    except dist.DistStoreError as error:
+        raise NetworkError(
+            f"rank {rank} has not said where it can be reached within "
+            f"{store.timeout.total_seconds():g} s: it may have ended, and then says why on its "
+            "machine"
+        ) from error
 
 
 def _wait_until_heard(store: dist.Store, environment: Environment) -> None:

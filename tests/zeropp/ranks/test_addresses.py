@@ -5,6 +5,7 @@ import socket
 import pytest
 import torch.distributed as dist
 
+from zeropp.ranks import addresses
 from zeropp.ranks.addresses import LOOPBACK, gloo_addresses, list_interfaces
 
 
@@ -38,6 +39,15 @@ def test_a_host_name_without_an_address(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "node7.invalid")
     (address,) = gloo_addresses("")
     assert address.ip == LOOPBACK and "node7.invalid resolves to no address" in address.reason
+
+
+@pytest.mark.skipif(not list_interfaces(), reason="the interfaces of this system are not known")
+def test_addresses_of_the_link_alone_come_last(monkeypatch, tmp_path):
+    table = tmp_path / "if_inet6"
+    lines = ("fe80" + 27 * "0" + "1 01 40 20 80 lo", "fd00" + 27 * "0" + "1 01 40 00 80 lo")
+    table.write_text("\n".join(lines))
+    monkeypatch.setattr(addresses, "IPV6_ADDRESSES", table)
+    assert list_interfaces()["lo"] == [LOOPBACK, "fd00::1", "fe80::1%lo"]
 
 
 @pytest.mark.skipif(not list_interfaces(), reason="the interfaces of this system are not known")

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from tests.benchmarks.cluster.namespaces import needs_namespaces
 from tests.launched import ROOT
 from zeropp.errors import NetworkError
 from zeropp.ranks import reachability
-from zeropp.ranks.addresses import list_interfaces
+from zeropp.ranks.addresses import LOOPBACK, Address, list_interfaces
 from zeropp.ranks.reachability import require_reachable
 from zeropp.ranks.topology import Environment
 
@@ -133,6 +134,26 @@ def test_wrong_settings_are_said_by_all_ranks_of_one_machine():
     assert errors_of(*ranks_of(2, nccl_interfaces="lo"), with_nccl=True) == [None, None]
     many = ranks_of(2, machines=2, nccl_interfaces="=lo")
     assert "that other machines reach" in errors_of(*many, with_nccl=True)[0]
+
+
+def test_an_address_at_which_a_rank_cannot_listen_is_said_by_all(monkeypatch):
+    def found(interfaces: str | None) -> list[Address]:
+        return [Address(interfaces, "interface eth7")]
+
+    monkeypatch.setattr(reachability, "gloo_addresses", found)
+    right, wrong = (  # TEST-NET-2, which no machine has
+        Environment(rank=rank, world_size=2, gloo_interfaces=ip)
+        for rank, ip in enumerate((LOOPBACK, "198.51.100.7"))
+    )
+    first, second = errors_of(right, wrong)
+    assert first == second and "cannot listen at 198.51.100.7, interface eth7: " in first
+
+
+def test_a_rank_that_ended_before_it_said_its_address_is_named():
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(NetworkError, match="rank 1 has not said .* it may have ended"):
+        require_reachable(store, Environment(rank=0, world_size=2), with_nccl=False)
 
 
 def test_ranks_that_were_told_of_different_numbers_of_ranks():
