@@ -27,7 +27,7 @@ from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.checkpoint.shared_folder import hold_folder
 from zeropp.errors import NetworkError
 from zeropp.ranks.coordination import report_on_each_machine, report_once
-from zeropp.ranks.process_group import OTHER_RANK_FAILED
+from zeropp.ranks.process_group import OTHER_RANK_FAILED, refuse_to_start
 from zeropp.ranks.topology import Environment
 from zeropp.ranks.waits import WaitError
 
@@ -71,7 +71,8 @@ def main(
             return FAILED
         except InputError as error:
             message = str(error)
-            report_once(environment, lambda: console.notice(logging.ERROR, message))
+            if report_once(environment, lambda: console.notice(logging.ERROR, message)):
+                refuse_to_start(environment, message)
             return USAGE_ERROR
         except Interrupted as interruption:
             console.notice(logging.ERROR, str(interruption))

@@ -44,12 +44,14 @@ def attempt_store(store: dist.Store, environment: Environment) -> dist.Store:
 
 def _answer(meeting: dist.Store, key: str, environment: Environment) -> str:
     """Wait for rank 0's answer; say so if that takes long."""
+    patience = min(meeting.timeout, timedelta(seconds=NOTICE_SECONDS))
     try:
-        meeting.wait([key], min(meeting.timeout, timedelta(seconds=NOTICE_SECONDS)))
+        meeting.wait([key], patience)
     except dist.DistStoreError:
         log.warning(
             "rank %d on %s has waited %.0f s for rank 0 to answer at %s",
-            environment.rank, socket.gethostname(), NOTICE_SECONDS, environment.meeting_point[0],
+            environment.rank, socket.gethostname(), patience.total_seconds(),
+            environment.meeting_point[0],
         )  # fmt: skip
     return meeting.get(key).decode()
 

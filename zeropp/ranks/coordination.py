@@ -131,29 +131,31 @@ def require_same(values: Mapping[str, str], advice: str) -> None:
             )
 
 
-def report_once(environment: Environment, report: Callable[[], None]) -> None:
+def report_once(environment: Environment, report: Callable[[], None]) -> bool:
     """Call `report` on the first rank of each machine, after rank 0 has; the others wait for that.
 
     For an error that all ranks meet before they have joined, such as a bad command line: a launcher
     ends all ranks when one has ended, so that no rank may end before rank 0 has reported it. The
     ranks meet at the launcher's store. A rank that does not hear of rank 0's report within
-    `REPORT_TIMEOUT` calls `report` itself, as then the error may be its own.
+    `REPORT_TIMEOUT` calls `report` itself, as then the error may be its own: returns whether it is.
     """
     if environment.rank == 0:
         report()
     if environment.world_size == 1:
-        return
+        return False
     try:
         store = dist.PrefixStore("report", open_store(environment, REPORT_TIMEOUT))
         if environment.rank == 0:
             store.set("reported", "")
-            return
+            return False
         store.wait(["reported"])
-        is_own = environment.machines > 1 and environment.local_rank == 0
     except (RuntimeError, ValueError):  # a timeout, or no store at the launcher's address
-        is_own = environment.rank != 0
-    if is_own:
+        if environment.rank != 0:
+            report()
+        return environment.rank != 0
+    if environment.machines > 1 and environment.local_rank == 0:
         report()
+    return False
 
 
 def report_on_each_machine(environment: Environment, report: Callable[[], None]) -> None:

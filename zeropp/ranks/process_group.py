@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from typing import NoReturn
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from zeropp.errors import InputError, NetworkError
 from zeropp.ranks.attempt import attempt_store
-from zeropp.ranks.reachability import require_reachable
+from zeropp.ranks.reachability import refuse, require_reachable
 from zeropp.ranks.rendezvous import open_store
 from zeropp.ranks.topology import Environment
 
@@ -23,6 +24,7 @@ GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
 GLOO_OR_NCCL = re.compile("gloo|nccl")  # in the names of backends, others connect in other ways
 # Exit status of a rank that ends because another one failed: launchers then look for that one.
 OTHER_RANK_FAILED = 75  # EX_TEMPFAIL of sysexits.h
+REFUSAL_TIMEOUT = timedelta(seconds=5)
 
 log = logging.getLogger("zeropp")
 
@@ -87,6 +89,13 @@ def start_process_group(
         timeout=timeout,
     )
     return store
+
+
+def refuse_to_start(environment: Environment, reason: str) -> None:
+    """Tell the ranks that are in `start_process_group`, or soon will be, why this one ends."""
+    with suppress(RuntimeError, InputError):  # they cannot be reached, or have ended as well
+        store = attempt_store(open_store(environment, REFUSAL_TIMEOUT), environment)
+        refuse(dist.PrefixStore("addresses", store), environment, reason)
 
 
 def exit_process(status: int) -> NoReturn:

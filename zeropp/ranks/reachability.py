@@ -46,6 +46,7 @@ class Place:
     world_size: the number of ranks that this one was told of.
     network: identifies its network stack. interfaces: those of its machine, for a person.
     problem: what is wrong with its settings.
+    refusal: why it does not start at all.
     """
 
     host: str
@@ -54,6 +55,7 @@ class Place:
     addresses: list[tuple[str, int, str]] = field(default_factory=list)
     interfaces: str = ""
     problem: str = ""
+    refusal: str = ""
 
 
 def require_reachable(store: dist.Store, environment: Environment, *, with_nccl: bool) -> None:
@@ -66,7 +68,7 @@ def require_reachable(store: dist.Store, environment: Environment, *, with_nccl:
         store.set(f"place/{rank}", json.dumps(asdict(place)))
         if environment.rank == 0:
             places = [_place_of(store, other) for other in range(environment.world_size)]
-            mismatches = _mismatches(places)
+            mismatches = _refusals(places) or _mismatches(places)
             problems = mismatches or _problems(places)
             plan = {} if problems else _plan(places)
             store.set("plan", json.dumps(plan))
@@ -81,7 +83,19 @@ def require_reachable(store: dist.Store, environment: Environment, *, with_nccl:
         verdict = store.get("verdict").decode()
     if verdict:
         _wait_until_heard(store, environment)
-        raise NetworkError(f"the ranks cannot connect to each other:\n  {verdict}")
+        raise NetworkError(f"the ranks cannot start together:\n  {verdict}")
+
+
+def refuse(store: dist.Store, environment: Environment, reason: str) -> None:
+    """Say to the others, which call or will call `require_reachable`, why this rank never will."""
+    place = Place(
+        host=socket.gethostname(),
+        world_size=environment.world_size,
+        network=network_of_this_process(),
+        refusal=reason,
+    )
+    store.set(f"heard/{environment.rank}", "")
+    store.set(f"place/{environment.rank}", json.dumps(asdict(place)))
 
 
 @contextmanager
@@ -142,6 +156,15 @@ def _wait_until_heard(store: dist.Store, environment: Environment) -> None:
     deadline = time.monotonic() + HEAR_SECONDS
     while not store.check(keys) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
+
+
+def _refusals(places: Sequence[Place]) -> list[str]:
+    """Which ranks do not start, and why."""
+    return [
+        f"rank {rank} on {place.host} has ended: {place.refusal}"
+        for rank, place in enumerate(places)
+        if place.refusal
+    ]
 
 
 def _mismatches(places: Sequence[Place]) -> list[str]:

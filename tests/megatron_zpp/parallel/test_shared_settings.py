@@ -29,22 +29,34 @@ def test_settings_are_compared_and_paths_only_for_being_given(tmp_path: Path):
     }
 
 
-def test_two_machines_with_different_flags_end_with_what_differs():
-    """Each process stands for a machine; their learning rates would train some third model."""
+def printed_by(*flags_of_ranks: str, statuses: tuple[int, int]) -> list[str]:
+    """What two processes print, each of which stands for a machine that nobody launched."""
     port = str(free_port())
     shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
             [sys.executable, str(ROOT / "pretrain_gpt.py"), *TINY.split(), "--mock-data",
-             "--train-iters", "2", "--lr", rate, "--tensor-model-parallel-size", size],
-            env={**os.environ, **shared, **place, "RANK": rank},
+             "--train-iters", "2", *flags.split()],
+            env={**os.environ, **shared, **place, "RANK": str(rank)},
             stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True,
         )
-        for rank, rate, size in (("0", "0.01", "1"), ("1", "0.001", "2"))
+        for rank, flags in enumerate(flags_of_ranks)
     ]  # fmt: skip
-    for process in processes:
-        printed, _ = process.communicate(timeout=100)
-        assert process.returncode == 2, printed
-        assert "--lr: 0.001 and 0.01" in printed and "Traceback" not in printed
-        assert "--tensor-model-parallel-size: 2 and 1" in printed
+    printed = [process.communicate(timeout=100)[0] for process in processes]
+    assert tuple(process.returncode for process in processes) == statuses, printed
+    assert "Traceback" not in "".join(printed)
+    return printed
+
+
+def test_two_machines_with_different_flags_end_with_what_differs():
+    """Their learning rates would train some third model."""
+    size = "--tensor-model-parallel-size"
+    for printed in printed_by(f"--lr 0.01 {size} 1", f"--lr 0.001 {size} 2", statuses=(2, 2)):
+        assert "--lr: 0.001 and 0.01" in printed and f"{size}: 2 and 1" in printed
+
+
+def test_a_mistake_on_one_machine_is_said_on_the_other():
+    """Which waited for its time limit, 10 minutes, and said only that rank 1 had not come."""
+    for printed in printed_by("", "--hiden-size 64", statuses=(1, 2)):
+        assert "unknown flag --hiden-size" in printed
