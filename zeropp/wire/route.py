@@ -168,6 +168,12 @@ def weight_route(config: ZeroConfig, nodes: Nodes) -> Route:
 
 def gradient_route(config: ZeroConfig, nodes: Nodes) -> Route:
     """Return how gradients are averaged: inner hop, then outer hop."""
+    wanted, in_node = config.zeropp.ranks_per_node, nodes.ranks_per_node * nodes.parts
+    if wanted is not None and wanted > in_node:
+        log.info(
+            "zeropp.ranks_per_node = %d is more than the %d ranks there are, which are one node",
+            wanted, in_node,
+        )  # fmt: skip
     quantized = config.zero_optimization.zero_quantized_gradients
     bits = config.zeropp.gradient_bits if quantized else (UNQUANTIZED, UNQUANTIZED)
     return Route(nodes=nodes, inner=nodes.ranks_per_node, bits=bits)

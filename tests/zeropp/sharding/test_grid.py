@@ -1,6 +1,7 @@
 """Models that tensor parallelism splits over another axis of ranks than ZeRO."""
 
 import functools
+import logging
 from itertools import product
 
 import pytest
@@ -20,7 +21,7 @@ from tests.zeropp.prescribed_gradients import ALL_THREE, zero_config
 from tests.zeropp.small_model import loss_of, tokens_of
 from zeropp import InputError, Sharding, optimizer_step, shard
 from zeropp.sharding.grid import nodes_of_grid
-from zeropp.wire.route import Nodes, weight_route
+from zeropp.wire.route import Nodes, gradient_route, weight_route
 
 WIDTH, INNER, CLIP, STEPS = 12, 20, 0.25, 3
 QUANTIZED = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
@@ -208,3 +209,12 @@ def test_a_partition_counts_the_ranks_of_a_node():
     assert route.inner == 2 and route.keeps
     with pytest.raises(InputError, match="= 2 counts the ranks of a node, and 4 of them hold"):
         weight_route(zero_config(QUANTIZED | {"zero_hpz_partition_size": 2}, 8), nodes)
+
+
+def test_a_node_of_more_ranks_than_there_are_is_said(caplog):
+    caplog.set_level(logging.INFO, "zeropp")
+    for per_node in (8, 9):
+        nodes = nodes_of_grid(range(8), [range(0, 8, 2), range(1, 8, 2)], per_node)
+        gradient_route(zero_config(QUANTIZED, per_node), nodes)
+    line = "zeropp.ranks_per_node = 9 is more than the 8 ranks there are, which are one node"
+    assert caplog.messages == [line]
