@@ -5,7 +5,9 @@ gathered, and the prefetched gather of a unit that was then not used. Notice of 
 calls that every rank makes: an optimizer's step, loading a state, `weights_changed()`. Writes
 without notice are seen by the versions of the shards, which PyTorch raises. Where a pass is about
 to reuse something of an earlier one, the ranks first tell each other which units were written, as
-they must gather the same ones: a byte per unit, in one collective.
+they must gather the same ones: a byte per unit, in one collective. The same tells of steps of
+optimizers that hold no shards, which ranks may make alone, as for a probe of their own: they change
+no weights, unless they update copies of them.
 
 No version tells of writes through `.data`, by fused optimizers outside torch.optim, and by
 functions for lists of tensors (`torch._foreach_*`) that are given DTensors.
@@ -19,6 +21,7 @@ from functools import cached_property, partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -32,6 +35,9 @@ from zeropp.wire.scalar_gradients import ScalarGradients
 from zeropp.wire.secondary_copies import SecondaryCopies
 
 Units = Sequence[fsdp.FSDPModule]
+
+# What a rank tells of a unit; the largest note of any rank counts.
+UNCHANGED, STEPPED, WRITTEN = range(3)
 
 
 class Notice(torch.optim.Optimizer):
@@ -98,6 +104,7 @@ class WeightChanges:
         self._hooked: set[nn.Module] = set()
         self._versions: dict[fsdp.FSDPModule, fsdp.Versions] = {}  # of what is kept
         self._written: set[fsdp.FSDPModule] = set()  # and stepped since, so that no version tells
+        self._stepped: set[fsdp.FSDPModule] = set()  # maybe, by optimizers that hold no shards
         self._undo = ExitStack()
         for register, method in (
             (register_optimizer_step_pre_hook, self._before_step),
@@ -152,8 +159,15 @@ class WeightChanges:
         self._drop_written(self._units)
 
     def _before_step(self, *_: object) -> None:
-        """Remember the units that were written before this step, which raises versions, too."""
+        """Remember the units that were written before this step, which raises versions, too.
+
+        Frozen weights may have been given gradients, and are stepped then.
+        """
         self._written.update(filter(self._was_written, filter(self._is_kept, self._units)))
+        if self._copies:
+            for unit in filter(self._copies.is_current, self._units):
+                if any(shard.grad is not None for shard in fsdp.shards(unit)):
+                    self._copies.note_trained(unit)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if isinstance(optimizer, WeightsReplaced):
@@ -165,8 +179,15 @@ class WeightChanges:
             if self._scalars is not None:
                 self._scalars.send(optimizer.source, optimizer.param_groups[0]["params"])
         elif not isinstance(optimizer, Notice):
+            if not _holds_shards(optimizer):
+                self._stepped.update(self._units)
+                return
             self.drop(stepped_only=True)
+            self._stepped.clear()
             for unit in filter(self._is_kept, self._units):
+                is_frozen = self._copies is not None and self._copies.is_current(unit)
+                if is_frozen and self._was_written(unit):  # by the step itself
+                    self._written.add(unit)
                 self._versions[unit] = fsdp.versions(unit)  # but `_written` stays
 
     def _before_pass(self, inside: Container[nn.Module]) -> None:
@@ -186,9 +207,10 @@ class WeightChanges:
         """Note that what will be kept of a unit is that of its shards now."""
         self._versions[unit] = fsdp.versions(unit)
         self._written.discard(unit)
+        self._stepped.discard(unit)
 
     def _drop_written(self, units: Units) -> None:
-        """Drop what is kept of units that were written on any rank, on all ranks.
+        """Drop what is kept of units that were written or stepped on any rank, on all ranks.
 
         Units with whole parameters are left out: one rank may use them alone.
         """
@@ -196,12 +218,21 @@ class WeightChanges:
         kept = [*filter(self._is_kept, units)]
         if not kept:
             return
-        written = [unit in kept and self._was_written(unit) for unit in units]
-        for unit, is_written in zip(units, self._of_any_rank(written), strict=True):
-            if is_written:
-                if self._copies:
-                    self._copies.drop_of(unit)
-                fsdp.free_gathered(unit)
+        notes = [self._note_of(unit) if unit in kept else UNCHANGED for unit in units]
+        for unit, note in zip(units, self._of_any_rank(notes), strict=True):
+            if note == UNCHANGED:
+                continue
+            if self._copies and note == STEPPED:
+                self._copies.note_step([unit])
+            elif self._copies:
+                self._copies.drop_of(unit)
+            fsdp.free_gathered(unit)
+        self._stepped.difference_update(units)
+
+    def _note_of(self, unit: fsdp.FSDPModule) -> int:
+        if self._was_written(unit):
+            return WRITTEN
+        return STEPPED if unit in self._stepped else UNCHANGED
 
     def _is_kept(self, unit: fsdp.FSDPModule) -> bool:
         has_copy = self._copies is not None and self._copies.has(unit)
@@ -210,15 +241,15 @@ class WeightChanges:
     def _was_written(self, unit: fsdp.FSDPModule) -> bool:
         return unit in self._written or self._versions.get(unit) != fsdp.versions(unit)
 
-    def _of_any_rank(self, flags: Sequence[bool]) -> Sequence[bool]:
-        """Return for each flag whether it is set on any rank.
+    def _of_any_rank(self, own: Sequence[int]) -> Sequence[int]:
+        """Return for each note of this rank the largest of any rank.
 
         On GPUs the collective has a stream and a communicator of its own, so that the host does not
         wait for what is being computed.
         """
         if len(self._ranks) < 2:
-            return flags
-        notes = torch.frombuffer(bytearray(flags), dtype=torch.uint8)
+            return own
+        notes = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         device = fsdp.device_of(self._units[0])
         refuse_capture(device, "whether weights were written since they were gathered")
         if device.type == "cpu":
@@ -243,6 +274,15 @@ def _free(units: Units) -> None:
     if fsdp.backward_id() == -1:
         for unit in units:
             fsdp.free_gathered(unit)
+
+
+def _holds_shards(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all ranks step it together, as it holds parts of some model's weights."""
+    return any(
+        isinstance(parameter, DTensor)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
 
 
 def _call_if_alive(method: weakref.WeakMethod, *arguments: object) -> None:

@@ -3,7 +3,7 @@
 Source: ZeRO++ (Wang et al. 2023), section 3.2.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -55,7 +55,11 @@ class SecondaryCopies:
         frozen: its gradients may be anywhere, and an update may be delayed.
         """
         if fsdp.is_trainable(unit):
-            self._trained.add(unit)
+            self.note_trained(unit)
+
+    def note_trained(self, unit: nn.Module) -> None:
+        """Note that any later step of an optimizer may change the unit."""
+        self._trained.add(unit)
 
     def has(self, unit: nn.Module) -> bool:
         """Whether rows of the unit are kept, maybe out of date, or from a checkpoint."""
@@ -103,14 +107,22 @@ class SecondaryCopies:
 
     def drop(self, *, stepped_only: bool = False) -> None:
         """Drop the copies of all units, or only of those that an optimizer may have stepped."""
-        self.version += 1
-        if not stepped_only:
-            for each in (self._rows, self._outdated, self._loaded):
-                each.clear()
+        if stepped_only:
+            self.note_step({*self._rows, *self._loaded})
             return
-        for unit, own in self._loaded.items():
-            self._loaded[unit] = own._replace(is_outdated=True)
-        for unit in self._trained.intersection(self._rows):
+        self.version += 1
+        for each in (self._rows, self._outdated, self._loaded):
+            each.clear()
+
+    def note_step(self, units: Iterable[nn.Module]) -> None:
+        """Note that an optimizer may have stepped these units: drop their copies, or bring them up
+        to date in the next gather."""
+        self.version += 1
+        for unit in units:
+            if unit in self._loaded:
+                self._loaded[unit] = self._loaded[unit]._replace(is_outdated=True)
+            if unit not in self._trained or unit not in self._rows:
+                continue
             if self.steps is not None:
                 self._outdated.add(unit)
             else:
