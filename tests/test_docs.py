@@ -110,25 +110,6 @@ def test_decisions_that_the_code_refers_to_exist_and_are_short() -> None:
         assert all(f"## {part}" in text for part in ("Context", "Decision", "Consequences")), path
 
 
-def test_contributing_says_where_modules_without_a_test_file_are_tested() -> None:
-    rows = re.findall(r"^\| `([\w/]+)/` \| (.+?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
-    listed = {f"{room}/{name}.py" for room, names in rows for name in re.findall(r"`(\w+)`", names)}
-    modules = [
-        path.relative_to(ROOT)
-        for folder in ("zeropp", "megatron_zpp", "tools")
-        for path in (ROOT / folder).rglob("*.py")
-        if path.name != "__init__.py"
-    ]
-    untested = {
-        str(module)
-        for module in modules
-        if not (ROOT / "tests" / module.with_name(f"test_{module.name}")).exists()
-    }
-    missing, superfluous = sorted(untested - listed), sorted(listed - untested)
-    assert not missing, f"the table in CONTRIBUTING.md does not list {', '.join(missing)}"
-    assert not superfluous, f"absent, or with a test file: {', '.join(superfluous)}"
-
-
 def test_files_in_the_figure_of_the_architecture_exist() -> None:
     figure = ElementTree.parse(ROOT / "docs/architecture.svg").getroot()
     assert float(figure.get("width")) <= 1000
