@@ -25,10 +25,11 @@ from megatron_zpp.commands.inspect_dataset import InspectConfig
 from megatron_zpp.commands.merge_datasets import MergeConfig
 from megatron_zpp.commands.plan import PlanFlags
 from megatron_zpp.models.foreign.torchtitan import ShapeFlags
-from megatron_zpp.preprocess import PreprocessConfig
-from megatron_zpp.settings.arguments import FLAG_SECTIONS, parse
+from megatron_zpp.preprocess import PreprocessConfig, preprocess_config
+from megatron_zpp.settings.arguments import FLAG_SECTIONS, VOCABULARY, parse
 from megatron_zpp.settings.command_line import read, vocabulary
 from megatron_zpp.settings.config import DataConfig, TokenizerConfig
+from megatron_zpp.settings.idle_flags import idle_flags
 from tools.fetch_smollm2 import FetchConfig
 from zeropp.errors import InputError
 from zeropp.ranks import launcher as launch
@@ -50,6 +51,7 @@ SECTIONS = {
     "tools/merge_datasets.py": (MergeConfig,),
     "tools/plan.py": (PlanFlags, *FLAG_SECTIONS),
 }
+IDLE = {"tools/preprocess_data.py": preprocess_config.IDLE, "tools/plan.py": idle_flags()}
 GPUS = 8  # of the machine, for a launcher without a number of ranks
 LM_EVAL_FLAGS = {
     "--tasks", "--num-fewshot", "--apply-chat-template", "--output-path", "--log-samples",
@@ -171,9 +173,9 @@ def problem(words: Sequence[str]) -> str | None:
 @functools.cache
 def known_flags() -> frozenset[str]:
     """All flags of all programs of the project, with dashes instead of underscores."""
-    words = set(vocabulary(FLAG_SECTIONS))
-    for sections in SECTIONS.values():
-        words |= set(vocabulary(sections))
+    words = set(VOCABULARY)
+    for script, sections in SECTIONS.items():
+        words |= set(vocabulary(sections, IDLE.get(script, ())))
     own = {f"--{word}" for word in words} | OTHER_FLAGS
     sources = [ROOT / "zeropp/ranks/launcher.py", *ROOT.glob("benchmarks/**/*.py")]
     sources += ROOT.glob("tools/*.py")
@@ -232,7 +234,7 @@ def _script(script: str, arguments: list[str], ranks: int) -> str | None:
     if script in PRETRAIN:
         parse(arguments, ranks)
     elif script in SECTIONS:
-        read(arguments, vocabulary(SECTIONS[script]))
+        read(arguments, vocabulary(SECTIONS[script], IDLE.get(script, ())))
     else:
         for flag in FLAG.findall(" ".join(arguments)):
             if not _mentions((ROOT / script).parent, flag):

@@ -184,7 +184,7 @@ def test_the_tutorials_json_is_the_tutorials() -> None:
 @ranks(2)
 def test_json_runs(path, tmp_path) -> None:
     config = ZeroConfig.from_json(path)
-    keys = [notice.split()[0].rpartition(".")[2] for notice in config.notices]
+    keys = [notice.split()[0].rpartition(".")[2] for notice in config.notices()]
     assert sorted(keys) == sorted(NO_EFFECT.get(path.name, ()))
     log = log_of(f"--deepspeed_config {path} --micro-batch-size 2 --train-iters 2")
     if dist.get_rank() == 0:

@@ -16,8 +16,7 @@ FORMAT = 1
 # Model settings that may differ between the run that saved the weights and one that loads them.
 NOT_ARCHITECTURE = (
     "seq_length", "max_position_embeddings", "init_method_std", "hidden_dropout",
-    "attention_dropout", "fp32_residual_connection", "attention_softmax_in_fp32",
-    "apply_query_key_layer_scaling",
+    "attention_dropout", "fp32_residual_connection",
 )  # fmt: skip
 ROPE_SCALING = (
     "use_rope_scaling", "rope_scaling_factor", "rope_scaling_low_freq_factor",

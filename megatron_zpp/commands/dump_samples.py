@@ -30,7 +30,7 @@ from megatron_zpp.data.split import SPLITS, parse_split
 from megatron_zpp.data.text_source import resolve_data
 from megatron_zpp.settings.config import DataConfig, ModelConfig, TokenizerConfig, TrainingConfig
 from megatron_zpp.settings.flag import Section, flag, shared
-from megatron_zpp.settings.no_effect.files import DataFlags
+from megatron_zpp.settings.idle_flags import idle_flags
 from megatron_zpp.tokenizer import Tokenizer
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
@@ -45,6 +45,7 @@ NO_EFFECT = MappingProxyType(
         "reset_attention_mask": "the attention mask follows from the tokens and is not written",
     }
 )
+IDLE = ("data-impl", "mmap-warmup", "no-mmap-bin-files")
 
 Dataset = GPTDataset | BlendedDataset | MockDataset
 
@@ -58,9 +59,6 @@ class DumpConfig(Section):
     train_samples: int | None = flag(None, f"training samples {EPOCH}", minimum=0)
     valid_samples: int | None = flag(None, f"validation samples {EPOCH}", minimum=0)
     test_samples: int | None = flag(None, f"test samples {EPOCH}", minimum=0)
-    data_impl: str = shared(DataFlags, "data_impl")
-    mmap_warmup: bool = shared(DataFlags, "mmap_warmup")
-    no_mmap_bin_files: bool = shared(DataFlags, "no_mmap_bin_files")
     output: str | None = flag(None, "the .npz file to write (default: print samples as text)")
     show: int = flag(3, "samples of each split to print", minimum=1)
 
@@ -79,6 +77,7 @@ def main(argv: Sequence[str], program: str = "megatron-zpp dump-samples") -> int
         dump,
         interrupted="stopped; nothing was written",
         no_effect=NO_EFFECT,
+        idle=[flag for flag in idle_flags() if flag.name in IDLE],
     )
 
 

@@ -24,10 +24,11 @@ from megatron_zpp.planner.plan_chart import draw, require_matplotlib
 from megatron_zpp.planner.plan_table import plan_json, print_plan
 from megatron_zpp.planner.search import Plan, Search
 from megatron_zpp.planner.timing.hardware import Cluster, Description, find_cluster
-from megatron_zpp.settings.arguments import FLAG_SECTIONS, parse
+from megatron_zpp.settings.arguments import FLAG_SECTIONS, VOCABULARY, parse
 from megatron_zpp.settings.command_line import HELP, help_text, read, vocabulary
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.flag import Section, flag
+from megatron_zpp.settings.idle_flags import idle_flags
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
 
@@ -82,7 +83,7 @@ def main(argv: Sequence[str], program: str = "megatron-zpp plan") -> int:
     """Print the plan; return 0, 1 if the model fits nowhere, or 2 for a mistake in the flags."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if any(word in HELP for word in argv):
-        print(help_text(USAGE.format(program=program), (PlanFlags, *FLAG_SECTIONS)))
+        print(help_text(USAGE.format(program=program), (PlanFlags, *FLAG_SECTIONS), idle_flags()))
         return 0
     try:
         flags, run_argv = split(argv)
@@ -126,7 +127,7 @@ def split(argv: Sequence[str]) -> tuple[PlanFlags, list[str]]:
     Raises InputError for flags that neither knows, naming the nearest.
     """
     own = vocabulary((PlanFlags,))
-    typed = read(argv, {**vocabulary(FLAG_SECTIONS), **own})
+    typed = read(argv, {**VOCABULARY, **own})
     run_argv: list[str] = []
     is_own = False
     for word in argv:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from megatron_zpp.commands.run_command import run_command
 from megatron_zpp.preprocess import PreprocessConfig, preprocess
+from megatron_zpp.preprocess.preprocess_config import IDLE
 from megatron_zpp.settings.config import TokenizerConfig
 from zeropp.ranks.topology import use_one_rust_thread
 
@@ -33,4 +34,5 @@ def main(argv: Sequence[str], program: str = "megatron-zpp preprocess") -> int:
         preprocess,
         interrupted="stopped; nothing was written",
         log_level=logging.INFO,
+        idle=IDLE,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_zpp.settings.command_line import HELP, Assignment, help_text, read, vocabulary
-from megatron_zpp.settings.flag import Section
+from megatron_zpp.settings.flag import Flag, Section
 from zeropp.errors import InputError, NetworkError
 from zeropp.ranks.topology import Environment
 
@@ -29,13 +29,14 @@ def run_command(
     interrupted: str = "stopped",
     log_level: int = logging.WARNING,
     no_effect: Mapping[str, str] = MappingProxyType({}),
+    idle: Sequence[Flag] = (),
 ) -> int:
     """Call `run(*sections)` with the values of the flags typed in `argv`; return the exit status.
 
     `--help` prints `usage` and the flags. An InputError or OSError is printed to standard error as
     a line `error: ...`, and the status is 1. After Ctrl-C the line says `interrupted`, or what the
     KeyboardInterrupt says, and the status is 130. `no_effect` gives reasons why flags of these
-    sections have no effect here.
+    sections have no effect here, and `idle` are further flags, which never have any.
 
     joins_ranks: torchrun or zeropp may start the command on several ranks. Then every rank calls
     `run(environment, *sections)`, only rank 0 logs and prints errors (of each machine the first one
@@ -43,7 +44,7 @@ def run_command(
     """
     logging.basicConfig(level=log_level, format="%(message)s")
     if any(word in HELP for word in argv):
-        print(help_text(usage, sections))
+        print(help_text(usage, sections, idle))
         return 0
     environment = Environment(rank=0)  # reports an error in the variables themselves
     try:
@@ -51,7 +52,7 @@ def run_command(
             environment = Environment.read()
             run = partial(run, environment)
             logging.getLogger().setLevel(logging.WARNING if environment.rank else logging.INFO)
-        typed = read(argv, vocabulary(sections))
+        typed = read(argv, vocabulary(sections, idle))
         for name, assignment in typed.items():
             if reason := assignment.flag.why_ignored or no_effect.get(name):
                 log.warning("%s has no effect here: %s", assignment, reason)

@@ -3,10 +3,18 @@
 import os
 from dataclasses import dataclass
 
-from megatron_zpp.settings.flag import Section, flag, ignored
+from megatron_zpp.settings.flag import Section, flag
+from megatron_zpp.settings.idle_flags import flags_of
 from zeropp.errors import InputError
 
-STREAMED = "text is streamed, and the result is in the order of the input"
+IDLE = flags_of(
+    {
+        "text is streamed, and the result is in the order of the input": {
+            "partitions": {"type": "integer", "minimum": 1},
+            "keep-sequential-samples": "switch",
+        }
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +41,6 @@ class PreprocessConfig(Section):
         choices=("tiktoken", "fastokens"),
     )
     workers: int = flag(os.cpu_count() or 1, "number of processes that tokenize", minimum=1)
-    partitions: int = ignored(1, STREAMED, minimum=1)
-    keep_sequential_samples: bool = ignored(False, STREAMED)
     log_interval: int = flag(1000, "documents between two progress lines", minimum=1)
     dataset_impl: str = flag("mmap", "dataset format", choices=("mmap",))
 

@@ -6,6 +6,7 @@ Whatever is wrong raises an InputError that names the flag or key, its value, an
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from megatron_zpp.settings import defaults
@@ -13,11 +14,9 @@ from megatron_zpp.settings.command_line import HELP, Assignment, help_text, read
 from megatron_zpp.settings.config import SECTIONS, BatchConfig, Config, ParallelConfig
 from megatron_zpp.settings.flag import Section
 from megatron_zpp.settings.gpt.model import ModelFlags
-from megatron_zpp.settings.json_flags import ZeroFlags
+from megatron_zpp.settings.idle_flags import idle_flags
+from megatron_zpp.settings.json_flags import REASONS, ZeroFlags
 from megatron_zpp.settings.merge import json_values, merge
-from megatron_zpp.settings.no_effect.communication import CommunicationFlags, LauncherFlags
-from megatron_zpp.settings.no_effect.computing import ComputingFlags, ExpertFlags
-from megatron_zpp.settings.no_effect.files import CheckpointFlags, DataFlags, LogFlags
 from megatron_zpp.settings.schedule import Schedules
 from zeropp.errors import InputError
 from zeropp.settings.json_file import JsonValues, read_json
@@ -30,12 +29,9 @@ usage: {program} [FLAGS]
 Trains a GPT with ZeRO stages 0 to 3; torchrun or zeropp starts it on several ranks. The flags are
 Megatron's, and --deepspeed-config names a JSON file with DeepSpeed's keys. Everything has a
 default, the data too. The words of a flag may be separated by - or _."""
-FLAG_SECTIONS = (
-    *(*SECTIONS.values(), ZeroFlags, ModelFlags),
-    *(ComputingFlags, ExpertFlags, CommunicationFlags, LauncherFlags),
-    *(CheckpointFlags, DataFlags, LogFlags),
-)
-FLAGS = tuple(flag for section in FLAG_SECTIONS for flag in settings_of(section))
+FLAG_SECTIONS = (*SECTIONS.values(), ZeroFlags, ModelFlags)
+FLAGS = (*chain.from_iterable(map(settings_of, FLAG_SECTIONS)), *idle_flags())
+VOCABULARY = vocabulary(FLAG_SECTIONS, idle_flags())
 
 log = logging.getLogger("megatron_zpp")
 
@@ -48,9 +44,9 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
     and SystemExit(0) after printing the help of `program`.
     """
     if any(word in HELP for word in argv):
-        print(help_text(USAGE.format(program=program), FLAG_SECTIONS))
+        print(help_text(USAGE.format(program=program), FLAG_SECTIONS, idle_flags()))
         raise SystemExit(0)
-    typed = read(argv, vocabulary(FLAG_SECTIONS))
+    typed = read(argv, VOCABULARY)
     if "dry_run_ranks" in typed:
         world_size = typed["dry_run_ranks"].value
     file = JsonValues()
@@ -205,5 +201,5 @@ def _log_notices(typed: Mapping[str, Assignment], config: Config) -> None:
             "after %d iterations",
             Schedules.of(config).length.iterations,
         )
-    for line in config.zero.notices:
+    for line in config.zero.notices(REASONS):
         log.info("%s: %s", config.zero.source, line)

@@ -5,16 +5,16 @@ name. Names cannot be abbreviated, and an unknown one is an error.
 """
 
 import difflib
-import functools
 import logging
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp.settings.flag import Flag, Section
-from megatron_zpp.settings.unavailable import what_is_missing
+from megatron_zpp.settings.idle_flags import what_is_missing
 from zeropp.errors import InputError
 from zeropp.settings.schema import TYPE_NAMES, settings_of
 
@@ -45,20 +45,23 @@ class Assignment:
         return self.text
 
 
-@functools.cache
-def vocabulary(sections: tuple[type[Section], ...]) -> Mapping[str, Meaning]:
-    """Every known name, with dashes inside and none in front, and its meaning."""
+def vocabulary(
+    sections: Iterable[type[Section]], idle: Iterable[Flag] = ()
+) -> Mapping[str, Meaning]:
+    """Every known name, with dashes inside and none in front, and its meaning.
+
+    The names are those of the sections' flags and of `idle` ones, which have no effect.
+    """
     meanings: dict[str, Meaning] = {}
     by_name: dict[str, Flag] = {}
-    for section in sections:
-        for flag in settings_of(section):
-            first = by_name.setdefault(flag.name, flag)
-            assert (first.type, first.default) == (flag.type, flag.default), flag.name
-            for name in flag.names:
-                constant = True if flag.type is bool else None
-                meanings[_plain(name)] = Meaning(flag=flag, constant=constant)
-            for name, value in flag.shorthands.items():
-                meanings[_plain(name)] = Meaning(flag=flag, constant=value)
+    for flag in (*chain.from_iterable(map(settings_of, sections)), *idle):
+        first = by_name.setdefault(flag.name, flag)
+        assert (first.type, first.default) == (flag.type, flag.default), flag.name
+        for name in flag.names:
+            constant = True if flag.type is bool else None
+            meanings[_plain(name)] = Meaning(flag=flag, constant=constant)
+        for name, value in flag.shorthands.items():
+            meanings[_plain(name)] = Meaning(flag=flag, constant=value)
     return MappingProxyType(meanings)
 
 
@@ -83,24 +86,23 @@ def read(argv: Sequence[str], meanings: Mapping[str, Meaning]) -> dict[str, Assi
     return typed
 
 
-def help_text(usage: str, sections: Iterable[type[Section]]) -> str:
+def help_text(usage: str, sections: Iterable[type[Section]], idle: Iterable[Flag] = ()) -> str:
     """The help: a paragraph for each section, a line for each flag, and flags without effect."""
     parts = [usage]
-    ignored: dict[str, list[str]] = {}
     described: set[str] = set()
     for section in sections:
         new = [flag for flag in settings_of(section) if flag.name not in described]
         described.update(flag.name for flag in new)
-        for flag in new:
-            if flag.why_ignored:
-                ignored.setdefault(flag.why_ignored, []).append(_names(flag))
-        lines = [_flag_help(flag) for flag in new if not flag.why_ignored]
+        lines = [_flag_help(flag) for flag in new]
         lines += [line for flag in new for line in _shorthand_help(flag)]
         title = (section.__doc__ or "").strip().split("\n")[0]
         if lines:
             parts.append("\n".join([title, *lines]))
-    if ignored:
-        lines = [line for why, names in ignored.items() for line in _ignored_help(why, names)]
+    reasons: dict[str, list[str]] = {}
+    for flag in idle:
+        reasons.setdefault(flag.why_ignored, []).append(_names(flag))
+    if reasons:
+        lines = [line for why, names in reasons.items() for line in _idle_help(why, names)]
         parts.append("\n".join(["Flags that are accepted and have no effect, because:", *lines]))
     return "\n\n".join(parts)
 
@@ -191,7 +193,7 @@ def _flag_help(flag: Flag) -> str:
     return _line(_names(flag), text)
 
 
-def _ignored_help(why: str, names: Sequence[str]) -> list[str]:
+def _idle_help(why: str, names: Sequence[str]) -> list[str]:
     """A reason, and below it the flags that have no effect for it."""
     indent = " " * 4
     wrapped = textwrap.wrap(
@@ -203,7 +205,7 @@ def _ignored_help(why: str, names: Sequence[str]) -> list[str]:
 
 def _shorthand_help(flag: Flag) -> list[str]:
     """A line for each shorthand of a flag that takes values."""
-    if flag.type is bool or flag.why_ignored:
+    if flag.type is bool:
         return []
     return [
         _line(f"--{name}", f"the same as {flag.assignment(value)}")

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron_zpp.settings.flag import NoEffect, Section, flag, ignored
+from megatron_zpp.settings.flag import NoEffect, Section, flag
 from zeropp.errors import InputError
 
 _OWN_SOURCES = NoEffect(
@@ -100,7 +100,6 @@ class DataConfig(Section):
         None, "folder of the cached sample indices", no_effect=_NO_INDEX
     )
     num_workers: int = flag(2, "background workers that read samples ahead", minimum=0)
-    num_dataset_builder_threads: int = ignored(1, "one process builds all indices", minimum=1)
     dataloader_type: str = flag(
         "single",
         "order of the samples: as indexed, or permuted by epoch",

@@ -78,18 +78,13 @@ def flag(
     """Declare a setting with a flag; `facts` are further fields of `Flag`.
 
     A flag that is the `same_as` a JSON key has no effect for the same reasons, unless it names
-    others. `help` is not shown for a flag that never has an effect.
+    others.
     """
     if isinstance(same_as, str):
         same_as = SameAs(same_as)
     if same_as is not None:
         no_effect = no_effect or _reasons_of_key(same_as.key)
     return setting(Flag, default, help, same_as=same_as, no_effect=no_effect, **facts)
-
-
-def ignored(default: Any, why: str, **facts: Any) -> Any:
-    """Declare a flag that is accepted and never has an effect."""
-    return flag(default, no_effect=NoEffect(why), **facts)
 
 
 def needs(flags: str, condition: Callable[[Any], Any]) -> NoEffect:

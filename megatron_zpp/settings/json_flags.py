@@ -3,14 +3,29 @@
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megatron_zpp.settings.flag import SameAs, Section, flag, ignored, needs
+from megatron_zpp.settings.flag import SameAs, Section, flag, needs
 
 STRATEGIES = MappingProxyType(  # of --data-parallel-sharding-strategy, and their ZeRO stages
     {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 )
 _BF16 = ("bf16", "bfp16", "bfloat16")
 _ZERO = "zero_optimization"
-_RECOMPUTE = "activation_checkpointing"
+# Why keys have no effect in this program: those that engines honour, and what to use instead.
+REASONS = MappingProxyType(
+    {
+        f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": (
+            "checkpoints stay sharded; tools/consolidate.py writes one 16-bit file"
+        ),
+        "scheduler": "--lr-decay-style and its like set the learning-rate schedule",
+        "steps_per_print": "use --log-interval",
+        "wall_clock_breakdown": "use --log-timers-to-tensorboard",
+        "tensorboard": "use --tensorboard-dir",
+        "wandb": "use --wandb-project and its like",
+        "flops_profiler": "use --log-throughput",
+        "activation_checkpointing.number_checkpoints": "use --recompute-num-layers",
+        "activation_checkpointing.partition_activations": "use --sequence-parallel",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,21 +103,3 @@ class ZeroFlags(Section):
         no_effect=needs("--cpu-optimizer", lambda config: config.zero.offloads_optimizer),
         same_as=f"{_ZERO}.offload_optimizer.pin_memory",
     )
-    deepspeed: bool = ignored(False, "ZeRO is built in; --zero-stage or the JSON sets it up")
-    zero_reduce_scatter: bool = flag(False, same_as=f"{_ZERO}.reduce_scatter")
-    zero_contigious_gradients: bool = flag(
-        False, aliases=("zero-contiguous-gradients",), same_as=f"{_ZERO}.contiguous_gradients"
-    )
-    zero_reduce_bucket_size: int = flag(0, minimum=0, same_as=f"{_ZERO}.reduce_bucket_size")
-    zero_allgather_bucket_size: int = flag(0, minimum=0, same_as=f"{_ZERO}.allgather_bucket_size")
-    partition_activations: bool = flag(False, same_as=f"{_RECOMPUTE}.partition_activations")
-    contigious_checkpointing: bool = flag(
-        False,
-        aliases=("contiguous-checkpointing",),
-        same_as=f"{_RECOMPUTE}.contiguous_memory_optimization",
-    )
-    checkpoint_in_cpu: bool = flag(False, same_as=f"{_RECOMPUTE}.cpu_checkpointing")
-    synchronize_each_layer: bool = flag(
-        False, same_as=f"{_RECOMPUTE}.synchronize_checkpoint_boundary"
-    )
-    profile_backward: bool = flag(False, same_as=f"{_RECOMPUTE}.profile")

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from megatron_zpp.settings.flag import NoEffect, Section, flag, ignored, needs
+from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
 from zeropp.errors import InputError
 
-_NO_RNG = "dropout follows from the seed and the samples consumed, so no generator's state is kept"
 _NO_EVALUATION = NoEffect(
     "--eval-iters 0 switches evaluation off", when=lambda c: c.evaluation.eval_iters == 0
 )
@@ -139,11 +138,9 @@ class CheckpointConfig(Section):
         no_effect=_NEEDS_SAVE,
     )
     no_save_optim: bool = flag(False, "save without the optimizer's state", no_effect=_NEEDS_SAVE)
-    no_save_rng: bool = ignored(False, _NO_RNG)
     no_load_optim: bool = flag(False, "start with a fresh optimizer", no_effect=NEEDS_LOAD)
-    no_load_rng: bool = ignored(False, _NO_RNG)
     finetune: bool = flag(
-        False, "take the weights only and start at iteration 0", no_effect=NEEDS_LOAD
+        False, "load the weights alone, and train from iteration 0", no_effect=NEEDS_LOAD
     )
     use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
     no_load_lr_state: bool = flag(
@@ -154,9 +151,6 @@ class CheckpointConfig(Section):
         False, "load without reading the files to compare their checksums", no_effect=NEEDS_LOAD
     )
     exit_on_missing_checkpoint: bool = flag(False, "fail if --load holds no checkpoint")
-    universal_checkpoint: bool = ignored(
-        False, "every checkpoint loads at any number of ranks and any stage"
-    )
 
     def check(self) -> None:
         """Raise InputError for demands on a checkpoint that is not saved or not loaded."""
@@ -193,9 +187,6 @@ class LogConfig(Section):
     log_throughput: bool = flag(
         False, "log model TFLOP/s per rank, its share of the measured matmul rate, and MFU"
     )
-    timing_log_level: int = ignored(
-        0, "--log-timers-to-tensorboard shows every time that is measured", minimum=0, maximum=2
-    )
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard")
     tensorboard_queue_size: int = flag(
         1000, "scalars held before they are written", minimum=1, no_effect=_NEEDS_TENSORBOARD
@@ -231,7 +222,6 @@ class LogConfig(Section):
     profile_ranks: tuple[int, ...] = flag(
         (0,), "ranks that write a trace", minimum=0, no_effect=_NEEDS_PROFILE
     )
-    use_pytorch_profiler: bool = ignored(False, "--profile uses PyTorch's profiler")
     wandb_project: str | None = flag(None, "Weights & Biases project; switches it on")
     wandb_exp_name: str | None = flag(
         None, "name of the run at Weights & Biases", no_effect=_NEEDS_WANDB

@@ -101,7 +101,7 @@ def initialize(
     if optimizer is not None:  # DeepSpeed has this call on the optimizer
         optimizer.quantize_nontrainable_params = engine.quantize_nontrainable_params
     if mesh.get_local_rank() == 0:
-        for line in zero.list_notices(in_engine=True):
+        for line in zero.notices():
             log.info(line)
         log.info("ZeRO stage %d, %d ranks, %s", zero.stage, mesh.size(), batch)
         for name, text in sharding.describe(batch.micro_batches):

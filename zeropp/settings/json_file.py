@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from zeropp.errors import InputError
+from zeropp.settings.idle_keys import idle_keys
 from zeropp.settings.json_keys import JsonSection, Key, json_text
 from zeropp.settings.schema import settings_of
 
@@ -86,13 +87,8 @@ def build(root: type[JsonSection], values: Mapping[str, Any], prefix: str = "") 
 
 @functools.cache
 def all_keys(root: type[JsonSection]) -> Mapping[str, Key]:
-    """Every key below a section by its dotted name, sections themselves included."""
-    keys: dict[str, Key] = {}
-    for entry in settings_of(root):
-        keys[entry.dotted] = entry
-        if entry.subsection:
-            keys |= all_keys(entry.subsection)
-    return MappingProxyType(keys)
+    """Every key below `root`, the top level, by its dotted name, sections themselves included."""
+    return MappingProxyType({**_honoured_keys(root), **idle_keys()})
 
 
 def unknown_key(dotted: str, root: type[JsonSection]) -> InputError:
@@ -141,13 +137,14 @@ class _Reader:
 
     def __init__(self, root: type[JsonSection]) -> None:
         self._root = root
+        self._keys = all_keys(root)
         self._values: dict[str, Any] = {}
         self._auto_keys: set[str] = set()
         self._old_values: dict[str, Any] = {}
 
     def read(self, content: Any, source: str) -> JsonValues:
         """Everything in the top-level object; old names are replaced by today's."""
-        self._read_section(content, self._root)
+        self._read_section(content, "")
         for name, value in self._old_values.items():
             self._translate(name, value)
         return JsonValues(
@@ -157,18 +154,17 @@ class _Reader:
             source=source,
         )
 
-    def _read_section(self, content: Any, section: type[JsonSection]) -> None:
-        path = f"{section.path}." if section.path else ""
+    def _read_section(self, content: Any, path: str) -> None:
         if not isinstance(content, Mapping):
-            where = section.path or "the top level"
+            where = path or "the top level"
             raise InputError(f"{where} is {json_text(content)}: expected an object, {{...}}")
+        prefix = f"{path}." if path else ""
         for name in getattr(content, "repeated", ()):
-            raise InputError(f'"{path}{name}" is given twice; keep one')
-        by_name = {entry.name: entry for entry in settings_of(section)}
+            raise InputError(f'"{prefix}{name}" is given twice; keep one')
         for name, value in content.items():
-            dotted = path + str(name)
-            if name in by_name:
-                self._read_value(by_name[name], value)
+            dotted = f"{prefix}{name}"
+            if dotted in self._keys and "." not in str(name):
+                self._read_value(self._keys[dotted], value)
             elif dotted not in OLD_NAMES:
                 raise unknown_key(dotted, self._root)
             elif value is not None:
@@ -177,7 +173,7 @@ class _Reader:
     def _read_value(self, entry: Key, value: Any) -> None:
         if entry.subsection:
             if value is not None:  # DeepSpeed's JSON may spell "no such section" as null
-                self._read_section(value, entry.subsection)
+                self._read_section(value, entry.dotted)
         elif value == AUTO and entry.auto:
             self._auto_keys.add(entry.dotted)
         else:
@@ -194,8 +190,7 @@ class _Reader:
             raise InputError(f"{old} = {json_text(value)}: expected true or false")
         translated = _Reader(self._root)
         for name in names:
-            entry = all_keys(self._root)[name]
-            translated._read_value(entry, value if meaning is None else meaning[value])
+            translated._read_value(self._keys[name], value if meaning is None else meaning[value])
         for name in translated._values.keys() & self._values.keys():
             raise InputError(
                 f"{old} = {json_text(value)} is the old name of {name}, "
@@ -203,6 +198,16 @@ class _Reader:
             )
         self._values.update(translated._values)
         self._auto_keys |= translated._auto_keys
+
+
+@functools.cache
+def _honoured_keys(section: type[JsonSection]) -> Mapping[str, Key]:
+    keys: dict[str, Key] = {}
+    for entry in settings_of(section):
+        keys[entry.dotted] = entry
+        if entry.subsection:
+            keys |= _honoured_keys(entry.subsection)
+    return MappingProxyType(keys)
 
 
 def _check_ignored_object(entry: Key, content: Mapping) -> None:

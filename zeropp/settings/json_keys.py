@@ -60,11 +60,6 @@ class JsonSection(Section):
 key = partial(setting, Key)
 
 
-def ignored(default: Any, why: str, *, in_engine: str | None = None, **facts: Any) -> Any:
-    """Declare a key that is accepted and has no effect; `in_engine` is that of `NoEffect`."""
-    return key(default, no_effect=NoEffect(why, in_engine=in_engine), **facts)
-
-
 def needs(dotted: str) -> NoEffect:
     """The reason of a key that has an effect only if the key `dotted` is not false or "none"."""
     return NoEffect(f"it needs {dotted}", when=lambda zero: zero.value(dotted) in (False, "none"))

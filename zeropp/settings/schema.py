@@ -25,14 +25,10 @@ COUNT_NAMES = MappingProxyType({2: "two values, each ", 3: "three values, each "
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Why a setting changes nothing: always, or `when` the complete configuration is such.
-
-    `in_engine` replaces `why` under `zeropp.initialize`; it is "" if the setting is honoured there.
-    """
+    """Why a setting changes nothing: always, or `when` the complete configuration is such."""
 
     why: str
     when: Callable[[Any], bool] | None = None
-    in_engine: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +117,12 @@ class Setting:
         """Why the setting never has an effect; "" if it may have one."""
         return next((reason.why for reason in self.no_effect if reason.when is None), "")
 
-    def why_no_effect(self, config: Any, *, in_engine: bool = False) -> str:
+    def why_no_effect(self, config: Any) -> str:
         """Why the setting changes nothing in a complete configuration; "" if it does."""
-        for reason in self.no_effect:
-            if reason.when is None or reason.when(config):
-                if in_engine and reason.in_engine is not None:
-                    return reason.in_engine
-                return reason.why
-        return ""
+        reasons = (
+            reason for reason in self.no_effect if reason.when is None or reason.when(config)
+        )
+        return next((reason.why for reason in reasons), "")
 
     def _has_type(self, value: Any) -> bool:
         if self.count is None:

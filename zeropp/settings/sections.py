@@ -1,26 +1,17 @@
-"""The sections of a DeepSpeed JSON: what each key means here, or why it has no effect.
+"""The sections of a DeepSpeed JSON, with the keys that are honoured.
 
-`key(default, ...)` declares a key that is honoured, `ignored(default, reason)` one that is accepted
-and has no effect; `refused={value: reason}` lists values that are errors. The reader, the checks,
-the notices and the tests all work from these declarations.
+`key(default, ...)` declares a key, with the values that it may have. Keys that change nothing are
+in `no_effect.toml` and `refused.toml`.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zeropp.settings.json_keys import JsonSection, NoEffect, ignored, key, needs
+from zeropp.settings.json_keys import JsonSection, NoEffect, key, needs
 
 BITS = (4, 8, 16)
 GRADIENT_BITS = (3, *BITS)
-_BLOCKWISE = "FSDP2 gathers and reduces block by block, from one buffer per block"
-_ONE_WAY = "there is one way to gather and one to reduce, chosen by the stage"
-_PREFETCH = "FSDP2 gathers one block ahead and frees each block after its use"
-_FLAT = "all parameters are sharded alike, small ones in their block's buffer"
-_CHECKPOINTS = "every checkpoint holds fp32 weights and loads at any number of ranks and any stage"
-_SWAPPER = "only NVMe offload has these buffers, and it is not available here"
 _NVME = 'offload to NVMe is not available here; "cpu" and "none" are'
-_REMOVED = "DeepSpeed removed it in 2026 and it was never part of this project"
 _DEVICES = ("none", "cpu")
 
 
@@ -37,10 +28,6 @@ class OffloadParam(JsonSection):
             when=lambda c: c.stage != 3,
         ),
     )
-    nvme_path: str | None = ignored(None, _SWAPPER)
-    buffer_count: int = ignored(5, _SWAPPER)
-    buffer_size: int = ignored(100_000_000, _SWAPPER)
-    max_in_cpu: int = ignored(1_000_000_000, _SWAPPER)
     pin_memory: bool = key(False, no_effect=needs("zero_optimization.offload_param.device"))
 
 
@@ -49,13 +36,7 @@ class OffloadOptimizer(JsonSection):
     path: ClassVar[str] = "zero_optimization.offload_optimizer"
 
     device: str = key("none", choices=_DEVICES, refused={"nvme": _NVME})
-    nvme_path: str | None = ignored(None, _SWAPPER)
-    buffer_count: int = ignored(4, _SWAPPER)
     pin_memory: bool = key(False, no_effect=needs("zero_optimization.offload_optimizer.device"))
-    pipeline: bool = ignored(False, _SWAPPER)
-    pipeline_read: bool = ignored(False, _SWAPPER)
-    pipeline_write: bool = ignored(False, _SWAPPER)
-    fast_init: bool = ignored(False, _SWAPPER)
     ratio: float = key(
         1.0, minimum=0, maximum=1, no_effect=needs("zero_optimization.offload_optimizer.device")
     )
@@ -72,43 +53,7 @@ class ZeroOptimization(JsonSection):
     zero_quantized_nontrainable_weights: bool = key(False)
     offload_param: OffloadParam = key(OffloadParam())
     offload_optimizer: OffloadOptimizer = key(OffloadOptimizer())
-
-    reduce_bucket_size: int = ignored(500_000_000, _BLOCKWISE, auto=True)
-    allgather_bucket_size: int = ignored(500_000_000, _BLOCKWISE, auto=True)
-    contiguous_gradients: bool = ignored(True, _BLOCKWISE)
-    reduce_scatter: bool = ignored(True, _ONE_WAY)
-    allgather_partitions: bool = ignored(True, _ONE_WAY)
-    use_multi_rank_bucket_allreduce: bool = ignored(True, _ONE_WAY)
-    legacy_stage1: bool = ignored(False, _ONE_WAY)
-    round_robin_gradients: bool = ignored(False, "no gradient is copied to the CPU in turns")
-    overlap_comm: bool | None = ignored(
-        None, "communication overlaps with computation wherever the device allows it"
-    )
-    sub_group_size: int = ignored(1_000_000_000, "the optimizer steps parameter by parameter")
-    ignore_unused_parameters: bool = ignored(
-        True, "parameters without a gradient are always skipped"
-    )
-    memory_efficient_linear: bool = ignored(True, "PyTorch's own linear layer is used, unpatched")
-    load_from_fp32_weights: bool = ignored(True, _CHECKPOINTS)
-    elastic_checkpoint: bool = ignored(False, _CHECKPOINTS)
-    pipeline_loading_checkpoint: bool = ignored(False, _CHECKPOINTS)
-    stage3_gather_16bit_weights_on_model_save: bool = ignored(
-        False,
-        "checkpoints stay sharded; tools/consolidate.py writes one 16-bit file",
-        in_engine="",
-    )
-    stage3_prefetch_bucket_size: int = ignored(50_000_000, _PREFETCH, auto=True)
-    stage3_max_live_parameters: int = ignored(1_000_000_000, _PREFETCH, auto=True)
-    stage3_max_reuse_distance: int = ignored(1_000_000_000, _PREFETCH, auto=True)
-    stage3_module_granularity_threshold: int = ignored(0, _PREFETCH)
-    stage3_use_all_reduce_for_fetch_params: bool = ignored(False, _ONE_WAY)
-    stage3_param_persistence_threshold: int = ignored(100_000, _FLAT, auto=True)
-    stage3_model_persistence_threshold: int | None = ignored(None, _FLAT, auto=True)
-    log_trace_cache_warnings: bool = ignored(False, _PREFETCH)
-    override_module_apply: bool = ignored(True, "no method of a module is replaced")
-    mics_shard_size: int = key(-1, choices=(-1, 0))  # MiCS: removed from DeepSpeed too
-    mics_hierarchical_params_gather: bool = key(False, refused={True: _REMOVED})
-    zeropp_loco_param: Mapping | None = ignored(None, _REMOVED, keys=("err_beta", "reset_T"))
+    stage3_gather_16bit_weights_on_model_save: bool = key(False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +66,6 @@ class Fp16(JsonSection):
     loss_scale_window: int = key(1000, minimum=1, auto=True)  # steps without overflow
     hysteresis: int = key(2, minimum=1, auto=True)
     min_loss_scale: float = key(1.0, minimum=0, auto=True)
-    consecutive_hysteresis: bool = ignored(
-        False, "hysteresis returns after loss_scale_window steps without overflow, as in Megatron"
-    )
-    auto_cast: bool = ignored(False, "FSDP2 casts the inputs by itself", auto=True)
-    fp16_master_weights_and_grads: bool = key(
-        False, refused={True: "the optimizer always works on fp32 weights and gradients"}
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +73,6 @@ class Bf16(JsonSection):
     path: ClassVar[str] = "bf16"
 
     enabled: bool = key(False, auto=True)
-    immediate_grad_update: bool = ignored(True, "gradients accumulate in fp32 as they arrive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +83,7 @@ class OptimizerParams(JsonSection):
     betas: tuple[float, float] | None = key(None, minimum=0, maximum=1, auto=True)
     eps: float | None = key(None, minimum=0, auto=True)
     weight_decay: float | None = key(None, minimum=0, auto=True)
-    adam_w_mode: bool = key(True, refused={False: "only decoupled weight decay is available"})
-    bias_correction: bool = key(True, refused={False: "Adam always corrects its bias here"})
-    amsgrad: bool = key(False, refused={True: "AMSGrad is not available here"})
     torch_adam: bool = key(False)  # on CPUs
-    fused: bool = ignored(False, "the fastest Adam of the device is used")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +94,6 @@ class Optimizer(JsonSection):
 
     type: str | None = key(None, choices=("Adam", "AdamW"))
     params: OptimizerParams = key(OptimizerParams())
-    legacy_fusion: bool = ignored(False, "the fastest Adam of the device is used")
 
 
 SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
@@ -195,18 +127,6 @@ _RECOMPUTE = "activations are recomputed by torch.utils.checkpoint, which has no
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing(JsonSection):
     path: ClassVar[str] = "activation_checkpointing"
-
-    partition_activations: bool = ignored(
-        False,
-        "activations are not split over ranks here; --sequence-parallel of pretrain_gpt.py does so",
-    )
-    cpu_checkpointing: bool = ignored(False, "kept activations stay on the device")
-    contiguous_memory_optimization: bool = ignored(False, _RECOMPUTE)
-    number_checkpoints: int | None = ignored(
-        None, "use --recompute-num-layers", minimum=1, in_engine=_RECOMPUTE
-    )
-    synchronize_checkpoint_boundary: bool = ignored(False, _RECOMPUTE)
-    profile: bool = ignored(False, _RECOMPUTE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
 """`ZeroConfig`: the whole DeepSpeed JSON, read strictly and frozen.
 
-Nothing is ignored silently: a key is honoured, or `notices` says why it has no effect, or
-constructing the configuration raises `InputError`. What each key means is in
-`zeropp.settings.sections`, how the text is read in `zeropp.settings.json_file`, and which keys
-contradict each other in `zeropp.settings.rules`.
+Nothing is ignored silently: a key is honoured, or a notice says why it has no effect, or
+constructing the configuration raises `InputError`. The keys that are honoured are in
+`zeropp.settings.sections`, those that change nothing in `no_effect.toml` and `refused.toml`, how
+the text is read in `zeropp.settings.json_file`, and which keys contradict each other in
+`zeropp.settings.rules`.
 """
 
 import math
@@ -15,11 +16,11 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from zeropp.errors import InputError
+from zeropp.settings.idle_keys import idle_keys
 from zeropp.settings.json_file import OLD_NAMES, JsonValues, all_keys, build, read_json, unknown_key
-from zeropp.settings.json_keys import JsonSection, Key, NoEffect, ignored, json_text, key
+from zeropp.settings.json_keys import JsonSection, Key, NoEffect, json_text, key
 from zeropp.settings.rules import BATCH_KEYS, RULES
 from zeropp.settings.sections import (
-    ActivationCheckpointing,
     Bf16,
     Fp16,
     Optimizer,
@@ -39,19 +40,7 @@ _FORMATS = MappingProxyType(  # torch's name of each
         "bfloat16": "bfloat16",
     }
 )
-_PRINTED = "the training script's own log settings decide what is printed and when"
-_WRITTEN = "the training script writes what it wants to see; the engine has the numbers"
-_SERVICE = "checkpoints are written where the training script says, by the ranks themselves"
-_MONITOR = ("enabled", "output_path", "job_name")
-_EXACT_MEAN = "gradients are averaged exactly, without an overflow on the way"
 _FP32_MEAN = NoEffect("stage 0 averages whole gradients in fp32", when=lambda c: c.stage == 0)
-_ANY_OPTIMIZER = "any torch optimizer may be used at any stage"
-_SCHEDULE = "the learning-rate schedule is the training script's (--lr-decay-style and its like)"
-
-
-def _off(why: str) -> Any:
-    """An object that DeepSpeed switches on by `enabled`, for what is not here."""
-    return ignored(None, why, not_enabled=f"{why}; set it to false, or leave the object out")
 
 
 class Batch(NamedTuple):
@@ -67,8 +56,9 @@ class ZeroConfig(JsonSection):
     """The top level of the JSON; `ZeroConfig()` is ZeRO stage 0 in fp32.
 
     `file_keys` are the dotted keys that a file gave a value; `auto_keys` are those it set to "auto"
-    and that have not been given a value since; `old_names` are the outdated names it used. Raises
-    `InputError` for values out of range and for values that contradict each other.
+    and that have not been given a value since; `old_names` are the outdated names it used;
+    `idle_values` are the values of keys that change nothing, by dotted key. Raises `InputError` for
+    values out of range and for values that contradict each other.
     """
 
     path: ClassVar[str] = ""
@@ -83,82 +73,10 @@ class ZeroConfig(JsonSection):
     fp16: Fp16 = key(Fp16())
     bf16: Bf16 = key(Bf16())
     optimizer: Optimizer = key(Optimizer())
-    scheduler: Scheduler = ignored(Scheduler(), _SCHEDULE, in_engine="")
-    activation_checkpointing: ActivationCheckpointing = key(ActivationCheckpointing())
+    scheduler: Scheduler = key(Scheduler())
+    steps_per_print: int | None = key(None, minimum=1, infinity_is_null=True)
 
-    prescale_gradients: bool = ignored(False, _EXACT_MEAN)
-    gradient_predivide_factor: float = ignored(1.0, _EXACT_MEAN)
-    seq_parallel_communication_data_type: str | None = ignored(
-        None, "no sequence is split over ranks"
-    )
-    sparse_gradients: bool = ignored(False, "embedding gradients are dense, and sharded like all")
-    disable_allgather: bool = ignored(False, "weights are gathered block by block")
-    zero_allow_untested_optimizer: bool = ignored(False, _ANY_OPTIMIZER)
-    zero_force_ds_cpu_optimizer: bool = ignored(True, _ANY_OPTIMIZER)
-    graph_harvesting: bool = ignored(False, "no CUDA graphs are captured")
-    dataloader_drop_last: bool = ignored(False, "every rank always gets full batches")
-    steps_per_print: int | None = ignored(
-        None, "use --log-interval", minimum=1, infinity_is_null=True, in_engine=""
-    )
-    wall_clock_breakdown: bool = ignored(
-        False, "use --log-timers-to-tensorboard", in_engine=_PRINTED
-    )
-    memory_breakdown: bool = ignored(False, _PRINTED)
-    dump_state: bool = ignored(False, _PRINTED)
-    tensorboard: Mapping | None = ignored(
-        None, "use --tensorboard-dir", keys=_MONITOR, in_engine=_WRITTEN
-    )
-    wandb: Mapping | None = ignored(
-        None,
-        "use --wandb-project and its like",
-        keys=("enabled", "group", "team", "project"),
-        in_engine=_WRITTEN,
-    )
-    csv_monitor: Mapping | None = ignored(None, _PRINTED, keys=_MONITOR)
-    flops_profiler: Mapping | None = ignored(
-        None,
-        "use --log-throughput",
-        keys=("enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules")
-        + ("detailed", "output_file"),
-        in_engine="operations are not counted",
-    )
-    comms_logger: Mapping | None = ignored(
-        None, _PRINTED, keys=("enabled", "verbose", "prof_all", "debug", "prof_ops")
-    )
-    checkpoint: Mapping | None = ignored(
-        None,
-        "checkpoints are always complete, and load at any number of ranks",
-        keys=("tag_validation", "load_universal", "use_node_local_storage", "parallel_write")
-        + ("writer",),
-    )
-    data_types: Mapping | None = ignored(
-        None, "gradients are accumulated in fp32", keys=("grad_accum_dtype",)
-    )
-    aio: Mapping | None = ignored(
-        None,
-        "only NVMe offload reads it, and it is not available here",
-        keys=("block_size", "queue_depth", "thread_count", "intra_op_parallelism")
-        + ("single_submit", "overlap_events", "use_gds"),
-    )
-    curriculum_learning: Mapping | None = _off("there is no curriculum here")
-    data_efficiency: Mapping | None = _off("there is neither a curriculum nor token dropping here")
-    progressive_layer_drop: Mapping | None = _off("no layers are dropped here")
-    compression_training: Mapping | None = _off("models are not compressed while they train here")
-    eigenvalue: Mapping | None = _off("no eigenvalues are computed here")
-    sparse_attention: Mapping | None = ignored(None, "the model decides what its attention is")
-    amp: Mapping | None = _off("the sections bf16 and fp16 set the precision")
-    torch_autocast: Mapping | None = _off("the sections bf16 and fp16 set the precision")
-    elasticity: Mapping | None = _off(
-        "the batch sizes do not follow from the ranks; a run may go on at any number of them"
-    )
-    autotuning: Mapping | None = ignored(None, "nothing is tuned before a run")
-    nebula: Mapping | None = ignored(None, _SERVICE)
-    hybrid_engine: Mapping | None = ignored(None, "one engine trains and evaluates")
-    pipeline: Mapping | None = ignored(None, "the training script divides the model")
-    comet: Mapping | None = ignored(None, _WRITTEN)
-    timers: Mapping | None = ignored(None, _PRINTED)
-    compile: Mapping | None = ignored(None, "the training script decides what is compiled")
-
+    idle_values: Mapping[str, Any] = field(default_factory=dict, hash=False)
     file_keys: frozenset[str] = frozenset()
     auto_keys: frozenset[str] = frozenset()
     old_names: tuple[str, ...] = ()
@@ -194,12 +112,14 @@ class ZeroConfig(JsonSection):
         }
         for dotted in filled.keys() - _value_keys().keys():
             raise unknown_key(dotted, cls)
+        values = {**filled, **file.values}
         try:
-            config = build(cls, {**filled, **file.values})
+            config = build(cls, values)
         except InputError as error:
             raise InputError(f"{file.source}: {error}") from None
         return replace(
             config,
+            idle_values={name: value for name, value in values.items() if name in idle_keys()},
             file_keys=frozenset(file.values),
             auto_keys=file.auto_keys - filled.keys(),
             old_names=file.old_names,
@@ -245,11 +165,6 @@ class ZeroConfig(JsonSection):
         return self.compute_format if named is None else _FORMATS[named]
 
     @property
-    def notices(self) -> tuple[str, ...]:
-        """A line for each key in the file that has an old name or no effect here, and why."""
-        return self.list_notices(in_engine=False)
-
-    @property
     def unresolved_auto_keys(self) -> tuple[str, ...]:
         """Keys left to "auto" that `zeropp.initialize` needs; it can work out the batch sizes."""
         return tuple(
@@ -257,11 +172,15 @@ class ZeroConfig(JsonSection):
             for dotted, entry in all_keys(ZeroConfig).items()
             if dotted in self.auto_keys
             and dotted not in BATCH_KEYS
-            and not entry.why_no_effect(self, in_engine=True)
+            and not entry.why_no_effect(self)
         )
 
-    def list_notices(self, *, in_engine: bool) -> tuple[str, ...]:
-        """The `notices`; `in_engine`: under `zeropp.initialize`, which honours the schedule."""
+    def notices(self, reasons: Mapping[str, str] = MappingProxyType({})) -> tuple[str, ...]:
+        """A line for each key in the file that has an old name or no effect, and why.
+
+        `reasons` are those of a program which does not honour all that `zeropp.initialize` does, by
+        dotted key; they come before the general ones.
+        """
         lines = [
             f"{old} is an old name of {' and '.join(OLD_NAMES[old][0])}" for old in self.old_names
         ]
@@ -269,7 +188,7 @@ class ZeroConfig(JsonSection):
         for dotted, entry in all_keys(ZeroConfig).items():
             if dotted.startswith(ignored_sections) or not self._in_file(dotted):
                 continue
-            reason = entry.why_no_effect(self, in_engine=in_engine)
+            reason = reasons.get(dotted) or entry.why_no_effect(self)
             if reason:
                 lines.append(f"{dotted} has no effect here: {reason}")
                 ignored_sections += (f"{dotted}.",)
@@ -279,7 +198,7 @@ class ZeroConfig(JsonSection):
         """The value under a dotted key; raises `InputError` for one that does not exist."""
         if dotted not in all_keys(ZeroConfig):
             raise unknown_key(dotted, ZeroConfig)
-        return attrgetter(dotted)(self)
+        return self.idle_values.get(dotted) if dotted in idle_keys() else attrgetter(dotted)(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON that gives these values: every key in the file or not at its default."""

@@ -159,7 +159,7 @@ class WeightGather(fsdp.AllGather):
 class GradientMean(fsdp.ReduceScatter):
     """Average one unit's gradients, each slice on its owner: qgZ by the route's bits.
 
-    Whatever the wire carries, terms are summed in fp32 and in the order of the ranks (D5). Where
+    Whatever the wire carries, terms are summed in fp32 and in the order of the ranks. Where
     others have sharded the unit, FSDP2 divides by their factor, and the result is the sum
     (`divides` False); if it then sums that over replicas, the sum has the dtype that it sends
     (`rounds` True).

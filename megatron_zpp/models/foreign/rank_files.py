@@ -108,7 +108,9 @@ def _paths(folder: Path) -> Paths:
     for path in sorted(folder.glob("mp_rank_*/model*_rng.pt")):
         match = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?(_\d+)?", path.parent.name)
         if match is None or match[3]:
-            raise InputError(f"{path}: is of an expert-parallel rank: mixtures of experts are not")
+            raise InputError(
+                f"{path}: is of an expert-parallel rank, and mixtures of experts are not read"
+            )
         paths[int(match[2] or 0), int(match[1])] = path
     return paths
 

@@ -1,4 +1,4 @@
-"""The GPUs, nodes and links that a step is timed on: from `hardware.toml`, or description by hand.
+"""The GPUs, nodes and links that a step is timed on: from `hardware.toml`, or described by hand.
 
 A `Cluster` has ranges where constants are uncertain; `Cluster.at` picks one value of each, the
 `Rates` that times are computed with.
@@ -6,22 +6,16 @@ A `Cluster` has ranges where constants are uncertain; `Cluster.at` picks one val
 
 import difflib
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib import resources
 from typing import Any
 
 import torch
 
 from megatron_zpp.monitor.gpu_peaks import peak_of
 from zeropp.errors import InputError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from zeropp.settings.toml_file import read_toml
 
 SLOW, TYPICAL, FAST = "slow", "typical", "fast"
 GBIT, GB, GIB, TERA = 1e9 / 8, 1e9, 2**30, 1e12  # bytes per second, bytes, bytes, FLOP/s
@@ -44,7 +38,7 @@ class Range:
 class Gpu:
     """A GPU; bytes, bytes per second, and shares of its peak rate of products.
 
-    `tflops` is the peak rate if the GPU is description by hand, else None.
+    `tflops` is the peak rate of a GPU that is described by hand, else None.
     """
 
     name: str
@@ -191,8 +185,7 @@ def find_cluster(description: Description) -> Cluster:
 @cache
 def hardware_table() -> Mapping[str, Any]:
     """Return the contents of `hardware.toml`."""
-    text = resources.files(__package__).joinpath("hardware.toml").read_text("utf-8")
-    return tomllib.loads(text)
+    return read_toml(__package__, "hardware.toml")
 
 
 def table_gpu(name: str) -> Gpu:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_zpp.settings.flag import NoEffect, Section, flag, ignored, needs
+from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
 from megatron_zpp.settings.gpt.layer_pattern import marks_of, parse_window
 from megatron_zpp.settings.gpt.positions import PositionConfig
 from megatron_zpp.settings.gpt.sizes import model_flag
@@ -20,7 +20,7 @@ _ALL_FP32 = NoEffect("everything is fp32", when=lambda c: c.precision.format == 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(PositionConfig):
-    """The GPT model; sizes are in elements, derived values are properties."""
+    """The GPT: its shape, its numerics and its initial weights."""
 
     init_method_std: float = model_flag(
         0.02, "standard deviation of the initial weights", minimum=0
@@ -98,14 +98,6 @@ class ModelConfig(PositionConfig):
     )
     apply_residual_connection_post_layernorm: bool = model_flag(
         False, "the residual branches off after the normalization instead of before it"
-    )
-    apply_query_key_layer_scaling: bool = ignored(
-        False,
-        "the factor cancels, and scores are accumulated in fp32 here",
-        shorthands={"no-query-key-layer-scaling": False},
-    )
-    attention_softmax_in_fp32: bool = ignored(
-        False, "the attention kernels always accumulate the softmax in fp32"
     )
     fp32_residual_connection: bool = model_flag(
         False, "keep the residual stream in fp32", no_effect=(_ALL_FP32,)
@@ -212,5 +204,6 @@ class ModelFlags(Section):
     )
     no_position_embedding: bool = flag(
         False,
+        "there are no learned positions, as --position-embedding-type rope or none says, too",
         no_effect=NoEffect("--position-embedding-type rope or none, which it needs, says it"),
     )

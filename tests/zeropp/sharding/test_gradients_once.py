@@ -71,4 +71,4 @@ def test_by_an_engine(offload):
 
 def test_at_stage_1_it_says_that_it_changes_nothing():
     config = zero_config({"stage": 1}, zeropp=ONCE)
-    assert any("stages 0 and 1 do so anyway" in notice for notice in config.notices)
+    assert any("stages 0 and 1 do so anyway" in notice for notice in config.notices())

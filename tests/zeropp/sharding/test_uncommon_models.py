@@ -96,7 +96,7 @@ def test_weights_on_the_host_need_no_optimizer_and_any_may_update_them_there(nam
     assert run(sgd[0], 3) == run(sgd[1], 3)
     below = zeropp.ZeroConfig.from_json(config_of(zero_optimization=on_host | {"stage": 2}))
     assert not below.offloads_weights
-    assert any("only stage 3 shards the weights" in line for line in below.notices)
+    assert any("only stage 3 shards the weights" in line for line in below.notices())
 
 
 class Scaled(nn.Module):

@@ -1,1 +1,0 @@
-"""Megatron's flags that are accepted and have no effect, each with the reason."""
