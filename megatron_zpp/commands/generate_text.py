@@ -1,28 +1,23 @@
-"""Text from a model: from prompts of the command line or a file, or typed one after another.
+"""Text from a model, after prompts of the command line, a file or standard input.
 
     megatron-zpp generate --load checkpoints --prompt "def main(" --temperature 0.8
     megatron-zpp generate --load checkpoints --input prompts.jsonl --output texts.jsonl
-    megatron-zpp generate --load checkpoints
 
-The last one asks for prompts, with a history for the arrow keys. The model is a folder of
-checkpoints, a Hugging Face folder or a .gguf file. Started by torchrun or zeropp, the ranks share
-its weights. Text is printed as it is generated.
+The model is a folder of checkpoints, a Hugging Face folder or a .gguf file. Started by torchrun or
+zeropp, the ranks share its weights. Text is printed as it is generated.
 """
 
 import json
-import logging
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_zpp.commands.run_command import require_writable, run_command
 from megatron_zpp.data.instructions.examples import read_objects, text_field
-from megatron_zpp.settings.command_line import read, vocabulary
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.settings.data import EXAMPLES_SUFFIX
 from megatron_zpp.settings.flag import Section, flag
@@ -38,13 +33,9 @@ from megatron_zpp.tokenizer.base import read_text
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
 from zeropp.ranks.topology import Environment
-from zeropp.settings.schema import settings_of
 
 USAGE = "usage: {program} --load FOLDER [--prompt TEXT] [flags]"
 STDIN = "-"
-HISTORY = ".megatron_zpp_history"  # in the home folder
-HISTORY_LINES = 1000
-INPUT_MARK = "> "
 # Control characters, which a terminal would obey, without tabs and new lines.
 CONTROLS = (*range(9), *range(11, 32), *range(127, 160))
 UNPRINTABLE = dict.fromkeys(CONTROLS, "\N{REPLACEMENT CHARACTER}")
@@ -115,10 +106,9 @@ def run(
     """Open the model on all ranks; rank 0 reads the prompts and prints."""
     if config.prompt is not None and config.input is not None:
         raise InputError("--prompt and --input contradict each other: give one of them")
-    interactive = config.prompt is None and config.input is None and sys.stdin.isatty()
-    if interactive and config.output is not None:
-        raise InputError("--output needs --prompt or --input")
-    prompts = [] if interactive or environment.rank else prompts_of(config)
+    if config.prompt is None and config.input is None and sys.stdin.isatty():
+        raise InputError("there is no prompt: give --prompt TEXT or --input FILE, or pipe one in")
+    prompts = [] if environment.rank else prompts_of(config)
     if config.output is not None and not environment.rank:
         require_writable(config.output, "--output")
     model = open_text_model(model_config, tokenizer, environment)
@@ -129,10 +119,7 @@ def run(
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     try:
-        if interactive:
-            Conversation(model, sampling).run()
-        else:
-            write(model, config, sampling, prompts)
+        write(model, config, sampling, prompts)
     finally:
         model.close()
 
@@ -235,72 +222,6 @@ def show(
     print(f"[{sum(counts)} tokens, {sum(counts) / seconds:.1f} tokens/s]", file=sys.stderr)
 
 
-class Conversation:
-    """Asks for a prompt, prints the text after it, and asks again, until the input ends."""
-
-    def __init__(self, model: TextModel, sampling: SamplingConfig) -> None:
-        self._model, self._sampling = model, sampling
-        self._num_requests = 0
-
-    def run(self) -> None:
-        """Run until end of file or /quit; Ctrl-C ends a text, or discards a line."""
-        print(f"{self._model.name}: type a prompt; /help lists the commands")
-        with _history():
-            while (line := self._read_line()) is not None:
-                self._answer(line)
-
-    def _read_line(self) -> str | None:
-        while True:
-            try:
-                line = input(INPUT_MARK)
-            except KeyboardInterrupt:
-                print()
-                continue
-            except EOFError:
-                print()
-                return None
-            if line.strip() in ("/quit", "/exit"):
-                return None
-            if line:
-                return line
-
-    def _answer(self, line: str) -> None:
-        try:
-            if line.startswith("/"):
-                self._command(line)
-            else:
-                self._write(line.replace("\\n", "\n"))
-        except InputError as error:
-            print(f"error: {error}")
-
-    def _command(self, line: str) -> None:
-        name, _, value = line[1:].strip().partition(" ")
-        settings = settings_of(SamplingConfig)
-        descriptions = {description.names[0]: description for description in settings}
-        if name == "help":
-            print("a line is a prompt (\\n in it is a new line); Ctrl-C ends a text; commands:")
-            for flag_name, description in descriptions.items():
-                value = getattr(self._sampling, description.name)
-                print(f"  /{flag_name} VALUE".ljust(26), value)
-            print("  /quit")
-            return
-        if name not in descriptions:
-            raise InputError(f"unknown command /{name}; /help lists the commands")
-        words = value.split(" ") if descriptions[name].count else [value]
-        assignments = read([f"--{name}", *words], vocabulary((SamplingConfig,)))
-        self._sampling = replace(
-            self._sampling, **{dest: entry.value for dest, entry in assignments.items()}
-        )
-
-    def _write(self, prompt: str) -> None:
-        tokens = self._model.tokenizer.prompt(_require_unicode(prompt, "the prompt"))
-        request = self._sampling.request(tokens, self._num_requests)
-        self._model.check(request)
-        self._num_requests += 1
-        with Interruption() as interruption:
-            show(self._model, [""], [request], interruption)
-
-
 def _print_text(text: str) -> None:
     """Print text at once, on a terminal without control characters."""
     is_terminal = sys.stdout.isatty()
@@ -321,7 +242,7 @@ def _read_standard_input() -> str:
 
 
 def _require_unicode(text: str, place: str) -> str:
-    """`text`; raises InputError if the command line or a terminal gave bytes that are not UTF-8."""
+    """`text`; raises InputError if the command line gave bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -344,28 +265,3 @@ def _save(
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_atomically(Path(output), lambda file: file.write(text.encode()))
     print(f"{len(rows)} texts in {output}", file=sys.stderr)
-
-
-@contextmanager
-def _history() -> Iterator[None]:
-    """Let the arrow keys bring back earlier lines, also those of earlier sessions.
-
-    readline is imported here because importing it changes `input`, and Windows does not have it.
-    """
-    try:
-        import readline  # noqa: PLC0415 - optional
-    except ImportError:
-        yield
-        return
-    path = Path.home() / HISTORY
-    readline.set_history_length(HISTORY_LINES)
-    try:
-        if path.exists():
-            readline.read_history_file(path)
-    except OSError as error:
-        logging.warning("the history cannot be read: %s: %s", path, error.strerror)
-    yield
-    try:
-        readline.write_history_file(path)
-    except OSError as error:
-        logging.warning("the history cannot be saved: %s: %s", path, error.strerror)

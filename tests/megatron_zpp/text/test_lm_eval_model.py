@@ -191,6 +191,10 @@ def test_chat_template(tmp_path: Path) -> None:
     history.append({"role": "assistant", "content": "The best"})
     prefilled = lm.apply_chat_template(history, add_generation_prompt=False)
     assert prefilled.endswith("<|begin|>assistant\nThe best")
+    write_chat_files(folder, template="{{ raise_exception('roles must alternate') }}")
+    refusing = MegatronZppLM.create_from_arg_obj({"pretrained": str(folder)})
+    with pytest.raises(InputError, match="refuses these messages: roles must alternate"):
+        refusing.apply_chat_template(history)
 
 
 @ranks(2)
