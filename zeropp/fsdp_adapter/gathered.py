@@ -44,14 +44,18 @@ def free_gathered(unit: FSDPModule) -> None:
 def before_use(unit: FSDPModule, prepare: Callable[[], None]) -> Callable[[], None]:
     """Call `prepare` each time FSDP2 is about to use the unit's weights, gathered or not.
 
-    Returns what undoes this.
+    A prefetch by a unit that runs alone before any root did is left out: FSDP2 cannot gather units
+    that it has not initialized. Returns what undoes this.
     """
     groups = groups_of(unit)
     previous = [vars(group).get("unshard") for group in groups]
 
-    def prepare_and_unshard(unshard: Callable, async_op: bool = False) -> None:
-        prepare()
-        unshard(async_op)
+    def prepare_and_unshard(
+        group: FSDPParamGroup, unshard: Callable, async_op: bool = False
+    ) -> None:
+        if group._reset_sharded_params:  # is initialized
+            prepare()
+            unshard(async_op)
 
     def undo() -> None:
         for group, unshard in zip(groups, previous, strict=True):
@@ -60,7 +64,7 @@ def before_use(unit: FSDPModule, prepare: Callable[[], None]) -> Callable[[], No
                 group.unshard = unshard
 
     for group in groups:
-        group.unshard = partial(prepare_and_unshard, group.unshard)
+        group.unshard = partial(prepare_and_unshard, group, group.unshard)
     return undo
 
 

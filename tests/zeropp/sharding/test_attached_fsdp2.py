@@ -185,6 +185,18 @@ def nested(prepare: Prepare) -> Iterator[Any]:
         yield from gradients(model)
 
 
+def alone(prepare: Prepare) -> Iterator[Any]:
+    """Units that run without their root, one of them before and after others that follow it."""
+    model = sharded(small_model(), prepare)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in (1, 0, 2, 1):
+        output = model.blocks[number](inputs(number))
+        output.square().sum().backward()
+        yield output.detach()
+        yield from gradients(model)
+        optimizer.step()
+
+
 class HalvedOnTheWire(Tensor):
     """A weight that says itself that it is gathered in bf16."""
 
@@ -255,7 +267,7 @@ POLICIES = {
 }
 SUBJECTS = {
     subject.__name__: subject
-    for subject in (frozen, clipped, scaled, states, autograd, nested, extended, ignored)
+    for subject in (frozen, clipped, scaled, states, autograd, nested, alone, extended, ignored)
 } | {name: partial(mixed_precision, policy=policy) for name, policy in POLICIES.items()}
 
 

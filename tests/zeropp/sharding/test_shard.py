@@ -104,6 +104,17 @@ def test_a_forward_pass_between_steps_sees_the_newest_weights(stage):
     assert losses[1] < losses[0]
 
 
+@ranks(2)
+def test_blocks_run_without_the_rest_of_the_model():
+    """In this order a block has and has not been used when the one before it prefetches it."""
+    sharding = sharded(3)
+    plain, x = small_model(), torch.linspace(-1, 1, 24).view(2, 12)
+    for number in (1, 0, 2, 1):
+        output = sharding.model.blocks[number](x)
+        torch.testing.assert_close(output, plain.blocks[number](x), rtol=0, atol=0)
+        output.sum().backward()
+
+
 def test_one_rank_in_fp32_is_left_alone():
     model = small_model()
     before = list(model.parameters())
