@@ -1,5 +1,6 @@
 """Every statement of docs/python.md runs, in the order of the document."""
 
+import copy
 import json
 import os
 import re
@@ -41,17 +42,19 @@ def test_every_python_block_runs(tmp_path):
     os.chdir(tmp_path)
     text = (ROOT / "docs/python.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
-    first, saving, sharding, updating, building, gathering = blocks
+    first, saving, copying, sharding, updating, building, gathering = blocks
     (tmp_path / "ds_config.json").write_text(json.dumps(CONFIG))
     model = Net()
     dataset = TensorDataset(torch.rand(8, 4), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1]))
     names = {"model": model, "dataset": dataset, "Net": Net, "torch": torch, "dist": dist}
     names |= {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "zeropp": zeropp}
-    names |= {"init_device_mesh": init_device_mesh}
+    names |= {"init_device_mesh": init_device_mesh, "copy": copy}
     exec(first, names)
     assert names["engine"].global_steps == 2
     exec(saving, names)
     assert names["client_state"] == {"epoch": 3}
+    exec(copying, names)
+    assert type(names["average"]) is Net
     exec(gathering, names)
     with zeropp.zero.GatheredParameters(names["model"].head.weight):
         assert names["model"].head.weight.abs().sum() == 0

@@ -1,8 +1,9 @@
-"""State dicts of an engine's module are those of the plain model: whole tensors, in fp32.
+"""State dicts and deep copies of an engine's module are plain: whole tensors, in fp32.
 
 `state_dict()` gathers a sharded weight, after all ranks have said that they are there to do so;
 where every rank has all of it, at stage 0 or alone, nothing is sent. `load_state_dict` of whole
-tensors keeps this rank's parts of them. A plain `zeropp.shard` leaves both to FSDP2.
+tensors keeps this rank's parts of them. `copy.deepcopy` makes the plain model of such a state. A
+plain `zeropp.shard` leaves all this to FSDP2.
 """
 
 import weakref
@@ -17,7 +18,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp.errors import InputError
-from zeropp.fsdp_adapter import WholeParameter, gather_whole, shard_like
+from zeropp.fsdp_adapter import (
+    FSDPModule,
+    WholeParameter,
+    gather_whole,
+    plain_copy,
+    shard_like,
+    use_deepcopy,
+)
 from zeropp.ranks.meeting import AbsentRanksError, meet
 from zeropp.sharding.materialize import is_whole, part_for_rank
 from zeropp.sharding.sharding import Sharding
@@ -44,7 +52,7 @@ class WholeStateDicts:
         )
 
     def include(self, model: nn.Module) -> None:
-        """Let state dicts of these modules be whole; to be called again for added ones.
+        """Let state dicts and copies of these modules be whole; to be called again for added ones.
 
         Whatever else changes their state dicts must have been registered before.
         """
@@ -54,10 +62,40 @@ class WholeStateDicts:
                 # A function of its own for each, on which PyTorch sets an attribute.
                 module.register_state_dict_post_hook(partial(self._gather))
                 module.register_load_state_dict_pre_hook(self._split)
+                if isinstance(module, FSDPModule):
+                    use_deepcopy(module, self._copy)
 
     def __deepcopy__(self, _: object) -> "WholeStateDicts":
         """Serve copies of the modules, too: whoever copies a module copies its hooks."""
         return self
+
+    def _copy(self, unit: nn.Module, memo: dict) -> nn.Module:
+        """Return a plain copy of a unit, as `copy.deepcopy` does; gathers as `state_dict` does."""
+        self._require_units(memo)
+        state = unit.state_dict()
+        weights = []
+        for name, parameter in unit.named_parameters():
+            whole = state.pop(name)
+            if isinstance(whole, DTensor):
+                raise InputError(
+                    f"copy.deepcopy inside GatheredParameters, which was not given {name}: copy "
+                    "the model outside, on all ranks"
+                )
+            weights.append((parameter, whole.detach().to(parameter.device, copy=True)))
+        return plain_copy(unit, weights, memo)
+
+    def _require_units(self, memo: dict) -> None:
+        """Raise InputError if a copied module around units has shards itself, in whole modules."""
+        for around in (each for each in self._modules if id(each) in memo):
+            units = (each for each in around.modules() if isinstance(each, FSDPModule))
+            in_units = {parameter for unit in units for parameter in unit.parameters()}
+            for parameter in around.parameters():
+                is_plain = not isinstance(memo.get(id(parameter), parameter), DTensor)
+                if not is_plain and parameter not in in_units:
+                    raise InputError(
+                        "copy.deepcopy of a part of a sharded model that has weights beside its "
+                        "blocks: copy the model, and take that part of the copy, or copy a block"
+                    )
 
     def _gather(
         self, module: nn.Module, state: MutableMapping[str, Any], prefix: str, _: Any
@@ -104,8 +142,9 @@ class WholeStateDicts:
             raise InputError(
                 "state_dict() of a model whose weights are sharded (ZeRO stages 1 to 3) gathers "
                 f"them, and the ranks {error.ranks} of {self._group.size()} did not call it within "
-                f"{LIMIT.seconds} s: call it, or save_pretrained and whatever else calls it, on "
-                "all ranks, and write the file on one; at stage 0 one rank may call it alone"
+                f"{LIMIT.seconds} s: call it, or save_pretrained, copy.deepcopy and whatever else "
+                "calls it, on all ranks, and write the file on one; at stage 0 one rank may call "
+                "it alone"
             ) from error
 
     def _split(

@@ -59,6 +59,7 @@ from zeropp.fsdp_adapter.passes import (
     before_pass,
     is_in_pass,
 )
+from zeropp.fsdp_adapter.plain_copies import plain_copy, use_deepcopy
 from zeropp.fsdp_adapter.units import (
     AHEAD,
     ON_DEVICE,
@@ -140,6 +141,7 @@ __all__ = [
     "named_units",
     "own_pieces",
     "own_shards",
+    "plain_copy",
     "prefetches",
     "refresh_parameters",
     "replica_axes",
@@ -155,6 +157,7 @@ __all__ = [
     "store",
     "take_gradients",
     "use_all_gather",
+    "use_deepcopy",
     "use_reduce_scatter",
     "use_whole_parameters",
     "versions",

@@ -309,8 +309,13 @@ class Offload:
                 if owner is not None:
                     owner.gradient_of = self.gradient_of
                     owner.clear_gradient = self.clear_gradient
+
+        def after_load(module: nn.Module, _: object) -> None:  # a method would be copied with it
+            loaded = module.parameters(recurse=False)  # submodules have hooks of their own
+            self.read(each for each in loaded if not isinstance(each, fsdp.WholeParameter))
+
         for module in sharding.model.modules():
-            module.register_load_state_dict_post_hook(self._loaded)
+            module.register_load_state_dict_post_hook(after_load)
         frozen = {
             name: parameter
             for name, parameter in sharding.model.named_parameters()
@@ -324,11 +329,6 @@ class Offload:
                 offload.read(optimizer.param_groups[0]["params"])
 
         weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
-
-    def _loaded(self, module: nn.Module, _: object) -> None:
-        """Read the masters after a state was loaded into this module; submodules have own hooks."""
-        loaded = module.parameters(recurse=False)
-        self.read(each for each in loaded if not isinstance(each, fsdp.WholeParameter))
 
     def _take_whole(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
