@@ -98,7 +98,7 @@ class WeightChanges:
         group: dist.ProcessGroup | None,
         scalars: ScalarGradients | None = None,
     ) -> None:
-        self._copies, self._scalars = copies, scalars
+        self._copies, self._scalars, self._data_group = copies, scalars, group
         self._ranks = dist.get_process_group_ranks(group) if group is not None else []
         self._units: list[fsdp.FSDPModule] = []
         self._hooked: set[nn.Module] = set()
@@ -253,7 +253,7 @@ class WeightChanges:
         device = fsdp.device_of(self._units[0])
         refuse_capture(device, "whether weights were written since they were gathered")
         if device.type == "cpu":
-            with explained_waits(self._group, lambda: "a comparison of the weights' versions"):
+            with explained_waits(self._data_group, lambda: "a comparison of the weights' versions"):
                 dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)
             return notes.tolist()
         with torch.cuda.stream(self._stream):

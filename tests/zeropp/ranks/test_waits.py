@@ -59,6 +59,27 @@ def test_a_rank_that_leaves_out_a_step_under_attach_is_named():
     assert "rank 2: in no collective that zeropp knows of" in message, message
 
 
+@ranks(4)
+def test_a_rank_that_leaves_out_an_evaluation_is_named_where_ranks_first_compare_versions():
+    """They make the group for that then, which lacks a rank, too."""
+    model = attached_model()
+    with torch.no_grad():
+        loss_of(model, tokens_of(0))  # leaves the root gathered
+    if dist.get_rank() == 2:
+        time.sleep(LIMIT.total_seconds() + 1)  # longer than the others wait
+        dist.destroy_process_group()
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_GLOO_LAZY_INIT", "0")  # the tests' ranks do not connect until they send
+        with pytest.raises(WaitError) as error, torch.no_grad():
+            loss_of(model, tokens_of(0))
+    message, number = str(error.value), dist.get_rank()
+    dist.destroy_process_group()
+    here = f"rank {number} waited in vain in a comparison of the weights' versions. "
+    assert message.startswith(here), message
+    assert "rank 2: in no collective that zeropp knows of" in message, message
+
+
 @ranks(2)
 def test_ranks_that_wait_for_different_things_name_both():
     group = dist.new_group(timeout=LIMIT)
