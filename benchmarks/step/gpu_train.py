@@ -7,7 +7,7 @@ Ours is the step of pretrain_gpt.py --bf16 --compile on synthetic samples, read 
 Its peers, loops in plain PyTorch, keep their batches in the GPU's memory. Each must show our losses
 and gradient norms for two steps before it is timed; then the two take a few steps in turn.
 
-FLOPs are those of `GPT.flops_per_token`: no recomputation, attention over the whole sequence. MFU
+FLOPs are those of `flops_per_token`: no recomputation, attention over the whole sequence. MFU
 is model FLOP/s over the measured rate of square bf16 products, as with --log-throughput. With
 several sizes each runs in its own process.
 """
@@ -42,9 +42,10 @@ from benchmarks.step.device_loops import DEVICE_LOOPS
 from benchmarks.step.gpu_utilization import show_size, speeds
 from benchmarks.step.hugging_face_peer import is_installed
 from benchmarks.step.training_loops import unsharded
+from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.monitor.matmul_rate import measure_matmul_rate
 from megatron_zpp.parallel.mesh import join_ranks
-from megatron_zpp.settings.config import ParallelConfig
+from megatron_zpp.settings.config import ParallelConfig, RecomputeConfig
 from zeropp.ranks.topology import Environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,7 +139,7 @@ def measure_size(
     model, shape = unsharded(setup), size["shape"]
     size |= {
         "parameters": model.num_parameters(),
-        "flops_per_token": model.flops_per_token(),
+        "flops_per_token": flops_per_token(model.config, RecomputeConfig(), model.vocab_size),
         "tokens_per_step": shape["micro-batch"] * shape["micro-batches"] * shape["seq"],
         "product_rate": measure_matmul_rate(ranks.device, torch.bfloat16),
     }

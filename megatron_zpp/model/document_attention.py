@@ -17,6 +17,21 @@ from megatron_zpp.model.scores import CAUSAL, Scores
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, edges: Tensor | None, dropout: float, first: int = 0,
+    scores: Scores = CAUSAL,
+) -> Tensor:  # fmt: skip
+    """Map q [B, R, N, D] of the R tokens of each row from `first` on to [B, R, N, D].
+
+    k and v [B, S, K, D] are those of whole rows, which are one document each without `edges`.
+    """
+    if edges is not None:
+        return attend_documents(q, k, v, edges, dropout, first, scores)
+    end = first + q.shape[1]
+    q, k, v = (part.transpose(1, 2) for part in (q, k[:, :end], v[:, :end]))
+    return attend_last(q, k, v, dropout, scores).transpose(1, 2)
+
+
 def attend_documents(
     q: Tensor, k: Tensor, v: Tensor, edges: Tensor, dropout: float, first: int = 0,
     scores: Scores = CAUSAL,

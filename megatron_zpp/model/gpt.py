@@ -6,23 +6,23 @@ Shapes: B batch, S sequence, H hidden, V padded vocabulary.
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.cache import KeyValueCache
-from megatron_zpp.model.flops import flops_per_token
-from megatron_zpp.model.layers import (
-    Block,
-    apply_norm,
-    make_norm,
-)
+from megatron_zpp.model.layers import Block, apply_norm, make_norm
 from megatron_zpp.model.lora import train_adapters_only
-from megatron_zpp.model.loss import cap_logits, head_loss
+from megatron_zpp.model.loss import cap_logits, head_loss, parallel_cross_entropy
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.model.rotary import Rotary, rotary_kinds, rotary_tables
-from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
+from megatron_zpp.model.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from megatron_zpp.parallel.axes import UNSPLIT, Split
+from megatron_zpp.parallel.collectives import gather_columns
+from megatron_zpp.settings.config import ModelConfig
+from zeropp.optim.step import local_part
 
 
 class GPT(nn.Module):
@@ -31,7 +31,7 @@ class GPT(nn.Module):
     The vocabulary is padded with entries that occur in no text. They take part in the softmax, as
     in Megatron, and training drives their probabilities to zero. `part` says which layers are built
     and how they compute; what is elsewhere is None, and blocks have the names that they have in the
-    whole model. `logits` and `loss` compute the output layer from its input and its weight.
+    whole model.
 
     Raises InputError for adapters of layers that do not exist.
     """
@@ -49,7 +49,7 @@ class GPT(nn.Module):
         hidden = config.hidden_size
         self.tokens = self.positions = self.embed_norm = self.norm = self.head = None
         if part.is_first or (part.is_last and not has_head):
-            self.tokens = nn.Embedding(self.padded_vocab_size, hidden)
+            self.tokens = VocabParallelEmbedding(self.padded_vocab_size, hidden, part.tensor)
         if part.is_first and config.position_embedding_type == "learned_absolute":
             self.positions = nn.Embedding(config.num_positions, hidden)
         if part.is_first and config.embed_layernorm:
@@ -64,8 +64,7 @@ class GPT(nn.Module):
         if part.is_last:
             self.norm = make_norm(config, norms=part.norms)
         if part.is_last and has_head:
-            self.head = nn.Linear(hidden, self.padded_vocab_size, bias=False)
-        self.logits, self.loss = F.linear, head_loss
+            self.head = ColumnParallelLinear(hidden, self.padded_vocab_size, False, part.tensor)
         if part.lora is not None:
             train_adapters_only(self, part.lora)
 
@@ -92,16 +91,28 @@ class GPT(nn.Module):
         A part without embedding computes with `received` [B, S, H], what the part before it
         returned; one without output layer returns what its last block does.
         """
+        part, has_loss, share = self.part, labels is not None, None
         if cache is not None:
             position_ids = cache.positions
-        x = self.embed(tokens, position_ids) if self.part.is_first else received  # [B, S, H]
+        if has_loss and part.context is not None:
+            tokens, labels, loss_mask, position_ids, share = part.context.own_part(
+                tokens, labels, loss_mask, position_ids
+            )
+        rows = has_loss and part.tensor is not None and part.tensor.splits_rows(tokens.shape[1])
+        split = Split(sequences=share is not None, rows=rows)
+        x = self.embed(tokens, position_ids, split) if part.is_first else received  # [B, S, H]
         rotary = self._rotary(tokens, position_ids, cache)
         for layers in self.groups:
-            x = self.part.execution.run_group(self._run_blocks, layers, x, rotary, edges, cache)
-        return self.output(x, labels, loss_mask, cache) if self.part.is_last else x
+            x = part.execution.run_group(self._run_blocks, layers, x, rotary, edges, cache, split)
+        if not part.is_last:
+            return x
+        if not has_loss:
+            return self.logits(x, cache)
+        loss = self.loss(x, labels, loss_mask, split)
+        return loss if share is None else loss * share
 
-    def embed(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
-        """Return what the first block is called with, [B, S, H]."""
+    def embed(self, tokens: Tensor, position_ids: Tensor | None, split: Split) -> Tensor:
+        """Return what the first block is called with, [B, S, H], or this rank's rows of it."""
         x = self.tokens(tokens)
         if self.positions is not None:
             length = tokens.shape[1]
@@ -118,44 +129,47 @@ class GPT(nn.Module):
             x = apply_norm(self.embed_norm, x)
         if self.config.fp32_residual_connection:
             x = x.float()
-        return F.dropout(x, self.config.hidden_dropout, self.training)
+        x = F.dropout(x, self.config.hidden_dropout, self.training)
+        if not split.rows:
+            return x
+        if self.training and max(self.config.hidden_dropout, self.config.attention_dropout) > 0:
+            torch.manual_seed(self.part.tensor.peers.own_seed())
+        return self.part.tensor.own_rows(x)
 
-    def output(
-        self,
-        x: Tensor,
-        labels: Tensor | None,
-        loss_mask: Tensor | None,
-        cache: KeyValueCache | None,
-    ) -> Tensor:
-        """Return logits or loss, as `forward` does, of what the last block returned [B, S, H]."""
+    def logits(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
+        """Return logits [B, S, V] of what the last block returned [B, S, H]."""
         if cache is not None:
             x = cache.last_tokens(x)
-        x = apply_norm(self.norm, x)
-        weight = self.tokens.weight if self.head is None else self.head.weight
-        cap = self.config.final_logit_softcapping
-        if labels is None:
-            return cap_logits(self.logits(x, weight), cap)
+        hidden, weight = self._output_layer(x, UNSPLIT)
+        logits = F.linear(hidden, weight)
+        if self.part.tensor is not None:
+            logits = gather_columns(logits, self.part.tensor.peers)
+        return cap_logits(logits, self.config.final_logit_softcapping)
+
+    def loss(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None, split: Split) -> Tensor:
+        """Return the loss, as `forward` does, of what the last block returned [B, S, H]."""
+        hidden, weight = self._output_layer(x, split)
         mask = torch.ones(1, device=x.device) if loss_mask is None else loss_mask
         mask = mask.expand(labels.shape)
-        return self.loss(
-            x.flatten(0, 1), weight, labels.flatten(), mask.flatten(),
-            self.part.execution.cross_entropy, cap,
+        cross_entropy, axis = self.part.execution.cross_entropy, self.part.tensor
+        if axis is not None:
+            cross_entropy = partial(parallel_cross_entropy, peers=axis.peers)
+        return head_loss(
+            hidden.flatten(0, 1), weight, labels.flatten(), mask.flatten(), cross_entropy,
+            self.config.final_logit_softcapping,
         )  # fmt: skip
+
+    def _output_layer(self, x: Tensor, split: Split) -> tuple[Tensor, Tensor]:
+        """Return what the output layer computes with: its input, and this rank's weights."""
+        x = apply_norm(self.norm, x)
+        if self.part.tensor is not None:
+            x = self.part.tensor.enter(x, split)
+        return x, local_part(self.tokens.weight if self.head is None else self.head.weight)
 
     def num_parameters(self, *, trained_only: bool = False) -> int:
         """Return the number of weights of the whole model, also where it is sharded."""
         weights = (each for each in self.parameters() if each.requires_grad or not trained_only)
         return sum(weight.numel() for weight in weights)
-
-    def flops_per_token(self) -> float:
-        """Return the model FLOPs of forward and backward for one token of a full sequence.
-
-        3 · (2 · P + 4 · L · S · N · D): P weights of all matrix products, the output layer
-        included; L blocks; S = seq_length; N · D the width of the query heads. A backward pass
-        counts as two forward passes. Attention counts the whole sequence for every token, as PaLM
-        and Megatron do. Recomputation is not counted.
-        """
-        return flops_per_token(self.config, RecomputeConfig(), self.vocab_size)
 
     def _rotary(
         self, tokens: Tensor, position_ids: Tensor | None, cache: KeyValueCache | None
@@ -188,12 +202,13 @@ class GPT(nn.Module):
         rotary: tuple[Rotary | None, ...],
         edges: Tensor | None,
         cache: KeyValueCache | None,
+        split: Split,
     ) -> Tensor:
         """Run the blocks of some layers."""
         for layer in layers:
             layer_cache = None if cache is None else cache.layers[layer]
             table = rotary[self.rotary_kinds[layer]] if rotary else None
-            x = self.blocks[layer](x, table, edges, layer_cache)
+            x = self.blocks[layer](x, table, edges, layer_cache, split)
         return x
 
 

@@ -1,5 +1,8 @@
 """The layers of a GPT: normalization, attention, MLP, and transformer block.
 
+Of their shapes a rank has a part: with a tensor axis its heads and its channels of the MLP, between
+the layers that are split its rows of x where the pass splits rows, and with a context axis its
+tokens where the pass splits sequences.
 Shapes: B batch, S sequence, H hidden, F hidden of the MLP, N query heads, K key-value
 heads, Q = N/K query heads of one group, D channels of a head.
 """
@@ -11,13 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.cache import LayerCache
-from megatron_zpp.model.document_attention import attend_documents
+from megatron_zpp.model.document_attention import attend
 from megatron_zpp.model.execution import recomputed
-from megatron_zpp.model.lora import adapters_of, linear
+from megatron_zpp.model.lora import adapters_of
 from megatron_zpp.model.part import TORCH_NORMS, WHOLE, NormClasses, Part
-from megatron_zpp.model.prefix_attention import attend_last
 from megatron_zpp.model.rotary import Rotary, rotate
 from megatron_zpp.model.scores import Scores
+from megatron_zpp.model.tensor_parallel import (
+    ColumnParallelLinear,
+    ParallelRMSNorm,
+    RowParallelLinear,
+    own_random_numbers,
+)
+from megatron_zpp.parallel.axes import UNSPLIT, Split
 from megatron_zpp.settings.config import ModelConfig
 
 # What normalizes queries and keys in `Attention`: each head by itself, or all heads at once.
@@ -36,6 +45,13 @@ def make_norm(
     }
     norm_class = classes[config.normalization, config.apply_layernorm_1p]
     return norm_class(size or config.hidden_size, eps=config.layernorm_epsilon)
+
+
+def norm_of_all_heads(config: ModelConfig, size: int, part: Part) -> nn.Module:
+    """Return a normalization over the `size` channels of all heads, which ranks may split."""
+    if part.tensor is None:
+        return make_norm(config, size, part.norms)
+    return ParallelRMSNorm(size, config.layernorm_epsilon, part.tensor)
 
 
 def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
@@ -85,24 +101,27 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int = 0, part: Part = WHOLE) -> None:
         super().__init__()
-        norms, adapters = part.norms, partial(adapters_of, part.lora, layer)
-        self.scores = Scores.of(config, layer)
+        axis, adapters = part.tensor, partial(adapters_of, part.lora, layer)
+        self.axis, self.context = axis, part.context
+        self.scores = Scores.of(config, layer, axis)
         self.head_dim = config.head_dim
-        self.kv_heads = config.kv_heads
+        self.kv_heads = config.kv_heads // (1 if axis is None else axis.size)
         self.group_size = config.num_attention_heads // config.kv_heads
         self.dropout = config.attention_dropout
-        rows = self.kv_heads * (self.group_size + 2) * self.head_dim
-        self.qkv = linear(config.hidden_size, rows, config.has_qkv_bias, adapters("attention.qkv"))
-        width = config.num_attention_heads * self.head_dim
+        hidden, width = config.hidden_size, config.num_attention_heads * self.head_dim
+        kv_width = config.kv_heads * self.head_dim
+        self.qkv = ColumnParallelLinear(
+            hidden, width + 2 * kv_width, config.has_qkv_bias, axis, adapters("attention.qkv")
+        )
         self.q_norm = self.k_norm = self.queries_norm = self.keys_norm = None
         if config.qk_layernorm and config.qk_layernorm_across_heads:
-            self.queries_norm = make_norm(config, width, norms)
-            self.keys_norm = make_norm(config, self.kv_heads * self.head_dim, norms)
+            self.queries_norm = norm_of_all_heads(config, width, part)
+            self.keys_norm = norm_of_all_heads(config, kv_width, part)
         elif config.qk_layernorm:
-            self.q_norm = make_norm(config, self.head_dim, norms)
-            self.k_norm = make_norm(config, self.head_dim, norms)
+            self.q_norm = make_norm(config, self.head_dim, part.norms)
+            self.k_norm = make_norm(config, self.head_dim, part.norms)
         bias = config.has_attention_output_bias
-        self.output = linear(width, config.hidden_size, bias, adapters("attention.output"))
+        self.output = RowParallelLinear(width, hidden, bias, axis, adapters("attention.output"))
         self.is_recomputed = part.execution.recomputes_attention
 
     def forward(
@@ -111,21 +130,23 @@ class Attention(nn.Module):
         rotary: Rotary | None = None,
         edges: Tensor | None = None,
         cache: LayerCache | None = None,
+        split: Split = UNSPLIT,
     ) -> Tensor:
         """Map x [B, S, H] to [B, S, H]; `edges` int32 [n + 1] limit attention to each document.
 
         With a cache, x are new tokens, which also attend to the tokens in the cache.
         """
+        if self.axis is not None:
+            x = self.axis.enter(x, split)
         queries = self.group_size
         shape = (*x.shape[:2], self.kv_heads, queries + 2, self.head_dim)
         qkv = self.qkv(x).view(shape)  # [B, S, K, Q + 2, D]
         qk, v = qkv.split((queries + 1, 1), dim=3)
         q, k, v = (part.flatten(2, 3) for part in (*self._turned(qk, rotary), v))
         if cache is not None:
-            return self.output(cache.attend(q, k, v, self.scores).flatten(2))
-        attend = partial(recomputed, self.attend) if self.is_recomputed else self.attend
-        attended = attend(q, k, v, edges)
-        return self.output(attended.flatten(2))
+            return self.output(cache.attend(q, k, v, self.scores).flatten(2), split)
+        core = partial(recomputed, self.core) if self.is_recomputed else self.core
+        return self.output(core(q, k, v, edges, split).flatten(2), split)
 
     def _turned(self, qk: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         """Split qk [B, S, K, Q + 1, D] into queries and keys, normalized and then rotated."""
@@ -141,13 +162,27 @@ class Attention(nn.Module):
             k = apply_norm(self.keys_norm, k).view(shapes[1])
         return (q, k) if rotary is None else (rotate(q, rotary), rotate(k, rotary))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, edges: Tensor | None = None) -> Tensor:
-        """Map q [B, S, N, D], k and v [B, S, K, D] to [B, S, N, D]; the softmax is in fp32."""
-        dropout = self.dropout if self.training else 0.0
-        if edges is not None:
-            return attend_documents(q, k, v, edges, dropout, scores=self.scores)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        return attend_last(q, k, v, dropout, self.scores).transpose(1, 2)
+    def core(
+        self, q: Tensor, k: Tensor, v: Tensor, edges: Tensor | None = None, split: Split = UNSPLIT
+    ) -> Tensor:
+        """Map q [B, S, N, D], k and v [B, S, K, D] to [B, S, N, D]; the softmax is in fp32.
+
+        Where sequences are split these are the tokens of this rank.
+        """
+        dropout, context = self.dropout if self.training else 0.0, self.context
+        if split.sequences and context.gathers_keys:
+            k, v = context.gather_keys(k, v)
+            parts = zip(context.parts, q.chunk(len(context.parts), dim=1), strict=True)
+            attended = [
+                attend(part, k, v, edges, dropout, number * part.shape[1], self.scores)
+                for number, part in parts
+            ]
+            return torch.cat(attended, dim=1)
+        if split.sequences:
+            q, k, v = context.exchange_rows(q, k, v)
+        with own_random_numbers(self.axis, split, dropout, q.device):
+            attended = attend(q, k, v, edges, dropout, scores=self.scores)
+        return context.exchange_heads(attended) if split.sequences else attended
 
 
 class MLP(nn.Module):
@@ -156,19 +191,21 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, layer: int = 0, part: Part = WHOLE) -> None:
         super().__init__()
         bias, adapters = config.has_mlp_bias, partial(adapters_of, part.lora, layer)
-        hidden, ffn = config.hidden_size, config.ffn_size
-        self.config = config
-        self.input = linear(hidden, ffn, bias, adapters("mlp.input"))
+        hidden, ffn, axis = config.hidden_size, config.ffn_size, part.tensor
+        self.config, self.axis = config, axis
+        self.input = ColumnParallelLinear(hidden, ffn, bias, axis, adapters("mlp.input"))
         self.gate = None
         if config.is_gated:
-            self.gate = linear(hidden, ffn, bias, adapters("mlp.gate"))
-        self.output = linear(ffn, hidden, bias, adapters("mlp.output"))
+            self.gate = ColumnParallelLinear(hidden, ffn, bias, axis, adapters("mlp.gate"))
+        self.output = RowParallelLinear(ffn, hidden, bias, axis, adapters("mlp.output"))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, split: Split = UNSPLIT) -> Tensor:
         """Map x [B, S, H] to [B, S, H], through [B, S, F]."""
+        if self.axis is not None:
+            x = self.axis.enter(x, split)
         if self.gate is None:
-            return self.output(activate(self.input(x), self.config))
-        return self.output(activate(self.gate(x), self.config) * self.input(x))
+            return self.output(activate(self.input(x), self.config), split)
+        return self.output(activate(self.gate(x), self.config) * self.input(x), split)
 
 
 class Block(nn.Module):
@@ -209,12 +246,13 @@ class Block(nn.Module):
         rotary: Rotary | None = None,
         edges: Tensor | None = None,
         cache: LayerCache | None = None,
+        split: Split = UNSPLIT,
     ) -> Tensor:
         """Map x [B, S, H] to [B, S, H]; with a cache neither compiled nor recomputed."""
         if cache is not None:
-            return self.compute(x, rotary, edges, cache)
+            return self.compute(x, rotary, edges, cache, split)
         return self.execution.run_block(
-            Block.compute, self, x, rotary, edges, recompute=self.is_recomputed
+            Block.compute, self, x, rotary, edges, cache, split, recompute=self.is_recomputed
         )
 
     def compute(
@@ -223,18 +261,20 @@ class Block(nn.Module):
         rotary: Rotary | None = None,
         edges: Tensor | None = None,
         cache: LayerCache | None = None,
+        split: Split = UNSPLIT,
     ) -> Tensor:
         """Map x [B, S, H] to [B, S, H], as it is."""
         if self.fp32_residual:
             assert x.dtype == torch.float32, "the fp32 residual was cast to 16 bit"
         normalized = self._enter(self.norm1, x)
-        attended = self._leave(self.post_norm1, self.attention(normalized, rotary, edges, cache))
+        attended = self.attention(normalized, rotary, edges, cache, split)
+        attended = self._leave(self.post_norm1, attended)
         if self.is_parallel:
-            branch = self._leave(self.post_norm2, self.mlp(self._enter(self.norm2, x)))
+            branch = self._leave(self.post_norm2, self.mlp(self._enter(self.norm2, x), split))
             return self._residual(x, normalized) + (branch + attended)
         x = self._residual(x, normalized) + attended
         normalized = self._enter(self.norm2, x)
-        branch = self._leave(self.post_norm2, self.mlp(normalized))
+        branch = self._leave(self.post_norm2, self.mlp(normalized, split))
         return self._residual(x, normalized) + branch
 
     def _enter(self, norm: nn.Module | None, x: Tensor) -> Tensor:

@@ -19,31 +19,10 @@ from zeropp.errors import InputError
 A, B = "lora_A", "lora_B"  # PEFT's names
 
 
-class LoraLinear(nn.Linear):
-    """A linear layer with an adapter; `lora_A` and `lora_B` are linear layers without biases."""
-
-    def __init__(self, in_features: int, out_features: int, bias: bool, config: LoraConfig) -> None:
-        super().__init__(in_features, out_features, bias)
-        self.lora_A = nn.Linear(in_features, config.lora_rank, bias=False)
-        self.lora_B = nn.Linear(config.lora_rank, out_features, bias=False)
-        self.scaling = config.scaling
-        self.lora_dropout = config.lora_dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x [..., in] to [..., out]."""
-        return super().forward(x) + self.adapt(x)
-
-    def adapt(self, x: Tensor) -> Tensor:
-        """Return what the adapter adds, [..., out]."""
-        projected = self.lora_A(F.dropout(x, self.lora_dropout, self.training))  # [..., rank]
-        return self.lora_B(projected) * self.scaling
-
-
-def linear(in_features: int, out_features: int, bias: bool, lora: LoraConfig | None) -> nn.Linear:
-    """Return a linear layer, with an adapter if `lora` is not None."""
-    if lora is None:
-        return nn.Linear(in_features, out_features, bias)
-    return LoraLinear(in_features, out_features, bias, lora)
+def adapt(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return what the adapter of a linear layer adds, [..., out], for x [..., in]."""
+    projected = layer.lora_A(F.dropout(x, layer.lora.lora_dropout, layer.training))  # [..., rank]
+    return layer.lora_B(projected) * layer.lora.scaling
 
 
 def adapters_of(config: LoraConfig | None, layer: int, name: str) -> LoraConfig | None:

@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_zpp.parallel.collectives import largest, sum_whole
+from megatron_zpp.parallel.peers import Peers
+
 CPU_CHUNK = 2**18  # logits computed at a time: 1 MiB in fp32 fits in a core's cache
 DEVICE_CHUNK = 2**25  # on other devices: 128 MiB of workspace, few kernel launches
 
@@ -28,7 +31,7 @@ def head_loss(
 
     hidden [T, H], weight [V, H], labels int64 [T] below V, mask [T]. The loss is zero if the mask
     is all zero. Losses and softmax are computed in fp32 whatever the dtype. Differentiable once, by
-    `cross_entropy`, which is `chunked_cross_entropy` or `whole_cross_entropy`; None means chunked.
+    `cross_entropy`, one of the three below; None means `chunked_cross_entropy`.
     With a cap c, logits x are c tanh(x / c).
     """
     mask = mask.float()
@@ -81,6 +84,31 @@ def whole_cross_entropy(
     # Outside the kernel: compiled by torch 2.11, it would gather from the overwritten logits.
     label_logits = logits.gather(1, label_columns).float()
     return (kernel or logits_to_gradient)(logits, label_columns, label_logits, mask)
+
+
+def parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, mask: Tensor | None, peers: Peers
+) -> Tensor:
+    """Return losses fp32 [T] of logits [T, V/N], the part of the vocabulary of one of N ranks.
+
+    labels int64 [T] count the whole vocabulary. With a mask [T] the logits become
+    mask · (softmax − one-hot) in place.
+    """
+    columns = labels - peers.place * logits.shape[1]
+    is_own = (columns >= 0) & (columns < logits.shape[1])
+    columns = columns.masked_fill(~is_own, 0)[:, None]
+    values = logits.float()
+    row_max = largest(values.amax(dim=1), peers)
+    values = values - row_max[:, None]
+    label_values = values.gather(1, columns).squeeze(1) * is_own
+    exponentials = values.exp_()
+    sums = sum_whole(torch.stack((label_values, exponentials.sum(dim=1))), peers)
+    label_value, exp_sum = sums.unbind()
+    if mask is not None:
+        exponentials.mul_((mask / exp_sum)[:, None])
+        exponentials.scatter_add_(1, columns, -(mask * is_own)[:, None])
+        logits.copy_(exponentials)
+    return exp_sum.log() - label_value
 
 
 def logits_to_gradient(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from megatron_zpp.model.execution import Execution
+from megatron_zpp.parallel.axes import ContextAxis, TensorAxis
 from megatron_zpp.settings.config import LoraConfig
 
 
@@ -24,12 +25,15 @@ class Part:
     """The part of a GPT that a rank has, and how it computes it; by default the whole, alone.
 
     layers: its blocks, None for all. is_first: it has the embedding. is_last: it has the output
-    layer. lora: the adapters of its linear layers, without which all weights are trained.
+    layer. tensor: the axis over which its layers are split. context: that over which sequences are.
+    lora: the adapters of its linear layers, without which all weights are trained.
     """
 
     layers: range | None = None
     is_first: bool = True
     is_last: bool = True
+    tensor: TensorAxis | None = None
+    context: ContextAxis | None = None
     lora: LoraConfig | None = None
     execution: Execution = field(default_factory=Execution)
     norms: NormClasses = TORCH_NORMS

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_zpp.parallel.axes import TensorAxis
 from megatron_zpp.settings.config import ModelConfig
 
 BLOCK = 512  # queries
@@ -32,15 +33,16 @@ class Scores:
     alibi_heads: tuple[int, int, int] | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig, layer: int) -> "Scores":
-        """Return the scores of layer number `layer` of a model."""
+    def of(cls, config: ModelConfig, layer: int, axis: TensorAxis | None = None) -> "Scores":
+        """Return the scores of layer number `layer` of a model, of a rank's heads on an axis."""
         heads, scalar = config.num_attention_heads, config.query_pre_attn_scalar
+        count, place = (heads, 0) if axis is None else (heads // axis.size, axis.place)
         has_alibi = config.position_embedding_type == "alibi"
         return cls(
             window=config.windows[layer],
             cap=config.attn_logit_softcapping,
             scale=None if scalar is None else scalar**-0.5,
-            alibi_heads=(heads, 0, heads) if has_alibi else None,
+            alibi_heads=(heads, place * count, count) if has_alibi else None,
         )
 
     def is_causal_only(self, num_keys: int) -> bool:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from megatron_zpp.parallel.axes import ContextAxis, TensorAxis
 from megatron_zpp.parallel.main_thread import MainThread
 from megatron_zpp.parallel.peers import AXES, Peers
 from megatron_zpp.settings.config import ParallelConfig
@@ -111,6 +112,22 @@ class Ranks:
         first = self.replica * self.context_size
         group = shared_group("context", data[first : first + self.context_size], data)
         return self.peers("context", group)
+
+    def tensor_axis(self, config: ParallelConfig) -> TensorAxis | None:
+        """Return the axis over which layers are split, if they are."""
+        if self.tensor_size == 1:
+            return None
+        return TensorAxis(
+            peers=self.tensor_peers, sequence_parallel=config.sequence_parallel,
+            mesh=self.mesh["tensor"],
+        )  # fmt: skip
+
+    def context_axis(self, config: ParallelConfig) -> ContextAxis | None:
+        """Return the axis over which sequences are split, if they are."""
+        if self.context_size == 1:
+            return None
+        gathers_keys = config.cp_comm_type == "allgather"
+        return ContextAxis(peers=self.context_peers, gathers_keys=gathers_keys)
 
     def peers(self, purpose: str, group: dist.ProcessGroup) -> Peers:
         """Return the ranks of a group of this one's as peers for one of `AXES`."""

@@ -4,7 +4,7 @@ An all-gather is counted as a ring in rank order, a sum of whole tensors too; an
 message to a neighbour as they are.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -39,10 +39,6 @@ class Peers:
     def place(self) -> int:
         """The number of this rank among them."""
         return self.hop.members.index(self.rank)
-
-    def with_ledger(self, traffic: Traffic) -> "Peers":
-        """Return the same ranks with another ledger."""
-        return replace(self, traffic=traffic)
 
     def gather(self, part: Tensor, whole: Tensor) -> None:
         """Write the parts of all ranks to `whole` [T, ...]."""

@@ -24,7 +24,8 @@ from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.prefix_attention import lower_right_mask
 from megatron_zpp.model.rotary import GLOBAL, rotary_tables
-from megatron_zpp.planner.parts.meta_model import LargestBlock, MetaModel
+from megatron_zpp.parallel.axes import Split
+from megatron_zpp.planner.parts.meta_model import MetaModel, largest_block
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.recipe.pipeline_stage import Stage
 from megatron_zpp.settings.config import ModelConfig
@@ -148,9 +149,11 @@ def _trace_block(
 ) -> tuple[PassMemory, int]:
     """Return the activations of a block, and the bytes of the residual stream."""
     config = model.config
-    block = LargestBlock(
+    block = largest_block(
         model, attention_dropout=micro_batch.attention_dropout, selective=micro_batch.selective
     )
+    splits_rows = ranks.tensor_size > 1 and ranks.parallel.sequence_parallel
+    split = Split(sequences=ranks.context_size > 1, rows=splits_rows)
     with FakeTensorMode():
         weights = _weights(block, micro_batch.dtype)
         stream = _stream(config, ranks, micro_batch).requires_grad_()
@@ -162,9 +165,9 @@ def _trace_block(
             rotary = rotary_tables(config, positions)[GLOBAL]
         with LiveBytes([*weights.values(), stream, *(rotary or ())]) as live:
             if ranks.context_size > 1:  # masks, which all layers share, stay from the first forward
-                functional_call(block, weights, (stream, rotary))
+                functional_call(block, weights, (stream, rotary), {"split": split})
                 live.exclude_alive()
-            result = functional_call(block, weights, (stream, rotary))
+            result = functional_call(block, weights, (stream, rotary), {"split": split})
             saved, forward = live.current, live.take_peak()
             gradient = torch.empty_like(result)
             result.backward(gradient)

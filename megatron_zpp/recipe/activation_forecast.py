@@ -12,9 +12,9 @@ from math import gcd
 import torch
 from torch import nn
 
+from megatron_zpp.model.tensor_parallel import partial_parameters
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.peers import AXES, Peers
-from megatron_zpp.parallel.tensor_parallel import partial_parameters
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.recipe.pipeline_stage import Stage
 from megatron_zpp.settings.config import Config
@@ -114,7 +114,7 @@ class Forecast:
             yield from _sum("pipeline", hop, elements, FP32_BYTES, is_forward=False)
 
     def _tensor(self, stage: Stage, hop: Hop) -> Iterator[Move]:
-        """Yield the moves of `tensor_parallel.py`: 2 into and 2 out of the layers of a block."""
+        """Yield the moves of the tensor axis: 2 into and 2 out of the layers of a block."""
         yield from self._entries_and_exits(stage, hop)
         splits_rows = self.config.parallel.sequence_parallel
         if stage.is_first:
@@ -165,7 +165,7 @@ class Forecast:
         return 2 * len(stage.layers), 2 * (back + self._recomputed(stage))
 
     def _context(self, stage: Stage, hop: Hop) -> Iterator[Move]:
-        """Yield the moves of `context_parallel.py`, of queries, keys, values and the result."""
+        """Yield the moves of the context axis, of queries, keys, values and the result."""
         model, layers = self.config.model, len(stage.layers)
         is_selective = self.config.recompute.recompute_granularity == "selective"
         heads, kv_heads = (

@@ -16,9 +16,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.model.lora import initialize_adapters
 from megatron_zpp.model.part import TORCH_NORMS, Part
-from megatron_zpp.parallel.context_parallel import split_sequences
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.parallel.tensor_parallel import split_model
 from megatron_zpp.recipe.apex import Apex
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.recipe.pipeline_stage import Stage
@@ -43,11 +41,13 @@ def build_model(
     `config.lora` says. Returns what `zeropp.shard` returns; of a pipeline, for this rank's stages.
     """
     common = Part(
+        tensor=ranks.tensor_axis(config.parallel),
+        context=ranks.context_axis(config.parallel),
         lora=config.lora if config.lora.lora_rank else None,
         execution=Execution(config.recompute, COMPILER if config.training.compile else None),
         norms=apex.norms if apex else TORCH_NORMS,
     )
-    build = partial(_build_meta_model, config, vocab_size, ranks, common)
+    build = partial(_build_meta_model, config, vocab_size, common)
     if ranks.pipeline_size > 1:
         sharding = _build_pipeline(config, ranks, build)
     else:
@@ -93,18 +93,10 @@ def _require_trained_layers(model: GPT, stages: Sequence[range]) -> None:
             )
 
 
-def _build_meta_model(
-    config: Config, vocab_size: int, ranks: Ranks, common: Part, **stage: Any
-) -> GPT:
-    """Build a GPT without memory that computes as the flags say; `stage` are fields of its part."""
+def _build_meta_model(config: Config, vocab_size: int, common: Part, **stage: Any) -> GPT:
+    """Build a GPT without memory; `stage` are fields of its part."""
     with torch.device("meta"):
-        model = GPT(config.model, vocab_size, replace(common, **stage))
-    if ranks.tensor_size > 1:
-        splits_rows = config.parallel.sequence_parallel
-        split_model(model, ranks.mesh["tensor"], ranks.tensor_peers, sequence_parallel=splits_rows)
-    if ranks.context_size > 1:
-        split_sequences(model, ranks.context_peers, config.parallel.cp_comm_type)
-    return model
+        return GPT(config.model, vocab_size, replace(common, **stage))
 
 
 def _shard_model(model: GPT, config: Config, ranks: Ranks, *, keeps_root: bool = False) -> Sharding:

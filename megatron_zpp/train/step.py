@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron_zpp.data.loader import Batch, Loader
+from megatron_zpp.model.tensor_parallel import sum_partial_gradients
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.parallel.tensor_parallel import sum_partial_gradients
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.train.pending_iteration import (
     PendingIteration,

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -9,8 +10,7 @@ from torch import nn
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layers import Block
 from megatron_zpp.model.part import Part
-from megatron_zpp.parallel.context_parallel import split_sequences
-from megatron_zpp.parallel.tensor_parallel import TensorAxis, keep_parts, partial_parameters
+from megatron_zpp.model.tensor_parallel import partial_parameters
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.recipe.pipeline_stage import Stage
 from megatron_zpp.settings.config import Config
@@ -98,16 +98,10 @@ class MetaModel:
         return tuple(subunits) or ((),)
 
     def _build(self, kind: type[GPT], part: Part, ranks: PlannedRanks | None = None) -> GPT:
+        if ranks is not None:
+            part = replace(part, tensor=ranks.tensor_axis(), context=ranks.context_axis())
         with META:
-            model = kind(self._config.model, self._vocab_size, part)
-        if ranks is not None and ranks.tensor_size > 1:
-            axis = TensorAxis(ranks.tensor_peers, ranks.parallel.sequence_parallel)
-            axis.splits_rows = axis.sequence_parallel  # as in a pass that computes a loss
-            keep_parts(model, axis)
-        if ranks is not None and ranks.context_size > 1:
-            communication = ranks.parallel.cp_comm_type
-            split_sequences(model, ranks.context_peers, communication).splits = True
-        return model
+            return kind(self._config.model, self._vocab_size, part)
 
 
 class PassingBlock(Block):
@@ -124,21 +118,12 @@ class Ends(GPT):
     block_class = PassingBlock
 
 
-class LargestBlock(nn.Module):
-    """A copy of the block of a model with the most trained weights.
-
-    Hooks on the block are not called: those of the first one divide what arrives among ranks.
-    """
-
-    def __init__(self, model: GPT, *, attention_dropout: float, selective: bool) -> None:
-        super().__init__()
-        self.block = copy.deepcopy(max(model.blocks, key=_num_trained))
-        self.block.attention.dropout = attention_dropout
-        self.block.attention.is_recomputed = selective
-
-    def forward(self, *inputs: object) -> torch.Tensor:
-        """Return what the block does."""
-        return self.block.forward(*inputs)
+def largest_block(model: GPT, *, attention_dropout: float, selective: bool) -> Block:
+    """Return a copy of the block with the most trained weights, which is run in another way."""
+    block = copy.deepcopy(max(model.blocks, key=_num_trained))
+    block.attention.dropout = attention_dropout
+    block.attention.is_recomputed = selective
+    return block
 
 
 def _num_trained(module: nn.Module) -> int:

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from megatron_zpp.parallel.axes import ContextAxis, TensorAxis
 from megatron_zpp.parallel.mesh import mesh_sizes
 from megatron_zpp.parallel.peers import AXES, Peers
 from megatron_zpp.settings.config import ParallelConfig
@@ -100,6 +101,21 @@ class PlannedRanks:
         first = data - data % self.context_size
         members = self._grid[pipe, first : first + self.context_size, tensor]
         return self.peers("context", members.tolist())
+
+    def tensor_axis(self) -> TensorAxis | None:
+        """Return the axis over which layers are split, if they are; it has no mesh."""
+        if self.tensor_size == 1:
+            return None
+        return TensorAxis(
+            peers=self.tensor_peers, sequence_parallel=self.parallel.sequence_parallel
+        )
+
+    def context_axis(self) -> ContextAxis | None:
+        """Return the axis over which sequences are split, if they are."""
+        if self.context_size == 1:
+            return None
+        gathers_keys = self.parallel.cp_comm_type == "allgather"
+        return ContextAxis(peers=self.context_peers, gathers_keys=gathers_keys)
 
     @property
     def ends_of_pipeline(self) -> Peers:

@@ -133,7 +133,7 @@ def test_attention_softmax_is_fp32_in_16_bit() -> None:
     """As exact as one rounding of the output allows, with dropout's kernel and without."""
     attention = build(replace(GPT2, attention_dropout=1e-9)).blocks[0].attention
     q, k, v = (torch.randn(2, 16, 4, 8).mul_(4).bfloat16() for _ in range(3))
-    exact = attention.eval().attend(q.double(), k.double(), v.double())
+    exact = attention.eval().core(q.double(), k.double(), v.double())
     for mode in (True, False):
-        result = attention.train(mode).attend(q, k, v).double()
+        result = attention.train(mode).core(q, k, v).double()
         assert ((result - exact).norm() / exact.norm()) < 2**-8

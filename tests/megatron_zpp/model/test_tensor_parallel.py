@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.parallel.tensor_parallel import own_random_numbers
+from megatron_zpp.parallel.axes import TensorAxis
+from megatron_zpp.parallel.peers import AXES, Peers
 from megatron_zpp.recipe import model as recipe
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.train.batches import TRAIN, loader
@@ -28,6 +29,8 @@ from tests.megatron_zpp.train.training_runs import (
 )
 from tests.ranks import ranks
 from zeropp import InputError
+from zeropp.wire.route import Hop, Nodes
+from zeropp.wire.traffic import Traffic
 
 
 @pytest.mark.parametrize(
@@ -142,8 +145,12 @@ def test_blocks_may_be_traced(how):
 
 @ranks(2)
 def test_the_ranks_drop_other_elements():
+    hop = Hop(members=(0, 1), nodes=Nodes(num_ranks=2, ranks_per_node=2))
+    peers = Peers(
+        purpose="tensor", rank=dist.get_rank(), group=None, hop=hop, traffic=Traffic(AXES)
+    )
     torch.manual_seed(3)
-    with own_random_numbers(dist.get_rank(), torch.device("cpu")):
+    with TensorAxis(peers=peers, sequence_parallel=False).own_random_numbers(torch.device("cpu")):
         own = torch.rand(4).tolist()
     shared = torch.rand(4).tolist()
     everywhere = [None, None]

@@ -1,0 +1,194 @@
+"""Layers that are split over a tensor axis: each rank computes with its part of their parameters.
+
+| parameters                                 | split          | whole on every rank                |
+|--------------------------------------------|----------------|------------------------------------|
+| embedding, head                            | by vocabulary  | norms, positions, and the biases   |
+| queries, keys and values, with their bias  | by heads       | of layers that are split by        |
+| input and gate of the MLP, with their bias | by channels    | columns are whole on every rank    |
+| output of attention and MLP                | by columns     |                                    |
+| norms of all heads of queries and of keys  | by heads       |                                    |
+| B of adapters of the two kinds above those | by rows        | A of the same adapters             |
+| A of adapters of the outputs               | by columns     | B of the same adapters             |
+
+Without an axis they compute the plain thing. Activations are plain tensors. `split_dims` of a layer
+are the dimensions in which its parameters are split, by their names.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_zpp.model.lora import adapt, is_adapter
+from megatron_zpp.parallel.axes import UNSPLIT, Split, TensorAxis
+from megatron_zpp.parallel.collectives import moved, sum_whole
+from megatron_zpp.parallel.peers import Peers
+from megatron_zpp.settings.config import LoraConfig
+from zeropp.optim.step import gradient_parts, local_part
+
+NORMS_OF_HEADS = re.compile(r"\.attention\.[qk]_norm\.")
+
+
+class LocalLinear(nn.Linear):
+    """A linear layer that computes with this rank's part of its weight, split in dimension `dim`.
+
+    A bias is split with the rows of the weight (dim 0), or is whole.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, axis: TensorAxis | None, dim: int
+    ) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.axis = axis
+        self.split_dims: dict[str, int] = {}
+        if axis is not None:
+            self.split_dims["weight"], self.weight = dim, axis.part(self.weight, dim)
+        if axis is not None and bias and dim == 0:
+            self.split_dims["bias"], self.bias = dim, axis.part(self.bias, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [..., in], or this rank's channels of it, to its channels [..., out] or a term."""
+        return F.linear(x, local_part(self.weight), local_part(self.bias))
+
+
+class ColumnParallelLinear(LocalLinear):
+    """A linear layer whose output channels are split, and those of its adapter with them.
+
+    The columns of Megatron's name are those of the transposed weight.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, axis: TensorAxis | None = None,
+        lora: LoraConfig | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, out_features, bias, axis, dim=0)
+        self.lora = lora
+        if lora is not None:
+            self.lora_A = nn.Linear(in_features, lora.lora_rank, bias=False)
+            self.lora_B = LocalLinear(lora.lora_rank, out_features, False, axis, dim=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [..., in] to this rank's channels [..., out/T]."""
+        y = super().forward(x)
+        return y if self.lora is None else y + adapt(self, x)
+
+
+class RowParallelLinear(LocalLinear):
+    """A linear layer whose input channels are split, and those of its adapter with them.
+
+    Its bias is whole, and added to the sum of what the ranks compute.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, axis: TensorAxis | None = None,
+        lora: LoraConfig | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, out_features, bias, axis, dim=1)
+        self.lora = lora
+        if lora is not None:
+            self.lora_A = LocalLinear(in_features, lora.lora_rank, False, axis, dim=1)
+            self.lora_B = nn.Linear(lora.lora_rank, out_features, bias=False)
+
+    def forward(self, x: Tensor, split: Split = UNSPLIT) -> Tensor:
+        """Map x [B, S, in/T] to [B, S, out], or to this rank's rows of it."""
+        if self.axis is None:
+            y = super().forward(x)
+            return y if self.lora is None else y + adapt(self, x)
+        y = F.linear(x, local_part(self.weight))
+        if self.lora is not None:
+            dropout = self.lora.lora_dropout if self.training else 0.0
+            with own_random_numbers(self.axis, split, dropout, x.device):
+                y = y + adapt(self, x)
+        y = self.axis.leave(y, split)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding whose vocabulary is split: tokens of other ranks are zeros before the sum."""
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, axis: TensorAxis | None = None
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim)
+        self.axis = axis
+        self.split_dims: dict[str, int] = {}
+        if axis is not None:
+            self.split_dims["weight"], self.weight = 0, axis.part(self.weight, 0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map token ids int64 [B, S] to [B, S, H]."""
+        if self.axis is None:
+            return super().forward(tokens)
+        weight = local_part(self.weight)
+        index = tokens - self.axis.place * len(weight)
+        is_other = (index < 0) | (index >= len(weight))
+        x = F.embedding(index.masked_fill(is_other, 0), weight)
+        return self.axis.leave(x.masked_fill(is_other[..., None], 0), UNSPLIT)
+
+
+class ParallelRMSNorm(nn.RMSNorm):
+    """A normalization over channels that are split: the squares of all ranks are summed."""
+
+    def __init__(self, size: int, eps: float, axis: TensorAxis) -> None:
+        super().__init__(size, eps)
+        self.axis = axis
+        self.split_dims, self.weight = {"weight": 0}, axis.part(self.weight, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map this rank's channels x [..., size/T] to the same of the normalized ones."""
+        values = x.float()
+        squares = values.square().sum(-1, keepdim=True)
+        total = moved(squares, self.axis.peers, sum_whole, sum_whole)
+        normalized = values * torch.rsqrt(total / (x.shape[-1] * self.axis.size) + self.eps)
+        return (normalized * local_part(self.weight).float()).to(x.dtype)
+
+
+def own_random_numbers(
+    axis: TensorAxis | None, split: Split, dropout: float, device: torch.device
+) -> AbstractContextManager[None]:
+    """Return a context for dropout of channels or heads that are split over the axis, if any.
+
+    Where rows are split too, ranks have random numbers of their own throughout.
+    """
+    if axis is None or split.rows or dropout == 0:
+        return nullcontext()
+    return axis.own_random_numbers(device)
+
+
+def sum_partial_gradients(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    peers: Peers,
+    device: torch.device,
+    *,
+    sequence_parallel: bool,
+) -> None:
+    """Sum the gradients of whole parameters of which each rank has a term, in place."""
+    parts = gradient_parts(optimizer, partial_parameters(model, sequence_parallel))
+    if not parts:
+        return
+    total = sum_whole(torch.cat([part.flatten() for part in parts]).to(device), peers)
+    for part, sums in zip(parts, total.split([part.numel() for part in parts]), strict=True):
+        part.copy_(sums.view(part.shape))
+
+
+def partial_parameters(model: nn.Module, sequence_parallel: bool) -> Iterator[nn.Parameter]:
+    """Yield the whole parameters of which each rank computes a term of the gradient.
+
+    Those are what computes with its own rows or its own heads, and the matrix of an adapter whose
+    other is split.
+    """
+    split = {
+        getattr(module, name)
+        for module in model.modules()
+        for name in getattr(module, "split_dims", ())
+    }
+    for name, parameter in model.named_parameters():
+        has_rows = sequence_parallel and parameter.ndim == 1 and not name.startswith("embed_norm.")
+        has_heads = NORMS_OF_HEADS.search(name) is not None
+        is_term = has_rows or has_heads or is_adapter(name)
+        if is_term and parameter not in split and parameter.requires_grad:
+            yield parameter
