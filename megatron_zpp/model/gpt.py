@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.cache import KeyValueCache
-from megatron_zpp.model.layers import Block, apply_norm, make_norm
+from megatron_zpp.model.layers import Block, Sequences, apply_norm, make_norm
 from megatron_zpp.model.lora import train_adapters_only
 from megatron_zpp.model.loss import cap_logits, head_loss, parallel_cross_entropy
 from megatron_zpp.model.part import WHOLE, Part
-from megatron_zpp.model.rotary import Rotary, rotary_kinds, rotary_tables
+from megatron_zpp.model.rotary import Rotary, rotary_tables
 from megatron_zpp.model.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
-from megatron_zpp.parallel.axes import UNSPLIT, Split
 from megatron_zpp.parallel.collectives import gather_columns
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim.step import local_part
@@ -60,7 +59,6 @@ class GPT(nn.Module):
             for layer in layers
         })  # fmt: skip
         self.groups = execution.groups(layers)
-        self.rotary_kinds = rotary_kinds(config)
         if part.is_last:
             self.norm = make_norm(config, norms=part.norms)
         if part.is_last and has_head:
@@ -98,21 +96,25 @@ class GPT(nn.Module):
             tokens, labels, loss_mask, position_ids, share = part.context.own_part(
                 tokens, labels, loss_mask, position_ids
             )
-        rows = has_loss and part.tensor is not None and part.tensor.splits_rows(tokens.shape[1])
-        split = Split(sequences=share is not None, rows=rows)
-        x = self.embed(tokens, position_ids, split) if part.is_first else received  # [B, S, H]
-        rotary = self._rotary(tokens, position_ids, cache)
+        splits_rows = has_loss and part.tensor is not None and part.tensor.splits(tokens)
+        x = self.embed(tokens, position_ids) if part.is_first else received  # [B, S, H]
+        if splits_rows and part.is_first:
+            x = self._own_rows(x)
+        sequences = Sequences(
+            rotary=self._rotary(tokens, position_ids, cache), edges=edges, cache=cache,
+            is_split=share is not None, splits_rows=splits_rows,
+        )  # fmt: skip
         for layers in self.groups:
-            x = part.execution.run_group(self._run_blocks, layers, x, rotary, edges, cache, split)
+            x = part.execution.run_group(self._run_blocks, layers, x, sequences)
         if not part.is_last:
             return x
         if not has_loss:
             return self.logits(x, cache)
-        loss = self.loss(x, labels, loss_mask, split)
+        loss = self.loss(x, labels, loss_mask, splits_rows)
         return loss if share is None else loss * share
 
-    def embed(self, tokens: Tensor, position_ids: Tensor | None, split: Split) -> Tensor:
-        """Return what the first block is called with, [B, S, H], or this rank's rows of it."""
+    def embed(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
+        """Return the residual stream before the first block, [B, S, H]."""
         x = self.tokens(tokens)
         if self.positions is not None:
             length = tokens.shape[1]
@@ -129,26 +131,23 @@ class GPT(nn.Module):
             x = apply_norm(self.embed_norm, x)
         if self.config.fp32_residual_connection:
             x = x.float()
-        x = F.dropout(x, self.config.hidden_dropout, self.training)
-        if not split.rows:
-            return x
-        if self.training and max(self.config.hidden_dropout, self.config.attention_dropout) > 0:
-            torch.manual_seed(self.part.tensor.peers.own_seed())
-        return self.part.tensor.own_rows(x)
+        return F.dropout(x, self.config.hidden_dropout, self.training)
 
     def logits(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
         """Return logits [B, S, V] of what the last block returned [B, S, H]."""
         if cache is not None:
             x = cache.last_tokens(x)
-        hidden, weight = self._output_layer(x, UNSPLIT)
+        hidden, weight = self._output_layer(x, splits_rows=False)
         logits = F.linear(hidden, weight)
         if self.part.tensor is not None:
             logits = gather_columns(logits, self.part.tensor.peers)
         return cap_logits(logits, self.config.final_logit_softcapping)
 
-    def loss(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None, split: Split) -> Tensor:
+    def loss(
+        self, x: Tensor, labels: Tensor, loss_mask: Tensor | None, splits_rows: bool
+    ) -> Tensor:
         """Return the loss, as `forward` does, of what the last block returned [B, S, H]."""
-        hidden, weight = self._output_layer(x, split)
+        hidden, weight = self._output_layer(x, splits_rows)
         mask = torch.ones(1, device=x.device) if loss_mask is None else loss_mask
         mask = mask.expand(labels.shape)
         cross_entropy, axis = self.part.execution.cross_entropy, self.part.tensor
@@ -159,12 +158,18 @@ class GPT(nn.Module):
             self.config.final_logit_softcapping,
         )  # fmt: skip
 
-    def _output_layer(self, x: Tensor, split: Split) -> tuple[Tensor, Tensor]:
+    def _output_layer(self, x: Tensor, splits_rows: bool) -> tuple[Tensor, Tensor]:
         """Return what the output layer computes with: its input, and this rank's weights."""
         x = apply_norm(self.norm, x)
         if self.part.tensor is not None:
-            x = self.part.tensor.enter(x, split)
+            x = self.part.tensor.enter(x, splits_rows)
         return x, local_part(self.tokens.weight if self.head is None else self.head.weight)
+
+    def _own_rows(self, x: Tensor) -> Tensor:
+        """Return this rank's rows of x [B, S, H]; their dropout has random numbers of its own."""
+        if self.training and max(self.config.hidden_dropout, self.config.attention_dropout) > 0:
+            torch.manual_seed(self.part.tensor.peers.own_seed())
+        return self.part.tensor.own_rows(x)
 
     def num_parameters(self, *, trained_only: bool = False) -> int:
         """Return the number of weights of the whole model, also where it is sharded."""
@@ -174,7 +179,7 @@ class GPT(nn.Module):
     def _rotary(
         self, tokens: Tensor, position_ids: Tensor | None, cache: KeyValueCache | None
     ) -> tuple[Rotary | None, ...]:
-        """Return the tables of rotary positions by `rotary_kinds`; empty if there are none."""
+        """Return the tables of rotary positions, by `rotary_kinds`; empty if there are none."""
         if self.config.position_embedding_type != "rope":
             return ()
         is_long = self._is_long(tokens, position_ids, cache)
@@ -195,20 +200,10 @@ class GPT(nn.Module):
             return tokens.shape[1] > first_length
         return position_ids.max() >= first_length
 
-    def _run_blocks(
-        self,
-        layers: tuple[int, ...],
-        x: Tensor,
-        rotary: tuple[Rotary | None, ...],
-        edges: Tensor | None,
-        cache: KeyValueCache | None,
-        split: Split,
-    ) -> Tensor:
+    def _run_blocks(self, layers: tuple[int, ...], x: Tensor, sequences: Sequences) -> Tensor:
         """Run the blocks of some layers."""
         for layer in layers:
-            layer_cache = None if cache is None else cache.layers[layer]
-            table = rotary[self.rotary_kinds[layer]] if rotary else None
-            x = self.blocks[layer](x, table, edges, layer_cache, split)
+            x = self.blocks[layer](x, sequences)
         return x
 
 

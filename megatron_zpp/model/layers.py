@@ -1,24 +1,24 @@
 """The layers of a GPT: normalization, attention, MLP, and transformer block.
 
-Of their shapes a rank has a part: with a tensor axis its heads and its channels of the MLP, between
-the layers that are split its rows of x where the pass splits rows, and with a context axis its
-tokens where the pass splits sequences.
+With a tensor axis N, K and F are those of a rank, with a context axis S too where sequences are
+split; x has a rank's rows where rows are split.
 Shapes: B batch, S sequence, H hidden, F hidden of the MLP, N query heads, K key-value
 heads, Q = N/K query heads of one group, D channels of a head.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.model.cache import LayerCache
+from megatron_zpp.model.cache import KeyValueCache
 from megatron_zpp.model.document_attention import attend
 from megatron_zpp.model.execution import recomputed
 from megatron_zpp.model.lora import adapters_of
 from megatron_zpp.model.part import TORCH_NORMS, WHOLE, NormClasses, Part
-from megatron_zpp.model.rotary import Rotary, rotate
+from megatron_zpp.model.rotary import Rotary, rotary_kinds, rotate
 from megatron_zpp.model.scores import Scores
 from megatron_zpp.model.tensor_parallel import (
     ColumnParallelLinear,
@@ -26,11 +26,30 @@ from megatron_zpp.model.tensor_parallel import (
     RowParallelLinear,
     own_random_numbers,
 )
-from megatron_zpp.parallel.axes import UNSPLIT, Split
 from megatron_zpp.settings.config import ModelConfig
 
 # What normalizes queries and keys in `Attention`: each head by itself, or all heads at once.
 QK_NORMS = frozenset({"q_norm", "k_norm", "queries_norm", "keys_norm"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """The sequences that x belongs to in a pass: what layers know of its tokens.
+
+    rotary: the tables of their positions, by `rotary_kinds`; empty if there are none. edges int32
+    [n + 1]: where documents begin, to which attention is then limited. cache: earlier tokens, which
+    x continues. is_split: each context rank has a part of the tokens. splits_rows: each tensor rank
+    has some rows of x between the layers that are split (sequence parallelism).
+    """
+
+    rotary: tuple[Rotary | None, ...] = ()
+    edges: Tensor | None = None
+    cache: KeyValueCache | None = None
+    is_split: bool = False
+    splits_rows: bool = False
+
+
+WHOLE_ROWS = Sequences()
 
 
 def make_norm(
@@ -103,6 +122,7 @@ class Attention(nn.Module):
         super().__init__()
         axis, adapters = part.tensor, partial(adapters_of, part.lora, layer)
         self.axis, self.context = axis, part.context
+        self.layer, self.rotary_kind = layer, rotary_kinds(config)[layer]
         self.scores = Scores.of(config, layer, axis)
         self.head_dim = config.head_dim
         self.kv_heads = config.kv_heads // (1 if axis is None else axis.size)
@@ -124,29 +144,24 @@ class Attention(nn.Module):
         self.output = RowParallelLinear(width, hidden, bias, axis, adapters("attention.output"))
         self.is_recomputed = part.execution.recomputes_attention
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary: Rotary | None = None,
-        edges: Tensor | None = None,
-        cache: LayerCache | None = None,
-        split: Split = UNSPLIT,
-    ) -> Tensor:
-        """Map x [B, S, H] to [B, S, H]; `edges` int32 [n + 1] limit attention to each document.
-
-        With a cache, x are new tokens, which also attend to the tokens in the cache.
-        """
+    def forward(self, x: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:
+        """Map x [B, S, H] to [B, S, H]."""
+        splits_rows, cache = sequences.splits_rows, sequences.cache
         if self.axis is not None:
-            x = self.axis.enter(x, split)
+            x = self.axis.enter(x, splits_rows)
         queries = self.group_size
         shape = (*x.shape[:2], self.kv_heads, queries + 2, self.head_dim)
         qkv = self.qkv(x).view(shape)  # [B, S, K, Q + 2, D]
         qk, v = qkv.split((queries + 1, 1), dim=3)
+        rotary = sequences.rotary[self.rotary_kind] if sequences.rotary else None
         q, k, v = (part.flatten(2, 3) for part in (*self._turned(qk, rotary), v))
         if cache is not None:
-            return self.output(cache.attend(q, k, v, self.scores).flatten(2), split)
-        core = partial(recomputed, self.core) if self.is_recomputed else self.core
-        return self.output(core(q, k, v, edges, split).flatten(2), split)
+            attended = cache.layers[self.layer].attend(q, k, v, self.scores)
+        elif self.is_recomputed:
+            attended = recomputed(self.core, q, k, v, sequences)
+        else:
+            attended = self.core(q, k, v, sequences)
+        return self.output(attended.flatten(2), splits_rows)
 
     def _turned(self, qk: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         """Split qk [B, S, K, Q + 1, D] into queries and keys, normalized and then rotated."""
@@ -162,15 +177,11 @@ class Attention(nn.Module):
             k = apply_norm(self.keys_norm, k).view(shapes[1])
         return (q, k) if rotary is None else (rotate(q, rotary), rotate(k, rotary))
 
-    def core(
-        self, q: Tensor, k: Tensor, v: Tensor, edges: Tensor | None = None, split: Split = UNSPLIT
-    ) -> Tensor:
-        """Map q [B, S, N, D], k and v [B, S, K, D] to [B, S, N, D]; the softmax is in fp32.
-
-        Where sequences are split these are the tokens of this rank.
-        """
-        dropout, context = self.dropout if self.training else 0.0, self.context
-        if split.sequences and context.gathers_keys:
+    def core(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:
+        """Map q [B, S, N, D], k and v [B, S, K, D] to [B, S, N, D]; the softmax is in fp32."""
+        context = self.context if sequences.is_split else None
+        dropout, edges = self.dropout if self.training else 0.0, sequences.edges
+        if context is not None and context.gathers_keys:
             k, v = context.gather_keys(k, v)
             parts = zip(context.parts, q.chunk(len(context.parts), dim=1), strict=True)
             attended = [
@@ -178,11 +189,11 @@ class Attention(nn.Module):
                 for number, part in parts
             ]
             return torch.cat(attended, dim=1)
-        if split.sequences:
+        if context is not None:
             q, k, v = context.exchange_rows(q, k, v)
-        with own_random_numbers(self.axis, split, dropout, q.device):
+        with own_random_numbers(self.axis, sequences.splits_rows, dropout, q.device):
             attended = attend(q, k, v, edges, dropout, scores=self.scores)
-        return context.exchange_heads(attended) if split.sequences else attended
+        return attended if context is None else context.exchange_heads(attended)
 
 
 class MLP(nn.Module):
@@ -199,13 +210,13 @@ class MLP(nn.Module):
             self.gate = ColumnParallelLinear(hidden, ffn, bias, axis, adapters("mlp.gate"))
         self.output = RowParallelLinear(ffn, hidden, bias, axis, adapters("mlp.output"))
 
-    def forward(self, x: Tensor, split: Split = UNSPLIT) -> Tensor:
+    def forward(self, x: Tensor, splits_rows: bool = False) -> Tensor:
         """Map x [B, S, H] to [B, S, H], through [B, S, F]."""
         if self.axis is not None:
-            x = self.axis.enter(x, split)
+            x = self.axis.enter(x, splits_rows)
         if self.gate is None:
-            return self.output(activate(self.input(x), self.config), split)
-        return self.output(activate(self.gate(x), self.config) * self.input(x), split)
+            return self.output(activate(self.input(x), self.config), splits_rows)
+        return self.output(activate(self.gate(x), self.config) * self.input(x), splits_rows)
 
 
 class Block(nn.Module):
@@ -240,41 +251,27 @@ class Block(nn.Module):
         self.fp32_residual = config.fp32_residual_connection
         self.execution, self.is_recomputed = part.execution, is_recomputed
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary: Rotary | None = None,
-        edges: Tensor | None = None,
-        cache: LayerCache | None = None,
-        split: Split = UNSPLIT,
-    ) -> Tensor:
+    def forward(self, x: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:
         """Map x [B, S, H] to [B, S, H]; with a cache neither compiled nor recomputed."""
-        if cache is not None:
-            return self.compute(x, rotary, edges, cache, split)
+        if sequences.cache is not None:
+            return self.compute(x, sequences)
         return self.execution.run_block(
-            Block.compute, self, x, rotary, edges, cache, split, recompute=self.is_recomputed
+            Block.compute, self, x, sequences, recompute=self.is_recomputed
         )
 
-    def compute(
-        self,
-        x: Tensor,
-        rotary: Rotary | None = None,
-        edges: Tensor | None = None,
-        cache: LayerCache | None = None,
-        split: Split = UNSPLIT,
-    ) -> Tensor:
+    def compute(self, x: Tensor, sequences: Sequences) -> Tensor:
         """Map x [B, S, H] to [B, S, H], as it is."""
         if self.fp32_residual:
             assert x.dtype == torch.float32, "the fp32 residual was cast to 16 bit"
         normalized = self._enter(self.norm1, x)
-        attended = self.attention(normalized, rotary, edges, cache, split)
-        attended = self._leave(self.post_norm1, attended)
+        attended = self._leave(self.post_norm1, self.attention(normalized, sequences))
         if self.is_parallel:
-            branch = self._leave(self.post_norm2, self.mlp(self._enter(self.norm2, x), split))
+            branch = self.mlp(self._enter(self.norm2, x), sequences.splits_rows)
+            branch = self._leave(self.post_norm2, branch)
             return self._residual(x, normalized) + (branch + attended)
         x = self._residual(x, normalized) + attended
         normalized = self._enter(self.norm2, x)
-        branch = self._leave(self.post_norm2, self.mlp(normalized, split))
+        branch = self._leave(self.post_norm2, self.mlp(normalized, sequences.splits_rows))
         return self._residual(x, normalized) + branch
 
     def _enter(self, norm: nn.Module | None, x: Tensor) -> Tensor:

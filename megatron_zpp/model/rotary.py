@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_zpp.settings.config import ModelConfig
 
 Rotary = tuple[Tensor, Tensor]  # cosines and signed sines, each [B or 1, S, 1, 1, R] in fp32
-GLOBAL, LOCAL, NONE = 0, 1, 2  # tables of a model, by their index
+GLOBAL, LOCAL, NONE = KINDS = 0, 1, 2  # tables of a model, by their index
 
 
 def rotary_kinds(config: ModelConfig) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.lora import adapt, is_adapter
-from megatron_zpp.parallel.axes import UNSPLIT, Split, TensorAxis
+from megatron_zpp.parallel.axes import TensorAxis
 from megatron_zpp.parallel.collectives import moved, sum_whole
 from megatron_zpp.parallel.peers import Peers
 from megatron_zpp.settings.config import LoraConfig
@@ -92,7 +92,7 @@ class RowParallelLinear(LocalLinear):
             self.lora_A = LocalLinear(in_features, lora.lora_rank, False, axis, dim=1)
             self.lora_B = nn.Linear(lora.lora_rank, out_features, bias=False)
 
-    def forward(self, x: Tensor, split: Split = UNSPLIT) -> Tensor:
+    def forward(self, x: Tensor, splits_rows: bool = False) -> Tensor:
         """Map x [B, S, in/T] to [B, S, out], or to this rank's rows of it."""
         if self.axis is None:
             y = super().forward(x)
@@ -100,9 +100,9 @@ class RowParallelLinear(LocalLinear):
         y = F.linear(x, local_part(self.weight))
         if self.lora is not None:
             dropout = self.lora.lora_dropout if self.training else 0.0
-            with own_random_numbers(self.axis, split, dropout, x.device):
+            with own_random_numbers(self.axis, splits_rows, dropout, x.device):
                 y = y + adapt(self, x)
-        y = self.axis.leave(y, split)
+        y = self.axis.leave(y, splits_rows)
         return y if self.bias is None else y + self.bias
 
 
@@ -126,7 +126,7 @@ class VocabParallelEmbedding(nn.Embedding):
         index = tokens - self.axis.place * len(weight)
         is_other = (index < 0) | (index >= len(weight))
         x = F.embedding(index.masked_fill(is_other, 0), weight)
-        return self.axis.leave(x.masked_fill(is_other[..., None], 0), UNSPLIT)
+        return self.axis.leave(x.masked_fill(is_other[..., None], 0))
 
 
 class ParallelRMSNorm(nn.RMSNorm):
@@ -147,13 +147,13 @@ class ParallelRMSNorm(nn.RMSNorm):
 
 
 def own_random_numbers(
-    axis: TensorAxis | None, split: Split, dropout: float, device: torch.device
+    axis: TensorAxis | None, splits_rows: bool, dropout: float, device: torch.device
 ) -> AbstractContextManager[None]:
     """Return a context for dropout of channels or heads that are split over the axis, if any.
 
     Where rows are split too, ranks have random numbers of their own throughout.
     """
-    if axis is None or split.rows or dropout == 0:
+    if axis is None or splits_rows or dropout == 0:
         return nullcontext()
     return axis.own_random_numbers(device)
 

@@ -39,21 +39,6 @@ from megatron_zpp.parallel.peers import Peers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
-    """What a pass splits beside matrices; only passes that compute a loss do.
-
-    sequences: each context rank has its part of each sequence. rows: each tensor rank has its rows
-    of the residual stream between the layers that are split (sequence parallelism).
-    """
-
-    sequences: bool = False
-    rows: bool = False
-
-
-UNSPLIT = Split()
-
-
-@dataclass(frozen=True, kw_only=True)
 class TensorAxis:
     """The ranks that each have a part of each matrix.
 
@@ -74,9 +59,9 @@ class TensorAxis:
     def place(self) -> int:
         return self.peers.place
 
-    def splits_rows(self, length: int) -> bool:
-        """Whether a pass with a loss splits rows of this length: logits are of whole rows."""
-        return self.sequence_parallel and length % self.size == 0
+    def splits(self, tokens: Tensor) -> bool:
+        """Whether a pass with a loss splits the rows of tokens [B, S]; logits are of whole rows."""
+        return self.sequence_parallel and tokens.shape[1] % self.size == 0
 
     def part(self, parameter: nn.Parameter, dim: int) -> nn.Parameter:
         """Return this rank's part of a parameter without values, split in `dim`."""
@@ -90,15 +75,15 @@ class TensorAxis:
             )  # fmt: skip
         return nn.Parameter(part)
 
-    def enter(self, x: Tensor, split: Split) -> Tensor:
-        """Return all rows of x [B, S, H], or of what has [B, S/T, H] on each rank."""
-        if split.rows:
+    def enter(self, x: Tensor, splits_rows: bool) -> Tensor:
+        """Return x [B, S, H] for layers that are split, of which a rank may have its rows."""
+        if splits_rows:
             return moved(x, self.peers, gather_rows, sum_rows)
         return moved(x, self.peers, keep, sum_whole)
 
-    def leave(self, x: Tensor, split: Split) -> Tensor:
+    def leave(self, x: Tensor, splits_rows: bool = False) -> Tensor:
         """Return the sum over ranks of x [B, S, H], or this rank's rows of it."""
-        if split.rows:
+        if splits_rows:
             return moved(x, self.peers, sum_rows, gather_rows)
         return moved(x, self.peers, sum_whole, keep)
 

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.layers import Sequences
 from megatron_zpp.model.prefix_attention import lower_right_mask
-from megatron_zpp.model.rotary import GLOBAL, rotary_tables
-from megatron_zpp.parallel.axes import Split
+from megatron_zpp.model.rotary import GLOBAL, KINDS, rotary_tables
 from megatron_zpp.planner.parts.meta_model import MetaModel, largest_block
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.recipe.pipeline_stage import Stage
@@ -152,22 +152,24 @@ def _trace_block(
     block = largest_block(
         model, attention_dropout=micro_batch.attention_dropout, selective=micro_batch.selective
     )
-    splits_rows = ranks.tensor_size > 1 and ranks.parallel.sequence_parallel
-    split = Split(sequences=ranks.context_size > 1, rows=splits_rows)
     with FakeTensorMode():
         weights = _weights(block, micro_batch.dtype)
         stream = _stream(config, ranks, micro_batch).requires_grad_()
-        rotary = None
+        rotary: tuple[Tensor, ...] = ()
         if config.position_embedding_type == "rope":
             positions = torch.arange(config.seq_length // ranks.context_size)[None]
             if ranks.context_size > 1:
                 positions = positions.expand(micro_batch.size, -1)
             rotary = rotary_tables(config, positions)[GLOBAL]
-        with LiveBytes([*weights.values(), stream, *(rotary or ())]) as live:
+        sequences = Sequences(
+            rotary=(rotary,) * len(KINDS) if rotary else (), is_split=ranks.context_size > 1,
+            splits_rows=ranks.tensor_size > 1 and ranks.parallel.sequence_parallel,
+        )  # fmt: skip
+        with LiveBytes([*weights.values(), stream, *rotary]) as live:
             if ranks.context_size > 1:  # masks, which all layers share, stay from the first forward
-                functional_call(block, weights, (stream, rotary), {"split": split})
+                functional_call(block, weights, (stream, sequences))
                 live.exclude_alive()
-            result = functional_call(block, weights, (stream, rotary), {"split": split})
+            result = functional_call(block, weights, (stream, sequences))
             saved, forward = live.current, live.take_peak()
             gradient = torch.empty_like(result)
             result.backward(gradient)

@@ -23,7 +23,7 @@ KINDS = (
     FLAGS["qwen2"] + CP2,
     CP2 + GATHERED + TP2 + SP + "--recompute-granularity full",
     f"--num-layers 4 --micro-batch-size 1 --global-batch-size 4 {PP2}{TWO_STAGES}",
-    f"--num-layers 2 {PP2}{TP2}{SP}--cpu-optimizer",
+    f"{PP2}{TP2}{SP}--cpu-optimizer --zero-stage 1",
 )
 
 
