@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, H hidden, V padded vocabulary.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -41,7 +42,7 @@ class GPT(nn.Module):
         super().__init__()
         layers = range(config.num_layers) if part.layers is None else part.layers
         execution, has_head = part.execution, config.untie_embeddings_and_output_weights
-        self.part = part
+        self.part = replace(part, layers=layers)
         self.config = config
         self.vocab_size = vocab_size
         self.padded_vocab_size = config.padded_vocab_size(vocab_size)

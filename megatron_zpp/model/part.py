@@ -1,6 +1,7 @@
 """What a rank's GPT is made of."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -40,3 +41,17 @@ class Part:
 
 
 WHOLE = Part()
+
+
+def parts_of_stages(
+    common: Part, stages: Sequence[range], place: int = 0, size: int = 1
+) -> list[Part]:
+    """Return the parts of a rank's stages: those numbered `place`, `place` + `size` and so on.
+
+    `stages` are the layers of all of them, and `common` has the other fields.
+    """
+    last = len(stages) - 1
+    return [
+        replace(common, layers=stages[index], is_first=index == 0, is_last=index == last)
+        for index in range(place, len(stages), size)
+    ]

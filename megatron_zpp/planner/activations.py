@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layers import Sequences
+from megatron_zpp.model.part import Part
 from megatron_zpp.model.prefix_attention import lower_right_mask
 from megatron_zpp.model.rotary import GLOBAL, KINDS, rotary_tables
 from megatron_zpp.planner.parts.meta_model import MetaModel, largest_block
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
-from megatron_zpp.recipe.pipeline_stage import Stage
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim.step import local_part
 from zeropp.wire.in_flight import InFlightTensor
@@ -128,7 +128,7 @@ class ActivationTraces:
         self._traced: dict[tuple, Any] = {}
 
     def trace(
-        self, model: MetaModel, ranks: PlannedRanks, stage: Stage, micro_batch: MicroBatch
+        self, model: MetaModel, ranks: PlannedRanks, stage: Part, micro_batch: MicroBatch
     ) -> Activations:
         """Return the activations of a micro-batch in a stage of a rank."""
         parallel = ranks.parallel

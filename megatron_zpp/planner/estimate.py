@@ -12,6 +12,7 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from megatron_zpp.model.loss import CPU_CHUNK, DEVICE_CHUNK
+from megatron_zpp.model.part import Part
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
 from megatron_zpp.planner.activations import Activations, ActivationTraces, MicroBatch
 from megatron_zpp.planner.node_traffic import mean_of_nodes
@@ -30,7 +31,6 @@ from megatron_zpp.planner.state_memory import (
     offloaded_bytes,
     saved_bytes,
 )
-from megatron_zpp.recipe.pipeline_stage import Stage
 from megatron_zpp.settings.config import Config
 from zeropp.fsdp_adapter import AHEAD
 from zeropp.sharding.grid import Grid
@@ -116,7 +116,7 @@ def estimate_run(run: PlannedRun, traces: ActivationTraces) -> Estimate:
     )  # fmt: skip
 
 
-def _traced(run: PlannedRun, stage: Stage, traces: ActivationTraces) -> Activations:
+def _traced(run: PlannedRun, stage: Part, traces: ActivationTraces) -> Activations:
     """Return the activations of a micro-batch in a stage."""
     config = run.config
     # A GPU's attention regenerates its dropout mask; a CPU's saves all scores.
@@ -138,7 +138,7 @@ class _Chunk:
     saved: bytes that each block saves for backward, including its result.
     """
 
-    stage: Stage
+    stage: Part
     blocks: range
     root: int
     activations: Activations
@@ -367,7 +367,7 @@ def _chunks(run: PlannedRun, activations: Sequence[Activations]) -> list[_Chunk]
     return chunks
 
 
-def _saved_bytes_by_block(run: PlannedRun, stage: Stage, activations: Activations) -> list[int]:
+def _saved_bytes_by_block(run: PlannedRun, stage: Part, activations: Activations) -> list[int]:
     """Return the bytes that each block saves for backward, including its result."""
     layers, group_size = stage.layers, run.recompute_group
     saved = [activations.block.saved] * len(layers)

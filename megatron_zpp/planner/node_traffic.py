@@ -39,7 +39,7 @@ def node_of(run: PlannedRun) -> Sent:
 
 def axis_forecast(run: PlannedRun) -> Forecast:
     """Return the forecast of what is sent beside weights and gradients."""
-    return Forecast(run.config, run.ranks, run.stages, run.compute_dtype)
+    return Forecast(run.config, run.ranks, run.model.split(run.ranks), run.compute_dtype)
 
 
 def gradient_moves(run: PlannedRun) -> Iterator[Move]:

@@ -10,9 +10,9 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from megatron_zpp.model.part import Part
 from megatron_zpp.planner.parts.meta_model import META, MetaModel
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
-from megatron_zpp.recipe.pipeline_stage import Stage
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.schedule import Schedules
 from zeropp.fsdp_adapter import Piece
@@ -63,7 +63,7 @@ class PlannedRun:
     config: Config
     model: MetaModel
     ranks: PlannedRanks
-    stages: tuple[Stage, ...]
+    stages: tuple[Part, ...]
     forecast: Forecast
     subunits: tuple[int, ...]
     is_cpu: bool
@@ -163,7 +163,7 @@ class PlannedRun:
             return 0
         return 1 if recompute.recompute_method == "block" else recompute.recompute_num_layers
 
-    def num_recomputed(self, stage: Stage) -> int:
+    def num_recomputed(self, stage: Part) -> int:
         """Return the number of blocks of a stage that are recomputed: the first ones."""
         recompute, num_blocks = self.config.recompute, len(stage.layers)
         if recompute.recompute_method == "block":

@@ -4,7 +4,7 @@ What is sent is counted where it is sent (`peers.py`), and tests compare the two
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from math import gcd
@@ -12,11 +12,12 @@ from math import gcd
 import torch
 from torch import nn
 
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.part import Part
 from megatron_zpp.model.tensor_parallel import partial_parameters
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.peers import AXES, Peers
 from megatron_zpp.recipe.pipeline import Pipeline
-from megatron_zpp.recipe.pipeline_stage import Stage
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
 from zeropp.optim.step import local_part
@@ -56,12 +57,10 @@ def activation_traffic(
 ) -> dict[tuple[str, str], int]:
     """Return the bytes that this rank will send in a step, by (axis, hop)."""
     model = sharding.model
-    whole = Stage(index=0, count=1, layers=range(config.model.num_layers), model=model)
-    stages = model.stages if isinstance(model, Pipeline) else (whole,)
-    forecast = Forecast(config, ranks, stages, sharding.compute_dtype)
+    forecast = Forecast(config, ranks, model, sharding.compute_dtype)
     ledger = Traffic(AXES)
-    for stage in stages:
-        for move in forecast.moves(stage):
+    for root in model.roots if isinstance(model, Pipeline) else (model,):
+        for move in forecast.moves(root.part):
             move.count(ranks.rank, ledger)
     total = Counter({key: num_micro_batches * sent for key, sent in ledger.sent.items()})
     partial = partial_parameters(model, config.parallel.sequence_parallel)
@@ -77,20 +76,20 @@ def activation_traffic(
 class Forecast:
     """What this rank sends its peers, in terms of the model's sizes.
 
-    `ranks` may be of a run that is only planned.
+    `ranks` may be of a run that is only planned. `model` has the layers of their stages.
     """
 
     def __init__(
-        self, config: Config, ranks: Ranks, stages: Sequence[Stage], compute_dtype: torch.dtype
+        self, config: Config, ranks: Ranks, model: GPT | Pipeline, compute_dtype: torch.dtype
     ) -> None:
-        self.config, self.ranks, self.stages = config, ranks, stages
-        model = config.model
+        self.config, self.ranks, self.model = config, ranks, model
+        sizes = config.model
         self.width = compute_dtype.itemsize
-        self.residual_width = FP32_BYTES if model.fp32_residual_connection else self.width
-        self.tokens = config.batch.micro_batch_size * model.seq_length // ranks.context_size
-        self.elements = self.tokens * model.hidden_size  # of the residual stream
+        self.residual_width = FP32_BYTES if sizes.fp32_residual_connection else self.width
+        self.tokens = config.batch.micro_batch_size * sizes.seq_length // ranks.context_size
+        self.elements = self.tokens * sizes.hidden_size  # of the residual stream
 
-    def moves(self, stage: Stage) -> Iterator[Move]:
+    def moves(self, stage: Part) -> Iterator[Move]:
         """Yield what a micro-batch sends on its way through a stage and back."""
         if self.ranks.tensor_size > 1:
             yield from self._tensor(stage, self.ranks.tensor_peers.hop)
@@ -113,13 +112,13 @@ class Forecast:
             hop = Hop(members=(line[0], line[-1]), nodes=self.ranks.nodes)
             yield from _sum("pipeline", hop, elements, FP32_BYTES, is_forward=False)
 
-    def _tensor(self, stage: Stage, hop: Hop) -> Iterator[Move]:
+    def _tensor(self, stage: Part, hop: Hop) -> Iterator[Move]:
         """Yield the moves of the tensor axis: 2 into and 2 out of the layers of a block."""
         yield from self._entries_and_exits(stage, hop)
         splits_rows = self.config.parallel.sequence_parallel
         if stage.is_first:
             yield from _sum("tensor", hop, self.elements, self.width)
-            if splits_rows and stage.model.tokens.weight.requires_grad:
+            if splits_rows and self.model.tokens.weight.requires_grad:
                 row = self.elements * self.residual_width // hop.size
                 yield Move(axis="tensor", kind=GATHER, hop=hop, num_bytes=row, is_forward=False)
         if stage.is_last:
@@ -131,7 +130,7 @@ class Forecast:
                 times=times, is_forward=bool(is_forward), in_layers=True,
             )  # fmt: skip
 
-    def _entries_and_exits(self, stage: Stage, hop: Hop) -> Iterator[Move]:
+    def _entries_and_exits(self, stage: Part, hop: Hop) -> Iterator[Move]:
         """Yield the moves where activations enter layers that are split, and where they leave."""
         into = out = 2 * len(stage.layers)
         back_into, _, back_out = self._moves_back(stage)
@@ -153,7 +152,7 @@ class Forecast:
             if stage.is_last and not is_forward:
                 yield from _sum("tensor", hop, self.elements, self.width, is_forward=False)
 
-    def _norms_of_heads(self, stage: Stage) -> tuple[int, int]:
+    def _norms_of_heads(self, stage: Part) -> tuple[int, int]:
         """Return how many normalizations of all heads sum squares, or their gradients.
 
         The first number is that of a forward pass, the second that of a backward pass.
@@ -164,7 +163,7 @@ class Forecast:
         _, back, _ = self._moves_back(stage)
         return 2 * len(stage.layers), 2 * (back + self._recomputed(stage))
 
-    def _context(self, stage: Stage, hop: Hop) -> Iterator[Move]:
+    def _context(self, stage: Part, hop: Hop) -> Iterator[Move]:
         """Yield the moves of the context axis, of queries, keys, values and the result."""
         model, layers = self.config.model, len(stage.layers)
         is_selective = self.config.recompute.recompute_granularity == "selective"
@@ -192,7 +191,7 @@ class Forecast:
                 part = {"kind": EXCHANGE, "num_bytes": moved * head_bytes // hop.size, **common}
                 yield Move(times=layers, is_forward=False, **part)
 
-    def _pipeline(self, stage: Stage) -> Iterator[Move]:
+    def _pipeline(self, stage: Part) -> Iterator[Move]:
         """Yield the activations sent onward, and their gradients sent back."""
         splits_rows = self.config.parallel.sequence_parallel
         rows = self.ranks.tensor_size if splits_rows else 1
@@ -207,15 +206,15 @@ class Forecast:
                     is_forward=step == 1,
                 )  # fmt: skip
 
-    def _moves_back(self, stage: Stage) -> tuple[int, int, int]:
+    def _moves_back(self, stage: Part) -> tuple[int, int, int]:
         """Return how many gradients are moved: at entries of layers, inside attention, at exits.
 
         None is needed where all that comes before is frozen.
         """
         entries = inside = exits = 0
-        is_needed = not stage.is_first or stage.model.tokens.weight.requires_grad
+        is_needed = not stage.is_first or self.model.tokens.weight.requires_grad
         for layer in stage.layers:
-            attention, mlp = stage.model.blocks[layer].attention, stage.model.blocks[layer].mlp
+            attention, mlp = self.model.blocks[layer].attention, self.model.blocks[layer].mlp
             entries += is_needed
             is_needed = is_needed or _is_trained(attention.qkv)
             inside += is_needed
@@ -226,11 +225,11 @@ class Forecast:
             exits += is_needed
         return entries, inside, exits
 
-    def _recomputed(self, stage: Stage) -> int:
+    def _recomputed(self, stage: Part) -> int:
         """Return how many of a stage's layers are computed twice."""
         return sum(map(len, self._checkpoints(stage)))
 
-    def _checkpoints(self, stage: Stage) -> list[list[int]]:
+    def _checkpoints(self, stage: Part) -> list[list[int]]:
         """Return the layers that are computed twice, grouped as they are computed again at once."""
         recompute = self.config.recompute
         if recompute.recompute_granularity != "full":
@@ -239,11 +238,11 @@ class Forecast:
         if recompute.recompute_method == "block":
             layers, size = layers[:size], 1
         groups = [list(group) for _, group in groupby(layers, key=lambda layer: layer // size)]
-        trained = (layer for layer in stage.layers if _is_trained(stage.model.blocks[layer]))
+        trained = (layer for layer in stage.layers if _is_trained(self.model.blocks[layer]))
         first = next(trained, stage.layers.stop) if stage.is_first else stage.layers.start
         return [group for group in groups if group[-1] >= first]
 
-    def _recomputed_moves(self, stage: Stage) -> tuple[int, int]:
+    def _recomputed_moves(self, stage: Part) -> tuple[int, int]:
         """Return how many moves into and out of layers are made again in backward.
 
         PyTorch ends a recomputation when it has all that backward needs. That is before the last

@@ -5,9 +5,7 @@ ever holds more than its shards and one block.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -15,11 +13,10 @@ from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.model.lora import initialize_adapters
-from megatron_zpp.model.part import TORCH_NORMS, Part
+from megatron_zpp.model.part import TORCH_NORMS, Part, parts_of_stages
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.apex import Apex
 from megatron_zpp.recipe.pipeline import Pipeline
-from megatron_zpp.recipe.pipeline_stage import Stage
 from megatron_zpp.settings.config import Config
 from zeropp import InputError, Sharding, shard
 from zeropp.sharding.joined import join
@@ -47,11 +44,11 @@ def build_model(
         execution=Execution(config.recompute, COMPILER if config.training.compile else None),
         norms=apex.norms if apex else TORCH_NORMS,
     )
-    build = partial(_build_meta_model, config, vocab_size, common)
+    build = partial(_build_meta_model, config, vocab_size)
     if ranks.pipeline_size > 1:
-        sharding = _build_pipeline(config, ranks, build)
+        sharding = _build_pipeline(config, ranks, build(common), build)
     else:
-        sharding = _shard_model(build(), config, ranks)
+        sharding = _shard_model(build(common), config, ranks)
     model = sharding.model
     if fill is None:
         initialize(model, config.training.seed, config.model)
@@ -62,24 +59,22 @@ def build_model(
     return sharding
 
 
-def _build_pipeline(config: Config, ranks: Ranks, build: Callable[..., GPT]) -> Sharding:
-    """Build and shard this rank's stages."""
+def _build_pipeline(
+    config: Config, ranks: Ranks, whole: GPT, build: Callable[[Part], GPT]
+) -> Sharding:
+    """Build and shard this rank's stages of a model."""
     layers = config.parallel.stages(config.model.num_layers)
-    whole = build()
     _require_trained_layers(whole, layers)
     stages = []
-    for index in range(ranks.pipeline_place, len(layers), ranks.pipeline_size):
-        model = build(layers=layers[index], is_first=index == 0, is_last=index == len(layers) - 1)
-        stages.append(Stage(index=index, count=len(layers), layers=layers[index], model=model))
-    for stage in stages:
-        if whole.head is None and stage.model.tokens is not None:
-            stage.model.tokens.weight.num_stages = 2  # both ends hold it; it counts once
-        stage.sharding = _shard_model(stage.model, config, ranks, keeps_root=True)
+    for part in parts_of_stages(whole.part, layers, ranks.pipeline_place, ranks.pipeline_size):
+        model = build(part)
+        if whole.head is None and model.tokens is not None:
+            model.tokens.weight.num_stages = 2  # both ends hold it; it counts once
+        stages.append(_shard_model(model, config, ranks, keeps_root=True))
     is_fp32 = config.model.fp32_residual_connection
-    dtype = torch.float32 if is_fp32 else stages[0].sharding.compute_dtype
+    dtype = torch.float32 if is_fp32 else stages[0].compute_dtype
     splits_rows = config.parallel.sequence_parallel
-    pipeline = Pipeline(whole, stages, ranks, dtype, splits_rows=splits_rows)
-    return join(pipeline, [stage.sharding for stage in stages])
+    return join(Pipeline(whole, stages, ranks, dtype, splits_rows=splits_rows), stages)
 
 
 def _require_trained_layers(model: GPT, stages: Sequence[range]) -> None:
@@ -93,10 +88,10 @@ def _require_trained_layers(model: GPT, stages: Sequence[range]) -> None:
             )
 
 
-def _build_meta_model(config: Config, vocab_size: int, common: Part, **stage: Any) -> GPT:
-    """Build a GPT without memory; `stage` are fields of its part."""
+def _build_meta_model(config: Config, vocab_size: int, part: Part) -> GPT:
+    """Build a GPT without memory."""
     with torch.device("meta"):
-        return GPT(config.model, vocab_size, replace(common, **stage))
+        return GPT(config.model, vocab_size, part)
 
 
 def _shard_model(model: GPT, config: Config, ranks: Ranks, *, keeps_root: bool = False) -> Sharding:

@@ -22,7 +22,7 @@ from megatron_zpp.parallel.collectives import sum_whole
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_links import Message, connect
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
-from megatron_zpp.recipe.pipeline_stage import Stage
+from zeropp import Sharding
 from zeropp.optim.step import gradient_parts
 
 SeedDropout = Callable[[int, int], None]  # by the micro-batch's first sample, and the stage
@@ -67,13 +67,14 @@ class Step:
 class Pipeline(nn.Module):
     """A rank's stages as one model, which has the parameters of all of them.
 
-    `whole` is the whole model, on the meta device; `dtype` that of the activations. Called without
-    gradients it returns what the whole model would: logits on all ranks, or the loss on those of
-    the last stage, and zero on the others.
+    A stage is a GPT of a range of layers; `stages` are the shardings of this rank's. `whole` is the
+    whole model, on the meta device; `dtype` that of the activations. Called without gradients it
+    returns what the whole model would: logits on all ranks, or the loss on those of the last stage,
+    and zero on the others.
     """
 
     def __init__(
-        self, whole: GPT, stages: Sequence[Stage], ranks: Ranks, dtype: torch.dtype,
+        self, whole: GPT, stages: Sequence[Sharding], ranks: Ranks, dtype: torch.dtype,
         *, splits_rows: bool,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -89,7 +90,7 @@ class Pipeline(nn.Module):
         own = {name for name, _ in self.named_parameters()}
         self.names_elsewhere = frozenset(dict(whole.named_parameters())) - own
         self.links = connect(ranks, is_ring=len(self.stages) > 1)
-        is_end = self.stages[0].is_first or self.stages[-1].is_last
+        is_end = self.roots[0].part.is_first or self.roots[-1].part.is_last
         self.ties_ends = whole.head is None and is_end and whole.tokens.weight.requires_grad
         self._sent: Message | None = None  # the last one that nobody waits for elsewhere
 
@@ -127,19 +128,19 @@ class Pipeline(nn.Module):
     ) -> Tensor:
         """Return the loss or, without labels, logits [B, S, V]; arguments as of `GPT.forward`."""
         assert not torch.is_grad_enabled(), "a pipeline is trained by forward_backward"
-        for stage in self.stages:
+        for root in self.roots:
             received = None
-            if not stage.is_first:
+            if not root.part.is_first:
                 shape = self._shape(tokens, splits=labels is not None)
                 link = self.links.activations_in
                 received = link.expect(shape, self._dtype, self._ranks.device).wait()
-            output = stage(received, tokens, labels, loss_mask, position_ids, edges, cache=cache)
-            if not stage.is_last:
+            output = root(tokens, labels, loss_mask, position_ids, edges, cache, received)
+            if not root.part.is_last:
                 self._await_sent()
                 self._sent = self.links.activations_out.send(output)
         if labels is None:
             return self._logits_of_last(output, tokens, cache)
-        return output if stage.is_last else output.new_zeros((), dtype=torch.float32)
+        return output if root.part.is_last else output.new_zeros((), dtype=torch.float32)
 
     @property
     def roots(self) -> tuple[GPT, ...]:
@@ -152,8 +153,8 @@ class Pipeline(nn.Module):
 
     def train(self, mode: bool = True) -> "Pipeline":
         """Set training or evaluation mode."""
-        for stage in self.stages:
-            stage.model.train(mode)
+        for root in self.roots:
+            root.train(mode)
         return super().train(mode)
 
     def sum_tied_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -166,29 +167,30 @@ class Pipeline(nn.Module):
         """Register the modules of the stages under the names they have in the whole model."""
         for name, _ in whole.named_children():
             if name != "blocks":
-                owners = (getattr(stage.model, name) for stage in self.stages)
+                owners = (getattr(root, name) for root in self.roots)
                 self.add_module(name, next((each for each in owners if each is not None), None))
                 continue
             self.blocks = Blocks({
-                layer: stage.model.blocks[layer] for stage in self.stages for layer in stage.layers
+                layer: root.blocks[layer] for root in self.roots for layer in root.part.layers
             })  # fmt: skip
 
     def _expect(self, step: Step, each: Pass) -> Message | None:
         """Begin to receive what a pass needs of the rank before or after this one."""
-        stage, links = self.stages[each.chunk], self.links
+        part, links = self.roots[each.chunk].part, self.links
         link = links.activations_in if each.is_forward else links.gradients_in
-        is_end = stage.is_first if each.is_forward else stage.is_last
+        is_end = part.is_first if each.is_forward else part.is_last
         return None if is_end else link.expect(step.shape, self._dtype, self._ranks.device)
 
     def _forward(self, step: Step, each: Pass, received: Tensor | None) -> None:
-        stage = self.stages[each.chunk]
+        root = self.roots[each.chunk]
         is_last_use = each.chunk == len(self.stages) - 1
         first_sample, batch = step.micro_batch(each.micro_batch, keep=not is_last_use)
-        step.seed_dropout(first_sample, stage.index)
+        stage = self._ranks.pipeline_place + each.chunk * self._ranks.pipeline_size
+        step.seed_dropout(first_sample, stage)
         if received is not None:
             received.requires_grad_()
-        output, sent = stage(received, *batch.inputs()), None
-        if stage.is_last:
+        output, sent = root(*batch.inputs(), received=received), None
+        if root.part.is_last:
             step.losses.append(output.detach())
             output = output * step.scales[each.micro_batch]
         else:
@@ -198,9 +200,9 @@ class Pipeline(nn.Module):
         )
 
     def _backward(self, step: Step, each: Pass, gradient: Tensor | None) -> None:
-        stage = self.stages[each.chunk]
+        sharding = self.stages[each.chunk]
         entry = step.in_flight.pop((each.chunk, each.micro_batch))
-        stage.sharding.begin_micro_step(last=each.micro_batch == len(step.scales) - 1)
+        sharding.begin_micro_step(last=each.micro_batch == len(step.scales) - 1)
         if entry.sent is not None:
             entry.sent.wait()  # the next stage has long used it
         entry.output.backward(gradient)
@@ -218,7 +220,7 @@ class Pipeline(nn.Module):
     ) -> Tensor:
         """Return the last stage's logits, in fp32, on all ranks."""
         logits = output.float()
-        if not self.stages[-1].is_last:
+        if not self.roots[-1].part.is_last:
             rows = tokens.shape[1] if cache is None else 1
             logits = output.new_empty(
                 len(tokens), rows, self._padded_vocab_size, dtype=torch.float32

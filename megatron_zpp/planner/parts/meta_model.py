@@ -9,10 +9,9 @@ from torch import nn
 
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layers import Block
-from megatron_zpp.model.part import Part
+from megatron_zpp.model.part import Part, parts_of_stages
 from megatron_zpp.model.tensor_parallel import partial_parameters
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
-from megatron_zpp.recipe.pipeline_stage import Stage
 from megatron_zpp.settings.config import Config
 from zeropp.sharding.cut import own_parameters, trained_subunits
 
@@ -35,13 +34,10 @@ class MetaModel:
         self._units: dict[tuple, Units] = {}
         self._partial: dict[tuple, tuple[nn.Parameter, ...]] = {}
 
-    def stages(self, ranks: PlannedRanks) -> list[Stage]:
-        """Return the stages of a rank; their models have the blocks of all stages."""
+    def stages(self, ranks: PlannedRanks) -> list[Part]:
+        """Return the stages of a rank."""
         layers = ranks.parallel.stages(self._config.model.num_layers)
-        return [
-            Stage(index=index, count=len(layers), layers=layers[index], model=self.split(ranks))
-            for index in range(ranks.pipeline_place, len(layers), ranks.pipeline_size)
-        ]
+        return parts_of_stages(self._adapted, layers, ranks.pipeline_place, ranks.pipeline_size)
 
     def split(self, ranks: PlannedRanks) -> GPT:
         """Return all layers, with a rank's parts of their matrices."""
@@ -51,7 +47,7 @@ class MetaModel:
             self._split[key] = self.whole if is_whole else self._build(GPT, self._adapted, ranks)
         return self._split[key]
 
-    def ends(self, ranks: PlannedRanks, stage: Stage) -> GPT:
+    def ends(self, ranks: PlannedRanks, stage: Part) -> GPT:
         """Return what a stage has beside its blocks, which one stands for that does nothing."""
         key = _axes_key(ranks), stage.is_first, stage.is_last
         if key not in self._ends:
@@ -61,7 +57,7 @@ class MetaModel:
             self._ends[key] = model
         return self._ends[key]
 
-    def units(self, ranks: PlannedRanks, stage: Stage, *, stores_frozen: bool) -> Units:
+    def units(self, ranks: PlannedRanks, stage: Part, *, stores_frozen: bool) -> Units:
         """Return the parameters of each subunit of each block of a stage, and then of its root.
 
         The units are those of `zeropp.shard`. If frozen weights are stored as codes, trained
@@ -83,7 +79,7 @@ class MetaModel:
         return self._partial[key]
 
     def _root(
-        self, ranks: PlannedRanks, stage: Stage, stores_frozen: bool
+        self, ranks: PlannedRanks, stage: Part, stores_frozen: bool
     ) -> tuple[tuple[nn.Parameter, ...], ...]:
         """Return the parameters of each subunit of a stage's root."""
         model, ends = self.split(ranks), self.ends(ranks, stage)

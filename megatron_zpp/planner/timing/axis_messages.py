@@ -7,6 +7,7 @@ next needs them. Stages of a pipeline send beside what they compute.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from megatron_zpp.model.part import Part
 from megatron_zpp.parallel.peers import AXES
 from megatron_zpp.planner.node_traffic import axis_forecast
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
@@ -15,7 +16,6 @@ from megatron_zpp.planner.timing.hardware import Rates
 from megatron_zpp.planner.timing.links import Message, exchange, ring
 from megatron_zpp.planner.timing.messages import ALL_REDUCE_RINGS
 from megatron_zpp.recipe.activation_forecast import EXCHANGE, REDUCE, Move
-from megatron_zpp.recipe.pipeline_stage import Stage
 from zeropp.wire.traffic import Traffic
 
 PIPELINE = "pipeline"
@@ -48,7 +48,7 @@ class StageMessages:
     back: tuple[Repeated, ...]
 
 
-def stage_messages(run: PlannedRun, stage: Stage) -> StageMessages:
+def stage_messages(run: PlannedRun, stage: Part) -> StageMessages:
     """Return the messages of a micro-batch in a stage of a rank."""
     moves = [move for move in axis_forecast(run).moves(stage) if move.times]
 

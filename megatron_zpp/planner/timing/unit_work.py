@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+from megatron_zpp.model.part import Part
 from megatron_zpp.planner.node_traffic import gradient_moves
 from megatron_zpp.planner.planned_run import Places, PlannedRun, Unit
 from megatron_zpp.planner.timing.axis_messages import (
@@ -23,7 +24,6 @@ from megatron_zpp.planner.timing.hardware import Rates, hardware_table
 from megatron_zpp.planner.timing.messages import Messages, UnitMessages, unit_messages
 from megatron_zpp.planner.timing.pipeline import PassSeconds, pass_seconds, pipeline_seconds
 from megatron_zpp.planner.timing.timeline import Collective, Streams, UnitWork, step_seconds
-from megatron_zpp.recipe.pipeline_stage import Stage
 from zeropp.wire.route import UNQUANTIZED, Route
 
 Works = tuple[list[UnitWork], UnitWork]  # blocks and root of a stage
@@ -110,7 +110,7 @@ class RankWork:
 
     def _stage_works(
         self,
-        stage: Stage,
+        stage: Part,
         messages: StageMessages,
         units: Sequence[tuple[Unit, UnitMessages]],
         rates: Rates,
@@ -161,7 +161,7 @@ class RankWork:
             first = root + 1
         return result
 
-    def _passes(self, stage: Stage, rates: Rates) -> list[Passes]:
+    def _passes(self, stage: Part, rates: Rates) -> list[Passes]:
         """Return what the layers of a stage compute, and then what its root does."""
         config, itemsize = self.run.config, self.run.compute_dtype.itemsize
         layers = [
