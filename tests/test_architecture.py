@@ -23,12 +23,10 @@ MAX_FUNCTION_LINES = 60
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 # Whose objects of others get functions, outside fsdp_adapter; the list only gets shorter.
 REPLACES_FUNCTIONS = {
-    "zeropp/deepspeed/quantize_nontrainable.py",
     "zeropp/native/kernels.py",
     "zeropp/optim/offload.py",
-    "zeropp/sharding/between_passes.py",
     "zeropp/sharding/materialize.py",
-    "zeropp/sharding/weight_changes.py",
+    "zeropp/sharding/passes.py",
 }
 VAGUE_NAMES = ("utils", "util", "helpers", "misc", "common")
 FOLDERS = ("zeropp", "megatron_zpp", "csrc", "benchmarks", "tools", "examples", "tests")

@@ -23,6 +23,7 @@ from benchmarks.cluster.fake_ranks import counted_step, fake_rank
 from benchmarks.shared.result import begin, benchmark_parser, finish, markdown_table
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.settings.arguments import parse
+from zeropp.sharding.forecast import node_bytes
 
 SHAPE = {
     "nodes": 24, "ranks_per_node": 16, "micro_batches": 1, "layers": 40, "hidden": 6144,
@@ -87,13 +88,12 @@ def count(name: str, options: argparse.Namespace) -> dict:
         for key, num_bytes in sharding.traffic.take().items():
             counted[key] += similar_ranks * num_bytes
     parameters = sharding.model.num_parameters()
-    forecast = sharding.forecast
     return {
         "name": name,
         "parameters": parameters,
         "ledger": in_m(counted, parameters),
-        "forecast": in_m(forecast.node(options.micro_batches), parameters),
-        "plain": in_m(forecast.plain().node(options.micro_batches), parameters),
+        "forecast": in_m(node_bytes(sharding.plan, options.micro_batches), parameters),
+        "plain": in_m(node_bytes(sharding.plan.plain(), options.micro_batches), parameters),
     }
 
 

@@ -77,7 +77,7 @@ def train(run: Run, recipe: Recipe) -> dict:
     rounds = recipe.eval_samples // (EVAL_MICRO_BATCH * recipe.ranks)
     batches, seconds, training = training_batches(run), [], []
     levels: Counter[int] = Counter()
-    copies = run.sharding.copies
+    copies = run.sharding.roots[0].copies
     held_out = [(0, held_out_loss(run, EVAL_MICRO_BATCH, rounds))]
     for iteration in range(1, recipe.steps + 1):
         started = time.perf_counter()

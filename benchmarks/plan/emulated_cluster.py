@@ -269,10 +269,7 @@ def _work(name: str, seq: int, micro_batches: int) -> Work:
     zero = ZeroConfig.from_json({"bf16": {"enabled": True}, **settings})
     nodes = Nodes.of(range(RANKS), PER_NODE)
     run = plan_run(replace(config, zero=zero), VOCABULARY, nodes, is_cpu=True)
-    forecast = run.forecast.plain() if name == FSDP2 else run.forecast
+    plan = run.plan.plain() if name == FSDP2 else run.plan
     edges = [0, *accumulate(run.subunits)]
-    messages = tuple(
-        unit_messages(forecast, forecast.units[first:last], is_root=last == edges[-1])
-        for first, last in pairwise(edges)
-    )
+    messages = tuple(unit_messages(plan, plan.units[first:last]) for first, last in pairwise(edges))
     return Work(run=run, messages=messages, blocks=name == FSDP2)

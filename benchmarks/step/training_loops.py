@@ -24,10 +24,10 @@ from megatron_zpp.train.step import train_step
 from zeropp import attach, optimizer_step, shard
 from zeropp.fsdp_adapter import gather_ahead
 from zeropp.optim.step import local_part
-from zeropp.sharding.grid import find_nodes
-from zeropp.sharding.shard import use_gradient_mean
+from zeropp.sharding.grid import find_nodes, ranks_of
+from zeropp.sharding.plan import DataAxis
+from zeropp.sharding.wiring import Wiring
 from zeropp.wire.gradient_use import GradientUse
-from zeropp.wire.route import gradient_route
 from zeropp.wire.traffic import Traffic
 
 LossOf = Callable[[Batch], Tensor]
@@ -118,9 +118,11 @@ def fsdp2(
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     if all_to_all:
-        route = gradient_route(zero, find_nodes(mesh, zero))
-        use = GradientUse(mesh.get_group(), setup.ranks.device)
-        use_gradient_mean((*model.blocks, model), mesh, route, Traffic(), wire_dtype, use)
+        ranks, place = ranks_of(mesh), mesh.get_local_rank()
+        axis = DataAxis.of(zero, find_nodes(mesh, zero), ranks, place)
+        wiring = Wiring(Traffic(), GradientUse(mesh.get_group(), setup.ranks.device))
+        for unit in (*model.blocks, model):
+            wiring.use_mean(unit, axis, wire_dtype)
     if ahead:
         gather_ahead(model, [*model.blocks])
     if attached:

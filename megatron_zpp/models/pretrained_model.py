@@ -5,10 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_model
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.models.gguf import SUFFIX
 from megatron_zpp.models.open_model import OpenedModel, open_model
 from megatron_zpp.settings.config import Config, DataConfig, TokenizerConfig
-from zeropp import InputError, Sharding
+from zeropp import InputError
 
 log = logging.getLogger("megatron_zpp")
 
@@ -57,16 +58,16 @@ def with_initial_model(config: Config) -> tuple[Config, OpenedModel | None]:
     return config, opened
 
 
-def lora_summary(config: Config, sharding: Sharding) -> list[tuple[str, str]]:
+def lora_summary(config: Config, model: GPT) -> list[tuple[str, str]]:
     """Return a (name, text) row for the summary of a LoRA run; empty for any other run."""
     lora = config.lora
     if not lora.lora_rank:
         return []
-    num_trained = sharding.model.num_parameters(trained_only=True)
+    num_trained = model.num_parameters(trained_only=True)
     text = (
         f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}: {num_trained:,} parameters are trained"
     )
-    if sharding.stores_frozen:
+    if config.zero.stores_frozen:
         bits = config.zero.zeropp.nontrainable_weight_bits
         text += f"\nthe frozen weights are stored and gathered as INT{bits} (MixZ++)"
     return [("LoRA", text)]

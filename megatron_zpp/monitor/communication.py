@@ -128,9 +128,9 @@ class CommunicationMeter:
         if not sent:
             return []
         between = ("between nodes", _amount(sent, total.steps))
-        if sharding.forecast is None:
+        if sharding.num_ranks == 1:
             return [between]
-        dtypes = dict.fromkeys((sharding.compute_dtype, sharding.forecast.wire_dtype))
+        dtypes = dict.fromkeys((sharding.compute_dtype, sharding.plan.units[0].wire_dtype))
         formats = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         return [
             between,

@@ -15,6 +15,7 @@ from megatron_zpp.planner.estimate import Estimate, estimate
 from megatron_zpp.settings.config import Config
 from zeropp.ranks.host_memory import free_bytes
 from zeropp.ranks.topology import Environment
+from zeropp.sharding.report import describe
 from zeropp.wire.route import Nodes
 
 DOES_NOT_FIT = 1  # exit status
@@ -113,13 +114,13 @@ def _memories(
 
 
 def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tuple[str, object]]:
-    model, sharding = config.model, memory_estimate.sharding
+    model, plan = config.model, memory_estimate.plan
     shape = (
         f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
         f"heads, vocabulary {vocab_size:,}"
     )
     parallel = config.parallel
-    num_replicas = sharding.num_ranks // parallel.context_parallel_size
+    num_replicas = plan.num_ranks // parallel.context_parallel_size
     axes = {
         "each matrix": parallel.tensor_model_parallel_size,
         "each sequence": parallel.context_parallel_size,
@@ -135,13 +136,13 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
     if memory_estimate.device:
         memory = {"device": memory_estimate.device, **memory}
     return [
-        ("model", f"{shape}: {sharding.model.num_parameters():,} parameters"),
-        *lora_summary(config, sharding),
+        ("model", f"{shape}: {memory_estimate.model.num_parameters():,} parameters"),
+        *lora_summary(config, memory_estimate.model),
         ("batch", batch),
         *([("axes", "\n".join(shared))] if shared else []),
-        ("precision", str(sharding.compute_dtype).removeprefix("torch.")),
-        ("ZeRO stage", sharding.stage),
-        *sharding.describe(memory_estimate.micro_batches, memory_estimate.sent if shared else None),
+        ("precision", str(plan.compute_dtype).removeprefix("torch.")),
+        ("ZeRO stage", plan.stage),
+        *describe(plan, memory_estimate.micro_batches, memory_estimate.sent if shared else None),
         ("memory", _memory_table(memory)),
     ]
 

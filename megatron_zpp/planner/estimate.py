@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
 
+from torch import nn
+
 from megatron_zpp.model.loss import CPU_CHUNK, DEVICE_CHUNK
 from megatron_zpp.model.part import Part
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
@@ -33,10 +35,8 @@ from megatron_zpp.planner.state_memory import (
 )
 from megatron_zpp.settings.config import Config
 from zeropp.fsdp_adapter import AHEAD
-from zeropp.sharding.grid import Grid
-from zeropp.sharding.sharding import Sharding
+from zeropp.sharding.plan import Plan
 from zeropp.wire.route import Nodes
-from zeropp.wire.secondary_copies import SecondaryCopies
 
 GATHERED, COPIES = "gathered weights", "secondary copies (hpZ)"
 IN_FLIGHT, ACTIVATIONS, HEAD = "gradients in flight", "activations", "logits and loss"
@@ -49,14 +49,15 @@ DISTINCT_MICRO_BATCHES = 3  # the first, the last, and one between them, of each
 class Estimate:
     """Bytes on the device and on the host at the peak of the fullest rank, by kind.
 
-    On a CPU everything is on the host. `sharding` describes the collectives; its model is the whole
-    one, on the meta device. `sent` is what a node sends in a step, the mean over nodes.
+    On a CPU everything is on the host. `plan` is that of a rank's part of `model`, the whole one on
+    the meta device. `sent` is what a node sends in a step, the mean over nodes.
     """
 
     device: Mapping[str, int]
     host: Mapping[str, int]
     micro_batches: int
-    sharding: Sharding
+    plan: Plan
+    model: nn.Module
     sent: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     @property
@@ -102,17 +103,9 @@ def estimate_run(run: PlannedRun, traces: ActivationTraces) -> Estimate:
         host[SAVED_COPY] += saved_bytes(run)
     if run.is_cpu:
         device, host = {}, device + host
-    copies = SecondaryCopies(in_evaluation=True) if run.forecast.weights.keeps else None
-    model = run.model.whole
-    sharding = Sharding(
-        model=model, grid=Grid(model, None, None), stage=run.stage, num_ranks=run.num_ranks,
-        compute_dtype=run.compute_dtype,
-        forecast=run.forecast if run.num_ranks > 1 else None, copies=copies,
-        stores_frozen=config.zero.stores_frozen,
-    )  # fmt: skip
     return Estimate(
         device=MappingProxyType(device), host=MappingProxyType(host),
-        micro_batches=run.num_micro_batches, sharding=sharding,
+        micro_batches=run.num_micro_batches, plan=run.plan, model=run.model.whole,
     )  # fmt: skip
 
 
@@ -300,13 +293,13 @@ class StepSimulation:
         if not run.uses_engine:
             self._accumulate(index, 0 if run.offloads else unit.fp32_gradient)
             return
-        stays = run.stage < 3 or run.forecast.keeps_roots and index in self._roots
+        stays = run.stage < 3 or run.plan.keeps_roots and index in self._roots
         if is_last or not stays:
             self._free_gathered(index)
         is_fp32 = run.compute_dtype.itemsize == FP32_BYTES
         was_accumulated = index in self._accumulated
         new_gradient = 0 if is_fp32 and was_accumulated else gradient
-        if not is_last and run.forecast.reduces_once:
+        if not is_last and run.plan.reduces_once:
             converted = 0 if is_fp32 else unit.fp32_gradient
             self._record({IN_FLIGHT: new_gradient + converted})
             self._accumulate(index, unit.fp32_gradient)

@@ -8,6 +8,7 @@ from torch import nn
 from megatron_zpp.parallel.peers import AXES
 from megatron_zpp.planner.planned_run import Places, PlannedRun
 from megatron_zpp.recipe.activation_forecast import Forecast, Move
+from zeropp.sharding.forecast import node_bytes
 from zeropp.wire.traffic import HOPS, PURPOSES, Traffic
 
 Sent = dict[tuple[str, str], float]  # (purpose or axis, hop) -> bytes
@@ -27,7 +28,7 @@ def node_of(run: PlannedRun) -> Sent:
     """Return what a node of ranks at this place of a pipeline sends in a step."""
     sent: Counter[tuple[str, str]] = Counter()
     if run.num_ranks > 1:
-        sent.update(run.forecast.node(run.num_micro_batches))
+        sent.update(node_bytes(run.plan, run.num_micro_batches))
     forecast = axis_forecast(run)
     for stage in run.stages:
         for move in forecast.moves(stage):

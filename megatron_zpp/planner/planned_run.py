@@ -17,10 +17,9 @@ from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.schedule import Schedules
 from zeropp.fsdp_adapter import Piece
 from zeropp.optim.offload import HOST, master_devices
-from zeropp.sharding.forecast import Forecast
+from zeropp.sharding.plan import DataAxis, Plan, UnitPlan, piece_of
 from zeropp.wire.collectives import gradient_layouts, weight_layout
-from zeropp.wire.frozen_weights import stored_layout
-from zeropp.wire.route import Nodes, gradient_route, weight_route
+from zeropp.wire.route import Nodes
 
 FP32_BYTES = 4  # of a weight or a gradient
 
@@ -57,21 +56,26 @@ class PlannedRun:
 
     `stages` are those of the rank, one without a pipeline. `units` has their blocks and then their
     root, stage after stage. `subunits` is, for each of these units, the number of units of
-    `forecast` that it consists of; adapters are separate units of the forecast.
+    `plan` that it consists of; adapters are separate units of the plan.
     """
 
     config: Config
     model: MetaModel
     ranks: PlannedRanks
     stages: tuple[Part, ...]
-    forecast: Forecast
+    plan: Plan
     subunits: tuple[int, ...]
     is_cpu: bool
 
     @property
     def num_ranks(self) -> int:
         """Return the number of ranks of the data axis, over which weights are sharded."""
-        return self.forecast.weights.nodes.num_ranks
+        return self.plan.num_ranks
+
+    @property
+    def axis(self) -> DataAxis:
+        """Return the data axis, with the routes over it."""
+        return self.plan.units[-1].axis
 
     @property
     def num_layers(self) -> int:
@@ -98,7 +102,7 @@ class PlannedRun:
 
     @property
     def stage(self) -> int:
-        return self.forecast.stage
+        return self.plan.stage
 
     @property
     def num_shards(self) -> int:
@@ -126,7 +130,7 @@ class PlannedRun:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return self.forecast.compute_dtype
+        return self.plan.compute_dtype
 
     @property
     def offloads(self) -> bool:
@@ -153,7 +157,7 @@ class PlannedRun:
 
     def shard_size(self, parameter: nn.Parameter) -> int:
         """Return the elements of this rank's padded shard of a parameter."""
-        return _piece(parameter, self.num_shards, None).elements
+        return piece_of(parameter, self.num_shards).elements
 
     @property
     def recompute_group(self) -> int:
@@ -185,7 +189,7 @@ class PlannedRun:
         """
         if self.config.zero.offloads_weights and not self.is_cpu:
             return 0
-        pieces = [piece for unit in self.forecast.units for piece in unit]
+        pieces = [piece for unit in self.plan.units for piece in unit.pieces]
         encoded = [piece.elements for piece in pieces if piece.packed_bytes]
         temporary_elements = max(encoded, default=0)
         if self.is_cpu:
@@ -197,11 +201,11 @@ class PlannedRun:
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """Return the blocks and then the root of each stage, each including its adapters."""
-        units, subunits = [], iter(self.forecast.units)
+        units, subunits = [], iter(self.plan.units)
         for count in self.subunits:
             pieces = []
             for _ in range(count):
-                pieces += next(subunits)
+                pieces += next(subunits).pieces
             units.append(self._unit(pieces))
         return tuple(units)
 
@@ -211,7 +215,7 @@ class PlannedRun:
         trained = sum(piece.elements for piece in trainable)
         codes = sum(piece.packed_bytes for piece in pieces)
         row = sum(piece.packed_bytes or itemsize * piece.elements for piece in pieces)
-        route = self.forecast.weights
+        route = self.axis.weights
         packed_row = row if codes else weight_layout(pieces, route, self.compute_dtype).packed_bytes
         if route.is_flat:
             packed_rows = 0
@@ -236,8 +240,9 @@ class PlannedRun:
         """Return the bytes that each hop of a gradient reduction sends and receives."""
         if self.num_shards == 1 or not trainable:
             return ()
-        route = self.forecast.gradients
-        inner, outer = gradient_layouts(trainable, route, self.forecast.wire_dtype)
+        route = self.axis.gradients
+        wire_dtype = self.plan.units[0].wire_dtype
+        inner, outer = gradient_layouts(trainable, route, wire_dtype)
         buffers = []
         if route.inner > 1:
             buffers.append(2 * self.num_ranks * inner.packed_bytes)
@@ -271,28 +276,31 @@ def plan_run(
     data_nodes, stages = ranks.data_nodes, model.stages(ranks)
     num_shards = 1 if zero.stage == 0 else data_nodes.num_ranks
     bits = zero.zeropp.nontrainable_weight_bits if zero.stores_frozen else None
-    dtype = getattr(torch, zero.compute_format)
-    subunits, forecast_units, roots = [], [], []
+    like = UnitPlan(
+        pieces=(),
+        axis=DataAxis.of(zero, data_nodes),
+        dtype=getattr(torch, zero.compute_format),
+        wire_dtype=getattr(torch, zero.wire_format),
+    )
+    subunits, planned = [], []
     for stage in stages:
-        for unit in model.units(ranks, stage, stores_frozen=zero.stores_frozen):
-            subunits.append(len(unit))
+        *blocks, root = model.units(ranks, stage, stores_frozen=zero.stores_frozen)
+        subunits += [len(unit) for unit in (*blocks, root)]
+        for unit in (*blocks, root):
             for parameters in unit:
-                pieces = (_piece(parameter, num_shards, bits) for parameter in parameters)
-                forecast_units.append(tuple(replace(piece, dtype=dtype) for piece in pieces))
-        roots.append(len(forecast_units) - 1)
-    forecast = Forecast(
+                pieces = tuple(piece_of(each, num_shards, bits) for each in parameters)
+                regathers = zero.stage == 3 and unit is not root
+                planned.append(replace(like, pieces=pieces, regathers=regathers))
+        planned[-1] = replace(planned[-1], is_root=True)
+    plan = Plan(
         stage=zero.stage,
         reduces_once=zero.reduces_once,
         keeps_roots=zero.reduces_once or ranks.pipeline_size > 1,
-        units=tuple(forecast_units),
-        weights=weight_route(zero, data_nodes),
-        gradients=gradient_route(zero, data_nodes),
-        compute_dtype=dtype,
-        wire_dtype=getattr(torch, zero.wire_format),
-        roots=tuple(roots) if ranks.pipeline_size > 1 else (-1,),
+        compute_dtype=like.dtype,
+        units=tuple(planned),
     )
     return PlannedRun(
-        config=config, model=model, ranks=ranks, stages=tuple(stages), forecast=forecast,
+        config=config, model=model, ranks=ranks, stages=tuple(stages), plan=plan,
         subunits=tuple(subunits), is_cpu=is_cpu,
     )  # fmt: skip
 
@@ -317,18 +325,3 @@ def plan_places(
 def _stored_bytes(pieces: Sequence[Piece]) -> int:
     """Return the bytes of shards that are stored as codes or in fp32."""
     return sum(piece.packed_bytes or FP32_BYTES * piece.elements for piece in pieces)
-
-
-def _piece(parameter: nn.Parameter, num_shards: int, bits: int | None) -> Piece:
-    """Return a rank's shard of a parameter; frozen matrices become codes of `bits`, if set."""
-    rows = -(-parameter.shape[0] // num_shards)  # FSDP2 cuts the first dimension, rounded up
-    row = parameter[0].numel()
-    elements = rows * row
-    is_stored = bits and parameter.ndim >= 2 and not parameter.requires_grad
-    return Piece(
-        elements=elements,
-        row=row,
-        ndim=parameter.ndim,
-        trainable=parameter.requires_grad,
-        packed_bytes=stored_layout(elements, bits).packed_bytes if is_stored else 0,
-    )

@@ -54,7 +54,7 @@ def offloaded_bytes(run: PlannedRun) -> Counter:
         is_separate=run.has_delayed_update or not run.is_cpu,
         allocated_bytes=allocated_bytes,
     )
-    if not run.is_cpu and not run.forecast.reduces_once and run.num_micro_batches > 1:
+    if not run.is_cpu and not run.plan.reduces_once and run.num_micro_batches > 1:
         offloaded[GRADIENTS] += sum(
             allocated_bytes(FP32_BYTES * elements) for elements in run.offloaded_shards
         )

@@ -19,7 +19,6 @@ from megatron_zpp.recipe.apex import Apex
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
 from zeropp import InputError, Sharding, shard
-from zeropp.sharding.joined import join
 from zeropp.sharding.shard import allocate_parameters
 
 COMPILER = "inductor"
@@ -74,7 +73,8 @@ def _build_pipeline(
     is_fp32 = config.model.fp32_residual_connection
     dtype = torch.float32 if is_fp32 else stages[0].compute_dtype
     splits_rows = config.parallel.sequence_parallel
-    return join(Pipeline(whole, stages, ranks, dtype, splits_rows=splits_rows), stages)
+    pipeline = Pipeline(whole, stages, ranks, dtype, splits_rows=splits_rows)
+    return Sharding.join(pipeline, stages)
 
 
 def _require_trained_layers(model: GPT, stages: Sequence[range]) -> None:

@@ -153,7 +153,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
     sources = config.data.data_path or config.data.train_data_path or ("made-up samples",)
     return [
         ("model", f"{shape}: {sharding.model.num_parameters():,} parameters"),
-        *lora_summary(config, sharding),
+        *lora_summary(config, sharding.model),
         ("data", " ".join(sources)),
         (
             "batch",

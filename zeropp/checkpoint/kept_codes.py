@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.ranks.coordination import current_group, gather_objects, rank, world_size
-from zeropp.wire.collectives import weight_layout
-from zeropp.wire.secondary_copies import OwnRow, SecondaryCopies, copies_of_model
+from zeropp.wire.collectives import WeightGather, weight_layout
+from zeropp.wire.secondary_copies import OwnRow
 
 CODES, KEPT = "codes", "kept"
 UNRECORDED = "steps"  # what checkpoints have beside codes that do not say what these are of
@@ -55,25 +55,24 @@ class _Record(NamedTuple):
 
 
 class _Unit(NamedTuple):
-    """A unit that keeps codes, and what keeps them."""
+    """A unit that keeps codes, and what gathers them."""
 
     module: nn.Module
-    copies: SecondaryCopies
+    gather: WeightGather
 
     def record(self, *, is_outdated: bool) -> _Record:
         """Return what this rank would save of the unit now."""
-        gather = fsdp.collectives_of(self.module).all_gather
         dtype, _ = fsdp.dtypes_of(self.module)
-        layout = weight_layout(fsdp.own_pieces(self.module), gather.route, dtype)
+        layout = weight_layout(fsdp.own_pieces(self.module), self.gather.route, dtype)
         shards = [
             (tuple(each.shape), repr(each.placements), _numbers(each.device_mesh.mesh.flatten()))
             for each in fsdp.shards(self.module)
         ]
         return _Record(
             shards=_digest((layout.table, shards)),
-            members=_digest(_numbers(dist.get_process_group_ranks(gather.outer.group))),
+            members=_digest(_numbers(dist.get_process_group_ranks(self.gather.outer.group))),
             is_outdated=is_outdated,
-            message=self.copies.steps.state(self.module),
+            message=self.gather.copies.steps.state(self.module),
         )
 
 
@@ -110,9 +109,9 @@ class SavedCodes:
                     reasons[0],
                 )
             return
-        for name, (module, copies) in self.units.items():
-            copies.restore(module, OwnRow(rows[name], saved[name].is_outdated))
-            copies.steps.restore(module, saved[name].message if all(same) else [])
+        for name, (module, gather) in self.units.items():
+            gather.kept.restore(module, OwnRow(rows[name], saved[name].is_outdated))
+            gather.copies.steps.restore(module, saved[name].message if all(same) else [])
 
 
 def codes_to_save(model: nn.Module) -> dict[str, Tensor]:
@@ -121,10 +120,11 @@ def codes_to_save(model: nn.Module) -> dict[str, Tensor]:
     All ranks call it: codes of weights that were written since, on any of them, are dropped first.
     """
     tensors, units = {}, _units(model)
-    for copies in dict.fromkeys(unit.copies for unit in units.values()):
-        copies.drop_written()
+    for kept in dict.fromkeys(unit.gather.kept for unit in units.values()):
+        kept.drop_written()
     for name, unit in units.items():
-        if (own := unit.copies.own_row(unit.module)) is not None:
+        own = unit.gather.copies.own_row(unit.module, unit.gather.outer.place)
+        if own is not None:
             tensors[f"rank{rank()}.{CODES}.{name}"] = own.row
             record = unit.record(is_outdated=own.is_outdated).of(own.row)
             tensors[f"rank{rank()}.{KEPT}.{name}"] = record.tensor()
@@ -171,17 +171,18 @@ def _units(model: nn.Module) -> dict[str, _Unit]:
     A model may consist of several that are called by themselves, as of a pipeline's stages; it has
     them as its attribute `roots`.
     """
-    return {
-        name: _Unit(module, copies)
-        for prefix, root in _possible_roots(model)
-        if (copies := copies_of_model(root)) is not None and copies.steps is not None
-        for name, module in root.named_modules(prefix=prefix)
-        if isinstance(module, fsdp.FSDPModule) and fsdp.own_pieces(module)
-    }
+    units = {}
+    for prefix, root in _roots(model):
+        for name, module in root.named_modules(prefix=prefix):
+            if isinstance(module, fsdp.FSDPModule) and fsdp.own_pieces(module):
+                gather = fsdp.collectives_of(module).all_gather
+                if isinstance(gather, WeightGather) and gather.copies and gather.copies.steps:
+                    units[name] = _Unit(module, gather)
+    return units
 
 
-def _possible_roots(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    yield from model.named_modules()
+def _roots(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    yield "", model
     for index, root in enumerate(getattr(model, "roots", ())):
         yield f"root{index}", root
 

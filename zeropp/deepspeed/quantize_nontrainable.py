@@ -9,26 +9,23 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.deepspeed.fp32_weights import HALVES
 from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.between_passes import hold_shards_between_passes
 from zeropp.sharding.cut import (
     Subunits,
+    cut,
     modules_using,
     own_parameters,
-    precision,
-    shard_subunits,
+    with_parameters,
 )
 from zeropp.sharding.materialize import copy_from_first_rank
-from zeropp.sharding.shard import (
-    store_frozen,
-    use_gradient_mean,
-    use_weight_gather,
-)
+from zeropp.sharding.plan import UnitPlan
+from zeropp.sharding.shard import store_frozen
 from zeropp.sharding.sharding import Sharding
 
 
@@ -73,35 +70,37 @@ def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Shard
             "no more then: add adapters before the first forward pass"
         )
     _require_called(sharding.model, added)
-    mesh = sharding.grid.data
-    policy = precision(config, cast_forward_inputs=True)
-    subunit_of: dict[nn.Module, fsdp.FSDPModule] = {}
-    for unit, subunits in added.items():
-        added_here = set().union(*subunits.values())
-        for module in subunits:
-            _unshard_added(module, added_here, device)
-            copy_from_first_rank(module, mesh.get_group(), device)
-        regather = sharding.stage == 3 and unit is not sharding.model
-        (subunit_of[unit],) = shard_subunits(
-            subunits, mesh=mesh, precision=policy, reshard_after_forward=regather
-        )
-    new, units = tuple(subunit_of.values()), []
-    for unit in sharding.units:
-        extra = [subunit_of[unit]] if unit in subunit_of else []
-        units += [*extra, unit] if unit is sharding.model else [unit, *extra]
-    sharding.weight_changes.add(sharding.model, new)
-    hold_shards_between_passes(sharding.model, new)
-    if sharding.num_ranks > 1:
-        if mesh.device_type == "cpu" and len(units) > 1:
-            fsdp.gather_ahead(sharding.model, units[:-1])
-        forecast, traffic = sharding.forecast, sharding.traffic
-        use_weight_gather(new, mesh, forecast.weights, traffic, sharding.copies)
-        wire_dtype, use = forecast.wire_dtype, sharding.gradient_use
-        use_gradient_mean(new, mesh, forecast.gradients, traffic, wire_dtype, use)
-    else:
-        for unit in new:
-            fsdp.before_reduction(unit, None)
-    return replace(sharding, units=tuple(units))
+    mesh, (root,) = sharding.grid.data, sharding.roots
+    planned = dict(zip(units, sharding.plan.units, strict=True))
+    all_units: dict[fsdp.FSDPModule, UnitPlan] = {}
+    for unit in units:
+        all_units[unit] = planned[unit]
+        if unit in added:
+            like = replace(planned[unit], dtype=sharding.compute_dtype)
+            all_units |= _adopt_into(like, added[unit], mesh, config, device)
+    all_units[root.model] = all_units.pop(root.model)  # last
+    new = [unit for unit in all_units if unit not in planned]
+    root.add(new, [all_units[unit] for unit in new])
+    root.order([*all_units])
+    return replace(sharding, plan=replace(sharding.plan, units=tuple(all_units.values())))
+
+
+def _adopt_into(
+    plan: UnitPlan,
+    added: Subunits,
+    mesh: DeviceMesh,
+    config: ZeroConfig,
+    device: torch.device,
+) -> dict[fsdp.FSDPModule, UnitPlan]:
+    """Make one more unit of what was added to the planned one; return it and its plan."""
+    plain = _unshard_added(added, device)
+    for module in added:
+        copy_from_first_rank(module, mesh.get_group(), device)
+    users = {module: {plain[each] for each in used} for module, used in added.items()}
+    like = replace(plan, is_root=False, is_apart=True, casts_inputs=True)
+    adopted = with_parameters(like, users, config)
+    (module,) = cut([adopted], mesh, config)
+    return {module: adopted}
 
 
 def hold_trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -160,23 +159,29 @@ def _require_called(model: nn.Module, added: Mapping[nn.Module, Subunits]) -> No
             )
 
 
-def _unshard_added(root: nn.Module, added: set[nn.Parameter], device: torch.device) -> None:
-    """Make the added parameters plain tensors on the device, copies of shards included."""
-    unsharded: dict[nn.Parameter, nn.Parameter] = {}
-    for module in root.modules():
-        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-        for name, parameter in tuple(parameters):
-            if parameter not in added:
-                continue
-            if not isinstance(parameter, DTensor):
-                parameter.data = _trained_in_fp32(parameter.data, parameter).to(device)
-                continue
-            if parameter not in unsharded:
-                full = _trained_in_fp32(fsdp.gather_whole(parameter.detach()), parameter)
-                full_parameter = nn.Parameter(full, requires_grad=parameter.requires_grad)
-                fsdp.inherit(full_parameter, parameter)
-                unsharded[parameter] = full_parameter
-            setattr(module, name, unsharded[parameter])
+def _unshard_added(added: Subunits, device: torch.device) -> dict[nn.Parameter, nn.Parameter]:
+    """Make the added parameters plain tensors on the device; return them by what they were."""
+    plain: dict[nn.Parameter, nn.Parameter] = {}
+    parameters = set().union(*added.values())
+    for module in dict.fromkeys(each for user in added for each in user.modules()):
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, parameter in tuple(own):
+            if parameter in parameters:
+                if parameter not in plain:
+                    plain[parameter] = _plain(parameter, device)
+                module.register_parameter(name, plain[parameter])
+    return plain
+
+
+def _plain(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Return a parameter as a plain tensor; a copy of a shard, as in modules_to_save, gathered."""
+    if not isinstance(parameter, DTensor):
+        parameter.data = _trained_in_fp32(parameter.data, parameter).to(device)
+        return parameter
+    full = _trained_in_fp32(fsdp.gather_whole(parameter.detach()), parameter)
+    whole = nn.Parameter(full, requires_grad=parameter.requires_grad)
+    fsdp.inherit(whole, parameter)
+    return whole
 
 
 def _trained_in_fp32(values: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:

@@ -24,10 +24,10 @@ from zeropp.errors import InputError
 from zeropp.ranks.coordination import world_size
 from zeropp.ranks.meeting import raising_together
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.between_passes import require_shards
 from zeropp.sharding.materialize import part_for_rank
+from zeropp.sharding.passes import require_shards
 from zeropp.sharding.recorded_tensor import recording
-from zeropp.sharding.weight_changes import (
+from zeropp.wire.kept_weights import (
     ScalarsWritten,
     notify_weights_replaced,
     notify_weights_written,

@@ -1,7 +1,20 @@
 """The only room that knows FSDP2's private names, for torch 2.11 to 2.14.
 
 FSDP2 is the engine (docs/adr/0001): it gathers a unit's parameters before its forward and backward
-and reduces their gradients afterwards. Everything of ours enters through its extension points.
+and reduces their gradients afterwards. Most of ours enters through its extension points. Where it
+has none, methods of its objects are replaced, one object at a time; each calls what it replaces.
+docs/adr/0001 says why, and what would make that unnecessary.
+
+| method                           | replaced in                  | so that                        |
+|----------------------------------|------------------------------|--------------------------------|
+| `FSDPState._root_pre_forward`    | `passes`                     | ranks compare before a pass    |
+| `FSDPParamGroup.unshard`         | `gathered`                   | what is gathered of is noted   |
+|                                  | `whole_parameters`           | whole parameters are used      |
+| `FSDPParamGroup.post_backward`   | `gradients`                  | all ranks reduce one buffer    |
+| `FSDPParam.init_unsharded_param` | `parameters`                 | attributes and hooks stay      |
+| `FSDPParam.reset_sharded_param`  | `whole_parameters`           | whole parameters can be loaded |
+| `FSDPParam.to_sharded_dtensor`   | `gradients`                  | offload gets means unrounded   |
+| `__deepcopy__` of units' classes | `plain_copies`               | engines' models can be copied  |
 """
 
 from torch.distributed.fsdp import (

@@ -33,7 +33,6 @@ class Piece:
 
     row: elements of it with the same first index, as the vector of a token in an embedding.
     packed_bytes: its size on the wire if it is stored quantized; 0 if it is stored as numbers.
-    dtype: what it is gathered in if that was set for its unit.
     """
 
     elements: int
@@ -41,7 +40,6 @@ class Piece:
     ndim: int
     trainable: bool
     packed_bytes: int = 0
-    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,5 +218,4 @@ def _piece(parameter: FSDPParam) -> Piece:
         ndim=len(parameter._orig_size),
         trainable=parameter.sharded_param.requires_grad,
         packed_bytes=parameter._sharded_param_data.nbytes if is_packed else 0,
-        dtype=parameter.mp_policy.param_dtype,
     )

@@ -32,9 +32,8 @@ from zeropp.ranks.coordination import fail_together
 from zeropp.ranks.host_memory import free_bytes, pinned_bytes
 from zeropp.ranks.topology import Environment
 from zeropp.sharding.sharding import Sharding
-from zeropp.sharding.weight_changes import WeightsWritten
 from zeropp.wire.cross_stream import record_use
-from zeropp.wire.gradient_use import clear_gradient, gradient_of
+from zeropp.wire.kept_weights import WeightsWritten
 
 BUCKET = 2**25  # elements; one bucket is sent to the device while the next is updated
 HOST = torch.device("cpu")
@@ -185,16 +184,6 @@ class Offload:
                         if copy is not None:
                             copy.copy_(local_part(parameter))
 
-    def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the gradient of the parameter, or of its master."""
-        master = self._masters.get(parameter)
-        return gradient_of(parameter if master is None else master.weight)
-
-    def clear_gradient(self, parameter: nn.Parameter) -> None:
-        """Drop the gradient of the parameter, or of its master."""
-        master = self._masters.get(parameter)
-        clear_gradient(parameter if master is None else master.weight)
-
     def wait(self) -> None:
         """Wait until all gradients are where the optimizer reads them, and weights may be written.
 
@@ -302,13 +291,9 @@ class Offload:
             take_whole = weakref.WeakMethod(self._take_whole)
             for parameter in self._masters:
                 parameter.register_post_accumulate_grad_hook(lambda each: take_whole()(each))
-        for part in sharding.parts or (sharding,):
-            if part.scalars is not None:
-                part.scalars.give_to(weakref.WeakMethod(self._take))
-            for owner in (part.gradient_use, part.failed_passes):
-                if owner is not None:
-                    owner.gradient_of = self.gradient_of
-                    owner.clear_gradient = self.clear_gradient
+        for root in sharding.roots:
+            root.scalars.give_to(weakref.WeakMethod(self._take))
+            root.gradients.use_masters(self.masters)
 
         def after_load(module: nn.Module, _: object) -> None:  # a method would be copied with it
             loaded = module.parameters(recurse=False)  # submodules have hooks of their own

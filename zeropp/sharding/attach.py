@@ -8,8 +8,8 @@ divides their sums. Only what travels is changed: weights by qwZ and hpZ, gradie
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -34,15 +34,13 @@ from zeropp.sharding.checks import (
     require_types,
     unit_values,
 )
-from zeropp.sharding.forecast import Forecast
-from zeropp.sharding.grid import Grid, find_nodes_of, lines_of_ranks
-from zeropp.sharding.sharding import Sharding
-from zeropp.sharding.weight_changes import WeightChanges
-from zeropp.wire.collectives import GradientMean, WeightGather
+from zeropp.sharding.forecast import rank_bytes
+from zeropp.sharding.grid import find_nodes_of, lines_of_ranks
+from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
+from zeropp.sharding.report import Rows, describe
+from zeropp.sharding.wiring import Wiring
 from zeropp.wire.gradient_use import GradientUse
-from zeropp.wire.in_flight import Reductions
-from zeropp.wire.link import Link, connect
-from zeropp.wire.route import Route, gradient_route, weight_route
+from zeropp.wire.kept_weights import KeptWeights
 from zeropp.wire.secondary_copies import copies_of
 from zeropp.wire.traffic import Traffic
 
@@ -84,7 +82,6 @@ def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Atta
     with fail_together_along(lines):
         require_sharded(model, named)
         attached = _planned(model, named, config)
-        rows = attached.describe()
     with fail_together_along(lines):
         require_same_on_all_ranks(
             attached.group, fsdp.device_of(next(iter(attached.units.values()))),
@@ -93,7 +90,7 @@ def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Atta
         )  # fmt: skip
     attached.install()
     if dist.get_rank() == 0:
-        _log(attached, rows)
+        _log(attached)
     return attached
 
 
@@ -107,14 +104,30 @@ def _planned(
     skipped = obstacles(named)
     units = _others(named, skipped)
     group = common_group(units)
-    nodes = find_nodes_of(group, config)
-    routes = weight_route(config, nodes), gradient_route(config, nodes)
-    if not routes[0].is_flat:
+    ranks = dist.get_process_group_ranks(group)
+    axis = DataAxis.of(config, find_nodes_of(group, config), ranks, group.rank())
+    if not axis.weights.is_flat:
         hooked = [name for name, unit in units.items() if fsdp.has_gather_hooks(unit)]
         skipped |= dict.fromkeys(hooked, GATHER_HOOKS)
         units = _others(named, skipped)
-    require_types(units, {name: _wire_dtype(unit, config) for name, unit in units.items()})
-    return Attached(model, units, skipped, group, routes, config)
+    planned = {
+        name: UnitPlan(
+            pieces=fsdp.own_pieces(unit),
+            axis=axis,
+            dtype=fsdp.dtypes_of(unit)[0],
+            wire_dtype=_wire_dtype(unit, config),
+            is_root=unit is model,
+            regathers=fsdp.frees_after_forward(unit, is_root=unit is model),
+        )
+        for name, unit in units.items()
+    }
+    require_types(units, {name: plan.wire_dtype for name, plan in planned.items()})
+    first, *_ = planned.values()
+    plan = Plan(
+        stage=3, reduces_once=True, keeps_roots=False, compute_dtype=first.dtype,
+        units=tuple(planned.values()),
+    )  # fmt: skip
+    return Attached(model, units, skipped, group, plan, config)
 
 
 class Attached:
@@ -129,34 +142,32 @@ class Attached:
         units: Units,
         skipped: Mapping[str, str],
         group: dist.ProcessGroup,
-        routes: tuple[Route, Route],
+        plan: Plan,
         config: ZeroConfig,
     ) -> None:
         self.model, self.units, self.skipped = model, dict(units), dict(skipped)
-        self.config, self.routes = config, routes
+        self.config, self.plan = config, plan
         self.group, self.traffic = group, Traffic()
-        self.copies = copies_of(model, routes[0], group.rank(), config)
-        self.forecast = _forecast(model, [*units.values()], routes, config)
-        self._in_flight = Reductions()
-        self._undo = ExitStack()
+        self.copies = copies_of(plan.units[0].axis.weights, config)
         self._previous = {unit: fsdp.collectives_of(unit) for unit in units.values()}
-        self._gathers: dict[fsdp.FSDPModule, WeightGather] = {}
-        self._changes: WeightChanges | None = None
 
     def install(self) -> None:
         """Set the collectives; `attach` does it."""
-        if self.group.size() > 1:
-            self._gathers = self._use_gathers(self.routes[0])
-            self._use_means(self.routes[1])
-            self._gather_ahead()
         units = [*self.units.values()]
-        self._changes = WeightChanges(self.model, units, self.copies, self.group)
-        self._undo.callback(self._changes.close)
+        self._kept = KeptWeights(self.model, self.copies, self.group)
+        use = GradientUse(self.group, fsdp.device_of(units[0]))
+        self._wiring = Wiring(self.traffic, use, self._kept, divides=False)
+        if self.group.size() > 1:
+            for unit, plan in zip(units, self.plan.units, strict=True):
+                self._wiring.connect(unit, plan, stage=self.plan.stage)
+            self._gather_ahead()
+        self._kept.add(self.model, units)
+        self._wiring.undo.callback(self._kept.close)
 
     def detach(self) -> None:
         """Give the units back the collectives that they had; all ranks call it, between steps."""
         self.weights_changed()
-        self._undo.close()
+        self._wiring.undo.close()
 
     def weights_changed(self) -> None:
         """Drop gathered weights, hpZ's copies included, because the shards have changed.
@@ -166,7 +177,7 @@ class Attached:
         means, and after an exception in a pass that is caught, beside FSDP2's `reset_iter_state()`:
         ranks may have come to different points.
         """
-        self._changes.drop()
+        self._kept.drop()
 
     @contextmanager
     def exact_weights(self) -> Iterator[None]:
@@ -176,32 +187,27 @@ class Attached:
         that were gathered are freed.
         """
         self.weights_changed()
-        for unit in self._gathers:
+        for unit in self._wiring.gathers:
             fsdp.use_all_gather(unit, self._previous[unit].all_gather)
         try:
             yield
         finally:
             self.weights_changed()
-            for unit, gather in self._gathers.items():
+            for unit, gather in self._wiring.gathers.items():
                 fsdp.use_all_gather(unit, gather)
 
     def settings(self) -> dict[str, object]:
         """Return by name what must be the same on all ranks, or they would wait for each other."""
         dotted = {name: attrgetter(name)(self.config) for name in sorted(HONOURED - {STAGE})}
-        per_node = self.routes[0].nodes.ranks_per_node
+        per_node = self.plan.units[0].axis.nodes.ranks_per_node
         return dotted | {"ranks per node": per_node} | unit_values(self.model, self.units)
 
-    def describe(self, num_micro_batches: int = 1) -> tuple[tuple[str, str], ...]:
+    def describe(self, num_micro_batches: int = 1) -> Rows:
         """Return table rows (name, text): the collectives as they run, and the bytes a node sends.
 
         A text may have several lines.
         """
-        sharding = Sharding(
-            model=self.model, grid=Grid(self.model, None, None), stage=self.forecast.stage,
-            num_ranks=self.group.size(), compute_dtype=self.forecast.compute_dtype,
-            forecast=self.forecast, copies=self.copies,
-        )  # fmt: skip
-        return sharding.describe(num_micro_batches)
+        return describe(self.plan, num_micro_batches)
 
     def expected_traffic(
         self, num_micro_batches: int = 1, *, reduces_once: bool = True
@@ -212,38 +218,14 @@ class Attached:
         else after each micro-batch. Not counted is what FSDP2 sends by itself: the gradients of
         skipped units, and with HSDP the sums over replicas.
         """
-        forecast = replace(self.forecast, reduces_once=reduces_once)
-        return forecast.rank(self.group.rank(), num_micro_batches)
+        return rank_bytes(replace(self.plan, reduces_once=reduces_once), num_micro_batches)
 
     def plain_traffic(
         self, num_micro_batches: int = 1, *, reduces_once: bool = True
     ) -> dict[tuple[str, str], int]:
         """Return `expected_traffic` of the same units under plain FSDP2, to compare with."""
-        forecast = replace(self.forecast.plain(), reduces_once=reduces_once)
-        return forecast.rank(self.group.rank(), num_micro_batches)
-
-    def _use_gathers(self, route: Route) -> dict[fsdp.FSDPModule, WeightGather]:
-        links = self._connect(route, "weights")
-        gathers = {}
-        for unit in self.units.values():
-            gathers[unit] = WeightGather(unit, route, links, self.copies)
-            self._undo.callback(fsdp.restore_collectives, unit, self._previous[unit])
-            fsdp.use_all_gather(unit, gathers[unit])
-        return gathers
-
-    def _use_means(self, route: Route) -> None:
-        links = self._connect(route, "gradients")
-        device = fsdp.device_of(next(iter(self.units.values())))
-        use = GradientUse(self.group, device)
-        for unit in self.units.values():
-            rounds = fsdp.is_replicated(unit)
-            in_flight = self._in_flight if device.type == "cpu" and not rounds else None
-            mean = GradientMean(
-                unit, route, links, _wire_dtype(unit, self.config), in_flight, use,
-                divides=False, rounds=rounds,
-            )  # fmt: skip
-            self._undo.callback(mean.leave)
-            fsdp.use_reduce_scatter(unit, mean, divides=False)
+        plan = replace(self.plan.plain(), reduces_once=reduces_once)
+        return rank_bytes(plan, num_micro_batches)
 
     def _gather_ahead(self) -> None:
         """On CPUs, issue gathers while others compute, unless their order was set before."""
@@ -255,19 +237,12 @@ class Attached:
             return
         blocks = [unit for unit in units if unit is not root]
         fsdp.gather_ahead(root, blocks)
-        self._undo.callback(fsdp.gather_in_turn, root, blocks)
-
-    def _connect(self, route: Route, purpose: str) -> tuple[Link | None, Link | None]:
-        ranks = tuple(dist.get_process_group_ranks(self.group))
-        position = self.group.rank()
-        hops = route.inner_hop(position), route.outer_hop(position)
-        inner, outer = (connect(hop, ranks, position, self.traffic, purpose) for hop in hops)
-        return inner, outer
+        self._wiring.undo.callback(fsdp.gather_in_turn, root, blocks)
 
 
-def _log(attached: Attached, rows: tuple[tuple[str, str], ...]) -> None:
+def _log(attached: Attached) -> None:
     """Say what is sent from now on, and what of the settings has no effect."""
-    for name, text in rows:
+    for name, text in attached.describe():
         if name != "sends":
             log.info("zeropp.attach, %s: %s", name, text.replace("\n", "; "))
     if without_effect := sorted(attached.config.file_keys - HONOURED):
@@ -277,31 +252,6 @@ def _log(attached: Attached, rows: tuple[tuple[str, str], ...]) -> None:
         )
     if attached.skipped:
         log.warning("zeropp.attach leaves these units as they are: %s", _listed(attached.skipped))
-
-
-def _forecast(
-    root: fsdp.FSDPModule,
-    units: Sequence[fsdp.FSDPModule],
-    routes: tuple[Route, Route],
-    config: ZeroConfig,
-) -> Forecast:
-    weights, gradients = routes
-    kept = [
-        index
-        for index, unit in enumerate(units)
-        if not fsdp.frees_after_forward(unit, is_root=unit is root)
-    ]
-    return Forecast(
-        stage=3,
-        reduces_once=True,
-        keeps_roots=False,
-        units=tuple(fsdp.own_pieces(unit) for unit in units),
-        weights=weights,
-        gradients=gradients,
-        compute_dtype=fsdp.dtypes_of(units[0])[0],
-        wire_dtype=_wire_dtype(units[0], config),
-        roots=tuple(kept),
-    )
 
 
 def _root_of(model: nn.Module) -> fsdp.FSDPModule:

@@ -8,7 +8,7 @@ whole on every rank, outside of all units (zeropp/wire/scalar_gradients.py).
 """
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -19,101 +19,107 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from zeropp import fsdp_adapter as fsdp
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.grid import replicas
+from zeropp.sharding.plan import DataAxis, UnitPlan, piece_of
 
 Subunits = dict[nn.Module, set[nn.Parameter]]  # module -> parameters its forward pass uses
 
 
-def shard_units(
+def plan_units(
     model: nn.Module,
     blocks: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    config: ZeroConfig,
-    cast_forward_inputs: bool,
-) -> tuple[fsdp.FSDPModule, ...]:
-    """Shard the blocks and the rest of the model; return the units in forward order, root last."""
-    stage, ranks = config.zero_optimization.stage, mesh.size()
-    if stage == 0 and ranks > 1:  # replicas: shards of one rank, averaged over all
-        mesh = replicas(mesh, with_others=_has_other_axes(model))
-    regather = stage == 3 and (ranks > 1 or config.offloads_weights or config.stores_frozen)
-    options = {
-        "mesh": mesh,
-        "precision": precision(config, cast_forward_inputs),
-        "place": _offload_policy(mesh, config),
-    }
-    options["scalars"] = {each for each in model.parameters() if not each.ndim}
-    units = []
-    for block in blocks:
-        units += _shard_unit(block, (), config, reshard_after_forward=regather, **options)
-    # The root's own parameters are used first in forward and last in backward or, as with a tied
-    # head, at both ends: they stay gathered from its forward to its backward.
-    inside = {module for block in blocks for module in block.modules()}
-    root, *subunits = _shard_unit(model, inside, config, reshard_after_forward=False, **options)
-    return (*units, *subunits, root)
-
-
-def _has_other_axes(model: nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def _shard_unit(
-    unit: nn.Module,
-    others: Collection[nn.Module],
+    axis: DataAxis,
     config: ZeroConfig,
     *,
-    precision: fsdp.MixedPrecisionPolicy,
-    scalars: set[nn.Parameter],
-    **options: Any,
-) -> list[fsdp.FSDPModule]:
-    """Shard a unit, and what is gathered apart from it as one or two more.
+    casts_inputs: bool = True,
+) -> tuple[UnitPlan, ...]:
+    """Return the units of the blocks and of the rest of the model, in forward order, root last."""
+    has_shards = axis.nodes.num_ranks > 1 or config.offloads_weights or config.stores_frozen
+    like = UnitPlan(
+        pieces=(),
+        axis=axis,
+        dtype=getattr(torch, config.compute_format),
+        wire_dtype=getattr(torch, config.wire_format),
+        regathers=config.stage == 3 and has_shards,
+        casts_inputs=casts_inputs,
+    )
+    units: list[UnitPlan] = []
+    taken: set[nn.Module] = set()  # inside a unit already
+    for block in blocks:
+        units += _plan_unit(block, taken, like, config)
+        taken.update(block.modules())
+    # The root's own parameters are used first in forward and last in backward or, as with a tied
+    # head, at both ends: they stay gathered from its forward to its backward.
+    root, *subunits = _plan_unit(model, taken, replace(like, regathers=False), config)
+    return (*units, *subunits, replace(root, is_root=True))
+
+
+def _plan_unit(
+    unit: nn.Module, others: Collection[nn.Module], like: UnitPlan, config: ZeroConfig
+) -> list[UnitPlan]:
+    """Return a unit, and what is gathered apart from it as one or two more.
 
     These are, under MixZ++, the trained parameters beside its frozen ones, and in 16 bit the
     parameters of layers that keep statistics.
     """
-    statistical = {} if config.compute_format == "float32" else statistical_layers(unit, others)
-    apart = set(scalars).union(*statistical.values())
-    subunits = trained_subunits(unit, others, apart) if config.stores_frozen else {}
-    in_fp32 = fsdp.MixedPrecisionPolicy(
-        param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    statistical = {} if like.dtype == torch.float32 else statistical_layers(unit, others)
+    in_fp32 = replace(like, dtype=torch.float32, casts_inputs=False)
     if unit in statistical:  # alone
-        fsdp.shard_unit(unit, precision=in_fp32, ignored=scalars, **options)
-        return [unit]
-    apart.update(*subunits.values())
-    fsdp.shard_unit(unit, precision=precision, ignored=apart, **options)
-    return [
-        unit,
-        *shard_subunits(subunits, apart, precision=precision, **options),
-        *shard_subunits(statistical, scalars, precision=in_fp32, **options),
+        return [with_parameters(in_fp32, {unit: own_parameters(unit, others)}, config)]
+    apart = set().union(*statistical.values())
+    trained = trained_subunits(unit, others, apart) if config.stores_frozen else {}
+    apart.update(*trained.values())
+    own = own_parameters(unit, others) - apart
+    subunits = [
+        with_parameters(replace(kind, is_apart=True), users, config)
+        for users, kind in ((trained, like), (statistical, in_fp32))
+        if users
     ]
+    return [with_parameters(like, {unit: own}, config), *subunits]
 
 
-def shard_subunits(
-    subunits: Subunits, ignored: Collection[nn.Parameter] = (), **options: Any
-) -> list[fsdp.FSDPModule]:
-    """Make one unit of the parameters that a sharded unit ignored; return its first module.
-
-    Others than these may be `ignored`, too.
-    """
-    if not subunits:
-        return []
-    modules = list(subunits)
-    own = set().union(*subunits.values())
-    sharded = [
-        parameter
-        for module in modules
-        for parameter in module.parameters()
-        if isinstance(parameter, DTensor) or parameter in ignored and parameter not in own
-    ]
-    fsdp.shard_unit(modules, ignored=sharded, **options)
-    return modules[:1]
+def with_parameters(like: UnitPlan, users: Subunits, config: ZeroConfig) -> UnitPlan:
+    """Return a unit like another, of the parameters that these modules use."""
+    own = set().union(*users.values())
+    parameters = dict.fromkeys(
+        parameter for module in users for parameter in module.parameters() if parameter in own
+    )
+    num_shards = 1 if config.stage == 0 else like.axis.nodes.num_ranks
+    bits = config.zeropp.nontrainable_weight_bits if config.stores_frozen else None
+    return replace(
+        like,
+        modules=tuple(users),
+        parameters=tuple(parameters),
+        pieces=tuple(piece_of(parameter, num_shards, bits) for parameter in parameters),
+    )
 
 
-def precision(config: ZeroConfig, cast_forward_inputs: bool) -> fsdp.MixedPrecisionPolicy:
-    """Return the policy: compute in the configured format, accumulate gradients in fp32."""
+def cut(
+    plans: Sequence[UnitPlan], mesh: DeviceMesh, config: ZeroConfig
+) -> tuple[fsdp.FSDPModule, ...]:
+    """Make FSDP2's units as planned, in place, over the data axis `mesh`; return them in order."""
+    if config.stage == 0 and mesh.size() > 1:  # replicas: shards of one rank, averaged over all
+        parameters = (parameter for plan in plans for parameter in plan.parameters)
+        mesh = replicas(mesh, with_others=any(isinstance(each, DTensor) for each in parameters))
+    place = _offload_policy(mesh, config)
+    for plan in sorted(plans, key=lambda plan: plan.is_apart):  # a unit cut first hides its modules
+        own = set(plan.parameters)
+        fsdp.shard_unit(
+            [*plan.modules],
+            mesh,
+            _precision(plan),
+            reshard_after_forward=plan.regathers,
+            place=place,
+            ignored=[p for module in plan.modules for p in module.parameters() if p not in own],
+        )
+    return tuple(plan.modules[0] for plan in plans)
+
+
+def _precision(plan: UnitPlan) -> fsdp.MixedPrecisionPolicy:
+    """Return the policy: compute in the planned type, accumulate gradients in fp32."""
     return fsdp.MixedPrecisionPolicy(
-        param_dtype=getattr(torch, config.compute_format),
+        param_dtype=plan.dtype,
         reduce_dtype=torch.float32,
-        cast_forward_inputs=cast_forward_inputs,
+        cast_forward_inputs=plan.casts_inputs,
     )
 
 

@@ -21,8 +21,6 @@ Source: ZeRO (Rajbhandari et al. 2020), section 5; expressed on FSDP2 as in docs
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -32,33 +30,23 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.ranks.groups import inherit_time_limit
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.between_passes import hold_shards_between_passes
 from zeropp.sharding.checks import (
     require_dense_gradients,
     require_same_model,
     require_shardable,
 )
-from zeropp.sharding.cut import shard_units
-from zeropp.sharding.failed_pass import FailedPasses
-from zeropp.sharding.forecast import Forecast
+from zeropp.sharding.cut import cut, plan_units
 from zeropp.sharding.grid import Grid, data_axis, find_nodes, ranks_of
 from zeropp.sharding.materialize import (
     allocate_meta_tensors,
     materialize_shards,
     replace_by_meta,
 )
+from zeropp.sharding.plan import DataAxis, Plan
 from zeropp.sharding.recorded_tensor import not_recording
+from zeropp.sharding.root import Root
 from zeropp.sharding.sharding import Sharding
-from zeropp.sharding.weight_changes import WeightChanges
-from zeropp.wire.collectives import GradientMean, WeightGather
 from zeropp.wire.frozen_weights import quantize_frozen, stored_bytes
-from zeropp.wire.gradient_use import GradientUse
-from zeropp.wire.in_flight import Reductions
-from zeropp.wire.link import Link, connect
-from zeropp.wire.route import Route, gradient_route, weight_route
-from zeropp.wire.scalar_gradients import ScalarGradients
-from zeropp.wire.secondary_copies import SecondaryCopies, copies_of
-from zeropp.wire.traffic import Traffic
 
 MIB = 2**20
 log = logging.getLogger("zeropp")
@@ -99,12 +87,11 @@ def shard(
             inherit_time_limit(mesh.get_group(each))
         require_same_model(model, data)
     recorded_tensors = replace_by_meta(model)
-    sharding = _shard(model, mesh, data, config, units, cast_forward_inputs, keeps_root)
+    plan = _planned(model, mesh, data, config, units, cast_forward_inputs, keeps_root)
+    sharding = _effected(model, plan, mesh, data, config, in_turn=keeps_root)
     device = torch.device("cpu") if config.offloads_weights else _device_of(data)
     materialize_shards(recorded_tensors, sharding.group, device)
-    if sharding.scalars is not None:
-        sharding.scalars.move_to_device()
-    fsdp.refresh_parameters(sharding.units)
+    _refresh(sharding)
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     if config.stores_frozen and frozen and not any(parameter.is_meta for parameter in frozen):
         return store_frozen(sharding, config)
@@ -129,9 +116,7 @@ def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.de
         return trained_device if parameter.requires_grad else frozen_device
 
     allocate_meta_tensors(sharding.model, device_of)
-    if sharding.scalars is not None:
-        sharding.scalars.move_to_device()
-    fsdp.refresh_parameters(sharding.units)
+    _refresh(sharding)
     return sharding
 
 
@@ -157,40 +142,7 @@ def store_frozen(
         "MixZ++: %s frozen weights of this rank are stored as INT%d, %.1f MiB (%.1f in bf16)",
         f"{elements:,}", bits, num_bytes / MIB, 2 * elements / MIB,
     )  # fmt: skip
-    forecast = sharding.forecast
-    if forecast is not None:
-        pieces = tuple(fsdp.own_pieces(unit) for unit in sharding.units)
-        forecast = replace(forecast, units=pieces)
-    return replace(sharding, forecast=forecast, stores_frozen=True)
-
-
-def use_weight_gather(
-    units: Sequence[fsdp.FSDPModule],
-    mesh: DeviceMesh,
-    route: Route,
-    traffic: Traffic,
-    copies: SecondaryCopies | None = None,
-) -> None:
-    """Gather the units' weights along `route`."""
-    links = _connect(route, mesh, traffic, "weights")
-    for unit in units:
-        fsdp.use_all_gather(unit, WeightGather(unit, route, links, copies))
-
-
-def use_gradient_mean(
-    units: Sequence[fsdp.FSDPModule],
-    mesh: DeviceMesh,
-    route: Route,
-    traffic: Traffic,
-    wire_dtype: torch.dtype,
-    use: GradientUse,
-) -> None:
-    """Average the units' gradients along `route`."""
-    links = _connect(route, mesh, traffic, "gradients")
-    in_flight = Reductions() if mesh.device_type == "cpu" else None
-    for unit in units:
-        mean = GradientMean(unit, route, links, wire_dtype, in_flight, use)
-        fsdp.use_reduce_scatter(unit, mean, divides=True)
+    return replace(sharding, plan=sharding.plan.with_pieces_of(sharding.units))
 
 
 def outermost_blocks(module: nn.Module) -> Sequence[nn.Module]:
@@ -208,146 +160,74 @@ def outermost_blocks(module: nn.Module) -> Sequence[nn.Module]:
     return list(blocks)
 
 
-def _shard(
+def _planned(
     model: nn.Module,
-    whole_mesh: DeviceMesh | None,
     mesh: DeviceMesh | None,
+    data: DeviceMesh | None,
     config: ZeroConfig,
     units: Iterable[nn.Module] | None,
     cast_forward_inputs: bool,
     keeps_root: bool,
-) -> Sharding:
-    """As `shard`; `mesh` is the data axis of `whole_mesh`."""
-    num_ranks = 1 if mesh is None else mesh.size()
-    compute_dtype = getattr(torch, config.compute_format)
-    wire_dtype = getattr(torch, config.wire_format)
-    fields = {
-        "model": model,
-        "stage": config.stage,
-        "reduces_once": config.reduces_once,
-        "keeps_root": keeps_root or config.reduces_once,
-        "num_ranks": num_ranks,
-        "compute_dtype": compute_dtype,
-        "group": mesh.get_group() if mesh else None,
-        "grid": Grid(model, whole_mesh, mesh),
-    }  # of the result
+) -> Plan:
+    """Return what `shard` does, or raise InputError; `data` is the data axis of `mesh`."""
     require_dense_gradients(model)
-    needs_engine = config.offloads_weights or config.stores_frozen
-    if num_ranks == 1 and compute_dtype == torch.float32 and not needs_engine:
-        return Sharding(**fields)
-    _require_mesh(mesh, config)
-    blocks = tuple(outermost_blocks(model) if units is None else units)
-    require_shardable(model, blocks)
-    nodes = find_nodes(whole_mesh, config, mesh)
-    routes = weight_route(config, nodes), gradient_route(config, nodes)
-    units = shard_units(model, blocks, mesh, config, cast_forward_inputs)
-    position = mesh.get_local_rank()
-    copies = copies_of(model, routes[0], position, config)
-    fields |= _watched(model, units, mesh, config, copies)
-    use = fields["gradient_use"]
-    if config.stage == 0 or num_ranks == 1:
-        for unit in units:
-            if use is not None:
-                use.add(unit)
-            fsdp.before_reduction(unit, None if use is None else partial(use.note, unit))
-    if num_ranks == 1:
-        return Sharding(**fields)
-    _order_gathers(model, units, mesh, in_turn=keeps_root)
-    fields["forecast"] = _forecast(config, units, routes, fields["keeps_root"])
-    if config.stage == 0:
-        return Sharding(**fields)
-    traffic = Traffic()
-    use_weight_gather(units, mesh, routes[0], traffic, copies)
-    use_gradient_mean(units, mesh, routes[1], traffic, wire_dtype, use)
-    return Sharding(**fields, traffic=traffic, copies=copies)
-
-
-def _watched(
-    model: nn.Module,
-    units: Sequence[fsdp.FSDPModule],
-    mesh: DeviceMesh,
-    config: ZeroConfig,
-    copies: SecondaryCopies | None,
-) -> dict[str, Any]:
-    """Register what acts before, between and after passes; return it, as fields of `Sharding`."""
-    group, device = mesh.get_group(), _device_of(mesh)
-    scalars = ScalarGradients(model, group, device)
-    changes = WeightChanges(model, units, copies, group if config.stage else None, scalars)
-    passes = hold_shards_between_passes(model, units)
-    if hasattr(model, "generate") and _is_wrapper(model):
-        passes.include(model, "generate")
-    use = None if mesh.size() == 1 else GradientUse(group, device)
-    failed = FailedPasses(
-        model, units, accumulates=config.reduces_once, use=use, copies=copies, scalars=scalars
+    plan = Plan(
+        stage=config.stage,
+        reduces_once=config.reduces_once,
+        keeps_roots=keeps_root or config.reduces_once,
+        compute_dtype=getattr(torch, config.compute_format),
     )
-    return {
-        "units": units,
-        "gradient_use": use,
-        "scalars": scalars,
-        "weight_changes": changes,
-        "failed_passes": failed,
-    }
-
-
-def _order_gathers(
-    model: nn.Module, units: Sequence[fsdp.FSDPModule], mesh: DeviceMesh, *, in_turn: bool
-) -> None:
-    """Set which units are gathered while others compute; `in_turn` with passes of other batches."""
-    *blocks, _ = units
-    if blocks and mesh.device_type == "cpu":
-        fsdp.gather_ahead(model, blocks)
-    if in_turn:
-        fsdp.gather_back(blocks)
-
-
-def _require_mesh(mesh: DeviceMesh | None, config: ZeroConfig) -> None:
-    if mesh is None:
+    needs_engine = config.offloads_weights or config.stores_frozen
+    is_alone = data is None or data.size() == 1
+    if is_alone and plan.compute_dtype == torch.float32 and not needs_engine:
+        return plan
+    if data is None:
         raise InputError(
             f"zeropp.shard needs a device mesh of the ranks for {config.compute_format} and for "
             "what is offloaded or stored quantized: init_device_mesh makes one, also of one rank"
         )
+    blocks = tuple(outermost_blocks(model) if units is None else units)
+    require_shardable(model, blocks)
+    nodes = find_nodes(mesh, config, data)
+    axis = DataAxis.of(config, nodes, ranks_of(data), data.get_local_rank())
+    planned = plan_units(model, blocks, axis, config, casts_inputs=cast_forward_inputs)
+    return replace(plan, units=planned)
 
 
-def _forecast(
+def _effected(
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh | None,
+    data: DeviceMesh | None,
     config: ZeroConfig,
-    units: Sequence[fsdp.FSDPModule],
-    routes: tuple[Route, Route],
-    keeps_root: bool,
-) -> Forecast:
-    """Return the forecast of units whose weights and gradients take these routes."""
-    weights, gradients = routes
-    return Forecast(
-        stage=config.stage,
-        reduces_once=config.reduces_once,
-        keeps_roots=keeps_root,
-        units=tuple(fsdp.own_pieces(unit) for unit in units),
-        weights=weights,
-        gradients=gradients,
-        compute_dtype=getattr(torch, config.compute_format),
-        wire_dtype=getattr(torch, config.wire_format),
+    *,
+    in_turn: bool,
+) -> Sharding:
+    """Cut the model and connect its units as planned."""
+    sharding = Sharding(
+        model=model,
+        plan=plan,
+        grid=Grid(model, mesh, data),
+        num_ranks=1 if data is None else data.size(),
+        group=None if data is None else data.get_group(),
     )
+    if not plan.units:
+        return sharding
+    units = cut(plan.units, data, config)
+    root = Root(model, plan, config, sharding.group, _device_of(data))
+    root.add(units, plan.units)
+    root.order(units, in_turn=in_turn)
+    return replace(sharding, roots=(root,))
 
 
-def _is_wrapper(model: nn.Module) -> bool:
-    """Whether a model only wraps another one, as PEFT's models do.
-
-    Its methods may then call the inner model directly, past the hooks that gather the root's
-    parameters.
-    """
-    return not any(True for _ in model.parameters(recurse=False)) and len([*model.children()]) == 1
+def _refresh(sharding: Sharding) -> None:
+    """Let everything use the parameters that the modules hold now."""
+    for root in sharding.roots:
+        root.scalars.move_to_device()
+        fsdp.refresh_parameters(root.units)
 
 
 def _device_of(mesh: DeviceMesh | None) -> torch.device:
     if mesh is None or mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
-
-
-def _connect(
-    route: Route, mesh: DeviceMesh, traffic: Traffic, purpose: str
-) -> tuple[Link | None, Link | None]:
-    """Connect this rank to its inner and its outer hop."""
-    ranks, position = ranks_of(mesh), mesh.get_local_rank()
-    hops = route.inner_hop(position), route.outer_hop(position)
-    inner, outer = (connect(hop, ranks, position, traffic, purpose) for hop in hops)
-    return inner, outer

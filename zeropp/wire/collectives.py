@@ -34,9 +34,9 @@ from zeropp.quant.packing import BLOCK, Layout, layout_of
 from zeropp.wire.cross_stream import refuse_capture
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.in_flight import Gathering, Hops, InFlightTensor, Reductions, run
+from zeropp.wire.kept_weights import KeptWeights
 from zeropp.wire.link import Link
 from zeropp.wire.route import UNQUANTIZED, Route
-from zeropp.wire.secondary_copies import SecondaryCopies
 from zeropp.wire.weight_steps import is_same_on_all_nodes
 
 log = logging.getLogger("zeropp")
@@ -50,9 +50,10 @@ class WeightGather(fsdp.AllGather):
         unit: fsdp.FSDPModule,
         route: Route,
         links: tuple[Link | None, Link | None],
-        copies: SecondaryCopies | None,
+        kept: KeptWeights | None,
     ) -> None:
-        self.unit, self.route, self.copies = unit, route, copies
+        self.unit, self.route, self.kept = unit, route, kept
+        self.copies = kept.copies if kept else None
         self.inner, self.outer = links
 
     def allocate(
@@ -111,7 +112,7 @@ class WeightGather(fsdp.AllGather):
             rows = yield from self._gathered(row, purpose, async_op=async_op)
         if is_outdated:
             yield from self.copies.steps.hops(
-                self.unit, shard, rows, layout, self.copies.place, self.outer, purpose,
+                self.unit, shard, rows, layout, self.outer, purpose,
                 async_op=async_op,
             )  # fmt: skip
             if self.copies.steps.check_is_due(self.unit):

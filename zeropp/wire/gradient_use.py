@@ -11,7 +11,7 @@ pass later, or by whoever waits for the device anyway, at the same place on ever
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.ranks.waits import explained_waits
 from zeropp.wire.cross_stream import HostCopy, refuse_capture
+from zeropp.wire.gradients import Gradients
 
 DIGEST_BYTES = 4  # of a CRC-32
 LAST_PASS = "the last pass (go back to a checkpoint if weights were stepped since)"
@@ -50,13 +51,14 @@ class _Comparison:
 class GradientUse:
     """Notes each unit's reduction in a backward pass, and compares notes with the other ranks."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, gradients: Gradients | None = None
+    ) -> None:
         self._group, self._device = group, device
+        self._gradients = gradients or Gradients()
         self._begin: dict[fsdp.FSDPModule, int] = {}  # of a unit's parameters among all
         self._used = bytearray()
         self._passes: set[int] = set()  # running backward passes at whose end ranks compare
-        self.gradient_of: Callable[[nn.Parameter], torch.Tensor | None] = gradient_of
-        self.clear_gradient: Callable[[nn.Parameter], None] = clear_gradient
         self._last: _Comparison | None = None  # of a pass that ended, not looked at yet
         self.discard()
 
@@ -89,7 +91,7 @@ class GradientUse:
             shards = fsdp.shards(unit)
             for index in set(reduced).difference(with_gradient):
                 place, shard = begin + index, shards[index]
-                if not self._used[place] and self.gradient_of(shard) is None:
+                if not self._used[place] and self._gradients.of(shard) is None:
                     self._unused[place] = shard
 
     def _compare_last(self) -> None:
@@ -121,7 +123,7 @@ class GradientUse:
             values = comparison.notes.tolist()
             for place, shard in unused.items():
                 if not values[place]:
-                    self.clear_gradient(shard)
+                    self._gradients.clear(shard)
         if not is_at_hand:
             last, self._last = self._last, comparison
             if last is not None:
@@ -132,7 +134,7 @@ class GradientUse:
         used, order, unused = self._used, self._order, self._unused
         self.discard()
         for place, shard in unused.items():  # a penalty on the shards may have given it a gradient
-            gradient = self.gradient_of(shard)
+            gradient = self._gradients.of(shard)
             if gradient is not None:
                 own_part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
                 used[place] = bool(own_part.any())
@@ -145,13 +147,3 @@ class GradientUse:
         with explained_waits(self._group, lambda: "the comparison at the end of a backward pass"):
             dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)
         return _Comparison(notes=HostCopy(notes), digests=digests, order=tuple(order))
-
-
-def gradient_of(shard: nn.Parameter) -> torch.Tensor | None:
-    """Return the gradient that a parameter holds itself."""
-    return shard.grad
-
-
-def clear_gradient(shard: nn.Parameter) -> None:
-    """Drop the gradient that a parameter holds itself."""
-    shard.grad = None

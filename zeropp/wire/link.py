@@ -39,6 +39,11 @@ class Link:
     def size(self) -> int:
         return self.hop.size
 
+    @property
+    def place(self) -> int:
+        """This rank's place in the hop."""
+        return self.hop.members.index(self.position)
+
     def all_gather(
         self,
         output: torch.Tensor,

@@ -8,7 +8,7 @@ forecast of the bytes they send.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -101,7 +101,8 @@ class Route:
 
     `bits` is (inner hop, outer hop); 16 means unquantized. With `keeps`, what arrives by the outer
     hop is kept for later gathers: hpZ's secondary copy. With `step_reach`, its codes then move by
-    at most that many in a step, and what crosses nodes is by how many (0: whole codes cross).
+    at most that many in a step, and what crosses nodes is by how many (0: whole codes cross). It
+    may be less where the reach follows what is needed.
     """
 
     nodes: Nodes
@@ -109,6 +110,7 @@ class Route:
     bits: tuple[int, int] = (UNQUANTIZED, UNQUANTIZED)
     keeps: bool = False
     step_reach: int = 0
+    reach_follows: bool = False
 
     @property
     def outer(self) -> int:
@@ -159,11 +161,11 @@ def weight_route(config: ZeroConfig, nodes: Nodes) -> Route:
     partition = _secondary_partition(config, nodes)
     inner = partition or (nodes.ranks_per_node if quantized else nodes.num_ranks)
     keeps = partition is not None and partition < nodes.num_ranks
-    reach = (config.zeropp.weight_step_levels or MOST_LEVELS) // 2
-    return Route(
-        nodes=nodes, inner=inner, bits=(bits, bits), keeps=keeps,
-        step_reach=reach if keeps and config.zeropp.weight_steps else 0,
-    )  # fmt: skip
+    route = Route(nodes=nodes, inner=inner, bits=(bits, bits), keeps=keeps)
+    if not (keeps and config.zeropp.weight_steps):
+        return route
+    levels = config.zeropp.weight_step_levels
+    return replace(route, step_reach=(levels or MOST_LEVELS) // 2, reach_follows=not levels)
 
 
 def gradient_route(config: ZeroConfig, nodes: Nodes) -> Route:

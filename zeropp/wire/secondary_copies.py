@@ -3,9 +3,8 @@
 Source: ZeRO++ (Wang et al. 2023), section 3.2.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
-from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
@@ -14,9 +13,6 @@ from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.cross_stream import CrossStreamTensor
 from zeropp.wire.route import Route
 from zeropp.wire.weight_steps import WeightSteps
-
-# By root module. The copies hold the model's units, so they must not be held here.
-_COPIES: "WeakKeyDictionary[nn.Module, ref[SecondaryCopies]]" = WeakKeyDictionary()
 
 
 class OwnRow(NamedTuple):
@@ -32,21 +28,15 @@ class SecondaryCopies:
     The choice between a copy and a new gather follows from calls that every rank makes, never from
     a tensor's state: ranks that chose differently would wait for each other forever. With `steps`,
     copies of weights that an optimizer may have stepped are brought up to date instead of dropped.
-    `place` is that of this rank's row in a copy.
     """
 
-    def __init__(
-        self, *, in_evaluation: bool, place: int = 0, steps: WeightSteps | None = None
-    ) -> None:
-        self.in_evaluation, self.place, self.steps = in_evaluation, place, steps
+    def __init__(self, *, in_evaluation: bool, steps: WeightSteps | None = None) -> None:
+        self.in_evaluation, self.steps = in_evaluation, steps
         self.version = 0
         self._rows: dict[nn.Module, CrossStreamTensor] = {}
         self._outdated: set[nn.Module] = set()
         self._trained: set[nn.Module] = set()
         self._loaded: dict[nn.Module, OwnRow] = {}
-        # Of who sees writes without notice: drop what they made stale; note what a copy is of.
-        self.drop_written: Callable[[], None] = _nothing
-        self.note_versions: Callable[[nn.Module], None] = _nothing
 
     def note_use(self, unit: nn.Module) -> None:
         """Note that the unit is about to be used, and whether that may train it.
@@ -135,17 +125,19 @@ class SecondaryCopies:
         self._loaded.pop(unit, None)
         self._outdated.discard(unit)
 
-    def own_row(self, unit: nn.Module) -> OwnRow | None:
-        """Return this rank's row of a copy that steps bring up to date; it shares its memory."""
+    def own_row(self, unit: nn.Module, place: int) -> OwnRow | None:
+        """Return this rank's row of a copy that steps bring up to date; it shares its memory.
+
+        `place` is that of the row in the copy.
+        """
         if unit in self._loaded or unit not in self._trained or unit not in self._rows:
             return self._loaded.get(unit)
-        row = self._rows[unit].on_current_stream()[self.place]
+        row = self._rows[unit].on_current_stream()[place]
         return OwnRow(row, is_outdated=unit in self._outdated)
 
     def restore(self, unit: nn.Module, own: OwnRow) -> None:
         """Let the unit's next gather begin with what `own_row` returned when it was saved."""
         self._loaded[unit] = own
-        self.note_versions(unit)
 
     @property
     def nbytes(self) -> int:
@@ -157,33 +149,12 @@ class SecondaryCopies:
         return rows.on_current_stream() if rows else None
 
 
-def _nothing(*_: object) -> None:
-    pass
-
-
-def copies_of(
-    model: nn.Module, route: Route, position: int, config: ZeroConfig
-) -> SecondaryCopies | None:
-    """Return what keeps the copies of a model's weights that take this route; None if none are.
-
-    `position` is this rank's on the data axis.
-    """
+def copies_of(route: Route, config: ZeroConfig) -> SecondaryCopies | None:
+    """Return what keeps the copies of weights that take this route; None if none are kept."""
     if not route.keeps:
         return None
     steps = None
     if config.zeropp.weight_steps:
         levels = config.zeropp.weight_step_levels
         steps = WeightSteps(levels and levels // 2, config.zeropp.weight_step_check_interval)
-    copies = SecondaryCopies(
-        in_evaluation=config.zeropp.secondary_in_evaluation,
-        place=position // route.inner,
-        steps=steps,
-    )
-    _COPIES[model] = ref(copies)
-    return copies
-
-
-def copies_of_model(model: nn.Module) -> SecondaryCopies | None:
-    """Return the copies of a root module's weights; None if it keeps none."""
-    copies = _COPIES.get(model)
-    return None if copies is None else copies()
+    return SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation, steps=steps)

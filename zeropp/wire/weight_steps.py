@@ -85,19 +85,15 @@ class WeightSteps:
         shard: Tensor,
         rows: Tensor,
         layout: Layout,
-        place: int,
         outer: Link,
         purpose: str,
         *,
         async_op: bool,
     ) -> Hops:
-        """Move the codes of `rows` (N, P), one row of each node, towards the shards' values.
-
-        `place` is that of this rank's row.
-        """
+        """Move the codes of `rows` (N, P), one row of each node, towards the shards' values."""
         reach = self.reach_of(unit)
         steps = step_layout(layout, reach)
-        message = code_steps(shard.view(1, -1), rows[place : place + 1], steps)
+        message = code_steps(shard.view(1, -1), rows[outer.place : outer.place + 1], steps)
         arrived = message.new_empty(outer.size, steps.num_bytes)
         yield outer.all_gather(arrived, message, purpose, unit=unit, async_op=async_op)
         apply_code_steps(arrived, rows, steps)

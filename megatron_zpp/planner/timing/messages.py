@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron_zpp.planner.timing.links import Message, exchange, ring
-from zeropp.fsdp_adapter import Piece
-from zeropp.sharding.forecast import Forecast
+from zeropp.sharding.forecast import node_bytes
+from zeropp.sharding.plan import Plan, UnitPlan
 from zeropp.wire.route import Route
 
 Sent = Mapping[tuple[str, str], float]  # (purpose, hop) -> bytes of a node
@@ -32,20 +32,18 @@ class UnitMessages:
     early_reduction: Messages
 
 
-def unit_messages(
-    forecast: Forecast, subunits: tuple[tuple[Piece, ...], ...], *, is_root: bool
-) -> UnitMessages:
-    """Return the messages of a unit that consists of `subunits` of the forecast."""
-    roots = tuple(range(len(subunits))) if is_root else ()
-    of_unit = replace(forecast, units=subunits, roots=roots)
-    one, two = of_unit.node(1), of_unit.node(2)
+def unit_messages(plan: Plan, subunits: tuple[UnitPlan, ...]) -> UnitMessages:
+    """Return the messages of a unit that consists of `subunits` of the plan."""
+    of_unit = replace(plan, units=subunits)
+    one, two = node_bytes(of_unit, 1), node_bytes(of_unit, 2)
     more = {key: two[key] - one[key] for key in one}
+    weights, gradients = subunits[0].axis.weights, subunits[0].axis.gradients
     return UnitMessages(
-        first_gather=_gather(forecast.weights, one, FORWARD),
-        later_gather=_gather(forecast.weights, more, FORWARD),
-        backward_gather=_gather(forecast.weights, one, BACKWARD),
-        reduction=_reduction(forecast, one),
-        early_reduction=_reduction(forecast, more),
+        first_gather=_gather(weights, one, FORWARD),
+        later_gather=_gather(weights, more, FORWARD),
+        backward_gather=_gather(weights, one, BACKWARD),
+        reduction=_reduction(plan.stage, gradients, one),
+        early_reduction=_reduction(plan.stage, gradients, more),
     )
 
 
@@ -59,10 +57,9 @@ def _gather(route: Route, sent: Sent, purpose: str) -> Messages:
     return tuple(hop for hop in hops if not hop.is_empty)
 
 
-def _reduction(forecast: Forecast, sent: Sent) -> Messages:
-    route = forecast.gradients
+def _reduction(stage: int, route: Route, sent: Sent) -> Messages:
     near, far = _by_hop(route, sent, GRADIENTS)
-    if forecast.stage == 0:
+    if stage == 0:
         nodes = route.nodes
         rings = ring(ALL_REDUCE_RINGS * nodes.num_ranks, ALL_REDUCE_RINGS * nodes.count, near, far)
         hops = [rings]

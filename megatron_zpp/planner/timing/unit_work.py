@@ -145,17 +145,15 @@ class RankWork:
     def _units(self) -> list[list[tuple[Unit, UnitMessages]]]:
         """The units of each stage with their messages; those of equal units are one object."""
         edges = [0, *accumulate(self.run.subunits)]
-        subunits = [self.run.forecast.units[first:last] for first, last in pairwise(edges)]
+        subunits = [self.run.plan.units[first:last] for first, last in pairwise(edges)]
         distinct: dict[tuple, UnitMessages] = {}
         result, first = [], 0
         for stage in self.run.stages:
             root, units = first + len(stage.layers), []
             for index in range(first, root + 1):
-                key = subunits[index], index == root
+                key = subunits[index]
                 if key not in distinct:
-                    distinct[key] = unit_messages(
-                        self.run.forecast, subunits[index], is_root=key[1]
-                    )
+                    distinct[key] = unit_messages(self.run.plan, key)
                 units.append((self.run.units[index], distinct[key]))
             result.append(units)
             first = root + 1
@@ -176,12 +174,12 @@ class RankWork:
     def _unit_work(
         self, unit: Unit, messages: UnitMessages, passes: Passes, rates: Rates, *, quantizing: bool
     ) -> UnitWork:
-        forecast, kernels = self.run.forecast, hardware_table()["kernels"]
+        axis, kernels = self.run.axis, hardware_table()["kernels"]
         parameters = self.run.num_shards * unit.trained
         decode, encode = kernels["copy_out"], kernels["reduce_buffers"]
-        if quantizing and not forecast.weights.is_flat:
+        if quantizing and not axis.weights.is_flat:
             decode += kernels["dequantize_weights"]
-        if quantizing and _quantizes(forecast.gradients):
+        if quantizing and _quantizes(axis.gradients):
             encode += kernels["quantize_gradients"] + kernels["sum_gradients"]
 
         def collective(hops: Messages, kernel_bytes: float) -> Collective:

@@ -31,14 +31,13 @@ class TwoNodes:
 
 
 def sharding(stage: int = 3, num_ranks: int = 4) -> SimpleNamespace:
-    nodes = Nodes(num_ranks=4, ranks_per_node=2)
     return SimpleNamespace(
         stage=stage,
         num_ranks=num_ranks,
         traffic=Traffic(),
         last_weight_steps=lambda: StepCounts(codes=100, moved=30, capped=2, blocks=4, rescaled=1),
         compute_dtype=torch.bfloat16,
-        forecast=SimpleNamespace(weights=SimpleNamespace(nodes=nodes), wire_dtype=torch.bfloat16),
+        plan=SimpleNamespace(units=(SimpleNamespace(wire_dtype=torch.bfloat16),)),
         expected_traffic=lambda num: {FORWARD: MIB, GRADIENTS: num * MIB, NEAR: 0},
         plain_traffic=lambda num: {FORWARD: 6 * num * MIB},
     )

@@ -2,7 +2,6 @@
 
 from benchmarks.memory.dry_run import predict_and_measure
 from megatron_zpp.planner.estimate import Estimate
-from zeropp import Sharding
 
 LEEWAY = 0.06  # of the peak; issue and docs promise 0.1
 
@@ -16,15 +15,15 @@ def assert_peak_is_foretold(flags: str) -> Estimate | None:
     predicted, measured = predict_and_measure(flags)
     if predicted is None:
         return None
-    foretold, sharding = predicted.host_bytes, predicted.sharding
-    by_block = sharding.num_ranks > 1 and (sharding.stage > 0 or sharding.stores_frozen)
-    gathered = block_bytes(sharding) if by_block else 0
+    foretold, plan = predicted.host_bytes, predicted.plan
+    by_block = plan.num_ranks > 1 and (plan.stage > 0 or plan.stores_frozen)
+    gathered = block_bytes(predicted) if by_block else 0
     numbers = f"{foretold:,} bytes foretold, {measured:,} measured, {gathered:,} of a block"
     assert (1 - LEEWAY) * measured - gathered <= foretold <= (1 + LEEWAY) * measured, numbers
     return predicted
 
 
-def block_bytes(sharding: Sharding) -> int:
+def block_bytes(predicted: Estimate) -> int:
     """Return the bytes of the largest block's weights when they are gathered."""
-    counts = [sum(p.numel() for p in block.parameters()) for block in sharding.model.blocks]
-    return sharding.compute_dtype.itemsize * max(counts)
+    counts = [sum(p.numel() for p in block.parameters()) for block in predicted.model.blocks]
+    return predicted.plan.compute_dtype.itemsize * max(counts)

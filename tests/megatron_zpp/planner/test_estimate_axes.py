@@ -17,6 +17,7 @@ from tests.megatron_zpp.parallel.flags import CP2, GATHERED, PP2, PP4, SP, TP2, 
 from tests.megatron_zpp.planner.peaks import assert_peak_is_foretold
 from tests.ranks import ranks
 from zeropp.errors import InputError
+from zeropp.sharding.plan import Plan
 from zeropp.wire.route import Nodes
 
 MODEL = (
@@ -55,7 +56,7 @@ def test_the_forecast_of_a_planned_rank_is_that_of_the_rank(flags, tmp_path):
     sharding = build_model(config, VOCABULARY, started, apex=None)
     nodes, place = Nodes.of(range(4), 2), started.pipeline_place
     run = plan_run(config, VOCABULARY, nodes, is_cpu=True, place=place)
-    assert sharding.forecast in (run.forecast, None)  # None: one rank of the data axis
+    assert run.num_ranks == 1 or Counter(planned(sharding.plan)) == Counter(planned(run.plan))
     count = run.num_micro_batches
     sent = Counter(activation_traffic(config, started, sharding, count))
     sent.update(sharding.expected_traffic(count))
@@ -102,3 +103,17 @@ def test_sequences_and_their_activations_are_divided():
 def test_stages_that_nodes_cannot_hold_alike_are_refused():
     with pytest.raises(InputError, match="the nodes would have 4, 2 of them"):
         predict("--zero-stage 1 --num-layers 6 --pipeline-model-parallel-size 2", 12, 4)
+
+
+def planned(plan: Plan) -> list[tuple]:
+    """What is planned of each unit, whoever cuts it."""
+    return [
+        (
+            frozenset(Counter(unit.pieces).items()),
+            unit.is_root,
+            unit.regathers,
+            unit.axis.weights,
+            unit.dtype,
+        )
+        for unit in plan.units
+    ]

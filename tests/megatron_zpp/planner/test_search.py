@@ -17,6 +17,7 @@ from megatron_zpp.planner.timing.hardware import GIB, Description, find_cluster
 from megatron_zpp.planner.timing.step_time import typical_seconds
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.schedule import Schedules
+from zeropp.sharding.forecast import node_bytes
 from zeropp.wire.route import Nodes
 
 FLAGS = (
@@ -46,7 +47,7 @@ def test_memory_and_bytes_are_those_of_the_estimate_and_the_forecast(slow_plan):
         assert dict(row.memory) == dict(expected.device)
         sent = expected.sent
         if not row.candidate.is_divided:
-            sent = expected.sharding.forecast.node(expected.micro_batches)
+            sent = node_bytes(expected.plan, expected.micro_batches)
         far = sum(num_bytes for (_, hop), num_bytes in sent.items() if hop == "across_nodes")
         assert row.sent_in_m["across_nodes"] == far / row.num_parameters / 2
     assert {row.candidate.sizes[0] for row in slow_plan.rows} == {1, 2, 4}

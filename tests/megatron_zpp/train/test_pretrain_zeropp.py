@@ -24,6 +24,7 @@ from tests.megatron_zpp.train.training_runs import (
 )
 from tests.ranks import ranks
 from zeropp import InputError
+from zeropp.sharding.forecast import node_bytes
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples/ds_zeropp_two_nodes.json"
 ALL_THREE = f"--deepspeed_config {EXAMPLE} "
@@ -157,7 +158,7 @@ def test_what_is_logged_is_the_formula_but_where_an_evaluation_left_copies(tmp_p
     flags = f"{BATCH} {ALL_THREE} --train-iters 4 --eval-iters 1 --eval-interval 2 "
     flags += f"--tensorboard-dir {tmp_path}"
     with built_run(flags) as run:
-        formula = run.sharding.forecast.node(num_micro_batches=2)
+        formula = node_bytes(run.sharding.plan, 2)
     log = log_of(flags)
     if dist.get_rank() != 0:
         return

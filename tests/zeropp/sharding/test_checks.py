@@ -74,7 +74,7 @@ def test_nodes_of_different_sizes_are_refused_on_every_rank():
         refused(message, ALL_THREE, None)
         refused(message, {"stage": 3}, None)
         sharding = shard(small_model(), data_mesh(), zero_config(ALL_THREE, 2))  # as is proposed
-    assert sharding.forecast.weights.nodes == Nodes(num_ranks=4, ranks_per_node=2)
+    assert sharding.plan.units[-1].axis.weights.nodes == Nodes(num_ranks=4, ranks_per_node=2)
 
 
 def test_the_ranks_of_a_node_must_follow_each_other():
@@ -206,10 +206,10 @@ def test_the_size_of_a_node_is_the_launchers_and_not_a_count_of_devices():
         patch.setattr(torch.cuda, "device_count", lambda: 4)
         patch.setattr(torch.accelerator, "device_count", lambda: 4)
         for zero in ({"stage": 3}, ALL_THREE):
-            forecast = shard(small_model(), data_mesh(), zero_config(zero)).forecast
-            assert forecast.weights.nodes == forecast.gradients.nodes == nodes
-        forecast = shard(small_model(), data_mesh(), zero_config({"stage": 3}, 1)).forecast
-    assert forecast.gradients.nodes.ranks_per_node == 1
+            axis = shard(small_model(), data_mesh(), zero_config(zero)).plan.units[-1].axis
+            assert axis.weights.nodes == axis.gradients.nodes == nodes
+        plan = shard(small_model(), data_mesh(), zero_config({"stage": 3}, 1)).plan
+    assert plan.units[-1].axis.gradients.nodes.ranks_per_node == 1
 
 
 def described(sharding: Sharding) -> dict[str, str]:
@@ -252,7 +252,7 @@ def test_the_description_of_a_copy_larger_than_a_node():
     assert len(lines) == 1 and "zero_hpz_partition_size = 4 is all ranks" in lines[0]
     with log_lines() as lines:
         one_node = shard(small_model(), data_mesh(), zero_config(ALL_THREE | TUTORIAL, 4))
-    assert one_node.copies is None and "INT8 among 4" in described(one_node)["weights"]
+    assert one_node.roots[0].copies is None and "INT8 among 4" in described(one_node)["weights"]
     assert len(lines) == 1 and "using the 4 of one node; a copy split over all ranks" in lines[0]
 
 

@@ -16,28 +16,36 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeropp
 from tests.ranks import ranks
 from zeropp.fsdp_adapter import Piece
-from zeropp.sharding.forecast import Forecast
+from zeropp.sharding.forecast import node_bytes, rank_bytes
+from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
 from zeropp.wire.route import Nodes, Route
 
 BLOCK, ROOT = 3 * 256, 256  # elements of a rank's shard
 
 
-def forecast_of(nodes: Nodes, inner: int, **settings: object) -> Forecast:
+def plan_of(nodes: Nodes, inner: int, **settings: object) -> Plan:
     """Two blocks and a root, each of one matrix, in bf16."""
-    units = tuple(
-        (Piece(elements=size, row=size, ndim=2, trainable=True),) for size in (BLOCK, BLOCK, ROOT)
+    axis = DataAxis(
+        weights=Route(nodes=nodes, inner=inner, **settings),
+        gradients=Route(nodes=nodes, inner=nodes.ranks_per_node, bits=(8, 4)),
     )
-    route = Route(nodes=nodes, inner=inner, **settings)
-    means = Route(nodes=nodes, inner=nodes.ranks_per_node, bits=(8, 4))
-    wire = {"compute_dtype": torch.bfloat16, "wire_dtype": torch.bfloat16}
-    return Forecast(
+    units = tuple(
+        UnitPlan(
+            pieces=(Piece(elements=size, row=size, ndim=2, trainable=True),),
+            axis=axis,
+            dtype=torch.bfloat16,
+            wire_dtype=torch.bfloat16,
+            is_root=size == ROOT,
+            regathers=size != ROOT,
+        )
+        for size in (BLOCK, BLOCK, ROOT)
+    )
+    return Plan(
         stage=3,
         reduces_once=False,
         keeps_roots=False,
+        compute_dtype=torch.bfloat16,
         units=units,
-        weights=route,
-        gradients=means,
-        **wire,
     )
 
 
@@ -48,24 +56,24 @@ def bytes_across_nodes(sent: dict) -> float:
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_plain_zero_3_is_three_rings_in_16_bit(num_micro_batches):
     nodes = Nodes(num_ranks=8, ranks_per_node=2)
-    plain = forecast_of(nodes, 2, bits=(8, 8), keeps=True).plain()
+    plain = plan_of(nodes, 2, bits=(8, 8), keeps=True).plain()
     # A ring over 8 ranks passes 7 shards over each of its links; one link leaves each node.
     # Blocks: gathered twice, reduced once; root: gathered once, reduced once. 2 bytes each.
     link = 7 * 2 * (2 * 3 * BLOCK + 2 * ROOT) * num_micro_batches
-    sent = plain.node(num_micro_batches)
+    sent = node_bytes(plain, num_micro_batches)
     assert bytes_across_nodes(sent) == link
     assert sum(sent.values()) == 2 * link  # the other of a node's two links stays inside
 
 
 def test_a_node_is_the_mean_of_all_nodes_where_hops_straddle_them():
     nodes = Nodes(num_ranks=6, ranks_per_node=2)
-    forecast = forecast_of(nodes, 3, bits=(8, 8), keeps=True)  # groups 0-2 and 3-5, nodes of two
-    by_rank = [forecast.rank(position) for position in range(6)]
+    plan = plan_of(nodes, 3, bits=(8, 8), keeps=True)  # groups 0-2 and 3-5, nodes of two
+    by_rank = [rank_bytes(plan, position=position) for position in range(6)]
     by_node = [
         bytes_across_nodes(by_rank[n]) + bytes_across_nodes(by_rank[n + 1]) for n in (0, 2, 4)
     ]
     assert len(set(by_node)) > 1
-    assert bytes_across_nodes(forecast.node()) == sum(by_node) / 3
+    assert bytes_across_nodes(node_bytes(plan)) == sum(by_node) / 3
 
 
 class CountedCalls(TorchDispatchMode):

@@ -66,7 +66,7 @@ def test_by_an_engine(offload):
     engine = zeropp.initialize(model=small_model(), config=config)[0]
     expected, *_ = run_without_engine()
     assert run(engine) == pytest.approx(expected, rel=1e-5)
-    assert engine.sharding.reduces_once
+    assert engine.sharding.plan.reduces_once
 
 
 def test_at_stage_1_it_says_that_it_changes_nothing():

@@ -20,6 +20,7 @@ from tests.ranks import ranks
 from tests.zeropp.prescribed_gradients import ALL_THREE, zero_config
 from tests.zeropp.small_model import loss_of, tokens_of
 from zeropp import InputError, Sharding, optimizer_step, shard
+from zeropp.sharding.forecast import node_bytes
 from zeropp.sharding.grid import nodes_of_grid
 from zeropp.wire.route import Nodes, gradient_route, weight_route
 
@@ -140,7 +141,10 @@ def test_quantized_losses_stay_close_and_bytes_are_those_foretold():
 def test_with_tensor_ranks_filling_the_node_each_keeps_its_part_of_the_weights():
     mesh = grid(2, 2)
     sharding = shard(split(mesh), mesh, zero_config(NODE_WIDE, 2), axis="data")
-    assert sharding.forecast.weights.keeps and sharding.forecast.weights.inner == 1
+    assert (
+        sharding.plan.units[-1].axis.weights.keeps
+        and sharding.plan.units[-1].axis.weights.inner == 1
+    )
     train(sharding, steps=2)
     sent = sharding.traffic.take()
     assert sent["weights_backward", "across_nodes"] == 0 < sent["weights_forward", "across_nodes"]
@@ -150,7 +154,7 @@ def test_with_tensor_ranks_filling_the_node_each_keeps_its_part_of_the_weights()
     assert rows["nodes"] == "2 of 2 ranks"
     everywhere = torch.tensor(sum(sharding.expected_traffic(1).values()))
     dist.all_reduce(everywhere)
-    assert sum(sharding.forecast.node().values()) == everywhere.item() / 2
+    assert sum(node_bytes(sharding.plan).values()) == everywhere.item() / 2
 
 
 @ranks(4)

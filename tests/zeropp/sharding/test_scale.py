@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from benchmarks.cluster.fake_ranks import counted_step, fake_rank
 from tests.zeropp.prescribed_gradients import ALL_THREE, zero_config
+from zeropp.sharding.forecast import node_bytes
 
 NODES, PER_NODE = 6, 4
 RANKS = NODES * PER_NODE
@@ -42,7 +43,7 @@ def sent_by_a_node(zero: dict, num_micro_batches: int = 1) -> Counter:
             sharding = counted_step(Wide, loss, mesh, config, num_micro_batches)
             assert sharding.traffic.sent == sharding.expected_traffic(num_micro_batches)
             total.update(sharding.traffic.take())
-            forecast = sharding.forecast.node(num_micro_batches)
+            forecast = node_bytes(sharding.plan, num_micro_batches)
     assert total == forecast
     return total
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from tests.ranks import ranks
 from tests.zeropp.small_model import Block, SmallModel, loss_of, small_model, tokens_of, train
 from zeropp import Sharding, ZeroConfig, shard
+from zeropp.sharding.forecast import node_bytes
 from zeropp.sharding.shard import outermost_blocks
 
 # Each of 3 AdamW steps may enlarge a rounding difference of 2^-24 by the depth of the sums
@@ -66,8 +67,8 @@ def loss_gradients(tokens: torch.Tensor) -> list[torch.Tensor]:
 def test_communication_data_type_widens_the_wire():
     narrow = sharded(2, bf16={"enabled": True})
     wide = sharded(2, bf16={"enabled": True}, communication_data_type="fp32")
-    assert narrow.forecast.wire_dtype == torch.bfloat16
-    assert wide.forecast.wire_dtype == torch.float32
+    assert narrow.plan.units[0].wire_dtype == torch.bfloat16
+    assert wide.plan.units[0].wire_dtype == torch.float32
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -130,7 +131,7 @@ def test_description_counts_the_bytes_a_node_sends():
     whole, blocks = 38 * 12 + 3 * 524, 3 * 524
     gathered, reduced = (whole + blocks) * 4, whole * 4
     padding = 4 * 16  # a packed row of a unit's gradients ends at a multiple of 16 bytes
-    sent = sum(sharding.forecast.node().values())
+    sent = sum(node_bytes(sharding.plan).values())
     assert gathered + reduced <= sent <= gathered + reduced + 2 * padding
     rows = dict(sharding.describe())
     assert rows["weights"] == "all-gather, 32 bit among 2 ranks of a node"

@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import ranks
 from zeropp.fsdp_adapter import MixedPrecisionPolicy, shard_unit
-from zeropp.sharding.shard import use_gradient_mean
+from zeropp.sharding.plan import DataAxis
+from zeropp.sharding.wiring import Wiring
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.route import Nodes, Route
 from zeropp.wire.traffic import Traffic
@@ -33,7 +34,10 @@ def reduced_sum(
     nodes = Nodes(num_ranks=WORLD, ranks_per_node=ranks_per_node)
     route = Route(nodes=nodes, inner=ranks_per_node, bits=bits)
     use = GradientUse(mesh.get_group(), torch.device("cpu"))
-    use_gradient_mean([unit], mesh, route, Traffic(), wire, use)
+    axis = DataAxis(
+        weights=route, gradients=route, ranks=tuple(range(WORLD)), position=mesh.get_local_rank()
+    )
+    Wiring(Traffic(), use).use_mean(unit, axis, wire)
     unit.set_requires_gradient_sync(True)
     (unit(torch.eye(CHUNK)) * values.view(WORLD, CHUNK).T).sum().backward()
     return unit.weight.grad.to_local().flatten() * WORLD

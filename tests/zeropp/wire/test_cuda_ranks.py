@@ -145,7 +145,7 @@ def test_written_weights_are_seen_and_the_host_waits_for_no_computation():
     assert losses[: len(losses) // 2] == losses[len(losses) // 2 :]
     torch.cuda._sleep(100 * LATE_CYCLES)  # about a second
     computed = torch.cuda.current_stream().record_event()
-    sharding.weight_changes.drop_written()
+    sharding.roots[0].kept.drop_written()
     assert not computed.query()
     torch.cuda.synchronize()
 
@@ -280,7 +280,7 @@ def test_passes_are_not_captured():
         pytest.raises(InputError, match="capture no passes"),
         torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
     ):
-        sharding.gradient_use.note(sharding.units[0], [], [])
+        sharding.roots[0].use.note(sharding.units[0], [], [])
     torch.cuda.synchronize()
 
 

@@ -148,7 +148,7 @@ def test_a_model_built_under_init_is_stored_quantized():
     with zeropp.zero.Init():
         model = lora_model()
     sharding = shard(model, data_mesh(), zero_config(MIXZ))
-    assert sharding.stores_frozen and stored_bytes(sharding.model)[1]
+    assert sharding.plan.stores_frozen and stored_bytes(sharding.model)[1]
     assert losses_of(sharding) == expected
 
 

@@ -177,7 +177,7 @@ def test_on_a_gpu_another_order_is_told_later_on_all_ranks(found_by: str):
     with sharding.micro_step(last=False):
         sharding.model(x, (0, 1)).backward()
     with pytest.MonkeyPatch.context() as patch:
-        sharding.gradient_use._device = HostOnly(patch).device
+        sharding.roots[0].use._device = HostOnly(patch).device
         with sharding.micro_step(last=True):
             sharding.model(x, order).backward()
         with pytest.raises(
@@ -206,7 +206,7 @@ def test_on_a_gpu_a_rank_with_unused_weights_is_told_as_late_as_the_others():
     x = torch.ones(2, WIDTH)
     with sharding.micro_step(last=False):
         sharding.model(x, 0, drop_first=False).backward()
-    use = sharding.gradient_use
+    use = sharding.roots[0].use
     with pytest.MonkeyPatch.context() as patch:
         use._device = HostOnly(patch).device
         with sharding.micro_step(last=True):

@@ -41,14 +41,14 @@ def recorded_events(zero: dict, ranks_per_node: int) -> tuple[Sharding, list[str
     torch.manual_seed(5)
     events: list[str] = []
     sharding = shard(EventModel(events), data_mesh(), zero_config(zero, ranks_per_node))
-    entered = sharding.traffic.add
+    entered = sharding.roots[0].traffic.add
 
     def add(purpose: str, by_hop: dict[str, int]) -> None:
         far = "across" if by_hop.get("across_nodes") else "near"
         events.append(f"{SHORT[purpose]} {far}")
         entered(purpose, by_hop)
 
-    sharding.traffic.add = add
+    sharding.roots[0].traffic.add = add
     return sharding, events
 
 

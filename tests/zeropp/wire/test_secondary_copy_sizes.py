@@ -49,7 +49,7 @@ def test_more_than_the_world_is_the_node_with_one_line_in_the_log():
         sharding = shard_on_nodes(BOTH | {"zero_hpz_partition_size": 16})
     finally:
         logger.removeHandler(handler)
-    assert sharding.forecast.weights.inner == 2
+    assert sharding.plan.units[-1].axis.weights.inner == 2
     assert [line for line in records if "zero_hpz_partition_size = 16" in line] == records[:1]
     assert len(records) == 1
-    assert shard_on_nodes(BOTH | {"zero_hpz_partition_size": 4}).copies is None  # nothing to keep
+    assert shard_on_nodes(BOTH | {"zero_hpz_partition_size": 4}).roots[0].copies is None

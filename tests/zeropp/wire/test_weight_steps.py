@@ -49,7 +49,7 @@ def adamw(sharding: Sharding, lr: float = 1e-3) -> torch.optim.Optimizer:
 
 def rows_of(sharding: Sharding) -> list[torch.Tensor | None]:
     """The copies of all units, up to date or not; ranks of one place in their nodes share them."""
-    copies = sharding.copies
+    copies = sharding.roots[0].copies
     both = ((copies.get(unit), copies.get_outdated(unit)) for unit in sharding.units)
     return [current if outdated is None else outdated for current, outdated in both]
 
@@ -72,7 +72,7 @@ def let_codes_catch_up(sharding: Sharding) -> None:
 
 
 def require_equal_copies(sharding: Sharding) -> None:
-    members = sharding.forecast.weights.outer_hop(dist.get_rank()).members
+    members = sharding.plan.units[-1].axis.weights.outer_hop(dist.get_rank()).members
     for rows in rows_of(sharding):
         if rows is not None:
             everywhere = [torch.empty_like(rows) for _ in range(4)]
@@ -84,9 +84,11 @@ def require_close_to_the_weights(sharding: Sharding) -> None:
     """Every number of a copy is the one that is nearest to the weight by its scale."""
     for unit, rows in zip(sharding.units, rows_of(sharding), strict=True):
         layout = weight_layout(
-            fsdp_adapter.own_pieces(unit), sharding.forecast.weights, sharding.compute_dtype
+            fsdp_adapter.own_pieces(unit),
+            sharding.plan.units[-1].axis.weights,
+            sharding.compute_dtype,
         )
-        own = rows[sharding.copies.place][None]
+        own = rows[fsdp_adapter.collectives_of(unit).all_gather.outer.place][None]
         numbers = torch.empty((1, layout.elements))
         dequantize(own, numbers, layout)
         shards = [each.local.detach().flatten() for each in fsdp_adapter.own_shards(unit)]
@@ -111,7 +113,7 @@ def test_copies_take_the_memory_of_copies_without_steps():
         step(sharding, adamw(sharding), 0)
         step(sharding, adamw(sharding), 1)
         evaluate(sharding)
-        held.append(sharding.copies.nbytes)
+        held.append(sharding.roots[0].copies.nbytes)
     assert held[0] == held[1] > 0
 
 
@@ -175,7 +177,7 @@ def test_evaluations_change_no_training():
 @ranks(4)
 def test_levels_follow_what_is_needed():
     sharding = shard_with_steps(None)
-    steps = sharding.copies.steps
+    steps = sharding.roots[0].copies.steps
     fast, slow = adamw(sharding, lr=0.03), adamw(sharding, lr=1e-6)
     for number in range(3):
         step(sharding, fast, number)
@@ -312,13 +314,14 @@ def test_copies_that_differ_are_found_and_sent_again():
     # Of the three steps, the last one compares.
     compared = CHECK_BYTES * len(sharding.units)
     assert sent[key] == 3 * expected[key] + compared
-    assert 0 < compared / shard_with_steps().copies.steps.check_interval < 1e-3 * expected[key]
+    interval = shard_with_steps().roots[0].copies.steps.check_interval
+    assert 0 < compared / interval < 1e-3 * expected[key]
 
 
 @ranks(2)
 def test_one_node_keeps_no_copy_and_sends_no_steps():
     sharding = shard_on_nodes(BOTH, zeropp={"weight_steps": True})
-    assert sharding.copies is None
+    assert sharding.roots[0].copies is None
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from megatron_zpp.planner.timing.hardware import Description, find_cluster
 from megatron_zpp.planner.timing.step_time import step_time
 from megatron_zpp.planner.timing.unit_work import RankWork, StepWork
 from megatron_zpp.settings.arguments import parse
+from zeropp.sharding.forecast import node_bytes
 from zeropp.wire.route import Nodes
 from zeropp.wire.traffic import HOPS
 
@@ -52,7 +53,7 @@ def test_messages_add_up_to_the_forecast(zero, zeropp, tmp_path):
         ):  # fmt: skip
             near += times * sum(each.near_bytes for each in messages)
             far += times * sum(each.far_bytes for each in messages)
-    sent = run.forecast.node(count)
+    sent = node_bytes(run.plan, count)
     total = {hop: sum(sent[key] for key in sent if key[1] == hop) for hop in HOPS}
     assert 4 * near == pytest.approx(total["in_node"], rel=1e-12)
     assert far == pytest.approx(total["across_nodes"], rel=1e-12)

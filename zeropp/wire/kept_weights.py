@@ -32,7 +32,7 @@ from zeropp.ranks.groups import shared_group
 from zeropp.ranks.waits import explained_waits
 from zeropp.wire.cross_stream import refuse_capture
 from zeropp.wire.scalar_gradients import ScalarGradients
-from zeropp.wire.secondary_copies import SecondaryCopies
+from zeropp.wire.secondary_copies import OwnRow, SecondaryCopies
 
 Units = Sequence[fsdp.FSDPModule]
 
@@ -83,8 +83,8 @@ class ScalarsWritten(Notice):
         self.source = source
 
 
-class WeightChanges:
-    """Drops what is gathered of a model's units when their shards change.
+class KeptWeights:
+    """What is kept of a model's units after a pass; dropped when their shards change.
 
     `copies` are the units' secondary copies, `group` the ranks that share the units: None where
     each rank gathers alone, as at stage 0. All ranks make it, and use it, in the same places.
@@ -93,12 +93,11 @@ class WeightChanges:
     def __init__(
         self,
         model: nn.Module,
-        units: Units,
         copies: SecondaryCopies | None,
         group: dist.ProcessGroup | None,
         scalars: ScalarGradients | None = None,
     ) -> None:
-        self._copies, self._scalars, self._data_group = copies, scalars, group
+        self.copies, self._scalars, self._data_group = copies, scalars, group
         self._ranks = dist.get_process_group_ranks(group) if group is not None else []
         self._units: list[fsdp.FSDPModule] = []
         self._hooked: set[nn.Module] = set()
@@ -114,10 +113,6 @@ class WeightChanges:
             self._undo.callback(handle.remove)
             weakref.finalize(model, handle.remove)
         self._undo.callback(fsdp.before_pass(model, self._before_pass))
-        if copies:
-            copies.drop_written = self.drop_written
-            copies.note_versions = self._note_versions
-        self.add(model, units)
 
     def add(self, model: nn.Module, units: Units) -> None:
         """Include `units` of the model, between two passes."""
@@ -150,13 +145,18 @@ class WeightChanges:
         backward pass, as when each gradient steps its optimizer at once, full weights stay: they
         may be in use, and FSDP2 frees them at its end.
         """
-        if self._copies:
-            self._copies.drop(stepped_only=stepped_only)
+        if self.copies:
+            self.copies.drop(stepped_only=stepped_only)
         _free(self._units)
 
     def drop_written(self) -> None:
         """Drop what is kept of units that were written without notice; all ranks call it."""
         self._drop_written(self._units)
+
+    def restore(self, unit: fsdp.FSDPModule, own: OwnRow) -> None:
+        """Let the unit's next gather begin with this rank's row, as a checkpoint holds it."""
+        self.copies.restore(unit, own)
+        self._note_versions(unit)
 
     def _before_step(self, *_: object) -> None:
         """Remember the units that were written before this step, which raises versions, too.
@@ -164,10 +164,10 @@ class WeightChanges:
         Frozen weights may have been given gradients, and are stepped then.
         """
         self._written.update(filter(self._was_written, filter(self._is_kept, self._units)))
-        if self._copies:
-            for unit in filter(self._copies.is_current, self._units):
+        if self.copies:
+            for unit in filter(self.copies.is_current, self._units):
                 if any(shard.grad is not None for shard in fsdp.shards(unit)):
-                    self._copies.note_trained(unit)
+                    self.copies.note_trained(unit)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if isinstance(optimizer, WeightsReplaced):
@@ -185,7 +185,7 @@ class WeightChanges:
             self.drop(stepped_only=True)
             self._stepped.clear()
             for unit in filter(self._is_kept, self._units):
-                is_frozen = self._copies is not None and self._copies.is_current(unit)
+                is_frozen = self.copies is not None and self.copies.is_current(unit)
                 if is_frozen and self._was_written(unit):  # by the step itself
                     self._written.add(unit)
                 self._versions[unit] = fsdp.versions(unit)  # but `_written` stays
@@ -197,9 +197,9 @@ class WeightChanges:
         """Note what the unit is gathered from, unless something that is kept will be used."""
         if not fsdp.is_in_pass(unit) and fsdp.backward_id() == -1:  # somebody called `unshard()`
             self._drop_written([unit])
-        if self._copies:
-            self._copies.note_use(unit)
-        has_copy = self._copies is not None and self._copies.is_current(unit)
+        if self.copies:
+            self.copies.note_use(unit)
+        has_copy = self.copies is not None and self.copies.is_current(unit)
         if not (has_copy or fsdp.is_gathered(unit) or fsdp.has_whole_parameters(unit)):
             self._note_versions(unit)
 
@@ -222,10 +222,10 @@ class WeightChanges:
         for unit, note in zip(units, self._of_any_rank(notes), strict=True):
             if note == UNCHANGED:
                 continue
-            if self._copies and note == STEPPED:
-                self._copies.note_step([unit])
-            elif self._copies:
-                self._copies.drop_of(unit)
+            if self.copies and note == STEPPED:
+                self.copies.note_step([unit])
+            elif self.copies:
+                self.copies.drop_of(unit)
             fsdp.free_gathered(unit)
         self._stepped.difference_update(units)
 
@@ -235,7 +235,7 @@ class WeightChanges:
         return STEPPED if unit in self._stepped else UNCHANGED
 
     def _is_kept(self, unit: fsdp.FSDPModule) -> bool:
-        has_copy = self._copies is not None and self._copies.has(unit)
+        has_copy = self.copies is not None and self.copies.has(unit)
         return has_copy or fsdp.is_gathered(unit)
 
     def _was_written(self, unit: fsdp.FSDPModule) -> bool:

@@ -1,4 +1,4 @@
-"""Two sharded models of a rank, in one `Sharding`, train as one model on one process."""
+"""Two sharded models of a rank, the roots of one `Sharding`, train as one on one process."""
 
 import pytest
 import torch
@@ -8,8 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from tests.ranks import ranks
-from zeropp import InputError, ZeroConfig, optimizer_step, shard
-from zeropp.sharding.joined import join
+from zeropp import InputError, Sharding, ZeroConfig, optimizer_step, shard
 
 STEPS, MICRO_BATCHES = 3, 4
 
@@ -50,7 +49,7 @@ def test_passes_in_turn_train_as_one_model(stage: int, once: bool) -> None:
         shard(part, mesh, ZeroConfig.from_json(config), units=list(part), keeps_root=True)
         for part in model
     ]
-    joined = join(model, parts)
+    joined = Sharding.join(model, parts)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for micro_batches in batches(dist.get_rank()):
         middles = [model[0](batch) for batch in micro_batches]
@@ -79,7 +78,7 @@ def test_a_failed_pass_of_a_part_must_be_discarded() -> None:
     model = halves()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
     config = ZeroConfig.from_json({"zero_optimization": {"stage": 3}})
-    joined = join(model, [shard(part, mesh, config, units=list(part)) for part in model])
+    joined = Sharding.join(model, [shard(part, mesh, config, units=list(part)) for part in model])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     joined.begin_micro_step(last=True)
     received = model[0](torch.ones(3, 6)).detach().requires_grad_()

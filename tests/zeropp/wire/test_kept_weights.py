@@ -372,8 +372,8 @@ def forward_only(model: nn.Module) -> float:
 def test_nothing_is_compared_where_nothing_would_be_reused():
     sharding = shard_on_nodes(BOTH, small_model(2))
     optimizer, compared = torch.optim.SGD(sharding.model.parameters(), lr=0.5), []
-    comparison = sharding.weight_changes._of_any_rank
-    sharding.weight_changes._of_any_rank = lambda flags: compared.append(flags) or comparison(flags)
+    comparison = sharding.roots[0].kept._of_any_rank
+    sharding.roots[0].kept._of_any_rank = lambda flags: compared.append(flags) or comparison(flags)
     for number in range(3):
         step(sharding, optimizer, number)
     assert not compared

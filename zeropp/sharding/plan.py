@@ -1,0 +1,151 @@
+"""What will be sharded, gathered and sent, unit by unit: a value made before anything is changed.
+
+`zeropp.shard` cuts a model as its plan says; `zeropp.attach` plans for units that exist already,
+and a planner of runs for models on the meta device. See docs/adr/0021.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zeropp import fsdp_adapter as fsdp
+from zeropp.fsdp_adapter import Piece
+from zeropp.settings.zero_config import ZeroConfig
+from zeropp.wire.frozen_weights import stored_layout
+from zeropp.wire.route import Nodes, Route, gradient_route, weight_route
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DataAxis:
+    """The ranks that share units, and the routes of weights and gradients among them.
+
+    `ranks` are global, in the order of the axis, and this one is at `position`; they are empty
+    where nothing is to be sent.
+    """
+
+    weights: Route
+    gradients: Route
+    ranks: tuple[int, ...] = ()
+    position: int = 0
+
+    @classmethod
+    def of(
+        cls, config: ZeroConfig, nodes: Nodes, ranks: Sequence[int] = (), position: int = 0
+    ) -> "DataAxis":
+        """Return the axis of ranks on these nodes.
+
+        Raises InputError for an hpZ partition that does not divide them.
+        """
+        return cls(
+            weights=weight_route(config, nodes),
+            gradients=gradient_route(config, nodes),
+            ranks=tuple(ranks),
+            position=position,
+        )
+
+    @property
+    def nodes(self) -> Nodes:
+        return self.weights.nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPlan:
+    """Parameters that are gathered at once, and whose gradients are averaged at once.
+
+    modules: whose forward passes gather it; collectives are set on the first.
+    parameters: its own, whole, until it is cut.
+    pieces: each parameter's part of the buffers, as FSDP2 pads it.
+    dtype: what it is gathered in. wire_dtype: what of its gradients is not quantized travels in.
+    casts_inputs: whether FSDP2 casts floating-point inputs to `dtype`.
+    is_root: it is called by itself, and stays gathered from its forward to its backward pass.
+    is_apart: its modules are inside those of another unit, which has the rest of them.
+    regathers: weights are freed after forward and gathered again for backward.
+    """
+
+    pieces: tuple[Piece, ...]
+    axis: DataAxis
+    dtype: torch.dtype
+    wire_dtype: torch.dtype
+    is_root: bool = False
+    is_apart: bool = False
+    regathers: bool = False
+    casts_inputs: bool = True
+    modules: tuple[nn.Module, ...] = field(default=(), compare=False, repr=False)
+    parameters: tuple[nn.Parameter, ...] = field(default=(), compare=False, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A sharded model's units: those of each root in forward order, and then the root.
+
+    reduces_once: gradients are reduced once in a step, and not in each micro-batch.
+    keeps_roots: roots stay gathered from a step's first use of them to the last.
+    is_plain: as FSDP2 would do it, with each collective as one ring over all ranks.
+    """
+
+    stage: int
+    reduces_once: bool
+    keeps_roots: bool
+    compute_dtype: torch.dtype
+    units: tuple[UnitPlan, ...] = ()
+    is_plain: bool = False
+
+    @property
+    def axis(self) -> DataAxis | None:
+        """The data axis of most ranks; None where nothing is sharded."""
+        axes = (unit.axis for unit in self.units)
+        return max(axes, key=lambda axis: axis.nodes.num_ranks, default=None)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks share the units of that axis."""
+        return 1 if self.axis is None else self.axis.nodes.num_ranks
+
+    @property
+    def stores_frozen(self) -> bool:
+        """Whether frozen weights are stored as codes."""
+        return any(piece.packed_bytes for unit in self.units for piece in unit.pieces)
+
+    def plain(self) -> "Plan":
+        """Return the plan of the same stage and shapes under plain FSDP2."""
+        flat: dict[DataAxis, DataAxis] = {}
+        for axis in (unit.axis for unit in self.units):
+            route = Route(nodes=axis.nodes, inner=axis.nodes.num_ranks)
+            flat[axis] = replace(axis, weights=route, gradients=route)
+        units = tuple(
+            replace(
+                unit,
+                axis=flat[unit.axis],
+                pieces=tuple(replace(piece, packed_bytes=0) for piece in unit.pieces),
+            )
+            for unit in self.units
+        )
+        return replace(self, units=units, is_plain=True)
+
+    def with_pieces_of(self, units: Iterable[fsdp.FSDPModule]) -> "Plan":
+        """Return the plan with what FSDP2's units hold now."""
+        pairs = zip(self.units, units, strict=True)
+        planned = (replace(plan, pieces=fsdp.own_pieces(unit)) for plan, unit in pairs)
+        return replace(self, units=tuple(planned))
+
+
+def piece_of(parameter: nn.Parameter, num_shards: int, stored_bits: int | None = None) -> Piece:
+    """Return one rank's part of a parameter; frozen matrices become codes of `stored_bits`, if set.
+
+    Of a parameter that is split over other axes, that is a part of this rank's part.
+    """
+    shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+    row = math.prod(shape[1:])
+    elements = -(-shape[0] // num_shards) * row  # FSDP2 cuts the first dim, rounded up
+    is_stored = stored_bits and len(shape) >= 2 and not parameter.requires_grad
+    return Piece(
+        elements=elements,
+        row=row,
+        ndim=len(shape),
+        trainable=parameter.requires_grad,
+        packed_bytes=stored_layout(elements, stored_bits).packed_bytes if is_stored else 0,
+    )

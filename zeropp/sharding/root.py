@@ -1,0 +1,93 @@
+"""A module that is called by itself: its units, and what acts before, in and after its passes."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from zeropp import fsdp_adapter as fsdp
+from zeropp.settings.zero_config import ZeroConfig
+from zeropp.sharding.passes import Passes
+from zeropp.sharding.plan import Plan, UnitPlan
+from zeropp.sharding.wiring import Wiring
+from zeropp.wire.gradient_use import GradientUse
+from zeropp.wire.gradients import Gradients
+from zeropp.wire.kept_weights import KeptWeights
+from zeropp.wire.scalar_gradients import ScalarGradients
+from zeropp.wire.secondary_copies import copies_of
+from zeropp.wire.traffic import Traffic
+
+
+class Root:
+    """A sharded model that is called by itself: a whole one, or a stage of a pipeline.
+
+    units: its blocks in forward order, and then itself. `group` are the data ranks.
+    """
+
+    def __init__(
+        self,
+        model: fsdp.FSDPModule,
+        plan: Plan,
+        config: ZeroConfig,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self.model, self.stage, self.device = model, plan.stage, device
+        self.units: tuple[fsdp.FSDPModule, ...] = ()
+        self.traffic, self.gradients = Traffic(), Gradients()
+        self.reduces_once, self.keeps_root = plan.reduces_once, plan.keeps_roots
+        self._num_ranks = group.size()
+        self.copies = copies_of(plan.units[-1].axis.weights, config)
+        self.scalars = ScalarGradients(model, group, device)
+        changing = group if self.stage else None
+        self.kept = KeptWeights(model, self.copies, changing, self.scalars)
+        self.use = GradientUse(group, device, self.gradients) if self._num_ranks > 1 else None
+        self.passes = Passes(
+            model, accumulates=self.reduces_once, use=self.use, copies=self.copies,
+            scalars=self.scalars, gradients=self.gradients,
+        )  # fmt: skip
+        self._wiring = Wiring(self.traffic, self.use, self.kept)
+
+    def add(self, units: Sequence[fsdp.FSDPModule], plans: Sequence[UnitPlan]) -> None:
+        """Connect units of the model as planned; blocks get their places before the root."""
+        self.kept.add(self.model, units)
+        self.passes.add(units)
+        for unit, plan in zip(units, plans, strict=True):
+            self._wiring.connect(unit, plan, stage=self.stage)
+
+    def order(self, units: Sequence[fsdp.FSDPModule], *, in_turn: bool = False) -> None:
+        """Set the order of all units, and which are gathered while others compute.
+
+        On CPUs, blocks are gathered ahead of their forward passes. With `in_turn`, they are one
+        after the other in backward passes that follow those of other batches.
+        """
+        self.units = tuple(units)
+        *blocks, _ = self.units
+        if self._num_ranks > 1 and blocks and self.device.type == "cpu":
+            fsdp.gather_ahead(self.model, blocks)
+        if self._num_ranks > 1 and in_turn:
+            fsdp.gather_back(blocks)
+
+    def begin_micro_step(self, *, last: bool) -> None:
+        """Set what the next backward does with weights and gradients."""
+        self.scalars.is_due = last
+        for unit in self.units:
+            fsdp.set_gradient_dtypes(unit)
+            unit.set_requires_gradient_sync(last or not self.reduces_once, recurse=False)
+            stays = self.stage < 3 or self.keeps_root and unit is self.model
+            unit.set_reshard_after_backward(last or not stays, recurse=False)
+
+    def discard_gradients(self, set_to_none: bool = True) -> None:
+        """Clear all gradients of a step, those included that no parameter holds as `.grad`."""
+        if set_to_none:
+            self.passes.discard()
+            return
+        for unit in self.units:
+            fsdp.discard_gradients(unit, set_to_none)
+
+    def release(self) -> None:
+        """Free weights that forward-only passes, or one that failed, left gathered."""
+        if fsdp.backward_id() == -1:
+            self.passes.recover()
+        for unit in self.units:
+            fsdp.free_gathered(unit)

@@ -1,0 +1,89 @@
+"""Our collectives, set on units of FSDP2: the only place that installs them."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+
+from zeropp import fsdp_adapter as fsdp
+from zeropp.sharding.plan import DataAxis, UnitPlan
+from zeropp.wire.collectives import GradientMean, WeightGather
+from zeropp.wire.gradient_use import GradientUse
+from zeropp.wire.in_flight import Reductions
+from zeropp.wire.kept_weights import KeptWeights
+from zeropp.wire.link import Link, connect
+from zeropp.wire.route import Route
+from zeropp.wire.traffic import Traffic
+
+Links = tuple[Link | None, Link | None]  # the inner and the outer hop
+
+
+class Wiring:
+    """Connects the units of one root; `undo` gives back the collectives that they had.
+
+    With `divides`, gradients are averaged by us; else FSDP2 divides sums by the factor of the one
+    who sharded the units.
+    """
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        use: GradientUse | None,
+        kept: KeptWeights | None = None,
+        *,
+        divides: bool = True,
+    ) -> None:
+        self.gathers: dict[fsdp.FSDPModule, WeightGather] = {}
+        self.undo = ExitStack()
+        self._traffic, self._use, self._kept, self._divides = traffic, use, kept, divides
+        self._in_flight = Reductions()
+        self._links: dict[tuple[DataAxis, str], Links] = {}
+
+    def connect(self, unit: fsdp.FSDPModule, plan: UnitPlan, *, stage: int) -> None:
+        """Let a unit send what is planned; at stage 0, and on one rank, FSDP2 does as ever."""
+        if not plan.pieces:
+            return
+        if stage == 0 or plan.axis.nodes.num_ranks == 1:
+            self.watch(unit)
+            return
+        self.undo.callback(fsdp.restore_collectives, unit, fsdp.collectives_of(unit))
+        self.use_gather(unit, plan.axis)
+        self.use_mean(unit, plan.axis, plan.wire_dtype)
+
+    def watch(self, unit: fsdp.FSDPModule) -> None:
+        """Take note of the gradients that FSDP2 reduces."""
+        note: Callable | None = None
+        if self._use is not None:
+            self._use.add(unit)
+            note = partial(self._use.note, unit)
+        self.undo.callback(fsdp.before_reduction(unit, note))
+
+    def use_gather(self, unit: fsdp.FSDPModule, axis: DataAxis) -> None:
+        """Gather the unit's weights along the route of the axis."""
+        links = self._links_of(axis, axis.weights, "weights")
+        gather = WeightGather(unit, axis.weights, links, self._kept)
+        self.gathers[unit] = gather
+        fsdp.use_all_gather(unit, gather)
+
+    def use_mean(self, unit: fsdp.FSDPModule, axis: DataAxis, wire_dtype: torch.dtype) -> None:
+        """Average the unit's gradients along the route of the axis."""
+        rounds = fsdp.is_replicated(unit)
+        is_cpu = fsdp.device_of(unit).type == "cpu"
+        mean = GradientMean(
+            unit, axis.gradients, self._links_of(axis, axis.gradients, "gradients"), wire_dtype,
+            self._in_flight if is_cpu and not rounds else None, self._use,
+            divides=self._divides, rounds=rounds,
+        )  # fmt: skip
+        self.undo.callback(mean.leave)
+        fsdp.use_reduce_scatter(unit, mean, divides=self._divides)
+
+    def _links_of(self, axis: DataAxis, route: Route, purpose: str) -> Links:
+        """Connect this rank to its inner and its outer hop, once."""
+        if (axis, purpose) not in self._links:
+            place = axis.position
+            hops = route.inner_hop(place), route.outer_hop(place)
+            self._links[axis, purpose] = tuple(
+                connect(hop, axis.ranks, place, self._traffic, purpose) for hop in hops
+            )
+        return self._links[axis, purpose]

@@ -1,0 +1,25 @@
+"""Where a sharded model's averaged gradients are."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+
+class Gradients:
+    """The averaged gradients of a model: its parameters hold them, or their masters do."""
+
+    def __init__(self) -> None:
+        self._masters: Mapping[nn.Parameter, nn.Parameter] = {}
+
+    def use_masters(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Look for the gradients of these parameters in their masters."""
+        self._masters = masters
+
+    def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return the gradient of a parameter."""
+        return self._masters.get(parameter, parameter).grad
+
+    def clear(self, parameter: nn.Parameter) -> None:
+        """Drop the gradient of a parameter."""
+        self._masters.get(parameter, parameter).grad = None
