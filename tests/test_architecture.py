@@ -24,7 +24,6 @@ MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 # Whose objects of others get functions, outside fsdp_adapter; the list only gets shorter.
 REPLACES_FUNCTIONS = {
     "zeropp/native/kernels.py",
-    "zeropp/optim/offload.py",
     "zeropp/sharding/materialize.py",
     "zeropp/sharding/passes.py",
 }
