@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.other_libraries import Peer
+from benchmarks.kernels.timed_cases import SEED, Case, block_layout
 from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernel_for, reference
-from zeropp.quant.timing import SEED, Case, block_layout
 
 SETTINGS = AdamSettings(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10)
 FACTOR = 0.25  # of unscaling and clipping

@@ -32,10 +32,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.shared.instruction_sets import use_isa
 from benchmarks.shared.interleaved import ratio_summary, time_interleaved
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading
 from benchmarks.shared.timers import THREAD_CLOCK, WALL_CLOCK, CpuTimer
-from zeropp.native.kernels import ISAS, use_isa
+from zeropp.native.kernels import ISAS
 from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernel_for, reference
 from zeropp.optim.cpu_adam import CPUAdam
 

@@ -25,12 +25,13 @@ import torch
 from benchmarks.kernels import other_libraries
 from benchmarks.kernels.adam_kernel import adam_cases, torch_adamw
 from benchmarks.kernels.other_libraries import Peer
+from benchmarks.kernels.timed_cases import ROWS, Case, cases, code_step_cases
+from benchmarks.shared.instruction_sets import use_isa
 from benchmarks.shared.interleaved import interleaved, ratio_summary
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading, parse_with_device
 from benchmarks.shared.timers import THREAD_CLOCK, CpuTimer, GpuTimer, Timer
-from zeropp.native.kernels import ISAS, use_isa
+from zeropp.native.kernels import ISAS
 from zeropp.quant import cpu, cuda, reference
-from zeropp.quant.timing import ROWS, Case, cases, code_step_cases
 
 CHECKED = 1 << 20  # elements, at most, that are compared with the reference on the CPU
 GOAL, LARGE = 0.85, 64 << 20  # share of a copy's speed to reach on so many bytes

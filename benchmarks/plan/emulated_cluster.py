@@ -15,17 +15,12 @@ from itertools import accumulate, pairwise
 
 from benchmarks.plan.bounded_fit import Bounds, fit
 from benchmarks.plan.cells import CheckedSet, Prediction, log_squares, read_cells
+from benchmarks.plan.cpu_steps import Blocking, Host
 from benchmarks.shared.zero_json import zero_json
 from megatron_zpp.planner.planned_run import PlannedRun, plan_run
 from megatron_zpp.planner.timing.links import Hop, Message
 from megatron_zpp.planner.timing.messages import UnitMessages, unit_messages
-from megatron_zpp.planner.timing.timeline import (
-    Blocking,
-    Collective,
-    Host,
-    UnitWork,
-    step_seconds,
-)
+from megatron_zpp.planner.timing.timeline import Collective, UnitWork, step_seconds
 from megatron_zpp.settings.arguments import parse
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.route import Nodes

@@ -42,15 +42,6 @@ def cpu_library() -> ctypes.CDLL:
     return load(FOLDER, "_cpu", functions | {"zpp_set_isa": (INT,)})
 
 
-def use_isa(isa: str | None) -> bool:
-    """Use an instruction set of `ISAS` on CPUs from now on; `None`: the best one.
-
-    Returns whether this processor has it; if not, nothing changes. Raises ValueError for other
-    names, LibraryError if there is no library.
-    """
-    return bool(cpu_library().zpp_set_isa(-1 if isa is None else ISAS.index(isa)))
-
-
 @cache
 def cuda_library() -> ctypes.CDLL:
     """The kernels for GPUs. Raises LibraryError if there are none, or none for the current GPU.

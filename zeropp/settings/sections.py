@@ -121,14 +121,6 @@ class Scheduler(JsonSection):
     params: SchedulerParams = key(SchedulerParams())
 
 
-_RECOMPUTE = "activations are recomputed by torch.utils.checkpoint, which has no such setting"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActivationCheckpointing(JsonSection):
-    path: ClassVar[str] = "activation_checkpointing"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Zeropp(JsonSection):
     """What DeepSpeed's JSON cannot say.

@@ -11,10 +11,10 @@ import torch
 from benchmarks.kernels import other_libraries
 from benchmarks.kernels.adam_kernel import adam_case
 from benchmarks.kernels.quantize_kernels import is_right, on_cpu, time_case, working_peers
+from benchmarks.kernels.timed_cases import ROWS, block_layout, cases, code_step_cases
 from tests.benchmarks.started import run_benchmark
 from zeropp.quant import reference
 from zeropp.quant.cpu import backend
-from zeropp.quant.timing import ROWS, block_layout, cases, code_step_cases
 
 CPU = torch.device("cpu")
 NAMES = [

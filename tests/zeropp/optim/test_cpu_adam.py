@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.shared.instruction_sets import use_isa
 from tests.zeropp.optim.adam_checks import (
     ADAM,
     ADAMW,
@@ -21,7 +22,7 @@ from tests.zeropp.optim.adam_checks import (
 )
 from zeropp import InputError, optim
 from zeropp.deepspeed.ops.adam import DeepSpeedCPUAdam
-from zeropp.native.kernels import ISAS, use_isa
+from zeropp.native.kernels import ISAS
 from zeropp.optim.adam_op import (
     AdamSettings,
     Arrays,

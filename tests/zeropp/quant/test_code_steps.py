@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeropp.native.kernels import ISAS, use_isa
+from benchmarks.shared.instruction_sets import use_isa
+from zeropp.native.kernels import ISAS
 from zeropp.quant import code_step_reference as reference
 from zeropp.quant.code_step_ops import apply_code_steps, code_steps
 from zeropp.quant.code_step_reference import _packed_steps, _unpacked_steps, read_counts

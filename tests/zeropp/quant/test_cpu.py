@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zeropp.quant.reference
+from benchmarks.shared.instruction_sets import use_isa
 from tests.zeropp.quant.layout_ops import LayoutOps, reference
 from tests.zeropp.quant.packed_bytes import (
     FEW,
@@ -25,7 +26,7 @@ from tests.zeropp.quant.packed_bytes import (
 )
 from tests.zeropp.quant.reference_checks import check_rows, check_sums, other_bits
 from zeropp.native import kernels as native_kernels
-from zeropp.native.kernels import ISAS, use_isa
+from zeropp.native.kernels import ISAS
 from zeropp.quant import cpu
 from zeropp.quant.cpu import CpuKernels
 from zeropp.quant.ops import dequantize, quantize

@@ -4,12 +4,11 @@ import random
 
 import pytest
 
+from benchmarks.plan.cpu_steps import Blocking, Host
 from megatron_zpp.planner.timing.links import Hop
 from megatron_zpp.planner.timing.timeline import (
     NONE,
-    Blocking,
     Collective,
-    Host,
     Streams,
     UnitWork,
     step_seconds,

@@ -1,6 +1,6 @@
-"""Benchmark cases for the ops: calls on preallocated memory, expected output, and bytes moved.
+"""Cases for the ops: calls on preallocated memory, expected output, and bytes moved.
 
-benchmarks/kernels/quantize_kernels.py verifies and times them. Cases are those of a training step:
+quantize_kernels.py verifies and times them. Cases are those of a training step:
 K = `ROWS` rows of weights or gradients, C = elements / K.
 """
 
