@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_zpp.train.pretrain import main
+from megatron_zpp.commands.pretrain import main
 from zeropp.ranks.process_group import exit_process
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from megatron_zpp.commands.evaluate import PERPLEXITY_SECTIONS, split_flags
 from megatron_zpp.commands.inspect_dataset import InspectConfig
 from megatron_zpp.commands.merge_datasets import MergeConfig
 from megatron_zpp.commands.plan import PlanFlags
-from megatron_zpp.models.foreign.torchtitan import ShapeFlags
 from megatron_zpp.preprocess import PreprocessConfig, preprocess_config
 from megatron_zpp.settings.arguments import FLAG_SECTIONS, VOCABULARY, parse
 from megatron_zpp.settings.command_line import read, vocabulary
 from megatron_zpp.settings.config import DataConfig, TokenizerConfig
+from megatron_zpp.settings.gpt.shape_flags import ShapeFlags
 from megatron_zpp.settings.idle_flags import idle_flags
 from tools.fetch_smollm2 import FetchConfig
 from zeropp.errors import InputError

@@ -43,7 +43,7 @@ PRELOADED = (
 )  # fmt: skip
 OWN = (  # of this project: they cost a program that imports them 0.3 s
     "megatron_zpp.commands.generate_text", "megatron_zpp.commands.preprocess_data",
-    "megatron_zpp.train.pretrain", "zeropp.deepspeed", "zeropp.ranks.launcher",
+    "megatron_zpp.commands.pretrain", "zeropp.deepspeed", "zeropp.ranks.launcher",
 )  # fmt: skip
 RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_zpp.commands.pretrain import main
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
-from megatron_zpp.train.pretrain import main
 from tests.full_disk import full_disk
 from zeropp.checkpoint.folder_lock import FolderLock
 

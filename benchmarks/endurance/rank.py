@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.shared.result import write_text
-from megatron_zpp.train.pretrain import main
+from megatron_zpp.commands.pretrain import main
 from zeropp.ranks.process_group import exit_process
 
 

@@ -32,7 +32,7 @@ class Command:
 
 COMMANDS = MappingProxyType(
     {
-        "pretrain": Command("megatron_zpp.train.pretrain", "pretrain a GPT", True),
+        "pretrain": Command("megatron_zpp.commands.pretrain", "pretrain a GPT", True),
         "finetune": Command(
             "megatron_zpp.commands.finetune", "fine-tune a pretrained model, also with LoRA", True
         ),
@@ -76,7 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {_unknown(name)}", file=sys.stderr)
         return USAGE_ERROR
     command = COMMANDS[name]
-    status = import_module(command.module).main(words[1:], f"{PROGRAM} {name}")
+    try:
+        module = import_module(command.module)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if not missing.startswith("megatron_zpp."):
+            raise
+        print(f"error: {PROGRAM} {name} needs {missing}, which is not installed", file=sys.stderr)
+        return USAGE_ERROR
+    status = module.main(words[1:], f"{PROGRAM} {name}")
     if command.joins_ranks:
         import_module("zeropp.ranks.process_group").exit_process(status)
     return status

@@ -21,19 +21,17 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_zpp.checkpoint.safetensors_files import DTYPES, num_bytes
-from megatron_zpp.commands.run_command import run_command
+from megatron_zpp.commands.run_command import load_part, run_command
 from megatron_zpp.models.conversion import (
     export_adapters,
     export_model,
     import_model,
     training_flags,
 )
-from megatron_zpp.models.foreign.export_torch_dist import export_torch_dist
-from megatron_zpp.models.foreign.import_checkpoint import import_checkpoint
-from megatron_zpp.models.foreign.torchtitan import ShapeFlags
 from megatron_zpp.models.open_model import OpenedModel, open_model
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.settings.flag import Section, flag
+from megatron_zpp.settings.gpt.shape_flags import ShapeFlags
 from zeropp.errors import InputError
 
 USAGE = """\
@@ -42,6 +40,7 @@ usage: {program} --from-hf FOLDER|FILE.gguf --save CHECKPOINTS [flags]
        {program} --load CHECKPOINTS --to-hf FOLDER [flags]
        {program} --load CHECKPOINTS --to-peft FOLDER [flags]
        {program} --load CHECKPOINTS --to-megatron FOLDER [flags]"""
+FOREIGN = "megatron_zpp.models.foreign"  # imported where it is needed: it may be left out
 SOURCE_AND_TARGET = (
     ("from_hf", "save"), ("from_checkpoint", "save"), ("load", "to_hf"), ("load", "to_peft"),
     ("load", "to_megatron"),
@@ -147,7 +146,8 @@ def convert(
         print(f"the adapters of {layers} layers of {opened.path} in {paths[-1].parent}")
         return
     if config.to_megatron is not None:
-        folder = export_torch_dist(opened, Path(config.to_megatron), config.dtype)
+        part = load_part(FOREIGN, "--to-megatron", "export_torch_dist")
+        folder = part.export_torch_dist(opened, Path(config.to_megatron), config.dtype)
         print(f"{_size(opened)} of {opened.path} in {folder}, for Megatron-LM's --load")
         return
     max_bytes = num_bytes(config.max_shard_size, "--max-shard-size")
@@ -162,7 +162,8 @@ def _import_checkpoint(
 ) -> None:
     source, save = Path(config.from_checkpoint), Path(config.save)
     multiple = config.make_vocab_size_divisible_by
-    imported = import_checkpoint(
+    part = load_part(FOREIGN, "--from-checkpoint", "import_checkpoint")
+    imported = part.import_checkpoint(
         source, save, tokenizer, multiple, shape_flags, load_optimizer=not config.no_load_optim
     )
     adam = imported.without_optimizer

@@ -8,7 +8,7 @@ The same program as pretraining, which also takes `--pretrained-checkpoint`; her
 
 from collections.abc import Sequence
 
-from megatron_zpp.train import pretrain
+from megatron_zpp.commands import pretrain
 
 
 def main(argv: Sequence[str], program: str = "megatron-zpp finetune") -> int:

@@ -5,8 +5,9 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 
 from megatron_zpp.settings.command_line import HELP, Assignment, help_text, read, vocabulary
 from megatron_zpp.settings.flag import Flag, Section
@@ -67,6 +68,19 @@ def run_command(
             _print_error(str(interruption) or interrupted)
         return INTERRUPTED
     return 0
+
+
+def load_part(package: str, needed_by: str, module: str) -> ModuleType:
+    """Import a module of a package that may be left out of an installation.
+
+    Raises InputError, which names what it is `needed_by`, if the package is not there.
+    """
+    try:
+        return import_module(f"{package}.{module}")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith(package):
+            raise
+        raise InputError(f"{needed_by} needs {package}, which is not installed") from error
 
 
 def require_writable(path: str, flag: str) -> None:

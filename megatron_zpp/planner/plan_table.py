@@ -8,9 +8,9 @@ import rich.box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_zpp.monitor.expected_step import settings_key
 from megatron_zpp.planner.advice import advice, why_not
 from megatron_zpp.planner.candidates import RECOMPUTED
-from megatron_zpp.planner.expected_step import settings_key
 from megatron_zpp.planner.search import Plan, Row
 from megatron_zpp.planner.timing.hardware import GBIT, GIB
 from megatron_zpp.settings.schedule import Schedules

@@ -9,13 +9,12 @@ from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.models.pretrained_model import lora_summary
 from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.console import Console
+from megatron_zpp.monitor.expected_step import StepWatch, read_expected_step
 from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate
 from megatron_zpp.monitor.metrics import Metrics
-from megatron_zpp.monitor.step_watch import StepWatch
 from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
-from megatron_zpp.planner.expected_step import read_expected_step
 from megatron_zpp.recipe.apex import find_apex
 from megatron_zpp.recipe.model import build_model
 from megatron_zpp.recipe.optimizer import build_optimizer
@@ -51,10 +50,11 @@ def build_run(
     require_fit(requested.zero, nodes)
     warn_where_tensor_ranks_cross_nodes(ranks, nodes)
     config, tokenizer, datasets, pretrained = open_inputs(requested, ranks)
-    plan_file, expected = config.log.plan_file, None
-    if plan_file is not None:
+    step_watch = None
+    if config.log.plan_file is not None:
         with fail_together():
-            expected = read_expected_step(plan_file, config, ranks.num_ranks)
+            expected = read_expected_step(config.log.plan_file, config, ranks.num_ranks)
+        step_watch = StepWatch(expected)
     apex = find_apex(ranks.device)
     fill = pretrained.fill if pretrained else None
     sharding = build_model(config, tokenizer.vocab_size, ranks, apex, fill)
@@ -79,8 +79,7 @@ def build_run(
         communication=CommunicationMeter(config, sharding, ranks),
         async_writer=open_async_writer(config.checkpoint),
         save_lock=save_lock,
-        expected_step=expected,
-        step_watch=StepWatch(expected.slowest) if expected else None,
+        step_watch=step_watch,
     )
     console.table("Megatron-Z++", summary(run))
     return run
@@ -166,7 +165,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
         *matmul_rate_rows(run.metrics.matmul_rate),
         *parallel_rows(run.ranks),
         *pipeline_rows(run, micro_batches),
-        *([("plan", run.expected_step)] if run.expected_step else []),
+        *([("plan", run.step_watch.expected)] if run.step_watch else []),
         ("ZeRO stage", sharding.stage),
         *offload_rows(config),
         *sharding.describe(micro_batches, run.communication.expected_on_node(micro_batches)),

@@ -95,26 +95,15 @@ def log_iteration(run: Run, pending: PendingIteration | None) -> None:
             f"--skip-samples {samples} without this batch"
         )
     run.metrics.iteration(iteration)
-    warn_of_slow_steps(run, iteration.seconds)
+    warning = run.step_watch.warning(iteration.seconds) if run.step_watch else None
+    if warning is not None:
+        run.console.line(warning)
     mean = run.loss_watch.mean_below(iteration.loss)
     if mean is not None:
         run.console.line(
             f"iteration {iteration.iteration}: the loss {iteration.loss:.4g} is far above the mean "
             f"of {mean:.4g} before; {describe_spike(run, pending)}; --skip-samples {samples} on "
             "resume leaves this batch out"
-        )
-
-
-def warn_of_slow_steps(run: Run, seconds: float) -> None:
-    """Print a line after the first iterations if they took longer than the plan expected."""
-    median = run.step_watch.median_above(seconds) if run.step_watch else None
-    if median is not None:
-        expected = run.expected_step
-        run.console.line(
-            f"warning: a step takes {median:.3g} s, the median of "
-            f"{run.step_watch.LAST - run.step_watch.WARM_UP}, and the plan expected "
-            f"{expected.fastest:.3g} to {expected.slowest:.3g}: look at the links between the "
-            "nodes and at the clocks before the run goes on"
         )
 
 

@@ -1,8 +1,8 @@
-"""The program behind `pretrain_gpt.py` and `megatron-zpp pretrain`; each error is printed once."""
+"""The program behind `megatron-zpp pretrain` and its like; each error is printed once."""
 
 import logging
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from megatron_zpp.monitor.console import Console
 from megatron_zpp.parallel.heartbeat import Heartbeat
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.parallel.shared_settings import shared_settings
-from megatron_zpp.planner.dry_run import dry_run
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import CheckpointConfig, Config
 from megatron_zpp.text.generate import generate
@@ -32,15 +31,16 @@ from zeropp.ranks.topology import Environment
 from zeropp.ranks.waits import WaitError
 
 USAGE_ERROR, FAILED = 2, 1
+DryRun = Callable[[Config, Environment, Console], int]
 
 
 def main(
-    argv: Sequence[str], program: str = "pretrain_gpt.py", *, needs_pretrained: bool = False
+    argv: Sequence[str], program: str, dry_run: DryRun, *, needs_pretrained: bool = False
 ) -> int:
     """Pretrain a GPT with the flags in `argv`; return the exit status.
 
-    `program` is the name in `--help` and in messages. `needs_pretrained` makes
-    `--pretrained-checkpoint` a required flag.
+    `program` is the name in `--help` and in messages. `dry_run` is what `--dry-run` does, and
+    returns the status. `needs_pretrained` makes `--pretrained-checkpoint` a required flag.
     """
     with Console() as console:
         environment = Environment()

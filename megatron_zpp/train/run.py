@@ -6,11 +6,10 @@ import torch
 
 from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.console import Console
+from megatron_zpp.monitor.expected_step import StepWatch
 from megatron_zpp.monitor.loss_watch import LossWatch
 from megatron_zpp.monitor.metrics import Metrics
-from megatron_zpp.monitor.step_watch import StepWatch
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.planner.expected_step import ExpectedStep
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.schedule import Schedules
 from megatron_zpp.tokenizer import Tokenizer
@@ -67,8 +66,7 @@ class Run:
     async_writer: AsyncWriter | None  # with --async-save
     save_lock: FolderLock | None  # of the folder that --save names
     loss_watch: LossWatch = field(default_factory=LossWatch)
-    expected_step: ExpectedStep | None = None  # with --plan-file
-    step_watch: StepWatch | None = None
+    step_watch: StepWatch | None = None  # with --plan-file
 
 
 def is_due(iteration: int, interval: int | None) -> bool:

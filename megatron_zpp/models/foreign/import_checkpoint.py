@@ -26,7 +26,6 @@ from megatron_zpp.models.foreign.tensor_files import (
 from megatron_zpp.models.foreign.torch_dist import read_torch_dist
 from megatron_zpp.models.foreign.torchtitan import (
     TORCHTITAN,
-    ShapeFlags,
     read_torchtitan,
     torchtitan_fields,
 )
@@ -34,6 +33,7 @@ from megatron_zpp.models.foreign.universal_files import read_universal_files
 from megatron_zpp.models.foreign.zero_files import read_model_files, read_zero_files
 from megatron_zpp.models.open_model import OpenedModel, with_padding
 from megatron_zpp.settings.config import Config, ModelConfig, TokenizerConfig
+from megatron_zpp.settings.gpt.shape_flags import ShapeFlags
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 from megatron_zpp.tokenizer.factory import FIELDS, TOKENIZER_TYPES
 from zeropp.checkpoint.foreign_layouts import LayoutKind, find_layout

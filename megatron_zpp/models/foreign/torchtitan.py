@@ -7,7 +7,6 @@ of queries and keys change places, as in its own conversion to Hugging Face's fo
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from megatron_zpp.models.foreign.tensor_files import (
     LazyTensor,
     NamedTensors,
 )
-from megatron_zpp.settings.flag import Section, flag
+from megatron_zpp.settings.gpt.shape_flags import ShapeFlags
 from zeropp.errors import InputError
 from zeropp.optim.adam import MOMENTS
 
@@ -32,19 +31,6 @@ NOT_WEIGHTS = ("optimizer.", "train_state", "lr_scheduler", "dataloader", "freqs
 EMBEDDING, QUERIES, KEYS = (
     "tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.attention.wk.weight",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShapeFlags(Section):
-    """What a checkpoint of torchtitan does not say of its model"""
-
-    num_attention_heads: int | None = flag(None, "query heads (n_heads)", minimum=1)
-    rotary_base: float | None = flag(None, "base of the rotary frequencies (rope_theta)", minimum=1)
-    rope_scaling_factor: float | None = flag(
-        None, "scaling_factor of rope_scaling_args; 1: not scaled (default 8)", minimum=1
-    )
-    layernorm_epsilon: float | None = flag(None, "norm_eps (default 1e-5)", above=0)
-    seq_length: int | None = flag(None, "seq_len of the training (default 8192)", minimum=1)
 
 
 def read_torchtitan(folder: Path) -> ForeignCheckpoint:

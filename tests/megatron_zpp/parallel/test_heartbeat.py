@@ -29,7 +29,7 @@ TRAINING = (
 HANGING = """
 import os, sys, time
 from megatron_zpp.data.loader import Loader
-from megatron_zpp.train.pretrain import main
+from megatron_zpp.commands.pretrain import main
 from torch.distributed.checkpoint import FileSystemWriter
 from zeropp.ranks.process_group import exit_process
 

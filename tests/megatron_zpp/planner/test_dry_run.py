@@ -2,8 +2,9 @@
 
 import pytest
 
+from megatron_zpp.commands.pretrain import main
 from megatron_zpp.planner import dry_run
-from megatron_zpp.train.pretrain import USAGE_ERROR, main
+from megatron_zpp.train.pretrain import USAGE_ERROR
 
 GIB = 2**30
 SMALL = (

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron_zpp.commands.pretrain import main
 from megatron_zpp.data.text_source import resolve_vocab_size
 from megatron_zpp.models.open_model import open_model
 from megatron_zpp.models.pretrained_model import with_initial_model
 from megatron_zpp.planner.activations import LiveBytes
 from megatron_zpp.planner.estimate import estimate
 from megatron_zpp.settings.arguments import parse
-from megatron_zpp.train.pretrain import main
 from tests.launched import ROOT
 from tests.megatron_zpp.models.foreign_models import add_tokenizer, llama, saved
 from tests.megatron_zpp.train.training_runs import (

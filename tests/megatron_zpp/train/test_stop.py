@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from megatron_zpp.commands.pretrain import main
 from megatron_zpp.train import pretrain
 from megatron_zpp.train.stop import Interrupted
 from tests.launched import LAUNCH, launching, rank_pid, wait_for
@@ -22,7 +23,7 @@ TRAINING = (
 # Rank 0 takes long to write its part of a checkpoint, while rank 1 waits for it.
 SLOW_SAVE = """
 import os, sys, time
-from megatron_zpp.train.pretrain import main
+from megatron_zpp.commands.pretrain import main
 from torch.distributed.checkpoint import FileSystemWriter
 from zeropp.ranks.process_group import exit_process
 
@@ -54,7 +55,7 @@ def test_what_fails_after_an_interruption_was_caught_is_not_the_cause(monkeypatc
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(pretrain, "pretrain", save)
-    assert pretrain.main(TRAINING.removesuffix("--save ").split()) == 130
+    assert main(TRAINING.removesuffix("--save ").split()) == 130
     assert capsys.readouterr().out.endswith("\nerror: stopped by SIGINT\n")
 
 

@@ -1,12 +1,13 @@
-"""A run finds itself in the plan that was made with its flags, and nothing else."""
+"""A run finds itself in the plan that was made with its flags; slow steps are reported once."""
 
 import json
+import random
 
 import pytest
 import torch.distributed as dist
 
 from megatron_zpp.commands.plan import main
-from megatron_zpp.planner.expected_step import read_expected_step
+from megatron_zpp.monitor.expected_step import ExpectedStep, StepWatch, read_expected_step
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.train.training_runs import TINY, log_of
 from tests.ranks import ranks
@@ -16,6 +17,7 @@ RUN = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --bf16 "
     "--tokenizer-type NullTokenizer --vocab-size 255 --global-batch-size 16 "
 )
+EXPECTED = ExpectedStep(fastest=0.5, typical=0.7, slowest=1.0, basis="")
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +79,23 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path):
             read_expected_step(str(tmp_path / "x.json"), config, 16)
     with pytest.raises(InputError, match="--plan-file"):
         read_expected_step(str(tmp_path / "absent.json"), config, 16)
+
+
+def reports(steps):
+    watch = StepWatch(EXPECTED)
+    return [line for line in map(watch.warning, steps) if line is not None]
+
+
+def test_slow_steps_are_reported_once():
+    (line,) = reports([2.0] * 100)
+    assert line.startswith("warning: a step takes 2 s, the median of 15, ")
+    assert "expected 0.5 to 1: look at the links" in line
+
+
+def test_a_slow_warm_up_and_a_few_slow_steps_are_not_reported():
+    draw = random.Random(0)
+    steps = [9.0] * StepWatch.WARM_UP + [1.2] * 7 + [0.9] * 8
+    rest = steps[StepWatch.WARM_UP :]
+    draw.shuffle(rest)
+    assert reports(steps[: StepWatch.WARM_UP] + rest) == []
+    assert reports([9.0] * (StepWatch.LAST - 1)) == []

@@ -1,6 +1,7 @@
-"""What a plan expected of a step of a run, read from the JSON of `megatron-zpp plan`."""
+"""What a plan (the JSON of `megatron-zpp plan`) expected of a step, and what steps take."""
 
 import json
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,35 @@ class ExpectedStep:
         return (
             f"{self.typical:.3g} s a step expected ({self.fastest:.3g} to {self.slowest:.3g}); "
             f"{self.basis}"
+        )
+
+
+class StepWatch:
+    """Tells once, after the first iterations, whether steps take longer than `expected`.
+
+    The first `WARM_UP` iterations, which allocate memory and open connections, do not count.
+    """
+
+    WARM_UP, LAST = 5, 20  # iterations of a process
+
+    def __init__(self, expected: ExpectedStep) -> None:
+        self.expected = expected
+        self._seconds: list[float] = []
+
+    def warning(self, seconds: float) -> str | None:
+        """Add a step; return a line after the last of the first ones if they are too slow."""
+        if len(self._seconds) >= self.LAST:
+            return None
+        self._seconds.append(seconds)
+        if len(self._seconds) < self.LAST:
+            return None
+        median = statistics.median(self._seconds[self.WARM_UP :])
+        if median <= self.expected.slowest:
+            return None
+        return (
+            f"warning: a step takes {median:.3g} s, the median of {self.LAST - self.WARM_UP}, and "
+            f"the plan expected {self.expected.fastest:.3g} to {self.expected.slowest:.3g}: look "
+            "at the links between the nodes and at the clocks before the run goes on"
         )
 
 
