@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.shared.instruction_sets import use_isa
+from benchmarks.kernels.instruction_sets import use_isa
 from benchmarks.shared.interleaved import ratio_summary, time_interleaved
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading
 from benchmarks.shared.timers import THREAD_CLOCK, WALL_CLOCK, CpuTimer

@@ -24,9 +24,9 @@ import torch
 
 from benchmarks.kernels import other_libraries
 from benchmarks.kernels.adam_kernel import adam_cases, torch_adamw
+from benchmarks.kernels.instruction_sets import use_isa
 from benchmarks.kernels.other_libraries import Peer
 from benchmarks.kernels.timed_cases import ROWS, Case, cases, code_step_cases
-from benchmarks.shared.instruction_sets import use_isa
 from benchmarks.shared.interleaved import interleaved, ratio_summary
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading, parse_with_device
 from benchmarks.shared.timers import THREAD_CLOCK, CpuTimer, GpuTimer, Timer

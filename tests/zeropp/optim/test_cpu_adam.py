@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.shared.instruction_sets import use_isa
+from benchmarks.kernels.instruction_sets import use_isa
 from tests.zeropp.optim.adam_checks import (
     ADAM,
     ADAMW,

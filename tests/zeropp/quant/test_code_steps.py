@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.shared.instruction_sets import use_isa
+from benchmarks.kernels.instruction_sets import use_isa
 from zeropp.native.kernels import ISAS
 from zeropp.quant import code_step_reference as reference
 from zeropp.quant.code_step_ops import apply_code_steps, code_steps

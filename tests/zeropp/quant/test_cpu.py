@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zeropp.quant.reference
-from benchmarks.shared.instruction_sets import use_isa
+from benchmarks.kernels.instruction_sets import use_isa
 from tests.zeropp.quant.layout_ops import LayoutOps, reference
 from tests.zeropp.quant.packed_bytes import (
     FEW,
