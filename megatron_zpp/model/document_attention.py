@@ -28,7 +28,9 @@ def attend(
     if edges is not None:
         return attend_documents(q, k, v, edges, dropout, first, scores)
     end = first + q.shape[1]
-    q, k, v = (part.transpose(1, 2) for part in (q, k[:, :end], v[:, :end]))
+    if end < k.shape[1]:
+        k, v = k[:, :end], v[:, :end]
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     return attend_last(q, k, v, dropout, scores).transpose(1, 2)
 
 

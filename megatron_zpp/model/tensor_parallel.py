@@ -1,14 +1,14 @@
 """Layers that are split over a tensor axis: each rank computes with its part of their parameters.
 
-| parameters                                 | split          | whole on every rank                |
-|--------------------------------------------|----------------|------------------------------------|
-| embedding, head                            | by vocabulary  | norms, positions, and the biases   |
-| queries, keys and values, with their bias  | by heads       | of layers that are split by        |
-| input and gate of the MLP, with their bias | by channels    | columns are whole on every rank    |
-| output of attention and MLP                | by columns     |                                    |
-| norms of all heads of queries and of keys  | by heads       |                                    |
-| B of adapters of the two kinds above those | by rows        | A of the same adapters             |
-| A of adapters of the outputs               | by columns     | B of the same adapters             |
+| parameters                                 | split by        | whole on every rank  |
+|--------------------------------------------|-----------------|----------------------|
+| embedding, head                            | vocabulary      | positions, norms     |
+| queries, keys and values, with their bias  | heads           |                      |
+| norms of all heads of queries and of keys  | heads           |                      |
+| input and gate of the MLP, with their bias | output channels |                      |
+| output of attention and of MLP             | input channels  | its bias             |
+| B of adapters of queries to values, MLP    | output channels | A of these adapters  |
+| A of adapters of the outputs               | input channels  | B of these adapters  |
 
 Without an axis they compute the plain thing. Activations are plain tensors. `split_dims` of a layer
 are the dimensions in which its parameters are split, by their names.
@@ -33,9 +33,9 @@ NORMS_OF_HEADS = re.compile(r"\.attention\.[qk]_norm\.")
 
 
 class LocalLinear(nn.Linear):
-    """A linear layer that computes with this rank's part of its weight, split in dimension `dim`.
+    """A linear layer that computes with this rank's part of its weight [out, in].
 
-    A bias is split with the rows of the weight (dim 0), or is whole.
+    That is split in dimension `dim`; with dim 0 the bias is split too, with dim 1 it is whole.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class LocalLinear(nn.Linear):
             self.split_dims["bias"], self.bias = dim, axis.part(self.bias, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [..., in], or this rank's channels of it, to its channels [..., out] or a term."""
+        """Map x [..., in] to this rank's channels of the result, or to its term of the sum."""
         return F.linear(x, local_part(self.weight), local_part(self.bias))
 
 
 class ColumnParallelLinear(LocalLinear):
     """A linear layer whose output channels are split, and those of its adapter with them.
 
-    The columns of Megatron's name are those of the transposed weight.
+    The columns are those of Megatron's weight, which is the transpose of PyTorch's.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class ParallelRMSNorm(nn.RMSNorm):
         self.split_dims, self.weight = {"weight": 0}, axis.part(self.weight, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map this rank's channels x [..., size/T] to the same of the normalized ones."""
+        """Normalize this rank's channels x [..., size/T]."""
         values = x.float()
         squares = values.square().sum(-1, keepdim=True)
         total = moved(squares, self.axis.peers, sum_whole, sum_whole)

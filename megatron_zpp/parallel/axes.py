@@ -76,7 +76,7 @@ class TensorAxis:
         return nn.Parameter(part)
 
     def enter(self, x: Tensor, splits_rows: bool) -> Tensor:
-        """Return x [B, S, H] for layers that are split, of which a rank may have its rows."""
+        """Return all rows of x, [B, S, H]; with `splits_rows` each rank has [B, S/T, H] of them."""
         if splits_rows:
             return moved(x, self.peers, gather_rows, sum_rows)
         return moved(x, self.peers, keep, sum_whole)
