@@ -1,14 +1,10 @@
 """The mesh of ranks: the axis `data`, `pipe` where layers and `tensor` where matrices are split.
 
-    rank = ((p * R + replica) * C + c) * T + t        Megatron's order: tensor ranks fastest
-
-R replicas see different samples. C context ranks that share each sequence are a run of the data
-axis, as weights and gradients go over both alike. p is the place in a pipeline. Ranks of a node are
-consecutive. The mesh is built once and passed as a value. `zeropp.ranks.process_group` chooses the
-device.
+Ranks of a node are consecutive. The mesh is built once and passed as a value.
+`zeropp.ranks.process_group` chooses the device.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
@@ -19,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_zpp.parallel.axes import ContextAxis, TensorAxis
 from megatron_zpp.parallel.main_thread import MainThread
 from megatron_zpp.parallel.peers import AXES, Peers
+from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.settings.config import ParallelConfig
 from zeropp.ranks.coordination import fail_together, require_same
 from zeropp.ranks.groups import set_time_limit, shared_group
@@ -39,7 +35,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
+class Ranks(RankGrid):
     """This process among the ranks of a run: its environment, device, mesh, and shared store.
 
     `main_thread` is marked where all ranks go on, so that others notice when this one does not.
@@ -49,7 +45,7 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     store: dist.Store
-    context_size: int = 1  # consecutive ranks of the data axis that share each sequence
+    context_size: int = 1
     ranks_per_node: int | None = None  # as launched if None
     activations: Traffic = field(default_factory=partial(Traffic, AXES))  # what this rank has sent
     main_thread: MainThread = field(default_factory=MainThread)
@@ -58,9 +54,10 @@ class Ranks:
     def rank(self) -> int:
         return self.environment.rank
 
-    @property
-    def num_ranks(self) -> int:
-        return self.environment.world_size
+    @cached_property
+    def grid(self) -> torch.Tensor:
+        """All ranks, [P, D, T]."""
+        return self.mesh.mesh.view(self._size("pipe"), -1, self._size("tensor"))
 
     @cached_property
     def data(self) -> DeviceMesh:
@@ -68,31 +65,9 @@ class Ranks:
         return self.mesh["data"] if self.mesh.ndim > 1 else self.mesh
 
     @property
-    def tensor_size(self) -> int:
-        """How many ranks share each matrix."""
-        return self._size("tensor")
-
-    @property
-    def tensor_place(self) -> int:
-        """Which part of each matrix this rank has."""
-        return self.mesh.get_local_rank("tensor") if self.tensor_size > 1 else 0
-
-    @property
-    def pipeline_size(self) -> int:
-        """How many ranks share the layers."""
-        return self._size("pipe")
-
-    @property
-    def pipeline(self) -> tuple[int, ...]:
-        """The ranks that share the layers with this one, by their places."""
-        if self.pipeline_size == 1:
-            return (self.rank,)
-        return tuple(dist.get_process_group_ranks(self.mesh.get_group("pipe")))
-
-    @property
-    def pipeline_place(self) -> int:
-        """The place of this rank in its pipeline."""
-        return self.pipeline.index(self.rank)
+    def tensor_mesh(self) -> DeviceMesh:
+        """The mesh of the tensor axis."""
+        return self.mesh["tensor"]
 
     @property
     def nodes(self) -> Nodes:
@@ -100,37 +75,17 @@ class Ranks:
         per_node = self.ranks_per_node or self.environment.local_world_size
         return Nodes(num_ranks=self.num_ranks, ranks_per_node=per_node)
 
-    @property
-    def tensor_peers(self) -> Peers:
-        """The ranks that share each matrix with this one."""
-        return self.peers("tensor", self.mesh.get_group("tensor"))
+    def peers(self, purpose: str, members: Sequence[int], name: str | None = None) -> Peers:
+        """Return ranks, this one among them, as peers for one of `AXES`.
 
-    @property
-    def context_peers(self) -> Peers:
-        """The ranks that share each sequence with this one."""
-        data = self.data.mesh.tolist()
-        first = self.replica * self.context_size
-        group = shared_group("context", data[first : first + self.context_size], data)
-        return self.peers("context", group)
-
-    def tensor_axis(self, config: ParallelConfig) -> TensorAxis | None:
-        """Return the axis over which layers are split, if they are."""
-        if self.tensor_size == 1:
-            return None
-        return TensorAxis(
-            peers=self.tensor_peers, sequence_parallel=config.sequence_parallel,
-            mesh=self.mesh["tensor"],
-        )  # fmt: skip
-
-    def context_axis(self, config: ParallelConfig) -> ContextAxis | None:
-        """Return the axis over which sequences are split, if they are."""
-        if self.context_size == 1:
-            return None
-        gathers_keys = config.cp_comm_type == "allgather"
-        return ContextAxis(peers=self.context_peers, gathers_keys=gathers_keys)
-
-    def peers(self, purpose: str, group: dist.ProcessGroup) -> Peers:
-        """Return the ranks of a group of this one's as peers for one of `AXES`."""
+        `name` tells groups of the same ranks apart.
+        """
+        pipe, _, tensor = self.places
+        if purpose == "tensor":
+            group = self.mesh.get_group("tensor")
+        else:
+            line = self.grid[pipe, :, tensor].tolist() if purpose == "context" else self.pipeline
+            group = shared_group(name or purpose, sorted(members), line)
         hop = Hop(members=tuple(dist.get_process_group_ranks(group)), nodes=self.nodes)
         return Peers(
             purpose=purpose, rank=self.rank, group=group, hop=hop, traffic=self.activations
@@ -148,31 +103,9 @@ class Ranks:
         return axes
 
     @property
-    def ends_of_pipeline(self) -> Peers:
-        """The first and the last rank of the pipeline, of which this is one."""
-        first, *_, last = self.pipeline
-        group = shared_group("ends", sorted((first, last)), self.pipeline)
-        return self.peers("pipeline", group)
-
-    @property
     def num_losses(self) -> int:
         """How many ranks compute a loss: those at the end of a pipeline."""
         return self.num_ranks // self.pipeline_size
-
-    @property
-    def num_replicas(self) -> int:
-        """How many ranks, or groups of ranks that share their work, see different samples."""
-        return self.data.size() // self.context_size
-
-    @property
-    def replica(self) -> int:
-        """The number of this rank's replica."""
-        return self.data.get_local_rank() // self.context_size
-
-    @property
-    def context_place(self) -> int:
-        """Which part of its sequences this rank has."""
-        return self.data.get_local_rank() % self.context_size
 
     @property
     def asynchronous(self) -> bool:

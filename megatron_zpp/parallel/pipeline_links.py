@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.peers import Peers
-from zeropp.ranks.groups import shared_group
 from zeropp.wire.link import traced
 
 
@@ -72,8 +71,8 @@ def connect(ranks: Ranks, *, is_ring: bool) -> Links:
         for what, end, other_end in (("activations", "out", "in"), ("gradients", "in", "out")):
             for own, peer, way in ((index, following, end), (following, index, other_end)):
                 if own == place:  # the members meet here, in the same order on every rank
-                    members = sorted((line[index], line[following]))
-                    group = shared_group(f"{what} {index}", members, line)
-                    dist.barrier(group=group)  # else a backend may connect at the first message
-                    links[f"{what}_{way}"] = Link(line[peer], ranks.peers("pipeline", group))
+                    members = line[index], line[following]
+                    peers = ranks.peers("pipeline", members, name=f"{what} {index}")
+                    dist.barrier(group=peers.group)  # else it may connect at the first message
+                    links[f"{what}_{way}"] = Link(line[peer], peers)
     return Links(**links)

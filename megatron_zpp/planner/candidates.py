@@ -103,11 +103,10 @@ def _divisors(number: int) -> list[int]:
 def _data_nodes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> Nodes | None:
     """Return the nodes of the data axis; None for sizes that the trainer would refuse."""
     try:
-        ranks = PlannedRanks(parallel=parallel, nodes=nodes)
-        replicas = ranks.num_replicas
+        replicas = parallel.num_replicas(nodes.num_ranks)
         Schedules.of(base).batch_size.check(replicas)
         require_divisible(replace(base, parallel=parallel), replicas)
-        return ranks.data_nodes
+        return PlannedRanks(parallel=parallel, nodes=nodes).data_nodes
     except InputError:
         return None
 

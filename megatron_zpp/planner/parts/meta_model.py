@@ -95,7 +95,9 @@ class MetaModel:
 
     def _build(self, kind: type[GPT], part: Part, ranks: PlannedRanks | None = None) -> GPT:
         if ranks is not None:
-            part = replace(part, tensor=ranks.tensor_axis(), context=ranks.context_axis())
+            parallel = ranks.parallel
+            tensor, context = ranks.tensor_axis(parallel), ranks.context_axis(parallel)
+            part = replace(part, tensor=tensor, context=context)
         with META:
             return kind(self._config.model, self._vocab_size, part)
 

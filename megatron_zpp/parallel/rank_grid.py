@@ -1,0 +1,127 @@
+"""Where a rank is among all ranks of a run, and which of them share its work.
+
+    rank = ((p * R + replica) * C + c) * T + t        Megatron's order: tensor ranks fastest
+
+R replicas see different samples. C context ranks that share each sequence are a run of the data
+axis, as weights and gradients go over both alike. p is the place in a pipeline.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_zpp.parallel.axes import ContextAxis, TensorAxis
+from megatron_zpp.parallel.peers import Peers
+from megatron_zpp.settings.config import ParallelConfig
+
+
+class RankGrid(ABC):
+    """A rank of a run that has started, or is planned.
+
+    rank: its number. context_size: consecutive ranks of the data axis that share each sequence.
+    """
+
+    rank: int
+    context_size: int
+
+    @property
+    @abstractmethod
+    def grid(self) -> Tensor:
+        """All ranks, [P, D, T]: by their places on the pipeline, the data and the tensor axis."""
+
+    @abstractmethod
+    def peers(self, purpose: str, members: Sequence[int]) -> Peers:
+        """Return ranks, this one among them, as peers for one of `AXES`."""
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh | None:
+        """The mesh of the tensor axis; None where ranks are only planned."""
+        return None
+
+    @cached_property
+    def places(self) -> tuple[int, int, int]:
+        """This rank's places on the axes of the grid."""
+        return tuple((self.grid == self.rank).nonzero()[0].tolist())
+
+    @property
+    def num_ranks(self) -> int:
+        return self.grid.numel()
+
+    @property
+    def tensor_size(self) -> int:
+        """How many ranks share each matrix."""
+        return self.grid.shape[2]
+
+    @property
+    def pipeline_size(self) -> int:
+        """How many ranks share the layers."""
+        return self.grid.shape[0]
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks, or groups of ranks that share their work, see different samples."""
+        return self.grid.shape[1] // self.context_size
+
+    @property
+    def tensor_place(self) -> int:
+        """Which part of each matrix this rank has."""
+        return self.places[2]
+
+    @property
+    def pipeline_place(self) -> int:
+        """The place of this rank in its pipeline."""
+        return self.places[0]
+
+    @property
+    def replica(self) -> int:
+        """The number of this rank's replica."""
+        return self.places[1] // self.context_size
+
+    @property
+    def context_place(self) -> int:
+        """Which part of its sequences this rank has."""
+        return self.places[1] % self.context_size
+
+    @cached_property
+    def pipeline(self) -> tuple[int, ...]:
+        """The ranks that share the layers with this one, by their places."""
+        _, data, tensor = self.places
+        return tuple(self.grid[:, data, tensor].tolist())
+
+    @property
+    def tensor_peers(self) -> Peers:
+        """The ranks that share each matrix with this one."""
+        pipe, data, _ = self.places
+        return self.peers("tensor", self.grid[pipe, data].tolist())
+
+    @property
+    def context_peers(self) -> Peers:
+        """The ranks that share each sequence with this one."""
+        pipe, _, tensor = self.places
+        first = self.replica * self.context_size
+        members = self.grid[pipe, first : first + self.context_size, tensor]
+        return self.peers("context", members.tolist())
+
+    @property
+    def ends_of_pipeline(self) -> Peers:
+        """The first and the last rank of the pipeline, of which this is one."""
+        return self.peers("pipeline", (self.pipeline[0], self.pipeline[-1]))
+
+    def tensor_axis(self, config: ParallelConfig) -> TensorAxis | None:
+        """Return the axis over which layers are split, if they are."""
+        if self.tensor_size == 1:
+            return None
+        return TensorAxis(
+            peers=self.tensor_peers, sequence_parallel=config.sequence_parallel,
+            mesh=self.tensor_mesh,
+        )  # fmt: skip
+
+    def context_axis(self, config: ParallelConfig) -> ContextAxis | None:
+        """Return the axis over which sequences are split, if they are."""
+        if self.context_size == 1:
+            return None
+        gathers_keys = config.cp_comm_type == "allgather"
+        return ContextAxis(peers=self.context_peers, gathers_keys=gathers_keys)
