@@ -38,6 +38,7 @@ from megatron_zpp.models.hf_folder import CONFIG, FolderTensors, is_hugging_face
 from megatron_zpp.models.lora_adapters import CheckpointAdapters, MergedWeights
 from megatron_zpp.models.tokenizer_files import tokenizer_config_of
 from megatron_zpp.settings.config import LoraConfig, ModelConfig, TokenizerConfig
+from megatron_zpp.settings.idle_flags import idle_flags
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 from zeropp.errors import InputError
 
@@ -363,7 +364,12 @@ def with_padding(
 
 
 def _section(kind: type, values: dict[str, Any], path: Path) -> Any:
-    """Build a section of the configuration from the values in a checkpoint."""
+    """Build a section of the configuration from the values in a checkpoint.
+
+    Checkpoints of earlier versions also have flags that change nothing.
+    """
+    idle = {flag.name.replace("-", "_") for flag in idle_flags()}
+    values = {name: value for name, value in values.items() if name not in idle}
     names = {field.name for field in dataclasses.fields(kind)}
     unknown = sorted(values.keys() - names)
     if unknown:

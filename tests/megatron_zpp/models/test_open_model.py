@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.training_state import TrainingState
+from megatron_zpp.checkpoint.training_state import TrainingState, read_state
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.rotary import rotary_tables
 from megatron_zpp.models import gguf
@@ -135,6 +135,15 @@ def test_damage_is_named(imported: Path, tmp_path: Path) -> None:
     for folder in (copied, copied / "iter_0000000"):
         with pytest.raises(InputError, match="__0_3.distcp has 0 bytes"):
             open_model(folder)
+
+
+def test_a_checkpoint_with_flags_that_change_nothing(imported: Path, tmp_path: Path) -> None:
+    """Earlier versions saved them as settings of the model."""
+    state = read_state(imported / "iter_0000000")
+    state.configuration["model"] |= {"attention_softmax_in_fp32": True}
+    model, _ = load_model(imported)
+    checkpoint.save(tmp_path, model, None, state)
+    assert open_model(tmp_path).config == open_model(imported).config
 
 
 def test_a_checkpoint_of_another_program_raises(imported: Path, tmp_path: Path) -> None:
