@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 
 import pytest
 
@@ -9,7 +10,9 @@ from benchmarks.cluster.rank_processes import RankFailed, started_ranks
 
 
 def test_a_dead_rank_is_named_and_the_others_end():
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # where rank 0 waits for the other
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # rank 0 waits for the other
     with started_ranks([[]], 2, meeting) as ranks:
         processes = [process.popen for process in ranks.processes]
         processes[1].kill()
