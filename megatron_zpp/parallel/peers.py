@@ -21,7 +21,8 @@ AXES = ("tensor", "context", "pipeline")  # the purposes of what is sent, beside
 class Peers:
     """The ranks of `group`, of which this is `rank`; `hop` and `rank` count all ranks of the run.
 
-    `purpose` is one of `AXES`. `group` is None where bytes are only counted.
+    `purpose` is one of `AXES`. Ranks that are only planned have no group: what they would send is
+    counted, and what they would receive is allocated.
     """
 
     purpose: str
@@ -43,24 +44,31 @@ class Peers:
     def gather(self, part: Tensor, whole: Tensor) -> None:
         """Write the parts of all ranks to `whole` [T, ...]."""
         self.count_gather(part.nbytes)
+        if self.group is None:
+            return
         with traced("all_gather", self.purpose, self.hop):
             ALL_GATHER(whole.view(-1), part.contiguous().view(-1), group=self.group)
 
     def exchange(self, parts: Tensor, received: Tensor) -> None:
         """Send part i of `parts` [T, ...] to rank i; write to `received` what the others send."""
         self.count_exchange(parts.nbytes // self.size)
+        if self.group is None:
+            return
         with traced("all_to_all", self.purpose, self.hop):
             dist.all_to_all_single(received, parts, group=self.group)
 
     def maximize(self, x: Tensor) -> None:
         """Replace each element of x by the largest of all ranks."""
         self.count_reduce(x.nbytes)
+        if self.group is None:
+            return
         with traced("all_reduce", self.purpose, self.hop):
             dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
 
     def own_seed(self) -> int:
         """Draw a number from the random state that all ranks share, and add this rank's place."""
-        return int(torch.randint(2**31, ())) + self.place
+        shared = 0 if self.group is None else int(torch.randint(2**31, ()))
+        return shared + self.place
 
     def count_gather(self, num_bytes: int) -> None:
         """Enter an all-gather of `num_bytes` from each rank."""

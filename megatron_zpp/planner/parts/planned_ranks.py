@@ -16,26 +16,6 @@ from zeropp.wire.route import Hop, Nodes
 from zeropp.wire.traffic import Traffic
 
 
-class PlannedPeers(Peers):
-    """Ranks to which nothing is sent: what a move allocates is allocated, and its bytes counted."""
-
-    def gather(self, part: Tensor, whole: Tensor) -> None:
-        """Count what would be gathered."""
-        self.count_gather(part.nbytes)
-
-    def exchange(self, parts: Tensor, received: Tensor) -> None:
-        """Count what would be exchanged."""
-        self.count_exchange(parts.nbytes // self.size)
-
-    def maximize(self, x: Tensor) -> None:
-        """Count what would be sent."""
-        self.count_reduce(x.nbytes)
-
-    def own_seed(self) -> int:
-        """Return this rank's place: no values are computed that could depend on it."""
-        return self.place
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlannedRanks(RankGrid):
     """A rank of a run on `nodes`, which are those of all ranks."""
@@ -67,6 +47,4 @@ class PlannedRanks(RankGrid):
     def peers(self, purpose: str, members: Sequence[int]) -> Peers:
         """Return ranks, this one among them, as peers for one of `AXES`."""
         hop = Hop(members=tuple(members), nodes=self.nodes)
-        return PlannedPeers(
-            purpose=purpose, rank=self.rank, group=None, hop=hop, traffic=self.activations
-        )
+        return Peers(purpose=purpose, rank=self.rank, group=None, hop=hop, traffic=self.activations)
