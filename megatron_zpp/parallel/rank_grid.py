@@ -19,7 +19,7 @@ from megatron_zpp.settings.config import ParallelConfig
 
 
 class RankGrid(ABC):
-    """A rank of a run that has started, or is planned.
+    """This rank on the grid of all ranks of a run, which has started or is planned.
 
     rank: its number. context_size: consecutive ranks of the data axis that share each sequence.
     """
