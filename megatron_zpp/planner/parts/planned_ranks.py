@@ -33,7 +33,7 @@ class PlannedRanks(RankGrid):
     def grid(self) -> Tensor:
         """All ranks, [P, D, T]."""
         sizes = mesh_sizes(self.nodes.num_ranks, self.parallel)
-        return torch.arange(self.nodes.num_ranks).view(tuple(sizes.values()))
+        return torch.arange(self.nodes.num_ranks, device="cpu").view(tuple(sizes.values()))
 
     @cached_property
     def data_nodes(self) -> Nodes:
