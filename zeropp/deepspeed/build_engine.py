@@ -30,10 +30,11 @@ from zeropp.optim.lr_schedule import build_scheduler
 from zeropp.optim.offloaded import offloaded_adamw
 from zeropp.optim.on_shards import require_on_shards
 from zeropp.optim.remap import Names, listed, names_of, remap, remapped
-from zeropp.ranks.coordination import among, gather_objects
+from zeropp.ranks.coordination import among
 from zeropp.ranks.process_group import pick_device
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import Batch, ZeroConfig
+from zeropp.sharding.checks import require_same_model
 from zeropp.sharding.grid import data_axis
 from zeropp.sharding.materialize import copy_from_first_rank
 from zeropp.sharding.recorded_tensor import not_recording
@@ -83,8 +84,7 @@ def initialize(
     batch = zero.resolve_batch(mesh.size())
     names = names_of(model)
     parameters = None if model_parameters is None else listed(model_parameters)
-    with among(mesh.get_group()):
-        _require_same_model(model)
+    require_same_model(model, mesh, caller="zeropp.initialize", with_buffers=True)
     copy_from_first_rank(model, mesh.get_group(), device)
     held = parameters or getattr(optimizer, "param_groups", ())
     use_fp32_weights(model, _parameters_in(held), zero.compute_format)
@@ -122,20 +122,6 @@ def _require_model(model: Any) -> None:
                 f"parameter {name} is torch.float64, and the widest that an engine computes and "
                 "updates is fp32: call model.float() first"
             )
-
-
-def _require_same_model(model: nn.Module) -> None:
-    """Raise InputError on all ranks unless the names and shapes of the weights are the same."""
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    shapes = {name: list(tensor.shape) for name, tensor in tensors}
-    for rank, others in enumerate(gather_objects(shapes)):
-        for name in {**others, **shapes}:
-            if shapes.get(name) != others.get(name):
-                here = shapes.get(name, "nothing")
-                raise InputError(
-                    f"the model differs between ranks: {name} is {others.get(name, 'nothing')} on "
-                    f"rank {rank} and {here} on rank {dist.get_rank()}; build the same one on all"
-                )
 
 
 def _refuse_unsupported(distributed_port: int, mpu: Any, mesh_param: Any) -> None:

@@ -24,12 +24,20 @@ Units = Mapping[str, fsdp.FSDPModule]  # by the names of modules
 GATHER_HOOKS = "its parameters say themselves what is gathered of them (fsdp_pre_all_gather)"
 
 
-def require_same_model(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise InputError on all ranks of `mesh` if they would shard different models."""
-    require_module(model, "zeropp.shard")
+def require_same_model(
+    model: nn.Module, mesh: DeviceMesh, *, caller: str = "zeropp.shard", with_buffers: bool = False
+) -> None:
+    """Raise InputError on all ranks of `mesh` if they would shard different models.
+
+    Buffers may differ unless one rank's are sent to all.
+    """
+    require_module(model, caller)
+    values = parameter_values(model.named_parameters())
+    if with_buffers:
+        values |= {f"buffer {name}": list(each.shape) for name, each in model.named_buffers()}
     require_same_on_all_ranks(
-        mesh.get_group(), mesh.device_type, parameter_values(model.named_parameters()),
-        caller="zeropp.shard", remedy="build the same model on all ranks",
+        mesh.get_group(), mesh.device_type, values,
+        caller=caller, remedy="build the same model on all ranks",
     )  # fmt: skip
 
 
