@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from types import CodeType, FrameType
 
-from megatron_zpp.train.pretrain import main
+from megatron_zpp.commands.pretrain import main
 from zeropp.wire.collectives import WeightGather
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,7 +20,8 @@ from benchmarks.convergence.variants import EVAL_MICRO_BATCH, SPIKE, SPIKE_FACTO
 from benchmarks.shared.pretrain_run import held_out_loss, run_step, silent_run, training_batches
 from benchmarks.shared.rank_launch import write_answer
 from megatron_zpp.parallel.mesh import join_ranks
-from megatron_zpp.train.run import Run, is_due
+from megatron_zpp.settings.schedule import is_due
+from megatron_zpp.train.run import Run
 from zeropp.errors import InputError
 from zeropp.ranks.coordination import report_once
 from zeropp.ranks.process_group import exit_process
@@ -41,9 +42,10 @@ def main() -> int:
         ranks = join_ranks(environment, config.parallel)
         run = silent_run(config, ranks)
         if recipe.lr_spike:
-            batch_size = config.batch.global_batch_size
-            rate = SpikedLearningRate(run.schedules.learning_rate, recipe.lr_spike, batch_size)
-            run = replace(run, schedules=replace(run.schedules, learning_rate=rate))
+            batch_size, schedules = config.batch.global_batch_size, run.trainer.schedules
+            rate = SpikedLearningRate(schedules.learning_rate, recipe.lr_spike, batch_size)
+            trainer = replace(run.trainer, schedules=replace(schedules, learning_rate=rate))
+            run = replace(run, trainer=trainer)
         result = train(run, recipe)
     except InputError as mistake:
         message = f"error: {mistake}"
@@ -77,7 +79,7 @@ def train(run: Run, recipe: Recipe) -> dict:
     rounds = recipe.eval_samples // (EVAL_MICRO_BATCH * recipe.ranks)
     batches, seconds, training = training_batches(run), [], []
     levels: Counter[int] = Counter()
-    copies = run.sharding.roots[0].copies
+    copies = run.trainer.sharding.roots[0].copies
     held_out = [(0, held_out_loss(run, EVAL_MICRO_BATCH, rounds))]
     for iteration in range(1, recipe.steps + 1):
         started = time.perf_counter()
@@ -93,8 +95,8 @@ def train(run: Run, recipe: Recipe) -> dict:
     batch = run.config.batch
     micro_batches = batch.global_batch_size // (batch.micro_batch_size * recipe.ranks)
     return {
-        "parameters": run.sharding.model.num_parameters(),
-        "collectives": [list(row) for row in run.sharding.describe(micro_batches)],
+        "parameters": run.trainer.sharding.model.num_parameters(),
+        "collectives": [list(row) for row in run.trainer.sharding.describe(micro_batches)],
         "training": training,
         "held_out": held_out,
         "step_seconds": statistics.median(seconds),

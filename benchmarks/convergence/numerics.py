@@ -26,7 +26,6 @@ from benchmarks.shared.pretrain_run import run_step, silent_run, training_batche
 from benchmarks.shared.result import begin, benchmark_parser, finish, write_text
 from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.arguments import parse
-from megatron_zpp.train.step import forward_backward
 from zeropp.optim.step import local_part
 from zeropp.quant.ops import quantize, reduce_dequantize, reduce_quantize
 from zeropp.quant.packing import BLOCK, Layout
@@ -98,11 +97,13 @@ def train(steps: int) -> tuple[float, Tensors, list[Tensors]]:
     with training_batches(run) as batches:
         for _ in range(steps):
             loss = run_step(run, batches).loss
-        matrices = [weight for weight in run.sharding.model.parameters() if weight.dim() > 1]
+        matrices = [
+            weight for weight in run.trainer.sharding.model.parameters() if weight.dim() > 1
+        ]
         weights = [local_part(weight.detach()).flatten().clone() for weight in matrices]
         for _ in range(NODES * RANKS_PER_NODE):
-            run.sharding.model.zero_grad()
-            forward_backward(run, batches, config.batch.global_batch_size, 1.0)
+            run.trainer.sharding.model.zero_grad()
+            run.trainer.forward_backward(batches, config.batch.global_batch_size, 1.0)
             gradients.append([local_part(weight.grad).flatten().clone() for weight in matrices])
     dist.destroy_process_group()
     return loss, weights, gradients

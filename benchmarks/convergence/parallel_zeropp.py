@@ -27,7 +27,6 @@ from benchmarks.shared.result import begin, benchmark_parser, finish, heading, m
 from benchmarks.shared.zero_json import zero_json
 from megatron_zpp.monitor.communication import Communication
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.step import forward_backward
 from zeropp.optim.step import own_gradients
 from zeropp.ranks.process_group import start_process_group
 from zeropp.ranks.topology import Environment
@@ -104,13 +103,15 @@ def gain(exact: Run, quantized: Run) -> float:
     parts = []
     for run in (exact, quantized):
         with training_batches(run) as batches:
-            forward_backward(run, batches, GLOBAL_BATCH, 1.0)
-        parts.append([(owner, part.clone()) for owner, part in own_gradients(run.optimizer)])
-        run.optimizer.zero_grad()
-        run.communication.take()
+            run.trainer.forward_backward(batches, GLOBAL_BATCH, 1.0)
+        parts.append(
+            [(owner, part.clone()) for owner, part in own_gradients(run.trainer.optimizer)]
+        )
+        run.trainer.optimizer.zero_grad()
+        run.trainer.communication.take()
     products = torch.zeros(2, dtype=torch.float64)
     for (owner, g), (_, q) in zip(*parts, strict=True):
-        copies = exact.sharding.grid.num_copies(owner)
+        copies = exact.trainer.sharding.grid.num_copies(owner)
         products += torch.stack([(q.double() * g).sum(), g.double().square().sum()]) / copies
     product, square = exact.ranks.sum_tensor(products).tolist()
     return product / square

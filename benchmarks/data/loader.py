@@ -27,7 +27,7 @@ from benchmarks.shared.result import begin, benchmark_parser, finish, heading
 from megatron_zpp.data.loader import Batch, Loader
 from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.arguments import parse
-from megatron_zpp.train.batches import TRAIN
+from megatron_zpp.train.inputs import TRAIN
 from megatron_zpp.train.run import Run
 from zeropp.ranks.topology import Environment
 
@@ -77,7 +77,7 @@ def main() -> int:
     config = parse([*SILENT_FLAGS.split(), *options.flags], 1)
     run = silent_run(config, join_ranks(Environment.read(), config.parallel))
     result |= {
-        "parameters": run.sharding.model.num_parameters(),
+        "parameters": run.trainer.sharding.model.num_parameters(),
         "seq_length": config.model.seq_length,
         "micro_batch_size": config.batch.micro_batch_size,
         "steps": time_steps(run, options.workers, options.rounds),
@@ -119,7 +119,7 @@ def alone(run: Run, workers: Sequence[int]) -> list[dict]:
     for count in workers:
         with verified_loader(run, count) as batches:
             rows.append({"name": f"{count} workers"} | drain_rate(batches))
-    source = run.datasets[TRAIN].source
+    source = run.batches.datasets[TRAIN].source
     tokens = np.memmap(source.bin_path, dtype=source.dtype, mode="r")
     samples = PlainSamples(tokens, run.config.model.seq_length)
     for count in workers:
@@ -162,7 +162,7 @@ def in_memory(run: Run) -> InMemory:
 def with_workers(run: Run, workers: int) -> Run:
     """The run with another number of loader processes."""
     data = dataclasses.replace(run.config.data, num_workers=workers)
-    return dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
+    return dataclasses.replace(run, batches=dataclasses.replace(run.batches, data=data))
 
 
 def show(result: dict) -> None:

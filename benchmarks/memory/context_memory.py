@@ -21,7 +21,6 @@ from benchmarks.shared.rank_launch import run_on_ranks, write_answer
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading, markdown_table
 from benchmarks.shared.training_setup import largest_of_ranks
 from megatron_zpp.planner.activations import LiveBytes
-from megatron_zpp.train.step import next_micro_batch
 from zeropp.ranks.process_group import start_process_group
 from zeropp.ranks.topology import Environment
 
@@ -71,14 +70,14 @@ def measure(options: argparse.Namespace) -> None:
     sizes = f"{FLAGS['cp']} {size} {KINDS[options.kind] if size > 1 else ''}"
     flags = f"{MODEL} --seq-length {options.seq_length} {sizes}"
     run = open_run(flags, environment, Meshes())
-    run.sharding.model.train()
+    run.trainer.sharding.model.train()
     with training_batches(run) as batches:
-        _, batch = next_micro_batch(run, batches)
+        batch = next(batches)
     began = time.perf_counter()
     inputs = batch.inputs()
     tensors = [each for each in inputs if each is not None]
-    with LiveBytes([*run.sharding.model.parameters(), *tensors]) as live:
-        loss = run.sharding.model(*inputs)
+    with LiveBytes([*run.trainer.sharding.model.parameters(), *tensors]) as live:
+        loss = run.trainer.sharding.model(*inputs)
         saved = live.current
         loss.backward()
     seconds = time.perf_counter() - began

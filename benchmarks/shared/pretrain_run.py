@@ -7,11 +7,10 @@ from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.metrics import Iteration
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import Config
-from megatron_zpp.train.batches import TRAIN, VALIDATION, loader
 from megatron_zpp.train.build import build_run
 from megatron_zpp.train.evaluate import evaluate
+from megatron_zpp.train.inputs import TRAIN, VALIDATION
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.step import train_step
 from megatron_zpp.train.stop import Stopping
 from zeropp.errors import InputError
 
@@ -24,12 +23,12 @@ def silent_run(config: Config, ranks: Ranks) -> Run:
 
 def training_batches(run: Run) -> Loader:
     """The training data, from the first sample on."""
-    return loader(run, TRAIN, 0)
+    return run.batches.loader(TRAIN, 0)
 
 
 def run_step(run: Run, batches: Loader) -> Iteration:
     """Run one training iteration and wait for its numbers; InputError if one is not finite."""
-    pending = train_step(run, batches)
+    pending = run.trainer.step(batches)
     iteration, problem = pending.result(), pending.problem()
     if problem is not None:
         raise InputError(f"{problem} at iteration {iteration.iteration}")
@@ -42,7 +41,7 @@ def held_out_loss(run: Run, micro_batch_size: int, rounds: int) -> float:
     Raises InputError if no token of them has a loss.
     """
     with Loader(
-        run.datasets[VALIDATION],
+        run.batches.datasets[VALIDATION],
         run.config.data,
         consumed_samples=0,
         micro_batch_size=micro_batch_size,
@@ -50,7 +49,7 @@ def held_out_loss(run: Run, micro_batch_size: int, rounds: int) -> float:
         world=run.ranks.num_ranks,
         eod=run.tokenizer.eod,
     ) as batches:
-        loss = evaluate(run.sharding, run.ranks, batches, rounds)
+        loss = evaluate(run.trainer.sharding, run.ranks, batches, rounds)
     if loss is None:
         raise InputError("no token of the validation split has a loss: measure with other data")
     return loss

@@ -20,7 +20,6 @@ from megatron_zpp.data.loader import Batch
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.train.pending_iteration import PendingIteration
-from megatron_zpp.train.step import train_step
 from zeropp import attach, optimizer_step, shard
 from zeropp.fsdp_adapter import gather_ahead
 from zeropp.optim.step import local_part
@@ -64,7 +63,7 @@ def ours(setup: TrainingSetup, name: str = "ours") -> TrainingLoop:
 
     def step() -> StepNumbers:
         previous = unfinished.pop() if unfinished else None
-        current = train_step(run, batches, previous)
+        current = run.trainer.step(batches, previous)
         if previous:
             previous.result()
         unfinished.append(current)
@@ -77,8 +76,8 @@ def ours(setup: TrainingSetup, name: str = "ours") -> TrainingLoop:
 
     return TrainingLoop(
         name=name,
-        model=run.sharding.model,
-        optimizer=run.optimizer,
+        model=run.trainer.sharding.model,
+        optimizer=run.trainer.optimizer,
         step=step,
         global_loss=True,
         close=batches.close,

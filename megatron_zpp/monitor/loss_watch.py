@@ -2,16 +2,17 @@
 
 import statistics
 from collections import deque
+from dataclasses import dataclass, field
 
 
+@dataclass
 class LossWatch:
     """Tells whether a loss is a spike: far above the mean of the iterations before it."""
 
     WINDOW, LEAST = 100, 20  # iterations: the mean is of the last 100, once there are 20
     DEVIATIONS, SHARE = 6, 0.1  # above the mean by 6 standard deviations and by a tenth
 
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=self.WINDOW)
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=LossWatch.WINDOW))
 
     def mean_below(self, loss: float) -> float | None:
         """Add a loss; return the mean of those before if it is a spike above them, else None."""

@@ -354,3 +354,8 @@ def _weight_decay(config: OptimizerConfig, length: Length) -> WeightDecay:
         style=config.weight_decay_incr_style,
         length=float(0 if config.weight_decay_incr_style == "constant" else length.samples),
     )
+
+
+def is_due(iteration: int, interval: int | None) -> bool:
+    """Whether to do after `iteration` what is done every `interval` iterations; None: never."""
+    return interval is not None and iteration % interval == 0

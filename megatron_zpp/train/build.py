@@ -17,19 +17,22 @@ from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
 from megatron_zpp.recipe.apex import find_apex
 from megatron_zpp.recipe.model import build_model
+from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.optimizer import build_optimizer
-from megatron_zpp.settings.config import CheckpointConfig, Config, PrecisionConfig
+from megatron_zpp.recipe.pipeline import Pipeline
+from megatron_zpp.settings.config import Config, PrecisionConfig
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.train.inputs import open_inputs
-from megatron_zpp.train.resume import StartingPoint, load
+from megatron_zpp.train.resume import Saver, StartingPoint, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
+from megatron_zpp.train.trainer import Trainer
 from zeropp import LossScaler
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.ranks.coordination import fail_together
 from zeropp.sharding.grid import find_nodes
-from zeropp.wire.route import Nodes, require_fit
+from zeropp.wire.route import require_fit
 
 log = logging.getLogger("megatron_zpp")
 
@@ -46,43 +49,59 @@ def build_run(
     `requested` is what `parse` returned; the run's configuration also has what the pretrained model
     and the data determine. Raises InputError for what does not fit together or cannot be read.
     """
-    nodes = find_nodes(ranks.mesh, requested.zero, ranks.data)
-    require_fit(requested.zero, nodes)
-    warn_where_tensor_ranks_cross_nodes(ranks, nodes)
-    config, tokenizer, datasets, pretrained = open_inputs(requested, ranks)
-    step_watch = None
-    if config.log.plan_file is not None:
-        with fail_together():
-            expected = read_expected_step(config.log.plan_file, config, ranks.num_ranks)
-        step_watch = StepWatch(expected)
-    apex = find_apex(ranks.device)
-    fill = pretrained.fill if pretrained else None
+    check_nodes(requested, ranks)
+    config, tokenizer, batches, pretrained = open_inputs(requested, ranks)
+    step_watch = open_step_watch(config, ranks) if config.log.plan_file is not None else None
+    apex, fill = find_apex(ranks.device), pretrained.fill if pretrained else None
     sharding = build_model(config, tokenizer.vocab_size, ranks, apex, fill)
+    passes = sharding.model
+    if not isinstance(passes, Pipeline):
+        passes = OneStage(sharding=sharding, main_thread=ranks.main_thread)
     optimizer = build_optimizer(sharding, config, ranks.device, apex)
     scaler = build_scaler(config.precision)
     starting_point = load(config, sharding, optimizer, scaler, tokenizer.fingerprint)
     with fail_together():
         metrics = open_metrics(config, ranks, console, tokenizer, starting_point)
+    trainer = Trainer(
+        config=config,
+        ranks=ranks,
+        sharding=sharding,
+        passes=passes,
+        optimizer=optimizer,
+        scaler=scaler,
+        schedules=starting_point.schedules,
+        counters=starting_point.counters,
+        communication=CommunicationMeter(config, sharding, ranks),
+    )
+    writes_beside = config.checkpoint.save is not None and config.checkpoint.async_save
+    saver = Saver(
+        trainer=trainer,
+        tokenizer=tokenizer,
+        metrics=metrics,
+        console=console,
+        writer=AsyncWriter() if writes_beside else None,
+        lock=save_lock,
+    )
     run = Run(
         config=config,
         ranks=ranks,
         console=console,
         tokenizer=tokenizer,
-        datasets=datasets,
-        sharding=sharding,
-        optimizer=optimizer,
-        scaler=scaler,
-        schedules=starting_point.schedules,
+        batches=batches,
+        trainer=trainer,
+        saver=saver,
         metrics=metrics,
         stopping=stopping,
-        counters=starting_point.counters,
-        communication=CommunicationMeter(config, sharding, ranks),
-        async_writer=open_async_writer(config.checkpoint),
-        save_lock=save_lock,
         step_watch=step_watch,
     )
     console.table("Megatron-Z++", summary(run))
     return run
+
+
+def open_step_watch(config: Config, ranks: Ranks) -> StepWatch:
+    """What compares steps with the plan in `--plan-file`; InputError if it is not of this run."""
+    with fail_together():
+        return StepWatch(read_expected_step(config.log.plan_file, config, ranks.num_ranks))
 
 
 def build_scaler(precision: PrecisionConfig) -> LossScaler | None:
@@ -97,11 +116,6 @@ def build_scaler(precision: PrecisionConfig) -> LossScaler | None:
         hysteresis=precision.hysteresis,
         dynamic=fixed is None,
     )
-
-
-def open_async_writer(options: CheckpointConfig) -> AsyncWriter | None:
-    """The process that writes checkpoints beside training, if `--async-save` asks for it."""
-    return AsyncWriter() if options.async_save and options.save is not None else None
 
 
 def open_metrics(
@@ -140,8 +154,8 @@ def open_metrics(
 
 def summary(run: Run) -> list[tuple[str, object]]:
     """Rows of the table printed before training, as (name, value)."""
-    config, sharding, model = run.config, run.sharding, run.config.model
-    batch = run.schedules.batch_size.final
+    config, trainer, model = run.config, run.trainer, run.config.model
+    sharding, batch = trainer.sharding, trainer.schedules.batch_size.final
     micro_batches = batch // (config.batch.micro_batch_size * run.ranks.num_replicas)
     shape = (
         f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
@@ -159,7 +173,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
             f"{batch} samples of {model.seq_length} tokens, {micro_batches} micro-batches "
             f"of {config.batch.micro_batch_size} on each of {run.ranks.num_replicas} {share}",
         ),
-        ("length", f"{run.schedules.length.iterations:,} iterations"),
+        ("length", f"{trainer.schedules.length.iterations:,} iterations"),
         ("precision", f"{compute_dtype}, weights and Adam in float32"),
         ("device", f"{run.ranks.device}, {torch.get_num_threads()} threads"),
         *matmul_rate_rows(run.metrics.matmul_rate),
@@ -168,12 +182,17 @@ def summary(run: Run) -> list[tuple[str, object]]:
         *([("plan", run.step_watch.expected)] if run.step_watch else []),
         ("ZeRO stage", sharding.stage),
         *offload_rows(config),
-        *sharding.describe(micro_batches, run.communication.expected_on_node(micro_batches)),
+        *sharding.describe(micro_batches, trainer.communication.expected_on_node(micro_batches)),
     ]
 
 
-def warn_where_tensor_ranks_cross_nodes(ranks: Ranks, nodes: Nodes) -> None:
-    """Log a line if ranks that exchange activations in every layer are in different nodes."""
+def check_nodes(config: Config, ranks: Ranks) -> None:
+    """Raise InputError for nodes that do not fit the JSON.
+
+    Logs a line if ranks that exchange activations in every layer are in different nodes.
+    """
+    nodes = find_nodes(ranks.mesh, config.zero, ranks.data)
+    require_fit(config.zero, nodes)
     per_node = nodes.ranks_per_node * nodes.parts
     if ranks.rank == 0 and per_node % ranks.tensor_size:
         log.warning(

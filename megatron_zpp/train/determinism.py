@@ -9,15 +9,14 @@ from zeropp.ranks.topology import use_deterministic_cublas
 
 
 @contextmanager
-def deterministic_kernels(wanted: bool) -> Iterator[None]:
-    """Let PyTorch raise RuntimeError for an operation without a deterministic kernel, if `wanted`.
+def deterministic_kernels() -> Iterator[None]:
+    """Let PyTorch raise RuntimeError for an operation without a deterministic kernel.
 
     It has to be entered before the first product of matrices on a GPU.
     """
     before = torch.are_deterministic_algorithms_enabled()
-    if wanted:
-        use_deterministic_cublas()
-        torch.use_deterministic_algorithms(True)
+    use_deterministic_cublas()
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:

@@ -14,11 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_zpp.recipe.pipeline import Pipeline
-from megatron_zpp.train.batches import TRAIN, loader
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.train.inputs import TRAIN, Batches
 from megatron_zpp.train.pending_iteration import PendingIteration
-from megatron_zpp.train.run import Run
-from megatron_zpp.train.step import forward_backward
+from megatron_zpp.train.trainer import Trainer
 from zeropp import Sharding
 from zeropp import fsdp_adapter as fsdp
 from zeropp.optim.step import local_part
@@ -28,16 +27,16 @@ MOST_SHOWN = 3
 CAUSES = ("the weight", "the output", "the loss", "the gradient")  # before what follows from them
 
 
-def source_of_non_finite(run: Run, pending: PendingIteration) -> str:
+def source_of_non_finite(trainer: Trainer, batches: Batches, pending: PendingIteration) -> str:
     """Name the weights that are not finite, and the first such tensor of each micro-batch."""
     weights = [
         name
-        for name, parameter in run.sharding.model.named_parameters()
+        for name, parameter in trainer.sharding.model.named_parameters()
         if not bool(local_part(parameter.detach()).isfinite().all())
     ]
-    with _first_non_finite(run.sharding.model) as tensors:
-        _compute_again(run, pending.samples)
-    samples = _samples_of_micro_batches(run, pending)
+    with _first_non_finite(trainer.passes.roots) as tensors:
+        _compute_again(trainer, batches, pending.samples)
+    samples = _samples_of_micro_batches(trainer, pending)
     finite = [math.isfinite(loss) for loss in pending.micro_batch_losses]
     lines = []
     by_rank = gather_objects((weights, tensors, samples, finite))
@@ -55,12 +54,12 @@ def source_of_non_finite(run: Run, pending: PendingIteration) -> str:
     return f"not finite: {_first_few(lines)}" if lines else "computed again, all is finite"
 
 
-def describe_spike(run: Run, pending: PendingIteration) -> str:
+def describe_spike(trainer: Trainer, batches: Batches, pending: PendingIteration) -> str:
     """Name the micro-batch with the largest loss, and the tensors with the largest gradients."""
     own = [
         (loss.item(), samples)
         for loss, samples in zip(
-            pending.micro_batch_losses, _samples_of_micro_batches(run, pending), strict=False
+            pending.micro_batch_losses, _samples_of_micro_batches(trainer, pending), strict=False
         )
     ]
     losses = [
@@ -71,11 +70,11 @@ def describe_spike(run: Run, pending: PendingIteration) -> str:
     loss, rank, samples = max(losses)
     median = statistics.median(loss for loss, _, _ in losses)
     text = f"largest on rank {rank} for samples {samples}: {loss:.4g} (median {median:.4g})"
-    if run.config.zero.offloads_optimizer:  # gradients are on their way to the host
+    if trainer.config.zero.offloads_optimizer:  # gradients are on their way to the host
         return text
-    _compute_again(run, pending.samples)
-    norms = _gradient_norms(run.sharding)
-    run.optimizer.zero_grad(set_to_none=True)
+    _compute_again(trainer, batches, pending.samples)
+    norms = _gradient_norms(trainer.sharding)
+    trainer.optimizer.zero_grad(set_to_none=True)
     largest = sorted(norms, key=norms.__getitem__, reverse=True)[:MOST_SHOWN]
     return f"{text}; largest gradients: " + ", ".join(f"{n} {norms[n]:.3g}" for n in largest)
 
@@ -95,26 +94,26 @@ def _gradient_norms(sharding: Sharding) -> dict[str, float]:
     return {name: math.sqrt(square) for name, square in total.items()}
 
 
-def _samples_of_micro_batches(run: Run, pending: PendingIteration) -> list[str]:
+def _samples_of_micro_batches(trainer: Trainer, pending: PendingIteration) -> list[str]:
     """The samples of this rank's micro-batches of an iteration, as for --skip-samples."""
-    size, batch = run.config.batch.micro_batch_size, pending.samples
-    step = size * run.ranks.num_replicas
-    firsts = range(batch.start + run.ranks.replica * size, batch.stop, step)
+    size, batch = trainer.config.batch.micro_batch_size, pending.samples
+    step = size * trainer.ranks.num_replicas
+    firsts = range(batch.start + trainer.ranks.replica * size, batch.stop, step)
     return [f"{first}:{first + size}" for first in firsts]
 
 
-def _compute_again(run: Run, samples: range) -> None:
+def _compute_again(trainer: Trainer, batches: Batches, samples: range) -> None:
     """Run the forward and backward passes of a global batch."""
-    with loader(run, TRAIN, samples.start) as batches:
-        forward_backward(run, batches, len(samples), loss_scale=1.0)
+    with batches.loader(TRAIN, samples.start) as loader:
+        trainer.forward_backward(loader, len(samples), loss_scale=1.0)
 
 
 @contextmanager
-def _first_non_finite(model: nn.Module) -> Iterator[dict[int, str]]:
+def _first_non_finite(roots: Sequence[GPT]) -> Iterator[dict[int, str]]:
     """Yield a dict that passes fill: for each of them, by number, the first tensor not finite."""
     first: dict[int, str] = {}
     with ExitStack() as hooks:
-        for root in model.roots if isinstance(model, Pipeline) else (model,):
+        for root in roots:
             _watch(root, first, hooks)
         yield first
 

@@ -2,17 +2,19 @@
 
 import hashlib
 import logging
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from megatron_zpp.data.gpt_dataset import build_datasets
 from megatron_zpp.data.instructions.instruction_dataset import build_instructions
+from megatron_zpp.data.loader import Loader
 from megatron_zpp.data.split import SPLITS
 from megatron_zpp.data.text_source import resolve_data
 from megatron_zpp.models.open_model import OpenedModel
 from megatron_zpp.models.pretrained_model import with_initial_model
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.arguments import require_divisible
-from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.config import Config, DataConfig
 from megatron_zpp.settings.data import names_examples
 from megatron_zpp.settings.schedule import Schedules
 from megatron_zpp.text.generate import Request, check
@@ -20,20 +22,48 @@ from megatron_zpp.tokenizer import Tokenizer
 from zeropp import InputError
 from zeropp.ranks.coordination import fail_together, require_same
 
+TRAIN, VALIDATION, TEST = range(3)
 DIGITS = 8  # of a hash, to show
 SAME_FILES = "Give all machines the same data and the same tokenizer"
 
 log = logging.getLogger("megatron_zpp")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """The datasets of a run, of which each replica takes its own micro-batches."""
+
+    datasets: tuple  # training, validation, test; None for a split without data
+    data: DataConfig
+    micro_batch_size: int
+    ranks: Ranks
+    eod: int
+
+    def loader(self, split: int, consumed_samples: int, skipped: Sequence[range] = ()) -> Loader:
+        """This rank's micro-batches of a split, after the first `consumed_samples` of all ranks.
+
+        The samples of `skipped`, ranges of whole global batches, are passed over.
+        """
+        return Loader(
+            self.datasets[split],
+            self.data,
+            consumed_samples=consumed_samples,
+            micro_batch_size=self.micro_batch_size,
+            rank=self.ranks.replica,
+            world=self.ranks.num_replicas,
+            eod=self.eod,
+            device=self.ranks.device,
+            skipped=skipped,
+        )
+
+
 def open_inputs(
     requested: Config, ranks: Ranks
-) -> tuple[Config, Tokenizer, tuple, OpenedModel | None]:
+) -> tuple[Config, Tokenizer, Batches, OpenedModel | None]:
     """Return the complete configuration, the tokenizer, the datasets and the pretrained model.
 
     The configuration is `requested` with the shape of the pretrained model and the paths of the
-    data filled in. The datasets are training, validation and test, None for a split without data.
-    The model is that of `--pretrained-checkpoint`, if any. All ranks call it.
+    data filled in. The model is that of `--pretrained-checkpoint`, if any. All ranks call it.
 
     Raises InputError for a file that cannot be read and for inputs that do not fit together.
     """
@@ -52,7 +82,11 @@ def open_inputs(
     with fail_together():
         texts = contents(tokenizer, datasets)
     require_same(texts, SAME_FILES)
-    return config, tokenizer, datasets, pretrained
+    batches = Batches(
+        datasets=datasets, data=config.data, micro_batch_size=config.batch.micro_batch_size,
+        ranks=ranks, eod=tokenizer.eod,
+    )  # fmt: skip
+    return config, tokenizer, batches, pretrained
 
 
 def contents(tokenizer: Tokenizer, datasets: tuple) -> dict[str, str]:

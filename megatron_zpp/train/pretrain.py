@@ -15,9 +15,9 @@ from megatron_zpp.parallel.shared_settings import shared_settings
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import CheckpointConfig, Config
 from megatron_zpp.text.generate import generate
-from megatron_zpp.train.batches import TEST, VALIDATION
 from megatron_zpp.train.build import build_run
 from megatron_zpp.train.determinism import deterministic_kernels
+from megatron_zpp.train.inputs import TEST, VALIDATION
 from megatron_zpp.train.loop import evaluate_split, train
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Interrupted, Stopping
@@ -59,7 +59,7 @@ def main(
                 return dry_run(config, environment, console)
             with (
                 Stopping(config.training) as stopping,
-                deterministic_kernels(config.training.deterministic_mode),
+                deterministic_kernels() if config.training.deterministic_mode else nullcontext(),
             ):
                 per_node = config.zero.zeropp.ranks_per_node
                 settings = shared_settings(config)
@@ -95,12 +95,12 @@ def hold_save_folder(config: Config, ranks: Ranks) -> AbstractContextManager[Fol
 
 def train_and_evaluate(config: Config, run: Run) -> None:
     """Train, evaluate, generate a sample and print a summary."""
-    console = run.console
-    resumed_complete = run.counters.iteration >= run.schedules.length.iterations
+    console, trainer = run.console, run.trainer
+    resumed_complete = trainer.counters.iteration >= trainer.schedules.length.iterations
     if resumed_complete:
-        console.line(f"training is complete: {run.counters.iteration} iterations are done")
+        console.line(f"training is complete: {trainer.counters.iteration} iterations are done")
     sample = None
-    with closing(run.metrics), run.async_writer or nullcontext():
+    with closing(run.metrics), run.saver.writer or nullcontext():
         finished = config.training.skip_train or resumed_complete or train(run)
         if finished:
             evaluate_split(run, VALIDATION, "the end of training for val data")
@@ -108,7 +108,7 @@ def train_and_evaluate(config: Config, run: Run) -> None:
             if config.evaluation.sample_prompt is not None:
                 sample = sample_text(run)
     title = "Finished" if finished else f"Stopped; {how_to_resume(config.checkpoint)}"
-    rows = [*run.communication.summary_rows(), *output_folders(config)]
+    rows = [*trainer.communication.summary_rows(), *output_folders(config)]
     console.ending(run.metrics.history, rows, sample, title)
 
 
@@ -116,7 +116,7 @@ def sample_text(run: Run) -> str:
     """Return the sample prompt with the model's continuation; all ranks call it."""
     evaluation = run.config.evaluation
     text = generate(
-        run.sharding.model,
+        run.trainer.sharding.model,
         run.tokenizer,
         evaluation.sample_prompt,
         max_new_tokens=evaluation.sample_length,
@@ -124,7 +124,7 @@ def sample_text(run: Run) -> str:
         top_k=40,
         seed=run.config.training.seed,
     )
-    run.sharding.release()
+    run.trainer.sharding.release()
     return evaluation.sample_prompt + text
 
 

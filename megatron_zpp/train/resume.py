@@ -1,6 +1,5 @@
 """Saves a run as a checkpoint, and starts a run from a checkpoint."""
 
-import dataclasses
 import json
 import logging
 from collections.abc import Mapping
@@ -13,17 +12,16 @@ from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.checkpoint_args import no_checkpoint_error
 from megatron_zpp.checkpoint.iteration_folders import Retention
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
+from megatron_zpp.monitor.console import Console
+from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.schedule import Schedules
-from megatron_zpp.train.run import Counters, Run
+from megatron_zpp.tokenizer import Tokenizer
+from megatron_zpp.train.trainer import STATE_COUNTERS, Counters, Trainer
 from zeropp import InputError, LossScaler, Sharding
+from zeropp.checkpoint.async_save import AsyncWriter
+from zeropp.checkpoint.folder_lock import FolderLock
 
-# Counters that are fields of TrainingState.
-STATE_COUNTERS = tuple(
-    field.name
-    for field in dataclasses.fields(Counters)
-    if field.name not in ("scheduled_samples", "saved_iteration")
-)
 # Settings that determine the order of the samples, by section.
 SAMPLE_ORDER = (
     ("training", ("seed",)),
@@ -43,54 +41,71 @@ class StartingPoint:
     history: Mapping[str, Any]
 
 
-def save(run: Run) -> None:
-    """Save a checkpoint of the run if `--save` names a folder; all ranks call it.
+@dataclass(frozen=True, kw_only=True)
+class Saver:
+    """Writes checkpoints to the folder that `--save` names, if it names one."""
 
-    With `--async-save` it is complete after `finish_save`, or when the next one is saved.
-    """
-    config, counters = run.config, run.counters
-    if config.checkpoint.save is None:
-        return
-    run.ranks.main_thread.mark()
-    run.metrics.flush()
-    run.sharding.require_same_order()
-    counters.saved_iteration = counters.iteration
-    state = TrainingState(
-        **{name: getattr(counters, name) for name in STATE_COUNTERS},
-        seed=config.training.seed,
-        world_size=run.ranks.num_ranks,
-        stage=run.sharding.stage,
-        tokenizer=run.tokenizer.fingerprint,
-        loss_scaler=run.scaler.state_dict() if run.scaler else {},
-        schedule={"scheduled_samples": counters.scheduled_samples, **run.schedules.state()},
-        history=run.metrics.history.state_dict(),
-        architecture=architecture(config.model, run.tokenizer.vocab_size),
-        configuration=run_settings(config),
-    )
-    path = checkpoint.save(
-        config.checkpoint.save,
-        run.sharding.model,
-        run.optimizer,
-        state,
-        keep=Retention(
-            newest=config.checkpoint.keep_checkpoints,
-            interval=config.checkpoint.save_retain_interval,
-        ),
-        save_optimizer=not config.checkpoint.no_save_optim,
-        writer=run.async_writer,
-        lock=run.save_lock,
-    )
-    if run.async_writer is None:
-        run.console.line(f"saved checkpoint {path}")
+    trainer: Trainer
+    tokenizer: Tokenizer
+    metrics: Metrics
+    console: Console
+    writer: AsyncWriter | None  # with --async-save
+    lock: FolderLock | None  # of the folder
 
+    def save(self) -> None:
+        """Save a checkpoint; all ranks call it.
 
-def finish_save(run: Run) -> None:
-    """Wait until the last checkpoint is complete; all ranks call it.
+        With `--async-save` it is complete after `finish`, or when the next one is saved.
+        """
+        trainer = self.trainer
+        options, counters = trainer.config.checkpoint, trainer.counters
+        if options.save is None:
+            return
+        trainer.ranks.main_thread.mark()
+        self.metrics.flush()
+        trainer.sharding.require_same_order()
+        counters.saved_iteration = counters.iteration
+        path = checkpoint.save(
+            options.save,
+            trainer.sharding.model,
+            trainer.optimizer,
+            self._state(),
+            keep=Retention(newest=options.keep_checkpoints, interval=options.save_retain_interval),
+            save_optimizer=not options.no_save_optim,
+            writer=self.writer,
+            lock=self.lock,
+        )
+        if self.writer is None:
+            self.console.line(f"saved checkpoint {path}")
 
-    Raises InputError if it failed.
-    """
-    if run.async_writer is not None:
-        run.async_writer.finish()
+    def log_progress(self) -> None:
+        """Log a checkpoint that has become complete beside training."""
+        if self.writer is not None:
+            self.writer.log_progress()
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is complete; all ranks call it.
+
+        Raises InputError if it failed.
+        """
+        if self.writer is not None:
+            self.writer.finish()
+
+    def _state(self) -> TrainingState:
+        trainer = self.trainer
+        config, counters = trainer.config, trainer.counters
+        return TrainingState(
+            **{name: getattr(counters, name) for name in STATE_COUNTERS},
+            seed=config.training.seed,
+            world_size=trainer.ranks.num_ranks,
+            stage=trainer.sharding.stage,
+            tokenizer=self.tokenizer.fingerprint,
+            loss_scaler=trainer.scaler.state_dict() if trainer.scaler else {},
+            schedule={"scheduled_samples": counters.scheduled_samples, **trainer.schedules.state()},
+            history=self.metrics.history.state_dict(),
+            architecture=architecture(config.model, self.tokenizer.vocab_size),
+            configuration=run_settings(config),
+        )
 
 
 def load(

@@ -21,8 +21,7 @@ from megatron_zpp.parallel.axes import TensorAxis
 from megatron_zpp.parallel.peers import AXES, Peers
 from megatron_zpp.recipe import model as recipe
 from megatron_zpp.settings.arguments import parse
-from megatron_zpp.train.batches import TRAIN, loader
-from megatron_zpp.train.step import train_step
+from megatron_zpp.train.inputs import TRAIN
 from tests.megatron_zpp.parallel.flags import GPT2, LENGTH, LLAMA, SP, TP2, TP4
 from tests.megatron_zpp.train.training_runs import (
     RELATIVE,
@@ -109,11 +108,12 @@ def test_the_first_weights_do_not_depend_on_the_ranks_that_split_them(tmp_path):
     with built_run(GPT2 + TP2) as run_of_two:
         weights = {
             name: weight.full_tensor() if hasattr(weight, "full_tensor") else weight.detach()
-            for name, weight in run_of_two.sharding.model.named_parameters()
+            for name, weight in run_of_two.trainer.sharding.model.named_parameters()
         }
-        assert run_of_two.sharding.model.blocks[0].mlp.input.weight.to_local().shape == (64, 32)
+        block = run_of_two.trainer.sharding.model.blocks[0]
+        assert block.mlp.input.weight.to_local().shape == (64, 32)
     with built_run(GPT2) as run_of_one:
-        whole = run_of_one.sharding.model
+        whole = run_of_one.trainer.sharding.model
         for name, weight in whole.named_parameters():
             assert torch.equal(weights[name], weight.full_tensor()), name
 
@@ -127,10 +127,10 @@ def test_dropout_is_equal_where_the_ranks_share_and_different_where_they_split(h
     first, again, other = log_of(flags), log_of(flags), log_of(flags + "--seed 1")
     if dist.get_rank() == 0:  # who has the log
         assert losses(first) == losses(again) != losses(other)
-    with built_run(flags) as run, loader(run, TRAIN, 0) as batches:
+    with built_run(flags) as run, run.batches.loader(TRAIN, 0) as batches:
         for _ in range(2):
-            train_step(run, batches)
-        model = run.sharding.model
+            run.trainer.step(batches)
+        model = run.trainer.sharding.model
         whole = [model.positions.weight, model.norm.weight, model.blocks[0].mlp.output.bias]
         everywhere = [None, None]
         dist.all_gather_object(everywhere, [weight.tolist() for weight in whole])

@@ -73,8 +73,8 @@ def test_a_run_starts_from_an_imported_model(flag: str, imported: Path) -> None:
     )
     weights = open_model(imported).weights
     with built_run(flags) as run:
-        assert (run.counters.iteration, run.counters.scheduled_samples) == (0, 0)
-        for name, parameter in run.sharding.model.named_parameters():
+        assert (run.trainer.counters.iteration, run.trainer.counters.scheduled_samples) == (0, 0)
+        for name, parameter in run.trainer.sharding.model.named_parameters():
             assert torch.equal(parameter.full_tensor(), weights.read(name).float()), name
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_zpp.train.batches import TRAIN, loader
-from megatron_zpp.train.step import train_step
+from megatron_zpp.train.inputs import TRAIN
 from tests.megatron_zpp.parallel.flags import (
     CP2,
     CP4,
@@ -45,10 +44,10 @@ def test_the_ledger_is_the_forecast(flags: str, tmp_path: Path) -> None:
     path = tmp_path / f"{dist.get_rank()}.json"
     path.write_text(json.dumps({"zeropp": {"ranks_per_node": 2}}))
     with built_run(f"{SIZES} {flags} --deepspeed_config {path}") as run:
-        with loader(run, TRAIN, 0) as batches:
+        with run.batches.loader(TRAIN, 0) as batches:
             for _ in range(2):
-                train_step(run, batches)
-        counted = run.communication.take()
+                run.trainer.step(batches)
+        counted = run.trainer.communication.take()
     assert counted.sent == counted.expected
     names = {"tensor-model": "tensor", "context": "context", "pipeline-model": "pipeline"}
     axes = {axis for name, axis in names.items() if f"--{name}-parallel-size" in flags}

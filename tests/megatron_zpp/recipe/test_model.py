@@ -41,7 +41,7 @@ def test_a_model_holds_no_function(flags):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe, "COMPILER", "eager")
         with built_run(flags) as run:
-            model = run.sharding.model
+            model = run.trainer.sharding.model
             for root in (model, *getattr(model, "roots", ())):
                 assert list(functions_held(root)) == []
 

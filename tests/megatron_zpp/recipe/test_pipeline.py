@@ -152,7 +152,7 @@ def test_the_exported_model_is_that_of_one_rank(saved, tmp_path):
 @ranks(4, timeout=120)
 def test_the_first_weights_do_not_depend_on_the_stages(tmp_path):
     with built_run(DEEP_GPT2 + PP2 + TWO_STAGES + "--zero-stage 3") as pipeline:
-        model = pipeline.sharding.model
+        model = pipeline.trainer.sharding.model
         own = {name: weight.full_tensor() for name, weight in model.named_parameters()}
         everywhere = [None] * 4
         dist.all_gather_object(everywhere, own)
@@ -160,7 +160,7 @@ def test_the_first_weights_do_not_depend_on_the_stages(tmp_path):
             weight.numel() for weight in {**everywhere[0], **everywhere[2]}.values()
         )
     with built_run(DEEP_GPT2) as whole:
-        for name, weight in whole.sharding.model.named_parameters():
+        for name, weight in whole.trainer.sharding.model.named_parameters():
             holders = [rank for rank, weights in enumerate(everywhere) if name in weights]
             assert len(holders) == (4 if name == "tokens.weight" else 2), name
             for rank in holders:
@@ -193,10 +193,10 @@ def test_a_sample_of_text_and_a_held_out_loss(how, alone, tmp_path):
 def test_a_weight_of_a_later_stage_that_is_not_finite_is_named():
     flags = f"{DEEP_GPT2} {PP2} --log-optimizer-states-to-tensorboard "
     with built_run(flags) as pipeline:
-        model = pipeline.sharding.model
+        model = pipeline.trainer.sharding.model
         if dist.get_rank() == 1:
             local_part(model.blocks[3].norm1.weight.data)[0] = float("nan")
-        pipeline.sharding.weights_changed()
+        pipeline.trainer.sharding.weights_changed()
         named = "the weight blocks.3.norm1.weight on rank 1; .*blocks.3.norm1 on rank 1 for samples"
         with pytest.raises(InputError, match=named):
             train(pipeline)

@@ -92,5 +92,5 @@ def launched(backend: str, folder: Path) -> list[float]:
 @pytest.mark.parametrize("flags", ["", "--bf16", "--bf16 --reset-attention-mask", LLAMA])
 @ranks(1, timeout=180)
 def test_deterministic_kernels_do_all_that_a_run_does(flags):
-    with deterministic_kernels(True):
+    with deterministic_kernels():
         assert losses(log_of(FLAGS + flags, GPU)) == losses(log_of(FLAGS + flags, GPU))

@@ -17,10 +17,8 @@ def put_twice() -> torch.Tensor:
 
 def test_an_operation_without_a_deterministic_kernel_is_an_error(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    with deterministic_kernels(False):
-        put_twice()
-        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-    with deterministic_kernels(True):
+    put_twice()
+    with deterministic_kernels():
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         with pytest.raises(RuntimeError, match="deterministic"):
             put_twice()
@@ -33,6 +31,6 @@ RUN = "--micro-batch-size 2 --train-iters 3 --mock-data --hidden-dropout 0.1 "
 @ranks(1, timeout=120)
 def test_a_run_has_deterministic_kernels_for_all_that_it_does() -> None:
     usual = log_of(RUN)
-    with deterministic_kernels(True):
+    with deterministic_kernels():
         deterministic = log_of(RUN)
     assert losses(usual) == losses(deterministic)

@@ -46,8 +46,8 @@ def test_the_first_tensor_that_is_not_finite_is_named(where, named, tmp_path):
     """The second micro-batch of rank 1 in iteration 2 of global batches of 4 is sample 7."""
     with built_run(FLAGS.format(tmp=tmp_path)) as run:
         is_forward = where == "forward"
-        block = run.sharding.model.blocks[1 if where == "forward" else 0]
-        bad_tokens = run.datasets[0][7]["tokens"][:-1].tolist()
+        block = run.trainer.sharding.model.blocks[1 if where == "forward" else 0]
+        bad_tokens = run.batches.datasets[0][7]["tokens"][:-1].tolist()
         is_bad = False
 
         def look(module, inputs, keywords):
@@ -58,11 +58,11 @@ def test_the_first_tensor_that_is_not_finite_is_named(where, named, tmp_path):
         def poison(module, inputs, output):
             return Poison.apply(output, is_bad and is_forward, is_bad and not is_forward)
 
-        run.sharding.model.register_forward_pre_hook(look, with_kwargs=True)
+        run.trainer.sharding.model.register_forward_pre_hook(look, with_kwargs=True)
         if where == "forward":
             block.register_forward_hook(poison)
         else:
-            run.sharding.model.blocks[1].register_forward_pre_hook(
+            run.trainer.sharding.model.blocks[1].register_forward_pre_hook(
                 lambda module, inputs: (poison(module, inputs, inputs[0]), *inputs[1:])
             )
         with pytest.raises(InputError, match=f"{named}.*--skip-samples 4:8") as error:
@@ -74,8 +74,8 @@ def test_the_first_tensor_that_is_not_finite_is_named(where, named, tmp_path):
 def test_a_weight_that_is_not_finite_is_named(tmp_path):
     with built_run(FLAGS.format(tmp=tmp_path)) as run, torch.no_grad():
         if dist.get_rank() == 1:
-            local_part(run.sharding.model.norm.weight.data)[0] = float("nan")
-        run.sharding.weights_changed()
+            local_part(run.trainer.sharding.model.norm.weight.data)[0] = float("nan")
+        run.trainer.sharding.weights_changed()
         with (
             torch.enable_grad(),
             pytest.raises(InputError, match="the weight norm.weight on rank 1"),

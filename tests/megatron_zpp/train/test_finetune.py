@@ -123,11 +123,12 @@ def test_resumed_adapters_keep_their_scaling_and_base(base, tmp_path):
 @ranks(2)
 def test_only_adapters_are_trained_and_matrices_are_codes(base, tmp_path):
     with built_run(base + with_json(tmp_path, MIXZ)) as run:
-        for name, parameter in run.sharding.model.named_parameters():
+        for name, parameter in run.trainer.sharding.model.named_parameters():
             assert parameter.requires_grad == (".lora_" in name)
             assert is_quantized(parameter) == (parameter.ndim >= 2 and ".lora_" not in name)
-        held = sum(len(group["params"]) for group in run.optimizer.param_groups)
-        assert held == sum(parameter.requires_grad for parameter in run.sharding.model.parameters())
+        held = sum(len(group["params"]) for group in run.trainer.optimizer.param_groups)
+        weights = run.trainer.sharding.model.parameters()
+        assert held == sum(parameter.requires_grad for parameter in weights)
 
 
 @ranks(2, timeout=120)

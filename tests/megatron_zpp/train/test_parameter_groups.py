@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from megatron_zpp.train.batches import TRAIN, loader
+from megatron_zpp.train.inputs import TRAIN
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.step import train_step
 from tests.megatron_zpp.train.training_runs import built_run, field, run
 from tests.ranks import ranks
 from zeropp.optim.step import local_part
@@ -16,10 +15,10 @@ ENDS = {"tokens.weight", "head.weight"}
 
 def changed_by_a_step(run: Run) -> set[str]:
     """The names of the parameters of which this rank's part changes in a step."""
-    parameters = dict(run.sharding.model.named_parameters())
+    parameters = dict(run.trainer.sharding.model.named_parameters())
     before = {name: local_part(each.detach()).clone() for name, each in parameters.items()}
-    with loader(run, TRAIN, 0) as batches:
-        train_step(run, batches).result()
+    with run.batches.loader(TRAIN, 0) as batches:
+        run.trainer.step(batches).result()
     return {
         name for name, each in parameters.items()
         if not torch.equal(before[name], local_part(each.detach()))
@@ -30,7 +29,7 @@ def changed_by_a_step(run: Run) -> set[str]:
 @ranks(1, timeout=120)
 def test_at_a_rate_of_zero_only_the_ends_stay(flags: str) -> None:
     with built_run(FLAGS + flags) as usual, built_run(FLAGS + flags + " --decoupled-lr 0") as still:
-        names = {name for name, _ in usual.sharding.model.named_parameters()}
+        names = {name for name, _ in usual.trainer.sharding.model.named_parameters()}
         assert changed_by_a_step(usual) == names
         assert changed_by_a_step(still) == names - ENDS
 
@@ -52,11 +51,11 @@ def test_the_same_rate_as_the_others_changes_nothing() -> None:
     ):
         for each in (usual, same):
             changed_by_a_step(each)
-        pairs = zip(
-            usual.sharding.model.parameters(), same.sharding.model.parameters(), strict=True
-        )
+        models = (each.trainer.sharding.model.parameters() for each in (usual, same))
+        pairs = zip(*models, strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
-        assert len(same.optimizer.param_groups) == 3 and len(usual.optimizer.param_groups) == 2
+        groups = [each.trainer.optimizer.param_groups for each in (same, usual)]
+        assert list(map(len, groups)) == [3, 2]
 
 
 def test_a_resumed_run_has_the_same_rates(tmp_path):
@@ -84,7 +83,7 @@ def test_gains_of_queries_and_keys_decay_where_the_flag_says_so(heads: str) -> N
 def decay_by_name(run: Run) -> dict[str, bool]:
     decays = {
         id(each): group["decays"]
-        for group in run.optimizer.param_groups
+        for group in run.trainer.optimizer.param_groups
         for each in group["params"]
     }
-    return {name: decays[id(each)] for name, each in run.sharding.model.named_parameters()}
+    return {name: decays[id(each)] for name, each in run.trainer.sharding.model.named_parameters()}

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_zpp.train.batches import VALIDATION, loader
 from megatron_zpp.train.evaluate import evaluate
+from megatron_zpp.train.inputs import VALIDATION
 from megatron_zpp.train.resume import load
 from megatron_zpp.train.run import Run
 from tests.megatron_zpp.train.training_runs import (
@@ -158,7 +158,7 @@ def test_what_is_logged_is_the_formula_but_where_an_evaluation_left_copies(tmp_p
     flags = f"{BATCH} {ALL_THREE} --train-iters 4 --eval-iters 1 --eval-interval 2 "
     flags += f"--tensorboard-dir {tmp_path}"
     with built_run(flags) as run:
-        formula = node_bytes(run.sharding.plan, 2)
+        formula = node_bytes(run.trainer.sharding.plan, 2)
     log = log_of(flags)
     if dist.get_rank() != 0:
         return
@@ -220,9 +220,10 @@ def test_weights_loaded_in_place_are_the_ones_that_are_evaluated(tmp_path):
         untrained = validation_loss(run)  # leaves copies of the untrained weights
         from_folder = replace(run.config.checkpoint, load=str(tmp_path))
         config = replace(run.config, checkpoint=from_folder)
-        load(config, run.sharding, run.optimizer, run.scaler, run.tokenizer.fingerprint)
+        trainer, fingerprint = run.trainer, run.tokenizer.fingerprint
+        load(config, trainer.sharding, trainer.optimizer, trainer.scaler, fingerprint)
         assert validation_loss(run) == fresh != untrained
 
 
 def validation_loss(run: Run) -> float:
-    return evaluate(run.sharding, run.ranks, loader(run, VALIDATION, 0), 1)
+    return evaluate(run.trainer.sharding, run.ranks, run.batches.loader(VALIDATION, 0), 1)

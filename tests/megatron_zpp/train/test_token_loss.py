@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
-from megatron_zpp.train.batches import TRAIN, loader
+from megatron_zpp.train.inputs import TRAIN
 from tests.megatron_zpp.train.training_runs import built_run, field, log_of, loss_values, run
 from tests.ranks import ranks
 
@@ -82,7 +82,7 @@ def empty_shares(log: str) -> list[str]:
 @ranks(1, timeout=120)
 def count_empty(flags: str, expected: list[str]) -> None:
     """Require the shares of samples that have no token with a loss to be the `expected` ones."""
-    with built_run(flags) as run, loader(run, TRAIN, 0) as batches:
+    with built_run(flags) as run, run.batches.loader(TRAIN, 0) as batches:
         empty = [not next(batches).loss_mask.sum() for _ in range(24)]
     shares = [sum(empty[first : first + 8]) / 8 for first in (0, 8, 16)]
     assert [f"{share:.2%}" if share else "" for share in shares] == expected

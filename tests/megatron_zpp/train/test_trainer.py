@@ -10,9 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_zpp.train.batches import TRAIN, loader
+from megatron_zpp.train.inputs import TRAIN
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.step import train_step
 from tests.megatron_zpp.train.training_runs import built_run, log_of, log_of_asynchronous
 from tests.ranks import ranks
 from zeropp import InputError
@@ -60,25 +59,25 @@ class NoWaiting:
 
 def read_nothing(flags: str, optimizer: Callable[[Run], torch.optim.Optimizer]) -> None:
     with built_run(f"--train-iters 3 --log-interval 100 --clip-grad 0.1 {flags}") as run:
-        run = dataclasses.replace(run, optimizer=optimizer(run))
-        with loader(run, TRAIN, 0) as batches:
-            train_step(run, batches).result()
-            run.optimizer.state_dict()  # FusedAdam looks back at its step before, if any
-            with NoWaiting([state["step"] for state in run.optimizer.state.values()]):
-                begun = train_step(run, batches)
+        trainer = dataclasses.replace(run.trainer, optimizer=optimizer(run))
+        with run.batches.loader(TRAIN, 0) as batches:
+            trainer.step(batches).result()
+            trainer.optimizer.state_dict()  # FusedAdam looks back at its step before, if any
+            with NoWaiting([state["step"] for state in trainer.optimizer.state.values()]):
+                begun = trainer.step(batches)
             assert begun.result().grad_norm > 0.1
 
 
 def build_torch_adam(run: Run) -> torch.optim.Optimizer:
     groups = [
         {k: group[k] for k in ("params", "decays", "at_ends")}
-        for group in run.optimizer.param_groups
+        for group in run.trainer.optimizer.param_groups
     ]
     return torch.optim.AdamW(groups, lr=0.1, fused=True)
 
 
 def fused(run: Run) -> FusedAdam:
-    groups = [{**group, "fused": True} for group in run.optimizer.param_groups]
+    groups = [{**group, "fused": True} for group in run.trainer.optimizer.param_groups]
     return FusedAdam(groups, lr=0.1)
 
 

@@ -1,0 +1,47 @@
+"""The passes of a step through a model that is not divided into stages."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.data.loader import Batch
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.parallel.main_thread import MainThread
+from zeropp import Sharding
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneStage:
+    """Runs a step with the interface of `Pipeline`, one micro-batch after another."""
+
+    sharding: Sharding
+    main_thread: MainThread
+
+    @property
+    def roots(self) -> tuple[GPT, ...]:
+        """The models that are called for themselves: the whole one."""
+        return (self.sharding.model,)
+
+    def forward_backward(
+        self, samples: Iterator[tuple[int, Batch]], scales: Sequence[float | Tensor],
+        seed_dropout: Callable[[int], None],
+    ) -> list[Tensor]:  # fmt: skip
+        """Run all passes of a step; return the losses, unscaled, 0-d.
+
+        `samples` yields the number of each micro-batch's first sample, and the micro-batch.
+        Gradients are those of the sum of the losses, each times its scale.
+        """
+        losses: list[Tensor] = []
+        for (first_sample, batch), scale in zip(samples, scales, strict=True):
+            self.main_thread.mark()
+            seed_dropout(first_sample)
+            with self.sharding.micro_step(last=len(losses) == len(scales) - 1):
+                loss = self.sharding.model(*batch.inputs())
+                (loss * scale).backward()
+            losses.append(loss.detach())
+        return losses
+
+    def sum_tied_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: the ends of the model are on the same rank."""

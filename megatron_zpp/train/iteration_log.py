@@ -1,0 +1,63 @@
+"""Logs iterations when their numbers are there, and ends a run that is no longer finite."""
+
+from dataclasses import dataclass, field
+
+from megatron_zpp.monitor.loss_watch import LossWatch
+from megatron_zpp.train.diagnosis import describe_spike, source_of_non_finite
+from megatron_zpp.train.pending_iteration import PendingIteration
+from megatron_zpp.train.run import Run
+from zeropp import InputError
+
+
+@dataclass(kw_only=True)
+class IterationLog:
+    """Logs the iterations of a run.
+
+    On a GPU, an iteration is computed while the host logs the one before. `unread` is the last
+    iteration if its numbers have not been read.
+    """
+
+    run: Run
+    loss_watch: LossWatch = field(default_factory=LossWatch)
+    unread: PendingIteration | None = None
+
+    def add(self, iteration: PendingIteration) -> None:
+        """Add an iteration, which may be logged later than now; log the one before."""
+        self.flush()
+        self.unread = iteration
+        if not self.run.ranks.asynchronous:
+            self.flush()
+
+    def flush(self) -> None:
+        """Log the iteration that has not been logged, if there is one."""
+        if self.unread is not None:
+            unread, self.unread = self.unread, None
+            self._log(unread)
+
+    def _log(self, pending: PendingIteration) -> None:
+        """Wait for the numbers of an iteration and log them.
+
+        Raises InputError for a loss or a norm that is not finite, and logs a line about a loss that
+        is far above those before; both say where it comes from.
+        """
+        run = self.run
+        iteration, samples = pending.result(), f"{pending.samples.start}:{pending.samples.stop}"
+        problem = pending.problem()
+        if problem is not None:
+            raise InputError(
+                f"{problem} at iteration {iteration.iteration}, and no update was made; "
+                f"{source_of_non_finite(run.trainer, run.batches, pending)}. Lower --lr, lengthen "
+                "--lr-warmup-iters, lower --clip-grad, or look at the data; then resume from the "
+                f"last checkpoint, with --skip-samples {samples} without this batch"
+            )
+        run.metrics.iteration(iteration)
+        warning = run.step_watch.warning(iteration.seconds) if run.step_watch else None
+        if warning is not None:
+            run.console.line(warning)
+        mean = self.loss_watch.mean_below(iteration.loss)
+        if mean is not None:
+            run.console.line(
+                f"iteration {iteration.iteration}: the loss {iteration.loss:.4g} is far above the "
+                f"mean of {mean:.4g} before; {describe_spike(run.trainer, run.batches, pending)}; "
+                f"--skip-samples {samples} on resume leaves this batch out"
+            )

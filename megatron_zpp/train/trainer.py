@@ -1,0 +1,253 @@
+"""One training step: forward and backward of its micro-batches, and the optimizer's update."""
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megatron_zpp.data.loader import Batch, Loader
+from megatron_zpp.model.tensor_parallel import sum_partial_gradients
+from megatron_zpp.monitor.communication import CommunicationMeter
+from megatron_zpp.monitor.memory import read_memory
+from megatron_zpp.monitor.optimizer_norms import optimizer_norms
+from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.recipe.one_stage import OneStage
+from megatron_zpp.recipe.pipeline import Pipeline
+from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.schedule import Schedules, is_due
+from megatron_zpp.train.pending_iteration import PendingIteration, StepLosses
+from zeropp import LossScaler, Sharding, optimizer_step
+from zeropp.checkpoint.state_tensors import masters_of
+from zeropp.optim.step import global_norm, local_part
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """The progress of a run, saved in checkpoints so that a resumed run computes the same digits.
+
+    `scheduled_samples`, which the schedules follow, does not count the samples of skipped updates,
+    as in Megatron.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    scheduled_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
+    saved_iteration: int = 0
+
+    def advance(self, num_samples: int, seq_length: int, skipped: bool) -> None:
+        """Count one iteration on `num_samples` samples of `seq_length` tokens."""
+        self.iteration += 1
+        self.consumed_samples += num_samples
+        self.consumed_tokens += num_samples * seq_length
+        if skipped:
+            self.skipped_iterations += 1
+        else:
+            self.scheduled_samples += num_samples
+
+
+# Counters that are fields of TrainingState.
+STATE_COUNTERS = tuple(
+    field.name
+    for field in dataclasses.fields(Counters)
+    if field.name not in ("scheduled_samples", "saved_iteration")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """What steps change: weights, the optimizer's state, the loss scale, the progress.
+
+    `passes` runs forward and backward passes: those of a pipeline, or of a model that is whole.
+    """
+
+    config: Config
+    ranks: Ranks
+    sharding: Sharding
+    passes: OneStage | Pipeline
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler | None
+    schedules: Schedules
+    counters: Counters
+    communication: CommunicationMeter
+
+    def step(self, batches: Loader, previous: PendingIteration | None = None) -> PendingIteration:
+        """Train on one global batch; on a GPU this queues the work and returns before it is done.
+
+        `previous` is the iteration before if its numbers have not been read yet. The optimizer does
+        not update the weights unless the loss and the norm of the gradients are finite.
+        """
+        started = time.perf_counter()
+        waited_before = batches.waited
+        config, counters = self.config, self.counters
+        global_batch_size = self.schedules.batch_size(counters.consumed_samples)
+        loss_scale = self.scaler.scale if self.scaler else 1.0
+
+        self._set_schedule()
+        losses = self.forward_backward(batches, global_batch_size, loss_scale)
+        backward_ended = self._timer_now()
+        update = optimizer_step(
+            self.optimizer,
+            self.sharding,
+            clip_grad=config.optimizer.clip_grad,
+            scaler=self.scaler,
+            count_zeros=config.log.log_num_zeros_in_grad,
+            loss=losses.mean,
+        )
+        skipped = self.scaler is not None and update.skipped
+        counters.advance(global_batch_size, config.model.seq_length, skipped)
+
+        fields = self._known_fields(global_batch_size, loss_scale, skipped)
+        if config.log.log_timers_to_tensorboard:
+            fields["forward_backward_seconds"] = backward_ended - started
+            fields["batch_generator_seconds"] = batches.waited - waited_before
+        return PendingIteration(
+            fields, losses, update, started, previous, has_loss_scaler=self.scaler is not None
+        )
+
+    def forward_backward(
+        self, batches: Loader, global_batch_size: int, loss_scale: float
+    ) -> StepLosses:
+        """Add the gradients of the mean loss over a global batch, times `loss_scale`, to `.grad`.
+
+        The mean is over micro-batches, of which those without any token that has a loss count as 0,
+        or with `--calculate-per-token-loss` over tokens. What is returned is without the scale.
+        """
+        ranks, config = self.ranks, self.config
+        num_micro_batches = global_batch_size // (
+            config.batch.micro_batch_size * ranks.num_replicas
+        )
+        num_empty = torch.zeros((), dtype=torch.float64, device=ranks.device)
+        samples = self._micro_batches(batches, num_micro_batches, num_empty)
+        weights = [1.0] * num_micro_batches
+        if config.training.calculate_per_token_loss:
+            read = list(samples)
+            weights = shares_of_tokens([batch for _, batch in read], ranks)
+            samples = iter(read)
+        scales = [loss_scale / num_micro_batches * weight for weight in weights]
+
+        self.communication.begin_step()
+        seed = partial(seed_dropout, config, ranks)
+        losses = self.passes.forward_backward(samples, scales, seed)
+        self.passes.sum_tied_gradients(self.optimizer)
+        if ranks.tensor_size > 1:
+            sum_partial_gradients(
+                self.sharding.model, self.optimizer, ranks.tensor_peers, ranks.device,
+                sequence_parallel=config.parallel.sequence_parallel,
+            )  # fmt: skip
+        self.communication.end_step(num_micro_batches)
+
+        # `losses` is empty on ranks that do not hold the end of a pipeline.
+        weighted = (loss * weight for loss, weight in zip(losses, weights, strict=False))
+        total_loss = sum(weighted, start=torch.zeros((), device=ranks.device))
+        loss, empty = ranks.sum_tensor(torch.stack((total_loss.double(), num_empty)))
+        return StepLosses(
+            mean=loss / (num_micro_batches * ranks.num_losses),
+            empty_share=empty / (num_micro_batches * ranks.num_ranks),
+            of_micro_batches=losses,
+        )
+
+    def _micro_batches(
+        self, batches: Loader, count: int, num_empty: torch.Tensor
+    ) -> Iterator[tuple[int, Batch]]:
+        """Yield this rank's next micro-batches, each after the number of its first sample.
+
+        Adds to `num_empty` (0-d) how many of them have no token with a loss.
+        """
+        place = self.ranks.replica * self.config.batch.micro_batch_size
+        for _ in range(count):
+            first_sample, batch = batches.consumed_samples + place, next(batches)
+            num_empty += ~batch.loss_mask.any()
+            yield first_sample, batch
+
+    def _set_schedule(self) -> None:
+        """Set the optimizer's learning rate and weight decay for the next step."""
+        scheduled_samples, schedules = self.counters.scheduled_samples, self.schedules
+        learning_rate = schedules.learning_rate(scheduled_samples)
+        ends = schedules.ends_learning_rate or schedules.learning_rate
+        weight_decay = schedules.weight_decay(scheduled_samples)
+        for group in self.optimizer.param_groups:
+            group["lr"] = ends(scheduled_samples) if group["at_ends"] else learning_rate
+            group["weight_decay"] = weight_decay if group["decays"] else 0.0
+
+    def _known_fields(
+        self, global_batch_size: int, loss_scale: float, skipped: bool
+    ) -> dict[str, object]:
+        """Fields of `Iteration` for the step just counted, without waiting for the device.
+
+        All ranks call it: the norms of parameters and optimizer states, if the flags ask for them,
+        take collectives and wait for the device.
+        """
+        counters, log = self.counters, self.config.log
+        writes_norms = log.log_optimizer_states_to_tensorboard and is_due(
+            counters.iteration, log.tensorboard_log_interval
+        )
+        logs_bytes = is_due(counters.iteration, log.log_interval)
+        return dict(
+            iteration=counters.iteration,
+            train_iters=self.schedules.length.iterations,
+            consumed_samples=counters.consumed_samples,
+            consumed_tokens=counters.consumed_tokens,
+            # Of the next iteration, as in Megatron-DeepSpeed.
+            learning_rate=self.schedules.learning_rate(counters.scheduled_samples),
+            global_batch_size=global_batch_size,
+            seq_length=self.config.model.seq_length,
+            loss_scale=loss_scale,
+            params_norm=self._parameters_norm() if log.log_params_norm else None,
+            skipped=skipped,
+            memory=read_memory(self.ranks.device),
+            communication=self.communication.take() if logs_bytes else None,
+            optimizer_norms=(
+                optimizer_norms(self.optimizer, self.ranks.pipeline_size) if writes_norms else {}
+            ),
+        )
+
+    def _parameters_norm(self) -> float:
+        """L2 norm of all parameters, of the optimizer's fp32 copies where it has them."""
+        masters = masters_of(self.optimizer)
+        weights = [
+            (parameter, local_part(masters.get(parameter, parameter).detach()))
+            for parameter in self.sharding.model.parameters()
+        ]
+        return global_norm(weights, self.sharding).item()
+
+    def _timer_now(self) -> float:
+        """`time.perf_counter()`; with timers in the log, after the device has finished its work."""
+        if self.config.log.log_timers_to_tensorboard and self.ranks.asynchronous:
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+
+def shares_of_tokens(batches: Sequence[Batch], ranks: Ranks) -> list[torch.Tensor]:
+    """Return how many tokens of each of this rank's micro-batches have a loss, 0-d fp32 each.
+
+    In units of the mean over the micro-batches of all replicas; a collective.
+    """
+    counts = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in batches])
+    total = ranks.sum_tensor(counts.sum()) / (ranks.num_ranks // ranks.num_replicas)
+    mean = total / (len(batches) * ranks.num_replicas)
+    return list((counts / mean.clamp(min=torch.finfo(torch.float64).tiny)).float())
+
+
+def seed_dropout(config: Config, ranks: Ranks, first_sample: int, *stage: int) -> None:
+    """Seed dropout with the number of a micro-batch's first sample, and a pipeline's stage.
+
+    Ranks that compute parts of the same activations draw for their parts. A resumed run, and a run
+    with another number of replicas, then drop the same elements.
+    """
+    splits_rows = config.parallel.sequence_parallel
+    rows = tuple(ranks.tensor_place if splits_rows and each > 0 else 0 for each in stage)
+    part = (ranks.context_place, *stage, *rows)
+    text = "/".join(map(str, (config.training.seed, first_sample, *(part if any(part) else ()))))
+    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
+    number = int.from_bytes(digest, "little")  # mt19937 takes 32 bits
+    # `torch.manual_seed` notes where it was called for every kind of device (0.3 ms).
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(number)
