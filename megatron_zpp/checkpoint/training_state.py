@@ -15,13 +15,20 @@ FORMAT = 1
 
 # Model settings that may differ between the run that saved the weights and one that loads them.
 NOT_ARCHITECTURE = (
-    "seq_length", "max_position_embeddings", "init_method_std", "hidden_dropout",
-    "attention_dropout", "fp32_residual_connection",
-)  # fmt: skip
+    "seq_length",
+    "max_position_embeddings",
+    "init_method_std",
+    "hidden_dropout",
+    "attention_dropout",
+    "fp32_residual_connection",
+)
 ROPE_SCALING = (
-    "use_rope_scaling", "rope_scaling_factor", "rope_scaling_low_freq_factor",
-    "rope_scaling_high_freq_factor", "rope_scaling_original_positions",
-)  # fmt: skip
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rope_scaling_low_freq_factor",
+    "rope_scaling_high_freq_factor",
+    "rope_scaling_original_positions",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,9 +42,12 @@ usage: {program} --from-hf FOLDER|FILE.gguf --save CHECKPOINTS [flags]
        {program} --load CHECKPOINTS --to-megatron FOLDER [flags]"""
 FOREIGN = "megatron_zpp.models.foreign"  # imported where it is needed: it may be left out
 SOURCE_AND_TARGET = (
-    ("from_hf", "save"), ("from_checkpoint", "save"), ("load", "to_hf"), ("load", "to_peft"),
+    ("from_hf", "save"),
+    ("from_checkpoint", "save"),
+    ("load", "to_hf"),
+    ("load", "to_peft"),
     ("load", "to_megatron"),
-)  # fmt: skip
+)
 NEEDS = MappingProxyType(  # flags that have an effect only beside another one
     {
         "make_vocab_size_divisible_by": ("from_hf", "from_checkpoint"),
@@ -86,9 +89,8 @@ class ConvertConfig(Section):
     )
     max_shard_size: str = flag("5GB", "maximum size of a file of --to-hf, for example 500MiB")
     make_vocab_size_divisible_by: int | None = flag(
-        None, "pad the vocabulary with rows of zeros (default: no rows are added)",
-        minimum=1,
-    )  # fmt: skip
+        None, "pad the vocabulary with rows of zeros (default: no rows are added)", minimum=1
+    )
 
     def check(self) -> None:
         """Raise InputError for a value out of range, and for flags that do not fit together."""

@@ -131,9 +131,13 @@ def _whole_text_chunk(path: Path, position: Position) -> Chunk:
     with TextFile(path) as file:
         text = file.read_rest().removeprefix(BOM)
     return Chunk(
-        path=path, first=1, data=text, is_whole=True,
-        end=Position(file=position.file + 1), bytes_read=path.stat().st_size,
-    )  # fmt: skip
+        path=path,
+        first=1,
+        data=text,
+        is_whole=True,
+        end=Position(file=position.file + 1),
+        bytes_read=path.stat().st_size,
+    )
 
 
 def _line_chunks(path: Path, position: Position) -> Iterator[Chunk]:
@@ -147,10 +151,14 @@ def _line_chunks(path: Path, position: Position) -> Iterator[Chunk]:
             end = Position(file=position.file, offset=offset, number=number)
             data = data.removeprefix(BOM) if is_file_start else data
             yield Chunk(
-                path=path, first=first, data=data, size=len(data), end=end,
+                path=path,
+                first=first,
+                data=data,
+                size=len(data),
+                end=end,
                 bytes_read=file.bytes_read,
                 offset=offset - len(data) if file.is_plain else None,
-            )  # fmt: skip
+            )
 
 
 def _parquet_chunks(path: Path, keys: Sequence[str], position: Position) -> Iterator[Chunk]:
@@ -169,10 +177,12 @@ def _parquet_chunks(path: Path, keys: Sequence[str], position: Position) -> Iter
             for rows in _row_groups(table, keys, row):
                 first, row = row + 1, row + len(rows)
                 yield Chunk(
-                    path=path, first=first, rows=rows,
+                    path=path,
+                    first=first,
+                    rows=rows,
                     end=Position(file=position.file, offset=row, number=row + 1),
                     bytes_read=file_bytes * row // num_rows,
-                )  # fmt: skip
+                )
     except pyarrow.ArrowException as error:
         raise InputError(f"{path}: not a parquet file, or a damaged one ({error})") from error
 

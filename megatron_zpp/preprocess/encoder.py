@@ -85,9 +85,11 @@ def encode_chunk(
         errors += tokenizer_errors
         datasets = _encode_documents(config, tokenizer_config, number, documents)
     return EncodedChunk(
-        datasets=datasets, num_blank=num_blank, num_invalid=len(errors),
+        datasets=datasets,
+        num_blank=num_blank,
+        num_invalid=len(errors),
         first_invalid=str(errors[0]) if errors else "",
-    )  # fmt: skip
+    )
 
 
 class _LibraryMismatchError(InputError):

@@ -78,10 +78,11 @@ def _write_datasets(
             for chunk, encoded in encoded_chunks:
                 output.write(encoded.datasets)
                 journal = Journal(
-                    position=chunk.end, totals=journal.totals.plus(encoded),
+                    position=chunk.end,
+                    totals=journal.totals.plus(encoded),
                     bytes_read=bytes_before_file[chunk.path] + chunk.bytes_read,
                     sizes=output.sizes,
-                )  # fmt: skip
+                )
                 progress.report(journal)
                 if time.monotonic() - last_commit > COMMIT_SECONDS:
                     output.commit(journal)

@@ -25,9 +25,11 @@ class OneStage:
         return (self.sharding.model,)
 
     def forward_backward(
-        self, samples: Iterator[tuple[int, Batch]], scales: Sequence[float | Tensor],
+        self,
+        samples: Iterator[tuple[int, Batch]],
+        scales: Sequence[float | Tensor],
         seed_dropout: Callable[[int], None],
-    ) -> list[Tensor]:  # fmt: skip
+    ) -> list[Tensor]:
         """Run all passes of a step; return the losses, unscaled, 0-d.
 
         `samples` yields the number of each micro-batch's first sample, and the micro-batch.

@@ -9,6 +9,7 @@ import logging
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -195,12 +196,11 @@ def _flag_help(flag: Flag) -> str:
 
 def _idle_help(why: str, names: Sequence[str]) -> list[str]:
     """A reason, and below it the flags that have no effect for it."""
-    indent = " " * 4
-    wrapped = textwrap.wrap(
-        ", ".join(names), WIDTH, initial_indent=indent, subsequent_indent=indent,
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
-    return [*textwrap.wrap(why, WIDTH, initial_indent="  ", subsequent_indent="  "), *wrapped]
+    unbroken = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
+    lines = [textwrap.wrap(why, WIDTH - 2), unbroken(", ".join(names), WIDTH - 4)]
+    return [
+        " " * indent + line for indent, part in zip((2, 4), lines, strict=True) for line in part
+    ]
 
 
 def _shorthand_help(flag: Flag) -> list[str]:

@@ -36,10 +36,8 @@ def merge(
         if flag.name in typed and typed[flag.name].value != value:
             if not flag.same_as.key_counts:
                 raise _contradiction(typed[flag.name], file.assignment(key))
-            log.info(
-                "%s has no effect beside %s, which counts as in Megatron-DeepSpeed",
-                typed[flag.name], file.assignment(key),
-            )  # fmt: skip
+            counts = f"{file.assignment(key)}, which counts as in Megatron-DeepSpeed"
+            log.info("%s has no effect beside %s", typed[flag.name], counts)
         values[flag.name] = value
     _check_same_keys(typed)
     _check_precision(typed, file)

@@ -8,12 +8,8 @@ from math import prod
 from megatron_zpp.settings.flag import Section, flag, needs
 from zeropp.errors import InputError
 
-SIZES = (
-    "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"
-)  # fmt: skip
-STAGES_PER_RANK = (
-    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
-)  # fmt: skip
+SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+STAGES_PER_RANK = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 LAYERS_OF_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 
 

@@ -145,10 +145,11 @@ class TextModel:
     ) -> Iterator[Piece]:
         is_closed = False
         broadcast_object(partial(_generate_along, requests=requests))
-        pieces = stream(
-            self.model, self.tokenizer, requests,
-            is_cancelled=lambda row: is_closed or is_cancelled(row),
-        )  # fmt: skip
+
+        def ends(row: int) -> bool:
+            return is_closed or is_cancelled(row)
+
+        pieces = stream(self.model, self.tokenizer, requests, is_cancelled=ends)
         try:
             for piece in pieces:  # noqa: UP028, `yield from` would close `pieces`
                 yield piece

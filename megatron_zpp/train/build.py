@@ -196,10 +196,10 @@ def check_nodes(config: Config, ranks: Ranks) -> None:
     per_node = nodes.ranks_per_node * nodes.parts
     if ranks.rank == 0 and per_node % ranks.tensor_size:
         log.warning(
-            "--tensor-model-parallel-size %d with %d ranks per node: what tensor ranks send each "
-            "other in every layer crosses nodes; a divisor of %d would keep it in a node",
-            ranks.tensor_size, per_node, per_node,
-        )  # fmt: skip
+            f"--tensor-model-parallel-size {ranks.tensor_size} with {per_node} ranks per node: "
+            "what tensor ranks send each other in every layer crosses nodes; a divisor of "
+            f"{per_node} would keep it in a node"
+        )
 
 
 def parallel_rows(ranks: Ranks) -> list[tuple[str, str]]:
@@ -225,10 +225,10 @@ def pipeline_rows(run: Run, micro_batches: int) -> list[tuple[str, str]]:
     waiting = waiting_share(size, micro_batches, len(stages) // size)
     if micro_batches < size and run.ranks.rank == 0:
         log.warning(
-            "%d micro-batches for %d ranks that share the layers: each rank waits for others in "
-            "%.0f%% of a step; more micro-batches, or fewer stages, would shorten that",
-            micro_batches, size, 100 * waiting,
-        )  # fmt: skip
+            f"{micro_batches} micro-batches for {size} ranks that share the layers: each rank "
+            f"waits for others in {waiting:.0%} of a step; more micro-batches, or fewer stages, "
+            "would shorten that"
+        )
     return [
         (
             "pipeline",

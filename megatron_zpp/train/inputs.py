@@ -83,9 +83,12 @@ def open_inputs(
         texts = contents(tokenizer, datasets)
     require_same(texts, SAME_FILES)
     batches = Batches(
-        datasets=datasets, data=config.data, micro_batch_size=config.batch.micro_batch_size,
-        ranks=ranks, eod=tokenizer.eod,
-    )  # fmt: skip
+        datasets=datasets,
+        data=config.data,
+        micro_batch_size=config.batch.micro_batch_size,
+        ranks=ranks,
+        eod=tokenizer.eod,
+    )
     return config, tokenizer, batches, pretrained
 
 

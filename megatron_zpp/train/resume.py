@@ -169,9 +169,9 @@ def _log_other_samples(config: Config, state: TrainingState) -> None:
     batch, saved = config.batch.global_batch_size, state.configuration["batch"]["global_batch_size"]
     if batch != saved:
         log.info(
-            "the global batch is %s samples now, %s in the checkpoint: --global-batch-size %s goes "
-            "on as before", batch, saved, saved,
-        )  # fmt: skip
+            f"the global batch is {batch} samples now, {saved} in the checkpoint: "
+            f"--global-batch-size {saved} goes on as before"
+        )
     for line in sample_order_changes(run_settings(config), state.configuration):
         log.info("%s: other samples come next than without that change", line)
 
@@ -203,6 +203,7 @@ def _require_same_adapters(config: Config, state: TrainingState) -> None:
         )
     if lora.pretrained_checkpoint != saved["pretrained_checkpoint"]:
         log.info(
-            "the adapters in %s were trained on the model %s, not %s: they fit no other weights",
-            config.checkpoint.load, saved["pretrained_checkpoint"], lora.pretrained_checkpoint,
-        )  # fmt: skip
+            f"the adapters in {config.checkpoint.load} were trained on the model "
+            f"{saved['pretrained_checkpoint']}, not {lora.pretrained_checkpoint}: they fit no "
+            "other weights"
+        )

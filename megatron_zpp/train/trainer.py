@@ -137,10 +137,11 @@ class Trainer:
         losses = self.passes.forward_backward(samples, scales, seed)
         self.passes.sum_tied_gradients(self.optimizer)
         if ranks.tensor_size > 1:
+            splits_rows, model = config.parallel.sequence_parallel, self.sharding.model
+            peers, device = ranks.tensor_peers, ranks.device
             sum_partial_gradients(
-                self.sharding.model, self.optimizer, ranks.tensor_peers, ranks.device,
-                sequence_parallel=config.parallel.sequence_parallel,
-            )  # fmt: skip
+                model, self.optimizer, peers, device, sequence_parallel=splits_rows
+            )
         self.communication.end_step(num_micro_batches)
 
         # `losses` is empty on ranks that do not hold the end of a pipeline.

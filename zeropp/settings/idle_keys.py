@@ -47,7 +47,5 @@ def _with_one_meaning(name: str, why: str, values: list[Any]) -> Key:
 
 
 def _key(name: str, kind: Any, *, optional: bool = False, **facts: Any) -> Key:
-    return Key(
-        name=name, section=JsonSection, type=kind, count=None, optional=optional, default=None,
-        **facts,
-    )  # fmt: skip
+    declared = {"count": None, "optional": optional, "default": None, **facts}
+    return Key(name=name, section=JsonSection, type=kind, **declared)

@@ -179,13 +179,9 @@ class ModelConfig(PositionConfig):
             )
 
     def _check_activation(self) -> None:
-        activations = [
-            "--" + name.replace("_", "-")
-            for name in (
-                "swiglu", "geglu" if self.geglu else "openai_gelu", "reglu", "relu", "squared_relu",
-            )
-            if getattr(self, name)
-        ]  # fmt: skip
+        gelu = "geglu" if self.geglu else "openai_gelu"
+        names = ("swiglu", gelu, "reglu", "relu", "squared_relu")
+        activations = ["--" + name.replace("_", "-") for name in names if getattr(self, name)]
         if len(activations) > 1:
             raise InputError(f"{' and '.join(activations)} contradict: the MLP has one activation")
 

@@ -1,6 +1,7 @@
 """How positions enter the GPT: the kind of embedding, and how rotary frequencies are scaled."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_zpp.settings.flag import needs
 from megatron_zpp.settings.gpt.layer_pattern import marks_of
@@ -16,6 +17,10 @@ _NEEDS_WINDOW = needs("--window-size", lambda c: c.model.window_size)
 _NEEDS_YARN = needs("--rope-type yarn", lambda c: c.model.rope_type == "yarn")
 _NEEDS_LONGROPE = needs("--longrope-long-factors", lambda c: c.model.longrope_long_factors)
 _NEEDS_ROPE_SCALING = needs("--use-rope-scaling", lambda c: c.model.use_rope_scaling)
+_rope_flag = partial(model_flag, no_effect=(_NEEDS_ROPE,))
+_llama_flag = partial(model_flag, no_effect=(_NEEDS_ROPE_SCALING,))
+_yarn_flag = partial(model_flag, no_effect=(_NEEDS_ROPE, _NEEDS_YARN))
+_longrope_flag = partial(model_flag, no_effect=(_NEEDS_ROPE, _NEEDS_LONGROPE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,117 +33,83 @@ class PositionConfig(SizeConfig):
         choices=POSITION_EMBEDDINGS,
         shorthands={"use-rotary-position-embeddings": "rope"},
     )
-    rotary_percent: float = model_flag(
-        1.0,
-        "share of a head's channels that rotary positions turn",
-        above=0,
-        maximum=1,
-        no_effect=(_NEEDS_ROPE,),
+    rotary_percent: float = _rope_flag(
+        1.0, "share of a head's channels that rotary positions turn", above=0, maximum=1
     )
-    rotary_base: float = model_flag(
+    rotary_base: float = _rope_flag(
         10000.0,
         "base of the rotary frequencies",
         minimum=1,
         aliases=("rotary-position-embeddings-theta",),
-        no_effect=(_NEEDS_ROPE,),
     )
-    use_rope_scaling: bool = model_flag(
-        False,
-        "rotary frequencies of Llama 3.1: slow ones slower, for contexts beyond 8192 tokens",
-        no_effect=(_NEEDS_ROPE,),
+    use_rope_scaling: bool = _rope_flag(
+        False, "rotary frequencies of Llama 3.1: slow ones slower, for contexts beyond 8192 tokens"
     )
-    rope_scaling_factor: float = model_flag(
-        8.0,
-        "by how much --use-rope-scaling slows the slow frequencies",
-        minimum=1,
-        no_effect=(_NEEDS_ROPE_SCALING,),
+    rope_scaling_factor: float = _llama_flag(
+        8.0, "by how much --use-rope-scaling slows the slow frequencies", minimum=1
     )
-    rope_scaling_low_freq_factor: float = model_flag(
+    rope_scaling_low_freq_factor: float = _llama_flag(
         1.0,
         "turns in a text of the first training up to which --use-rope-scaling slows in full",
         above=0,
-        no_effect=(_NEEDS_ROPE_SCALING,),
     )
-    rope_scaling_high_freq_factor: float = model_flag(
-        4.0,
-        "turns from which on it slows nothing",
-        above=0,
-        no_effect=(_NEEDS_ROPE_SCALING,),
+    rope_scaling_high_freq_factor: float = _llama_flag(
+        4.0, "turns from which on it slows nothing", above=0
     )
-    rope_scaling_original_positions: int = model_flag(
-        8192, "tokens of the texts of the first training", minimum=1,
-        no_effect=(_NEEDS_ROPE_SCALING,),
-    )  # fmt: skip
-    rotary_seq_len_interpolation_factor: float = model_flag(
-        1.0, "positions are divided by this before they are turned", minimum=1,
-        no_effect=(_NEEDS_ROPE,),
-    )  # fmt: skip
+    rope_scaling_original_positions: int = _llama_flag(
+        8192, "tokens of the texts of the first training", minimum=1
+    )
+    rotary_seq_len_interpolation_factor: float = _rope_flag(
+        1.0, "positions are divided by this before they are turned", minimum=1
+    )
     rotary_base_local: float | None = model_flag(
         None,
         "base of the rotary frequencies, not scaled, in layers with a window (default: as others)",
         minimum=1,
         no_effect=(_NEEDS_ROPE, _NEEDS_WINDOW),
     )
-    no_rope_freq: str | None = model_flag(
+    no_rope_freq: str | None = _rope_flag(
         None,
         "layers without rotary positions: every N-th, or a list with a 1 for each, as [0,0,0,1]*8",
-        no_effect=(_NEEDS_ROPE,),
     )
-    rope_type: str = model_flag(
+    rope_type: str = _rope_flag(
         "rope",
         "kind of rotary positions; yarn slows slow frequencies for longer texts",
         choices=ROPE_TYPES,
-        no_effect=(_NEEDS_ROPE,),
     )
-    rotary_scaling_factor: float = model_flag(
-        1.0,
-        "YaRN: how many times longer than the first training's the texts are",
-        minimum=1,
-        no_effect=(_NEEDS_ROPE, _NEEDS_YARN),
+    rotary_scaling_factor: float = _yarn_flag(
+        1.0, "YaRN: how many times longer than the first training's the texts are", minimum=1
     )
-    yarn_original_max_position_embeddings: int = model_flag(
-        4096, "YaRN: tokens of the texts of the first training", minimum=1,
-        no_effect=(_NEEDS_ROPE, _NEEDS_YARN),
-    )  # fmt: skip
-    yarn_beta_fast: float = model_flag(
-        32.0, "YaRN: frequencies with more turns in a text of the first training stay", above=0,
-        no_effect=(_NEEDS_ROPE, _NEEDS_YARN),
-    )  # fmt: skip
-    yarn_beta_slow: float = model_flag(
-        1.0, "YaRN: frequencies with fewer turns are divided by --rotary-scaling-factor", above=0,
-        no_effect=(_NEEDS_ROPE, _NEEDS_YARN),
-    )  # fmt: skip
-    yarn_attention_factor: float = model_flag(
-        1.0, "what YaRN multiplies queries and keys by", above=0,
-        no_effect=(_NEEDS_ROPE, _NEEDS_YARN),
-    )  # fmt: skip
-    yarn_correction_range_round_to_int: bool = model_flag(
+    yarn_original_max_position_embeddings: int = _yarn_flag(
+        4096, "YaRN: tokens of the texts of the first training", minimum=1
+    )
+    yarn_beta_fast: float = _yarn_flag(
+        32.0, "YaRN: frequencies with more turns in a text of the first training stay", above=0
+    )
+    yarn_beta_slow: float = _yarn_flag(
+        1.0, "YaRN: frequencies with fewer turns are divided by --rotary-scaling-factor", above=0
+    )
+    yarn_attention_factor: float = _yarn_flag(
+        1.0, "what YaRN multiplies queries and keys by", above=0
+    )
+    yarn_correction_range_round_to_int: bool = _yarn_flag(
         True,
         "YaRN: the bounds between fast and slow channels are not rounded to whole channels",
         aliases=("yarn-correction-range-round-to-int",),
         shorthands={"no-yarn-correction-range-round-to-int": False},
-        no_effect=(_NEEDS_ROPE, _NEEDS_YARN),
     )
-    longrope_short_factors: tuple[float, ...] | None = model_flag(
-        None,
-        "LongRoPE: what the rotary frequencies are divided by, one number each",
-        above=0,
-        no_effect=(_NEEDS_ROPE, _NEEDS_LONGROPE),
+    longrope_short_factors: tuple[float, ...] | None = _longrope_flag(
+        None, "LongRoPE: what the rotary frequencies are divided by, one number each", above=0
     )
-    longrope_long_factors: tuple[float, ...] | None = model_flag(
-        None,
-        "LongRoPE: the same for texts that are longer than the first training's",
-        above=0,
-        no_effect=(_NEEDS_ROPE,),
+    longrope_long_factors: tuple[float, ...] | None = _rope_flag(
+        None, "LongRoPE: the same for texts that are longer than the first training's", above=0
     )
-    longrope_original_positions: int = model_flag(
-        4096, "tokens of the texts of the first training", minimum=1,
-        no_effect=(_NEEDS_ROPE, _NEEDS_LONGROPE),
-    )  # fmt: skip
-    longrope_attention_factor: float = model_flag(
-        1.0, "what LongRoPE multiplies queries and keys by", above=0,
-        no_effect=(_NEEDS_ROPE, _NEEDS_LONGROPE),
-    )  # fmt: skip
+    longrope_original_positions: int = _longrope_flag(
+        4096, "tokens of the texts of the first training", minimum=1
+    )
+    longrope_attention_factor: float = _longrope_flag(
+        1.0, "what LongRoPE multiplies queries and keys by", above=0
+    )
 
     @property
     def layers_without_rope(self) -> tuple[bool, ...]:
