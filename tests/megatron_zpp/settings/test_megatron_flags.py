@@ -250,10 +250,10 @@ def test_reasons_name_flags_that_are_live():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--num-experts 8", "there is no mixture of experts here"),
-        ("--num-experts 8 16", "there is no mixture of experts here"),
-        ("--mlp-type residual", "there is no mixture of experts here"),
-        ("--softmax-type learnable", "no sink beside the softmax"),
+        ("--num-experts 8", "mixtures of experts are not implemented"),
+        ("--num-experts 8 16", "mixtures of experts are not implemented"),
+        ("--mlp-type residual", "mixtures of experts are not implemented"),
+        ("--softmax-type learnable", "attention sinks"),
         ("--main-grads-dtype bf16", "kept in fp32; leave it out"),
         ("--recompute-modules moe_act", "--recompute-granularity full"),
         ("--rerun-mode report_stats", "no step is computed twice"),
@@ -295,7 +295,7 @@ def test_a_script_for_a_dense_model_may_mention_experts(caplog):
         "--disable-moe-token-dropping --create-moe-param-group"
     )
     assert parse(line.split(), 1) == parse([], 1)
-    assert caplog.text.count("there is no mixture of experts here: the model is dense") == 9
+    assert caplog.text.count("mixtures of experts are not implemented: the model is dense") == 9
 
 
 def test_every_setting_is_read_somewhere():
