@@ -49,9 +49,8 @@ IN_MEGATRON = (
     "rotary_base", "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor",
     "apply_layernorm_1p", "swiglu", "openai_gelu", "squared_relu", "bias_gelu_fusion",
     "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm",
-    "apply_residual_connection_post_layernorm", "apply_query_key_layer_scaling",
-    "attention_softmax_in_fp32", "fp32_residual_connection", "rotary_scaling_factor",
-    "yarn_correction_range_round_to_int", "make_vocab_size_divisible_by",
+    "apply_residual_connection_post_layernorm", "fp32_residual_connection",
+    "rotary_scaling_factor", "yarn_correction_range_round_to_int", "make_vocab_size_divisible_by",
 )  # fmt: skip
 NOT_IN_MEGATRON = (
     "norm_placement", "geglu", "scale_embeddings", "embed_layernorm", "attn_logit_softcapping",
@@ -210,6 +209,8 @@ def megatron_args(model: ModelConfig, vocab_rows: int, what: str) -> dict[str, A
         "use_rotary_position_embeddings": kind == "rope",
         "norm_epsilon": model.layernorm_epsilon,
         "add_bias_linear": not model.disable_bias_linear,
+        "apply_query_key_layer_scaling": False,
+        "attention_softmax_in_fp32": False,
         "padded_vocab_size": vocab_rows,
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
