@@ -25,9 +25,13 @@ from zeropp.errors import InputError
 IMPORT = "tools/convert_hf.py --from-hf FOLDER --save OTHER imports a Hugging Face folder"
 # What tools/convert_hf.py --from-checkpoint reads.
 IMPORTED_KINDS = (
-    LayoutKind.TORCH_DIST, LayoutKind.MEGATRON_RANKS, LayoutKind.ZERO, LayoutKind.DEEPSPEED,
-    LayoutKind.UNIVERSAL, LayoutKind.SHARDS,
-)  # fmt: skip
+    LayoutKind.TORCH_DIST,
+    LayoutKind.MEGATRON_RANKS,
+    LayoutKind.ZERO,
+    LayoutKind.DEEPSPEED,
+    LayoutKind.UNIVERSAL,
+    LayoutKind.SHARDS,
+)
 POINTER = "latest_checkpointed_iteration.txt"
 _NAME = re.compile(r"iter_(\d{7,})|\.iter_(\d{7,})\.replaced")
 

@@ -27,11 +27,18 @@ INDEX = ".index.json"  # appended to the name that a single file would have
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 DTYPE_NAMES = MappingProxyType(
     {  # in the header of a file
-        torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
-        torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-        torch.uint8: "U8", torch.bool: "BOOL",
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.bfloat16: "BF16",
+        torch.float16: "F16",
+        torch.int64: "I64",
+        torch.int32: "I32",
+        torch.int16: "I16",
+        torch.int8: "I8",
+        torch.uint8: "U8",
+        torch.bool: "BOOL",
     }
-)  # fmt: skip
+)
 UNITS = MappingProxyType(
     {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 )

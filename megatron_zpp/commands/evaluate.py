@@ -53,8 +53,8 @@ class PerplexityConfig(Section):
     """Perplexity; the tokenizer's flags replace the tokenizer that comes with the model"""
 
     data_path: tuple[str, ...] | None = flag(
-        None, "a dataset's prefix, a .txt, or a .jsonl of examples; each is measured by itself",
-    )  # fmt: skip
+        None, "a dataset's prefix, a .txt, or a .jsonl of examples; each is measured by itself"
+    )
     stride: int | None = flag(
         None, "tokens from one window to the next (default: --seq-length)", minimum=1
     )

@@ -68,9 +68,8 @@ class SamplingConfig(Section):
     seed: int = flag(0, "seed of the first text; the next text has the next seed", minimum=0)
     stop: tuple[str, ...] | None = flag(None, "texts that end a text and are left out")
     stop_token: tuple[int, ...] | None = flag(
-        None, "token ids that end a text, besides the end of document",
-        minimum=0,
-    )  # fmt: skip
+        None, "token ids that end a text, besides the end of document", minimum=0
+    )
 
     def request(self, prompt: Sequence[int], number: int) -> Request:
         """Request `number` of this run, counted from 0."""

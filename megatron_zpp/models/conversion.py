@@ -146,10 +146,10 @@ def export_adapters(
         base_name = str(opened.base.resolve())
         if not is_hugging_face(opened.base):
             log.warning(
-                "%s is not a folder that PEFT can open: give --base-name with a Hugging Face "
-                "folder or the model's name on the Hub, or pass the model to "
-                "PeftModel.from_pretrained", base_name
-            )  # fmt: skip
+                f"{base_name} is not a folder that PEFT can open: give --base-name with a Hugging "
+                "Face folder or the model's name on the Hub, or pass the model to "
+                "PeftModel.from_pretrained"
+            )
     return write_peft(
         output,
         opened.adapters,

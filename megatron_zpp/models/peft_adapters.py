@@ -36,9 +36,16 @@ PREFIX = "base_model.model."  # of names, from PEFT's wrapper modules
 # Variants of LoRA that PEFT supports, and that W + (alpha / rank) · B A would not reproduce.
 REQUIRED: Mapping[str, Any] = MappingProxyType({"peft_type": "LORA", "bias": "none"})
 UNSUPPORTED = (
-    "use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern",
-    "layer_replication", "target_parameters", "trainable_token_indices", "alora_invocation_tokens",
-)  # fmt: skip
+    "use_dora",
+    "lora_bias",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+)
 
 
 def is_peft(folder: Path) -> bool:

@@ -48,10 +48,8 @@ def with_initial_model(config: Config) -> tuple[Config, OpenedModel | None]:
             f"--seq-length {seq_length} is more than the {num_positions} positions of the model in "
             f"{folder}"
         )
-    log.info(
-        "%s: %d layers, hidden size %d, %s", opened.path, opened.config.num_layers,
-        opened.config.hidden_size, opened.tokenizer.name,
-    )  # fmt: skip
+    size = f"{opened.config.num_layers} layers, hidden size {opened.config.hidden_size}"
+    log.info("%s: %s, %s", opened.path, size, opened.tokenizer.name)
     model = replace(opened.config, seq_length=seq_length)
     lora = replace(config.lora, pretrained_checkpoint=str(opened.path.resolve()))
     config = replace(config, model=model, tokenizer=opened.tokenizer_config, lora=lora)

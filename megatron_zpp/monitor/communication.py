@@ -114,9 +114,12 @@ class CommunicationMeter:
         columns = interval.sent, interval.expected, interval.plain
         (sent, expected, plain), counts = self._on_node(columns, self._sharding.last_weight_steps())
         node_interval = Communication(
-            steps=interval.steps, sent=sent, expected=expected, plain=plain,
+            steps=interval.steps,
+            sent=sent,
+            expected=expected,
+            plain=plain,
             weight_steps=StepCounts(*counts),
-        )  # fmt: skip
+        )
         self._node_total += node_interval
         return node_interval
 

@@ -105,10 +105,10 @@ def read_expected_step(path: str, config: Config, num_ranks: int) -> ExpectedSte
     key = settings_key(config, num_ranks)
     for row in rows:
         if row["key"] == key and "step_s" in row:
+            fastest, slowest = row["fastest_s"], row["slowest_s"]
             return ExpectedStep(
-                fastest=row["fastest_s"], typical=row["step_s"], slowest=row["slowest_s"],
-                basis=basis,
-            )  # fmt: skip
+                fastest=fastest, typical=row["step_s"], slowest=slowest, basis=basis
+            )
     nearest = max(
         keys, key=lambda other: sum(other.get(name) == key[name] for name in key), default={}
     )

@@ -79,9 +79,9 @@ def names_for_rank(saved: Iterable[str], exact: str) -> dict[str, str]:
                 "load it without the optimizer's state"
             )
         log.warning(
-            "%s: each of the %d ranks that saved this checkpoint had its own; each of the %d ranks "
-            "now gets that of one", first_few(list(of_ranks)), count, world_size(),
-        )  # fmt: skip
+            f"{first_few(list(of_ranks))}: each of the {count} ranks that saved this checkpoint "
+            f"had its own; each of the {world_size()} ranks now gets that of one"
+        )
     for name, by_rank in of_ranks.items():
         names.pop(name, None)
         if (number := rank() % count) in by_rank:

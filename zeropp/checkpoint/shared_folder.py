@@ -62,10 +62,8 @@ def _take_over(lock: FolderLock, seen: Seen, flag: str) -> None:
     deadline = time.monotonic() + STALE_SECONDS
     first, is_known = seen, is_stale or True in answers
     if not is_known and rank() == 0:
-        log.info(
-            "%s is held by %s: waiting %.0f s to see whether it lives",
-            lock.path, seen, STALE_SECONDS,
-        )  # fmt: skip
+        waiting = f"waiting {STALE_SECONDS:.0f} s to see whether it lives"
+        log.info("%s is held by %s: %s", lock.path, seen, waiting)
     while not is_known:  # in short turns, as the other ranks wait in collectives
         time.sleep(LOOK_SECONDS)
         with _unwritable(lock.folder, flag), fail_together():

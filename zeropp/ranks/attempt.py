@@ -49,10 +49,10 @@ def _answer(meeting: dist.Store, key: str, environment: Environment) -> str:
         meeting.wait([key], patience)
     except dist.DistStoreError:
         log.warning(
-            "rank %d on %s has waited %.0f s for rank 0 to answer at %s",
-            environment.rank, socket.gethostname(), patience.total_seconds(),
-            environment.meeting_point[0],
-        )  # fmt: skip
+            f"rank {environment.rank} on {socket.gethostname()} has waited "
+            f"{patience.total_seconds():.0f} s for rank 0 to answer at "
+            f"{environment.meeting_point[0]}"
+        )
     return meeting.get(key).decode()
 
 

@@ -122,10 +122,8 @@ def _wait_until_reachable(environment: Environment, timeout: float) -> None:
             )
         if waited > patience and not said:
             said = True
-            log.warning(
-                "rank %d on %s has waited %.0f s for rank 0 at %s",
-                environment.rank, socket.gethostname(), waited, where,
-            )  # fmt: skip
+            who = f"rank {environment.rank} on {socket.gethostname()}"
+            log.warning("%s has waited %.0f s for rank 0 at %s", who, waited, where)
         time.sleep(RETRY_SECONDS)
 
 

@@ -40,9 +40,15 @@ class InstructionDataset:
     hides_labels = True
 
     def __init__(
-        self, pieces: Pieces, seq_length: int, eod: int, size: int | None, *, seed: int,
+        self,
+        pieces: Pieces,
+        seq_length: int,
+        eod: int,
+        size: int | None,
+        *,
+        seed: int,
         shuffles: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._length, self._padding = seq_length + 1, ~eod
         lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
         rows = pack(lengths, self._length)

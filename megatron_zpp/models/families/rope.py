@@ -125,11 +125,12 @@ class RotaryByLayer(Rotary):
             content[self.local_base] = local_base
         content["rope_parameters"] = {
             FULL: {
-                "rope_type": "default", "rope_theta": content[self.base],
+                "rope_type": "default",
+                "rope_theta": content[self.base],
                 **self._written_scaling(model),
             },
             WINDOW: {"rope_type": "default", "rope_theta": local_base},
-        }  # fmt: skip
+        }
         return content
 
 
