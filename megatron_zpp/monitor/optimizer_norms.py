@@ -1,6 +1,6 @@
 """Norms of Adam's moments and of the weights, for `--log-optimizer-states-to-tensorboard`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,17 @@ KINDS = ("variance", "variance_sqrt", "momentum", "weight")
 
 @torch.no_grad()
 def optimizer_norms(
-    optimizer: torch.optim.Optimizer, pipeline_size: int = 1
+    optimizer: torch.optim.Optimizer,
+    pipeline_size: int = 1,
+    num_stages: Callable[[torch.Tensor], int] = lambda parameter: 1,
 ) -> dict[tuple[str, str], float]:
     """L1 norm, L2 norm and largest magnitude over all ranks, by kind of tensor and norm.
 
     The kinds are those of `KINDS`, the norms "l1", "l2" and "abs_max". Every rank must call this:
     it makes two small all-reduces. Parameters may be sharded over any part of the ranks and be on
     the device or on the host; copies count once. A moment that does not exist yet counts as zero.
-    Ranks of a pipeline hold different parameters, but for what `num_stages` of them share.
+    The stages of a pipeline hold different parameters, but for those of which `num_stages` says
+    otherwise.
     """
     settle(optimizer)
     device = optimizer.param_groups[0]["params"][0].device
@@ -30,7 +33,7 @@ def optimizer_norms(
     peaks = torch.zeros(len(KINDS), dtype=torch.float64, device=device)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            weight = 1 / _num_copies(parameter, pipeline_size)
+            weight = 1 / _num_copies(parameter, pipeline_size, num_stages(parameter))
             for kind, tensor in _tensors(parameter, optimizer.state.get(parameter, {})):
                 magnitudes = local_part(tensor).abs().double()
                 column = KINDS.index(kind)
@@ -60,8 +63,8 @@ def _tensors(
         yield "variance_sqrt", local_part(state[MOMENTS["variance"]]).double().sqrt()
 
 
-def _num_copies(parameter: torch.Tensor, pipeline_size: int) -> int:
-    """How many ranks have each element of `parameter`."""
+def _num_copies(parameter: torch.Tensor, pipeline_size: int, num_stages: int) -> int:
+    """How many ranks have each element of `parameter`, which so many stages hold."""
     if not dist.is_initialized():
         return 1
     num_shards = 1
@@ -69,5 +72,4 @@ def _num_copies(parameter: torch.Tensor, pipeline_size: int) -> int:
         for dim, placement in enumerate(parameter.placements):
             if isinstance(placement, Shard):
                 num_shards *= parameter.device_mesh.size(dim)
-    num_ranks = dist.get_world_size() // pipeline_size * getattr(parameter, "num_stages", 1)
-    return num_ranks // num_shards
+    return dist.get_world_size() // pipeline_size * num_stages // num_shards

@@ -64,17 +64,17 @@ def _build_pipeline(
     """Build and shard this rank's stages of a model."""
     layers = config.parallel.stages(config.model.num_layers)
     _require_trained_layers(whole, layers)
-    stages = []
+    stages, at_both_ends = [], []
     for part in parts_of_stages(whole.part, layers, ranks.pipeline_place, ranks.pipeline_size):
         model = build(part)
         if whole.head is None and model.tokens is not None:
-            model.tokens.weight.num_stages = 2  # both ends hold it; it counts once
+            at_both_ends.append(model.tokens)
         stages.append(_shard_model(model, config, ranks, keeps_root=True))
     is_fp32 = config.model.fp32_residual_connection
     dtype = torch.float32 if is_fp32 else stages[0].compute_dtype
     splits_rows = config.parallel.sequence_parallel
     pipeline = Pipeline(whole, stages, ranks, dtype, splits_rows=splits_rows)
-    return Sharding.join(pipeline, stages)
+    return Sharding.join(pipeline, stages, at_both_ends=at_both_ends)
 
 
 def _require_trained_layers(model: GPT, stages: Sequence[range]) -> None:

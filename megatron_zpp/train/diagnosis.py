@@ -84,7 +84,7 @@ def _gradient_norms(sharding: Sharding) -> dict[str, float]:
     replicas = 1 if sharding.shards_gradients else sharding.num_ranks
     squares = {
         name: local_part(parameter.grad).double().square().sum().item()
-        / (replicas * sharding.grid.num_copies(parameter))
+        / (replicas * sharding.num_copies_beside(parameter))
         for name, parameter in sharding.model.named_parameters()
         if parameter.grad is not None
     }

@@ -204,10 +204,12 @@ class Trainer:
             skipped=skipped,
             memory=read_memory(self.ranks.device),
             communication=self.communication.take() if logs_bytes else None,
-            optimizer_norms=(
-                optimizer_norms(self.optimizer, self.ranks.pipeline_size) if writes_norms else {}
-            ),
+            optimizer_norms=self._optimizer_norms() if writes_norms else {},
         )
+
+    def _optimizer_norms(self) -> dict[tuple[str, str], float]:
+        size, num_stages = self.ranks.pipeline_size, self.sharding.num_stages
+        return optimizer_norms(self.optimizer, size, num_stages)
 
     def _parameters_norm(self) -> float:
         """L2 norm of all parameters, of the optimizer's fp32 copies where it has them."""

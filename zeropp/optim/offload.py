@@ -262,8 +262,6 @@ class Offload:
                 rounded = self._empty(local, device, dtype)
         sets = 2 if self._delayed else 1
         master = nn.Parameter(_sharded_like(parameter, weight))
-        if hasattr(parameter, "num_stages"):
-            master.num_stages = parameter.num_stages
         return Master(
             parameter=parameter,
             weight=master,
@@ -294,6 +292,7 @@ class Offload:
         for root in sharding.roots:
             root.scalars.give_to(weakref.WeakMethod(self._take))
             root.gradients.use_masters(self.masters)
+        sharding.gradients.use_masters(self.masters)
 
         def after_load(module: nn.Module, _: object) -> None:  # a method would be copied with it
             loaded = module.parameters(recurse=False)  # submodules have hooks of their own

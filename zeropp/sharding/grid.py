@@ -30,8 +30,7 @@ class Grid:
 
     `mesh` is what `zeropp.shard` was given, `data` its data axis. Further axes are found by the
     parameters that are DTensors on them. A parameter that is not, while others are, is taken to be
-    the same on all ranks of that axis. Parameters of which several stages of a pipeline hold one,
-    as of a tied embedding, have the attribute `num_stages`.
+    the same on all ranks of that axis.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh | None, data: DeviceMesh | None) -> None:
@@ -57,9 +56,9 @@ class Grid:
 
     def num_copies(self, tensor: torch.Tensor) -> int:
         """Return how many ranks beside the data axis hold the same part of a parameter."""
-        copies = getattr(tensor, "num_stages", 1)
         if not self._holding:
-            return copies
+            return 1
+        copies = 1
         holding = dict(self._holding)
         if isinstance(tensor, DTensor):
             for axis, placement in enumerate(tensor.placements):

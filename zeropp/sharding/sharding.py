@@ -17,6 +17,7 @@ from zeropp.sharding.plan import Plan
 from zeropp.sharding.report import Rows, describe
 from zeropp.sharding.root import Root
 from zeropp.wire.frozen_weights import require_frozen
+from zeropp.wire.gradients import Gradients
 from zeropp.wire.traffic import JoinedTraffic, Sent
 from zeropp.wire.weight_steps import StepCounts
 
@@ -25,7 +26,8 @@ from zeropp.wire.weight_steps import StepCounts
 class Sharding:
     """A sharded model: what was planned, its roots with their units, and its ledger.
 
-    `model` holds the parameters of all roots. Without roots nothing was to be sharded.
+    `model` holds the parameters of all roots. Without roots nothing was to be sharded. Of the
+    modules in `at_both_ends`, another stage of a pipeline holds the same parameters.
     """
 
     model: nn.Module
@@ -34,9 +36,17 @@ class Sharding:
     num_ranks: int = 1
     roots: tuple[Root, ...] = field(default=(), repr=False)
     group: dist.ProcessGroup | None = field(default=None, repr=False)
+    gradients: Gradients = field(default_factory=Gradients, repr=False)
+    at_both_ends: tuple[nn.Module, ...] = field(default=(), repr=False)
 
     @classmethod
-    def join(cls, model: nn.Module, parts: Sequence["Sharding"]) -> "Sharding":
+    def join(
+        cls,
+        model: nn.Module,
+        parts: Sequence["Sharding"],
+        *,
+        at_both_ends: Sequence[nn.Module] = (),
+    ) -> "Sharding":
         """Return the shardings of one mesh and one configuration as that of `model`.
 
         They are of the stages of a pipeline that a rank computes, each with passes of its own.
@@ -45,7 +55,11 @@ class Sharding:
         first = parts[0]
         units = tuple(unit for part in parts for unit in part.plan.units)
         roots = tuple(root for part in parts for root in part.roots)
-        return replace(first, model=model, plan=replace(first.plan, units=units), roots=roots)
+        plan = replace(first.plan, units=units)
+        return replace(
+            first, model=model, plan=plan, roots=roots, gradients=Gradients(),
+            at_both_ends=tuple(at_both_ends),
+        )  # fmt: skip
 
     @property
     def stage(self) -> int:
@@ -135,7 +149,17 @@ class Sharding:
     def num_copies(self, parameter: torch.Tensor) -> int:
         """Return on how many ranks a part of a parameter is, of those whose parts are added up."""
         is_on_all = self.shards_gradients and not isinstance(parameter, DTensor)
-        return self.grid.num_copies(parameter) * (self.num_ranks if is_on_all else 1)
+        return self.num_copies_beside(parameter) * (self.num_ranks if is_on_all else 1)
+
+    def num_copies_beside(self, parameter: torch.Tensor) -> int:
+        """Return how many ranks beside the data axis hold the same part of a parameter."""
+        return self.grid.num_copies(parameter) * self.num_stages(parameter)
+
+    def num_stages(self, parameter: torch.Tensor) -> int:
+        """Return how many stages of a pipeline hold a parameter, or the one of a master."""
+        own = self.gradients.parameter_of(parameter)
+        ends = (each for module in self.at_both_ends for each in module.parameters(recurse=False))
+        return 2 if any(each is own for each in ends) else 1
 
     def expected_traffic(self, num_micro_batches: int = 1) -> dict[tuple[str, str], int]:
         """Return the bytes this rank sends per step, by (purpose, hop); empty for one rank."""

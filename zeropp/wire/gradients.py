@@ -11,10 +11,16 @@ class Gradients:
 
     def __init__(self) -> None:
         self._masters: Mapping[nn.Parameter, nn.Parameter] = {}
+        self._parameters: Mapping[nn.Parameter, nn.Parameter] = {}  # of masters
 
     def use_masters(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Look for the gradients of these parameters in their masters."""
         self._masters = masters
+        self._parameters = {master: parameter for parameter, master in masters.items()}
+
+    def parameter_of(self, holder: nn.Parameter) -> nn.Parameter:
+        """Return the parameter whose master this is, or the parameter itself."""
+        return self._parameters.get(holder, holder)
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the gradient of a parameter."""
