@@ -25,7 +25,6 @@ MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 REPLACES_FUNCTIONS = {
     "zeropp/native/kernels.py",
     "zeropp/sharding/materialize.py",
-    "zeropp/sharding/passes.py",
 }
 VAGUE_NAMES = ("utils", "util", "helpers", "misc", "common")
 FOLDERS = ("zeropp", "megatron_zpp", "csrc", "benchmarks", "tools", "examples", "tests")

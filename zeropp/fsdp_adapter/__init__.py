@@ -14,6 +14,7 @@ docs/adr/0001 says why, and what would make that unnecessary.
 | `FSDPParam.init_unsharded_param` | `parameters`                 | attributes and hooks stay      |
 | `FSDPParam.reset_sharded_param`  | `whole_parameters`           | whole parameters can be loaded |
 | `FSDPParam.to_sharded_dtensor`   | `gradients`                  | offload gets means unrounded   |
+| `generate` of wrapping models    | `passes`                     | it is a forward pass           |
 | `__deepcopy__` of units' classes | `plain_copies`               | engines' models can be copied  |
 """
 
@@ -71,6 +72,7 @@ from zeropp.fsdp_adapter.passes import (
     backward_id,
     before_pass,
     is_in_pass,
+    use_as_pass,
 )
 from zeropp.fsdp_adapter.plain_copies import plain_copy, use_deepcopy
 from zeropp.fsdp_adapter.units import (

@@ -1,12 +1,14 @@
 """Forward and backward passes: which is running, what follows it, and what if it failed."""
 
 from collections.abc import Callable, Set
-from functools import partial
+from contextlib import AbstractContextManager
+from functools import partial, wraps
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from zeropp.errors import InputError
 from zeropp.fsdp_adapter.gradients import forget_forward
@@ -50,6 +52,21 @@ def before_pass(model: nn.Module, prepare: Callable[[Set[nn.Module]], None]) -> 
         begin = state._root_pre_forward
         state._root_pre_forward = partial(prepare_and_begin, state, inside, begin)
     return undo
+
+
+def use_as_pass(
+    model: FSDPModule, name: str, around: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Take a method of the model for a forward pass, which runs inside `around()`."""
+    register_fsdp_forward_method(model, name)
+    method = getattr(model, name)
+
+    @wraps(method)
+    def as_pass(*arguments: Any, **options: Any) -> Any:
+        with around():
+            return method(*arguments, **options)
+
+    setattr(model, name, as_pass)
 
 
 def is_in_pass(root: FSDPModule) -> bool:

@@ -11,13 +11,12 @@ micro-batches of the step repeated. All ranks must have failed in the same pass.
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
-from functools import partial, wraps
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -63,7 +62,7 @@ class Passes:
         model.register_forward_pre_hook(self._enter, prepend=True)
         model.register_forward_hook(self._leave, always_call=True)  # after FSDP2's
         if hasattr(model, "generate") and _is_wrapper(model):
-            self._include("generate")
+            fsdp.use_as_pass(model, "generate", self._pass)
 
     def add(self, units: Units) -> None:
         """Include units of the model, between two passes."""
@@ -119,22 +118,16 @@ class Passes:
         if self._depth == 0 and not torch.is_grad_enabled():
             self._show_shards()
 
-    def _include(self, name: str) -> None:
-        """Take a method of the model, which needs no gradients, for a forward pass."""
-        register_fsdp_forward_method(self._model, name)
-        method = getattr(self._model, name)
-
-        @wraps(method)
-        def as_pass(*arguments: Any, **options: Any) -> Any:
-            self._depth += 1
-            try:
-                return method(*arguments, **options)
-            finally:
-                self._depth -= 1
-                if self._depth == 0:
-                    self._show_shards()
-
-        setattr(self._model, name, as_pass)
+    @contextmanager
+    def _pass(self) -> Iterator[None]:
+        """Enclose a pass that needs no gradients."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._show_shards()
 
     def _show_shards(self) -> None:
         for unit in self._units:
