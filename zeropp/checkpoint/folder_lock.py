@@ -192,6 +192,7 @@ class FolderLock:
             yield
         finally:
             ended.set()
+            thread.join(STALE_SECONDS)  # a last touch would keep the next job waiting
 
     def _touch(self, ended: threading.Event) -> None:
         while not ended.wait(TOUCH_SECONDS):

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -113,6 +114,23 @@ def test_a_job_on_another_machine_lives_as_long_as_it_touches_its_lock(tmp_path,
             with hold(tmp_path):
                 save(replace(folder_at(tmp_path), lock=other), "a", "first")
     assert names(tmp_path) == []
+
+
+def test_nobody_touches_a_lock_that_is_given_up(tmp_path, monkeypatch):
+    lock, touching, touch = held_by(tmp_path, LIVING), threading.Event(), os.utime
+
+    def touch_slowly(path: Path) -> None:
+        touching.set()
+        time.sleep(0.2)
+        touch(path)
+
+    monkeypatch.setattr(folder_lock, "TOUCH_SECONDS", 0.1)
+    monkeypatch.setattr(os, "utime", touch_slowly)
+    with lock.touched():
+        assert touching.wait(10)
+    seen = lock.look()
+    time.sleep(0.4)
+    assert lock.look() == seen
 
 
 def test_of_two_that_take_a_lock_over_one_has_it(tmp_path, dead, soon_stale):
