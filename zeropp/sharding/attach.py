@@ -81,7 +81,7 @@ def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Atta
     lines = lines_of_ranks(each for unit in named.values() for each in fsdp.shards(unit))
     with fail_together_along(lines):
         require_sharded(model, named)
-        attached = _planned(model, named, config)
+        attached = _plan_attachment(model, named, config)
     with fail_together_along(lines):
         require_same_on_all_ranks(
             attached.group, fsdp.device_of(next(iter(attached.units.values()))),
@@ -94,7 +94,7 @@ def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Atta
     return attached
 
 
-def _planned(
+def _plan_attachment(
     model: nn.Module, named: Units, config: ZeroConfig | Mapping | str | Path
 ) -> "Attached":
     """Return what `attach` installs; nothing is sent or changed yet."""

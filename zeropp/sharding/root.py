@@ -49,7 +49,7 @@ class Root:
         self._wiring = Wiring(self.traffic, self.use, self.kept)
 
     def add(self, units: Sequence[fsdp.FSDPModule], plans: Sequence[UnitPlan]) -> None:
-        """Connect units of the model as planned; blocks get their places before the root."""
+        """Connect units of the model as planned, between two passes; `order` sets their order."""
         self.kept.add(self.model, units)
         self.passes.add(units)
         for unit, plan in zip(units, plans, strict=True):

@@ -87,8 +87,8 @@ def shard(
             inherit_time_limit(mesh.get_group(each))
         require_same_model(model, data)
     recorded_tensors = replace_by_meta(model)
-    plan = _planned(model, mesh, data, config, units, cast_forward_inputs, keeps_root)
-    sharding = _effected(model, plan, mesh, data, config, in_turn=keeps_root)
+    plan = _make_plan(model, mesh, data, config, units, cast_forward_inputs, keeps_root)
+    sharding = _carry_out(model, plan, mesh, data, config, in_turn=keeps_root)
     device = torch.device("cpu") if config.offloads_weights else _device_of(data)
     materialize_shards(recorded_tensors, sharding.group, device)
     _refresh(sharding)
@@ -160,7 +160,7 @@ def outermost_blocks(module: nn.Module) -> Sequence[nn.Module]:
     return list(blocks)
 
 
-def _planned(
+def _make_plan(
     model: nn.Module,
     mesh: DeviceMesh | None,
     data: DeviceMesh | None,
@@ -194,7 +194,7 @@ def _planned(
     return replace(plan, units=planned)
 
 
-def _effected(
+def _carry_out(
     model: nn.Module,
     plan: Plan,
     mesh: DeviceMesh | None,
@@ -208,7 +208,6 @@ def _effected(
         model=model,
         plan=plan,
         grid=Grid(model, mesh, data),
-        num_ranks=1 if data is None else data.size(),
         group=None if data is None else data.get_group(),
     )
     if not plan.units:

@@ -33,7 +33,6 @@ class Sharding:
     model: nn.Module
     plan: Plan
     grid: Grid = field(repr=False)
-    num_ranks: int = 1
     roots: tuple[Root, ...] = field(default=(), repr=False)
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     gradients: Gradients = field(default_factory=Gradients, repr=False)
@@ -60,6 +59,11 @@ class Sharding:
             first, model=model, plan=plan, roots=roots, gradients=Gradients(),
             at_both_ends=tuple(at_both_ends),
         )  # fmt: skip
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the data axis has."""
+        return 1 if self.group is None else self.group.size()
 
     @property
     def stage(self) -> int:
