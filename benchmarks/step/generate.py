@@ -24,8 +24,8 @@ import torch
 from benchmarks.shared.interleaved import time_interleaved
 from benchmarks.shared.result import begin, benchmark_parser, finish, heading
 from benchmarks.shared.timers import WALL_CLOCK, CpuTimer
+from megatron_zpp.interchange.open_model import load_model
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.models.open_model import load_model
 from megatron_zpp.text.generate import Request, stream
 from megatron_zpp.text.sampling import Sampling
 from megatron_zpp.tokenizer.null import NullTokenizer

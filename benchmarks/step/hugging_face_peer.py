@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.shared.training_setup import TrainingSetup
-from megatron_zpp.models.families.forms import Sizes
-from megatron_zpp.models.families.names import GPT2
+from megatron_zpp.interchange.families.forms import Sizes
+from megatron_zpp.interchange.families.names import GPT2
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.errors import InputError
 

@@ -22,13 +22,13 @@ from types import MappingProxyType
 
 from megatron_zpp.checkpoint.safetensors_files import DTYPES, num_bytes
 from megatron_zpp.commands.run_command import load_part, run_command
-from megatron_zpp.models.conversion import (
+from megatron_zpp.interchange.conversion import (
     export_adapters,
     export_model,
     import_model,
     training_flags,
 )
-from megatron_zpp.models.open_model import OpenedModel, open_model
+from megatron_zpp.interchange.open_model import OpenedModel, open_model
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.settings.flag import Section, flag
 from megatron_zpp.settings.gpt.shape_flags import ShapeFlags
@@ -40,7 +40,7 @@ usage: {program} --from-hf FOLDER|FILE.gguf --save CHECKPOINTS [flags]
        {program} --load CHECKPOINTS --to-hf FOLDER [flags]
        {program} --load CHECKPOINTS --to-peft FOLDER [flags]
        {program} --load CHECKPOINTS --to-megatron FOLDER [flags]"""
-FOREIGN = "megatron_zpp.models.foreign"  # imported where it is needed: it may be left out
+FOREIGN = "megatron_zpp.interchange.foreign"  # imported where it is needed: it may be left out
 SOURCE_AND_TARGET = (
     ("from_hf", "save"),
     ("from_checkpoint", "save"),

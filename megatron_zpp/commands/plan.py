@@ -17,7 +17,7 @@ from rich.console import Console
 
 from megatron_zpp.commands.run_command import require_writable
 from megatron_zpp.data.text_source import resolve_vocab_size
-from megatron_zpp.models.pretrained_model import with_initial_model
+from megatron_zpp.interchange.pretrained_model import with_initial_model
 from megatron_zpp.planner.advice import what_would_fit
 from megatron_zpp.planner.calibration import calibrate_by_log
 from megatron_zpp.planner.plan_chart import draw, require_matplotlib

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 
 from megatron_zpp.data.text_source import resolve_vocab_size
-from megatron_zpp.models.pretrained_model import lora_summary, with_initial_model
+from megatron_zpp.interchange.pretrained_model import lora_summary, with_initial_model
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.planner import estimate as kinds
 from megatron_zpp.planner.estimate import Estimate, estimate

@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from megatron_zpp.checkpoint.safetensors_files import DTYPES
+from megatron_zpp.interchange.open_model import OpenedModel, open_model
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.models.open_model import OpenedModel, open_model
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.settings.config import ParallelConfig, TokenizerConfig
 from megatron_zpp.settings.flag import Section, flag

@@ -5,8 +5,8 @@ import logging
 import torch
 
 from megatron_zpp.checkpoint.training_state import run_settings
+from megatron_zpp.interchange.pretrained_model import lora_summary
 from megatron_zpp.model.flops import TokenFlops
-from megatron_zpp.models.pretrained_model import lora_summary
 from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.expected_step import StepWatch, read_expected_step

@@ -10,8 +10,8 @@ from megatron_zpp.data.instructions.instruction_dataset import build_instruction
 from megatron_zpp.data.loader import Loader
 from megatron_zpp.data.split import SPLITS
 from megatron_zpp.data.text_source import resolve_data
-from megatron_zpp.models.open_model import OpenedModel
-from megatron_zpp.models.pretrained_model import with_initial_model
+from megatron_zpp.interchange.open_model import OpenedModel
+from megatron_zpp.interchange.pretrained_model import with_initial_model
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.arguments import require_divisible
 from megatron_zpp.settings.config import Config, DataConfig

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from megatron_zpp.commands.evaluate import main, split_flags
-from megatron_zpp.models.open_model import load_model
+from megatron_zpp.interchange.open_model import load_model
 from megatron_zpp.settings.config import TokenizerConfig
 from tests.launched import ROOT, zeropp
-from tests.megatron_zpp.models.foreign_models import add_tokenizer, llama, save_own, saved
+from tests.megatron_zpp.interchange.foreign_models import add_tokenizer, llama, save_own, saved
 from tests.megatron_zpp.text.peaked_model import log_probabilities, peaked_config
 
 # The command without lm-eval's own tasks, whose 14,000 files take 10 s to read.

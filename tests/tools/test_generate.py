@@ -17,8 +17,8 @@ from megatron_zpp.text.generate import Request, complete
 from megatron_zpp.text.sampling import Sampling
 from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
 from tests.launched import ROOT, start, wait_for, zeropp
-from tests.megatron_zpp.models.foreign_models import WORDS, add_tokenizer, llama
-from tests.megatron_zpp.models.foreign_models import saved as saved_in
+from tests.megatron_zpp.interchange.foreign_models import WORDS, add_tokenizer, llama
+from tests.megatron_zpp.interchange.foreign_models import saved as saved_in
 from tests.megatron_zpp.text.text_models import save_text_model
 
 

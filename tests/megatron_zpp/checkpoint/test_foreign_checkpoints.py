@@ -7,7 +7,7 @@ import pytest
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.checkpoint_weights import find_checkpoint
 from megatron_zpp.checkpoint.iteration_folders import IMPORTED_KINDS
-from megatron_zpp.models.open_model import open_model
+from megatron_zpp.interchange.open_model import open_model
 from tests.megatron_zpp.small_net import save_on_four
 from tests.megatron_zpp.train.training_runs import log_of
 from tests.ranks import ranks

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_zpp.commands.convert_hf import main
-from megatron_zpp.models.open_model import load_model, open_model
+from megatron_zpp.interchange.open_model import load_model, open_model
 from megatron_zpp.settings.config import ModelConfig, TokenizerConfig
 from tests.launched import call
-from tests.megatron_zpp.models.foreign_models import (
+from tests.megatron_zpp.interchange.foreign_models import (
     MODELS,
     ONE_FILE,
     add_tokenizer,

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_zpp.commands.convert_hf import main
-from megatron_zpp.models.lora_adapters import MergedWeights
-from megatron_zpp.models.open_model import load_model, open_model
-from megatron_zpp.models.peft_adapters import CONFIG, TENSORS, target_modules
-from tests.megatron_zpp.models.foreign_models import (
+from megatron_zpp.interchange.lora_adapters import MergedWeights
+from megatron_zpp.interchange.open_model import load_model, open_model
+from megatron_zpp.interchange.peft_adapters import CONFIG, TENSORS, target_modules
+from tests.megatron_zpp.interchange.foreign_models import (
     bloom,
     gemma3,
     gpt2,

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from megatron_zpp.commands.convert_hf import main
-from megatron_zpp.models import gguf
+from megatron_zpp.interchange import gguf
 from megatron_zpp.settings.config import ModelConfig
-from tests.megatron_zpp.models.foreign_models import (
+from tests.megatron_zpp.interchange.foreign_models import (
     LLAMA3,
     ONE_FILE,
     add_tokenizer,

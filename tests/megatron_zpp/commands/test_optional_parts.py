@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_zpp.models.foreign_models import llama, saved
+from tests.megatron_zpp.interchange.foreign_models import llama, saved
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = (
@@ -69,7 +69,7 @@ def test_what_is_left_out_is_named_where_it_is_needed(rest: Path, tmp_path: Path
     for words in (
         "--dry-run needs megatron_zpp.planner, which is not installed",
         "megatron-zpp plan needs megatron_zpp.planner, which is not installed",
-        "--from-checkpoint needs megatron_zpp.models.foreign, which is not installed",
-        "--to-megatron needs megatron_zpp.models.foreign, which is not installed",
+        "--from-checkpoint needs megatron_zpp.interchange.foreign, which is not installed",
+        "--to-megatron needs megatron_zpp.interchange.foreign, which is not installed",
     ):
         assert words in output

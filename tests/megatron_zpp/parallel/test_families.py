@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_zpp.settings.arguments import parse
-from tests.megatron_zpp.models.family_flags import FLAGS
+from tests.megatron_zpp.interchange.family_flags import FLAGS
 from tests.megatron_zpp.parallel.flags import CP2, GATHERED, GPT2, PP2, SP, TP2
 from tests.megatron_zpp.train.training_runs import TINY, require_equal, run
 from zeropp import InputError

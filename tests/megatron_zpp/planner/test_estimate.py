@@ -16,7 +16,7 @@ from megatron_zpp.planner.estimate import (
     estimate,
 )
 from megatron_zpp.settings.arguments import parse
-from tests.megatron_zpp.models.family_flags import FLAGS
+from tests.megatron_zpp.interchange.family_flags import FLAGS
 from tests.megatron_zpp.planner.peaks import assert_peak_is_foretold
 from tests.ranks import ranks
 from zeropp.wire.route import Nodes

@@ -9,8 +9,8 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.part import Part
 from megatron_zpp.recipe import model as recipe
 from megatron_zpp.settings.config import LoraConfig
+from tests.megatron_zpp.interchange.family_flags import FLAGS
 from tests.megatron_zpp.model.small import GPT2, LLAMA, VOCABULARY
-from tests.megatron_zpp.models.family_flags import FLAGS
 from tests.megatron_zpp.parallel.flags import CP2, GATHERED, PP2, SP, TP2, TWO_STAGES
 from tests.megatron_zpp.train.training_runs import built_run
 from tests.ranks import ranks

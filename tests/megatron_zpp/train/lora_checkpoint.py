@@ -7,10 +7,10 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
+from megatron_zpp.interchange.open_model import open_model
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.lora import is_adapter
 from megatron_zpp.model.part import Part
-from megatron_zpp.models.open_model import open_model
 from megatron_zpp.settings.config import Config, LoraConfig
 
 

@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 from megatron_zpp.commands.pretrain import main
 from megatron_zpp.data.text_source import resolve_vocab_size
-from megatron_zpp.models.open_model import open_model
-from megatron_zpp.models.pretrained_model import with_initial_model
+from megatron_zpp.interchange.open_model import open_model
+from megatron_zpp.interchange.pretrained_model import with_initial_model
 from megatron_zpp.planner.activations import LiveBytes
 from megatron_zpp.planner.estimate import estimate
 from megatron_zpp.settings.arguments import parse
 from tests.launched import ROOT
-from tests.megatron_zpp.models.foreign_models import add_tokenizer, llama, saved
+from tests.megatron_zpp.interchange.foreign_models import add_tokenizer, llama, saved
 from tests.megatron_zpp.train.training_runs import (
     TINY,
     built_run,

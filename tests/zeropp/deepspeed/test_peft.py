@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeropp
+from megatron_zpp.interchange.families.table import FAMILIES
+from megatron_zpp.interchange.open_model import open_model
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.part import Part
-from megatron_zpp.models.families.table import FAMILIES
-from megatron_zpp.models.open_model import open_model
 from megatron_zpp.settings.config import LoraConfig, TokenizerConfig
-from tests.megatron_zpp.models.foreign_models import gpt2, llama, saved
+from tests.megatron_zpp.interchange.foreign_models import gpt2, llama, saved
 from tests.ranks import ranks
 from tests.zeropp import lora_model
 from tests.zeropp.lora_model import local_tensor, with_quantized_weights

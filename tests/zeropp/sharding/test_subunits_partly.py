@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import zeropp
-from tests.megatron_zpp.models.foreign_models import llama
+from tests.megatron_zpp.interchange.foreign_models import llama
 from tests.ranks import ranks
 from tests.zeropp.deepspeed import test_peft
 from tests.zeropp.lora_model import (

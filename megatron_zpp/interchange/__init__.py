@@ -1,0 +1,1 @@
+"""Models of other programs, in and out: Hugging Face, PEFT, .gguf files, Megatron, DeepSpeed."""

@@ -1,0 +1,146 @@
+"""Write a model as a torch_dist checkpoint that Megatron-LM loads, with its weights.
+
+It is a `release`: Megatron-LM starts at iteration 0 from it, with a new optimizer, under any tensor
+and pipeline parallelism. A weight of all layers is one tensor with the layers as its first dim,
+written layer by layer.
+"""
+
+import io
+import json
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from megatron_zpp.checkpoint.iteration_folders import POINTER
+from megatron_zpp.checkpoint.safetensors_files import DTYPES, Item
+from megatron_zpp.interchange.converted_weights import converted_items
+from megatron_zpp.interchange.families.forms import Sizes
+from megatron_zpp.interchange.foreign.megatron_args import megatron_args
+from megatron_zpp.interchange.foreign.megatron_names import MEGATRON, MEGATRON_GATED, stored_name
+from megatron_zpp.interchange.foreign.torch_dist import COMMON
+from megatron_zpp.interchange.open_model import OpenedModel
+from zeropp.atomic import write_atomically
+from zeropp.checkpoint.shard_files import write_plan
+from zeropp.errors import InputError
+
+RELEASE = "release"
+# Modules of which megatron-core expects a state of their own beside the weights; None is no state.
+STATEFUL = (
+    "self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention",
+    "mlp.linear_fc1", "mlp.linear_fc2",
+)  # fmt: skip
+
+
+def export_torch_dist(opened: OpenedModel, output: Path, dtype: str | None = None) -> Path:
+    """Write the model to `output`/release; returns that folder.
+
+    Tensors keep their dtype without `dtype`. Raises InputError for a model that Megatron-LM's
+    arguments cannot describe, and if `output` exists and is not empty.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise InputError(f"--to-megatron {output}: exists already: name a new folder")
+    model, rows = opened.config, opened.padded_vocab_size
+    args = megatron_args(model, rows, f"--to-megatron: {opened.path}")
+    table = MEGATRON_GATED if model.is_gated else MEGATRON
+    sizes = Sizes(model=model, vocab_rows=rows, padded_rows=rows)
+    items = converted_items(opened.weights, table, sizes, DTYPES[dtype] if dtype else None)
+    folder = output / RELEASE
+    folder.mkdir(parents=True)
+    write_plan(folder, _Planner([_Part.of(item, model.num_layers) for item in items]))
+    common = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 0}
+    write_atomically(folder / COMMON, lambda file: torch.save(common, file))
+    facts = {
+        "sharded_backend": "torch_dist", "sharded_backend_version": 1,
+        "common_backend": "torch", "common_backend_version": 1,
+    }  # fmt: skip
+    _write_text(folder / "metadata.json", json.dumps(facts))
+    _write_text(output / POINTER, RELEASE)
+    return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A tensor, and where it lies in the one that is saved: `size` of all, `offsets` of this."""
+
+    item: Item
+    name: str
+    size: torch.Size
+    offsets: torch.Size
+
+    @staticmethod
+    def of(item: Item, num_layers: int) -> "_Part":
+        name = stored_name(item.name)
+        match = re.search(r"\.layers\.(\d+)\.", name)
+        layer, dims = ([], [0] * len(item.shape))
+        if match is not None:
+            name = name.replace(match[0], ".layers.", 1)
+            layer, dims = [num_layers], [int(match[1]), *dims]
+        size = torch.Size([*layer, *item.shape])
+        return _Part(item=item, name=name, size=size, offsets=torch.Size(dims))
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of this part in the whole, with a 1 for its layer."""
+        return torch.Size([*[1] * (len(self.size) - len(self.item.shape)), *self.item.shape])
+
+    def write_item(self) -> WriteItem:
+        """What torch.distributed.checkpoint writes of it."""
+        return WriteItem(
+            index=MetadataIndex(self.name, self.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets=self.offsets, sizes=self.shape),
+                properties=TensorProperties(dtype=self.item.dtype),
+                size=self.size,
+            ),
+        )
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans all parts, and the states of modules; reads each part when it is written."""
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._parts = {(part.name, part.offsets): part for part in parts}
+        self._num_layers = max(part.size[0] for part in parts if ".layers." in part.name)
+
+    def create_local_plan(self) -> SavePlan:
+        """Return the plan of the one process that writes."""
+        shard = f"/shard_{{}}_{self._num_layers}"
+        states = [
+            WriteItem(
+                index=MetadataIndex(
+                    f"decoder.layers.{module}._extra_state{shard.format(layer)}"
+                ),
+                type=WriteItemType.BYTE_IO,
+            )
+            for module in STATEFUL
+            for layer in range(self._num_layers)
+        ]  # fmt: skip
+        self.plan = SavePlan([*(part.write_item() for part in self._parts.values()), *states])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """Return a part's values, or the pickled state of a module that has none."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            content = io.BytesIO()
+            torch.save([None], content)
+            return content
+        part = self._parts[write_item.index.fqn, write_item.index.offset]
+        return part.item.read().to(part.item.dtype).reshape(part.shape).contiguous()
+
+
+def _write_text(path: Path, text: str) -> None:
+    write_atomically(path, lambda file: file.write(text.encode()))

@@ -1,0 +1,219 @@
+"""Megatron's arguments, as its checkpoints hold them, as the configuration of our GPT.
+
+Most fields of ModelConfig have the names of Megatron's arguments and are taken as they are.
+"""
+
+import dataclasses
+import math
+from argparse import Namespace
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from megatron_zpp.interchange.foreign.pickles import StandIn
+from megatron_zpp.settings.config import ModelConfig
+from zeropp.errors import InputError
+
+# Arguments that our GPT can only have one of these values of; None: the argument was not set.
+ONLY = MappingProxyType(
+    {
+        "num_experts": ((None, 0, 1, [1], (1,)), "a mixture of experts"),
+        "multi_latent_attention": ((None, False), "latent attention (MLA)"),
+        "hybrid_override_pattern": ((None,), "layers of Mamba or other kinds"),
+        "hybrid_layer_pattern": ((None,), "layers of Mamba or other kinds"),  # its name since 0.17
+        "heterogeneous_layers_config_path": ((None,), "layers of different sizes"),
+        "heterogeneous_layers_config_encoded_json": ((None,), "layers of different sizes"),
+        "experimental_attention_variant": ((None,), "another kind of attention"),
+        "use_mup": ((None, False), "the multipliers of muP"),
+        "activation_func_clamp_value": ((None,), "a clamped activation"),
+        "glu_linear_offset": ((None, 0.0), "an offset in gated MLPs"),
+        "mtp_num_layers": ((None, 0), "layers that predict further tokens"),
+        "rotary_interleaved": ((None, False), "rotary positions of neighbouring channels"),
+        "softmax_type": ((None, "vanilla"), "a softmax with an offset"),
+        "qk_l2_norm": ((None, False), "queries and keys divided by their L2 norm"),
+        "attention_output_gate": ((None, False), "a gate behind attention"),
+        "linear_attention_freq": ((None,), "linear attention"),
+        "quick_geglu": ((None, False), "quick GeGLU"),
+        "relative_position_embedding": ((None, False), "relative positions"),
+        "norm_placement": ((None, "pre"), "normalizations behind attention and MLP"),
+        "qk_layernorm_across_heads": ((None, False), "norms of all heads at once"),
+        "num_tokentypes": ((None, 0), "types of tokens"),
+    }
+)
+GAINS_AROUND_ZERO = "layernorm_zero_centered_gamma"  # --apply-layernorm-1p since 0.17
+_BOUNDED_BY_FILES = ("make_vocab_size_divisible_by", "seq_length")
+# Fields of ModelConfig under their names, and those that Megatron-LM has nothing like.
+IN_MEGATRON = (
+    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "init_method_std",
+    "hidden_dropout", "attention_dropout", "layernorm_epsilon", "normalization", "rotary_percent",
+    "rotary_base", "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor",
+    "apply_layernorm_1p", "swiglu", "openai_gelu", "squared_relu", "bias_gelu_fusion",
+    "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm",
+    "apply_residual_connection_post_layernorm", "fp32_residual_connection",
+    "rotary_scaling_factor", "yarn_correction_range_round_to_int", "make_vocab_size_divisible_by",
+)  # fmt: skip
+NOT_IN_MEGATRON = (
+    "norm_placement", "geglu", "scale_embeddings", "embed_layernorm", "attn_logit_softcapping",
+    "final_logit_softcapping", "query_pre_attn_scalar", "qk_layernorm_across_heads",
+    "use_parallel_residual", "rotary_base_local", "longrope_long_factors", "window_size",
+    "no_rope_freq", "relu", "reglu", "add_attention_output_bias", "add_mlp_bias",
+    "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor",
+    "rope_scaling_original_positions",
+)  # fmt: skip
+
+
+def model_fields(args: Mapping[str, Any], location: str) -> dict[str, Any]:
+    """Return the fields of ModelConfig that the arguments set, without those of the vocabulary.
+
+    Raises InputError for arguments of a model that our GPT cannot be, and for missing ones.
+    """
+    for name, (supported, what) in ONLY.items():
+        if args.get(name) not in supported:
+            flag = "--" + name.replace("_", "-")
+            raise InputError(f"{location}: {flag} is {args[name]!r}: not available here: {what}")
+    missing = [
+        name for name in ("num_layers", "hidden_size", "num_attention_heads") if not args.get(name)
+    ]
+    if missing:
+        raise InputError(f"{location}: its arguments do not say {', '.join(missing)}")
+    fields = {
+        field.name: args[field.name]
+        for field in dataclasses.fields(ModelConfig)
+        if args.get(field.name) is not None and field.name not in _BOUNDED_BY_FILES
+    }
+    fields["seq_length"] = args.get("seq_length") or args.get("encoder_seq_length") or 1
+    fields.setdefault("max_position_embeddings", fields["seq_length"])
+    fields |= _renamed(args) | _positions(args, location) | _layer_patterns(args)
+    return fields
+
+
+def args_in(content: Any, where: str) -> dict[str, Any]:
+    """Return the arguments that a program saved; {} if it saved none.
+
+    Raises InputError if they are something else than arguments.
+    """
+    args = content.get("args") if isinstance(content, Mapping) else StandIn()
+    if args is None:
+        return {}
+    if not isinstance(args, Namespace):
+        raise InputError(f"{where}: is not laid out as Megatron's: no arguments are where they are")
+    return vars(args)
+
+
+def _renamed(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields whose arguments have another name or meaning."""
+    fields: dict[str, Any] = {"num_query_groups": None}
+    if args.get("group_query_attention"):
+        fields["num_query_groups"] = args["num_query_groups"]
+    elif args.get("num_key_value_heads"):  # Megatron-DeepSpeed
+        fields["num_query_groups"] = args["num_key_value_heads"]
+    if args.get("add_bias_linear") is not None:
+        fields["disable_bias_linear"] = not args["add_bias_linear"]
+    if args.get("norm_epsilon") is not None:
+        fields["layernorm_epsilon"] = args["norm_epsilon"]
+    if args.get("normalization") is None and args.get("use_rmsnorm"):
+        fields["normalization"] = "RMSNorm"
+    fields["normalization"] = _normalization(args.get("normalization"))
+    if args.get(GAINS_AROUND_ZERO) is not None:
+        fields["apply_layernorm_1p"] = args[GAINS_AROUND_ZERO]
+    return fields
+
+
+def _normalization(name: str | None) -> str:
+    names = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}  # Megatron-DeepSpeed's spelling
+    return names.get(name, name) if name else "LayerNorm"
+
+
+def _positions(args: Mapping[str, Any], location: str) -> dict[str, Any]:
+    kind = getattr(args.get("position_embedding_type"), "name", args.get("position_embedding_type"))
+    fields: dict[str, Any] = {}
+    if args.get("use_rotary_position_embeddings"):
+        kind = "rope"
+    if kind == "yarn":
+        kind, fields["rope_type"] = "rope", "yarn"
+        fields["yarn_attention_factor"] = _yarn_attention_factor(args)
+    kind = kind or "learned_absolute"
+    if kind not in ("learned_absolute", "rope", "alibi", "none"):
+        raise InputError(f"{location}: --position-embedding-type {kind!r} is not available here")
+    fields["position_embedding_type"] = kind
+    if (base := args.get("rotary_base")) is not None:
+        fields["rotary_base"] = float(base)
+    return fields
+
+
+def _yarn_attention_factor(args: Mapping[str, Any]) -> float:
+    """Return what queries and keys are multiplied by, which Megatron computes of two `mscale`s."""
+    scale = args.get("rotary_scaling_factor") or 1.0
+    mscale, of_all = args.get("mscale"), args.get("mscale_all_dim")
+    if mscale is None or of_all is None:
+        mscale, of_all = 1.0, 0.0
+    growth = 0.1 * math.log(max(scale, 1.0))
+    return (1.0 + mscale * growth) / (1.0 + of_all * growth)
+
+
+def _yarn_args(model: ModelConfig) -> dict[str, Any]:
+    """Return Megatron's arguments for YaRN's settings."""
+    growth = 0.1 * math.log(max(model.rotary_scaling_factor, 1.0))
+    return {
+        "yarn_original_max_position_embeddings": model.yarn_original_max_position_embeddings,
+        "yarn_beta_fast": model.yarn_beta_fast,
+        "yarn_beta_slow": model.yarn_beta_slow,
+        "mscale": (model.yarn_attention_factor - 1.0) / growth if growth else 1.0,
+        "mscale_all_dim": 0.0,
+    }
+
+
+def _layer_patterns(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the texts of frequencies and windows, which arguments have as numbers and lists."""
+    fields = {}
+    for name in ("window_size", "window_attn_skip_freq", "no_rope_freq"):
+        value = args.get(name)
+        if name == "window_size" and value is not None:
+            fields[name] = ",".join(map(str, value))
+        elif isinstance(value, list | tuple):
+            fields[name] = str(list(map(int, value))).replace(" ", "")
+        elif value is not None:
+            fields[name] = str(value)
+    return fields
+
+
+def megatron_args(model: ModelConfig, vocab_rows: int, what: str) -> dict[str, Any]:
+    """Return Megatron-LM's arguments for a model; raises InputError if they cannot describe it."""
+    defaults = ModelConfig()
+    lines = [
+        f"--{name.replace('_', '-')} {getattr(model, name)}"
+        for name in NOT_IN_MEGATRON
+        if getattr(model, name) != getattr(defaults, name)
+    ]
+    if model.position_embedding_type == "alibi":
+        lines.append("--position-embedding-type alibi")
+    is_yarn = model.rope_type == "yarn"
+    if is_yarn and model.rotary_scaling_factor == 1 and model.yarn_attention_factor != 1:
+        lines.append(f"--yarn-attention-factor {model.yarn_attention_factor} without scaling")
+    if lines:
+        raise InputError(f"{what}: Megatron-LM has no {', '.join(lines)}")
+    args = {name: getattr(model, name) for name in IN_MEGATRON}
+    for name in ("rotary_base", "rotary_seq_len_interpolation_factor"):  # whole numbers there
+        args[name] = int(args[name]) if args[name] == int(args[name]) else args[name]
+    args |= _yarn_args(model) if is_yarn else {}
+    kind = "yarn" if is_yarn else model.position_embedding_type
+    return args | {
+        GAINS_AROUND_ZERO: model.apply_layernorm_1p,
+        "ffn_hidden_size": model.ffn_size,
+        "kv_channels": model.head_dim,
+        "group_query_attention": model.kv_heads != model.num_attention_heads,
+        "num_query_groups": model.kv_heads,
+        "max_position_embeddings": model.num_positions,
+        "position_embedding_type": kind,
+        "add_position_embedding": kind == "learned_absolute",
+        "use_rotary_position_embeddings": kind == "rope",
+        "norm_epsilon": model.layernorm_epsilon,
+        "add_bias_linear": not model.disable_bias_linear,
+        "apply_query_key_layer_scaling": False,
+        "attention_softmax_in_fp32": False,
+        "padded_vocab_size": vocab_rows,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+    }

@@ -1,0 +1,203 @@
+"""Hugging Face's config.json and our ModelConfig, converted in both directions.
+
+One table serves both, with a row for each family of models (`families/table.py`). A setting that
+the other side cannot express is refused with an error that names it.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatron_zpp.checkpoint.training_state import architecture
+from megatron_zpp.interchange.families.family import Family
+from megatron_zpp.interchange.families.settings import Number
+from megatron_zpp.interchange.families.table import FAMILIES, UNSUPPORTED
+from megatron_zpp.settings.config import Config, ModelConfig
+from megatron_zpp.settings.gpt.layer_pattern import pattern_text, window_text
+from zeropp.errors import InputError
+from zeropp.settings.schema import settings_of
+
+QUANTIZATION = "quantization_config"
+ADDED_BIASES = ("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceConfig:
+    """The content of a config.json: the family, our ModelConfig, and the vocabulary's rows."""
+
+    family: Family
+    model: ModelConfig
+    vocab_rows: int
+
+
+def parse_config(content: Mapping[str, Any], location: str) -> HuggingFaceConfig:
+    """Convert the content of a config.json; `location` is named in errors.
+
+    The model's `seq_length` is the largest it supports, and its dropouts are those of the file.
+    Raises InputError for an unsupported kind of model, for a setting that our model cannot have,
+    and for values of a wrong type.
+    """
+    family = _family(content, location)
+    if content.get(QUANTIZATION):
+        raise InputError(
+            f"{location}: {QUANTIZATION}: quantized weights are not supported; dequantize them"
+        )
+    vocab_size = Number("vocab_size", "vocab_size", family.vocab_size)
+    return HuggingFaceConfig(
+        family=family,
+        model=_read_model(family, content, location),
+        vocab_rows=vocab_size.value(content, location),
+    )
+
+
+def family_of(model: ModelConfig) -> Family:
+    """Return the family that our model can be exported as.
+
+    Raises InputError, with the settings that rule out each family, if there is none.
+    """
+    reasons = []
+    for family in FAMILIES:
+        if not family.exported:
+            continue
+        differences = _differences(model, family)
+        if not differences:
+            return family
+        reasons.append(f"  {family.name}: {'; '.join(differences)}")
+    raise InputError(
+        "the model is of none of the Hugging Face families that are supported:\n"
+        + "\n".join(reasons)
+    )
+
+
+def build_config(model: ModelConfig, vocab_rows: int, eod: int) -> dict[str, Any]:
+    """Return the content of a config.json for our model; `eod` is the end-of-document id.
+
+    Raises InputError for a model that no supported family can express.
+    """
+    family = family_of(model)
+    content = {"architectures": [family.class_name], "model_type": family.name}
+    content |= _write_model(family, model)
+    # The defaults of some families are tokens beyond the vocabulary.
+    tokens = {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}
+    return content | {"vocab_size": vocab_rows, **tokens}
+
+
+def comparable(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings that the weights depend on, equal for models that compute the same.
+
+    The padding of the vocabulary is left out.
+    """
+    return architecture(replace(_canonical(model), make_vocab_size_divisible_by=1), 0)
+
+
+def _family(content: Mapping[str, Any], location: str) -> Family:
+    model_type = content.get("model_type")
+    class_names = content.get("architectures") or []
+    if not isinstance(class_names, list):
+        raise InputError(f"{location}: architectures is {class_names!r}; expected a list of names")
+    for family in FAMILIES:
+        bare_name = re.sub("(ForCausalLM|LMHeadModel)$", "Model", family.class_name)
+        has_class = family.class_name in class_names or bare_name in class_names
+        if model_type == family.name and (has_class or not class_names):
+            return family
+    supported = ", ".join(f"{family.name} ({family.class_name})" for family in FAMILIES)
+    classes = f" ({', '.join(map(str, class_names))})" if class_names else ""
+    missing = UNSUPPORTED.get(model_type) if isinstance(model_type, str) else None
+    reason = f": it has {missing}, which this program does not have" if missing else ""
+    raise InputError(
+        f"{location}: a model of type {model_type!r}{classes} is not supported{reason}; supported "
+        f"are {supported}"
+    )
+
+
+def _read_model(family: Family, content: Mapping[str, Any], location: str) -> ModelConfig:
+    fields = family.read_fields(content, location)
+    is_tied = content.get("tie_word_embeddings", family.is_tied)
+    if not isinstance(is_tied, bool):
+        raise InputError(f"{location}: tie_word_embeddings is {is_tied!r}; expected true or false")
+    fields["untie_embeddings_and_output_weights"] = not is_tied
+    fields["seq_length"] = fields["max_position_embeddings"]
+    try:
+        model = ModelConfig(**_without_redundant_values(fields))
+        model.check()
+    except InputError as error:
+        raise InputError(f"{location}: {error}") from error
+    return model
+
+
+def _write_model(family: Family, model: ModelConfig) -> dict[str, Any]:
+    content = family.write_entries(_canonical(model))
+    return content | {"tie_word_embeddings": not model.untie_embeddings_and_output_weights}
+
+
+def _differences(model: ModelConfig, family: Family) -> list[str]:
+    """Return what is lost of our model when it is written as a family's config.json and read."""
+    try:
+        again = comparable(_read_model(family, _write_model(family, model), family.name))
+    except InputError as error:
+        return [str(error).removeprefix(f"{family.name}: ")]
+    again = asdict(ModelConfig()) | again
+    return [
+        f"{name} is {value}, not {again.get(name)}"
+        for name, value in comparable(model).items()
+        if again.get(name) != value
+    ]
+
+
+def _canonical(model: ModelConfig) -> ModelConfig:
+    """Return the model with equal settings for equal computations.
+
+    Settings without an effect have their defaults, and the tanh form of GELU has one name.
+    """
+    config = Config(model=model)
+    fields = {entry.name: getattr(model, entry.name) for entry in settings_of(ModelConfig)}
+    fields |= {
+        entry.name: entry.default
+        for entry in settings_of(ModelConfig)
+        if entry.why_no_effect(config)
+    }
+    fields["bias_gelu_fusion"] |= fields["openai_gelu"]
+    fields |= {"openai_gelu": False, "ffn_hidden_size": model.ffn_size}
+    fields |= _canonical_layers(ModelConfig(**fields))
+    return ModelConfig(**_without_redundant_values(fields))
+
+
+def _canonical_layers(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields that say something of some layers only, each in one of its spellings."""
+    windows, without_rope = model.windows, model.layers_without_rope
+    window = max((each for each in windows if each is not None), default=None)
+    marks = [each is not None for each in windows]
+    pattern = None if all(marks) or not window else pattern_text(marks, nth=False)
+    has_factor = model.rotary_seq_len_interpolation_factor > 1
+    is_scaled = model.use_rope_scaling or has_factor or model.rope_type == "yarn"
+    is_same_base = model.rotary_base_local == model.rotary_base and not is_scaled
+    return {
+        "window_size": window and window_text(window),
+        "window_attn_skip_freq": pattern,
+        "no_rope_freq": pattern_text(without_rope) if any(without_rope) else None,
+        "rotary_base_local": None if is_same_base or not window else model.rotary_base_local,
+    }
+
+
+def _without_redundant_values(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with values that restate a default reset, so that equal models compare.
+
+    The width of the MLP, which has several defaults, is filled in instead.
+    """
+    fields = dict(fields)
+    if all(fields.get(name) for name in ADDED_BIASES):
+        fields["disable_bias_linear"] = False
+    if not fields.get("disable_bias_linear"):
+        fields |= dict.fromkeys(ADDED_BIASES, False)
+    heads, hidden_size = fields["num_attention_heads"], fields["hidden_size"]
+    head_dim = fields.get("kv_channels")
+    if fields.get("num_query_groups") == heads:
+        fields["num_query_groups"] = None
+    if head_dim is not None and head_dim * heads == hidden_size:
+        fields["kv_channels"] = None
+    if fields.get("query_pre_attn_scalar") == (head_dim or hidden_size // heads):
+        fields["query_pre_attn_scalar"] = None
+    if fields["ffn_hidden_size"] is None:
+        fields["ffn_hidden_size"] = 4 * hidden_size
+    return fields

@@ -1,0 +1,142 @@
+"""The files of a Hugging Face folder: config.json, and tensors in one safetensors file or several.
+
+Every header is read when the folder is opened, so a truncated file is noticed at the start. Each
+tensor opens its file anew, so that memory holds only that tensor.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_zpp.checkpoint.safetensors_files import DTYPE_NAMES, INDEX, SUFFIX
+from megatron_zpp.interchange.families.table import FAMILIES
+from megatron_zpp.tokenizer.base import read_json
+from zeropp.atomic import write_atomically
+from zeropp.errors import InputError, first_few
+
+CONFIG = "config.json"
+ONE_FILE = f"model{SUFFIX}"
+DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether a folder holds a Hugging Face model."""
+    return (folder / CONFIG).is_file()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of config.json; raises InputError if it cannot be read."""
+    return read_json(folder / CONFIG, "the model's")
+
+
+def write_json(path: Path, content: Mapping[str, Any], *, ensure_ascii: bool = True) -> None:
+    """Write an object to a JSON file, complete or not at all."""
+    text = json.dumps(content, indent=2, ensure_ascii=ensure_ascii) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+class FolderTensors:
+    """The tensors of a folder by their names in its files.
+
+    Raises InputError for a folder without safetensors, an index that names absent files or other
+    tensors than the files hold, a truncated or damaged file, and numbers that are not floating
+    point. Constants that old versions of transformers saved may be of any type.
+    """
+
+    def __init__(self, folder: Path, one_file: str = ONE_FILE) -> None:
+        self.location = str(folder)
+        self._files: dict[str, Path] = {}
+        self._facts: dict[str, Tensor] = {}
+        indexed_files = _read_index(folder, one_file)
+        paths = sorted(set(indexed_files.values())) or [folder / one_file]
+        for path in paths:
+            for name, facts in _read_header(path).items():
+                self._files[name] = path
+                self._facts[name] = facts
+        if indexed_files:
+            names = [*indexed_files, *(name for name in self._files if name not in indexed_files)]
+            misplaced = [name for name in names if self._files.get(name) != indexed_files.get(name)]
+            if misplaced:
+                raise InputError(
+                    f"{folder / (one_file + INDEX)}: {first_few(misplaced)}: not where the index "
+                    "says"
+                )
+
+    def facts(self) -> dict[str, Tensor]:
+        """Return every tensor's shape and dtype by name, as tensors on the meta device."""
+        return dict(self._facts)
+
+    def read(self, name: str) -> Tensor:
+        """Return one whole tensor on the CPU, in the dtype of the file.
+
+        Raises InputError for a tensor that holds NaN or infinity.
+        """
+        path = self._files[name]
+        try:
+            with safe_open(path, "pt") as file:
+                tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path}: {name} cannot be read ({error})") from error
+        if tensor.numel() and not all(extreme.isfinite() for extreme in tensor.aminmax()):
+            raise InputError(f"{path}: {name} holds NaN or infinity: the weights are unusable")
+        return tensor
+
+
+def _read_index(folder: Path, one_file: str) -> dict[str, Path]:
+    """Return the file of each tensor by the index; empty if the folder has one file for all."""
+    path = folder / (one_file + INDEX)
+    if (folder / one_file).exists():
+        return {}
+    if not path.exists():
+        others = [other.name for suffix in ("*.bin", "*.pt") for other in folder.glob(suffix)]
+        hint = f" ({first_few(others)}: save it as safetensors first)" if others else ""
+        raise InputError(f"{folder}: neither {one_file} nor {path.name} is in it{hint}")
+    weight_map = read_json(path, "the index").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{path}: has no weight_map from tensors to files")
+    for file_name in weight_map.values():
+        if Path(str(file_name)).name != file_name:
+            raise InputError(f"{path}: {file_name!r} is not the name of a file beside it")
+    absent = sorted({name for name in weight_map.values() if not (folder / name).is_file()})
+    if absent:
+        raise InputError(f"{path}: names files that are not there: {first_few(absent)}")
+    return {name: folder / file_name for name, file_name in weight_map.items()}
+
+
+def _read_header(path: Path) -> dict[str, Tensor]:
+    """Return each tensor's shape and dtype, on the meta device; opening checks the file's size."""
+    try:
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            header = {
+                name: (tensor.get_shape(), tensor.get_dtype()) for name, tensor in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise InputError(
+            f"{path}: not a whole safetensors file ({error}); download it again"
+        ) from error
+    unsupported = [
+        f"{name} ({dtype})"
+        for name, (_, dtype) in header.items()
+        if not _is_supported(name, DTYPE_OF_NAME.get(dtype))
+    ]
+    if unsupported:
+        raise InputError(
+            f"{path}: {first_few(unsupported)}: expected floating-point numbers; dequantize the "
+            "model first"
+        )
+    return {
+        name: torch.empty(shape, dtype=DTYPE_OF_NAME[dtype], device="meta")
+        for name, (shape, dtype) in header.items()
+    }
+
+
+def _is_supported(name: str, dtype: torch.dtype | None) -> bool:
+    if dtype is None:
+        return False
+    return dtype.is_floating_point or any(family.names.is_constant(name) for family in FAMILIES)

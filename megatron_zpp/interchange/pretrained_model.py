@@ -1,0 +1,79 @@
+"""A run that starts from a pretrained model: the model's shape, its tokenizer, its weights."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_model
+from megatron_zpp.interchange.gguf import SUFFIX
+from megatron_zpp.interchange.open_model import OpenedModel, open_model
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.settings.config import Config, DataConfig, TokenizerConfig
+from zeropp import InputError
+
+log = logging.getLogger("megatron_zpp")
+
+
+def with_initial_model(config: Config) -> tuple[Config, OpenedModel | None]:
+    """Return `config` with the shape of the model that its flags name, and that model if opened.
+
+    `--use-checkpoint-args` takes the shape from `--load`; `--pretrained-checkpoint` opens a model,
+    and takes its shape and its tokenizer. The sequence length stays as the flags set it; the path
+    of the checkpoint that was opened is recorded. Raises InputError for a model that cannot be
+    opened, for sequences longer than its positions, without data to tokenize for it, and for a run
+    that would save into the same folder.
+    """
+    if config.checkpoint.use_checkpoint_args:
+        config = with_checkpoint_model(config)
+    folder = config.lora.pretrained_checkpoint
+    if folder is None:
+        return config, None
+    save = config.checkpoint.save
+    if save is not None and Path(save).resolve() == Path(folder).resolve():
+        raise InputError(
+            f"--save {save} is the folder of --pretrained-checkpoint, where a newer checkpoint "
+            "would replace the pretrained one: save to another folder"
+        )
+    if Path(folder).suffix == SUFFIX:
+        raise InputError(
+            f"--pretrained-checkpoint {folder}: import it first, once for all ranks: "
+            f"tools/convert_hf.py --from-hf {folder} --save FOLDER"
+        )
+    _require_data(config.data, folder)
+    has_tokenizer_flags = config.tokenizer != TokenizerConfig()
+    opened = open_model(folder, config.tokenizer if has_tokenizer_flags else None)
+    seq_length, num_positions = config.model.seq_length, opened.config.num_positions
+    if seq_length > num_positions:
+        raise InputError(
+            f"--seq-length {seq_length} is more than the {num_positions} positions of the model in "
+            f"{folder}"
+        )
+    size = f"{opened.config.num_layers} layers, hidden size {opened.config.hidden_size}"
+    log.info("%s: %s, %s", opened.path, size, opened.tokenizer.name)
+    model = replace(opened.config, seq_length=seq_length)
+    lora = replace(config.lora, pretrained_checkpoint=str(opened.path.resolve()))
+    config = replace(config, model=model, tokenizer=opened.tokenizer_config, lora=lora)
+    return config, opened
+
+
+def lora_summary(config: Config, model: GPT) -> list[tuple[str, str]]:
+    """Return a (name, text) row for the summary of a LoRA run; empty for any other run."""
+    lora = config.lora
+    if not lora.lora_rank:
+        return []
+    num_trained = model.num_parameters(trained_only=True)
+    text = (
+        f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}: {num_trained:,} parameters are trained"
+    )
+    if config.zero.stores_frozen:
+        bits = config.zero.zeropp.nontrainable_weight_bits
+        text += f"\nthe frozen weights are stored and gathered as INT{bits} (MixZ++)"
+    return [("LoRA", text)]
+
+
+def _require_data(data: DataConfig, folder: str) -> None:
+    if not data.names_data:
+        raise InputError(
+            f"--pretrained-checkpoint {folder} needs text for the model's tokenizer: give "
+            "--data-path with .jsonl files or the output of tools/preprocess_data.py"
+        )

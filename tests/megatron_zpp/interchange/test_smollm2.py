@@ -1,0 +1,119 @@
+"""A real pretrained model, SmolLM2-135M: imported, compared with Hugging Face, and exported.
+
+Needs the 98 MB that `make smollm2` downloads; skipped without them.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from megatron_zpp.interchange.conversion import export_model, import_model
+from megatron_zpp.interchange.open_model import OpenedModel, load_model, open_model
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.lora import initialize_adapters, is_adapter
+from megatron_zpp.model.part import Part
+from megatron_zpp.settings.config import LoraConfig
+from tests.documents import ROOT
+from tests.zeropp.lora_model import with_quantized_weights
+from tools.fetch_smollm2 import NAME
+
+FILE = ROOT / "runs" / "models" / NAME
+TEXT = ROOT / "LICENSE"
+TOKENS, NEW_TOKENS = 1024, 64
+# Logits reach 43, and fp32 differs from fp64 by 8 to 13e-5. Both models compute in the same order,
+# so usually no logit differs; but a library may multiply matrices of other shapes in another order.
+CLOSE = 1e-4
+
+pytestmark = pytest.mark.skipif(not FILE.exists(), reason="make smollm2 fetches the model")
+
+
+@pytest.fixture(scope="module")
+def theirs() -> PreTrainedModel:
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    file = {"pretrained_model_name_or_path": FILE.parent, "gguf_file": FILE.name}
+    return AutoModelForCausalLM.from_pretrained(**file, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def imported(theirs: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
+    return import_model(FILE, tmp_path_factory.mktemp("smollm2") / "save")
+
+
+@pytest.fixture(scope="module")
+def ours(imported: OpenedModel) -> Iterator[GPT]:
+    model, _ = load_model(imported.path)
+    with torch.no_grad():
+        yield model
+
+
+@pytest.fixture(scope="module")
+def tokens(imported: OpenedModel) -> Tensor:
+    ids = imported.tokenizer.encode(TEXT.read_text())
+    return torch.tensor([ids[:TOKENS]])
+
+
+def test_logits(ours: GPT, theirs: PreTrainedModel, tokens: Tensor) -> None:
+    assert tokens.shape == (1, TOKENS)
+    difference = ours(tokens).sub_(theirs(tokens).logits).abs_()
+    assert difference.shape == (1, TOKENS, 49152)
+    assert difference.max() < CLOSE
+
+
+def test_greedy_text(
+    ours: GPT, theirs: PreTrainedModel, imported: OpenedModel, tokens: Tensor
+) -> None:
+    """Ours predicts each next token of the text that theirs generates, so it generates the same."""
+    prompt = tokens[:, :40]
+    text = theirs.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
+    assert text.shape == (1, 40 + NEW_TOKENS)
+    assert ours(text)[:, 39:-1].argmax(-1).tolist() == text[:, 40:].tolist()
+    assert imported.tokenizer.decode(text[0].tolist()).startswith(TEXT.read_text()[:60])
+
+
+def test_export(imported: OpenedModel, theirs: PreTrainedModel, tmp_path: Path) -> None:
+    export_model(imported, tmp_path)
+    tensors, expected = load_file(tmp_path / "model.safetensors"), theirs.state_dict()
+    assert expected.keys() - tensors.keys() == {"lm_head.weight"}  # tied
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+    text = TEXT.read_text()[:2000]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer(text)["input_ids"] == imported.tokenizer.encode(text)
+    assert tokenizer.chat_template
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
+
+
+def test_int8_weights_change_the_loss_by_less_than_half_a_percent() -> None:
+    """Loss and gradients of the adapters on real text, with weights as four ranks store them."""
+    opened = open_model(FILE)
+    lora = LoraConfig(lora_rank=8, pretrained_checkpoint="m")
+    model = GPT(opened.config, opened.tokenizer.vocab_size, Part(lora=lora)).eval()
+    opened.fill(model)
+    tokenizer = opened.tokenizer
+    initialize_adapters(model, 1)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name) and not parameter.any():
+                parameter.normal_(0, 0.01)  # with B = 0, A would have no gradient
+    text = torch.tensor([tokenizer.encode(TEXT.read_text())[: 256 + 1]])
+    loss, gradient = loss_and_gradient(model, text)
+    int8_loss, int8_gradient = loss_and_gradient(with_quantized_weights(model, num_ranks=4), text)
+    assert abs(int8_loss - loss) < 0.005 * loss
+    assert torch.cosine_similarity(int8_gradient, gradient, dim=0) > 0.99
+
+
+def loss_and_gradient(model: GPT, text: Tensor) -> tuple[float, Tensor]:
+    with torch.enable_grad():  # the fixture `ours` disables it
+        loss = model(text[:, :-1], text[:, 1:].contiguous())
+    loss.backward()
+    gradients = [
+        parameter.grad.flatten() for parameter in model.parameters() if parameter.requires_grad
+    ]
+    return loss.item(), torch.cat(gradients)
