@@ -28,7 +28,7 @@ from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.arguments import parse
 from zeropp.optim.step import local_part
 from zeropp.quant.ops import quantize, reduce_dequantize, reduce_quantize
-from zeropp.quant.packing import BLOCK, Layout
+from zeropp.quant.packing import BLOCK, RowLayout
 from zeropp.ranks.topology import Environment
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -155,7 +155,9 @@ def two_hops(bits: tuple[int, int], ranks: Sequence[Tensors]) -> dict:
     wire = torch.bfloat16
     for values in zip(*ranks, strict=True):
         rows = torch.stack(values)
-        first, second = (Layout(sizes=(rows.shape[1],), bits=(width,), wire=wire) for width in bits)
+        first, second = (
+            RowLayout(sizes=(rows.shape[1],), bits=(width,), wire=wire) for width in bits
+        )
         packed = quantize(rows, first).split(RANKS_PER_NODE)
         sums = [reduce_quantize(node, first, second, terms=RANKS_PER_NODE) for node in packed]
         total = torch.empty(rows.shape[1])

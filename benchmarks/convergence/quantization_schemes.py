@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from zeropp.quant.ops import dequantize, quantize
-from zeropp.quant.packing import Layout
+from zeropp.quant.packing import RowLayout
 
 SHRINK = 0.95
 CODES = ("symmetric", "clipped", "signed", "shrunk", "half-step")
@@ -92,7 +92,7 @@ class Scheme:
 
 def zeropp_round_trip(values: Tensor, bits: int) -> Tensor:
     """Quantize and dequantize `values` (n,) with the ops of zeropp."""
-    layout = Layout(sizes=(len(values),), bits=(bits,), wire=torch.float32)
+    layout = RowLayout(sizes=(len(values),), bits=(bits,), wire=torch.float32)
     out = torch.empty(1, len(values))
     dequantize(quantize(values[None], layout), out, layout)
     return out[0]

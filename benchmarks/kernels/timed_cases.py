@@ -15,7 +15,7 @@ from zeropp.quant import code_step_reference, reference
 from zeropp.quant.code_step_ops import StepBackend
 from zeropp.quant.code_steps import REACHES, StepLayout
 from zeropp.quant.ops import Backend
-from zeropp.quant.packing import RAW, Layout
+from zeropp.quant.packing import RAW, RowLayout
 
 ROWS = 8  # ranks that a gradient is cut for
 SEED = 7
@@ -54,7 +54,7 @@ def cases(backend: Backend, elements: int, device: torch.device) -> Iterator[Cas
     fp32 = torch.randn(ROWS, columns, generator=generator, device=device)
     bf16 = fp32.to(torch.bfloat16)
     int8, int4, int3 = (
-        Layout(sizes=(columns,), bits=(bits,), wire=torch.bfloat16) for bits in (8, 4, 3)
+        RowLayout(sizes=(columns,), bits=(bits,), wire=torch.bfloat16) for bits in (8, 4, 3)
     )
     yield _quantize(backend, "bf16 -> INT8", bf16, int8)
     yield _quantize(backend, "bf16 -> INT8, 12 segments", bf16, block_layout(columns))
@@ -75,7 +75,7 @@ def code_step_cases(backend: StepBackend, elements: int, device: torch.device) -
     columns = elements // ROWS
     generator = torch.Generator(device).manual_seed(SEED)
     weights, change = torch.randn(2, ROWS, columns, generator=generator, device=device)
-    layout = Layout(sizes=(columns,), bits=(8,), wire=torch.bfloat16)
+    layout = RowLayout(sizes=(columns,), bits=(8,), wire=torch.bfloat16)
     packed = torch.empty(ROWS, layout.packed_bytes, dtype=torch.uint8, device=device)
     reference.quantize(weights, packed, layout.table, 1)
     moved = weights + MOVED * change
@@ -86,26 +86,26 @@ def code_step_cases(backend: StepBackend, elements: int, device: torch.device) -
         yield _apply_code_steps(backend, moved, packed, message)
 
 
-def block_layout(columns: int) -> Layout:
+def block_layout(columns: int) -> RowLayout:
     """The 12 parameters of a GPT-2 block in a row of `columns`: INT8 matrices, raw vectors."""
     vector = math.isqrt(columns // sum(MATRICES))
     unit = (columns - VECTORS * vector) // sum(MATRICES)
     sizes = [count * unit for count in MATRICES]
     sizes[-1] += columns - VECTORS * vector - sum(sizes)
-    return Layout(
+    return RowLayout(
         sizes=(*sizes, *(VECTORS * (vector,))),
         bits=(*(len(sizes) * (8,)), *(VECTORS * (RAW,))),
         wire=torch.bfloat16,
     )
 
 
-def _packed(backend: Backend, rows: Tensor, layout: Layout) -> Tensor:
+def _packed(backend: Backend, rows: Tensor, layout: RowLayout) -> Tensor:
     packed = rows.new_empty((len(rows), layout.packed_bytes), dtype=torch.uint8)
     backend.quantize(rows, packed, layout.table, 1)
     return packed
 
 
-def _quantize(backend: Backend, name: str, rows: Tensor, layout: Layout, fold: int = 1) -> Case:
+def _quantize(backend: Backend, name: str, rows: Tensor, layout: RowLayout, fold: int = 1) -> Case:
     packed = torch.ones(ROWS, layout.packed_bytes, dtype=torch.uint8, device=rows.device)
 
     def expected(rows: Tensor) -> tuple[Tensor, ...]:
@@ -122,7 +122,7 @@ def _quantize(backend: Backend, name: str, rows: Tensor, layout: Layout, fold: i
     )  # fmt: skip
 
 
-def _dequantize(backend: Backend, name: str, rows: Tensor, layout: Layout) -> Case:
+def _dequantize(backend: Backend, name: str, rows: Tensor, layout: RowLayout) -> Case:
     packed, out = _packed(backend, rows, layout), torch.ones_like(rows)
 
     def expected(packed: Tensor) -> tuple[Tensor, ...]:
@@ -138,7 +138,7 @@ def _dequantize(backend: Backend, name: str, rows: Tensor, layout: Layout) -> Ca
 
 
 def _reduce_quantize(
-    backend: Backend, packed: Tensor, layout: Layout, layout_out: Layout, terms: int
+    backend: Backend, packed: Tensor, layout: RowLayout, layout_out: RowLayout, terms: int
 ) -> Case:
     shape = (ROWS // terms, layout_out.packed_bytes)
     reduced = torch.ones(shape, dtype=torch.uint8, device=packed.device)
@@ -158,7 +158,7 @@ def _reduce_quantize(
     )  # fmt: skip
 
 
-def _reduce_dequantize(backend: Backend, packed: Tensor, layout: Layout) -> Case:
+def _reduce_dequantize(backend: Backend, packed: Tensor, layout: RowLayout) -> Case:
     out = torch.ones(layout.elements, device=packed.device)
 
     def expected(packed: Tensor) -> tuple[Tensor, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron_zpp.planner.timing.links import Hop
+from megatron_zpp.planner.timing.links import HopTime
 from megatron_zpp.planner.timing.timeline import Collective, Streams, UnitWork
 from zeropp.fsdp_adapter import AHEAD
 
@@ -30,7 +30,9 @@ class Host(Streams):
 
     def __init__(self, blocks: Sequence[UnitWork], root: UnitWork) -> None:
         super().__init__(blocks, root)
-        self._running: list[tuple[float, tuple[Hop, ...]]] = []  # end of a hop, and hops to come
+        self._running: list[
+            tuple[float, tuple[HopTime, ...]]
+        ] = []  # end of a hop, and hops to come
 
     def _issue(self, unit: int, gather: Collective) -> None:
         if unit not in self._arrivals and gather.hops:

@@ -18,7 +18,7 @@ from benchmarks.plan.cells import CheckedSet, Prediction, log_squares, read_cell
 from benchmarks.plan.cpu_steps import Blocking, Host
 from benchmarks.shared.zero_json import zero_json
 from megatron_zpp.planner.planned_run import PlannedRun, plan_run
-from megatron_zpp.planner.timing.links import Hop, Message
+from megatron_zpp.planner.timing.links import HopTime, Message
 from megatron_zpp.planner.timing.messages import UnitMessages, unit_messages
 from megatron_zpp.planner.timing.timeline import Collective, UnitWork, step_seconds
 from megatron_zpp.settings.arguments import parse
@@ -117,7 +117,7 @@ class Work:
             cores = cost.seconds(copied, NODES * far if rate else 0.0)
             link = far * HEADERS / rate if rate else 0.0
             wait = 0.0 if self.blocks else SLICE * (hop.near_hops + hop.far_hops)
-            timed.append(Hop(0.0, max(link, cores) + wait))
+            timed.append(HopTime(0.0, max(link, cores) + wait))
             on_cores += cores
         return Collective(tuple(timed), 0.0 if self.blocks else on_cores)
 

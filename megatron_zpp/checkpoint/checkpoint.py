@@ -19,8 +19,8 @@ from torch import nn
 from megatron_zpp.checkpoint import manifest
 from megatron_zpp.checkpoint.iteration_folders import (
     ALL_STAY,
-    LastSteps,
     Retention,
+    RunSaveHooks,
     candidates,
     checkpoint_folder,
     checkpoint_name,
@@ -90,7 +90,7 @@ def save(
     with fail_together():
         state = replace(state, optimizer_saved=optimizer is not None and save_optimizer)
         tensors = state_to_save(model, optimizer, with_optimizer_state=state.optimizer_saved)
-        last_steps = LastSteps(
+        hooks = RunSaveHooks(
             checkpoints=checkpoints,
             iteration=state.iteration,
             state_text=state_text(state),
@@ -98,10 +98,10 @@ def save(
         )
     tensors = name_by_rank(tensors, names_elsewhere(model)) | codes_to_save(model)
     if writer is None:
-        with _new_checkpoint(tensors, last_steps) as partial:
+        with _new_checkpoint(tensors, hooks) as partial:
             write_shards(partial, tensors)
         if rank() == 0:
-            for note in last_steps.after_publication():
+            for note in hooks.after_publication():
                 log.log(note.level, note.text)
     else:
         writer.save(
@@ -109,7 +109,7 @@ def save(
             checkpoint_name(state.iteration),
             tensors,
             pointer_text=_pointer_text(state.iteration),
-            last_steps=last_steps,
+            hooks=hooks,
         )
     return checkpoints.path / checkpoint_name(state.iteration)
 
@@ -127,12 +127,12 @@ def save_weights(
     if adam is not None:
         tensors |= {OPTIMIZER + name: tensor for name, tensor in adam.facts().items()}
     with hold_folder(Path(folder), "--save", is_first_on_machine=True) as lock:
-        last_steps = LastSteps(
+        hooks = RunSaveHooks(
             checkpoints=checkpoint_folder(Path(folder), lock),
             iteration=state.iteration,
             state_text=state_text(state),
         )
-        with _new_checkpoint(tensors, last_steps) as partial:
+        with _new_checkpoint(tensors, hooks) as partial:
             write_one_by_one(partial, tensors, lambda name: _read_from(name, weights, adam))
     return Path(folder) / checkpoint_name(state.iteration)
 
@@ -252,19 +252,19 @@ def damage(path: Path, *, verify: bool = True) -> str | None:
 
 
 @contextmanager
-def _new_checkpoint(tensors: Mapping[str, torch.Tensor], last_steps: LastSteps) -> Iterator[Path]:
+def _new_checkpoint(tensors: Mapping[str, torch.Tensor], hooks: RunSaveHooks) -> Iterator[Path]:
     """Yield the folder for the tensors' files; then add the other files and publish it."""
     with new_checkpoint(
-        last_steps.checkpoints,
-        checkpoint_name(last_steps.iteration),
+        hooks.checkpoints,
+        checkpoint_name(hooks.iteration),
         sum(tensor.nbytes for tensor in tensors.values()),
-        pointer_text=_pointer_text(last_steps.iteration),
+        pointer_text=_pointer_text(hooks.iteration),
     ) as partial:
         yield partial
-        _add_last_files(partial, last_steps)
+        _add_last_files(partial, hooks)
 
 
-def _add_last_files(partial: Path, last_steps: LastSteps) -> None:
+def _add_last_files(partial: Path, hooks: RunSaveHooks) -> None:
     """Write state.json and, as the last file, the manifest of all ranks' files."""
     with fail_together():
         paths = list(partial.glob(f"__{rank()}_*"))
@@ -275,7 +275,7 @@ def _add_last_files(partial: Path, last_steps: LastSteps) -> None:
     with fail_together():
         if rank() == 0:
             require_visible(partial, entries)
-            last_steps.add_last_files(partial, entries)
+            hooks.add_last_files(partial, entries)
 
 
 def _pointer_text(iteration: int) -> str:

@@ -15,22 +15,22 @@ from pathlib import Path
 from megatron_zpp.checkpoint.manifest import MANIFEST, DamagedError, read_manifest, write_manifest
 from megatron_zpp.checkpoint.training_state import STATE
 from zeropp.atomic import write_atomically
+from zeropp.checkpoint.checkpoint_formats import FormatKind, find_format, foreign_error, format_of
 from zeropp.checkpoint.checksums import FileEntry, file_entry
 from zeropp.checkpoint.complete_or_absent import CheckpointFolder
 from zeropp.checkpoint.folder_lock import FolderLock
-from zeropp.checkpoint.foreign_layouts import LayoutKind, find_layout, foreign_error, layout_of
 from zeropp.checkpoint.writer_process import Note
 from zeropp.errors import InputError
 
 IMPORT = "tools/convert_hf.py --from-hf FOLDER --save OTHER imports a Hugging Face folder"
 # What tools/convert_hf.py --from-checkpoint reads.
 IMPORTED_KINDS = (
-    LayoutKind.TORCH_DIST,
-    LayoutKind.MEGATRON_RANKS,
-    LayoutKind.ZERO,
-    LayoutKind.DEEPSPEED,
-    LayoutKind.UNIVERSAL,
-    LayoutKind.SHARDS,
+    FormatKind.TORCH_DIST,
+    FormatKind.MEGATRON_RANKS,
+    FormatKind.ZERO,
+    FormatKind.DEEPSPEED,
+    FormatKind.UNIVERSAL,
+    FormatKind.SHARDS,
 )
 POINTER = "latest_checkpointed_iteration.txt"
 _NAME = re.compile(r"iter_(\d{7,})|\.iter_(\d{7,})\.replaced")
@@ -80,7 +80,7 @@ ALL_STAY = Retention()
 
 
 @dataclass(frozen=True, kw_only=True)
-class LastSteps:
+class RunSaveHooks:
     """What rank 0, or its process for asynchronous saves, does when the tensors are written.
 
     state_text: the content of state.json.
@@ -154,16 +154,16 @@ def require_own(folder: Path, checkpoints: Sequence[Path], flag: str) -> None:
         path = checkpoints[0]
         if (path / MANIFEST).exists() or (path / STATE).exists():
             return
-        layout = layout_of(path)
+        found = format_of(path)
     else:
-        path, layout = find_layout(folder) or (folder, None)
-    if layout is not None and layout.kind in IMPORTED_KINDS:
+        path, found = find_format(folder) or (folder, None)
+    if found is not None and found.kind in IMPORTED_KINDS:
         raise InputError(
-            f"{flag} {folder}: {path} is {layout.name}, which cannot be loaded here as it is: "
+            f"{flag} {folder}: {path} is {found.name}, which cannot be loaded here as it is: "
             f"tools/convert_hf.py --from-checkpoint {path} --save OTHER imports it"
         )
-    if layout is not None:
-        raise foreign_error(path, layout, f"{flag} {folder}", IMPORT)
+    if found is not None:
+        raise foreign_error(path, found, f"{flag} {folder}", IMPORT)
 
 
 def prune(checkpoints: CheckpointFolder, iteration: int, keep: Retention) -> list[Path]:

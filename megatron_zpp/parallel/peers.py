@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.wire.link import ALL_GATHER, traced
+from zeropp.wire.communicator import ALL_GATHER, traced
 from zeropp.wire.route import Hop
 from zeropp.wire.traffic import Traffic
 

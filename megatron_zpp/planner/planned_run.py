@@ -15,9 +15,9 @@ from megatron_zpp.planner.parts.meta_model import META, MetaModel
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.schedule import Schedules
-from zeropp.fsdp_adapter import Piece
+from zeropp.fsdp_adapter import ShardSpec
 from zeropp.optim.offload import HOST, master_devices
-from zeropp.sharding.plan import DataAxis, Plan, UnitPlan, piece_of
+from zeropp.sharding.plan import DataAxis, Plan, UnitPlan, spec_of
 from zeropp.wire.collectives import gradient_layouts, weight_layout
 from zeropp.wire.route import Nodes
 
@@ -157,7 +157,7 @@ class PlannedRun:
 
     def shard_size(self, parameter: nn.Parameter) -> int:
         """Return the elements of this rank's padded shard of a parameter."""
-        return piece_of(parameter, self.num_shards).elements
+        return spec_of(parameter, self.num_shards).elements
 
     @property
     def recompute_group(self) -> int:
@@ -189,34 +189,34 @@ class PlannedRun:
         """
         if self.config.zero.offloads_weights and not self.is_cpu:
             return 0
-        pieces = [piece for unit in self.plan.units for piece in unit.pieces]
-        encoded = [piece.elements for piece in pieces if piece.packed_bytes]
+        specs = [spec for unit in self.plan.units for spec in unit.specs]
+        encoded = [spec.elements for spec in specs if spec.packed_bytes]
         temporary_elements = max(encoded, default=0)
         if self.is_cpu:
             temporary_elements += max(parameter.numel() for parameter in self.parameters)
         elif self.offloads:
-            pieces = [piece for piece in pieces if not piece.trainable]
-        return _stored_bytes(pieces) + FP32_BYTES * temporary_elements
+            specs = [spec for spec in specs if not spec.trainable]
+        return _stored_bytes(specs) + FP32_BYTES * temporary_elements
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """Return the blocks and then the root of each stage, each including its adapters."""
         units, subunits = [], iter(self.plan.units)
         for count in self.subunits:
-            pieces = []
+            specs = []
             for _ in range(count):
-                pieces += next(subunits).pieces
-            units.append(self._unit(pieces))
+                specs += next(subunits).specs
+            units.append(self._unit(specs))
         return tuple(units)
 
-    def _unit(self, pieces: Sequence[Piece]) -> Unit:
+    def _unit(self, specs: Sequence[ShardSpec]) -> Unit:
         itemsize, num_shards = self.compute_dtype.itemsize, self.num_shards
-        trainable = [piece for piece in pieces if piece.trainable]
-        trained = sum(piece.elements for piece in trainable)
-        codes = sum(piece.packed_bytes for piece in pieces)
-        row = sum(piece.packed_bytes or itemsize * piece.elements for piece in pieces)
+        trainable = [spec for spec in specs if spec.trainable]
+        trained = sum(spec.elements for spec in trainable)
+        codes = sum(spec.packed_bytes for spec in specs)
+        row = sum(spec.packed_bytes or itemsize * spec.elements for spec in specs)
         route = self.axis.weights
-        packed_row = row if codes else weight_layout(pieces, route, self.compute_dtype).packed_bytes
+        packed_row = row if codes else weight_layout(specs, route, self.compute_dtype).packed_bytes
         if route.is_flat:
             packed_rows = 0
         elif route.keeps:
@@ -226,8 +226,8 @@ class PlannedRun:
         has_secondary_copy = route.keeps and self.stage
         return Unit(
             trained=trained,
-            frozen=_stored_bytes(pieces) - FP32_BYTES * trained,
-            gathered=num_shards * (itemsize * sum(piece.elements for piece in pieces) + codes),
+            frozen=_stored_bytes(specs) - FP32_BYTES * trained,
+            gathered=num_shards * (itemsize * sum(spec.elements for spec in specs) + codes),
             gradient=num_shards * trained * itemsize,
             fp32_gradient=num_shards * trained * FP32_BYTES,
             gather_buffer=num_shards * row,
@@ -236,7 +236,7 @@ class PlannedRun:
             hop_buffers=self._hop_buffers(trainable),
         )
 
-    def _hop_buffers(self, trainable: Sequence[Piece]) -> tuple[int, ...]:
+    def _hop_buffers(self, trainable: Sequence[ShardSpec]) -> tuple[int, ...]:
         """Return the bytes that each hop of a gradient reduction sends and receives."""
         if self.num_shards == 1 or not trainable:
             return ()
@@ -277,7 +277,7 @@ def plan_run(
     num_shards = 1 if zero.stage == 0 else data_nodes.num_ranks
     bits = zero.zeropp.nontrainable_weight_bits if zero.stores_frozen else None
     like = UnitPlan(
-        pieces=(),
+        specs=(),
         axis=DataAxis.of(zero, data_nodes),
         dtype=getattr(torch, zero.compute_format),
         wire_dtype=getattr(torch, zero.wire_format),
@@ -288,9 +288,9 @@ def plan_run(
         subunits += [len(unit) for unit in (*blocks, root)]
         for unit in (*blocks, root):
             for parameters in unit:
-                pieces = tuple(piece_of(each, num_shards, bits) for each in parameters)
+                specs = tuple(spec_of(each, num_shards, bits) for each in parameters)
                 regathers = zero.stage == 3 and unit is not root
-                planned.append(replace(like, pieces=pieces, regathers=regathers))
+                planned.append(replace(like, specs=specs, regathers=regathers))
         planned[-1] = replace(planned[-1], is_root=True)
     plan = Plan(
         stage=zero.stage,
@@ -322,6 +322,6 @@ def plan_places(
     ]
 
 
-def _stored_bytes(pieces: Sequence[Piece]) -> int:
+def _stored_bytes(specs: Sequence[ShardSpec]) -> int:
     """Return the bytes of shards that are stored as codes or in fp32."""
-    return sum(piece.packed_bytes or FP32_BYTES * piece.elements for piece in pieces)
+    return sum(spec.packed_bytes or FP32_BYTES * spec.elements for spec in specs)

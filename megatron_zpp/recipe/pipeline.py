@@ -20,7 +20,7 @@ from megatron_zpp.model.cache import KeyValueCache
 from megatron_zpp.model.gpt import GPT, Blocks
 from megatron_zpp.parallel.collectives import sum_whole
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.parallel.pipeline_links import Message, connect
+from megatron_zpp.parallel.pipeline_channels import Transfer, connect
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
 from zeropp import Sharding
 from zeropp.optim.step import gradient_parts
@@ -34,7 +34,7 @@ class InFlight:
 
     received: Tensor | None
     output: Tensor
-    sent: Message | None
+    sent: Transfer | None
 
 
 @dataclass(kw_only=True)
@@ -89,10 +89,10 @@ class Pipeline(nn.Module):
         self._adopt(whole)
         own = {name for name, _ in self.named_parameters()}
         self.names_elsewhere = frozenset(dict(whole.named_parameters())) - own
-        self.links = connect(ranks, is_ring=len(self.stages) > 1)
+        self.channels = connect(ranks, is_ring=len(self.stages) > 1)
         is_end = self.roots[0].part.is_first or self.roots[-1].part.is_last
         self.ties_ends = whole.head is None and is_end and whole.tokens.weight.requires_grad
-        self._sent: Message | None = None  # the last one that nobody waits for elsewhere
+        self._sent: Transfer | None = None  # the last one that nobody waits for elsewhere
 
     def forward_backward(
         self, samples: Iterator[tuple[int, Batch]], scales: Sequence[float | Tensor],
@@ -132,12 +132,12 @@ class Pipeline(nn.Module):
             received = None
             if not root.part.is_first:
                 shape = self._shape(tokens, splits=labels is not None)
-                link = self.links.activations_in
-                received = link.expect(shape, self._dtype, self._ranks.device).wait()
+                channel = self.channels.activations_in
+                received = channel.expect(shape, self._dtype, self._ranks.device).wait()
             output = root(tokens, labels, loss_mask, position_ids, edges, cache, received)
             if not root.part.is_last:
                 self._await_sent()
-                self._sent = self.links.activations_out.send(output)
+                self._sent = self.channels.activations_out.send(output)
         if labels is None:
             return self._logits_of_last(output, tokens, cache)
         return output if root.part.is_last else output.new_zeros((), dtype=torch.float32)
@@ -174,12 +174,12 @@ class Pipeline(nn.Module):
                 layer: root.blocks[layer] for root in self.roots for layer in root.part.layers
             })  # fmt: skip
 
-    def _expect(self, step: Step, each: Pass) -> Message | None:
+    def _expect(self, step: Step, each: Pass) -> Transfer | None:
         """Begin to receive what a pass needs of the rank before or after this one."""
-        part, links = self.roots[each.chunk].part, self.links
-        link = links.activations_in if each.is_forward else links.gradients_in
+        part, channels = self.roots[each.chunk].part, self.channels
+        channel = channels.activations_in if each.is_forward else channels.gradients_in
         is_end = part.is_first if each.is_forward else part.is_last
-        return None if is_end else link.expect(step.shape, self._dtype, self._ranks.device)
+        return None if is_end else channel.expect(step.shape, self._dtype, self._ranks.device)
 
     def _forward(self, step: Step, each: Pass, received: Tensor | None) -> None:
         root = self.roots[each.chunk]
@@ -194,7 +194,7 @@ class Pipeline(nn.Module):
             step.losses.append(output.detach())
             output = output * step.scales[each.micro_batch]
         else:
-            sent = self.links.activations_out.send(output)
+            sent = self.channels.activations_out.send(output)
         step.in_flight[each.chunk, each.micro_batch] = InFlight(
             received=received, output=output, sent=sent
         )
@@ -208,7 +208,7 @@ class Pipeline(nn.Module):
         entry.output.backward(gradient)
         if entry.received is not None:
             self._await_sent()
-            self._sent = self.links.gradients_out.send(entry.received.grad)
+            self._sent = self.channels.gradients_out.send(entry.received.grad)
 
     def _shape(self, tokens: Tensor, *, splits: bool) -> tuple[int, ...]:
         """Return the shape of what a stage returns for tokens [B, S], of which it may have rows."""

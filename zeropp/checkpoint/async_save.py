@@ -30,8 +30,8 @@ from zeropp.checkpoint.writer_process import (
     Abort,
     AllWritten,
     Job,
-    LastSteps,
     Published,
+    SaveHooks,
     Written,
 )
 from zeropp.errors import InputError
@@ -92,7 +92,7 @@ class AsyncWriter(AbstractContextManager):
         tensors: Mapping[str, Tensor],
         *,
         pointer_text: str | None,
-        last_steps: LastSteps,
+        hooks: SaveHooks,
     ) -> None:
         """Copy `tensors` and let them be written as checkpoint `name`; all ranks call it.
 
@@ -113,7 +113,7 @@ class AsyncWriter(AbstractContextManager):
             name=name,
             pointer_text=pointer_text,
             files=self._memory.extents,
-            last_steps=last_steps if rank() == 0 else None,
+            hooks=hooks if rank() == 0 else None,
         )
         self._save = _Save(checkpoints, name, num_bytes)
         self._reports.clear()

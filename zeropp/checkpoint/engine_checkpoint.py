@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from zeropp.atomic import write_atomically
+from zeropp.checkpoint.checkpoint_formats import find_format, foreign_error
 from zeropp.checkpoint.complete_or_absent import CheckpointFolder
-from zeropp.checkpoint.foreign_layouts import find_layout, foreign_error
 from zeropp.checkpoint.kept_codes import codes_to_save
 from zeropp.checkpoint.rank_values import name_by_rank
 from zeropp.checkpoint.shard_files import (
@@ -141,7 +141,7 @@ def _find(folder: Path, tag: str | None) -> Path:
 
 def _require_own(folder: Path, tag: str | None) -> None:
     """Raise InputError, with what it is, for a checkpoint of another program."""
-    foreign = find_layout(folder if tag is None else folder / tag)
+    foreign = find_format(folder if tag is None else folder / tag)
     if foreign is not None:
         raise foreign_error(*foreign, f"load_checkpoint of {folder}", IMPORT)
 

@@ -63,7 +63,7 @@ class _Unit(NamedTuple):
     def record(self, *, is_outdated: bool) -> _Record:
         """Return what this rank would save of the unit now."""
         dtype, _ = fsdp.dtypes_of(self.module)
-        layout = weight_layout(fsdp.own_pieces(self.module), self.gather.route, dtype)
+        layout = weight_layout(fsdp.own_specs(self.module), self.gather.route, dtype)
         shards = [
             (tuple(each.shape), repr(each.placements), _numbers(each.device_mesh.mesh.flatten()))
             for each in fsdp.shards(self.module)
@@ -174,7 +174,7 @@ def _units(model: nn.Module) -> dict[str, _Unit]:
     units = {}
     for prefix, root in _roots(model):
         for name, module in root.named_modules(prefix=prefix):
-            if isinstance(module, fsdp.FSDPModule) and fsdp.own_pieces(module):
+            if isinstance(module, fsdp.FSDPModule) and fsdp.own_specs(module):
                 gather = fsdp.collectives_of(module).all_gather
                 if isinstance(gather, WeightGather) and gather.copies and gather.copies.steps:
                     units[name] = _Unit(module, gather)

@@ -45,7 +45,7 @@ class Note(NamedTuple):
     text: str
 
 
-class LastSteps(Protocol):
+class SaveHooks(Protocol):
     """What rank 0's process does beside publishing; pickled, and imported without torch."""
 
     def add_last_files(self, partial: Path, entries: Entries) -> None:
@@ -57,7 +57,7 @@ class LastSteps(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One rank's part of one checkpoint. Only rank 0 has `last_steps`."""
+    """One rank's part of one checkpoint. Only rank 0 has `hooks`."""
 
     rank: int
     num_ranks: int
@@ -65,7 +65,7 @@ class Job:
     name: str
     pointer_text: str | None
     files: Mapping[str, Extent]
-    last_steps: LastSteps | None
+    hooks: SaveHooks | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +117,10 @@ def perform(job: Job, memory_descriptor: int, connection: Connection) -> None:
     except Exception as error:  # noqa: BLE001  (raised by the rank)
         written = Written(error=picklable(error))
     connection.send(written)
-    if job.last_steps is None or written.error is not None:
+    if job.hooks is None or written.error is not None:
         return
     try:
-        published = Published(notes=tuple(_publish(job, job.last_steps, connection)))
+        published = Published(notes=tuple(_publish(job, job.hooks, connection)))
     except EOFError:  # the rank is gone
         raise
     except Exception as error:  # noqa: BLE001  (raised by the rank)
@@ -150,15 +150,15 @@ def _write_file(path: Path, memory_descriptor: int, extent: Extent) -> FileEntry
     return FileEntry(extent.bytes, checksum.hexdigest())
 
 
-def _publish(job: Job, last_steps: LastSteps, connection: Connection) -> list[Note]:
+def _publish(job: Job, hooks: SaveHooks, connection: Connection) -> list[Note]:
     partial = job.checkpoints.partial(job.name)
     entries = _entries_of_all_ranks(job, partial, connection)
     require_visible(partial, entries)
     for rank in range(job.num_ranks):
         _written(partial, rank).unlink(missing_ok=True)
-    last_steps.add_last_files(partial, entries)
+    hooks.add_last_files(partial, entries)
     job.checkpoints.publish(job.name, job.pointer_text)
-    return last_steps.after_publication()
+    return hooks.after_publication()
 
 
 def _entries_of_all_ranks(job: Job, partial: Path, connection: Connection) -> Entries:

@@ -33,7 +33,7 @@ from zeropp.optim.remap import Names, listed, names_of, remap, remapped
 from zeropp.ranks.coordination import among
 from zeropp.ranks.process_group import pick_device
 from zeropp.ranks.topology import Environment
-from zeropp.settings.zero_config import Batch, ZeroConfig
+from zeropp.settings.zero_config import BatchSizes, ZeroConfig
 from zeropp.sharding.checks import require_same_model
 from zeropp.sharding.grid import data_axis
 from zeropp.sharding.materialize import copy_from_first_rank
@@ -310,7 +310,7 @@ def _build_schedule(
 
 
 def _build_loader(
-    data: Dataset | None, collate_fn: Callable | None, batch: Batch, mesh: DeviceMesh
+    data: Dataset | None, collate_fn: Callable | None, batch: BatchSizes, mesh: DeviceMesh
 ) -> DataLoader | None:
     """Return a loader of this rank's full micro-batches, shuffled the same way on all ranks.
 

@@ -26,7 +26,7 @@ from zeropp.errors import InputError
 from zeropp.optim.loss_scale import LossScaler
 from zeropp.optim.step import optimizer_step
 from zeropp.ranks.topology import Environment
-from zeropp.settings.zero_config import Batch, ZeroConfig
+from zeropp.settings.zero_config import BatchSizes, ZeroConfig
 from zeropp.sharding.sharding import Sharding
 
 log = logging.getLogger("zeropp")
@@ -54,7 +54,7 @@ class Engine(EngineFiles, nn.Module):
         self,
         sharding: Sharding,
         config: ZeroConfig,
-        batch: Batch,
+        batch: BatchSizes,
         environment: Environment,
         device: torch.device,
         optimizer: torch.optim.Optimizer | None,

@@ -28,7 +28,7 @@ AHEAD = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class ShardSpec:
     """One parameter's part of its unit's buffers: `elements` of one rank's padded shard.
 
     row: elements of it with the same first index, as the vector of a token in an embedding.
@@ -46,7 +46,7 @@ class Piece:
 class Shard:
     """One parameter of a unit, and this rank's part of it."""
 
-    piece: Piece
+    spec: ShardSpec
     local: torch.Tensor
     parameter: FSDPParam
 
@@ -132,9 +132,9 @@ def gather_back(blocks: Sequence[FSDPModule]) -> None:
         block.set_modules_to_backward_prefetch([blocks[max(0, index - 1)]])
 
 
-def own_pieces(unit: FSDPModule) -> tuple[Piece, ...]:
+def own_specs(unit: FSDPModule) -> tuple[ShardSpec, ...]:
     """Return the unit's own parameters, not those of units inside it, in buffer order."""
-    return tuple(map(_piece, parameters_of(unit)))
+    return tuple(map(_spec, parameters_of(unit)))
 
 
 def own_shards(unit: FSDPModule) -> tuple[Shard, ...]:
@@ -143,7 +143,7 @@ def own_shards(unit: FSDPModule) -> tuple[Shard, ...]:
         group.reshard()
     return tuple(
         Shard(
-            piece=_piece(parameter),
+            spec=_spec(parameter),
             local=parameter.sharded_param._local_tensor,
             parameter=parameter,
         )
@@ -206,13 +206,13 @@ def name_of(unit: FSDPModule) -> str:
 
 
 def shards(unit: FSDPModule) -> list[nn.Parameter]:
-    """Return the unit's parameters, as shards, in the order of `own_pieces`."""
+    """Return the unit's parameters, as shards, in the order of `own_specs`."""
     return [parameter.sharded_param for parameter in parameters_of(unit)]
 
 
-def _piece(parameter: FSDPParam) -> Piece:
+def _spec(parameter: FSDPParam) -> ShardSpec:
     is_packed = hasattr(parameter.sharded_param._local_tensor, "fsdp_pre_all_gather")
-    return Piece(
+    return ShardSpec(
         elements=parameter.padded_sharded_param_size.numel(),
         row=math.prod(parameter.padded_sharded_param_size[1:]),
         ndim=len(parameter._orig_size),

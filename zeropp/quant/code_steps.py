@@ -27,7 +27,7 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from zeropp.quant.packing import COUNT, HEADER, RAW, SCALE_BYTES, Layout, Segment, num_blocks
+from zeropp.quant.packing import COUNT, HEADER, RAW, SCALE_BYTES, RowLayout, Segment, num_blocks
 
 TILE = 3840  # elements: 15 blocks, and a multiple of all numbers of planes
 PLANES = MappingProxyType({1: 5, 2: 24, 4: 5})  # by reach
@@ -54,7 +54,7 @@ class StepLayout:
     Raises ValueError for another reach than 1, 2 or 4, and for segments that are not INT8 or raw.
     """
 
-    rows: Layout
+    rows: RowLayout
     reach: int
 
     def __post_init__(self) -> None:
@@ -105,13 +105,13 @@ class StepLayout:
 
 
 @lru_cache(maxsize=4096)
-def step_layout(rows: Layout, reach: int) -> StepLayout:
+def step_layout(rows: RowLayout, reach: int) -> StepLayout:
     """The `StepLayout` of these arguments, cached with what it computes."""
     return StepLayout(rows=rows, reach=reach)
 
 
 def rows_end(table: Sequence[int]) -> int:
-    """How much of a `StepLayout.table` is the `Layout.table` that it begins with."""
+    """How much of a `StepLayout.table` is the `RowLayout.table` that it begins with."""
     return HEADER + len(Segment._fields) * table[COUNT]
 
 

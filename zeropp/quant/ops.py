@@ -1,7 +1,7 @@
 """Block quantization of rows of parameters or gradients, as ops of PyTorch.
 
-A row holds the parts of several parameters, one after another; a `Layout` says which of them become
-INT8 or INT4 codes and which are sent unchanged. docs/numerics.md defines the numbers,
+A row holds the parts of several parameters, one after another; a `RowLayout` says which of them
+become INT8 or INT4 codes and which are sent unchanged. docs/numerics.md defines the numbers,
 zeropp/quant/packing.py their places in a packed row. Shapes: K rows, C elements of a row, P bytes
 of a packed row, T terms of a sum.
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zeropp.quant import cpu, cuda, reference
-from zeropp.quant.packing import ELEMENTS, FLOATS, PACKED_BYTES, Layout
+from zeropp.quant.packing import ELEMENTS, FLOATS, PACKED_BYTES, RowLayout
 
 NAMESPACE = "zeropp"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -27,10 +27,10 @@ SCHEMAS = (
     "reduce_quantize(Tensor packed, int[] layout, int[] layout_out, int terms) -> Tensor",
     "reduce_dequantize(Tensor packed, Tensor(a!) out, int[] layout) -> ()",
 )
-Table = Sequence[int]  # a `Layout.table`
+Table = Sequence[int]  # a `RowLayout.table`
 
 
-def quantize(rows: Tensor, layout: Layout, *, fold: int = 1) -> Tensor:
+def quantize(rows: Tensor, layout: RowLayout, *, fold: int = 1) -> Tensor:
     """Quantize `rows` (K, C) in bf16, fp16 or fp32; returns the packed rows, uint8 (K, P).
 
     Packed row r*N+n is row n*fold+r, with N = K // fold: the slice reordering of a two-hop
@@ -41,7 +41,7 @@ def quantize(rows: Tensor, layout: Layout, *, fold: int = 1) -> Tensor:
     return torch.ops.zeropp.quantize.default(rows, layout.table, fold)
 
 
-def dequantize(packed: Tensor, out: Tensor, layout: Layout, *, fold: int = 1) -> None:
+def dequantize(packed: Tensor, out: Tensor, layout: RowLayout, *, fold: int = 1) -> None:
     """Fill `out` (K, C) in bf16, fp16 or fp32 from `packed` (K, P).
 
     Packed row r*N+n becomes row n*fold+r, with N = K // fold. Raises as `quantize` does.
@@ -49,7 +49,9 @@ def dequantize(packed: Tensor, out: Tensor, layout: Layout, *, fold: int = 1) ->
     torch.ops.zeropp.dequantize.default(packed, out, layout.table, fold)
 
 
-def reduce_quantize(packed: Tensor, layout: Layout, layout_out: Layout, *, terms: int) -> Tensor:
+def reduce_quantize(
+    packed: Tensor, layout: RowLayout, layout_out: RowLayout, *, terms: int
+) -> Tensor:
     """Sum `terms` packed rows each and pack the sums: uint8 (T*K, P1) -> uint8 (K, P2).
 
     T is outermost; the terms are added in fp32 in the order 0 ... T-1. The two layouts have the
@@ -60,7 +62,7 @@ def reduce_quantize(packed: Tensor, layout: Layout, layout_out: Layout, *, terms
     return torch.ops.zeropp.reduce_quantize.default(packed, layout.table, layout_out.table, terms)
 
 
-def reduce_dequantize(packed: Tensor, out: Tensor, layout: Layout) -> None:
+def reduce_dequantize(packed: Tensor, out: Tensor, layout: RowLayout) -> None:
     """Fill `out` (C,) with the sum of the rows of `packed` (T, P), in fp32 in the order 0 ... T-1.
 
     Raises as `quantize` does.

@@ -22,7 +22,7 @@ RAW = 16  # the "bits" of a segment that is not quantized
 ALIGN = 16  # bytes
 SCALE_BYTES = 2
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # in the order of csrc/shared/numbers.h
-ELEMENTS, PACKED_BYTES, WIRE, COUNT, HEADER = range(5)  # indices into `Layout.table`
+ELEMENTS, PACKED_BYTES, WIRE, COUNT, HEADER = range(5)  # indices into `RowLayout.table`
 
 
 class Segment(NamedTuple):
@@ -36,7 +36,7 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class RowLayout:
     """How a row of C elements is laid out in P bytes.
 
     sizes: elements of each segment, in order; 0 is allowed. bits: 8, 4 or 3 for a segment that is
@@ -120,13 +120,13 @@ class Layout:
 
 
 @lru_cache(maxsize=4096)
-def layout_of(sizes: tuple[int, ...], bits: tuple[int, ...], wire: torch.dtype) -> Layout:
-    """The `Layout` of these arguments, cached with what it computes."""
-    return Layout(sizes=sizes, bits=bits, wire=wire)
+def row_layout(sizes: tuple[int, ...], bits: tuple[int, ...], wire: torch.dtype) -> RowLayout:
+    """The `RowLayout` of these arguments, cached with what it computes."""
+    return RowLayout(sizes=sizes, bits=bits, wire=wire)
 
 
 def segments_in(table: Sequence[int]) -> Iterator[Segment]:
-    """The segments of a `Layout.table`."""
+    """The segments of a `RowLayout.table`."""
     for at in range(HEADER, len(table), len(Segment._fields)):
         yield Segment(*table[at : at + len(Segment._fields)])
 

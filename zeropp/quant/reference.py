@@ -1,8 +1,8 @@
 """The ops in plain PyTorch, on any device: the definition that all kernels match bit for bit.
 
-Every function fills memory that it is given. `layout` is a `Layout.table`. The arithmetic is that
-of csrc/quantize/math.h; docs/numerics.md explains it. Shapes: K rows, C elements of a row, P bytes
-of a packed row, T terms of a sum.
+Every function fills memory that it is given. `layout` is a `RowLayout.table`. The arithmetic is
+that of csrc/quantize/math.h; docs/numerics.md explains it. Shapes: K rows, C elements of a row,
+P bytes of a packed row, T terms of a sum.
 """
 
 from collections.abc import Iterator, Sequence

@@ -43,7 +43,7 @@ _FORMATS = MappingProxyType(  # torch's name of each
 _FP32_MEAN = NoEffect("stage 0 averages whole gradients in fp32", when=lambda c: c.stage == 0)
 
 
-class Batch(NamedTuple):
+class BatchSizes(NamedTuple):
     """Samples of a step on all ranks, samples of a micro-batch on one, micro-batches of a step."""
 
     samples: int
@@ -213,7 +213,7 @@ class ZeroConfig(JsonSection):
                 inside[name] = list(value) if isinstance(value, tuple) else value
         return result
 
-    def resolve_batch(self, world_size: int) -> Batch:
+    def resolve_batch(self, world_size: int) -> BatchSizes:
         """The sizes of a step, from the keys that are given.
 
         `world_size` counts data-parallel ranks. Any two of the three keys give the third, one of
@@ -224,14 +224,14 @@ class ZeroConfig(JsonSection):
         if train is None and micro is None:
             raise InputError("give train_batch_size or train_micro_batch_size_per_gpu")
         if train is None:
-            return Batch(micro * (steps or 1) * world_size, micro, steps or 1)
+            return BatchSizes(micro * (steps or 1) * world_size, micro, steps or 1)
         if micro is None:
             micro = train // ((steps or 1) * world_size)
         if steps is None:
             steps = train // (micro * world_size) if micro else 0
         if train != micro * steps * world_size or not train:
             raise InputError(_batch_error(self, world_size))
-        return Batch(train, micro, steps)
+        return BatchSizes(train, micro, steps)
 
     def _in_file(self, dotted: str) -> bool:
         names = self.file_keys | self.auto_keys

@@ -112,7 +112,7 @@ def _plan_attachment(
         units = _others(named, skipped)
     planned = {
         name: UnitPlan(
-            pieces=fsdp.own_pieces(unit),
+            specs=fsdp.own_specs(unit),
             axis=axis,
             dtype=fsdp.dtypes_of(unit)[0],
             wire_dtype=_wire_dtype(unit, config),

@@ -19,7 +19,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from zeropp import fsdp_adapter as fsdp
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.grid import replicas
-from zeropp.sharding.plan import DataAxis, UnitPlan, piece_of
+from zeropp.sharding.plan import DataAxis, UnitPlan, spec_of
 
 Subunits = dict[nn.Module, set[nn.Parameter]]  # module -> parameters its forward pass uses
 
@@ -35,7 +35,7 @@ def plan_units(
     """Return the units of the blocks and of the rest of the model, in forward order, root last."""
     has_shards = axis.nodes.num_ranks > 1 or config.offloads_weights or config.stores_frozen
     like = UnitPlan(
-        pieces=(),
+        specs=(),
         axis=axis,
         dtype=getattr(torch, config.compute_format),
         wire_dtype=getattr(torch, config.wire_format),
@@ -89,7 +89,7 @@ def with_parameters(like: UnitPlan, users: Subunits, config: ZeroConfig) -> Unit
         like,
         modules=tuple(users),
         parameters=tuple(parameters),
-        pieces=tuple(piece_of(parameter, num_shards, bits) for parameter in parameters),
+        specs=tuple(spec_of(parameter, num_shards, bits) for parameter in parameters),
     )
 
 

@@ -90,15 +90,15 @@ def _collectives(
 
 def _gather(unit: UnitPlan, position: int) -> tuple[ByHop, ByHop]:
     """Return what the outer and the inner hop of a gather send."""
-    route, pieces = unit.axis.weights, unit.pieces
-    layout = weight_layout(pieces, route, unit.dtype)
+    route, specs = unit.axis.weights, unit.specs
+    layout = weight_layout(specs, route, unit.dtype)
     row = layout.packed_bytes
-    if route.is_flat or any(piece.packed_bytes for piece in pieces):
+    if route.is_flat or any(spec.packed_bytes for spec in specs):
         width = unit.dtype.itemsize
-        row = sum(piece.packed_bytes or width * piece.elements for piece in pieces)
+        row = sum(spec.packed_bytes or width * spec.elements for spec in specs)
     outer: ByHop = {}
     inner: ByHop = {}
-    is_frozen = not any(piece.trainable for piece in pieces)
+    is_frozen = not any(spec.trainable for spec in specs)
     if route.outer > 1 and not (route.keeps and is_frozen):  # else once in the whole run
         crossing = step_layout(layout, route.step_reach).num_bytes if route.step_reach else row
         outer = route.outer_hop(position).gather_bytes(position, crossing)
@@ -120,17 +120,17 @@ def _mean(unit: UnitPlan, position: int) -> Iterator[ByHop]:
 
 def _ring(unit: UnitPlan, position: int) -> Iterator[ByHop]:
     """Yield a ring reduce-scatter, which sends as many slices as an all-gather sends shards."""
-    row = sum(piece.elements for piece in _trained(unit)) * unit.wire_dtype.itemsize
+    row = sum(spec.elements for spec in _trained(unit)) * unit.wire_dtype.itemsize
     yield unit.axis.weights.inner_hop(position).gather_bytes(position, row)
 
 
 def _all_reduce(unit: UnitPlan, position: int) -> ByHop:
     """Return a ring all-reduce: it passes each rank's share of the buffer around twice."""
     nodes = unit.axis.nodes
-    whole = sum(piece.elements for piece in _trained(unit)) * REDUCED_WHOLE.itemsize
+    whole = sum(spec.elements for spec in _trained(unit)) * REDUCED_WHOLE.itemsize
     everyone = Hop(members=tuple(range(nodes.num_ranks)), nodes=nodes)
     return everyone.gather_bytes(position, round(2 * whole / nodes.num_ranks))
 
 
 def _trained(unit: UnitPlan) -> tuple:
-    return tuple(piece for piece in unit.pieces if piece.trainable)
+    return tuple(spec for spec in unit.specs if spec.trainable)

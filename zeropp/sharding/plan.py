@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.fsdp_adapter import Piece
+from zeropp.fsdp_adapter import ShardSpec
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.frozen_weights import stored_layout
 from zeropp.wire.route import Nodes, Route, gradient_route, weight_route
@@ -58,7 +58,7 @@ class UnitPlan:
 
     modules: whose forward passes gather it; collectives are set on the first.
     parameters: its own, whole, until it is cut.
-    pieces: each parameter's part of the buffers, as FSDP2 pads it.
+    specs: each parameter's part of the buffers, as FSDP2 pads it.
     dtype: what it is gathered in. wire_dtype: what of its gradients is not quantized travels in.
     casts_inputs: whether FSDP2 casts floating-point inputs to `dtype`.
     is_root: it is called by itself, and stays gathered from its forward to its backward pass.
@@ -66,7 +66,7 @@ class UnitPlan:
     regathers: weights are freed after forward and gathered again for backward.
     """
 
-    pieces: tuple[Piece, ...]
+    specs: tuple[ShardSpec, ...]
     axis: DataAxis
     dtype: torch.dtype
     wire_dtype: torch.dtype
@@ -108,7 +108,7 @@ class Plan:
     @property
     def stores_frozen(self) -> bool:
         """Whether frozen weights are stored as codes."""
-        return any(piece.packed_bytes for unit in self.units for piece in unit.pieces)
+        return any(spec.packed_bytes for unit in self.units for spec in unit.specs)
 
     def plain(self) -> "Plan":
         """Return the plan of the same stage and shapes under plain FSDP2."""
@@ -120,20 +120,20 @@ class Plan:
             replace(
                 unit,
                 axis=flat[unit.axis],
-                pieces=tuple(replace(piece, packed_bytes=0) for piece in unit.pieces),
+                specs=tuple(replace(spec, packed_bytes=0) for spec in unit.specs),
             )
             for unit in self.units
         )
         return replace(self, units=units, is_plain=True)
 
-    def with_pieces_of(self, units: Iterable[fsdp.FSDPModule]) -> "Plan":
+    def with_specs_of(self, units: Iterable[fsdp.FSDPModule]) -> "Plan":
         """Return the plan with what FSDP2's units hold now."""
         pairs = zip(self.units, units, strict=True)
-        planned = (replace(plan, pieces=fsdp.own_pieces(unit)) for plan, unit in pairs)
+        planned = (replace(plan, specs=fsdp.own_specs(unit)) for plan, unit in pairs)
         return replace(self, units=tuple(planned))
 
 
-def piece_of(parameter: nn.Parameter, num_shards: int, stored_bits: int | None = None) -> Piece:
+def spec_of(parameter: nn.Parameter, num_shards: int, stored_bits: int | None = None) -> ShardSpec:
     """Return one rank's part of a parameter; frozen matrices become codes of `stored_bits`, if set.
 
     Of a parameter that is split over other axes, that is a part of this rank's part.
@@ -142,7 +142,7 @@ def piece_of(parameter: nn.Parameter, num_shards: int, stored_bits: int | None =
     row = math.prod(shape[1:])
     elements = -(-shape[0] // num_shards) * row  # FSDP2 cuts the first dim, rounded up
     is_stored = stored_bits and len(shape) >= 2 and not parameter.requires_grad
-    return Piece(
+    return ShardSpec(
         elements=elements,
         row=row,
         ndim=len(shape),

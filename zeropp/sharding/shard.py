@@ -142,7 +142,7 @@ def store_frozen(
         "MixZ++: %s frozen weights of this rank are stored as INT%d, %.1f MiB (%.1f in bf16)",
         f"{elements:,}", bits, num_bytes / MIB, 2 * elements / MIB,
     )  # fmt: skip
-    return replace(sharding, plan=sharding.plan.with_pieces_of(sharding.units))
+    return replace(sharding, plan=sharding.plan.with_specs_of(sharding.units))
 
 
 def outermost_blocks(module: nn.Module) -> Sequence[nn.Module]:

@@ -9,14 +9,14 @@ import torch
 from zeropp import fsdp_adapter as fsdp
 from zeropp.sharding.plan import DataAxis, UnitPlan
 from zeropp.wire.collectives import GradientMean, WeightGather
+from zeropp.wire.communicator import Communicator, connect
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.in_flight import Reductions
 from zeropp.wire.kept_weights import KeptWeights
-from zeropp.wire.link import Link, connect
 from zeropp.wire.route import Route
 from zeropp.wire.traffic import Traffic
 
-Links = tuple[Link | None, Link | None]  # the inner and the outer hop
+Communicators = tuple[Communicator | None, Communicator | None]  # the inner and the outer hop
 
 
 class Wiring:
@@ -38,11 +38,11 @@ class Wiring:
         self.undo = ExitStack()
         self._traffic, self._use, self._kept, self._divides = traffic, use, kept, divides
         self._in_flight = Reductions()
-        self._links: dict[tuple[DataAxis, str], Links] = {}
+        self._communicators: dict[tuple[DataAxis, str], Communicators] = {}
 
     def connect(self, unit: fsdp.FSDPModule, plan: UnitPlan, *, stage: int) -> None:
         """Let a unit send what is planned; at stage 0, and on one rank, FSDP2 does as ever."""
-        if not plan.pieces:
+        if not plan.specs:
             return
         if stage == 0 or plan.axis.nodes.num_ranks == 1:
             self.watch(unit)
@@ -61,29 +61,36 @@ class Wiring:
 
     def use_gather(self, unit: fsdp.FSDPModule, axis: DataAxis) -> None:
         """Gather the unit's weights along the route of the axis."""
-        links = self._links_of(axis, axis.weights, "weights")
-        gather = WeightGather(unit, axis.weights, links, self._kept)
+        communicators = self._communicators_of(axis, axis.weights, "weights")
+        gather = WeightGather(unit, axis.weights, communicators, self._kept)
         self.gathers[unit] = gather
         fsdp.use_all_gather(unit, gather)
 
     def use_mean(self, unit: fsdp.FSDPModule, axis: DataAxis, wire_dtype: torch.dtype) -> None:
         """Average the unit's gradients along the route of the axis."""
-        rounds = fsdp.is_replicated(unit)
+        route, rounds = axis.gradients, fsdp.is_replicated(unit)
+        communicators = self._communicators_of(axis, route, "gradients")
         is_cpu = fsdp.device_of(unit).type == "cpu"
+        in_flight = self._in_flight if is_cpu and not rounds else None
         mean = GradientMean(
-            unit, axis.gradients, self._links_of(axis, axis.gradients, "gradients"), wire_dtype,
-            self._in_flight if is_cpu and not rounds else None, self._use,
-            divides=self._divides, rounds=rounds,
-        )  # fmt: skip
+            unit,
+            route,
+            communicators,
+            wire_dtype,
+            in_flight,
+            self._use,
+            divides=self._divides,
+            rounds=rounds,
+        )
         self.undo.callback(mean.leave)
         fsdp.use_reduce_scatter(unit, mean, divides=self._divides)
 
-    def _links_of(self, axis: DataAxis, route: Route, purpose: str) -> Links:
+    def _communicators_of(self, axis: DataAxis, route: Route, purpose: str) -> Communicators:
         """Connect this rank to its inner and its outer hop, once."""
-        if (axis, purpose) not in self._links:
+        if (axis, purpose) not in self._communicators:
             place = axis.position
             hops = route.inner_hop(place), route.outer_hop(place)
-            self._links[axis, purpose] = tuple(
+            self._communicators[axis, purpose] = tuple(
                 connect(hop, axis.ranks, place, self._traffic, purpose) for hop in hops
             )
-        return self._links[axis, purpose]
+        return self._communicators[axis, purpose]

@@ -30,12 +30,12 @@ import torch.distributed as dist
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
-from zeropp.quant.packing import BLOCK, Layout, layout_of
+from zeropp.quant.packing import BLOCK, RowLayout, row_layout
+from zeropp.wire.communicator import Communicator
 from zeropp.wire.cross_stream import refuse_capture
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.in_flight import Gathering, Hops, InFlightTensor, Reductions, run
 from zeropp.wire.kept_weights import KeptWeights
-from zeropp.wire.link import Link
 from zeropp.wire.route import UNQUANTIZED, Route
 from zeropp.wire.weight_steps import is_same_on_all_nodes
 
@@ -49,12 +49,12 @@ class WeightGather(fsdp.AllGather):
         self,
         unit: fsdp.FSDPModule,
         route: Route,
-        links: tuple[Link | None, Link | None],
+        communicators: tuple[Communicator | None, Communicator | None],
         kept: KeptWeights | None,
     ) -> None:
         self.unit, self.route, self.kept = unit, route, kept
         self.copies = kept.copies if kept else None
-        self.inner, self.outer = links
+        self.inner, self.outer = communicators
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -84,7 +84,7 @@ class WeightGather(fsdp.AllGather):
         is_stored = shard.dtype == torch.uint8  # the codes of frozen weights, numbers as bytes
         layout = None
         if not is_stored:
-            layout = weight_layout(fsdp.own_pieces(self.unit), self.route, shard.dtype)
+            layout = weight_layout(fsdp.own_specs(self.unit), self.route, shard.dtype)
         rows = self.copies.get(self.unit) if self.copies else None
         if rows is None:
             rows = yield from self._cross(shard, layout, purpose, async_op=async_op)
@@ -101,7 +101,7 @@ class WeightGather(fsdp.AllGather):
             self.copies.note_read(self.unit)
 
     def _cross(
-        self, shard: torch.Tensor, layout: Layout | None, purpose: str, *, async_op: bool
+        self, shard: torch.Tensor, layout: RowLayout | None, purpose: str, *, async_op: bool
     ) -> Generator[dist.Work | None, None, torch.Tensor]:
         """Return the rows of the outer hop; `layout` is None for weights sent as stored."""
         version = self.copies.version if self.copies else 0
@@ -132,7 +132,7 @@ class WeightGather(fsdp.AllGather):
         return arrived
 
     def _checked(
-        self, rows: torch.Tensor, shard: torch.Tensor, layout: Layout, purpose: str, *,
+        self, rows: torch.Tensor, shard: torch.Tensor, layout: RowLayout, purpose: str, *,
         async_op: bool,
     ) -> Generator[dist.Work | None, None, torch.Tensor]:  # fmt: skip
         """Return `rows` if they are the same on all nodes, else whole codes, sent again."""
@@ -147,7 +147,7 @@ class WeightGather(fsdp.AllGather):
         row = quantize(shard.view(1, -1), layout)
         return (yield from self._gathered(row, purpose, async_op=async_op))
 
-    def _own_row(self, shard: torch.Tensor, layout: Layout | None) -> tuple[torch.Tensor, bool]:
+    def _own_row(self, shard: torch.Tensor, layout: RowLayout | None) -> tuple[torch.Tensor, bool]:
         """Return this rank's row (1, P), and whether it is a checkpoint's and out of date."""
         if layout is None:
             return shard.view(1, -1).clone(), False
@@ -170,7 +170,7 @@ class GradientMean(fsdp.ReduceScatter):
         self,
         unit: fsdp.FSDPModule,
         route: Route,
-        links: tuple[Link | None, Link | None],
+        communicators: tuple[Communicator | None, Communicator | None],
         wire_dtype: torch.dtype,
         in_flight: Reductions | None,
         use: GradientUse,
@@ -178,16 +178,16 @@ class GradientMean(fsdp.ReduceScatter):
         divides: bool = True,
         rounds: bool = False,
     ) -> None:
-        self.unit, self.pieces = unit, fsdp.own_pieces(unit)
-        self.reduced: tuple[fsdp.Piece, ...] = ()  # the pieces of the next buffer, in its order
+        self.unit, self.specs = unit, fsdp.own_specs(unit)
+        self.reduced: tuple[fsdp.ShardSpec, ...] = ()  # the specs of the next buffer, in its order
         self.route, self.wire_dtype, self.in_flight = route, wire_dtype, in_flight
         self.use, self.rounds = use, rounds
         self.divisor = route.nodes.num_ranks if divides else 1
         use.add(unit)
-        self.inner, self.outer = links
+        self.inner, self.outer = communicators
         self.leave = fsdp.before_reduction(unit, self.report)
         # Sums travel between the hops; in fp16 they could overflow where the terms do not.
-        self.divides_first = divides and wire_dtype == torch.float16 and None not in links
+        self.divides_first = divides and wire_dtype == torch.float16 and None not in communicators
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -196,7 +196,7 @@ class GradientMean(fsdp.ReduceScatter):
 
         `dtype` is what FSDP2 would reduce in. Here it is fp32.
         """
-        is_result = math.prod(size) == sum(piece.elements for piece in self.reduced)
+        is_result = math.prod(size) == sum(spec.elements for spec in self.reduced)
         dtype = dtype if is_result and self.rounds else torch.float32
         buffer = torch.empty(*size, dtype=dtype, device=device)
         return InFlightTensor(buffer, self.in_flight) if self.in_flight and is_result else buffer
@@ -228,7 +228,7 @@ class GradientMean(fsdp.ReduceScatter):
     def report(self, with_gradient: list[int], reduced: list[int]) -> None:
         """Take note of which of the unit's parameters are in the next buffer."""
         self.use.note(self.unit, with_gradient, reduced)
-        self.reduced = tuple(self.pieces[index] for index in reduced)
+        self.reduced = tuple(self.specs[index] for index in reduced)
 
     def _hops(self, slices: torch.Tensor, mean: torch.Tensor, *, async_op: bool) -> Hops:
         inner, outer = gradient_layouts(self.reduced, self.route, self.wire_dtype)
@@ -259,29 +259,29 @@ class GradientMean(fsdp.ReduceScatter):
             mean.div_(self.route.outer if self.divides_first else self.divisor)
 
 
-def weight_layout(pieces: Sequence[fsdp.Piece], route: Route, dtype: torch.dtype) -> Layout:
+def weight_layout(specs: Sequence[fsdp.ShardSpec], route: Route, dtype: torch.dtype) -> RowLayout:
     """Return the layout of one rank's shard; parameters of fewer than two dims stay unquantized."""
-    return _layout(pieces, route.bits[0], dtype)
+    return _layout(specs, route.bits[0], dtype)
 
 
 def gradient_layouts(
-    pieces: Sequence[fsdp.Piece], route: Route, wire_dtype: torch.dtype
-) -> tuple[Layout, Layout]:
+    specs: Sequence[fsdp.ShardSpec], route: Route, wire_dtype: torch.dtype
+) -> tuple[RowLayout, RowLayout]:
     """Return the layouts of one rank's slice of a unit's gradients in the inner and outer hop.
 
     No block of 3 bits may span two rows, as it has no code for 0: rows without a gradient, those of
     tokens that did not occur, would not stay 0. Matrices whose rows are no whole blocks get 4 bits.
     """
     inner, outer = route.bits
-    return _layout(pieces, inner, wire_dtype), _layout(pieces, outer, wire_dtype)
+    return _layout(specs, inner, wire_dtype), _layout(specs, outer, wire_dtype)
 
 
-def _layout(pieces: Sequence[fsdp.Piece], bits: int, wire: torch.dtype) -> Layout:
-    sizes = tuple(piece.elements for piece in pieces)
-    return layout_of(sizes, tuple(_width(piece, bits) for piece in pieces), wire)
+def _layout(specs: Sequence[fsdp.ShardSpec], bits: int, wire: torch.dtype) -> RowLayout:
+    sizes = tuple(spec.elements for spec in specs)
+    return row_layout(sizes, tuple(_width(spec, bits) for spec in specs), wire)
 
 
-def _width(piece: fsdp.Piece, bits: int) -> int:
-    if piece.ndim < 2:
+def _width(spec: fsdp.ShardSpec, bits: int) -> int:
+    if spec.ndim < 2:
         return UNQUANTIZED
-    return 4 if bits == 3 and piece.row % BLOCK[3] else bits
+    return 4 if bits == 3 and spec.row % BLOCK[3] else bits

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.quant.ops import dequantize, quantize
-from zeropp.quant.packing import FLOATS, Layout, layout_of
+from zeropp.quant.packing import FLOATS, RowLayout, row_layout
 
 _KEPT = (  # ops whose result is stored in the same way
     torch.ops.aten.detach.default,
@@ -38,12 +38,12 @@ class QuantizedShard(Tensor):
 
     @staticmethod
     def __new__(
-        cls, packed: Tensor, layout: Layout, shape: torch.Size, dtype: torch.dtype
+        cls, packed: Tensor, layout: RowLayout, shape: torch.Size, dtype: torch.dtype
     ) -> "QuantizedShard":
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)
 
     def __init__(
-        self, packed: Tensor, layout: Layout, shape: torch.Size, dtype: torch.dtype
+        self, packed: Tensor, layout: RowLayout, shape: torch.Size, dtype: torch.dtype
     ) -> None:
         self.packed, self.packing = packed, layout
 
@@ -132,13 +132,13 @@ def quantize_frozen(
     """
     for unit in units:
         for shard in fsdp.own_shards(unit):
-            piece, local = shard.piece, shard.local.detach()
-            if piece.trainable or piece.ndim < 2 or isinstance(local, QuantizedShard):
+            spec, local = shard.spec, shard.local.detach()
+            if spec.trainable or spec.ndim < 2 or isinstance(local, QuantizedShard):
                 continue
             if not local.is_meta:
-                fsdp.store(shard, QuantizedShard.of(local, piece.elements, bits))
+                fsdp.store(shard, QuantizedShard.of(local, spec.elements, bits))
             elif room is not None:
-                fsdp.store(shard, QuantizedShard.zeros(local, piece.elements, bits, room))
+                fsdp.store(shard, QuantizedShard.zeros(local, spec.elements, bits, room))
             else:
                 raise InputError(
                     "frozen weights have no values yet, and quantizing would keep none: load them "
@@ -146,9 +146,9 @@ def quantize_frozen(
                 )
 
 
-def stored_layout(elements: int, bits: int) -> Layout:
+def stored_layout(elements: int, bits: int) -> RowLayout:
     """Return the memory layout of a shard padded to `elements` elements."""
-    return layout_of((elements,), (bits,), torch.bfloat16)
+    return row_layout((elements,), (bits,), torch.bfloat16)
 
 
 def stored_bytes(model: nn.Module) -> tuple[int, int]:
@@ -182,7 +182,7 @@ def as_numbers(parameter: DTensor) -> DTensor:
     return fsdp.shard_like(parameter, parameter._local_tensor.numbers())
 
 
-def _packed(values: Tensor, layout: Layout) -> Tensor:
+def _packed(values: Tensor, layout: RowLayout) -> Tensor:
     """(P,) of a shard that may be shorter than its layout."""
     row = values.reshape(1, -1)
     if row.dtype not in FLOATS:

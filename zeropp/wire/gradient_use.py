@@ -65,7 +65,7 @@ class GradientUse:
     def add(self, unit: fsdp.FSDPModule) -> None:
         """Include a unit, in the same order on every rank, between two passes."""
         self._begin[unit] = len(self._used)
-        self._used += bytes(len(fsdp.own_pieces(unit)))
+        self._used += bytes(len(fsdp.own_specs(unit)))
 
     def discard(self) -> None:
         """Forget the notes of a pass that did not end."""

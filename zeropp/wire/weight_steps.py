@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from zeropp.quant.code_step_ops import apply_code_steps, code_steps
 from zeropp.quant.code_step_reference import read_counts
 from zeropp.quant.code_steps import COUNTED, REACHES, RESCALED, step_layout
-from zeropp.quant.packing import RAW, Layout, num_blocks
+from zeropp.quant.packing import RAW, RowLayout, num_blocks
+from zeropp.wire.communicator import Communicator
 from zeropp.wire.cross_stream import HostCopy
 from zeropp.wire.in_flight import Hops
-from zeropp.wire.link import Link
 
 CHECK_BYTES = 8  # that a rank sends of a unit to compare its copies
 CAPPED_SHARE = 0.003  # of a unit's codes: with more, they may move further in the next step
@@ -84,8 +84,8 @@ class WeightSteps:
         unit: nn.Module,
         shard: Tensor,
         rows: Tensor,
-        layout: Layout,
-        outer: Link,
+        layout: RowLayout,
+        outer: Communicator,
         purpose: str,
         *,
         async_op: bool,
@@ -128,7 +128,7 @@ class WeightSteps:
             reach, codes, blocks, *counts = state
             self._last[unit] = _Message(reach, HostCopy(torch.tensor(counts)), codes, blocks)
 
-    def _note(self, unit: nn.Module, reach: int, arrived: Tensor, layout: Layout) -> None:
+    def _note(self, unit: nn.Module, reach: int, arrived: Tensor, layout: RowLayout) -> None:
         counts = read_counts(arrived).sum(0)  # int64: all nodes' together may exceed int32
         quantized = [each for each in layout.segments if each.bits != RAW]
         self._last[unit] = _Message(
@@ -140,7 +140,7 @@ class WeightSteps:
 
 
 def is_same_on_all_nodes(
-    rows: Tensor, outer: Link, purpose: str, unit: nn.Module, *, async_op: bool
+    rows: Tensor, outer: Communicator, purpose: str, unit: nn.Module, *, async_op: bool
 ) -> Generator[dist.Work | None, None, bool]:
     """Return whether all ranks of the hop hold the same `rows` (N, P); each sends CHECK_BYTES."""
     words = rows.view(torch.int64).flatten()

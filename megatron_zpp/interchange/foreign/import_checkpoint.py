@@ -36,23 +36,23 @@ from megatron_zpp.settings.config import Config, ModelConfig, TokenizerConfig
 from megatron_zpp.settings.gpt.shape_flags import ShapeFlags
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 from megatron_zpp.tokenizer.factory import FIELDS, TOKENIZER_TYPES
-from zeropp.checkpoint.foreign_layouts import LayoutKind, find_layout
+from zeropp.checkpoint.checkpoint_formats import FormatKind, find_format
 from zeropp.errors import InputError
 
 log = logging.getLogger("megatron_zpp")
 
-READERS: Mapping[LayoutKind, Callable[..., ForeignCheckpoint]] = MappingProxyType(
+READERS: Mapping[FormatKind, Callable[..., ForeignCheckpoint]] = MappingProxyType(
     {
-        LayoutKind.TORCH_DIST: read_torch_dist,
-        LayoutKind.MEGATRON_RANKS: read_rank_files,
-        LayoutKind.ZERO: read_zero_files,
-        LayoutKind.DEEPSPEED: read_model_files,
-        LayoutKind.UNIVERSAL: read_universal_files,
-        LayoutKind.SHARDS: read_torchtitan,
+        FormatKind.TORCH_DIST: read_torch_dist,
+        FormatKind.MEGATRON_RANKS: read_rank_files,
+        FormatKind.ZERO: read_zero_files,
+        FormatKind.DEEPSPEED: read_model_files,
+        FormatKind.UNIVERSAL: read_universal_files,
+        FormatKind.SHARDS: read_torchtitan,
     }
 )
 # Where the optimizer's state is apart from the weights, so that they can be read alone.
-APART = (LayoutKind.TORCH_DIST, LayoutKind.MEGATRON_RANKS)
+APART = (FormatKind.TORCH_DIST, FormatKind.MEGATRON_RANKS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +82,12 @@ def import_checkpoint(
 ) -> ImportedCheckpoint:
     """Write the checkpoint in the folder `source` to the folder `save`, of the same iteration.
 
-    Without `load_optimizer` it writes the weights alone. Raises InputError for a layout that cannot
+    Without `load_optimizer` it writes the weights alone. Raises InputError for a format that cannot
     be read, for damaged or incomplete files, for a model that our GPT cannot be, and if `save`
     holds checkpoints already.
     """
     require_no_model(save)
-    path, kind = _layout_of(source)
+    path, kind = _format_of(source)
     with _surprises_as_input_errors(path):
         foreign = _read(path, kind, load_optimizer)
         model, table = _description(foreign, kind, shape_flags or ShapeFlags(), path)
@@ -119,21 +119,21 @@ def import_checkpoint(
     )
 
 
-def _layout_of(source: Path) -> tuple[Path, LayoutKind]:
-    place = find_layout(source)
+def _format_of(source: Path) -> tuple[Path, FormatKind]:
+    place = find_format(source)
     if place is None:
         raise InputError(
             f"--from-checkpoint {source}: holds no checkpoint of Megatron-LM, DeepSpeed or "
             "torchtitan: name the folder of a run, or of one of its iterations"
         )
-    path, layout = place
-    if layout.kind not in READERS:
-        advice = layout.export or "import it with --from-hf"
-        raise InputError(f"--from-checkpoint {source}: {path} is {layout.name}: {advice}")
-    return path, layout.kind
+    path, found = place
+    if found.kind not in READERS:
+        advice = found.export or "import it with --from-hf"
+        raise InputError(f"--from-checkpoint {source}: {path} is {found.name}: {advice}")
+    return path, found.kind
 
 
-def _read(path: Path, kind: LayoutKind, load_optimizer: bool) -> ForeignCheckpoint:
+def _read(path: Path, kind: FormatKind, load_optimizer: bool) -> ForeignCheckpoint:
     if load_optimizer:
         return READERS[kind](path)
     options = {"load_optimizer": False} if kind in APART else {}
@@ -159,10 +159,10 @@ def _surprises_as_input_errors(path: Path) -> Iterator[None]:
 
 
 def _description(
-    foreign: ForeignCheckpoint, kind: LayoutKind, flags: ShapeFlags, path: Path
+    foreign: ForeignCheckpoint, kind: FormatKind, flags: ShapeFlags, path: Path
 ) -> tuple[ModelConfig, NameTable]:
     """Return the model's settings, and the names of its weights."""
-    if kind is LayoutKind.SHARDS:
+    if kind is FormatKind.SHARDS:
         return ModelConfig(**torchtitan_fields(foreign.weights, flags)), TORCHTITAN
     typed = [
         f"--{name.replace('_', '-')}" for name, value in asdict(flags).items() if value is not None

@@ -11,7 +11,7 @@ from megatron_zpp.planner.timing.hardware import Protocol, Rates
 
 
 @dataclass(frozen=True)
-class Hop:
+class HopTime:
     """Seconds that one hop of a collective occupies the near and the far links, both at once."""
 
     near: float
@@ -38,16 +38,16 @@ class Message:
     def is_empty(self) -> bool:
         return not (self.near_bytes or self.far_bytes)
 
-    def hop(self, rates: Rates) -> Hop:
+    def hop(self, rates: Rates) -> HopTime:
         """Return how long the links are occupied, by the fastest protocol."""
         hops = [self._by(protocol, rates) for protocol in rates.protocols]
         return min(hops, key=lambda hop: hop.seconds)
 
-    def _by(self, protocol: Protocol, rates: Rates) -> Hop:
+    def _by(self, protocol: Protocol, rates: Rates) -> HopTime:
         latency = protocol.start + self.near_hops * protocol.near + self.far_hops * protocol.far
         near = self.near_bytes / (rates.near * protocol.share)
         far = self.far_bytes / (rates.far * protocol.share) if self.far_bytes else 0.0
-        return Hop(
+        return HopTime(
             near=near + latency if self.near_bytes else 0.0,
             far=far + latency if self.far_bytes else 0.0,
         )

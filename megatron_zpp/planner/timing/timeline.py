@@ -7,7 +7,7 @@ ahead of their use and reduced beside the computation of others, in the order of
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_zpp.planner.timing.links import Hop
+from megatron_zpp.planner.timing.links import HopTime
 
 KEPT = 8  # messages of a link; those before them have ended
 SIMULATED = 3  # micro-batches: the first, one between, the last
@@ -20,7 +20,7 @@ class Collective:
     The kernels of a gather follow it; those of a reduction precede it.
     """
 
-    hops: tuple[Hop, ...] = ()
+    hops: tuple[HopTime, ...] = ()
     kernels: float = 0.0
 
 
@@ -143,13 +143,13 @@ class Streams:
         """Wait for the last reductions."""
         self.now = max(self.now, self._reduced)
 
-    def _send(self, hops: Sequence[Hop], ready: float) -> float:
+    def _send(self, hops: Sequence[HopTime], ready: float) -> float:
         """Occupy the links with hops one after the other; return when the last one ends."""
         for hop in hops:
             ready = self._start(hop, ready) + hop.seconds
         return ready
 
-    def _start(self, hop: Hop, ready: float) -> float:
+    def _start(self, hop: HopTime, ready: float) -> float:
         start, last = ready, None
         while start != last:  # both links must be free
             last = start

@@ -10,7 +10,7 @@ from benchmarks.convergence.numerics_chart import SERIES, draw
 from benchmarks.convergence.numerics_report import DATA, page
 from benchmarks.convergence.quantization_schemes import CODES, SCALES, Scheme, zeropp_round_trip
 from benchmarks.shared.environment_report import environment_report
-from zeropp.quant.packing import BLOCK, Layout
+from zeropp.quant.packing import BLOCK, RowLayout
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def values() -> torch.Tensor:
 def test_the_model_of_the_format_is_the_format(values, bits):
     scheme = Scheme(bits=bits, block=BLOCK[bits])
     assert torch.equal(scheme.round_trip(values), zeropp_round_trip(values, bits))
-    layout = Layout(sizes=(1 << 15,), bits=(bits,), wire=torch.float32)
+    layout = RowLayout(sizes=(1 << 15,), bits=(bits,), wire=torch.float32)
     assert scheme.bytes_per_element == layout.packed_bytes / (1 << 15)
 
 

@@ -11,21 +11,21 @@ from megatron_zpp.interchange.open_model import open_model
 from tests.megatron_zpp.small_net import save_on_four
 from tests.megatron_zpp.train.training_runs import log_of
 from tests.ranks import ranks
-from tests.zeropp.checkpoint.test_foreign_layouts import LAYOUTS, megatron_legacy, torchtitan
-from zeropp.checkpoint.foreign_layouts import find_layout
+from tests.zeropp.checkpoint.test_checkpoint_formats import FORMATS, megatron_legacy, torchtitan
+from zeropp.checkpoint.checkpoint_formats import find_format
 from zeropp.errors import InputError
 
 
-@pytest.mark.parametrize(("write_layout", "name"), LAYOUTS)
-def test_it_says_whose_checkpoint_it_is_and_what_to_do(write_layout, name, tmp_path):
-    path = write_layout(tmp_path)
+@pytest.mark.parametrize(("write_checkpoint", "name"), FORMATS)
+def test_it_says_whose_checkpoint_it_is_and_what_to_do(write_checkpoint, name, tmp_path):
+    path = write_checkpoint(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     for look in (checkpoint.choose, find_checkpoint):
         with pytest.raises(InputError) as caught:
             look(tmp_path)
         message = str(caught.value)
         assert f"--load {tmp_path}: {path} is {name}" in message
-        source = "--from-checkpoint" if find_layout(path)[1].kind in IMPORTED_KINDS else "--from-hf"
+        source = "--from-checkpoint" if find_format(path)[1].kind in IMPORTED_KINDS else "--from-hf"
         assert f"tools/convert_hf.py {source}" in message
         assert not {"damaged", "remove", "afresh"} & set(message.replace(",", "").split())
     assert sorted(tmp_path.rglob("*")) == before
@@ -76,9 +76,9 @@ def test_ours_are_loaded_beside_those_of_another_program(tmp_path):
     assert checkpoint.choose(tmp_path, iteration=20).name == "iter_0000020"
 
 
-@pytest.mark.parametrize(("write_layout", "name"), LAYOUTS[:-1])
-def test_what_opens_models_says_whose_it_is(write_layout, name, tmp_path):
-    path = write_layout(tmp_path)
+@pytest.mark.parametrize(("write_checkpoint", "name"), FORMATS[:-1])
+def test_what_opens_models_says_whose_it_is(write_checkpoint, name, tmp_path):
+    path = write_checkpoint(tmp_path)
     for place in (tmp_path, path):
         with pytest.raises(InputError) as caught:
             open_model(place)

@@ -109,7 +109,7 @@ def planned(plan: Plan) -> list[tuple]:
     """What is planned of each unit, whoever cuts it."""
     return [
         (
-            frozenset(Counter(unit.pieces).items()),
+            frozenset(Counter(unit.specs).items()),
             unit.is_root,
             unit.regathers,
             unit.axis.weights,

@@ -31,7 +31,7 @@ LAST = "last.json"
 
 
 @dataclass(frozen=True)
-class LastSteps:
+class ListOfFiles:
     """Completes a checkpoint with a list of its files."""
 
     def add_last_files(self, partial: Path, entries: dict[str, FileEntry]) -> None:
@@ -56,7 +56,7 @@ def tensors_of(value: float) -> dict[str, torch.Tensor]:
 
 
 def save(writer: AsyncWriter, path: Path, name: str, tensors: dict[str, torch.Tensor]) -> None:
-    writer.save(folder_at(path), name, tensors, pointer_text=name, last_steps=LastSteps())
+    writer.save(folder_at(path), name, tensors, pointer_text=name, hooks=ListOfFiles())
 
 
 def save_now(path: Path, name: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -65,7 +65,7 @@ def save_now(path: Path, name: str, tensors: dict[str, torch.Tensor]) -> None:
         dist.barrier()
         if dist.get_rank() == 0:
             names = [file.name for file in partial.iterdir()]
-            LastSteps().add_last_files(partial, dict.fromkeys(names))
+            ListOfFiles().add_last_files(partial, dict.fromkeys(names))
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -149,7 +149,7 @@ def test_a_folder_that_is_not_shared_is_an_error(tmp_path):
     if dist.get_rank() == 1:
         own.partial("a").mkdir(parents=True)
     with AsyncWriter() as writer:
-        writer.save(own, "a", tensors_of(1.0), pointer_text="a", last_steps=LastSteps())
+        writer.save(own, "a", tensors_of(1.0), pointer_text="a", hooks=ListOfFiles())
         with pytest.raises(InputError, match="rank 0 does not see __1_0.distcp"):
             writer.finish()
 

@@ -10,7 +10,7 @@ from tests.zeropp.quant.packed_bytes import any_rows, bytes_of
 from tests.zeropp.quant.reference_checks import UNTOUCHED, copied
 from zeropp.quant import code_step_reference as reference
 from zeropp.quant.code_steps import TILE, StepLayout, step_layout
-from zeropp.quant.packing import BLOCK, RAW, Layout, num_blocks
+from zeropp.quant.packing import BLOCK, RAW, RowLayout, num_blocks
 
 SIZE = BLOCK[8]
 RAGGED = (  # elements and bits of each segment: tiles of 3840 elements, and parts of them
@@ -48,7 +48,7 @@ def check_ragged(
 ) -> None:  # fmt: skip
     """Any codes and rows near and far from them, in one of the layouts of `RAGGED`."""
     sizes, bits = RAGGED[seed % len(RAGGED)]
-    layout = step_layout(Layout(sizes=sizes, bits=bits, wire=wire), reach)
+    layout = step_layout(RowLayout(sizes=sizes, bits=bits, wire=wire), reach)
     held = any_codes(3, layout.rows, seed)
     for step in range(3):
         held = check_steps(kernels, rows_near(held, layout.rows, dtype, seed + 100 * step), held,
@@ -62,7 +62,7 @@ def message_bytes(messages: Tensor, layout: StepLayout) -> Tensor:
     return bytes_of(messages, SimpleNamespace(segments=segments, wire=layout.rows.wire))
 
 
-def any_codes(count: int, layout: Layout, seed: int) -> Tensor:
+def any_codes(count: int, layout: RowLayout, seed: int) -> Tensor:
     """Packed rows whose blocks have large, small or no codes, and some no scale."""
     packed = quantization.quantize(any_rows(count, layout.elements, torch.float32, seed), layout, 1)
     generator = torch.Generator().manual_seed(seed)
@@ -80,7 +80,7 @@ def any_codes(count: int, layout: Layout, seed: int) -> Tensor:
     return packed
 
 
-def rows_near(packed: Tensor, layout: Layout, dtype: torch.dtype, seed: int) -> Tensor:
+def rows_near(packed: Tensor, layout: RowLayout, dtype: torch.dtype, seed: int) -> Tensor:
     """Rows that are some codes away from packed rows, grow, shrink, vanish or break."""
     count = len(packed)
     rows = any_rows(count, layout.elements, torch.float32, seed + 1)
@@ -114,10 +114,10 @@ def spread(by_block: Tensor, size: int) -> Tensor:
     return by_block.repeat_interleave(SIZE, 1)[:, :size]
 
 
-def many_segments(count: int, wire: torch.dtype) -> Layout:
+def many_segments(count: int, wire: torch.dtype) -> RowLayout:
     """Segments with steps and raw ones, as many as may take several launches of a GPU's kernels."""
     sizes = (7, 0, 256, 1025, 16, 129, 100, 64, 1)
-    return Layout(
+    return RowLayout(
         sizes=tuple(sizes[i % len(sizes)] for i in range(count)),
         bits=tuple((8, RAW, 8, 8)[i % 4] for i in range(count)),
         wire=wire,
@@ -129,7 +129,7 @@ def check_tiny_blocks(kernels, device: str = "cpu") -> None:
 
     The scale 2^-101 is so small that it need not be halved for elements of 2^-95.
     """
-    layout = step_layout(Layout(sizes=(2 * SIZE,), bits=(8,), wire=torch.float32), 2)
+    layout = step_layout(RowLayout(sizes=(2 * SIZE,), bits=(8,), wire=torch.float32), 2)
     (segment,) = layout.rows.segments
     held = torch.zeros((1, layout.rows.packed_bytes), dtype=torch.uint8)
     held[:, :4] = torch.full((2,), 2.0**-101).bfloat16().view(torch.uint8)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import zeropp.quant.reference
 from zeropp.quant.ops import Backend
-from zeropp.quant.packing import Layout
+from zeropp.quant.packing import RowLayout
 
 
 @dataclass(frozen=True)
@@ -16,31 +16,31 @@ class LayoutOps:
 
     backend: Backend
 
-    def quantize(self, rows: Tensor, layout: Layout, fold: int) -> Tensor:
+    def quantize(self, rows: Tensor, layout: RowLayout, fold: int) -> Tensor:
         packed = rows.new_empty((len(rows), layout.packed_bytes), dtype=torch.uint8)
         self.quantize_into(rows, packed, layout, fold)
         return packed
 
-    def quantize_into(self, rows: Tensor, packed: Tensor, layout: Layout, fold: int) -> None:
+    def quantize_into(self, rows: Tensor, packed: Tensor, layout: RowLayout, fold: int) -> None:
         self.backend.quantize(rows, packed, layout.table, fold)
 
-    def dequantize(self, packed: Tensor, out: Tensor, layout: Layout, fold: int) -> None:
+    def dequantize(self, packed: Tensor, out: Tensor, layout: RowLayout, fold: int) -> None:
         self.backend.dequantize(packed, out, layout.table, fold)
 
     def reduce_quantize(
-        self, packed: Tensor, layout: Layout, layout_out: Layout, terms: int
+        self, packed: Tensor, layout: RowLayout, layout_out: RowLayout, terms: int
     ) -> Tensor:
         reduced = packed.new_empty((len(packed) // terms, layout_out.packed_bytes))
         self.reduce_quantize_into(packed, reduced, layout, layout_out)
         return reduced
 
     def reduce_quantize_into(
-        self, packed: Tensor, reduced: Tensor, layout: Layout, layout_out: Layout
+        self, packed: Tensor, reduced: Tensor, layout: RowLayout, layout_out: RowLayout
     ) -> None:
         terms = len(packed) // len(reduced)
         self.backend.reduce_quantize(packed, reduced, layout.table, layout_out.table, terms)
 
-    def reduce_dequantize(self, packed: Tensor, out: Tensor, layout: Layout) -> None:
+    def reduce_dequantize(self, packed: Tensor, out: Tensor, layout: RowLayout) -> None:
         self.backend.reduce_dequantize(packed, out, layout.table)
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from zeropp.quant.packing import BLOCK, FLOATS, RAW, Layout, Segment, num_blocks
+from zeropp.quant.packing import BLOCK, FLOATS, RAW, RowLayout, Segment, num_blocks
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 EDGES = (0, 1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 192, 255, 256, 257, 511, 513)
@@ -30,12 +30,12 @@ seeds = st.integers(0, 2**32)
 
 
 @st.composite
-def layouts(draw, bits=widths) -> Layout:
+def layouts(draw, bits=widths) -> RowLayout:
     """Any layout of up to four segments."""
     sizes = draw(st.lists(segment_sizes, min_size=1, max_size=4))
     chosen = draw(st.lists(bits, min_size=len(sizes), max_size=len(sizes)))
     fitting = map(fitting_width, sizes, chosen)
-    return Layout(sizes=tuple(sizes), bits=tuple(fitting), wire=draw(dtypes))
+    return RowLayout(sizes=tuple(sizes), bits=tuple(fitting), wire=draw(dtypes))
 
 
 def fitting_width(size: int, bits: int) -> int:
@@ -43,8 +43,8 @@ def fitting_width(size: int, bits: int) -> int:
     return 4 if bits == 3 and size % BLOCK[3] else bits
 
 
-def ragged_layouts(wire: torch.dtype) -> list[Layout]:
-    return [Layout(sizes=sizes, bits=bits, wire=wire) for sizes, bits in RAGGED]
+def ragged_layouts(wire: torch.dtype) -> list[RowLayout]:
+    return [RowLayout(sizes=sizes, bits=bits, wire=wire) for sizes, bits in RAGGED]
 
 
 def finite_rows(count: int, elements: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -124,7 +124,7 @@ class Bits:
         return hash(self.digest.digest())
 
 
-def bytes_of(packed: torch.Tensor, layout: Layout) -> torch.Tensor:
+def bytes_of(packed: torch.Tensor, layout: RowLayout) -> torch.Tensor:
     """The packed rows, with the same bits for every NaN among raw values.
 
     PyTorch's own conversions differ in the NaN that they produce: 0x7FC0 or 0xFFFF in bf16.

@@ -9,13 +9,13 @@ import torch
 
 from tests.zeropp.quant.layout_ops import LayoutOps, reference
 from tests.zeropp.quant.packed_bytes import Bits, bits_of, bytes_of
-from zeropp.quant.packing import BLOCK, FLOATS, Layout, num_blocks
+from zeropp.quant.packing import BLOCK, FLOATS, RowLayout, num_blocks
 
 KEPT = 1024  # results of the reference, most of them a few KB
 UNTOUCHED = 0xCD  # in memory that a kernel must fill, including its gaps
 
 
-def assert_same_bytes(packed: torch.Tensor, expected: torch.Tensor, layout: Layout) -> None:
+def assert_same_bytes(packed: torch.Tensor, expected: torch.Tensor, layout: RowLayout) -> None:
     assert torch.equal(bytes_of(packed.cpu(), layout), bytes_of(expected, layout)), layout
 
 
@@ -26,7 +26,7 @@ def copied(values: torch.Tensor, device: str, shift: int) -> torch.Tensor:
 
 
 def check_rows(
-    kernels: LayoutOps, rows: torch.Tensor, layout: Layout, fold: int, device: str = "cpu",
+    kernels: LayoutOps, rows: torch.Tensor, layout: RowLayout, fold: int, device: str = "cpu",
     shift: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """Quantize and, into every type, dequantize; returns the packed rows, on the CPU."""
@@ -42,7 +42,7 @@ def check_rows(
 
 
 def check_sums(
-    kernels: LayoutOps, packed: torch.Tensor, layout: Layout, onto: Layout, terms: int,
+    kernels: LayoutOps, packed: torch.Tensor, layout: RowLayout, onto: RowLayout, terms: int,
     device: str = "cpu", shift: int = 0,
 ) -> None:  # fmt: skip
     """Sums of `terms` rows of `packed`, which is on the CPU, packed again; sums of all of them."""
@@ -59,7 +59,9 @@ def check_sums(
 
 
 @lru_cache(KEPT)
-def expected_rows(rows: Bits, layout: Layout, fold: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def expected_rows(
+    rows: Bits, layout: RowLayout, fold: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The reference's packed rows, and their numbers in every type."""
     (values,) = rows.tensors
     packed = reference.quantize(values, layout, fold)
@@ -71,7 +73,7 @@ def expected_rows(rows: Bits, layout: Layout, fold: int) -> tuple[torch.Tensor, 
 
 @lru_cache(KEPT)
 def expected_sums(
-    rows: Bits, layout: Layout, onto: Layout, terms: int
+    rows: Bits, layout: RowLayout, onto: RowLayout, terms: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The reference's sums of `terms` packed rows, packed again, and of all rows in every type."""
     (packed,) = rows.tensors
@@ -81,10 +83,10 @@ def expected_sums(
     return reference.reduce_quantize(packed, layout, onto, terms), numbers
 
 
-def other_bits(layout: Layout) -> Layout:
+def other_bits(layout: RowLayout) -> RowLayout:
     """The same sizes with every width exchanged for another."""
     bits = tuple(map(_other_width, layout.sizes, layout.bits))
-    return Layout(sizes=layout.sizes, bits=bits, wire=layout.wire)
+    return RowLayout(sizes=layout.sizes, bits=bits, wire=layout.wire)
 
 
 def _other_width(size: int, bits: int) -> int:
@@ -92,15 +94,15 @@ def _other_width(size: int, bits: int) -> int:
     return {8: of_8_bits, 4: 16, 3: 4, 16: 8}[bits]
 
 
-def many_segments(count: int, wire: torch.dtype) -> Layout:
+def many_segments(count: int, wire: torch.dtype) -> RowLayout:
     """Segments of all widths, as many as may take several launches of a GPU's kernels."""
     sizes = (7, 0, 256, 1025, 16, 129, 1000, 64, 1)
     chosen = [sizes[i % len(sizes)] for i in range(count)]
     widths = [3 if size == 64 else (8, 16, 4, 4, 8)[i % 5] for i, size in enumerate(chosen)]
-    return Layout(sizes=tuple(chosen), bits=tuple(widths), wire=wire)
+    return RowLayout(sizes=tuple(chosen), bits=tuple(widths), wire=wire)
 
 
-def with_dirty_gaps(packed: torch.Tensor, layout: Layout) -> torch.Tensor:
+def with_dirty_gaps(packed: torch.Tensor, layout: RowLayout) -> torch.Tensor:
     """A copy with ones in bytes and half bytes that hold no number."""
     holds = torch.zeros(layout.packed_bytes, dtype=torch.uint8)
     width = layout.wire.itemsize

@@ -13,7 +13,7 @@ from zeropp.quant.code_step_ops import apply_code_steps, code_steps
 from zeropp.quant.code_step_reference import _packed_steps, _unpacked_steps, read_counts
 from zeropp.quant.code_steps import RESCALED, TILE, StepLayout, step_bytes, step_layout
 from zeropp.quant.ops import dequantize, quantize
-from zeropp.quant.packing import BLOCK, FLOATS, RAW, Layout, layout_of, num_blocks
+from zeropp.quant.packing import BLOCK, FLOATS, RAW, RowLayout, num_blocks, row_layout
 
 SIZES = (3000, 7, 256, 0, 5000, 1)
 WIDTHS = (8, RAW, 8, 8, 8, 8)
@@ -56,14 +56,14 @@ def test_steps_survive_packing(size: int, reach: int) -> None:
 @pytest.mark.parametrize(("reach", "bits"), [(1, 1.6), (2, 7 / 3), (4, 3.2)])
 def test_bytes_of_a_message(reach: int, bits: float) -> None:
     size = 1 << 20
-    message = step_layout(layout_of((size,), (8,), torch.bfloat16), reach)
+    message = step_layout(row_layout((size,), (8,), torch.bfloat16), reach)
     assert message.num_bytes * 8 / size == pytest.approx(bits + 16 / BLOCK[8], rel=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reach", [1, 2, 4])
 def test_both_sides_stay_equal_and_catch_up(reach: int, dtype: torch.dtype) -> None:
-    layout = layout_of(SIZES, WIDTHS, dtype)
+    layout = row_layout(SIZES, WIDTHS, dtype)
     message = step_layout(layout, reach)
     row = row_of(SIZES).to(dtype)
     ours = quantize(row, layout)
@@ -101,7 +101,7 @@ def require_nearest(numbers: Tensor, row: Tensor, steps: Tensor) -> None:
 
 
 def test_small_updates_cost_no_more_than_whole_codes() -> None:
-    layout = layout_of((4096,), (8,), torch.float32)
+    layout = row_layout((4096,), (8,), torch.float32)
     message = step_layout(layout, 2)
     row = row_of((4096,))
     packed = quantize(row, layout)
@@ -115,7 +115,7 @@ def test_small_updates_cost_no_more_than_whole_codes() -> None:
 
 
 def test_a_block_that_grows_or_shrinks_gets_another_scale() -> None:
-    layout = layout_of((512,), (8,), torch.float32)
+    layout = row_layout((512,), (8,), torch.float32)
     message = step_layout(layout, 4)
     row = row_of((512,))
     packed = quantize(row, layout)
@@ -129,7 +129,7 @@ def test_a_block_that_grows_or_shrinks_gets_another_scale() -> None:
 
 
 def test_zeros_start_to_move_and_numbers_become_zeros() -> None:
-    layout = layout_of((300,), (8,), torch.float32)
+    layout = row_layout((300,), (8,), torch.float32)
     message = step_layout(layout, 2)
     packed = quantize(torch.zeros((1, 300)), layout)
     assert advance(torch.zeros((1, 300)), packed, message).sum() == 0
@@ -146,7 +146,7 @@ def test_zeros_start_to_move_and_numbers_become_zeros() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_makes_its_block_nan_until_it_is(bad: float) -> None:
-    layout = layout_of((600,), (8,), torch.float32)
+    layout = row_layout((600,), (8,), torch.float32)
     message = step_layout(layout, 2)
     row = row_of((600,))
     packed = quantize(row, layout)
@@ -167,7 +167,7 @@ def test_random_walks_of_random_rows(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     sizes = tuple(torch.randint(0, 900, (4,), generator=generator).tolist())
     widths = tuple(8 if torch.rand((), generator=generator) < 0.7 else RAW for _ in sizes)
-    layout = layout_of(sizes, widths, torch.float32)
+    layout = row_layout(sizes, widths, torch.float32)
     row = row_of(sizes, seed)
     ours = quantize(row, layout)
     theirs = ours.clone()
@@ -188,11 +188,11 @@ def test_random_walks_of_random_rows(seed: int) -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    layout = layout_of((300,), (8,), torch.float32)
+    layout = row_layout((300,), (8,), torch.float32)
     with pytest.raises(ValueError, match="reach 3: expected one of 1, 2, 4"):
         StepLayout(rows=layout, reach=3)
     with pytest.raises(ValueError, match="codes with 8 bits have steps"):
-        StepLayout(rows=layout_of((300,), (4,), torch.float32), reach=2)
+        StepLayout(rows=row_layout((300,), (4,), torch.float32), reach=2)
     message, packed = step_layout(layout, 2), quantize(torch.zeros((1, 300)), layout)
     with pytest.raises(ValueError, match=r"rows has shape \(1, 299\)"):
         code_steps(torch.zeros((1, 299)), packed, message)
@@ -219,7 +219,7 @@ def test_kernels_give_the_bits_of_the_reference(isas, seed: int, reach: int) -> 
     sizes = tuple(torch.randint(0, 9000, (4,), generator=generator).tolist())
     widths = tuple(8 if torch.rand((), generator=generator) < 0.7 else RAW for _ in sizes)
     dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
-    layout = layout_of(sizes, widths, dtype)
+    layout = row_layout(sizes, widths, dtype)
     message = step_layout(layout, reach)
     base = row_of(sizes, seed)
     held = quantize(base.to(dtype), layout).repeat(2, 1)
@@ -255,14 +255,14 @@ def require_reference_bits(
 def test_kernels_give_the_bits_of_the_reference_in_all_kinds_of_blocks(
     isas, reach: int, dtype: torch.dtype
 ) -> None:
-    layout = layout_of(RAGGED, (8,) * len(RAGGED), dtype)
+    layout = row_layout(RAGGED, (8,) * len(RAGGED), dtype)
     for seed in range(3):
         row, packed = blocks_of_all_kinds(layout, seed)
         for _ in range(3):
             require_reference_bits(isas, row.to(dtype), packed, step_layout(layout, reach))
 
 
-def blocks_of_all_kinds(layout: Layout, seed: int) -> tuple[Tensor, Tensor]:
+def blocks_of_all_kinds(layout: RowLayout, seed: int) -> tuple[Tensor, Tensor]:
     """A row, and what is held of it, whose blocks each need another branch of the kernels."""
     generator = torch.Generator().manual_seed(seed)
     row = torch.zeros((1, layout.elements))

@@ -30,7 +30,7 @@ from zeropp.native.kernels import ISAS
 from zeropp.quant import cpu
 from zeropp.quant.cpu import CpuKernels
 from zeropp.quant.ops import dequantize, quantize
-from zeropp.quant.packing import FLOATS, Layout
+from zeropp.quant.packing import FLOATS, RowLayout
 
 THREADS = 3
 MANY_BYTES = 3 << 20  # enough for several threads
@@ -101,7 +101,7 @@ def test_seventeen_terms(of_isa):
 def test_any_rows_and_any_sums(kernels, layout, dtype, seed, data):
     fold, terms = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
     bits = tuple(fitting_width(size, data.draw(widths)) for size in layout.sizes)
-    onto = Layout(sizes=layout.sizes, bits=bits, wire=data.draw(dtypes))
+    onto = RowLayout(sizes=layout.sizes, bits=bits, wire=data.draw(dtypes))
     rows = any_rows(fold * terms, layout.elements, dtype, seed)
     for _ in filter(use_isa, ISAS):
         packed = check_rows(kernels, rows, layout, fold)
@@ -113,7 +113,7 @@ def test_every_16_bit_number_and_all_its_neighbours_in_fp32(of_isa, dtype):
     """Conversions between types on all bit patterns, and around each tie."""
     rows = every_16_bit_number(dtype)
     for wire in FLOATS:
-        layout = Layout(sizes=(rows.numel(),), bits=(16,), wire=wire)
+        layout = RowLayout(sizes=(rows.numel(),), bits=(16,), wire=wire)
         check_rows(of_isa, rows, layout, 1)
 
 
@@ -129,7 +129,7 @@ def test_steps_at_and_beside_every_tie(of_isa, bits):
         for sign in (-1.0, 1.0)
     ]
     for block in blocks:
-        layout = Layout(sizes=(len(block),), bits=(bits,), wire=torch.float32)
+        layout = RowLayout(sizes=(len(block),), bits=(bits,), wire=torch.float32)
         check_rows(of_isa, block[None], layout, 1)
 
 
@@ -138,15 +138,15 @@ def test_threads_share_the_work_and_change_nothing(of_isa, threads, bits):
     sizes = (MANY_BYTES // 8 + 77, 33, MANY_BYTES // 8 - 1)
     if bits == 3:
         sizes = (MANY_BYTES // 8 + 64, 33, MANY_BYTES // 8 - 64)
-    layout = Layout(sizes=sizes, bits=(bits, 16, bits), wire=torch.bfloat16)
+    layout = RowLayout(sizes=sizes, bits=(bits, 16, bits), wire=torch.bfloat16)
     packed = check_rows(of_isa, any_rows(2, layout.elements, torch.float32, bits), layout, 2)
     check_sums(of_isa, packed, layout, other_bits(layout), 2)
 
 
 def test_threads_with_fewer_tiles_than_threads_and_many_empty_rows(of_isa, threads):
-    nothing = Layout(sizes=(0, 0), bits=(8, 16), wire=torch.bfloat16)
+    nothing = RowLayout(sizes=(0, 0), bits=(8, 16), wire=torch.bfloat16)
     assert of_isa.quantize(torch.empty(4, 0), nothing, 2).shape == (4, 0)
-    few = Layout(sizes=(2048, 5), bits=(8, 4), wire=torch.bfloat16)
+    few = RowLayout(sizes=(2048, 5), bits=(8, 4), wire=torch.bfloat16)
     check_rows(of_isa, any_rows(600, few.elements, torch.float32, 3), few, 200)
 
 
@@ -154,7 +154,7 @@ def test_subnormal_flushing_changes_nothing(of_isa):
     """Scales, reciprocals and products are never subnormal, so GPUs' modes give the same bits."""
     if not torch.set_flush_denormal(False):
         pytest.skip("this processor cannot flush subnormals to zero")
-    layout = Layout(sizes=(700, 300), bits=(8, 4), wire=torch.float32)
+    layout = RowLayout(sizes=(700, 300), bits=(8, 4), wire=torch.float32)
     rows = any_rows(6, layout.elements, torch.float32, 3)
     expected = reference.quantize(rows, layout, 1)
     try:
@@ -174,7 +174,7 @@ def test_an_instruction_set_can_be_chosen(kernels):
 
 
 def test_without_kernels_all_works_and_the_log_says_so_once(without_kernels, caplog):
-    layout = Layout(sizes=(300, 5, 129), bits=(8, 16, 4), wire=torch.bfloat16)
+    layout = RowLayout(sizes=(300, 5, 129), bits=(8, 16, 4), wire=torch.bfloat16)
     rows = any_rows(4, layout.elements, torch.bfloat16, 1)
     with caplog.at_level(logging.INFO, "zeropp"):
         packed = quantize(rows, layout, fold=2)

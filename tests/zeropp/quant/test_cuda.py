@@ -25,7 +25,7 @@ from tests.zeropp.quant.reference_checks import (
 from zeropp.quant import cuda
 from zeropp.quant.cuda import CudaKernels
 from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
-from zeropp.quant.packing import FLOATS, Layout
+from zeropp.quant.packing import FLOATS, RowLayout
 
 GPU = "cuda:0"
 CYCLES = 200_000_000  # a tenth of a second: far longer than a launch
@@ -64,10 +64,10 @@ def test_sums_of_ragged_segments(kernels, terms):
 @pytest.mark.parametrize("bits", [3, 4, 8, 16])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_segments_that_only_wide_accesses_touch(kernels, dtype, bits):
-    layout = Layout(sizes=(3072, 768, 1 << 20), bits=(bits,) * 3, wire=dtype)
+    layout = RowLayout(sizes=(3072, 768, 1 << 20), bits=(bits,) * 3, wire=dtype)
     packed = check_rows(kernels, any_rows(4, layout.elements, dtype, bits), layout, 2, GPU)
     for onto_bits in (3, 4, 8, 16):
-        onto = Layout(sizes=layout.sizes, bits=(onto_bits,) * 3, wire=dtype)
+        onto = RowLayout(sizes=layout.sizes, bits=(onto_bits,) * 3, wire=dtype)
         check_sums(kernels, packed, layout, onto, 4, GPU)
 
 
@@ -80,7 +80,7 @@ def test_more_segments_than_a_launch_takes(kernels, count):
 
 @pytest.mark.parametrize("fold", [1, ROWS])
 def test_more_rows_than_a_grid_has(kernels, fold):
-    layout = Layout(sizes=(5, 3), bits=(8, 16), wire=torch.float16)
+    layout = RowLayout(sizes=(5, 3), bits=(8, 16), wire=torch.float16)
     check_rows(kernels, any_rows(ROWS, 8, torch.float32, fold), layout, fold, GPU)
 
 
@@ -95,9 +95,9 @@ def test_gaps_are_not_read(kernels):
 def test_every_16_bit_number_and_all_its_neighbours_in_fp32(kernels, dtype):
     rows = every_16_bit_number(dtype)
     for wire in FLOATS:
-        check_rows(kernels, rows, Layout(sizes=(rows.numel(),), bits=(16,), wire=wire), 1, GPU)
+        check_rows(kernels, rows, RowLayout(sizes=(rows.numel(),), bits=(16,), wire=wire), 1, GPU)
     for bits in (4, 8):
-        layout = Layout(sizes=(rows.numel(),), bits=(bits,), wire=torch.float32)
+        layout = RowLayout(sizes=(rows.numel(),), bits=(bits,), wire=torch.float32)
         packed = check_rows(kernels, rows, layout, 1, GPU)
         check_sums(kernels, packed, layout, other_bits(layout), 1, GPU)
 
@@ -113,14 +113,14 @@ def test_reciprocals_and_products_round_alike_for_scales_of_all_sizes(kernels, b
     for part in steps.split(block - 1):
         part = torch.nn.functional.pad(part.clamp(-top, top), (1, block - 1 - len(part)), value=top)
         rows = (scales[:, None] * part * 2.0**-20).reshape(1, -1)
-        layout = Layout(sizes=(rows.numel(),), bits=(bits,), wire=torch.float32)
+        layout = RowLayout(sizes=(rows.numel(),), bits=(bits,), wire=torch.float32)
         check_rows(kernels, rows, layout, 1, GPU)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 2.0**-95])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_blocks_without_a_scale(kernels, dtype, value):
-    layout = Layout(sizes=(600, 600), bits=(8, 4), wire=dtype)
+    layout = RowLayout(sizes=(600, 600), bits=(8, 4), wire=dtype)
     in_one_place, everywhere = (any_rows(2, 1200, dtype, 2).nan_to_num() for _ in range(2))
     in_one_place[:, 257] = value
     everywhere[:] = value
@@ -137,9 +137,9 @@ def test_elements_beyond_2_to_the_31(kernels):
     first = (size - tail) // 1024 * 1024  # a tile's
     end = any_rows(1, size - first, torch.bfloat16, 1)
     rows[:, first:] = end.to(GPU)
-    layout = Layout(sizes=(size,), bits=(8,), wire=torch.bfloat16)
+    layout = RowLayout(sizes=(size,), bits=(8,), wire=torch.bfloat16)
     packed = kernels.quantize(rows, layout, 1)
-    short = Layout(sizes=(size - first,), bits=(8,), wire=torch.bfloat16)
+    short = RowLayout(sizes=(size - first,), bits=(8,), wire=torch.bfloat16)
     expected, (segment,) = reference.quantize(end, short, 1), layout.segments
     codes = packed[:, segment.data_at + first :].cpu()
     assert torch.equal(codes, expected[:, short.segments[0].data_at :])
@@ -157,7 +157,7 @@ def bytes_of_values(values: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_ops_use_the_kernels(kernels):
-    layout = Layout(sizes=(300, 5, 129), bits=(8, 16, 4), wire=torch.bfloat16)
+    layout = RowLayout(sizes=(300, 5, 129), bits=(8, 16, 4), wire=torch.bfloat16)
     rows = any_rows(4, layout.elements, torch.bfloat16, 1)
     packed = quantize(rows.to(GPU), layout, fold=2)
     assert torch.equal(packed.cpu(), quantize(rows, layout, fold=2))
@@ -174,7 +174,7 @@ def test_the_ops_use_the_kernels(kernels):
 
 def test_it_runs_on_the_current_stream_and_waits_for_nothing(kernels):
     """The rows are written behind a long wait: elsewhere, a kernel would read what was there."""
-    layout = Layout(sizes=(1 << 16, 77), bits=(8, 4), wire=torch.bfloat16)
+    layout = RowLayout(sizes=(1 << 16, 77), bits=(8, 4), wire=torch.bfloat16)
     rows = any_rows(2, layout.elements, torch.float32, 1)
     late, now = rows.pin_memory(), torch.zeros_like(rows, device=GPU)
     side = torch.cuda.Stream()
@@ -196,7 +196,7 @@ def test_it_runs_on_the_current_stream_and_waits_for_nothing(kernels):
 
 
 def test_a_graph_holds_all_four_and_replays_them_on_new_numbers(kernels):
-    layout = Layout(sizes=(4096, 77, 300), bits=(8, 16, 4), wire=torch.bfloat16)
+    layout = RowLayout(sizes=(4096, 77, 300), bits=(8, 16, 4), wire=torch.bfloat16)
     rows = torch.zeros(4, layout.elements, device=GPU)
     out, total = torch.empty_like(rows), torch.empty_like(rows[0])
     graph = torch.cuda.CUDAGraph()
@@ -221,7 +221,7 @@ def test_a_graph_holds_all_four_and_replays_them_on_new_numbers(kernels):
 
 
 def test_the_same_bytes_every_time(kernels):
-    layout = Layout(sizes=(1 << 20, 333), bits=(4, 8), wire=torch.bfloat16)
+    layout = RowLayout(sizes=(1 << 20, 333), bits=(4, 8), wire=torch.bfloat16)
     rows = any_rows(8, layout.elements, torch.float32, 1).to(GPU)
     packed = kernels.quantize(rows, layout, 1)
     first = kernels.reduce_quantize(packed, layout, layout, 8)
@@ -232,7 +232,7 @@ def test_the_same_bytes_every_time(kernels):
 
 
 def test_packed_rows_at_an_odd_place_are_refused(kernels):
-    layout = Layout(sizes=(300,), bits=(8,), wire=torch.bfloat16)
+    layout = RowLayout(sizes=(300,), bits=(8,), wire=torch.bfloat16)
     memory = torch.zeros(2 * layout.packed_bytes + 2, dtype=torch.uint8, device=GPU)
     odd = memory[2:].view(2, -1)
     with pytest.raises(ValueError, match="2 bytes after a multiple of 16"):
@@ -241,7 +241,7 @@ def test_packed_rows_at_an_odd_place_are_refused(kernels):
 
 def test_a_failed_launch_says_why(kernels):
     library = kernels.backend.library
-    layout = array("q", Layout(sizes=(8,), bits=(8,), wire=torch.bfloat16).table)
+    layout = array("q", RowLayout(sizes=(8,), bits=(8,), wire=torch.bfloat16).table)
     with pytest.raises(RuntimeError, match="zpp_quantize on cuda:99: .*device"):
         library.zpp_quantize(layout.buffer_info()[0], 0, 0, 0, 1, 1, 99, None)
     assert library.zpp_ready(0) == 0

@@ -21,7 +21,7 @@ from zeropp.quant import cuda
 from zeropp.quant.code_step_ops import apply_code_steps, code_steps
 from zeropp.quant.code_steps import REACHES, TILE, step_layout
 from zeropp.quant.cuda import CudaKernels
-from zeropp.quant.packing import FLOATS, RAW, Layout
+from zeropp.quant.packing import FLOATS, RAW, RowLayout
 
 GPU = "cuda:0"
 CYCLES = 200_000_000  # a tenth of a second: far longer than a launch
@@ -49,7 +49,7 @@ def test_ragged_segments(kernels, reach, dtype, wire, shift):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("reach", REACHES)
 def test_segments_that_only_wide_accesses_touch(kernels, reach, dtype):
-    rows = Layout(sizes=(100 * TILE, 768, 1 << 20), bits=(8, RAW, 8), wire=dtype)
+    rows = RowLayout(sizes=(100 * TILE, 768, 1 << 20), bits=(8, RAW, 8), wire=dtype)
     held = any_codes(4, rows, reach)
     for seed in range(3):
         near = rows_near(held, rows, dtype, seed)
@@ -64,14 +64,14 @@ def test_more_segments_than_a_launch_takes(kernels, count):
 
 
 def test_more_rows_than_a_grid_has(kernels):
-    layout = step_layout(Layout(sizes=(5, 3), bits=(8, RAW), wire=torch.float16), 2)
+    layout = step_layout(RowLayout(sizes=(5, 3), bits=(8, RAW), wire=torch.float16), 2)
     held = any_codes(ROWS, layout.rows, 1)
     check_steps(kernels, rows_near(held, layout.rows, torch.float32, 2), held, layout, GPU)
 
 
 def test_gaps_are_neither_read_nor_written(kernels):
     for seed, (sizes, bits) in enumerate(RAGGED):
-        rows = Layout(sizes=sizes, bits=bits, wire=torch.bfloat16)
+        rows = RowLayout(sizes=sizes, bits=bits, wire=torch.bfloat16)
         held = with_dirty_gaps(any_codes(2, rows, seed), rows)
         layout = step_layout(rows, REACHES[seed % 3])
         check_steps(kernels, rows_near(held, rows, torch.float32, seed), held, layout, GPU)
@@ -82,7 +82,7 @@ def test_ratios_and_products_round_alike_for_scales_of_all_sizes(kernels, reach)
     """A block for each exponent and each bf16 fraction, towards rows of another size."""
     scales = torch.arange(34 << 7, 220 << 7, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     blocks = len(scales)
-    rows = Layout(sizes=(256 * blocks,), bits=(8,), wire=torch.float32)
+    rows = RowLayout(sizes=(256 * blocks,), bits=(8,), wire=torch.float32)
     (segment,) = rows.segments
     held = torch.zeros((1, rows.packed_bytes), dtype=torch.uint8)
     held[0, : 2 * blocks] = scales.view(torch.uint8)
@@ -98,7 +98,7 @@ def test_rows_too_small_for_codes(kernels):
 
 
 def test_the_ops_use_the_kernels(kernels):
-    rows = Layout(sizes=(5000, 5, 129), bits=(8, RAW, 8), wire=torch.bfloat16)
+    rows = RowLayout(sizes=(5000, 5, 129), bits=(8, RAW, 8), wire=torch.bfloat16)
     layout = step_layout(rows, 2)
     held = any_codes(2, rows, 1)
     near = rows_near(held, rows, torch.bfloat16, 2)
@@ -116,7 +116,7 @@ def test_the_ops_use_the_kernels(kernels):
 
 def test_they_run_on_the_current_stream_and_wait_for_nothing(kernels):
     """The rows are written behind a long wait: elsewhere, a kernel would read what was there."""
-    rows = Layout(sizes=(1 << 16, 77), bits=(8, 8), wire=torch.bfloat16)
+    rows = RowLayout(sizes=(1 << 16, 77), bits=(8, 8), wire=torch.bfloat16)
     layout = step_layout(rows, 4)
     held = any_codes(2, rows, 1)
     near = rows_near(held, rows, torch.float32, 2)
@@ -140,7 +140,7 @@ def test_they_run_on_the_current_stream_and_wait_for_nothing(kernels):
 
 def test_a_graph_holds_both_and_replays_them_on_new_numbers(kernels):
     """Counts begin at 0 in each replay."""
-    rows = Layout(sizes=(TILE + 100, 77, 300), bits=(8, RAW, 8), wire=torch.float32)
+    rows = RowLayout(sizes=(TILE + 100, 77, 300), bits=(8, RAW, 8), wire=torch.float32)
     layout = step_layout(rows, 2)
     held = any_codes(3, rows, 1)
     packed, values = held.to(GPU), torch.zeros((3, rows.elements), device=GPU)
@@ -159,7 +159,7 @@ def test_a_graph_holds_both_and_replays_them_on_new_numbers(kernels):
 
 
 def test_the_same_bytes_every_time(kernels):
-    rows = Layout(sizes=(1 << 20, 333), bits=(8, 8), wire=torch.bfloat16)
+    rows = RowLayout(sizes=(1 << 20, 333), bits=(8, 8), wire=torch.bfloat16)
     layout = step_layout(rows, 1)
     packed, values = any_codes(4, rows, 1).to(GPU), any_rows(4, rows.elements, torch.float32, 2)
     first = code_steps(values.to(GPU), packed, layout)
@@ -168,7 +168,7 @@ def test_the_same_bytes_every_time(kernels):
 
 
 def test_messages_at_an_odd_place_are_refused(kernels):
-    layout = step_layout(Layout(sizes=(300,), bits=(8,), wire=torch.bfloat16), 2)
+    layout = step_layout(RowLayout(sizes=(300,), bits=(8,), wire=torch.bfloat16), 2)
     memory = torch.zeros(layout.num_bytes + 2, dtype=torch.uint8, device=GPU)
     packed = torch.zeros((1, layout.rows.packed_bytes), dtype=torch.uint8, device=GPU)
     with pytest.raises(ValueError, match="messages begins 2 bytes after a multiple of 16"):

@@ -24,7 +24,7 @@ from tests.zeropp.quant.reference_checks import UNTOUCHED, with_dirty_gaps
 from zeropp.quant import code_step_ops, code_step_reference, reference
 from zeropp.quant.code_steps import REACHES, TILE, rows_end, step_layout
 from zeropp.quant.cpu import CpuKernels
-from zeropp.quant.packing import FLOATS, RAW, Layout
+from zeropp.quant.packing import FLOATS, RAW, RowLayout
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_ragged_segments(kernels, seed, reach):
 @pytest.mark.parametrize("reach", REACHES)
 def test_segments_that_only_wide_accesses_touch(kernels, reach):
     dtype = FLOATS[REACHES.index(reach)]
-    rows = Layout(sizes=(2 * TILE, 768, 1024 + 16), bits=(8, RAW, 8), wire=dtype)
+    rows = RowLayout(sizes=(2 * TILE, 768, 1024 + 16), bits=(8, RAW, 8), wire=dtype)
     held = any_codes(2, rows, reach)
     check_steps(kernels, rows_near(held, rows, dtype, reach), held, step_layout(rows, reach))
 
@@ -58,7 +58,7 @@ def test_more_segments_than_a_launch_takes(kernels, count):
 
 def test_gaps_are_neither_read_nor_written(kernels):
     for seed, (sizes, bits) in enumerate(RAGGED):
-        rows = Layout(sizes=sizes, bits=bits, wire=torch.bfloat16)
+        rows = RowLayout(sizes=sizes, bits=bits, wire=torch.bfloat16)
         held = with_dirty_gaps(any_codes(2, rows, seed), rows)
         layout = step_layout(rows, REACHES[seed % 3])
         check_steps(kernels, rows_near(held, rows, torch.float32, seed), held, layout)
@@ -66,7 +66,7 @@ def test_gaps_are_neither_read_nor_written(kernels):
 
 @pytest.mark.parametrize("sizes", [(), (0, 0)])
 def test_a_row_without_elements_has_a_message_of_counts(kernels, sizes):
-    layout = step_layout(Layout(sizes=sizes, bits=(8,) * len(sizes), wire=torch.bfloat16), 2)
+    layout = step_layout(RowLayout(sizes=sizes, bits=(8,) * len(sizes), wire=torch.bfloat16), 2)
     empty = torch.empty((3, 0), dtype=torch.uint8)
     messages = torch.full((3, layout.num_bytes), UNTOUCHED, dtype=torch.uint8)
     kernels.code_steps(torch.empty((3, 0)), empty, messages, layout.table)
@@ -80,7 +80,7 @@ def test_rows_too_small_for_codes(kernels):
 
 def test_a_copy_catches_up_by_messages(kernels):
     """Scales halve when codes are small enough: it takes a walk of messages to get there."""
-    layout = step_layout(Layout(sizes=(1000,), bits=(8,), wire=torch.bfloat16), 4)
+    layout = step_layout(RowLayout(sizes=(1000,), bits=(8,), wire=torch.bfloat16), 4)
     held = any_codes(1, layout.rows, 1)
     rows = torch.randn((1, 1000), generator=torch.Generator().manual_seed(1))
     rescaled = 0
@@ -95,7 +95,7 @@ def test_a_copy_catches_up_by_messages(kernels):
 
 
 def test_an_error_has_cudas_message(emulated):
-    layout = step_layout(Layout(sizes=(8,), bits=(8,), wire=torch.bfloat16), 2)
+    layout = step_layout(RowLayout(sizes=(8,), bits=(8,), wire=torch.bfloat16), 2)
     table = array("q", layout.table).buffer_info()[0]
     with pytest.raises(RuntimeError, match="^zpp_code_steps on cuda:99: invalid device ordinal$"):
         emulated.library.zpp_code_steps(table, 0, 0, 0, 0, 1, 99, None)
@@ -113,7 +113,7 @@ def test_messages_of_more_than_two_gibibytes(kernels):
 
     cudaMemset2DAsync takes no rows that are 2 GiB apart or more.
     """
-    layout = step_layout(Layout(sizes=(300,), bits=(8,), wire=torch.bfloat16), 1)
+    layout = step_layout(RowLayout(sizes=(300,), bits=(8,), wire=torch.bfloat16), 1)
     held = any_codes(2, layout.rows, 1)
     rows = rows_near(held, layout.rows, torch.float32, 1)
     near = torch.empty((2, layout.num_bytes), dtype=torch.uint8)
@@ -131,7 +131,7 @@ def test_messages_of_more_than_two_gibibytes(kernels):
 
 
 def test_no_memory_outside_is_written(kernels):
-    rows = Layout(sizes=(TILE + 7, 5, 300), bits=(8, RAW, 8), wire=torch.float16)
+    rows = RowLayout(sizes=(TILE + 7, 5, 300), bits=(8, RAW, 8), wire=torch.float16)
     layout = step_layout(rows, 2)
     held = any_codes(2, rows, 3)
     expected = torch.empty((2, layout.num_bytes), dtype=torch.uint8)

@@ -21,7 +21,7 @@ from tests.zeropp.quant.reference_checks import (
 )
 from zeropp.native import kernels as native_kernels
 from zeropp.quant import cuda, reference
-from zeropp.quant.packing import FLOATS, Layout
+from zeropp.quant.packing import FLOATS, RowLayout
 
 
 @pytest.fixture
@@ -52,10 +52,10 @@ def test_sums_of_ragged_segments(kernels, terms):
 @pytest.mark.parametrize("bits", [3, 4, 8, 16])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_segments_that_only_wide_accesses_touch(kernels, dtype, bits):
-    layout = Layout(sizes=(3072, 768, 2048 + 64), bits=(bits,) * 3, wire=dtype)
+    layout = RowLayout(sizes=(3072, 768, 2048 + 64), bits=(bits,) * 3, wire=dtype)
     packed = check_rows(kernels, any_rows(4, layout.elements, dtype, bits), layout, 2)
     for onto_bits in (3, 4, 8, 16):
-        onto = Layout(sizes=layout.sizes, bits=(onto_bits,) * 3, wire=dtype)
+        onto = RowLayout(sizes=layout.sizes, bits=(onto_bits,) * 3, wire=dtype)
         check_sums(kernels, packed, layout, onto, 4)
 
 
@@ -69,7 +69,7 @@ def test_more_segments_than_a_launch_takes(kernels, count):
 @pytest.mark.parametrize("fold", [1, 2, 6, 12])
 def test_more_rows_than_a_grid_takes(kernels, fold):
     """The emulation's grids have 5 blocks in y and z, a GPU's 65535."""
-    layout = Layout(sizes=(300, 5), bits=(8, 16), wire=torch.bfloat16)
+    layout = RowLayout(sizes=(300, 5), bits=(8, 16), wire=torch.bfloat16)
     packed = check_rows(kernels, any_rows(12, layout.elements, torch.float32, fold), layout, fold)
     check_sums(kernels, packed, layout, other_bits(layout), 12 // fold)
 
@@ -101,7 +101,7 @@ def test_without_the_library_the_reference_runs_and_the_log_says_so_once(
 def test_an_error_has_cudas_message(emulated):
     assert emulated.library.zpp_ready(0) == 0
     assert emulated.library.zpp_ready(99) != 0
-    layout = array("q", Layout(sizes=(8,), bits=(8,), wire=torch.bfloat16).table)
+    layout = array("q", RowLayout(sizes=(8,), bits=(8,), wire=torch.bfloat16).table)
     with pytest.raises(RuntimeError, match="^zpp_quantize on cuda:99: invalid device ordinal$"):
         emulated.library.zpp_quantize(layout.buffer_info()[0], 0, 0, 0, 1, 1, 99, None)
 

@@ -8,11 +8,11 @@ from tests.zeropp.quant.layout_ops import LayoutOps
 from tests.zeropp.quant.packed_bytes import any_rows, bits_of
 from zeropp.quant import cpu, reference
 from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
-from zeropp.quant.packing import FLOATS, Layout
+from zeropp.quant.packing import FLOATS, RowLayout
 
 OPS = torch.ops.zeropp
-LAYOUT = Layout(sizes=(5, 300, 0, 129), bits=(16, 8, 8, 4), wire=torch.float32)
-ONTO = Layout(sizes=LAYOUT.sizes, bits=(16, 4, 4, 8), wire=torch.bfloat16)
+LAYOUT = RowLayout(sizes=(5, 300, 0, 129), bits=(16, 8, 8, 4), wire=torch.float32)
+ONTO = RowLayout(sizes=LAYOUT.sizes, bits=(16, 4, 4, 8), wire=torch.bfloat16)
 NAMES = ("quantize", "dequantize", "reduce_quantize", "reduce_dequantize")
 
 
@@ -89,7 +89,7 @@ def test_inputs_are_left_as_they_are(dtype, backend):
     """In fp32 `.float()` is the tensor itself: what is done to it in place is done to the input."""
     functions = LayoutOps(backend())
     for bits in (4, 8, 16):
-        layout = Layout(sizes=(300,), bits=(bits,), wire=dtype)
+        layout = RowLayout(sizes=(300,), bits=(bits,), wire=dtype)
         rows = any_rows(4, 300, dtype, bits)
         before = rows.clone()
         packed = functions.quantize(rows, layout, 1)
@@ -105,7 +105,7 @@ def test_inputs_are_left_as_they_are(dtype, backend):
 
 def test_rows_of_nothing():
     for count in (0, 2):
-        empty = Layout(sizes=(0, 0), bits=(8, 16), wire=torch.bfloat16)
+        empty = RowLayout(sizes=(0, 0), bits=(8, 16), wire=torch.bfloat16)
         packed = quantize(torch.empty(count, 0), empty)
         assert packed.shape == (count, 0)
         dequantize(packed, torch.empty(count, 0), empty)
@@ -149,7 +149,7 @@ OUT = torch.zeros(4, LAYOUT.elements)
         (lambda: reduce_dequantize(PACKED, OUT, LAYOUT), ValueError, r"needs \(434\)"),
         (
             lambda: reduce_quantize(
-                PACKED, LAYOUT, Layout(sizes=(434,), bits=(8,), wire=torch.float32), terms=1
+                PACKED, LAYOUT, RowLayout(sizes=(434,), bits=(8,), wire=torch.float32), terms=1
             ),
             ValueError,
             "the layouts differ",

@@ -13,14 +13,14 @@ from zeropp.quant.packing import (
     FLOATS,
     RAW,
     SCALE_BYTES,
-    Layout,
-    layout_of,
+    RowLayout,
     num_blocks,
+    row_layout,
     segments_in,
 )
 
 
-def byte_ranges(layout: Layout) -> list[tuple[int, int]]:
+def byte_ranges(layout: RowLayout) -> list[tuple[int, int]]:
     """(first, end) of the bytes that hold raw values, scales and codes."""
     places = []
     for segment in layout.segments:
@@ -35,7 +35,7 @@ def byte_ranges(layout: Layout) -> list[tuple[int, int]]:
 
 
 def test_the_size_of_a_row_counted_by_hand():
-    layout = Layout(sizes=(5, 300, 129, 0), bits=(16, 8, 4, 8), wire=torch.bfloat16)
+    layout = RowLayout(sizes=(5, 300, 129, 0), bits=(16, 8, 4, 8), wire=torch.bfloat16)
     assert layout.packed_bytes == 16 + 16 + 304 + 80
     scales = [(16, 16 + 2 * 2), (20, 20 + 2 * 2)]
     assert byte_ranges(layout) == [(0, 5 * 2), *scales, (32, 32 + 300), (336, 336 + 65)]
@@ -52,7 +52,7 @@ def test_the_size_of_a_row_counted_by_hand():
     ],
 )
 def test_bytes_per_element_of_a_long_segment(bits, wire, bytes_per_element):
-    layout = Layout(sizes=(1 << 16,), bits=(bits,), wire=wire)
+    layout = RowLayout(sizes=(1 << 16,), bits=(bits,), wire=wire)
     assert layout.packed_bytes == bytes_per_element * (1 << 16)
 
 
@@ -81,7 +81,7 @@ def test_unused_bytes_are_zeros(layout, dtype, seed, count):
 
 
 def test_the_first_of_two_codes_is_in_the_lower_half():
-    layout = Layout(sizes=(3,), bits=(4,), wire=torch.float32)
+    layout = RowLayout(sizes=(3,), bits=(4,), wire=torch.float32)
     packed = quantize(torch.tensor([[-8.0, 7.0, -1.0]]), layout)
     (segment,) = layout.segments
     assert packed[0, segment.scales_at : segment.scales_at + 2].tolist() == [0x80, 0x3F]  # 1.0
@@ -89,7 +89,7 @@ def test_the_first_of_two_codes_is_in_the_lower_half():
 
 
 def test_a_positive_extreme_gives_a_negative_scale():
-    layout = Layout(sizes=(2,), bits=(8,), wire=torch.float32)
+    layout = RowLayout(sizes=(2,), bits=(8,), wire=torch.float32)
     packed = quantize(torch.tensor([[128.0, -1.0]]), layout)
     (segment,) = layout.segments
     assert packed[0, segment.scales_at : segment.scales_at + 2].tolist() == [0x80, 0xBF]  # -1.0
@@ -99,7 +99,7 @@ def test_a_positive_extreme_gives_a_negative_scale():
 @pytest.mark.parametrize("bits", [4, 8])
 def test_blocks_begin_anew_with_every_segment(bits):
     """A small segment beside a large one keeps its own scale (D4: 10% error otherwise)."""
-    layout = Layout(sizes=(5, BLOCK[bits]), bits=(bits, bits), wire=torch.float32)
+    layout = RowLayout(sizes=(5, BLOCK[bits]), bits=(bits, bits), wire=torch.float32)
     rows = torch.cat((torch.full((1, 5), 1e-6), torch.full((1, BLOCK[bits]), 1e6)), 1)
     out = torch.empty_like(rows)
     dequantize(quantize(rows, layout), out, layout)
@@ -118,7 +118,7 @@ def test_a_table_has_all_of_a_layout(layout):
 
 def test_the_same_arguments_give_the_same_layout():
     arguments = ((3, 4), (8, 16), torch.float16)
-    assert layout_of(*arguments) is layout_of(*arguments)
+    assert row_layout(*arguments) is row_layout(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -134,4 +134,4 @@ def test_the_same_arguments_give_the_same_layout():
 def test_invalid_layouts_are_refused(changed, error, message):
     right = {"sizes": (3, 4), "bits": (8, 16), "wire": torch.bfloat16}
     with pytest.raises(error, match=message):
-        Layout(**right | changed)
+        RowLayout(**right | changed)

@@ -19,7 +19,7 @@ from tests.zeropp.quant.packed_bytes import (
     segment_sizes,
 )
 from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
-from zeropp.quant.packing import BLOCK, FLOATS, RAW, Layout
+from zeropp.quant.packing import BLOCK, FLOATS, RAW, RowLayout
 from zeropp.quant.reference import TINY
 
 HALF = 0.5 + 2.0**-13  # of a step; 1/scale and its product are rounded: 129 * 2 * 2^-24 of a step
@@ -28,14 +28,14 @@ NOT_FINITE = (math.nan, math.inf, -math.inf)
 quantized = st.sampled_from((4, 8))
 
 
-def there_and_back(rows: torch.Tensor, layout: Layout, dtype=torch.float32) -> torch.Tensor:
+def there_and_back(rows: torch.Tensor, layout: RowLayout, dtype=torch.float32) -> torch.Tensor:
     out = torch.empty(rows.shape, dtype=dtype)
     dequantize(quantize(rows, layout), out, layout)
     return out
 
 
-def one_segment(size: int, bits: int, wire: torch.dtype = torch.float32) -> Layout:
-    return Layout(sizes=(size,), bits=(bits,), wire=wire)
+def one_segment(size: int, bits: int, wire: torch.dtype = torch.float32) -> RowLayout:
+    return RowLayout(sizes=(size,), bits=(bits,), wire=wire)
 
 
 def blocks_of(values: torch.Tensor, bits: int) -> list[torch.Tensor]:
@@ -167,7 +167,7 @@ def test_a_non_finite_number_makes_its_block_non_finite_and_no_other(layout, dty
 @pytest.mark.parametrize("bits", [(8, 4), (4, 8), (16, 4), (8, 16)])
 def test_overflow_of_one_term_is_in_the_sum_of_its_block_alone(bits, bad):
     size = 4 * BLOCK[8]
-    source, onto = (Layout(sizes=(size,), bits=(bit,), wire=torch.float16) for bit in bits)
+    source, onto = (RowLayout(sizes=(size,), bits=(bit,), wire=torch.float16) for bit in bits)
     rows = torch.ones(6, size)  # 3 terms of 2 rows
     rows[3, 2 * BLOCK[8] + 3] = bad  # term 1, row 1
     packed = quantize(rows, source)
@@ -212,7 +212,7 @@ def test_sums_are_those_of_the_dequantized_rows(layout, dtype, seed, terms):
     expected = torch.zeros(2, layout.elements)
     for term in values.view(terms, 2, layout.elements):
         expected = expected + term
-    exact = Layout(sizes=layout.sizes, bits=(RAW,) * len(layout.sizes), wire=torch.float32)
+    exact = RowLayout(sizes=layout.sizes, bits=(RAW,) * len(layout.sizes), wire=torch.float32)
     actual = torch.empty_like(expected)
     dequantize(reduce_quantize(packed, layout, exact, terms=terms), actual, exact)
     assert torch.equal(bits_of(actual), bits_of(expected))

@@ -9,7 +9,7 @@ from hypothesis import given
 from tests.zeropp.quant.layout_ops import reference
 from tests.zeropp.quant.packed_bytes import FEW, dtypes, finite_rows, scales_of, seeds
 from zeropp.quant.ops import dequantize, quantize, reduce_dequantize
-from zeropp.quant.packing import BLOCK, Layout, Segment
+from zeropp.quant.packing import BLOCK, RowLayout, Segment
 from zeropp.quant.reference import ROTATED, TINY, rotate
 
 SIZE = BLOCK[3]
@@ -17,8 +17,8 @@ EPSILON = 2.0**-24  # of fp32: the largest relative error of one operation
 STAGES = 5  # of additions in a rotation of 32
 
 
-def layout_of_blocks(count: int) -> Layout:
-    return Layout(sizes=(count * SIZE,), bits=(3,), wire=torch.float32)
+def layout_of_blocks(count: int) -> RowLayout:
+    return RowLayout(sizes=(count * SIZE,), bits=(3,), wire=torch.float32)
 
 
 def there_and_back(rows: torch.Tensor) -> torch.Tensor:
@@ -156,4 +156,4 @@ def test_a_long_segment_takes_three_and_a_quarter_bits_for_each_element():
 
 def test_a_segment_that_is_not_whole_blocks_is_refused():
     with pytest.raises(ValueError, match="65 elements of 3 bits: give a multiple of 64"):
-        Layout(sizes=(65,), bits=(3,), wire=torch.float32)
+        RowLayout(sizes=(65,), bits=(3,), wire=torch.float32)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeropp
 from tests.ranks import ranks
-from zeropp.fsdp_adapter import Piece
+from zeropp.fsdp_adapter import ShardSpec
 from zeropp.sharding.forecast import node_bytes, rank_bytes
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
 from zeropp.wire.route import Nodes, Route
@@ -31,7 +31,7 @@ def plan_of(nodes: Nodes, inner: int, **settings: object) -> Plan:
     )
     units = tuple(
         UnitPlan(
-            pieces=(Piece(elements=size, row=size, ndim=2, trainable=True),),
+            specs=(ShardSpec(elements=size, row=size, ndim=2, trainable=True),),
             axis=axis,
             dtype=torch.bfloat16,
             wire_dtype=torch.bfloat16,

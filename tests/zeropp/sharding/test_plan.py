@@ -29,7 +29,7 @@ def frozen_but_for_biases(seed: int) -> nn.Module:
 
 
 def held(units: tuple[fsdp.FSDPModule, ...]) -> list[Counter]:
-    return [Counter(fsdp.own_pieces(unit)) for unit in units]
+    return [Counter(fsdp.own_specs(unit)) for unit in units]
 
 
 @pytest.mark.parametrize("dtype", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
@@ -45,10 +45,10 @@ def test_units_of_random_models_hold_what_was_planned(dtype: dict) -> None:
             planned = plan_units(twin, outermost_blocks(twin), axis, config)
             assert not any(isinstance(each, fsdp.FSDPModule) for each in twin.modules())
             sharding = shard(model, mesh, config)
-            assert [Counter(unit.pieces) for unit in planned] == held(sharding.units)
+            assert [Counter(unit.specs) for unit in planned] == held(sharding.units)
             assert [unit.is_root for unit in planned][-1]
-            dtypes = [fsdp.dtypes_of(unit)[0] for unit in sharding.units if fsdp.own_pieces(unit)]
-            assert dtypes == [unit.dtype for unit in planned if unit.pieces]
+            dtypes = [fsdp.dtypes_of(unit)[0] for unit in sharding.units if fsdp.own_specs(unit)]
+            assert dtypes == [unit.dtype for unit in planned if unit.specs]
 
 
 @ranks(2)
@@ -67,7 +67,7 @@ def test_the_axis_of_most_ranks_is_a_plans_axis() -> None:
     config = zero_config({"stage": 3})
     wide, narrow = (DataAxis.of(config, Nodes(num_ranks=n, ranks_per_node=2)) for n in (8, 4))
     units = tuple(
-        UnitPlan(pieces=(), axis=axis, dtype=torch.float32, wire_dtype=torch.float32)
+        UnitPlan(specs=(), axis=axis, dtype=torch.float32, wire_dtype=torch.float32)
         for axis in (narrow, wide)
     )
     common = {"stage": 3, "reduces_once": False, "keeps_roots": False}

@@ -19,7 +19,7 @@ from tests.zeropp.prescribed_gradients import (
     shard_prescribed,
     zero_config,
 )
-from zeropp.fsdp_adapter import Piece
+from zeropp.fsdp_adapter import ShardSpec
 from zeropp.wire.collectives import gradient_layouts
 from zeropp.wire.route import Nodes, Route
 
@@ -194,10 +194,10 @@ def test_rows_without_a_gradient_stay_exactly_zero(zero, bits):
 
 def test_matrices_whose_rows_are_no_whole_blocks_take_4_bits_for_3():
     rows = {64: 3, 128: 3, 96: 4, 32: 4, 1: 4, 5 * 3 * 3: 4, 64 * 3 * 3: 3}
-    pieces = [Piece(elements=7 * row, row=row, ndim=2, trainable=True) for row in rows]
-    pieces.append(Piece(elements=64, row=1, ndim=1, trainable=True))
+    specs = [ShardSpec(elements=7 * row, row=row, ndim=2, trainable=True) for row in rows]
+    specs.append(ShardSpec(elements=64, row=1, ndim=1, trainable=True))
     route = Route(nodes=Nodes(num_ranks=4, ranks_per_node=2), inner=2, bits=(8, 3))
-    inner, outer = gradient_layouts(pieces, route, torch.bfloat16)
+    inner, outer = gradient_layouts(specs, route, torch.bfloat16)
     assert inner.bits == (8,) * len(rows) + (16,)
     assert outer.bits == (*rows.values(), 16)
 

@@ -260,7 +260,7 @@ def test_the_host_does_not_wait_for_a_gpu_to_compare(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", record)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(fsdp, "after_backward", lambda callback: None)
-    monkeypatch.setattr(fsdp, "own_pieces", lambda unit: (None,))
+    monkeypatch.setattr(fsdp, "own_specs", lambda unit: (None,))
     use, unit = GradientUse(None, torch.device("cuda")), nn.Linear(1, 1)
     use.add(unit)
     use.note(unit, [0], [0])

@@ -120,7 +120,7 @@ def test_evaluation_keeps_no_copy_where_that_is_set():
 def packed_rows(sharding: Sharding) -> list[int]:
     """Bytes of the copy of each unit: the packed rows of both nodes."""
     units = sharding.plan.units
-    layouts = [weight_layout(each.pieces, each.axis.weights, each.dtype) for each in units]
+    layouts = [weight_layout(each.specs, each.axis.weights, each.dtype) for each in units]
     return [2 * layout.packed_bytes for layout in layouts]
 
 
@@ -133,7 +133,7 @@ def test_the_copy_is_packed_and_half_of_16_bit():
     sharding = shard_on_nodes(BOTH, model, bf16={"enabled": True})
     sharding.model(torch.randn(2, 512)).sum().backward()
     assert sharding.roots[0].copies.nbytes == sum(packed_rows(sharding))
-    elements = sum(part.elements for unit in sharding.plan.units for part in unit.pieces)
+    elements = sum(part.elements for unit in sharding.plan.units for part in unit.specs)
     sixteen_bit = 2 * 2 * elements  # of both nodes
     assert sharding.roots[0].copies.nbytes / sixteen_bit == pytest.approx(0.5, abs=0.01)
 

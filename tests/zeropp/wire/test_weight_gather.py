@@ -11,7 +11,7 @@ from tests.zeropp.sharded_training import BOTH, QWZ, shard_on_nodes
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import Sharding, ZeroConfig, shard
 from zeropp.quant.ops import dequantize, quantize
-from zeropp.quant.packing import Layout
+from zeropp.quant.packing import RowLayout
 
 SHAPES = {
     "large": (130, 67), "gain": (300,), "small": (41, 9), "one row": (1, 700), "one": (1, 1),
@@ -52,7 +52,7 @@ def quantized_alone(whole: torch.Tensor, bits: int, dtype: torch.dtype) -> torch
     """What each rank's rows of one parameter are after quantization, put together again."""
     parts = []
     for rows in whole.to(dtype).chunk(dist.get_world_size()):
-        layout = Layout(sizes=(rows.numel(),), bits=(bits,), wire=dtype)
+        layout = RowLayout(sizes=(rows.numel(),), bits=(bits,), wire=dtype)
         out = torch.empty(1, rows.numel(), dtype=dtype)
         dequantize(quantize(rows.reshape(1, -1).clone(), layout), out, layout)
         parts.append(out.view(rows.shape))

@@ -84,7 +84,7 @@ def require_close_to_the_weights(sharding: Sharding) -> None:
     """Every number of a copy is the one that is nearest to the weight by its scale."""
     for unit, rows in zip(sharding.units, rows_of(sharding), strict=True):
         layout = weight_layout(
-            fsdp_adapter.own_pieces(unit),
+            fsdp_adapter.own_specs(unit),
             sharding.plan.units[-1].axis.weights,
             sharding.compute_dtype,
         )

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
-from megatron_zpp.planner.timing.links import Hop
+from megatron_zpp.planner.timing.links import HopTime
 from megatron_zpp.planner.timing.pipeline import (
     PassSeconds,
     _Schedule,
@@ -60,10 +60,10 @@ def test_micro_batches_that_are_not_simulated_take_as_long_as_others(seed):
 
 def test_the_passes_of_a_stage_are_those_of_its_units():
     """The first gather of a step crosses nodes; the reduction of the last pass is not hidden."""
-    far, near = Collective((Hop(0.0, 5.0),)), Collective((Hop(0.5, 0.0),))
+    far, near = Collective((HopTime(0.0, 5.0),)), Collective((HopTime(0.5, 0.0),))
     block = UnitWork(
         forward=1.0, backward=2.0, first_gather=far, later_gather=near, backward_gather=NONE,
-        reduction=Collective((Hop(0.0, 1.5),)), early_reduction=NONE,
+        reduction=Collective((HopTime(0.0, 1.5),)), early_reduction=NONE,
     )  # fmt: skip
     seconds = pass_seconds(Streams, [block], ROOT, 0.1, 0.2)
     assert seconds == PassSeconds(

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from benchmarks.plan.cpu_steps import Blocking, Host
-from megatron_zpp.planner.timing.links import Hop
+from megatron_zpp.planner.timing.links import HopTime
 from megatron_zpp.planner.timing.timeline import (
     NONE,
     Collective,
@@ -18,7 +18,7 @@ ROOT = UnitWork(forward=0.0, backward=0.0)
 
 
 def far(seconds, kernels=0.0):
-    return Collective((Hop(0.0, seconds),), kernels)
+    return Collective((HopTime(0.0, seconds),), kernels)
 
 
 def unit(forward, gather=NONE, back=NONE, reduction=NONE):
@@ -49,14 +49,14 @@ def test_a_reduction_waits_for_the_one_before():
 
 
 def test_hops_of_two_links_overlap_between_blocks():
-    gather = Collective((Hop(0.0, 1.0), Hop(1.0, 0.0)))
+    gather = Collective((HopTime(0.0, 1.0), HopTime(1.0, 0.0)))
     blocks = [unit(1.5, gather)] * 4
     # A gather takes 2 s and begins with the block before it, which computes 1.5 s: 0.5 s is seen.
     assert Streams(blocks, ROOT).run(1) == pytest.approx(2.0 + 1.5 + 3 * 2.0 + 4 * 3.0)
 
 
 def test_on_a_host_later_hops_run_when_the_gather_is_used():
-    gather = Collective((Hop(0.0, 1.0), Hop(0.25, 0.0)))
+    gather = Collective((HopTime(0.0, 1.0), HopTime(0.25, 0.0)))
     blocks = [unit(2.0, gather)] * 2
     assert Host(blocks, ROOT).run(1) == pytest.approx(1.0 + 0.25 + 2.0 + 0.25 + 2.0 + 8.0)
 
@@ -64,7 +64,8 @@ def test_on_a_host_later_hops_run_when_the_gather_is_used():
 def random_units(draw):
     def collective():
         hops = tuple(
-            Hop(draw.choice((0.0, draw.random())), draw.random()) for _ in range(draw.randrange(3))
+            HopTime(draw.choice((0.0, draw.random())), draw.random())
+            for _ in range(draw.randrange(3))
         )
         return Collective(hops, draw.random() / 5)
 

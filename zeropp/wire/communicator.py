@@ -26,7 +26,7 @@ def traced(operation: str, purpose: str, hop: Hop) -> record_function:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class Communicator:
     """The ranks of a hop, connected; `position` is this rank's on the data axis."""
 
     hop: Hop
@@ -99,7 +99,7 @@ class Link:
 
 def connect(
     hop: Hop, ranks: tuple[int, ...], position: int, traffic: Traffic, purpose: str
-) -> Link | None:
+) -> Communicator | None:
     """Connect this rank to its hop; return None for a hop of one rank.
 
     `ranks` are the global ranks of the data axis. Only the hop's members need to call it. Models on
@@ -110,4 +110,6 @@ def connect(
     if hop.size == 1:
         return None
     group = shared_group(purpose, [ranks[member] for member in hop.members], ranks)
-    return Link(hop=hop, position=position, group=group, traffic=traffic, is_gloo=uses_gloo(group))
+    return Communicator(
+        hop=hop, position=position, group=group, traffic=traffic, is_gloo=uses_gloo(group)
+    )

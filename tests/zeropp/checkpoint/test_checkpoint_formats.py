@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 import zeropp
 from tests.ranks import ranks
-from zeropp.checkpoint.foreign_layouts import find_layout, layout_of
+from zeropp.checkpoint.checkpoint_formats import find_format, format_of
 
 CONFIG = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
 
@@ -117,7 +117,7 @@ def hugging_face(folder: Path) -> Path:
 
 
 Write = Callable[[Path], Path]
-LAYOUTS: list[tuple[Write, str]] = [
+FORMATS: list[tuple[Write, str]] = [
     (megatron_torch_dist, "a checkpoint of Megatron-LM, in its torch_dist format"),
     (megatron_core_19, "a checkpoint of Megatron-LM, in its torch_dist format"),
     (megatron_bridge, "a checkpoint of Megatron Bridge"),
@@ -133,30 +133,30 @@ LAYOUTS: list[tuple[Write, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("write_layout", "name"), LAYOUTS)
-def test_a_layout_is_recognised_in_its_folder_and_by_itself(write_layout, name, tmp_path):
-    checkpoint = write_layout(tmp_path)
+@pytest.mark.parametrize(("write_checkpoint", "name"), FORMATS)
+def test_a_format_is_recognised_in_its_folder_and_by_itself(write_checkpoint, name, tmp_path):
+    checkpoint = write_checkpoint(tmp_path)
     for place in (tmp_path, checkpoint):
-        path, layout = find_layout(place)
-        assert path == checkpoint and layout.name.startswith(name)
+        path, found = find_format(place)
+        assert path == checkpoint and found.name.startswith(name)
 
 
-def test_other_folders_have_no_layout(tmp_path):
-    assert find_layout(tmp_path) is None
+def test_other_folders_have_no_known_format(tmp_path):
+    assert find_format(tmp_path) is None
     (tmp_path / "latest").write_text("../elsewhere\n")
     (tmp_path / "iter_0000010").mkdir()
     (tmp_path / "config.json").write_text("{}")
-    assert find_layout(tmp_path) is None and layout_of(tmp_path / "absent") is None
-    assert find_layout(tmp_path / "absent") is None
+    assert find_format(tmp_path) is None and format_of(tmp_path / "absent") is None
+    assert find_format(tmp_path / "absent") is None
 
 
 @ranks(1)
 def test_an_engine_says_whose_checkpoint_it_is(tmp_path):
     engine, *_ = zeropp.initialize(model=torch.nn.Linear(2, 2), config=CONFIG)
-    for number, (write_layout, name) in enumerate(LAYOUTS):
+    for number, (write_checkpoint, name) in enumerate(FORMATS):
         folder = tmp_path / str(number)
         folder.mkdir()
-        checkpoint = write_layout(folder)
+        checkpoint = write_checkpoint(folder)
         with pytest.raises(zeropp.InputError) as caught:
             engine.load_checkpoint(folder)
         message = str(caught.value)

@@ -1,6 +1,6 @@
 """Which program wrote a checkpoint, by the names of its files; nothing is read but small texts.
 
-A checkpoint of another program is not damaged: it has a layout of its own, and is told from a
+A checkpoint of another program is not damaged: it has a format of its own, and is told from a
 damaged one of ours by the files that each program writes beside the tensors.
 """
 
@@ -27,7 +27,7 @@ _BY_TITAN = (
 )
 
 
-class LayoutKind(Enum):
+class FormatKind(Enum):
     """The layouts, as readers tell them apart."""
 
     BRIDGE = auto()
@@ -44,7 +44,7 @@ class LayoutKind(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class CheckpointFormat:
     """How a program lays out a checkpoint.
 
     `name` is what it is, in words; `files` are patterns, of which each must match a file; `export`
@@ -52,7 +52,7 @@ class Layout:
     project wrote it.
     """
 
-    kind: LayoutKind
+    kind: FormatKind
     name: str
     files: tuple[str, ...]
     export: str
@@ -60,85 +60,85 @@ class Layout:
 
 
 # The first whose files are there is the one.
-LAYOUTS = (
-    Layout(
-        kind=LayoutKind.BRIDGE,
+FORMATS = (
+    CheckpointFormat(
+        kind=FormatKind.BRIDGE,
         name="a checkpoint of Megatron Bridge, in Megatron-LM's torch_dist format",
         files=("run_config.yaml", ".metadata"),
         export=_BY_BRIDGE,
     ),
-    Layout(
-        kind=LayoutKind.TORCH_DIST,
+    CheckpointFormat(
+        kind=FormatKind.TORCH_DIST,
         name="a checkpoint of Megatron-LM, in its torch_dist format",
         files=("common.pt", ".metadata"),
         export=_BY_BRIDGE,
     ),
-    Layout(  # since megatron-core 0.19 without common.pt
-        kind=LayoutKind.TORCH_DIST,
+    CheckpointFormat(  # since megatron-core 0.19 without common.pt
+        kind=FormatKind.TORCH_DIST,
         name="a checkpoint of Megatron-LM, in its torch_dist format",
         files=(".metadata", "metadata.json", "*.distcp"),
         export=_BY_BRIDGE,
     ),
-    Layout(
-        kind=LayoutKind.OTHER_CORE,
+    CheckpointFormat(
+        kind=FormatKind.OTHER_CORE,
         name="a checkpoint of Megatron-LM, in a format of megatron.core.dist_checkpointing",
         files=("common.pt", "metadata.json"),
         export=_BY_BRIDGE,
     ),
-    Layout(
-        kind=LayoutKind.MEGATRON_RANKS,
+    CheckpointFormat(
+        kind=FormatKind.MEGATRON_RANKS,
         name="a checkpoint of Megatron-LM, in its legacy format (mp_rank_XX)",
         files=("mp_rank_*/model*_rng.pt",),
         export="Megatron-LM's tools/checkpoint/convert.py brings it to its torch_dist format, and "
         + _BY_BRIDGE,
     ),
-    Layout(
-        kind=LayoutKind.UNIVERSAL,
+    CheckpointFormat(
+        kind=FormatKind.UNIVERSAL,
         name="a checkpoint of DeepSpeed, in its universal format",
         files=("zero/*/fp32.pt",),
         export="the checkpoint that ds_to_universal.py made it of can be exported: "
         + _BY_DEEPSPEED,
     ),
-    Layout(
-        kind=LayoutKind.ZERO,
+    CheckpointFormat(
+        kind=FormatKind.ZERO,
         name="a checkpoint of DeepSpeed, sharded by ZeRO",
         files=("*zero_pp_rank_*_states.pt",),
         export=_BY_DEEPSPEED,
     ),
-    Layout(
-        kind=LayoutKind.DEEPSPEED,
+    CheckpointFormat(
+        kind=FormatKind.DEEPSPEED,
         name="a checkpoint of DeepSpeed",
         files=("*mp_rank_*_model_states.pt",),
         export=_BY_DEEPSPEED,
     ),
-    Layout(
-        kind=LayoutKind.ENGINE,
+    CheckpointFormat(
+        kind=FormatKind.ENGINE,
         name="a checkpoint of an engine of zeropp.initialize",
         files=(".metadata", "state.pt"),
         export="load it with engine.load_checkpoint, whose model may be any",
         ours=True,
     ),
-    Layout(
-        kind=LayoutKind.OURS,
+    CheckpointFormat(
+        kind=FormatKind.OURS,
         name="a checkpoint of pretrain_gpt.py",
         files=(".metadata", "manifest.json", "state.json"),
         export="load it with --load, or export it with tools/convert_hf.py --to-hf",
         ours=True,
     ),
-    Layout(
-        kind=LayoutKind.SHARDS,
+    CheckpointFormat(
+        kind=FormatKind.SHARDS,
         name="a checkpoint of torchtitan, or of another program on torch.distributed.checkpoint",
         files=(".metadata", "*.distcp"),
         export=_BY_TITAN,
     ),
-    Layout(
-        kind=LayoutKind.HUGGING_FACE,
+    CheckpointFormat(
+        kind=FormatKind.HUGGING_FACE,
         name="a model in Hugging Face's format",
         files=("config.json", "*.safetensors"),
         export="",
     ),
-    Layout(
-        kind=LayoutKind.HUGGING_FACE,
+    CheckpointFormat(
+        kind=FormatKind.HUGGING_FACE,
         name="a model in Hugging Face's format",
         files=("config.json", "pytorch_model*.bin"),
         export="",
@@ -151,20 +151,20 @@ _POINTERS = ("latest", "latest_universal")
 _MEGATRON_POINTER = "latest_checkpointed_iteration.txt"  # a number, or "release"
 
 
-def layout_of(checkpoint: Path) -> Layout | None:
-    """Return the layout of a checkpoint's folder; None for one that is not known."""
-    for layout in LAYOUTS:
-        if all(any(checkpoint.glob(pattern)) for pattern in layout.files):
-            return layout
+def format_of(checkpoint: Path) -> CheckpointFormat | None:
+    """Return the format of a checkpoint's folder; None for one that is not known."""
+    for known in FORMATS:
+        if all(any(checkpoint.glob(pattern)) for pattern in known.files):
+            return known
     return None
 
 
-def find_layout(folder: Path) -> tuple[Path, Layout] | None:
-    """Return the checkpoint in `folder`, or `folder` itself, that has a known layout, and which."""
+def find_format(folder: Path) -> tuple[Path, CheckpointFormat] | None:
+    """Return the checkpoint in `folder`, or `folder` itself, that has a known format, and which."""
     for path in _places(folder):
-        layout = layout_of(path)
-        if layout is not None:
-            return path, layout
+        found = format_of(path)
+        if found is not None:
+            return path, found
     return None
 
 
@@ -184,12 +184,12 @@ def _places(folder: Path) -> Iterator[Path]:
         yield from sorted(folder.glob(pattern), reverse=True)
 
 
-def foreign_error(path: Path, layout: Layout, named_by: str, to_import: str) -> InputError:
-    """The error for a checkpoint of another layout than that of the loader.
+def foreign_error(path: Path, found: CheckpointFormat, named_by: str, to_import: str) -> InputError:
+    """The error for a checkpoint of another format than that of the loader.
 
     `named_by` is the flag or the call that names it, `to_import` what reads a Hugging Face folder.
     """
-    advice = layout.export if layout.ours else "; ".join(filter(None, (layout.export, to_import)))
+    advice = found.export if found.ours else "; ".join(filter(None, (found.export, to_import)))
     return InputError(
-        f"{named_by}: {path} is {layout.name}, which cannot be loaded here as it is: {advice}"
+        f"{named_by}: {path} is {found.name}, which cannot be loaded here as it is: {advice}"
     )
