@@ -4,7 +4,7 @@ What was added since (adapters) is sharded, block by block, in units of its own;
 since is stored quantized; the optimizer holds what is trained now, and nothing else.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,13 +16,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.deepspeed.fp32_weights import HALVES
 from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.cut import (
-    Subunits,
-    cut,
-    modules_using,
-    own_parameters,
-    with_parameters,
-)
+from zeropp.sharding.cut import Place, Subunits, by_unit, by_user, cut, places_of, with_parameters
 from zeropp.sharding.materialize import copy_from_first_rank
 from zeropp.sharding.plan import UnitPlan
 from zeropp.sharding.shard import store_frozen
@@ -60,8 +54,12 @@ def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Shard
     """Shard parameters that were added to a sharded model, those of each unit as one more unit."""
     units = sharding.units
     sharded_ids = {id(shard.local) for unit in units for shard in fsdp.own_shards(unit)}
-    added = {unit: _added_parameters(unit, units, sharded_ids) for unit in units}
-    added = {unit: subunits for unit, subunits in added.items() if subunits}
+    # Copies of shards, as in PEFT's modules_to_save, were added too, and have other ids.
+    added = [
+        place
+        for place in places_of(sharding.model, units)
+        if place.parameter.ndim and id(_local(place.parameter)) not in sharded_ids
+    ]
     if not added:
         return sharding
     if any(fsdp.has_run(unit) for unit in units):
@@ -69,15 +67,17 @@ def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Shard
             "there are parameters that were added after the model was first used, and FSDP2 takes "
             "no more then: add adapters before the first forward pass"
         )
-    _require_called(sharding.model, added)
+    _require_called(added)
+    places = by_unit(added)
     mesh, (root,) = sharding.grid.data, sharding.roots
     planned = dict(zip(units, sharding.plan.units, strict=True))
     all_units: dict[fsdp.FSDPModule, UnitPlan] = {}
     for unit in units:
         all_units[unit] = planned[unit]
-        if unit in added:
+        if unit in places:
             like = replace(planned[unit], dtype=sharding.compute_dtype)
-            all_units |= _adopt_into(like, added[unit], mesh, config, device)
+            users = by_user(places[unit], {place.parameter for place in places[unit]})
+            all_units |= _adopt_into(like, users, mesh, config, device)
     all_units[root.model] = all_units.pop(root.model)  # last
     new = [unit for unit in all_units if unit not in planned]
     root.add(new, [all_units[unit] for unit in new])
@@ -96,9 +96,8 @@ def _adopt_into(
     plain = _unshard_added(added, device)
     for module in added:
         copy_from_first_rank(module, mesh.get_group(), device)
-    users = {module: {plain[each] for each in used} for module, used in added.items()}
     like = replace(plan, is_root=False, is_apart=True, casts_inputs=True)
-    adopted = with_parameters(like, users, config)
+    adopted = with_parameters(like, added, [*plain.values()], config)
     (module,) = cut([adopted], mesh, config)
     return {module: adopted}
 
@@ -129,31 +128,12 @@ def hold_trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             group["param_names"] = [names[parameter] for parameter in group["params"]]
 
 
-def _added_parameters(
-    unit: nn.Module, units: Sequence[nn.Module], sharded_ids: set[int]
-) -> Subunits:
-    """Return the parameters of a unit, not of units inside it, that are not sharded yet, by user.
-
-    `sharded_ids` are the ids of shards. Copies of shards, as in PEFT's modules_to_save, were added
-    too, and have other ids.
-    """
-    inner_units = [other for other in units if other is not unit and _within(other, unit)]
-    others = {module for inner in inner_units for module in inner.modules()}
-    added = {
-        parameter
-        for parameter in own_parameters(unit, others)
-        if id(_local(parameter)) not in sharded_ids
-    }
-    return modules_using(added, unit, others)
-
-
-def _require_called(model: nn.Module, added: Mapping[nn.Module, Subunits]) -> None:
+def _require_called(added: Sequence[Place]) -> None:
     """Raise InputError naming a parameter that no module inside its unit uses when called."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for unit, subunits in added.items():
-        for parameter in subunits.get(unit, ()):
+    for place in added:
+        if place.user is place.unit:
             raise InputError(
-                f"{names[parameter]} was added to a model that is sharded already, outside of any "
+                f"{place.name} was added to a model that is sharded already, outside of any "
                 "module that is called, so nothing would gather it: put it into a module of its "
                 "own within its block, or add it before zeropp.initialize"
             )
@@ -191,7 +171,3 @@ def _trained_in_fp32(values: torch.Tensor, parameter: nn.Parameter) -> torch.Ten
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-
-
-def _within(inner: nn.Module, outer: nn.Module) -> bool:
-    return any(inner is module for module in outer.modules())

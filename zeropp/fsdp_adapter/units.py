@@ -52,29 +52,29 @@ class Shard:
 
 
 def shard_unit(
-    unit: nn.Module | list[nn.Module],
+    modules: Sequence[nn.Module],
+    parameters: Sequence[nn.Parameter],
     mesh: DeviceMesh,
     precision: MixedPrecisionPolicy,
     *,
     reshard_after_forward: bool,
     place: OffloadPolicy = ON_DEVICE,
-    ignored: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Make `unit` an FSDP unit in place: one gather before its forward, one reduction after.
+    """Make modules an FSDP unit in place: one gather before its forward, one reduction after.
 
-    A list of modules becomes one unit, whose collectives are set on the first module. Parameters in
-    `ignored` are left out. Attributes and gradient hooks of the parameters are kept.
+    It has these `parameters` of the modules, whose attributes and gradient hooks are kept. Its
+    collectives are set on the first module.
     """
-    modules = unit if isinstance(unit, list) else [unit]
     owners = {owner for module in modules for owner in module.modules()}
     originals = {owner: dict(owner.named_parameters(recurse=False)) for owner in owners}
+    others = {each for held in originals.values() for each in held.values()}.difference(parameters)
     fully_shard(
-        unit,
+        [*modules],
         mesh=mesh,
         mp_policy=precision,
         offload_policy=place,
         reshard_after_forward=reshard_after_forward,
-        ignored_params=set(ignored),
+        ignored_params=others,
     )
     for parameter in parameters_of(modules[0]):
         info = parameter._module_info

@@ -4,7 +4,7 @@ FSDP2 reports some of these problems only in the first forward pass, and less cl
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from zeropp.errors import InputError
 from zeropp.quant.packing import FLOATS
 from zeropp.ranks.coordination import among, gather_objects
 from zeropp.settings.zero_config import ZeroConfig
+from zeropp.sharding.cut import Place
 from zeropp.wire.collectives import WeightGather
 
 Units = Mapping[str, fsdp.FSDPModule]  # by the names of modules
@@ -41,24 +42,19 @@ def require_same_model(
     )  # fmt: skip
 
 
-def require_shardable(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Raise InputError naming the parameters that keep `model` from being sharded by `blocks`."""
-    for name, module in model.named_modules():
-        if isinstance(module, fsdp.FSDPModule):
-            where = f"its {name}" if name else "it"
-            raise InputError(f"the model given to zeropp.shard, {where}, is sharded already: "
-                             "give a new one")  # fmt: skip
-    _require_order(model, blocks)
-    for name, parameter in model.named_parameters():
-        _require_plain(name, parameter)
-    owners: dict[nn.Parameter, tuple[nn.Module, str]] = {}
-    trained: dict[nn.Module, tuple[torch.dtype, str]] = {}
-    for unit, name, parameter in _by_unit(model, frozenset(blocks), model):
-        if not parameter.ndim:
+def require_shardable(places: Iterable[Place]) -> None:
+    """Raise InputError naming the parameters that keep a model from being sharded by units."""
+    places = list(places)
+    for place in places:
+        _require_plain(place.name, place.parameter)
+    owners: dict[nn.Parameter, Place] = {}
+    trained: dict[nn.Module, Place] = {}
+    for place in places:
+        if not place.parameter.ndim:
             continue
-        _require_one_unit(*owners.setdefault(parameter, (unit, name)), unit, name)
-        if parameter.requires_grad:
-            _require_one_type(*trained.setdefault(unit, (parameter.dtype, name)), parameter, name)
+        _require_one_unit(owners.setdefault(place.parameter, place), place)
+        if place.parameter.requires_grad:
+            _require_one_type(trained.setdefault(place.unit, place), place)
 
 
 def require_dense_gradients(model: nn.Module) -> None:
@@ -71,12 +67,19 @@ def require_dense_gradients(model: nn.Module) -> None:
             )
 
 
-def _require_order(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Require units that are modules within the model, each given once and before what contains it.
+def require_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Raise InputError unless `blocks` can be the units of a model that is not sharded.
 
-    A unit takes all parameters inside it that no earlier one has.
+    They are modules within the model, each given once and before what contains it: a unit takes all
+    parameters inside it that no earlier one has.
     """
     names = {module: name for name, module in model.named_modules()}
+    for module, name in names.items():
+        if isinstance(module, fsdp.FSDPModule):
+            where = f"its {name}" if name else "it"
+            raise InputError(
+                f"the model given to zeropp.shard, {where}, is sharded already: give a new one"
+            )
     taken: dict[nn.Module, str] = {}
     for index, block in enumerate(blocks):
         name = names.get(block)
@@ -123,36 +126,24 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _require_one_unit(first: nn.Module, first_name: str, unit: nn.Module, name: str) -> None:
+def _require_one_unit(first: Place, place: Place) -> None:
     """Require that a weight belongs to one unit: sharding would turn a shared one into two."""
-    if unit is not first:
+    if place.unit is not first.unit:
         raise InputError(
-            f"{first_name} and {name} are one parameter in two units that are gathered apart: "
-            "give zeropp.shard units= without those two, or do not share it"
+            f"{first.name} and {place.name} are one parameter in two units that are gathered "
+            "apart: give zeropp.shard units= without those two, or do not share it"
         )
 
 
-def _require_one_type(
-    dtype: torch.dtype, first_name: str, parameter: nn.Parameter, name: str
-) -> None:
+def _require_one_type(first: Place, place: Place) -> None:
     """Require one dtype per unit, because a unit's gradients are averaged in one buffer."""
-    if parameter.dtype != dtype:
+    dtype, other = first.parameter.dtype, place.parameter.dtype
+    if other != dtype:
         raise InputError(
-            f"{first_name} is {dtype} and {name} {parameter.dtype}: the parameters of a unit that "
+            f"{first.name} is {dtype} and {place.name} {other}: the parameters of a unit that "
             "are trained must have one type; call model.float(), and let bf16.enabled or "
             "fp16.enabled choose what is computed in"
         )
-
-
-def _by_unit(
-    module: nn.Module, units: frozenset[nn.Module], unit: nn.Module, prefix: str = ""
-) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield (innermost unit, name, parameter) for every name of a parameter."""
-    unit = module if module in units else unit
-    for name, parameter in module.named_parameters(recurse=False):
-        yield unit, prefix + name, parameter
-    for name, child in module.named_children():
-        yield from _by_unit(child, units, unit, f"{prefix}{name}.")
 
 
 def require_module(model: object, caller: str) -> None:

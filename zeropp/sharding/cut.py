@@ -7,8 +7,9 @@ so each parameter is gathered with the innermost called module that uses it. 0-d
 whole on every rank, outside of all units (zeropp/wire/scalar_gradients.py).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,18 +22,40 @@ from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.grid import replicas
 from zeropp.sharding.plan import DataAxis, UnitPlan, spec_of
 
+
+class Place(NamedTuple):
+    """A parameter in a module. One that modules share has several places.
+
+    name: in the whole model.
+    unit: the innermost one that contains the module, or the model.
+    user: the innermost module of the unit whose forward pass is called and reads the parameter, or
+    the unit.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    module: nn.Module
+    user: nn.Module
+    unit: nn.Module
+
+
+Places = Iterable[Place]
 Subunits = dict[nn.Module, set[nn.Parameter]]  # module -> parameters its forward pass uses
 
 
 def plan_units(
     model: nn.Module,
     blocks: Sequence[nn.Module],
+    places: Places,
     axis: DataAxis,
     config: ZeroConfig,
     *,
     casts_inputs: bool = True,
 ) -> tuple[UnitPlan, ...]:
-    """Return the units of the blocks and of the rest of the model, in forward order, root last."""
+    """Return the units of the blocks and of the rest of the model, in forward order, root last.
+
+    `places` are those of the model's parameters in these units.
+    """
     has_shards = axis.nodes.num_ranks > 1 or config.offloads_weights or config.stores_frozen
     like = UnitPlan(
         specs=(),
@@ -43,51 +66,54 @@ def plan_units(
         casts_inputs=casts_inputs,
     )
     units: list[UnitPlan] = []
-    taken: set[nn.Module] = set()  # inside a unit already
+    own = by_unit(places)
     for block in blocks:
-        units += _plan_unit(block, taken, like, config)
-        taken.update(block.modules())
+        units += _plan_unit(block, own.get(block, ()), like, config)
     # The root's own parameters are used first in forward and last in backward or, as with a tied
     # head, at both ends: they stay gathered from its forward to its backward.
-    root, *subunits = _plan_unit(model, taken, replace(like, regathers=False), config)
+    root, *subunits = _plan_unit(model, own.get(model, ()), replace(like, regathers=False), config)
     return (*units, *subunits, replace(root, is_root=True))
 
 
 def _plan_unit(
-    unit: nn.Module, others: Collection[nn.Module], like: UnitPlan, config: ZeroConfig
+    unit: nn.Module, places: Places, like: UnitPlan, config: ZeroConfig
 ) -> list[UnitPlan]:
     """Return a unit, and what is gathered apart from it as one or two more.
 
     These are, under MixZ++, the trained parameters beside its frozen ones, and in 16 bit the
     parameters of layers that keep statistics.
     """
-    statistical = {} if like.dtype == torch.float32 else statistical_layers(unit, others)
+    own = sharded_parameters(places)
+    statistical = {} if like.dtype == torch.float32 else _statistical_layers(places)
     in_fp32 = replace(like, dtype=torch.float32, casts_inputs=False)
     if unit in statistical:  # alone
-        return [with_parameters(in_fp32, {unit: own_parameters(unit, others)}, config)]
+        return [with_parameters(in_fp32, [unit], own, config)]
     apart = set().union(*statistical.values())
-    trained = trained_subunits(unit, others, apart) if config.stores_frozen else {}
+    trained = trained_subunits(unit, places, apart) if config.stores_frozen else {}
     apart.update(*trained.values())
-    own = own_parameters(unit, others) - apart
-    subunits = [
-        with_parameters(replace(kind, is_apart=True), users, config)
-        for users, kind in ((trained, like), (statistical, in_fp32))
-        if users
-    ]
-    return [with_parameters(like, {unit: own}, config), *subunits]
+    rest = with_parameters(like, [unit], [each for each in own if each not in apart], config)
+    units = [rest]
+    for users, kind in ((trained, like), (statistical, in_fp32)):
+        if users:
+            used = set().union(*users.values())
+            parameters = [each for each in own if each in used]
+            kind = replace(kind, is_apart=True)
+            units.append(with_parameters(kind, users, parameters, config))
+    return units
 
 
-def with_parameters(like: UnitPlan, users: Subunits, config: ZeroConfig) -> UnitPlan:
-    """Return a unit like another, of the parameters that these modules use."""
-    own = set().union(*users.values())
-    parameters = dict.fromkeys(
-        parameter for module in users for parameter in module.parameters() if parameter in own
-    )
+def with_parameters(
+    like: UnitPlan,
+    modules: Iterable[nn.Module],
+    parameters: Sequence[nn.Parameter],
+    config: ZeroConfig,
+) -> UnitPlan:
+    """Return a unit like another, of parameters that these modules use."""
     num_shards = 1 if config.stage == 0 else like.axis.nodes.num_ranks
     bits = config.zeropp.nontrainable_weight_bits if config.stores_frozen else None
     return replace(
         like,
-        modules=tuple(users),
+        modules=tuple(modules),
         parameters=tuple(parameters),
         specs=tuple(spec_of(parameter, num_shards, bits) for parameter in parameters),
     )
@@ -102,14 +128,13 @@ def cut(
         mesh = replicas(mesh, with_others=any(isinstance(each, DTensor) for each in parameters))
     place = _offload_policy(mesh, config)
     for plan in sorted(plans, key=lambda plan: plan.is_apart):  # a unit cut first hides its modules
-        own = set(plan.parameters)
         fsdp.shard_unit(
-            [*plan.modules],
+            plan.modules,
+            plan.parameters,
             mesh,
             _precision(plan),
             reshard_after_forward=plan.regathers,
             place=place,
-            ignored=[p for module in plan.modules for p in module.parameters() if p not in own],
         )
     return tuple(plan.modules[0] for plan in plans)
 
@@ -130,64 +155,82 @@ def _offload_policy(mesh: DeviceMesh, config: ZeroConfig) -> fsdp.OffloadPolicy:
     return fsdp.CPUOffloadPolicy(pin_memory=pinned and mesh.device_type != "cpu")
 
 
-def modules_using(
-    parameters: set[nn.Parameter], unit: nn.Module, others: Collection[nn.Module]
-) -> Subunits:
-    """Return the modules inside `unit`, outside `others`, whose forward passes use `parameters`.
-
-    The unit itself is returned for parameters that no called module inside it uses.
-    """
-    users: Subunits = {}
-
-    def visit(module: nn.Module, called: nn.Module) -> None:
-        called = module if _is_called(module) else called
-        if used := parameters.intersection(module.parameters(recurse=False)):
-            users.setdefault(called, set()).update(used)
-        for child in module.children():
-            if child not in others:
-                visit(child, called)
-
-    visit(unit, unit)
-    return users
-
-
 def trained_subunits(
-    unit: nn.Module, others: Collection[nn.Module], apart: Collection[nn.Parameter] = ()
+    unit: nn.Module, places: Places, apart: Collection[nn.Parameter] = ()
 ) -> Subunits:
     """Return where to gather the trained parameters of a unit with frozen ones; {} if all train.
 
-    Parameters that the unit itself uses stay in the unit. Modules in `others` and parameters in
-    `apart` do not belong to it.
+    Parameters that the unit itself uses stay in the unit. Those in `apart` do not belong to it.
     """
-    parameters = own_parameters(unit, others).difference(apart)
+    parameters = [each for each in sharded_parameters(places) if each not in apart]
     trained = {parameter for parameter in parameters if parameter.requires_grad}
-    if trained == parameters:
+    if len(trained) == len(parameters):
         return {}
-    users = modules_using(trained, unit, others)
+    users = by_user(places, trained)
     staying = users.pop(unit, set())
     return {module: used - staying for module, used in users.items() if used - staying}
 
 
-def statistical_layers(unit: nn.Module, others: Collection[nn.Module]) -> Subunits:
-    """Return the layers of a unit that keep statistics in fp32, with their parameters.
+def _statistical_layers(places: Places) -> Subunits:
+    """Return the layers that keep statistics in fp32, with their parameters.
 
-    With 16-bit parameters PyTorch would not compute them. Modules in `others` are left out.
+    With 16-bit parameters PyTorch would not compute them.
     """
     layers: Subunits = {}
-    for module in unit.modules():
-        statistics = getattr(module, "running_mean", None)
-        own = {each for each in module.parameters(recurse=False) if each.ndim}
+    for place in places:
+        statistics = getattr(place.module, "running_mean", None)
         is_fp32 = isinstance(statistics, torch.Tensor) and statistics.dtype == torch.float32
-        if module not in others and is_fp32 and own:
-            layers[module] = own
+        if is_fp32 and place.parameter.ndim:
+            layers.setdefault(place.module, set()).add(place.parameter)
     return layers
 
 
-def own_parameters(unit: nn.Module, others: Collection[nn.Module]) -> set[nn.Parameter]:
-    """Return the parameters of a unit's modules that are not in `others`, 0-d ones left out."""
-    modules = (module for module in unit.modules() if module not in others)
-    own = (parameter for module in modules for parameter in module.parameters(recurse=False))
-    return {parameter for parameter in own if parameter.ndim}
+def places_of(model: nn.Module, units: Collection[nn.Module] = ()) -> list[Place]:
+    """Return the places of all parameters, in the order of `model.parameters()`.
+
+    `units` are modules inside the model.
+    """
+    return [*_walk(model, frozenset(units), user=model, unit=model, prefix="")]
+
+
+def by_unit(places: Places) -> dict[nn.Module, list[Place]]:
+    """Return the places in each unit that has any of its own."""
+    units: dict[nn.Module, list[Place]] = {}
+    for place in places:
+        units.setdefault(place.unit, []).append(place)
+    return units
+
+
+def by_user(places: Places, parameters: Collection[nn.Parameter]) -> Subunits:
+    """Return the modules whose forward passes use `parameters`, and which ones each does."""
+    users: Subunits = {}
+    for place in places:
+        if place.parameter in parameters:
+            users.setdefault(place.user, set()).add(place.parameter)
+    return users
+
+
+def sharded_parameters(places: Places) -> list[nn.Parameter]:
+    """Return the parameters that can be sharded, each once: all but 0-d ones."""
+    return list(dict.fromkeys(place.parameter for place in places if place.parameter.ndim))
+
+
+def _walk(
+    module: nn.Module,
+    units: frozenset[nn.Module],
+    *,
+    user: nn.Module,
+    unit: nn.Module,
+    prefix: str,
+) -> Iterator[Place]:
+    if module in units:
+        user = unit = module
+    elif _is_called(module):
+        user = module
+    for name, parameter in module.named_parameters(recurse=False):
+        yield Place(prefix + name, parameter, module, user, unit)
+    for name, child in module.named_children():
+        yield from _walk(child, units, user=user, unit=unit, prefix=f"{prefix}{name}.")
 
 
 def _is_called(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ then materializes each tensor on the first rank and broadcasts it, and every ran
 No rank holds more than its shards and one whole tensor, and all ranks hold the same model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -131,13 +131,9 @@ def _tensors_where(
 ) -> dict[torch.Tensor, Owners]:
     """Return the parameters and buffers that fulfil a condition; tied ones have several owners."""
     owners: dict[torch.Tensor, Owners] = {}
+    own = {"recurse": False, "remove_duplicate": False}
     for module in model.modules():
-        for name, tensor in _own_tensors(module):
+        for name, tensor in (*module.named_parameters(**own), *module.named_buffers(**own)):
             if condition(tensor):
                 owners[tensor] = (*owners.get(tensor, ()), (module, name))
     return owners
-
-
-def _own_tensors(module: nn.Module) -> Sequence[tuple[str, torch.Tensor]]:
-    options = {"recurse": False, "remove_duplicate": False}
-    return [*module.named_parameters(**options), *module.named_buffers(**options)]

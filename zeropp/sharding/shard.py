@@ -31,11 +31,12 @@ from zeropp.errors import InputError
 from zeropp.ranks.groups import inherit_time_limit
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import (
+    require_blocks,
     require_dense_gradients,
     require_same_model,
     require_shardable,
 )
-from zeropp.sharding.cut import cut, plan_units
+from zeropp.sharding.cut import cut, places_of, plan_units
 from zeropp.sharding.grid import Grid, data_axis, find_nodes, ranks_of
 from zeropp.sharding.materialize import (
     allocate_meta_tensors,
@@ -92,9 +93,10 @@ def shard(
     device = torch.device("cpu") if config.offloads_weights else _device_of(data)
     materialize_shards(recorded_tensors, sharding.group, device)
     _refresh(sharding)
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    if config.stores_frozen and frozen and not any(parameter.is_meta for parameter in frozen):
-        return store_frozen(sharding, config)
+    if config.stores_frozen:
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        if frozen and not any(parameter.is_meta for parameter in frozen):
+            return store_frozen(sharding, config)
     return sharding
 
 
@@ -187,10 +189,12 @@ def _make_plan(
             "what is offloaded or stored quantized: init_device_mesh makes one, also of one rank"
         )
     blocks = tuple(outermost_blocks(model) if units is None else units)
-    require_shardable(model, blocks)
+    require_blocks(model, blocks)
+    places = places_of(model, blocks)
+    require_shardable(places)
     nodes = find_nodes(mesh, config, data)
     axis = DataAxis.of(config, nodes, ranks_of(data), data.get_local_rank())
-    planned = plan_units(model, blocks, axis, config, casts_inputs=cast_forward_inputs)
+    planned = plan_units(model, blocks, places, axis, config, casts_inputs=cast_forward_inputs)
     return replace(plan, units=planned)
 
 

@@ -1,7 +1,7 @@
 """A model on the meta device, and the parts of it that the ranks of a planned run have."""
 
 import copy
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,7 @@ from megatron_zpp.model.part import Part, parts_of_stages
 from megatron_zpp.model.tensor_parallel import partial_parameters
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.config import Config
-from zeropp.sharding.cut import own_parameters, trained_subunits
+from zeropp.sharding.cut import places_of, sharded_parameters, trained_subunits
 
 META = torch.device("meta")
 Units = tuple[tuple[tuple[nn.Parameter, ...], ...], ...]  # parameters of subunits of units
@@ -83,12 +83,11 @@ class MetaModel:
     ) -> tuple[tuple[nn.Parameter, ...], ...]:
         """Return the parameters of each subunit of a stage's root."""
         model, ends = self.split(ranks), self.ends(ranks, stage)
-        elsewhere = {
-            module
+        elsewhere = [
+            child
             for name, child in model.named_children()
             if name == "blocks" or getattr(ends, name) is None
-            for module in child.modules()
-        }
+        ]
         subunits = list(_subunits(model, elsewhere, stores_frozen))
         subunits.reverse()  # the adapters of the root come first
         return tuple(subunits) or ((),)
@@ -138,15 +137,15 @@ def _axes_key(ranks: PlannedRanks) -> tuple:
 
 
 def _subunits(
-    unit: nn.Module, others: Collection[nn.Module], stores_frozen: bool
+    unit: nn.Module, others: Sequence[nn.Module], stores_frozen: bool
 ) -> tuple[tuple[nn.Parameter, ...], ...]:
     """Return the own parameters of a unit and those of its adapters, without empty lists.
 
     Modules in `others` do not belong to the unit.
     """
-    unit_parameters = own_parameters(unit, others)
-    parameters = [parameter for parameter in unit.parameters() if parameter in unit_parameters]
-    adapters = trained_subunits(unit, others) if stores_frozen else {}
+    places = [place for place in places_of(unit, others) if place.unit is unit]
+    parameters = sharded_parameters(places)
+    adapters = trained_subunits(unit, places) if stores_frozen else {}
     adapter_parameters = set().union(*adapters.values())
     own = tuple(parameter for parameter in parameters if parameter not in adapter_parameters)
     adapter = tuple(parameter for parameter in parameters if parameter in adapter_parameters)

@@ -9,7 +9,7 @@ from tests.ranks import ranks
 from tests.zeropp.lora_model import engine_losses, expected_losses, with_quantized_weights
 from tests.zeropp.small_model import HIDDEN_SIZE, SmallModel, small_model
 from zeropp import InputError
-from zeropp.sharding.cut import trained_subunits
+from zeropp.sharding.cut import places_of, trained_subunits
 from zeropp.wire.frozen_weights import is_quantized
 
 STEPS = 2
@@ -120,8 +120,9 @@ def test_a_trained_weight_shared_with_its_unit_stays_in_the_unit():
     names = {parameter: name for name, parameter in model.named_parameters()}
     trained = {
         names[parameter]
-        for parameters in trained_subunits(model, ()).values()
+        for parameters in trained_subunits(model, places_of(model)).values()
         for parameter in parameters
     }
     assert trained == {"norm.bias", "down.bias"}
-    assert trained_subunits(small_model().blocks[0], ()) == {}
+    block = small_model().blocks[0]
+    assert trained_subunits(block, places_of(block)) == {}

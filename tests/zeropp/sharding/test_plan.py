@@ -11,7 +11,7 @@ from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.sharding.random_models import RandomModel
 from zeropp import InputError, shard
 from zeropp import fsdp_adapter as fsdp
-from zeropp.sharding.cut import plan_units
+from zeropp.sharding.cut import places_of, plan_units
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
 from zeropp.sharding.shard import outermost_blocks
 from zeropp.wire.route import Nodes
@@ -42,7 +42,8 @@ def test_units_of_random_models_hold_what_was_planned(dtype: dict) -> None:
             build = frozen_but_for_biases if zero is STORED else RandomModel
             model, twin = build(seed), build(seed)
             axis = DataAxis.of(config, Nodes(num_ranks=3, ranks_per_node=3))
-            planned = plan_units(twin, outermost_blocks(twin), axis, config)
+            blocks = outermost_blocks(twin)
+            planned = plan_units(twin, blocks, places_of(twin, blocks), axis, config)
             assert not any(isinstance(each, fsdp.FSDPModule) for each in twin.modules())
             sharding = shard(model, mesh, config)
             assert [Counter(unit.specs) for unit in planned] == held(sharding.units)

@@ -30,7 +30,9 @@ def reduced_sum(
     """What `GradientMean` makes of a unit of one (WORLD, CHUNK) matrix, times WORLD."""
     mesh = init_device_mesh("cpu", (WORLD,))
     unit = nn.Linear(CHUNK, WORLD, bias=False)
-    shard_unit(unit, mesh, MixedPrecisionPolicy(), reshard_after_forward=True)
+    shard_unit(
+        [unit], [*unit.parameters()], mesh, MixedPrecisionPolicy(), reshard_after_forward=True
+    )
     nodes = Nodes(num_ranks=WORLD, ranks_per_node=ranks_per_node)
     route = Route(nodes=nodes, inner=ranks_per_node, bits=bits)
     use = GradientUse(mesh.get_group(), torch.device("cpu"))
