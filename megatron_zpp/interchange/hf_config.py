@@ -12,7 +12,7 @@ from typing import Any
 from megatron_zpp.checkpoint.training_state import architecture
 from megatron_zpp.interchange.families.family import Family
 from megatron_zpp.interchange.families.settings import Number
-from megatron_zpp.interchange.families.table import FAMILIES, UNSUPPORTED
+from megatron_zpp.interchange.families.table import FAMILIES, why_unsupported
 from megatron_zpp.settings.config import Config, ModelConfig
 from megatron_zpp.settings.gpt.layer_pattern import pattern_text, window_text
 from zeropp.errors import InputError
@@ -58,8 +58,6 @@ def family_of(model: ModelConfig) -> Family:
     """
     reasons = []
     for family in FAMILIES:
-        if not family.exported:
-            continue
         differences = _differences(model, family)
         if not differences:
             return family
@@ -77,7 +75,7 @@ def build_config(model: ModelConfig, vocab_rows: int, eod: int) -> dict[str, Any
     """
     family = family_of(model)
     content = {"architectures": [family.class_name], "model_type": family.name}
-    content |= _write_model(family, model)
+    content |= family.write_entries(_canonical(model))
     # The defaults of some families are tokens beyond the vocabulary.
     tokens = {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}
     return content | {"vocab_size": vocab_rows, **tokens}
@@ -103,7 +101,7 @@ def _family(content: Mapping[str, Any], location: str) -> Family:
             return family
     supported = ", ".join(f"{family.name} ({family.class_name})" for family in FAMILIES)
     classes = f" ({', '.join(map(str, class_names))})" if class_names else ""
-    missing = UNSUPPORTED.get(model_type) if isinstance(model_type, str) else None
+    missing = why_unsupported(model_type)
     reason = f": it has {missing}, which this program does not have" if missing else ""
     raise InputError(
         f"{location}: a model of type {model_type!r}{classes} is not supported{reason}; supported "
@@ -113,10 +111,6 @@ def _family(content: Mapping[str, Any], location: str) -> Family:
 
 def _read_model(family: Family, content: Mapping[str, Any], location: str) -> ModelConfig:
     fields = family.read_fields(content, location)
-    is_tied = content.get("tie_word_embeddings", family.is_tied)
-    if not isinstance(is_tied, bool):
-        raise InputError(f"{location}: tie_word_embeddings is {is_tied!r}; expected true or false")
-    fields["untie_embeddings_and_output_weights"] = not is_tied
     fields["seq_length"] = fields["max_position_embeddings"]
     try:
         model = ModelConfig(**_without_redundant_values(fields))
@@ -126,15 +120,12 @@ def _read_model(family: Family, content: Mapping[str, Any], location: str) -> Mo
     return model
 
 
-def _write_model(family: Family, model: ModelConfig) -> dict[str, Any]:
-    content = family.write_entries(_canonical(model))
-    return content | {"tie_word_embeddings": not model.untie_embeddings_and_output_weights}
-
-
 def _differences(model: ModelConfig, family: Family) -> list[str]:
     """Return what is lost of our model when it is written as a family's config.json and read."""
     try:
-        again = comparable(_read_model(family, _write_model(family, model), family.name))
+        again = comparable(
+            _read_model(family, family.write_entries(_canonical(model)), family.name)
+        )
     except InputError as error:
         return [str(error).removeprefix(f"{family.name}: ")]
     again = asdict(ModelConfig()) | again

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_zpp.interchange.families.names import NameTable
+from megatron_zpp.interchange.families.settings import Choice
 from megatron_zpp.settings.config import ModelConfig
 
 
@@ -25,28 +26,35 @@ class FamilySetting(Protocol):
 class Family:
     """A `model_type` and the class of its models: what config.json says, and the weights' names.
 
-    `vocab_size` and `is_tied` are the defaults of transformers. A family that is not `exported` is
-    a special case of another, as which it is written.
+    `fields` of ModelConfig are the same in all models of the family. `vocab_size` and `is_tied` are
+    the defaults of transformers.
     """
 
     name: str
     class_name: str
+    fields: Mapping[str, Any]
     settings: tuple[FamilySetting, ...]
     names: NameTable
     vocab_size: int
     is_tied: bool = False
-    exported: bool = True
+
+    @property
+    def all_settings(self) -> tuple[FamilySetting, ...]:
+        """The settings, and whether the embedding is the output layer too."""
+        untied = "untie_embeddings_and_output_weights"
+        values = {True: {untied: False}, False: {untied: True}}
+        return (*self.settings, Choice("tie_word_embeddings", self.is_tied, values))
 
     def read_fields(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
-        """Return what all settings read; a later one replaces what an earlier one says."""
-        fields: dict[str, Any] = {}
-        for setting in self.settings:
+        """Return the fields of ModelConfig that a config.json sets."""
+        fields = dict(self.fields)
+        for setting in self.all_settings:
             fields |= setting.read(content, location)
         return fields
 
     def write_entries(self, model: ModelConfig) -> dict[str, Any]:
-        """Return what all settings write."""
+        """Return the entries of config.json for our model; what they cannot say is left out."""
         content: dict[str, Any] = {}
-        for setting in self.settings:
+        for setting in self.all_settings:
             content |= setting.write(model)
         return content

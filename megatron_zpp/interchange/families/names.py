@@ -7,6 +7,7 @@ positions and a separate output layer depend on its configuration.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron_zpp.interchange.families.forms import (
@@ -120,15 +121,17 @@ def llama_with(*rows: NameRow) -> NameTable:
     return replace(LLAMA, rows=(*same, *rows))
 
 
-def block_rows(**hf_names: str) -> tuple[NameRow, ...]:
-    """Return rows of modules of Llama's blocks, with __ for each dot of the GPT's names."""
+def block_rows(hf_names: Mapping[str, str]) -> tuple[NameRow, ...]:
+    """Return rows of modules of Llama's blocks, by the GPT's names."""
     return tuple(
-        NameRow(f"blocks.{{}}.{gpt_name.replace('__', '.')}", (LLAMA_BLOCK + hf_name,))
+        NameRow(f"blocks.{{}}.{gpt_name}", (LLAMA_BLOCK + hf_name,))
         for gpt_name, hf_name in hf_names.items()
     )
 
 
-QK_NORMS = block_rows(attention__q_norm="self_attn.q_norm", attention__k_norm="self_attn.k_norm")
+QK_NORMS = block_rows(
+    {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+)
 QWEN3 = llama_with(*QK_NORMS)
 PHI3 = llama_with(
     NameRow("blocks.{}.attention.qkv", (LLAMA_BLOCK + "self_attn.qkv_proj",), QKV_FUSED),
@@ -137,17 +140,21 @@ PHI3 = llama_with(
 )
 OLMO2 = llama_with(
     *block_rows(
-        attention__queries_norm="self_attn.q_norm",
-        attention__keys_norm="self_attn.k_norm",
-        post_norm1="post_attention_layernorm",
-        post_norm2="post_feedforward_layernorm",
+        {
+            "attention.queries_norm": "self_attn.q_norm",
+            "attention.keys_norm": "self_attn.k_norm",
+            "post_norm1": "post_attention_layernorm",
+            "post_norm2": "post_feedforward_layernorm",
+        }
     )
 )
 GEMMA2 = llama_with(
     *block_rows(
-        post_norm1="post_attention_layernorm",
-        norm2="pre_feedforward_layernorm",
-        post_norm2="post_feedforward_layernorm",
+        {
+            "post_norm1": "post_attention_layernorm",
+            "norm2": "pre_feedforward_layernorm",
+            "post_norm2": "post_feedforward_layernorm",
+        }
     )
 )
 GEMMA3 = replace(GEMMA2, rows=(*GEMMA2.rows, *QK_NORMS))

@@ -1,5 +1,6 @@
-"""The settings of which a family's config.json consists, each a class, composed in the table."""
+"""The settings that a family's config.json consists of: numbers, and keys with a few values."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,18 +12,37 @@ from zeropp.errors import InputError
 
 MAX_NUMBER = 2**31  # exclusive; larger than any size of a model
 REAL_FIELDS = (
-    "layernorm_epsilon", "init_method_std", "attention_dropout", "hidden_dropout",
-    "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
-)  # fmt: skip
-Activations = Mapping[str, Mapping[str, bool]]
-
+    "layernorm_epsilon",
+    "init_method_std",
+    "attention_dropout",
+    "hidden_dropout",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+# Fields of ModelConfig that do not say all by themselves, and its properties that do.
+PROPERTIES: Mapping[str, str] = MappingProxyType(
+    {
+        "ffn_hidden_size": "ffn_size",
+        "num_query_groups": "kv_heads",
+        "kv_channels": "head_dim",
+        "max_position_embeddings": "num_positions",
+        "query_pre_attn_scalar": "score_scalar",
+        "add_qkv_bias": "has_qkv_bias",
+        "add_attention_output_bias": "has_attention_output_bias",
+        "add_mlp_bias": "has_mlp_bias",
+    }
+)
 TANH_GELUS = (  # names of one function
-    "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh",
-)  # fmt: skip
+    "gelu_pytorch_tanh",
+    "gelu_new",
+    "gelu_fast",
+    "gelu_accurate",
+    "gelu_python_tanh",
+)
 EXACT_GELUS = ("gelu", "gelu_python")
-# Hugging Face's name -> the fields of ModelConfig that differ from their defaults. Of several names
-# the first is written.
-ACTIVATIONS: Activations = MappingProxyType(
+# Hugging Face's name -> the fields of ModelConfig that differ from their defaults.
+ACTIVATIONS = MappingProxyType(
     {
         "gelu_new": {},
         **dict.fromkeys(TANH_GELUS, {}),
@@ -31,7 +51,7 @@ ACTIVATIONS: Activations = MappingProxyType(
         "relu2": {"squared_relu": True},
     }
 )
-GATED_ACTIVATIONS: Activations = MappingProxyType(
+GATED_ACTIVATIONS = MappingProxyType(
     {
         **dict.fromkeys(("silu", "swish"), {"swiglu": True}),
         **dict.fromkeys(TANH_GELUS, {"geglu": True}),
@@ -46,29 +66,24 @@ ACTIVATION_FIELDS = ("swiglu", "geglu", "reglu", "relu", "squared_relu", "bias_g
 class Number:
     """A number: its key in config.json, the field of ModelConfig, the default of transformers.
 
-    None is a value where the default is None, and where it `may_be_none`. `old_keys` are read too.
+    None is a value where the default is None, and where it `may_be_none`. `old_keys` are read too;
+    `copies` are keys that only repeat the number, and are written with it.
     """
 
     key: str
     field: str
     default: float | None
     old_keys: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
     may_be_none: bool = False
 
     def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
         return {self.field: self.value(content, location)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        resolved_fields = {
-            "ffn_hidden_size": model.ffn_size,
-            "num_query_groups": model.kv_heads,
-            "kv_channels": model.head_dim,
-            "max_position_embeddings": model.num_positions,
-            "query_pre_attn_scalar": model.score_scalar,
-        }
-        value = resolved_fields.get(self.field, getattr(model, self.field))
+        value = value_in(model, self.field)
         is_whole = isinstance(self.default, int) and value is not None and value % 1 == 0
-        return {self.key: int(value) if is_whole else value}
+        return dict.fromkeys((self.key, *self.copies), int(value) if is_whole else value)
 
     def value(self, content: Mapping[str, Any], location: str) -> Any:
         """Return the number in `content`, or the default."""
@@ -88,140 +103,50 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Switch:
-    """A key that is true or false, the field of ModelConfig, the default of transformers."""
+class Choice:
+    """A key with a few values, and the fields of ModelConfig that each of them sets.
+
+    Without the key it is the default of transformers; null is false. Of values that set the same
+    fields the first is written, and for a model whose fields no value sets the default.
+    """
 
     key: str
-    field: str
-    default: bool
+    default: bool | str
+    values: Mapping[bool | str, Mapping[str, Any]]
 
     def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
-        return {self.field: _truth(content, self.key, self.default, location)}
+        chosen = content.get(self.key, self.default)
+        if chosen is None and False in self.values:
+            chosen = False
+        for value, fields in self.values.items():
+            if type(chosen) is type(value) and chosen == value:
+                return dict(fields)
+        expected = " or ".join(map(json.dumps, self.values))
+        raise InputError(f"{location}: {self.key} is {chosen!r}; expected {expected}")
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {self.key: getattr(model, self.field)}
+        for value, fields in self.values.items():
+            if all(value_in(model, name) == expected for name, expected in fields.items()):
+                return {self.key: value}
+        return {self.key: self.default}
 
 
-@dataclass(frozen=True)
-class Copy:
-    """A key that repeats a field which another key sets."""
-
-    key: str
-    field: str
-
-    def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
-        return {}
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {self.key: getattr(model, self.field)}
+def value_in(model: ModelConfig, field: str) -> Any:
+    """Return what a field of a model amounts to."""
+    return getattr(model, PROPERTIES.get(field, field))
 
 
-@dataclass(frozen=True)
-class Only:
-    """A key with the only supported value, and the default of transformers; null is false."""
-
-    key: str
-    supported: Any
-    default: Any
-
-    def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
-        value = content.get(self.key, self.default)
-        if value != self.supported and (value or self.supported):
-            raise InputError(
-                f"{location}: {self.key} is {value!r}; only {self.supported!r} is supported"
-            )
-        return {}
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {self.key: self.supported}
+def switch(key: str, default: bool, *fields: str) -> Choice:
+    """Return the setting of a key that is true or false as `fields` are."""
+    return Choice(key, default, {value: dict.fromkeys(fields, value) for value in (True, False)})
 
 
-@dataclass(frozen=True)
-class Always:
-    """Fields of ModelConfig that every model of the family has, without a key."""
-
-    fields: Mapping[str, Any]
-
-    def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
-        return dict(self.fields)
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {}
+def never(key: str) -> Choice:
+    """Return the setting of a key that must be false."""
+    return Choice(key, False, {False: {}})
 
 
-@dataclass(frozen=True)
-class Activation:
-    """The nonlinearity of the MLP: its key, the default of transformers, the supported names."""
-
-    key: str
-    default: str
-    names: Activations
-
-    def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
-        name = content.get(self.key, self.default)
-        if name not in self.names:
-            raise InputError(
-                f"{location}: {self.key} {name!r} is not supported; supported are "
-                f"{', '.join(self.names)}"
-            )
-        return dict(self.names[name])
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        defaults = {field: getattr(ModelConfig(), field) for field in ACTIVATION_FIELDS}
-        for name, fields in self.names.items():
-            expected = defaults | fields
-            if all(getattr(model, field) == expected[field] for field in ACTIVATION_FIELDS):
-                return {self.key: name}
-        return {}
-
-
-@dataclass(frozen=True)
-class AttentionBias:
-    """A key that is true if queries, keys, values and the layer behind attention have biases."""
-
-    key: str = "attention_bias"
-    default: bool = False
-
-    def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
-        has_bias = _truth(content, self.key, self.default, location)
-        return {"add_qkv_bias": has_bias, "add_attention_output_bias": has_bias}
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {self.key: model.has_attention_output_bias}
-
-
-@dataclass(frozen=True)
-class AddedBias:
-    """A key that is true if a part of a model without biases has them, and the part's field."""
-
-    key: str
-    field: str
-
-    def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
-        return {self.field: _truth(content, self.key, False, location)}
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {self.key: getattr(model, self.field) or not model.disable_bias_linear}
-
-
-@dataclass(frozen=True)
-class ScaledScores:
-    """A key that is false if the products of queries and keys are not divided."""
-
-    key: str
-
-    def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
-        is_scaled = _truth(content, self.key, True, location)
-        return {"query_pre_attn_scalar": None if is_scaled else 1.0}
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {self.key: model.score_scalar != 1.0}
-
-
-def _truth(content: Mapping[str, Any], key: str, default: bool, location: str) -> bool:
-    """Return what a key says, null as the default; raises InputError if it is not true or false."""
-    value = content.get(key)
-    value = default if value is None else value
-    if not isinstance(value, bool):
-        raise InputError(f"{location}: {key} is {value!r}; expected true or false")
-    return value
+def activation(key: str, default: str, names: Mapping[str, Mapping[str, bool]]) -> Choice:
+    """Return the setting of the MLP's nonlinearity; `names` have the fields that are not usual."""
+    usual = {field: getattr(ModelConfig(), field) for field in ACTIVATION_FIELDS}
+    return Choice(key, default, {name: usual | fields for name, fields in names.items()})

@@ -3,31 +3,31 @@
 A row composes settings (`settings.py`, `rope.py`) and the names of weights (`names.py`).
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp.interchange.families import names
-from megatron_zpp.interchange.families.family import Family
+from megatron_zpp.interchange.families.family import Family, FamilySetting
 from megatron_zpp.interchange.families.layers import LayersWithoutRope, Window
 from megatron_zpp.interchange.families.rope import LONGROPE, Rotary, RotaryByLayer
 from megatron_zpp.interchange.families.settings import (
     ACTIVATIONS,
     GATED_ACTIVATIONS,
-    Activation,
-    AddedBias,
-    Always,
-    AttentionBias,
-    Copy,
+    Choice,
     Number,
-    Only,
-    ScaledScores,
-    Switch,
+    activation,
+    never,
+    switch,
 )
+from zeropp.settings.toml_file import read_toml
 
+SCORE_SCALAR = "query_pre_attn_scalar"
+SCALED_SCORES = {True: {SCORE_SCALAR: None}, False: {SCORE_SCALAR: 1.0}}
 GPT2 = Family(
     name="gpt2",
     class_name="GPT2LMHeadModel",
+    fields={},
     settings=(
         Number("n_layer", "num_layers", 12),
         Number("n_embd", "hidden_size", 768),
@@ -37,12 +37,11 @@ GPT2 = Family(
         Number("layer_norm_epsilon", "layernorm_epsilon", 1e-5),
         Number("initializer_range", "init_method_std", 0.02),
         Number("attn_pdrop", "attention_dropout", 0.1),
-        Number("resid_pdrop", "hidden_dropout", 0.1),
-        Copy("embd_pdrop", "hidden_dropout"),
-        Activation("activation_function", "gelu_new", ACTIVATIONS),
-        ScaledScores("scale_attn_weights"),
-        Only("scale_attn_by_inverse_layer_idx", False, False),
-        Only("add_cross_attention", False, False),
+        Number("resid_pdrop", "hidden_dropout", 0.1, copies=("embd_pdrop",)),
+        activation("activation_function", "gelu_new", ACTIVATIONS),
+        Choice("scale_attn_weights", True, SCALED_SCORES),
+        never("scale_attn_by_inverse_layer_idx"),
+        never("add_cross_attention"),
     ),
     names=names.GPT2,
     vocab_size=50257,
@@ -60,115 +59,113 @@ LLAMA_NUMBERS = (
     Number("initializer_range", "init_method_std", 0.02),
     Number("attention_dropout", "attention_dropout", 0.0),
 )
-LLAMA_BLOCK = (
-    Always(MappingProxyType({"normalization": "RMSNorm", "hidden_dropout": 0.0})),
-    Activation("hidden_act", "silu", GATED_ACTIVATIONS),
-)
-NO_BIASES = Always(MappingProxyType({"disable_bias_linear": True}))
-BIAS_OF_ATTENTION = (NO_BIASES, AttentionBias())
-LLAMA_BIASES = (*BIAS_OF_ATTENTION, AddedBias("mlp_bias", "add_mlp_bias"))
+LLAMA_FIELDS = {"normalization": "RMSNorm", "hidden_dropout": 0.0, "disable_bias_linear": True}
+SWIGLU = activation("hidden_act", "silu", GATED_ACTIVATIONS)
+ATTENTION_BIAS = switch("attention_bias", False, "add_qkv_bias", "add_attention_output_bias")
+MLP_BIAS = switch("mlp_bias", False, "add_mlp_bias")
 
 
-def llama_numbers(**defaults: int) -> tuple[Number, ...]:
-    """Return the numbers of a Llama with other defaults, by their keys."""
+def with_defaults(
+    settings: Iterable[FamilySetting], **defaults: float
+) -> tuple[FamilySetting, ...]:
+    """Return settings with other defaults, by their keys."""
     return tuple(
-        replace(number, default=defaults.get(number.key, number.default))
-        for number in LLAMA_NUMBERS
+        replace(setting, default=defaults[setting.key])
+        if isinstance(setting, Number) and setting.key in defaults
+        else setting
+        for setting in settings
     )
-
-
-def always(**fields: Any) -> Always:
-    """Return a setting that every model of a family has."""
-    return Always(MappingProxyType(fields))
 
 
 LLAMA = Family(
     name="llama",
     class_name="LlamaForCausalLM",
-    settings=(*LLAMA_NUMBERS, *LLAMA_BLOCK, *LLAMA_BIASES, Rotary()),
+    fields=LLAMA_FIELDS,
+    settings=(*LLAMA_NUMBERS, SWIGLU, ATTENTION_BIAS, MLP_BIAS, Rotary()),
     names=names.LLAMA,
     vocab_size=32000,
 )
 MISTRAL = Family(
     name="mistral",
     class_name="MistralForCausalLM",
+    fields=LLAMA_FIELDS,
     settings=(
-        *llama_numbers(
-            num_key_value_heads=8, intermediate_size=14336, max_position_embeddings=131072
+        *with_defaults(
+            LLAMA_NUMBERS,
+            num_key_value_heads=8,
+            intermediate_size=14336,
+            max_position_embeddings=131072,
         ),
-        *LLAMA_BLOCK,
-        NO_BIASES,
+        SWIGLU,
         Rotary(),
         Window(default=4096),
     ),
     names=names.LLAMA,
     vocab_size=32000,
 )
+QWEN_NUMBERS = with_defaults(
+    LLAMA_NUMBERS, num_key_value_heads=32, intermediate_size=22016, max_position_embeddings=32768
+)
 QWEN_WINDOW = Window(
-    default=4096, switch="use_sliding_window", has_types=True, num_full_key="max_window_layers",
+    default=4096,
+    switch="use_sliding_window",
+    has_types=True,
+    num_full_key="max_window_layers",
     default_num_full=28,
-)  # fmt: skip
+)
 QWEN2 = Family(
     name="qwen2",
     class_name="Qwen2ForCausalLM",
-    settings=(
-        *llama_numbers(
-            num_key_value_heads=32, intermediate_size=22016, max_position_embeddings=32768
-        ),
-        *LLAMA_BLOCK,
-        always(disable_bias_linear=True, add_qkv_bias=True),
-        Rotary(),
-        QWEN_WINDOW,
-    ),
+    fields={**LLAMA_FIELDS, "add_qkv_bias": True},
+    settings=(*QWEN_NUMBERS, SWIGLU, Rotary(), QWEN_WINDOW),
     names=names.LLAMA,
     vocab_size=151936,
 )
 QWEN3 = Family(
     name="qwen3",
     class_name="Qwen3ForCausalLM",
+    fields={**LLAMA_FIELDS, "qk_layernorm": True},
     settings=(
-        *llama_numbers(
-            num_key_value_heads=32, head_dim=128, intermediate_size=22016,
-            max_position_embeddings=32768,
-        ),
-        *LLAMA_BLOCK,
-        *BIAS_OF_ATTENTION,
-        always(qk_layernorm=True),
+        *with_defaults(QWEN_NUMBERS, head_dim=128),
+        SWIGLU,
+        ATTENTION_BIAS,
         Rotary(),
         QWEN_WINDOW,
     ),
     names=names.QWEN3,
     vocab_size=151936,
-)  # fmt: skip
+)
 PHI3 = Family(
     name="phi3",
     class_name="Phi3ForCausalLM",
+    fields=LLAMA_FIELDS,
     settings=(
-        *llama_numbers(
-            hidden_size=3072, intermediate_size=8192, max_position_embeddings=4096,
+        *with_defaults(
+            LLAMA_NUMBERS,
+            hidden_size=3072,
+            intermediate_size=8192,
+            max_position_embeddings=4096,
             rms_norm_eps=1e-5,
         ),
-        *LLAMA_BLOCK,
-        NO_BIASES,
-        Number("resid_pdrop", "hidden_dropout", 0.0),
-        Copy("embd_pdrop", "hidden_dropout"),
+        SWIGLU,
+        Number("resid_pdrop", "hidden_dropout", 0.0, copies=("embd_pdrop",)),
         Rotary(is_partial=True, rope_types=("default", *LONGROPE), writes_longrope=True),
         Window(default=None),
     ),
     names=names.PHI3,
     vocab_size=32064,
-)  # fmt: skip
-OLMO_NORMS = always(norm_placement="post", qk_layernorm=True, qk_layernorm_across_heads=True)
+)
+OLMO_SETTINGS = (*with_defaults(LLAMA_NUMBERS, rms_norm_eps=1e-5), SWIGLU, ATTENTION_BIAS)
 OLMO2 = Family(
     name="olmo2",
     class_name="Olmo2ForCausalLM",
-    settings=(
-        *llama_numbers(rms_norm_eps=1e-5),
-        *LLAMA_BLOCK,
-        *BIAS_OF_ATTENTION,
-        OLMO_NORMS,
-        Rotary(),
-    ),
+    fields={
+        **LLAMA_FIELDS,
+        "norm_placement": "post",
+        "qk_layernorm": True,
+        "qk_layernorm_across_heads": True,
+    },
+    settings=(*OLMO_SETTINGS, Rotary()),
     names=names.OLMO2,
     vocab_size=50304,
 )
@@ -177,10 +174,7 @@ OLMO3 = replace(
     name="olmo3",
     class_name="Olmo3ForCausalLM",
     settings=(
-        *llama_numbers(rms_norm_eps=1e-5),
-        *LLAMA_BLOCK,
-        *BIAS_OF_ATTENTION,
-        OLMO_NORMS,
+        *OLMO_SETTINGS,
         RotaryByLayer(default_base=500000.0),
         Window(default=4096, has_types=True, full_every=4),
     ),
@@ -188,40 +182,55 @@ OLMO3 = replace(
 SMOLLM3 = Family(
     name="smollm3",
     class_name="SmolLM3ForCausalLM",
+    fields=LLAMA_FIELDS,
     settings=(
-        *llama_numbers(
-            num_hidden_layers=36, hidden_size=2048, num_attention_heads=16, num_key_value_heads=4,
+        *with_defaults(
+            LLAMA_NUMBERS,
+            num_hidden_layers=36,
+            hidden_size=2048,
+            num_attention_heads=16,
+            num_key_value_heads=4,
             max_position_embeddings=32768,
         ),
-        *LLAMA_BLOCK,
+        SWIGLU,
         Rotary(default_base=2000000.0),
         LayersWithoutRope(4),
         Window(default=None, switch="use_sliding_window", has_types=True),
-        *LLAMA_BIASES,
+        ATTENTION_BIAS,
+        MLP_BIAS,
     ),
     names=names.LLAMA,
     vocab_size=128256,
     is_tied=True,
-)  # fmt: skip
-GEMMA_BLOCK = (
-    *llama_numbers(
-        num_hidden_layers=26, hidden_size=2304, num_attention_heads=8, num_key_value_heads=4,
-        head_dim=256, intermediate_size=9216, max_position_embeddings=8192,
+)
+GEMMA_FIELDS = {
+    **LLAMA_FIELDS,
+    "apply_layernorm_1p": True,
+    "norm_placement": "sandwich",
+    "scale_embeddings": True,
+}
+GEMMA_SETTINGS = (
+    *with_defaults(
+        LLAMA_NUMBERS,
+        num_hidden_layers=26,
+        hidden_size=2304,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        intermediate_size=9216,
+        max_position_embeddings=8192,
     ),
-    always(
-        normalization="RMSNorm", apply_layernorm_1p=True, norm_placement="sandwich",
-        scale_embeddings=True, hidden_dropout=0.0,
-    ),
-    *BIAS_OF_ATTENTION,
-    Activation("hidden_activation", "gelu_pytorch_tanh", GATED_ACTIVATIONS),
-    Number("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
-    Only("use_bidirectional_attention", False, False),
-)  # fmt: skip
+    ATTENTION_BIAS,
+    activation("hidden_activation", "gelu_pytorch_tanh", GATED_ACTIVATIONS),
+    Number("query_pre_attn_scalar", SCORE_SCALAR, 256),
+    never("use_bidirectional_attention"),
+)
 GEMMA2 = Family(
     name="gemma2",
     class_name="Gemma2ForCausalLM",
+    fields=GEMMA_FIELDS,
     settings=(
-        *GEMMA_BLOCK,
+        *GEMMA_SETTINGS,
         Number("attn_logit_softcapping", "attn_logit_softcapping", 50.0, may_be_none=True),
         Number("final_logit_softcapping", "final_logit_softcapping", 30.0, may_be_none=True),
         Rotary(),
@@ -234,10 +243,9 @@ GEMMA2 = Family(
 GEMMA3 = Family(
     name="gemma3_text",
     class_name="Gemma3ForCausalLM",
+    fields={**GEMMA_FIELDS, "qk_layernorm": True},
     settings=(
-        *GEMMA_BLOCK,
-        Number("max_position_embeddings", "max_position_embeddings", 131072),
-        always(qk_layernorm=True),
+        *with_defaults(GEMMA_SETTINGS, max_position_embeddings=131072),
         Number("attn_logit_softcapping", "attn_logit_softcapping", None),
         Number("final_logit_softcapping", "final_logit_softcapping", None),
         RotaryByLayer(
@@ -252,6 +260,7 @@ GEMMA3 = Family(
 GPT_NEOX = Family(
     name="gpt_neox",
     class_name="GPTNeoXForCausalLM",
+    fields={"disable_bias_linear": True, "add_mlp_bias": True},
     settings=(
         Number("num_hidden_layers", "num_layers", 44),
         Number("hidden_size", "hidden_size", 6144),
@@ -262,22 +271,24 @@ GPT_NEOX = Family(
         Number("initializer_range", "init_method_std", 0.02),
         Number("attention_dropout", "attention_dropout", 0.0),
         Number("hidden_dropout", "hidden_dropout", 0.0),
-        Activation("hidden_act", "gelu", ACTIVATIONS),
-        Rotary(
-            base="rotary_emb_base", share="rotary_pct", default_share=0.25, is_partial=True
-        ),
-        Switch("use_parallel_residual", "use_parallel_residual", True),
-        always(disable_bias_linear=True, add_mlp_bias=True),
-        AttentionBias(default=True),
+        activation("hidden_act", "gelu", ACTIVATIONS),
+        Rotary(base="rotary_emb_base", share="rotary_pct", default_share=0.25, is_partial=True),
+        switch("use_parallel_residual", True, "use_parallel_residual"),
+        replace(ATTENTION_BIAS, default=True),
     ),
     names=names.GPT_NEOX,
     vocab_size=50432,
-)  # fmt: skip
+)
+LATE_RESIDUAL = "apply_residual_connection_post_layernorm"
 BLOOM = Family(
     name="bloom",
     class_name="BloomForCausalLM",
+    fields={
+        "position_embedding_type": "alibi",
+        "embed_layernorm": True,
+        "ffn_hidden_size": None,
+    },
     settings=(
-        always(position_embedding_type="alibi", embed_layernorm=True, ffn_hidden_size=None),
         Number("n_layer", "num_layers", 2, old_keys=("num_hidden_layers",)),
         Number("hidden_size", "hidden_size", 64, old_keys=("n_embed",)),
         Number("n_head", "num_attention_heads", 8, old_keys=("num_attention_heads",)),
@@ -286,52 +297,30 @@ BLOOM = Family(
         Number("initializer_range", "init_method_std", 0.02),
         Number("attention_dropout", "attention_dropout", 0.0),
         Number("hidden_dropout", "hidden_dropout", 0.0),
-        Switch(
-            "apply_residual_connection_post_layernorm", "apply_residual_connection_post_layernorm",
-            False,
-        ),
+        switch(LATE_RESIDUAL, False, LATE_RESIDUAL),
     ),
     names=names.BLOOM,
     vocab_size=250880,
     is_tied=True,
-)  # fmt: skip
+)
 FAMILIES = (
-    GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, OLMO3, SMOLLM3, GEMMA2, GEMMA3, GPT_NEOX,
+    GPT2,
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    PHI3,
+    OLMO2,
+    OLMO3,
+    SMOLLM3,
+    GEMMA2,
+    GEMMA3,
+    GPT_NEOX,
     BLOOM,
-)  # fmt: skip
+)
 
-MIXTURE = "a mixture of experts"
-RECURRENT = "layers that are recurrent or of linear attention instead of softmax attention"
-LATENT = "latent attention (MLA), and a mixture of experts"
-# What other types of models have that our GPT does not.
-UNSUPPORTED = MappingProxyType(
-    {
-        **dict.fromkeys(
-            ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "phimoe", "gpt_oss",
-             "dbrx", "granitemoe", "ernie4_5_moe", "glm4_moe", "minimax_m2", "hunyuan_v1_moe",
-             "llama4", "llama4_text", "jetmoe", "arctic"),
-            MIXTURE,
-        ),
-        **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "longcat_flash"), LATENT),
-        **dict.fromkeys(
-            ("mamba", "mamba2", "falcon_mamba", "rwkv", "rwkv7", "recurrent_gemma", "xlstm"),
-            RECURRENT,
-        ),
-        **dict.fromkeys(
-            ("qwen3_next", "jamba", "bamba", "granitemoehybrid", "nemotron_h", "zamba", "zamba2",
-             "falcon_h1", "kimi_linear", "minimax", "qwen3_5", "olmo_hybrid"),
-            f"{RECURRENT}, in some or all blocks",
-        ),
-        **dict.fromkeys(
-            ("t5", "mt5", "bart", "mbart", "pegasus"), "an encoder beside the decoder"
-        ),
-        **dict.fromkeys(
-            ("bert", "roberta", "deberta-v2", "modernbert"), "attention that is not causal"
-        ),
-        **dict.fromkeys(
-            ("gemma3", "mistral3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mllama",
-             "phi4_multimodal", "gemma3n"),
-            "an encoder of images or sound beside the language model",
-        ),
-    }
-)  # fmt: skip
+
+def why_unsupported(model_type: Any) -> str | None:
+    """Return what another type of model has and our GPT does not, by `unsupported.toml`."""
+    reasons = read_toml(__package__, "unsupported.toml").items()
+    return next((why for why, types in reasons if model_type in types), None)

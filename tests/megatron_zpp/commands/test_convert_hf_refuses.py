@@ -90,8 +90,11 @@ SETTINGS = {
     ),
     "class": ({"architectures": ["GPT2ForTokenClassification"]}, "(GPT2ForTokenClassification)"),
     "no type": ({"model_type": None}, "type None"),
-    "activation": ({"activation_function": "mish"}, "activation_function 'mish' is not supported"),
-    "switch": ({"scale_attn_by_inverse_layer_idx": True}, "only False is supported"),
+    "activation": ({"activation_function": "mish"}, "activation_function is 'mish'; expected"),
+    "switch": (
+        {"scale_attn_by_inverse_layer_idx": True},
+        "scale_attn_by_inverse_layer_idx is True; expected false",
+    ),
     "word": ({"n_layer": "two"}, "n_layer is 'two'; expected a whole number"),
     "zero": ({"n_head": 0}, "n_head is 0"),
     "sizes": ({"n_head": 5}, "--hidden-size 32 is not divisible"),
@@ -142,7 +145,7 @@ LLAMAS = {
     "odd factor": ({"rope_scaling": {**LLAMA3, "factor": "8"}}, "llama3 scaling is '8'; expected"),
     "part": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "biases": ({"mlp_bias": "some"}, "mlp_bias is 'some'; expected true or false"),
-    "activation": ({"hidden_act": "mish"}, "hidden_act 'mish'"),
+    "activation": ({"hidden_act": "mish"}, "hidden_act is 'mish'; expected"),
 }  # fmt: skip
 
 
@@ -188,7 +191,7 @@ LAYERS = {
     "number of factors": (
         phi3, {"rope_scaling": {"type": "su", "short_factor": [1], "long_factor": [1]},
                "original_max_position_embeddings": 16}, "has 1 numbers: expected 3 of each"),
-    "both directions": (gemma2, {"use_bidirectional_attention": True}, "is True; only False"),
+    "both directions": (gemma2, {"use_bidirectional_attention": True}, "is True; expected false"),
 }  # fmt: skip
 
 
