@@ -1,16 +1,12 @@
 """The measurements on an emulated cluster, as JSON and as tables."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from benchmarks.cluster.emulation import INTERFACE, LOOPBACK
-from benchmarks.cluster.interleaved_steps import TimedSteps
+from benchmarks.cluster.interleaved_steps import TimedStep, TimedSteps
 from benchmarks.shared.interleaved import quartiles
-from benchmarks.shared.result import heading
+from benchmarks.shared.table import Column, Row, table
 
 ACROSS, INSIDE = "across_nodes", "in_node"
 RATE_TOLERANCE = 0.1  # a link whose measured rate differs by more is reported
@@ -40,37 +36,38 @@ def summary(
                 ),
                 "nodes": _nodes(steps, ranks_per_node),
                 "expected": _by_node(expected, ranks_per_node),
-                "first_loss": steps.first_loss,
+                "held_bytes": built[name][0].get("held", 0),
+                "first_loss": steps.first.loss,
                 "final_loss": losses[-1],
                 "seconds": steps.seconds,
                 "losses": losses,
+                **_first_and_later(steps),
             }
         )
     return rows
 
 
-def show(result: dict, console: Console) -> None:
-    """Print the tables of each rate."""
-    million = result["parameters"] / 1e6
+def show(result: dict) -> str:
+    """The tables of each rate."""
+    million, model_bytes = result["parameters"] / 1e6, 2 * result["parameters"]
     shape = ", ".join(f"{name} {value}" for name, value in result["shape"].items())
-    console.print(
-        f"{heading(result, 'torch')}\n"
+    parts = [
         f"{result['nodes']} nodes x {result['ranks_per_node']} ranks; {million:.1f} M parameters, "
-        f"M = {2 * million:.1f} MB; {shape}; bf16 products in {result['products']}",
-        highlight=False,
-    )
+        f"M = {2 * million:.1f} MB; {shape}; bf16 products in {result['products']}"
+    ]
     for run in result["runs"]:
-        network = "one host, no network" if run["link"] is None else _link_title(run)
-        console.print(f"\n[bold]{network}[/bold]", highlight=False)
-        console.print(_times(run))
-        console.print(
+        parts.append("one host, no network" if run["link"] is None else _link_title(run))
+        parts.append(_times(run))
+        parts.append(
             "Bytes of a step, of the node with most: sent to and received from other nodes on the "
-            "wire, with headers; sent to other nodes and within the node by its ranks' ledgers",
-            highlight=False,
+            "wire, with headers; sent to other nodes and within the node by its ranks' ledgers"
         )
-        console.print(_bytes(run, 2 * result["parameters"]))
-        for line in _remarks(run):
-            console.print(line, highlight=False)
+        parts.append(_bytes(run, model_bytes))
+        if any(row["later_pass"] is not None for row in run["rows"]):
+            parts.append("What the first node sends to others, on the wire, and holds")
+            parts.append(_passes(run, model_bytes))
+        parts += _remarks(run)
+    return "\n\n".join(parts)
 
 
 def bytes_of(ledger: Mapping[str, float] | None, hop: str) -> float | None:
@@ -126,51 +123,77 @@ def _excess(wire: float | None, ledger: float | None) -> float | None:
     return wire / ledger - 1 if wire is not None and ledger else None
 
 
-def _times(run: dict) -> Table:
-    first = run["rows"][0]["name"]
-    table = _table("step, ms", "quartiles", f"{first} takes", "processor, s", "final loss")
-    for row in run["rows"]:
-        low, high = row["quartiles"]
-        table.add_row(
-            row["name"],
-            f"{1e3 * row['median']:.0f}",
-            f"{1e3 * low:.0f} to {1e3 * high:.0f}",
-            f"{row['speedup']:.2f} x",
-            f"{row['processor_seconds']:.2f}",
-            f"{row['final_loss']:.4f}",
-        )
-    return table
+def _first_and_later(timed: TimedSteps) -> dict:
+    """Bytes that the first node sends in the first and in a later step and pass, and seconds."""
+    steps, passes = [_sent(step) for step in timed.steps], [_sent(each) for each in timed.passes]
+    has_passes = passes and passes[0] is not None
+    return {
+        "first_step": _sent(timed.first),
+        "later_step": None if steps[0] is None else statistics.fmean(steps),
+        "first_pass": passes[0] if has_passes else None,
+        "later_pass": statistics.fmean(passes[1:] or passes) if has_passes else None,
+        "pass_seconds": statistics.median(each.seconds for each in timed.passes)
+        if passes
+        else None,
+    }
 
 
-def _bytes(run: dict, model_bytes: int) -> Table:
+def _sent(step: TimedStep) -> int | None:
+    """Bytes that the first node sent to other nodes; None without a network."""
+    return step.wire[0][INTERFACE].sent if step.wire else None
+
+
+def _times(run: dict) -> str:
+    return table(
+        run["rows"],
+        Column("", "name"),
+        Column("step, ms", "median", ".0f", 1e3),
+        Column("quartiles", "quartiles", ".0f", 1e3),
+        Column(f"{run['rows'][0]['name']} takes, x", "speedup", ".2f"),
+        Column("processor, s", "processor_seconds", ".2f"),
+        Column("final loss", "final_loss", ".4f"),
+    )
+
+
+def _bytes(run: dict, model_bytes: int) -> str:
     """Bytes of the node with most; `model_bytes` is M."""
-    columns = ("sends\nM", "\nMB", "receives\nM", "ledger\nM", "\nMB", "wire\nto it", "in node\nM")
-    table = _table(*columns)
-    for row in run["rows"]:
-        nodes = row["nodes"]
-        sent = largest(node["sent"] for node in nodes)
-        received = largest(node["received"] for node in nodes)
-        ledger = largest(bytes_of(node["ledger"], ACROSS) for node in nodes)
-        inside = largest(bytes_of(node["ledger"], INSIDE) for node in nodes)
-        table.add_row(
-            row["name"],
-            _in_models(sent, model_bytes),
-            _in_megabytes(sent),
-            _in_models(received, model_bytes),
-            _in_models(ledger, model_bytes),
-            _in_megabytes(ledger),
-            _farthest([node["difference"] for node in nodes]),
-            _in_models(inside, model_bytes),
-        )
-    return table
+    sent = _most(lambda node: node["sent"])
+    ledger = _most(lambda node: bytes_of(node["ledger"], ACROSS))
+    return table(
+        run["rows"],
+        Column("", "name"),
+        Column("sends, M", sent, ".3f", 1 / model_bytes),
+        Column("MB", sent, ".1f", 1e-6),
+        Column("receives, M", _most(lambda node: node["received"]), ".3f", 1 / model_bytes),
+        Column("ledger, M", ledger, ".3f", 1 / model_bytes),
+        Column("MB", ledger, ".1f", 1e-6),
+        Column("wire to it", _farthest, "+.2%"),
+        Column(
+            "in node, M",
+            _most(lambda node: bytes_of(node["ledger"], INSIDE)),
+            ".3f",
+            1 / model_bytes,
+        ),
+    )
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=SIMPLE, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
+def _passes(run: dict, model_bytes: int) -> str:
+    names = ("first_step", "later_step", "first_pass", "later_pass")
+    columns = [
+        Column(f"{name.replace('_', ' ')}, M", name, ".4f", 1 / model_bytes) for name in names
+    ]
+    return table(
+        run["rows"],
+        Column("", "name"),
+        *columns,
+        Column("pass, ms", "pass_seconds", ".0f", 1e3),
+        Column("a rank's frozen matrices, MB", "held_bytes", ".2f", 1e-6),
+    )
+
+
+def _most(number: Callable[[dict], float | None]) -> Callable[[Row], float | None]:
+    """A function of a row: the largest number of any node."""
+    return lambda row: largest(map(number, row["nodes"]))
 
 
 def _link_title(run: dict) -> str:
@@ -190,14 +213,7 @@ def _remarks(run: dict) -> list[str]:
     return lines
 
 
-def _in_models(num_bytes: float | None, model_bytes: int) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / model_bytes:.3f}"
-
-
-def _in_megabytes(num_bytes: float | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / 1e6:.1f}"
-
-
-def _farthest(differences: Sequence[float | None]) -> str:
-    numbers = [difference for difference in differences if difference is not None]
-    return f"{100 * max(numbers, key=abs):+.2f}%" if numbers else "-"
+def _farthest(row: Row) -> float | None:
+    """How far a node's wire is from its ledger at most, relatively."""
+    differences = [node["difference"] for node in row["nodes"] if node["difference"] is not None]
+    return max(differences, key=abs, default=None)

@@ -35,10 +35,11 @@ class TimedStep:
 
 @dataclass
 class TimedSteps:
-    """The timed steps of one configuration."""
+    """The timed steps of one configuration, and its passes without gradients."""
 
-    first_loss: float
+    first: TimedStep  # before any update
     steps: list[TimedStep] = field(default_factory=list)
+    passes: list[TimedStep] = field(default_factory=list)  # without gradients
 
     @property
     def seconds(self) -> list[float]:
@@ -52,9 +53,10 @@ def run_interleaved(
     *,
     rounds: int,
     warm_up: int,
+    passes: int = 0,
     say: Callable[[str], None],
 ) -> dict[str, TimedSteps]:
-    """Warm up every configuration, then let each take one step per round.
+    """Warm up every configuration, then let each take one step per round, and then the passes.
 
     `processes` are the ids of one process of each node, whose interfaces are read. Raises
     Disagreement if the first losses differ.
@@ -63,15 +65,18 @@ def run_interleaved(
     for number in range(warm_up):
         for name in names:
             say(f"warming up {name}")
-            loss = _mean_loss(ranks.ask("run", name=name, part="step"))
+            step = timed_run(ranks, name, "step", processes)
             if number == 0:
-                timed[name] = TimedSteps(first_loss=loss)
-    losses = {name: steps.first_loss for name, steps in timed.items()}
+                timed[name] = TimedSteps(first=step)
+    losses = {name: steps.first.loss for name, steps in timed.items()}
     require_equal_losses(losses, FIRST_LOSS_TOLERANCE)
     for name in interleaved(names, rounds):
         steps = timed[name].steps
         say(f"round {len(steps) + 1} of {rounds}: {name}")
         steps.append(timed_run(ranks, name, "step", processes))
+    for name in names:
+        for _ in range(passes):
+            timed[name].passes.append(timed_run(ranks, name, "forward", processes))
     return timed
 
 

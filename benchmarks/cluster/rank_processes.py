@@ -17,6 +17,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from benchmarks.shared.rank_launch import RanksFailed
 from zeropp.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +26,7 @@ ORDER_SECONDS = 600  # for every rank to answer
 OUTPUT_CHARACTERS = 3000  # of a dead rank's output that are shown
 
 
-class RankFailed(RuntimeError):
+class RankFailed(RanksFailed):
     """A rank died or did not answer; the message ends with the rank's last output."""
 
 

@@ -20,7 +20,8 @@ import torch
 
 from benchmarks.cluster.configurations import zero_config
 from benchmarks.cluster.fake_ranks import counted_step, fake_rank
-from benchmarks.shared.result import begin, benchmark_parser, finish, markdown_table
+from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.table import markdown_table
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.settings.arguments import parse
 from zeropp.sharding.forecast import node_bytes
@@ -41,26 +42,13 @@ COMPONENTS = {
 PURPOSES = ("weights_forward", "weights_backward", "gradients")
 
 
-def main() -> int:
-    """Count every configuration and print the table."""
-    options = read_options()
-    result = {**begin(__spec__.name), "shape": {name: getattr(options, name) for name in SHAPE}}
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Count every configuration."""
+    result["shape"] = {name: getattr(options, name) for name in SHAPE}
     started = time.monotonic()
-    result["rows"] = [count(name, options) for name in options.only or COMPONENTS]
+    result["rows"] = [count(name, options) for name in options.only]
     result["parameters"] = result["rows"][0]["parameters"]
     result["seconds"] = round(time.monotonic() - started, 1)
-    finish(result, lambda result: print(table(result)), options.json)
-    return 0
-
-
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(__doc__)
-    for name, value in SHAPE.items():
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=int, default=value, help=f"default: {value}")
-    parser.add_argument("--only", nargs="+", choices=tuple(COMPONENTS), help="some of the rows")
-    return parser.parse_args()
 
 
 def count(name: str, options: argparse.Namespace) -> dict:
@@ -130,5 +118,16 @@ def _cells(name: str, sent: Mapping[str, float], formula: Mapping[str, float]) -
     return [name, *(f"{number:.4f}" for number in numbers)]
 
 
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(
+        *(Flag(f"--{name.replace('_', '-')}", value) for name, value in SHAPE.items()),
+        Flag("--only", tuple(COMPONENTS), "some of the rows", choices=tuple(COMPONENTS)),
+    ),
+    measure=measure,
+    show=table,
+)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -20,54 +20,35 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.shared.rank_launch import run_on_ranks, write_answer
-from benchmarks.shared.result import begin, benchmark_parser, finish, heading, markdown_table
+from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.rank_launch import run_on_ranks
+from benchmarks.shared.table import Column, table
+from benchmarks.shared.training_setup import CPU
+from benchmarks.shared.zero_json import zero_json
 from zeropp.ranks.process_group import start_process_group
 from zeropp.ranks.topology import Environment
 
 RANKS, RANKS_PER_NODE = 4, 2
 NAMES = ("FSDP2", "transformers", "TRL", "Lightning", "torchtitan")
-CONFIG = {
-    "zero_optimization": {
-        "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": RANKS_PER_NODE,
-        "zero_quantized_gradients": True,
-    },
-    "zeropp": {"ranks_per_node": RANKS_PER_NODE},
-}  # fmt: skip
+CONFIG = zero_json("zeropp", RANKS_PER_NODE)
 Sent = dict[tuple[str, str], float]
 
 
-def main() -> int:
-    """Compare all trainers and print the table, or be one of the ranks."""
-    options = read_options()
-    if options.on_ranks is not None:
-        compare(options)
-        return 0
-    result = begin(__spec__.name)
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Compare all trainers."""
     result["steps"] = options.steps
     result["rows"] = []
     for name in options.trainers:
         arguments = ["--steps", str(options.steps), "--trainers", name]
         row = run_on_ranks(__spec__.name, RANKS, arguments, ranks_per_node=RANKS_PER_NODE)
         result["rows"].append(row)
-    finish(result, show, options.json)
-    return 0
 
 
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=200, metavar="N", help="default: 200")
-    parser.add_argument("--trainers", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME")
-    parser.add_argument("--on-ranks", metavar="FILE", help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-def compare(options: argparse.Namespace) -> None:
+def compare(options: argparse.Namespace) -> dict:
     """Train with one trainer, plainly and attached, as one of the ranks."""
     from benchmarks.convergence.attached_trainers import LENGTH, SAMPLES, TRAINERS
 
-    start_process_group(Environment.read(), torch.device("cpu"), timedelta(minutes=10))
+    start_process_group(Environment.read(), CPU, timedelta(minutes=10))
     (name,) = options.trainers
     tokens = shuffled_text(options.steps * RANKS * SAMPLES, LENGTH)
     tokens = tokens.view(options.steps, RANKS, SAMPLES, LENGTH)
@@ -75,7 +56,7 @@ def compare(options: argparse.Namespace) -> None:
         plain, _ = TRAINERS[name](tokens, None, Path(folder))
         losses, attached = TRAINERS[name](tokens, CONFIG, Path(folder))
     last = max(1, options.steps // 10)
-    row = {
+    return {
         "trainer": name,
         "loss": statistics.mean(plain[-last:]),
         "attached": statistics.mean(losses[-last:]),
@@ -84,8 +65,6 @@ def compare(options: argparse.Namespace) -> None:
         "plain_of_4": across_nodes(attached.plain_traffic(4)),
         "forecast_of_4": across_nodes(attached.expected_traffic(4)),
     }
-    if dist.get_rank() == 0:
-        write_answer(options.on_ranks, row)
 
 
 def shuffled_text(samples: int, length: int) -> torch.Tensor:
@@ -105,23 +84,27 @@ def across_nodes(sent: Sent) -> float:
     return total.item()
 
 
-def show(result: dict) -> None:
-    """Print the table."""
-    heading(result)
-    columns = ("trainer", "loss", "attached", "differs by", "MB between nodes", "plain FSDP2")
-    rows = [
-        (
-            row["trainer"],
-            f"{row['loss']:.4f}",
-            f"{row['attached']:.4f}",
-            f"{row['attached'] / row['loss'] - 1:+.2%}",
-            f"{row['sent'] / 1e6:.3f}",
-            f"{row['plain'] / row['sent']:.1f} x",
-        )
-        for row in result["rows"]
-    ]
-    print(markdown_table(columns, rows))
+def show(result: dict) -> str:
+    """A line for each trainer."""
+    return table(
+        result["rows"],
+        Column("trainer", "trainer"),
+        Column("loss", "loss", ".4f"),
+        Column("attached", "attached", ".4f"),
+        Column("differs by", lambda row: row["attached"] / row["loss"] - 1, "+.2%"),
+        Column("MB between nodes", "sent", ".3f", 1e-6),
+        Column("plain FSDP2, x", lambda row: row["plain"] / row["sent"], ".1f"),
+    )
 
+
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(Flag("--steps", 200, least=1), Flag("--trainers", NAMES, choices=NAMES)),
+    measure=measure,
+    on_rank=compare,
+    show=show,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 import zeropp
-from benchmarks.shared.torchtitan_llama import sharded_llama
+from benchmarks.convergence.torchtitan_llama import sharded_llama
 from zeropp.integrations.transformers import ZeroppCallback
 
 LENGTH, SAMPLES, LR = 64, 8, 5e-4  # tokens of a sample; samples of a rank's micro-batch
@@ -75,7 +75,7 @@ def train_trl(tokens: torch.Tensor, config: dict | None, folder: Path) -> Answer
 
 def train_lightning(tokens: torch.Tensor, config: dict | None, folder: Path) -> Answer:
     """Lightning's Trainer with a model-parallel strategy."""
-    from benchmarks.shared.lightning_llama import LlamaModule, train
+    from benchmarks.convergence.lightning_llama import LlamaModule, train
 
     module = LlamaModule(llama(), shard_layers, LR)
     attached = train(module, tokens, config, folder)

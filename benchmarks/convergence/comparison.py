@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.convergence.variants import BASELINE, VARIANTS
-from benchmarks.shared.result import markdown_table
+from benchmarks.shared.table import markdown_table
 
 WINDOW = 20  # iterations over which training losses are averaged before they are compared
 TARGET = 0.005  # relative: how far the held-out loss of all three components may be off

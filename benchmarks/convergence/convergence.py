@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.convergence import convergence_chart
 from benchmarks.convergence.comparison import (
     Row,
     Runs,
@@ -28,7 +29,6 @@ from benchmarks.convergence.comparison import (
     table,
     verdict,
 )
-from benchmarks.convergence.convergence_chart import draw
 from benchmarks.convergence.variants import (
     BASELINE,
     FLAGS,
@@ -37,93 +37,28 @@ from benchmarks.convergence.variants import (
     VARIANTS,
     Recipe,
 )
-from benchmarks.shared.charts import require_matplotlib
-from benchmarks.shared.environment_report import environment_report
+from benchmarks.shared.benchmark import Benchmark, Flag
 from benchmarks.shared.rank_launch import RanksFailed, run_on_ranks
-from benchmarks.shared.result import begin, benchmark_parser, finish, markdown_table, write_text
+from benchmarks.shared.result import environment_report, write_text
+from benchmarks.shared.table import markdown_table
 from tools.faster_precision import MARGIN, seconds
 from zeropp.errors import InputError
 
 FINISHED_RUNS = "runs.jsonl"
 RANK_MODULE = "benchmarks.convergence.convergence_rank"
-USAGE_ERROR, FAILED = 2, 1
 
 
-class RunFailed(RuntimeError):
-    """The ranks of a run ended without an answer."""
-
-
-def main() -> int:
-    """Train the missing runs, then print and write the table."""
-    options = read_options()
-    try:
-        recipe = recipe_of(options)
-        check(options, recipe)
-        path = Path(options.folder) / FINISHED_RUNS
-        runs = train_missing(options.variants, options.seeds, recipe, path)
-    except InputError as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
-        return USAGE_ERROR
-    except RunFailed as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return FAILED
-    write_everything(options, recipe, runs)
-    return 0
-
-
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(__doc__)
-    add = parser.add_argument
-    meanings = "; ".join(f"{name}: {meaning}" for name, meaning in VARIANTS.items())
-    names = tuple(VARIANTS)
-    add(
-        "--variants",
-        "--arms",
-        nargs="+",
-        choices=names,
-        default=names,
-        metavar="NAME",
-        help=meanings,
-    )
-    add(
-        "--seeds",
-        nargs="+",
-        type=int,
-        default=(1, 2, 3),
-        metavar="SEED",
-        help="the same for every variant (default: 1 2 3)",
-    )
-    add("--steps", type=int, default=500, metavar="N", help="iterations of a run (default: 500)")
-    add("--ranks", type=int, default=4, metavar="N", help="default: 4")
-    add("--ranks-per-node", type=int, default=2, metavar="N", help="default: 2")
-    add("--dtype", choices=("fp32", "bf16"), help="default: the one that multiplies faster")
-    add(
-        "--eval-interval",
-        type=int,
-        default=100,
-        metavar="N",
-        help="iterations between held-out losses (default: 100)",
-    )
-    add(
-        "--eval-samples",
-        type=int,
-        default=512,
-        metavar="N",
-        help="samples of each held-out loss, always the same (default: 512)",
-    )
-    add(
-        "--lr-spike",
-        type=int,
-        default=0,
-        metavar="N",
-        help=f"multiply the learning rate by {SPIKE_FACTOR:g} in {SPIKE} iterations from N on",
-    )
-    add("--flags", default="", help="further flags of pretrain_gpt.py, for every variant")
-    add("--folder", default="runs/convergence", help="default: runs/convergence")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the curves (needs matplotlib)")
-    add("--results", type=Path, metavar="FILE.md", help="write a page with all results")
-    return parser.parse_args()  # fmt: skip
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Train the missing runs and compare all."""
+    recipe = recipe_of(options)
+    path = Path(options.folder) / FINISHED_RUNS
+    runs = train_missing(options.variants, options.seeds, recipe, path)
+    result |= {
+        "recipe": asdict(recipe),
+        "seeds": list(options.seeds),
+        "rows": [asdict(row) for row in compare(runs)],
+        "runs": [run for of_seeds in runs.values() for run in of_seeds.values()],
+    }
 
 
 def recipe_of(options: argparse.Namespace) -> Recipe:
@@ -147,15 +82,11 @@ def faster_dtype() -> str:
     return "bf16" if faster else "fp32"
 
 
-def check(options: argparse.Namespace, recipe: Recipe) -> None:
+def check(options: argparse.Namespace) -> None:
     """Raise InputError for what would fail, or have no effect, only after hours."""
-    minimums = {"steps": 1, "ranks": 2, "ranks_per_node": 1, "eval_interval": 1}
+    recipe = recipe_of(options)
     if not 0 <= recipe.lr_spike <= recipe.steps:
         raise InputError(f"--lr-spike {recipe.lr_spike}: expected one of the {recipe.steps} steps")
-    for name, minimum in minimums.items():
-        if getattr(recipe, name) < minimum:
-            flag = name.replace("_", "-")
-            raise InputError(f"--{flag} {getattr(recipe, name)}: expected at least {minimum}")
     if recipe.ranks % recipe.ranks_per_node:
         raise InputError(
             f"--ranks-per-node {recipe.ranks_per_node} does not divide --ranks {recipe.ranks}"
@@ -167,8 +98,6 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
         values = getattr(options, name)
         if len(set(values)) < len(values):
             raise InputError(f"--{name} {' '.join(map(str, values))}: give each only once")
-    if options.plot:
-        require_matplotlib(options.plot)
     for variant in options.variants:
         recipe.config(variant, options.seeds[0])
 
@@ -214,7 +143,7 @@ def add_run(path: Path, run: dict) -> None:
 
 
 def train(variant: str, seed: int, recipe: Recipe) -> dict:
-    """One run on several ranks; raises RunFailed if they end without an answer."""
+    """One run on several ranks; raises RanksFailed if they end without an answer."""
     order = {
         "variant": variant,
         "seed": seed,
@@ -227,7 +156,7 @@ def train(variant: str, seed: int, recipe: Recipe) -> dict:
             RANK_MODULE, recipe.ranks, [json.dumps(order)], ranks_per_node=recipe.ranks_per_node
         )
     except RanksFailed as failure:
-        raise RunFailed(
+        raise RanksFailed(
             f"{variant}, seed {seed}: {failure}; finished runs are stored, and the same command "
             "continues with this one"
         ) from failure
@@ -235,37 +164,39 @@ def train(variant: str, seed: int, recipe: Recipe) -> dict:
     return {**order, **facts, **answer}
 
 
-def write_everything(options: argparse.Namespace, recipe: Recipe, runs: Runs) -> None:
-    """Print the table, and write the files asked for."""
-    rows = compare(runs)
-    result = {
-        **begin(__spec__.name),
-        "recipe": asdict(recipe),
-        "seeds": list(options.seeds),
-        "rows": [asdict(row) for row in rows],
-        "runs": [run for of_seeds in runs.values() for run in of_seeds.values()],
-    }
-    lines = [*heading(result), "", table(rows), *filter(None, [verdict(rows)])]
-    lines += levels_lines(rows)
-    finish(result, lambda _: print("\n".join(lines)), options.json)
-    if options.plot:
-        draw(curves(runs), options.plot, subject(result))
-    if options.results:
-        write_text(options.results, results_page(result, rows, options.plot))
+def draw(result: dict, path: Path) -> None:
+    """Write the curves of all variants as PNG."""
+    by_variant: dict[str, dict[int, dict]] = {}
+    for run in result["runs"]:
+        by_variant.setdefault(run["variant"], {})[run["seed"]] = run
+    convergence_chart.draw(curves(by_variant), path, subject(result))
 
 
-def heading(result: dict) -> list[str]:
-    """Lines that say what ran, where, and when."""
-    machine, runs = result["machine"], result["runs"]
-    commits = sorted({_commit(run) for run in runs})
+def show(result: dict) -> str:
+    """The table of variants, what was compared, and each seed's losses."""
+    recipe, runs = result["recipe"], result["runs"]
+    rows = [Row(**row) for row in result["rows"]]
     loads = [run["load"]["before"] for run in runs]
-    return [
-        f"{min(run['date'] for run in runs)} to {result['date']}, commit {', '.join(commits)}",
-        f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB; "
-        f"torch {result['versions']['torch']}; load before a run {statistics.median(loads):.1f} "
-        f"(largest {max(loads):.1f})",
+    baseline = next(row for row in rows if row.variant == BASELINE)
+    facts = [
         subject(result),
+        f"runs from {min(run['date'] for run in runs)} on, of commit "
+        f"{', '.join(sorted(set(map(_commit, runs))))}; load before a run "
+        f"{statistics.median(loads):.1f} (largest {max(loads):.1f})",
+        f"`pretrain_gpt.py` with `{recipe['flags']}`",
+        f"held-out loss: {recipe['eval_samples']} samples, the same for every variant of a seed; "
+        f"{baseline.first:.3f} before training",
     ]
+    meaning = (
+        "Differences are taken within a seed and averaged, ± their standard error. The bump is the "
+        "largest difference of the training loss, smoothed over 20 iterations and averaged over "
+        "seeds. Bytes are those a node sends in a training step, by its ranks' traffic ledgers; M "
+        "is the model in 16 bit. Times are medians on a shared machine."
+    )
+    lists = ["\n".join(f"- {line}" for line in lines) for lines in (facts, levels_lines(rows))]
+    seeds = f"Seed by seed, held-out loss at the end:\n\n{seed_table(result)}"
+    parts = [lists[0], table(rows), verdict(rows), meaning, lists[1], seeds]
+    return "\n\n".join(filter(None, parts))
 
 
 def subject(result: dict) -> str:
@@ -278,33 +209,6 @@ def subject(result: dict) -> str:
         f"seeds {', '.join(map(str, result['seeds']))}, {recipe['dtype']}, {recipe['ranks']} ranks "
         f"as nodes of {recipe['ranks_per_node']}{spike}"
     )
-
-
-def results_page(result: dict, rows: Sequence[Row], plot: Path | None) -> str:
-    """A Markdown page for benchmarks/results/."""
-    recipe = result["recipe"]
-    baseline = next(row for row in rows if row.variant == BASELINE)
-    lines = [f"# Convergence, {result['date'][:10]}", "", f"`{result['command']}`", ""]
-    lines += [f"- {line}" for line in heading(result)]
-    lines += [
-        f"- `pretrain_gpt.py` with `{recipe['flags']}`; the default text",
-        f"- held-out loss: {recipe['eval_samples']} samples, the same for every variant of a seed; "
-        f"{baseline.first:.3f} before training",
-        "",
-        table(rows),
-        "",
-        verdict(rows) or "",
-        "",
-        "Differences are taken within a seed and averaged, ± their standard error. The bump is the "
-        "largest difference of the training loss, smoothed over 20 iterations and averaged over "
-        "seeds. Bytes are those a node sends in a training step, by its ranks' traffic ledgers; M "
-        "is the model in 16 bit. Times are medians on a shared machine.",
-    ]
-    lines += ["", *(f"- {line}" for line in levels_lines(rows))]
-    if plot:
-        lines += ["", f"![Training and held-out losses, and differences]({plot.name})"]
-    lines += ["", "Seed by seed, held-out loss at the end:", ""]
-    return "\n".join([*lines, seed_table(result), ""])
 
 
 def seed_table(result: dict) -> str:
@@ -322,5 +226,36 @@ def _commit(run: dict) -> str:
     return f"{(run['commit'] or 'unknown')[:12]}{' + changes' if run['uncommitted'] else ''}"
 
 
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(
+        Flag(
+            "--variants",
+            tuple(VARIANTS),
+            "; ".join(f"{name}: {meaning}" for name, meaning in VARIANTS.items()),
+            choices=tuple(VARIANTS),
+        ),
+        Flag("--seeds", (1, 2, 3), "the same for every variant"),
+        Flag("--steps", 500, "iterations of a run", least=1),
+        Flag("--ranks", 4, least=2),
+        Flag("--ranks-per-node", 2, least=1),
+        Flag("--dtype", help="default: the one that multiplies faster", choices=("fp32", "bf16")),
+        Flag("--eval-interval", 100, "iterations between held-out losses", least=1),
+        Flag("--eval-samples", 512, "samples of each held-out loss, always the same"),
+        Flag(
+            "--lr-spike",
+            0,
+            f"multiply the learning rate by {SPIKE_FACTOR:g} in {SPIKE} iterations from this one",
+        ),
+        Flag("--flags", "", "further flags of pretrain_gpt.py, for every variant"),
+        Flag("--folder", "runs/convergence", "for finished runs"),
+    ),
+    check=check,
+    measure=measure,
+    show=show,
+    draw=draw,
+)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

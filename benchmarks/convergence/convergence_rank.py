@@ -5,7 +5,6 @@
 ORDER is JSON with the variant, the seed and the recipe. Rank 0 writes the result to FILE.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from benchmarks.convergence.variants import EVAL_MICRO_BATCH, SPIKE, SPIKE_FACTOR, Recipe
 from benchmarks.shared.pretrain_run import held_out_loss, run_step, silent_run, training_batches
-from benchmarks.shared.rank_launch import write_answer
+from benchmarks.shared.result import write_text
 from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.schedule import is_due
 from megatron_zpp.train.run import Run
@@ -30,11 +29,8 @@ from zeropp.ranks.topology import Environment
 
 def main() -> int:
     """Train as ordered; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("order", help="JSON")
-    parser.add_argument("--on-ranks", required=True, metavar="FILE", help="for the result")
-    options = parser.parse_args()
-    order = json.loads(options.order)
+    _, text, _, target = sys.argv
+    order = json.loads(text)
     recipe = Recipe(**order["recipe"])
     environment = Environment.read()
     try:
@@ -52,7 +48,7 @@ def main() -> int:
         report_once(environment, lambda: print(message, file=sys.stderr))
         return 2
     if ranks.rank == 0:
-        write_answer(options.on_ranks, result)
+        write_text(target, json.dumps(result))
     dist.destroy_process_group()
     return 0
 

@@ -1,6 +1,6 @@
 """The error of quantization against its bytes: block sizes, scale types, codes, two hops.
 
-    python -m benchmarks.convergence.numerics [--steps N] [--json FILE] [--plot FILE.svg]
+    python -m benchmarks.convergence.numerics [--steps N] [--json FILE] [--plot FILE.png]
         [--results FILE.md]
 
 Measured on Gaussian numbers, and on the weights and gradients of a small GPT trained for some steps
@@ -12,18 +12,17 @@ least-squares fit of the result to the input. docs/numerics.md discusses both.
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.convergence.numerics_chart import draw
-from benchmarks.convergence.numerics_report import page, tables
+from benchmarks.convergence.numerics_report import tables
 from benchmarks.convergence.quantization_schemes import CODES, SCALES, Scheme, zeropp_round_trip
 from benchmarks.convergence.variants import FLAGS
+from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.pretrain_run import run_step, silent_run, training_batches
-from benchmarks.shared.result import begin, benchmark_parser, finish, write_text
 from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.arguments import parse
 from zeropp.optim.step import local_part
@@ -43,11 +42,9 @@ DRAWN_CURVES = (
 Tensors = Sequence[Tensor]  # each flat, fp32
 
 
-def main() -> int:
-    """Train, verify, measure, print the tables."""
-    options = read_options()
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Train, verify, measure."""
     torch.set_num_threads(1)
-    result = begin(__spec__.name)
     loss, weights, gradients = train(options.steps)
     generator = torch.Generator().manual_seed(5)
     noise = [[torch.randn(GAUSSIAN, generator=generator)] for _ in gradients]
@@ -66,22 +63,6 @@ def main() -> int:
             for bits in HOPS
         ],
     }
-    finish(result, lambda result: print(tables(result), end=""), options.json)
-    if options.plot:
-        write_text(options.plot, draw(result))
-    if options.results:
-        write_text(options.results, page(result))
-    return 0
-
-
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(__doc__)
-    add = parser.add_argument
-    add("--steps", type=int, default=200, help="of training (default: 200)")
-    add("--plot", type=Path, metavar="FILE.svg", help="draw error against bytes")
-    add("--results", type=Path, metavar="FILE.md", help="write a page with the tables")
-    return parser.parse_args()
 
 
 def train(steps: int) -> tuple[float, Tensors, list[Tensors]]:
@@ -105,17 +86,16 @@ def train(steps: int) -> tuple[float, Tensors, list[Tensors]]:
             run.trainer.sharding.model.zero_grad()
             run.trainer.forward_backward(batches, config.batch.global_batch_size, 1.0)
             gradients.append([local_part(weight.grad).flatten().clone() for weight in matrices])
-    dist.destroy_process_group()
     return loss, weights, gradients
 
 
 def verify(tensors: Tensors) -> None:
-    """Exit unless the model of zeropp's format gives the same numbers as the ops."""
+    """Raise Disagreement unless the model of zeropp's format gives the same numbers as the ops."""
     for bits, block in BLOCK.items():
         scheme = Scheme(bits=bits, block=block)
         for values in tensors:
             if not torch.equal(scheme.round_trip(values), zeropp_round_trip(values, bits)):
-                sys.exit(f"error: INT{bits}: the ops and the model differ; nothing was measured")
+                raise Disagreement(f"INT{bits}: the ops and the model differ; nothing was measured")
 
 
 def one_hop(bits: int, data: Mapping[str, Tensors]) -> list[dict]:
@@ -200,5 +180,14 @@ def _squared_error(row: Tensor, bits: int, wire: torch.dtype) -> float:
     return float((result - row).double().square().sum())
 
 
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(Flag("--steps", 200, "of training"),),
+    measure=measure,
+    show=tables,
+    draw=draw,
+)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -1,8 +1,8 @@
-"""The tables of benchmarks.convergence.numerics as Markdown, for the screen and as a page."""
+"""The tables of benchmarks.convergence.numerics as Markdown."""
 
 from collections.abc import Callable, Iterable
 
-from benchmarks.shared.result import markdown_table
+from benchmarks.shared.table import markdown_table
 from zeropp.quant.packing import BLOCK
 
 DATA = ("Gaussian", "weights", "gradients")
@@ -17,33 +17,12 @@ SECTIONS: tuple[tuple[str, Callable[[dict], bool]], ...] = (
 )
 
 
-def page(result: dict) -> str:
-    """A page for benchmarks/results/."""
-    machine, versions = result["machine"], result["versions"]
-    changed = " with changes" if result["uncommitted"] else ""
-    lines = [
-        f"# The error of quantization, {result['date'][:10]}",
-        "",
-        f"`{result['command']}`, commit {(result['commit'] or 'unknown')[:12]}{changed}. "
-        f"{machine['processor']}, {machine['cores']} cores, one thread; Python "
-        f"{versions['python']}, torch {versions['torch']}. The numbers do not depend on load.",
-        "",
-        "Before the measurement the PyTorch model of zeropp's format gave exactly the numbers of "
-        "its ops, on all three data sets. The GPT was trained by pretrain_gpt.py's own step:",
-        "",
-        "```",
-        result["model"],
-        "```",
-        "",
-        tables(result),
-    ]
-    return "\n".join(lines)
-
-
 def tables(result: dict) -> str:
     """A description of the data, and every table."""
     sizes = ", ".join(f"{name} {count:,}" for name, count in result["elements"].items())
     lines = [
+        "Before the measurement the PyTorch model of zeropp's format gave exactly the numbers of "
+        f"its ops. The GPT was trained by pretrain_gpt.py's own step, with `{result['model']}`. "
         f"Elements: {sizes}. Weights and gradients are those of a GPT after {result['steps']} "
         f"steps (loss {result['loss']:.3f}), without one-dimensional parameters. Error: relative "
         "L2. Gain: of the least-squares fit over all tensors; in brackets that of the tensor "

@@ -18,19 +18,25 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.convergence.parallel_losses import CPU, Meshes, flags_of, open_run
-from benchmarks.shared.pretrain_run import run_step, training_batches
-from benchmarks.shared.rank_launch import run_on_ranks, write_answer
-from benchmarks.shared.result import begin, benchmark_parser, finish, heading, markdown_table
+from benchmarks.cluster.configurations import AXES
+from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.pretrain_run import run_step, silent_run, training_batches
+from benchmarks.shared.rank_launch import run_on_ranks
+from benchmarks.shared.table import Column, table
+from benchmarks.shared.training_setup import CPU
 from benchmarks.shared.zero_json import zero_json
 from megatron_zpp.monitor.communication import Communication
+from megatron_zpp.parallel.mesh import Ranks, build_mesh
+from megatron_zpp.settings.arguments import parse
 from megatron_zpp.train.run import Run
 from zeropp.optim.step import own_gradients
 from zeropp.ranks.process_group import start_process_group
 from zeropp.ranks.topology import Environment
 
+FLAGS = {**AXES, "v": "--num-virtual-stages-per-pipeline-rank"}
+SPECIAL = {"gathered": "--cp-comm-type allgather", "sp": "--sequence-parallel"}
 GLOBAL_BATCH = 16
 MODEL = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --lr 1e-3 "
@@ -43,15 +49,11 @@ PLACES = {
     "": (4, 2), "tp2": (4, 2), "tp2 sp": (4, 2), "pp2": (4, 1), "pp2 v2": (4, 1), "cp2": (4, 2),
     "cp2 gathered": (4, 2), "tp2 sp pp2": (8, 2), "pp2 cp2": (8, 2),
 }  # fmt: skip
+Meshes = dict[tuple[int, int], DeviceMesh]
 
 
-def main() -> int:
-    """Train at all sizes and print the table, or be one of the ranks."""
-    options = read_options()
-    if options.on_ranks is not None:
-        compare(options)
-        return 0
-    result = begin(__spec__.name)
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Train at all sizes."""
     result["steps"] = options.steps
     result["rows"] = []
     for sizes in options.sizes:
@@ -59,24 +61,11 @@ def main() -> int:
         num_ranks, per_node = PLACES[sizes]
         row = run_on_ranks(__spec__.name, num_ranks, arguments)
         result["rows"].append({"sizes": sizes, "ranks": num_ranks, "node": per_node, **row})
-    finish(result, show, options.json)
-    return 0
 
 
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=100, metavar="N", help="default: 100")
-    parser.add_argument("--sizes", nargs="+", choices=PLACES, default=list(PLACES), metavar="SIZES")
-    parser.add_argument("--on-ranks", metavar="FILE", help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-def compare(options: argparse.Namespace) -> None:
-    """Train with and without ZeRO++ on these ranks; rank 0 writes the numbers."""
-    environment, meshes = Environment.read(), Meshes()
-    torch.set_num_threads(1)
-    start_process_group(environment, CPU, timedelta(minutes=5), "gloo")
+def compare(options: argparse.Namespace) -> dict:
+    """Train with and without ZeRO++ on these ranks."""
+    environment, meshes = join_cpu_ranks(), Meshes()
     (sizes,) = options.sizes
     _, per_node = PLACES[sizes]
     name = "zeropp" if per_node > 1 else "no-hpz"
@@ -92,10 +81,39 @@ def compare(options: argparse.Namespace) -> None:
     row = {"gain": gain(exact, quantized)}
     row["loss"], _ = last_losses(exact, options.steps)
     row["zeropp loss"], sent = last_losses(quantized, options.steps)
-    row |= {"sent": sum(sent.sent.values()), "expected": sum(sent.expected.values())}
-    if environment.rank == 0:
-        write_answer(options.on_ranks, row)
-    dist.destroy_process_group()
+    return row | {"sent": sum(sent.sent.values()), "expected": sum(sent.expected.values())}
+
+
+def join_cpu_ranks() -> Environment:
+    """Start the process group over gloo, with one thread for each rank."""
+    environment = Environment.read()
+    torch.set_num_threads(1)
+    start_process_group(environment, CPU, timedelta(minutes=10), "gloo")
+    return environment
+
+
+def flags_of(sizes: str) -> str:
+    """The flags of a row's sizes, as in "tp2 sp pp2"."""
+    words = []
+    for size in sizes.split():
+        letters = size.rstrip("0123456789")
+        words.append(SPECIAL.get(size) or f"{FLAGS[letters]} {size.removeprefix(letters)}")
+    return " ".join(words)
+
+
+def open_run(flags: str, environment: Environment, meshes: Meshes) -> Run:
+    """Return a run before its first step; `meshes` are those made so far, by their sizes."""
+    config = parse(flags.split(), environment.world_size)
+    sizes = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    if sizes not in meshes:  # each has process groups of its own
+        meshes[sizes] = build_mesh(CPU, environment.world_size, config.parallel)
+    mesh = meshes[sizes]
+    ranks = Ranks(
+        environment=environment, device=CPU, mesh=mesh, store=None,
+        context_size=config.parallel.context_parallel_size,
+        ranks_per_node=config.zero.zeropp.ranks_per_node,
+    )  # fmt: skip
+    return silent_run(config, ranks)
 
 
 def gain(exact: Run, quantized: Run) -> float:
@@ -125,21 +143,31 @@ def last_losses(run: Run, steps: int) -> tuple[float, Communication]:
     return statistics.mean(losses), iterations[-1].communication
 
 
-def show(result: dict) -> None:
-    """Print a line for each of the sizes."""
-    print(heading(result, "torch"))
-    lines = [
-        [
-            row["sizes"] or "none", f"{row['ranks']} in nodes of {row['node']}",
-            f"{row['gain']:.4f}", f"{row['loss']:.4f}", f"{row['zeropp loss']:.4f}",
-            f"{row['zeropp loss'] / row['loss'] - 1:+.2%}",
-            f"{row['sent'] / row['expected'] - 1:+.2%}",
-        ]
-        for row in result["rows"]
-    ]  # fmt: skip
-    columns = "sizes", "ranks", "gain", "loss", "with ZeRO++", "differs by", "bytes, to formula"
-    print(markdown_table(columns, lines))
+def show(result: dict) -> str:
+    """A line for each of the sizes."""
+    return table(
+        result["rows"],
+        Column("sizes", lambda row: row["sizes"] or "none"),
+        Column("ranks", lambda row: f"{row['ranks']} in nodes of {row['node']}"),
+        Column("gain", "gain", ".4f"),
+        Column("loss", "loss", ".4f"),
+        Column("with ZeRO++", "zeropp loss", ".4f"),
+        Column("differs by", lambda row: row["zeropp loss"] / row["loss"] - 1, "+.2%"),
+        Column("bytes, to formula", lambda row: row["sent"] / row["expected"] - 1, "+.2%"),
+    )
 
+
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(
+        Flag("--steps", 100, least=1),
+        Flag("--sizes", tuple(PLACES), choices=tuple(PLACES)),
+    ),
+    measure=measure,
+    on_rank=compare,
+    show=show,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -11,7 +11,6 @@ tokens in one array.
 
 import argparse
 import dataclasses
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -21,9 +20,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.shared.interleaved import interleaved, ratio_summary
+from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.interleaved import Disagreement, interleaved, median_of, ratio_summary
 from benchmarks.shared.pretrain_run import run_step, silent_run, training_batches
-from benchmarks.shared.result import begin, benchmark_parser, finish, heading
+from benchmarks.shared.table import RATIOS, Column, table
 from megatron_zpp.data.loader import Batch, Loader
 from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.arguments import parse
@@ -70,10 +70,8 @@ class PlainSamples(Dataset):
         return {"tokens": text[:-1], "labels": text[1:]}
 
 
-def main() -> int:
-    """Build the run, verify, time, print a table."""
-    options = read_options()
-    result = begin(__spec__.name)
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Build the run, verify, time."""
     config = parse([*SILENT_FLAGS.split(), *options.flags], 1)
     run = silent_run(config, join_ranks(Environment.read(), config.parallel))
     result |= {
@@ -83,18 +81,6 @@ def main() -> int:
         "steps": time_steps(run, options.workers, options.rounds),
         "alone": alone(run, options.workers),
     }
-    torch.distributed.destroy_process_group()
-    finish(result, show, options.json)
-    return 0
-
-
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(__doc__)
-    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], metavar="N")
-    parser.add_argument("--rounds", type=int, default=40, help="timed steps of each (default: 40)")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="of pretrain_gpt.py")
-    return parser.parse_args()
 
 
 def time_steps(run: Run, workers: Sequence[int], rounds: int) -> list[dict]:
@@ -142,13 +128,13 @@ def drain_rate(batches) -> dict[str, float]:
 
 
 def verified_loader(run: Run, workers: int) -> Loader:
-    """A loader from the first sample on; exits unless its first batches equal those in memory."""
+    """A loader from the first sample on; Disagreement unless it begins as batches in memory do."""
     loader = training_batches(with_workers(run, workers))
     expected = in_memory(run)
     for number in range(COMPARED_BATCHES):
         pairs = zip(next(loader).inputs(), next(expected).inputs(), strict=True)
         if not all(a is b is None or torch.equal(a, b) for a, b in pairs):
-            sys.exit(f"error: batch {number} with {workers} workers differs; nothing was timed")
+            raise Disagreement(f"batch {number} with {workers} workers differs; nothing was timed")
     return loader
 
 
@@ -165,29 +151,44 @@ def with_workers(run: Run, workers: int) -> Run:
     return dataclasses.replace(run, batches=dataclasses.replace(run.batches, data=data))
 
 
-def show(result: dict) -> None:
-    """Print the table: medians over the rounds, and ratios round by round."""
-    print(
-        f"{heading(result, 'torch')}\n"
+def show(result: dict) -> str:
+    """Medians over the rounds, ratios round by round, and the rates of loaders alone."""
+    memory = result["steps"][0]["seconds"]
+    rows = [row | ratio_summary(row["seconds"], memory) for row in result["steps"]]
+    steps = table(
+        rows,
+        Column("step fed", "name"),
+        Column("median, ms", median_of("seconds"), ".1f", 1e3),
+        *RATIOS,
+        Column("wait, us", median_of("waited"), ".0f", 1e6),
+        Column(
+            "of step", lambda row: median_of("waited")(row) / median_of("seconds")(row), ".2%"
+        ),
+    )  # fmt: skip
+    rates = table(
+        result["alone"],
+        Column("alone", "name"),
+        Column("M tokens/s", "tokens_per_second", ".2f", 1e-6),
+        Column("own CPU", "own_cpu_share", ".0%"),
+    )
+    return (
         f"{result['parameters'] / 1e6:.2f} M parameters, micro-batch of "
         f"{result['micro_batch_size']} x {result['seq_length']} tokens; batches equal\n\n"
-        f"  {'step fed':16} {'median ms':>10} {'ratio':>7}   {'its quartiles':16} "
-        f"{'wait, us':>9} {'of step':>8}"
+        f"{steps}\n\n{rates}"
     )
-    memory = result["steps"][0]["seconds"]
-    for row in result["steps"]:
-        seconds, waited = statistics.median(row["seconds"]), statistics.median(row["waited"])
-        summary = ratio_summary(row["seconds"], memory)
-        low, high = summary["quartiles"]
-        print(
-            f"  {row['name']:16} {1e3 * seconds:10.1f} {summary['ratio']:7.3f}   "
-            f"{low:.3f} to {high:.3f}   {1e6 * waited:9.0f} {waited / seconds:8.2%}"
-        )
-    print(f"\n  {'alone':30} {'M tokens/s':>11} {'own CPU':>8}")
-    for row in result["alone"]:
-        rate, share = row["tokens_per_second"] / 1e6, row["own_cpu_share"]
-        print(f"  {row['name']:30} {rate:11.2f} {share:8.0%}")
 
+
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(
+        Flag("--workers", (0, 1, 2), "of the loaders"),
+        Flag("--rounds", 40, "timed steps of each"),
+        Flag("flags", (), "of pretrain_gpt.py, after --"),
+    ),
+    measure=measure,
+    show=show,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

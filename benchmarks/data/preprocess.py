@@ -7,88 +7,60 @@ The text is Python source: the standard library and the installed packages (or t
 .html and .py files of --input), duplicates left out, as one .jsonl. The program and the bare
 library run in turn. The bare library reads GPT-2's vocabulary from the same files, and encodes the
 same documents from memory with one thread. CPU time is that of all processes together, including
-their start, and of the bare library including its vocabulary. The start alone, the time for an
-input of one line, is shown too. The datasets must be equal.
+their start, and of the bare library including its vocabulary. Memory is the peak of the largest
+process. The datasets must be equal.
 """
 
 import argparse
 import hashlib
 import json
 import os
-import resource
-import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 
-from benchmarks.shared.result import begin, benchmark_parser, finish, heading
+from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.interleaved import Disagreement
+from benchmarks.shared.table import Column, table
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "preprocess_data.py"
 ENDINGS = (".txt", ".md", ".rst", ".html", ".py")
 LIBRARIES = ("tiktoken", "fastokens")
 MEGATRON_RATE = 0.5e6  # tokens per CPU-second of Megatron-LM's program, measured by this project
-MEMORY_INTERVAL = 0.25  # seconds between two readings of the memory
 BARE_PROGRAM = """
 import json, sys, time
-cpu = time.process_time()
 from megatron_zpp.tokenizer.fast_gpt2 import FastGPT2
 from megatron_zpp.tokenizer.gpt2_bpe import GPT2BPETokenizer
 source, library, vocab, merges = sys.argv[1:]
 tokenizer = GPT2BPETokenizer(vocab, merges) if library == "tiktoken" else FastGPT2(vocab, merges)
-loaded = time.process_time() - cpu
 with open(source) as file:
     texts = [json.loads(line)["text"] for line in file]
-cpu, tokens = time.process_time(), 0
+tokens = 0
 for start in range(0, len(texts), 100):
     batch = texts[start : start + 100]
     if library == "tiktoken":
         tokens += sum(len(tokenizer._encoding.encode_ordinary(text)) for text in batch)
     else:
         tokens += len(tokenizer._tokenizer.encode_batch_flat(batch)[0]) // 4
-print(json.dumps({"cpu": time.process_time() - cpu, "start": loaded, "tokens": tokens}))
+print(json.dumps({"cpu": time.process_time(), "tokens": tokens}))
 """
 
 
-def main() -> int:
-    """Collect the text, time everything in turn, print a table."""
-    options = read_options()
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Collect the text, time everything in turn."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         source = Path(folder) / "text.jsonl"
         num_bytes, num_documents = collect(source, options.input, options.megabytes * 10**6)
-        one_line = Path(folder) / "line.jsonl"
-        one_line.write_text('{"text": "a"}\n')
-        result = {
-            **begin(__spec__.name),
-            "text_bytes": num_bytes,
-            "documents": num_documents,
-            "rounds": [],
-        }
+        result |= {"text_bytes": num_bytes, "documents": num_documents, "rounds": []}
         for number in range(options.rounds):
-            result["rounds"].append(time_round(options, source, one_line))
+            result["rounds"].append(time_round(options, source))
             print(f"round {number + 1} of {options.rounds} done", file=sys.stderr, flush=True)
-    finish(result, show, options.json)
-    return 0
-
-
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(__doc__)
-    parser.add_argument("--vocab-file", required=True, help="GPT-2's vocab.json (encoder.json)")
-    parser.add_argument("--merge-file", required=True, help="GPT-2's merges.txt (vocab.bpe)")
-    parser.add_argument("--input", metavar="FOLDER", help="text to use instead of Python source")
-    parser.add_argument("--megabytes", type=int, default=300, help="at most (default: 300)")
-    parser.add_argument("--rounds", type=int, default=3, help="of everything (default: 3)")
-    parser.add_argument(
-        "--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES, help="default: both"
-    )
-    parser.add_argument("--folder", help="for temporary files (default: the system's)")
-    return parser.parse_args()
 
 
 def collect(target: Path, folder: str | None, limit: int) -> tuple[int, int]:
@@ -110,8 +82,8 @@ def collect(target: Path, folder: str | None, limit: int) -> tuple[int, int]:
     return num_bytes, len(seen)
 
 
-def time_round(options: argparse.Namespace, source: Path, one_line: Path) -> dict:
-    """Time everything once; exits unless all datasets are equal."""
+def time_round(options: argparse.Namespace, source: Path) -> dict:
+    """Time everything once; raises Disagreement unless all datasets are equal."""
     times, digests = {}, set()
     for library in options.libraries:
         bare = [sys.executable, "-c", BARE_PROGRAM, str(source), library]
@@ -120,7 +92,6 @@ def time_round(options: argparse.Namespace, source: Path, one_line: Path) -> dic
             capture_output=True, text=True,
         )  # fmt: skip
         times[library] = {"bare": json.loads(done.stdout)}
-        times[library]["start"] = timed(options, one_line, library, 1)
         for workers in (1, 2):
             times[library][f"workers {workers}"] = timed(options, source, library, workers)
             dataset = source.with_name("out_text_document")
@@ -128,7 +99,7 @@ def time_round(options: argparse.Namespace, source: Path, one_line: Path) -> dic
                 path = dataset.with_suffix(f".{end}")
                 digests.add((end, hashlib.sha256(path.read_bytes()).hexdigest()))
     if len(digests) != 2:
-        sys.exit("error: the datasets differ")
+        raise Disagreement("the datasets differ")
     return times
 
 
@@ -141,22 +112,14 @@ def timed(options: argparse.Namespace, source: Path, library: str, workers: int)
         "--merge-file", options.merge_file, "--bpe-library", library,
         "--log-interval", str(10**9),
     ]  # fmt: skip
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.monotonic()
-    process = subprocess.Popen(
-        command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    readings: list[int] = [0]
-    watcher = threading.Thread(target=_read_memory, args=(process, readings))
-    watcher.start()
-    output = process.communicate()[0]
+    with open(source.with_name("log"), "w") as log:
+        process = subprocess.Popen(command, env=_environment(), stdout=log, stderr=log)
+        _, status, used = os.wait4(process.pid, 0)
     wall = time.monotonic() - start
-    watcher.join()
-    if process.returncode:
-        sys.exit(f"error: {output}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"wall": wall, "cpu": cpu, "memory": max(readings)}
+    if status:
+        sys.exit(f"error: {Path(log.name).read_text()}")
+    return {"wall": wall, "cpu": used.ru_utime + used.ru_stime, "memory": used.ru_maxrss * 1024}
 
 
 def _texts(folders: Sequence[Path], endings: Sequence[str]) -> Iterator[str]:
@@ -174,80 +137,64 @@ def _environment() -> dict[str, str]:
     }  # fmt: skip
 
 
-def _read_memory(process: subprocess.Popen, readings: list[int]) -> None:
-    """Append the bytes of a process and its children until it ends; shared pages count once."""
-    while process.poll() is None:
-        pids = [process.pid, *_children(process.pid)]
-        readings.append(sum(_held(pid) for pid in pids))
-        time.sleep(MEMORY_INTERVAL)
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    except OSError:  # it has ended
-        return []
-    return [int(child) for child in children.split()]
-
-
-def _held(pid: int) -> int:
-    """Bytes of a process; of shared pages this process's proportional part."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:  # it has ended
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-
-
-def show(result: dict) -> None:
-    """Print the table: medians over the rounds."""
+def show(result: dict) -> str:
+    """Medians over the rounds, for each library."""
     libraries = list(result["rounds"][0])
-    print(heading(result, "python"))
     tokens = result["rounds"][0][libraries[0]]["bare"]["tokens"]
-    print(
+    rounds = {name: [each[name] for each in result["rounds"]] for name in libraries}
+    rows = table(
+        [row for name in libraries for row in rows_of(name, rounds[name])],
+        Column("", "name"),
+        Column("wall, s", "wall", ".2f"),
+        Column("CPU, s", "cpu", ".2f"),
+        Column("M tokens per CPU s", lambda row: tokens / row["cpu"], ".2f", 1e-6),
+        Column("x Megatron-LM", lambda row: tokens / row["cpu"] / MEGATRON_RATE, ".1f"),
+        Column("x bare library", "to_bare", ".2f"),
+        Column("memory, MB", "memory", ".0f", 1e-6),
+    )
+    scaling = "\n".join(scaling_of(name, rounds[name]) for name in libraries)
+    return (
         f"{result['text_bytes'] / 1e6:.1f} MB of text, {result['documents']} documents, "
-        f"{tokens / 1e6:.2f} M tokens; {len(result['rounds'])} rounds; datasets equal\n"
+        f"{tokens / 1e6:.2f} M tokens; {len(result['rounds'])} rounds; datasets equal\n\n"
+        f"{rows}\n\n{scaling}"
     )
-    print(
-        f"  {'':22} {'wall s':>7} {'CPU s':>7} {'M tokens':>9} {'x Mega-':>8} {'x bare':>7} "
-        f"{'the same':>9} {'memory':>7}\n"
-        f"  {'':22} {'':>7} {'':>7} {'per CPU s':>9} {'tron-LM':>8} {'library':>7} "
-        f"{'but start':>9} {'MB':>7}"
-    )
-    for library in libraries:
-        rounds = [each[library] for each in result["rounds"]]
-        _show_library(library, rounds, tokens)
 
 
-def _show_library(library: str, rounds: Sequence[dict], tokens: int) -> None:
-    bare = [each["bare"]["start"] + each["bare"]["cpu"] for each in rounds]
-    start = statistics.median(each["bare"]["start"] for each in rounds)
-    print(
-        f"  {library + ', bare, start':22} {'':7} {start:7.2f}\n"
-        f"  {library + ', bare':22} {'':7} {statistics.median(bare):7.2f} "
-        f"{tokens / statistics.median(bare) / 1e6:9.2f}"
-    )
-    for name in ("start", "workers 1", "workers 2"):
+def rows_of(library: str, rounds: Sequence[dict]) -> Iterator[dict]:
+    """The bare library, and the program with one and with two workers."""
+    bare = [each["bare"]["cpu"] for each in rounds]
+    nothing = dict.fromkeys(("wall", "to_bare", "memory"))
+    yield nothing | {"name": f"{library}, bare", "cpu": median(bare)}
+    for name in ("workers 1", "workers 2"):
         runs = [each[name] for each in rounds]
-        wall, cpu = (statistics.median(run[key] for run in runs) for key in ("wall", "cpu"))
-        line = f"  {library + ', ' + name:22} {wall:7.2f} {cpu:7.2f}"
-        if name != "start":
-            ratio = statistics.median(r["cpu"] / b for r, b in zip(runs, bare, strict=True))
-            steady = statistics.median(
-                (each[name]["cpu"] - each["start"]["cpu"]) / each["bare"]["cpu"] for each in rounds
-            )
-            line += (
-                f" {tokens / cpu / 1e6:9.2f} {tokens / cpu / MEGATRON_RATE:8.1f} {ratio:7.2f} "
-                f"{steady:9.2f} {max(run['memory'] for run in runs) / 1e6:7.0f}"
-            )
-        print(line)
-    one, two, start = (
-        [each[name]["wall"] for each in rounds] for name in ("workers 1", "workers 2", "start")
-    )
-    scaling = statistics.median(a / b for a, b in zip(one, two, strict=True))
-    steady = statistics.median((a - s) / (b - s) for a, b, s in zip(one, two, start, strict=True))
-    print(f"  two workers against one: {scaling:.2f} times as fast, without the start {steady:.2f}")
+        yield {
+            "name": f"{library}, {name}",
+            "to_bare": median(run["cpu"] / own for run, own in zip(runs, bare, strict=True)),
+            **{key: median(run[key] for run in runs) for key in ("wall", "cpu", "memory")},
+        }
 
+
+def scaling_of(library: str, rounds: Sequence[dict]) -> str:
+    """How much faster two workers are."""
+    scaling = median(each["workers 1"]["wall"] / each["workers 2"]["wall"] for each in rounds)
+    return f"{library}: two workers against one: {scaling:.2f} times as fast"
+
+
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(
+        Flag("--vocab-file", help="GPT-2's vocab.json (encoder.json)", required=True),
+        Flag("--merge-file", help="GPT-2's merges.txt (vocab.bpe)", required=True),
+        Flag("--input", help="a folder with text to use instead of Python source"),
+        Flag("--megabytes", 300, "at most"),
+        Flag("--rounds", 3, "of everything"),
+        Flag("--libraries", LIBRARIES, choices=LIBRARIES),
+        Flag("--folder", help="for temporary files (default: the system's)"),
+    ),
+    measure=measure,
+    show=show,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

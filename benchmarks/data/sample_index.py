@@ -13,9 +13,7 @@ of the index with the compiled loops, beside what it holds before. Linux only.
 
 import argparse
 import importlib.util
-import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -26,14 +24,16 @@ from types import ModuleType
 
 import numpy as np
 
-from benchmarks.shared.interleaved import time_interleaved
-from benchmarks.shared.result import begin, benchmark_parser, finish, heading
+from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.interleaved import Disagreement, time_interleaved
+from benchmarks.shared.rank_launch import run_on_ranks
+from benchmarks.shared.table import Column, table
 from benchmarks.shared.timers import CpuTimer
 from megatron_zpp.data.blend import blend_in_stretches
 from megatron_zpp.data.native_index import native_index
 from megatron_zpp.data.sample_index import sample_starts
+from zeropp.errors import InputError
 
-ROOT = Path(__file__).resolve().parents[2]
 MEAN_TOKENS = 660  # of a document
 SHARES = np.array([0.1, 0.15, 0.2, 0.25, 0.3])
 PARTS = ("document", "sample", "shuffle", "blend")
@@ -70,39 +70,24 @@ class Task:
         return np.arange(self.samples, dtype=np.uint32)
 
 
-def main() -> int:
-    """Verify, time, print a table."""
-    options = read_options()
-    task = make_task(options)
-    if options.only_build:
-        print(json.dumps(memory_of(task)))
-        return 0
+def check(options: argparse.Namespace) -> None:
+    """Raise InputError where there is nothing to time."""
     if native_index() is None:
-        sys.exit("error: csrc/ is not built; make setup builds it where there is a compiler")
-    result = {
-        **begin(__spec__.name),
+        raise InputError("csrc/ is not built; make setup builds it where there is a compiler")
+
+
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Verify, time, and let another process count its memory."""
+    task = make_task(options)
+    result |= {
         "documents": options.documents,
         "epochs": options.epochs,
         "seq_length": options.seq_length,
         "tokens": task.tokens,
         "samples": task.samples,
-        "parts": measure(task, options),
-        "memory": json.loads(run_only_build()),
+        "parts": time_parts(task, options),
+        "memory": run_on_ranks(__spec__.name, 1, sys.argv[1:]),
     }
-    finish(result, show, options.json)
-    return 0
-
-
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(__doc__)
-    parser.add_argument("--documents", type=int, default=1_000_000, metavar="N")
-    parser.add_argument("--epochs", type=int, default=10, metavar="N")
-    parser.add_argument("--seq-length", type=int, default=2048, metavar="N")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--megatron", metavar="FILE", help="helpers_cpp*.so of megatron-core")
-    parser.add_argument("--only-build", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
 
 
 def make_task(options: argparse.Namespace) -> Task:
@@ -136,7 +121,7 @@ def builders(task: Task, part: str, document: np.ndarray, core: ModuleType | Non
     return implementations if core is None else implementations | {CORE: core_build}
 
 
-def measure(task: Task, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+def time_parts(task: Task, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """CPU-seconds of each implementation of each part, round by round."""
     core = load_helpers(options.megatron) if options.megatron else None
     (document,) = _shuffled(task.entries, native_index().shuffle)
@@ -150,11 +135,13 @@ def measure(task: Task, options: argparse.Namespace) -> dict[str, dict[str, list
 
 
 def verify(part: str, implementations: Builders) -> None:
-    """Exit unless all make the same arrays."""
+    """Raise Disagreement unless all make the same arrays."""
     expected = implementations[OURS]()
     for name, build in implementations.items():
         if not all(map(np.array_equal, build(), expected)):
-            sys.exit(f"error: {name} and {OURS} make different arrays of {part}; nothing was timed")
+            raise Disagreement(
+                f"{name} and {OURS} make different arrays of {part}; nothing was timed"
+            )
 
 
 def load_helpers(path: str) -> ModuleType:
@@ -165,15 +152,9 @@ def load_helpers(path: str) -> ModuleType:
     return module
 
 
-def run_only_build() -> str:
-    """What another process of this benchmark prints with --only-build."""
-    command = [sys.executable, "-m", __spec__.name, *sys.argv[1:], "--only-build"]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    return done.stdout
-
-
-def memory_of(task: Task) -> dict[str, int]:
+def memory_of(options: argparse.Namespace) -> dict[str, int]:
     """Bytes held before the index is built, and the peak while it is built."""
+    task = make_task(options)
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak: proc(5)
     before = _peak()
     (document,) = _shuffled(task.entries, native_index().shuffle)
@@ -218,31 +199,44 @@ def _peak() -> int:
     return int(status["VmHWM"].split()[0]) * 1024
 
 
-def show(result: dict) -> None:
-    """Print the table: medians, and ratios to ours."""
-    memory = result["memory"]
-    print(
-        f"{heading(result, 'python')}\n"
+def show(result: dict) -> str:
+    """Medians, and in brackets ratios to ours."""
+    memory, parts = result["memory"], result["parts"]
+
+    def cell(name: str, part: str) -> str | None:
+        if name not in parts[part]:
+            return None
+        ours, median = (statistics.median(parts[part][each]) for each in (OURS, name))
+        return f"{median:.3f} ({median / ours:.2f} x)"
+
+    rows = [
+        {"name": name} | {part: cell(name, part) for part in PARTS} for name in (OURS, NUMPY, CORE)
+    ]
+    times = table(rows, Column("CPU seconds", "name"), *(Column(part, part) for part in PARTS))
+    return (
         f"{result['documents'] / 1e6:g} M documents x {result['epochs']} epochs, "
         f"{result['tokens'] / 1e9:.2f} G tokens, {result['samples'] / 1e6:.2f} M samples of "
-        f"{result['seq_length']}; arrays equal\n\n"
-        f"  {'CPU seconds':14}" + "".join(f"{part:>18}" for part in PARTS)
-    )
-    for name in (OURS, NUMPY, CORE):
-        line = f"  {name:14}"
-        for part in PARTS:
-            seconds = result["parts"][part]
-            if name not in seconds:
-                line += f"{'':18}"
-                continue
-            ours, median = statistics.median(seconds[OURS]), statistics.median(seconds[name])
-            line += f"{median:9.3f} ({median / ours:5.2f}x)"
-        print(line)
-    print(
-        f"\n  memory: {memory['before'] / 1e6:.0f} MB before, at most {memory['peak'] / 1e6:.0f}; "
+        f"{result['seq_length']}; arrays equal\n\n{times}\n\n"
+        f"memory: {memory['before'] / 1e6:.0f} MB before, at most {memory['peak'] / 1e6:.0f}; "
         f"the three arrays are {memory['arrays'] / 1e6:.0f} MB"
     )
 
 
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(
+        Flag("--documents", 1_000_000),
+        Flag("--epochs", 10),
+        Flag("--seq-length", 2048),
+        Flag("--rounds", 5),
+        Flag("--megatron", help="helpers_cpp*.so of megatron-core"),
+    ),
+    check=check,
+    measure=measure,
+    on_rank=memory_of,
+    show=show,
+)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

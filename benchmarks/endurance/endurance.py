@@ -35,46 +35,31 @@ from benchmarks.cluster.started_cluster import exit_on_signals
 from benchmarks.endurance.disturbances import KINDS
 from benchmarks.endurance.job import Job, started_job
 from benchmarks.endurance.resources import Recorder
+from benchmarks.shared.benchmark import Benchmark, Flag
 from benchmarks.shared.interleaved import Disagreement
-from benchmarks.shared.result import begin, benchmark_parser, finish, heading, markdown_table
-from zeropp.errors import InputError
+from benchmarks.shared.table import Column, table
 
 RECOVERY_SECONDS = 300  # until a job that needs no hand has passed the point it had reached
 POLL_SECONDS = 0.1
+COLUMNS = (
+    Column("", lambda row: f"{row['kind']}: {row['what']}"),
+    Column("after s", "at", ".0f"),
+    Column("reached", "reached"),
+    Column("resumed at", lambda row: row["resumed"] if row["restarted"] else "no restart"),
+    Column("took s", "seconds", ".1f"),
+)
 
 
-def main() -> int:
-    """Run the campaign, then the undisturbed job, compare, and print the table."""
-    options = read_options()
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Run the campaign, then the undisturbed job, and compare."""
     exit_on_signals()
-    result = {**begin(__spec__.name), "options": vars(options)}
-    try:
-        emulation.require_namespaces()
-        with tempfile.TemporaryDirectory(prefix="zeropp-endurance-") as folder:
-            disturbed = Campaign(options, Path(folder) / "disturbed")
-            result.update(disturbed.run())
-            losses = disturbed.losses
-            result["undisturbed"] = undisturbed(options, Path(folder) / "undisturbed", losses)
-    except (InputError, Disagreement) as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 1
-    finish(result, show, options.json)
-    return 0
-
-
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(__doc__)
-    add = parser.add_argument
-    add("--minutes", type=float, default=10, help="how long; the first round is always completed")
-    add("--undisturbed-minutes", type=float, default=0, help="how long at least without trouble")
-    add("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS), help="what is broken")
-    add("--seed", type=int, default=0, help="of the moments, the order and the ranks")
-    add("--save-interval", type=int, default=10, help="iterations between checkpoints")
-    add("--async-save", action="store_true", help="the job saves beside training")
-    add("--limit", type=float, default=20, help="seconds: the job's time limit for collectives")
-    add("--pause", type=float, default=3, help="seconds from a recovery to the next one, at most")
-    return parser.parse_args()
+    emulation.require_namespaces()
+    result["options"] = dict(vars(options))
+    with tempfile.TemporaryDirectory(prefix="zeropp-endurance-") as folder:
+        disturbed = Campaign(options, Path(folder) / "disturbed")
+        result.update(disturbed.run())
+        losses = disturbed.losses
+        result["undisturbed"] = undisturbed(options, Path(folder) / "undisturbed", losses)
 
 
 def job_flags(options: argparse.Namespace) -> list[str]:
@@ -104,7 +89,7 @@ class Campaign:
                 if is_late and number >= len(options.kinds):
                     break
                 rows.append(self._disturb(job, kind))
-                print(row_text(rows[-1]), file=sys.stderr, flush=True)
+                print(table(rows[-1:], *COLUMNS), file=sys.stderr, flush=True)
             seconds = time.monotonic() - started
             self.losses = job.losses()
             agents = [node.agents_started for node in job.nodes]
@@ -210,35 +195,43 @@ def require_equal(expected: dict[int, float], losses: dict[int, float]) -> None:
         )
 
 
-def show(result: dict) -> None:
-    """Print the table."""
+def show(result: dict) -> str:
+    """The disturbances, and what processes have taken over time."""
     rows, minutes = result["disturbances"], result["seconds"] / 60
-    print(heading(result, "torch"))
-    print(markdown_table(("", "after s", "reached", "resumed at", "took s"), map(cells, rows)))
-    print(
-        f"{len(rows)} disturbances in {minutes:.1f} minutes, {len(rows) / minutes:.2f} per minute; "
-        f"{result['undisturbed']['equal_losses']} losses equal to the last digit"
+    growth = [
+        {"run": title, "process": name, "samples": len(values["samples"]), **values["growth"]}
+        for title, part in (("disturbed", result), ("undisturbed", result["undisturbed"]))
+        for name, values in part["resources"].items()
+    ]
+    resources = table(
+        growth,
+        *(Column(name, name) for name in ("run", "process", "samples")),
+        Column("memory, MiB", "memory", "+.1f", 2**-20),
+        *(Column(name, name, "+.0f") for name in ("descriptors", "threads")),
     )
-    for title, part in (("disturbed", result), ("undisturbed", result["undisturbed"])):
-        for name, values in part["resources"].items():
-            growth, count = values["growth"], len(values["samples"])
-            print(
-                f"{title}, {name}, {count} samples: {growth['memory'] / 2**20:+.1f} MiB, "
-                f"{growth['descriptors']:+.0f} descriptors, {growth['threads']:+.0f} threads"
-            )
+    return (
+        f"{table(rows, *COLUMNS)}\n\n"
+        f"{len(rows)} disturbances in {minutes:.1f} minutes, {len(rows) / minutes:.2f} per minute; "
+        f"{result['undisturbed']['equal_losses']} losses equal to the last digit\n\n{resources}"
+    )
 
 
-def cells(row: dict) -> tuple[str, ...]:
-    """A disturbance as cells of the table."""
-    what = f"{row['kind']}: {row['what']}"
-    resumed = str(row["resumed"]) if row["restarted"] else "no restart"
-    return what, f"{row['at']:.0f}", str(row["reached"]), resumed, f"{row['seconds']:.1f}"
-
-
-def row_text(row: dict) -> str:
-    """A disturbance in one line."""
-    return " ".join(cells(row))
-
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(
+        Flag("--minutes", 10.0, "how long; the first round is always completed"),
+        Flag("--undisturbed-minutes", 0.0, "how long at least without trouble"),
+        Flag("--kinds", tuple(KINDS), "what is broken", choices=tuple(KINDS)),
+        Flag("--seed", 0, "of the moments, the order and the ranks"),
+        Flag("--save-interval", 10, "iterations between checkpoints", least=1),
+        Flag("--async-save", False, "the job saves beside training"),
+        Flag("--limit", 20.0, "seconds: the job's time limit for collectives"),
+        Flag("--pause", 3.0, "seconds from a recovery to the next disturbance, at most"),
+    ),
+    measure=measure,
+    show=show,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -1,8 +1,10 @@
 """What nvcc reports of the CUDA kernels: registers, shared memory, and register spills.
 
-    python -m benchmarks.kernels.cuda_compile [--output FILE.md]
+    python -m benchmarks.kernels.cuda_compile [--results FILE.md]
 
-Compiles every .cu file of csrc/ with setup.py's flags for sm_80 and sm_90. No GPU is needed.
+Compiles every .cu file of csrc/ with setup.py's flags for sm_80 and sm_90. No GPU is needed, as
+nothing runs. Warps are those that the registers let a multiprocessor hold, in blocks of 256 threads
+(128 for steps of codes).
 """
 
 import argparse
@@ -13,12 +15,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.shared.environment_report import environment_report
-from benchmarks.shared.result import markdown_table, write_text
+from benchmarks.shared.benchmark import Benchmark
+from benchmarks.shared.table import Column, table
 from setup import CUDA_FLAGS, find_nvcc
+from zeropp.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = ("sm_80", "sm_90")
@@ -51,24 +54,18 @@ class Compiled:
         return min(WARPS, REGISTERS // (each * self.threads) * (self.threads // 32))
 
 
-def main() -> int:
-    """Compile, print a table, and store it if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="a Markdown file for the table")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Compile everything; raises InputError without a compiler."""
     nvcc = find_nvcc()
     if nvcc is None:
-        sys.exit("error: there is no nvcc to ask; install CUDA's toolkit, or set CUDA_HOME")
+        raise InputError("there is no nvcc to ask; install CUDA's toolkit, or set CUDA_HOME")
+    output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    result["versions"]["nvcc"] = re.search(r"V([\d.]+)", output).group(1)
     started = time.perf_counter()
-    kernels = []
-    for source in SOURCES:
-        for gpu in GPUS:
-            kernels += compiled(nvcc, source, gpu)
-    text = report(nvcc, kernels, time.perf_counter() - started)
-    print(text)
-    if options.output:
-        write_text(options.output, text)
-    return 0
+    kernels = [each for path in SOURCES for gpu in GPUS for each in compiled(nvcc, path, gpu)]
+    kernels.sort(key=lambda kernel: (kernel.gpu, kernel.name))
+    result["kernels"] = [asdict(kernel) | {"warps": kernel.warps} for kernel in kernels]
+    result["seconds"] = time.perf_counter() - started
 
 
 def compiled(nvcc: str, source: Path, gpu: str) -> Iterator[Compiled]:
@@ -91,34 +88,21 @@ def compiled(nvcc: str, source: Path, gpu: str) -> Iterator[Compiled]:
         )  # fmt: skip
 
 
-def report(nvcc: str, kernels: list[Compiled], seconds: float) -> str:
-    """The dated Markdown."""
-    output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    around = environment_report()
-    changed = " and what was not committed yet" if around["uncommitted"] else ""
-    version = re.search(r"V([\d.]+)", output).group(1)
-    columns = ["kernel", "GPU", "registers", "warps", "shared, bytes", "stack, bytes"]
-    columns.append("spilled, bytes")
-    rows = []
-    for kernel in sorted(kernels, key=lambda kernel: (kernel.gpu, kernel.name)):
-        sizes = (kernel.shared, kernel.stack, kernel.spilled)
-        cells = [f"`{kernel.name}`", kernel.gpu, kernel.registers, f"{kernel.warps} of {WARPS}"]
-        rows.append([str(cell) for cell in (*cells, *sizes)])
-    return "\n".join(
-        [
-            f"# What nvcc reports of the CUDA kernels, {time.strftime('%-d %B %Y')}",
-            "",
-            "`python -m benchmarks.kernels.cuda_compile`, "
-            f"commit {around['commit'][:12]}{changed}; "
-            f"nvcc {version}, flags "
-            f"`{' '.join(CUDA_FLAGS)}`; {len(GPUS)} architectures of {len(SOURCES)} files in "
-            f"{seconds:.0f} s. Nothing ran: there was no GPU. Warps are those that the registers "
-            f"let a multiprocessor hold, in blocks of {THREADS} threads ({STEP_THREADS} for steps "
-            "of codes).",
-            "",
-            markdown_table(columns, rows),
-            "",
-        ]
+def show(result: dict) -> str:
+    """A line for each kernel."""
+    kernels = table(
+        result["kernels"],
+        Column("kernel", lambda row: f"`{row['name']}`"),
+        Column("GPU", "gpu"),
+        Column("registers", "registers"),
+        Column(f"warps of {WARPS}", "warps"),
+        Column("shared, bytes", "shared"),
+        Column("stack, bytes", "stack"),
+        Column("spilled, bytes", "spilled"),
+    )
+    return (
+        f"Flags `{' '.join(CUDA_FLAGS)}`; {len(GPUS)} architectures of {len(SOURCES)} files in "
+        f"{result['seconds']:.0f} s.\n\n{kernels}"
     )
 
 
@@ -134,5 +118,7 @@ def _readable(mangled: str) -> str:
     return name[1] + (f"<{('BF16', 'FP16', 'FP32')[int(name[2])]}>" if name[2] else "")
 
 
+BENCHMARK = Benchmark(spec=__spec__, question=__doc__, measure=measure, show=show)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -9,12 +9,13 @@ installed, bitsandbytes' and torchao's ops run in turn. The copy moves half of t
 kernel reads and writes in all, so that both move as many bytes, into allocated memory.
 
 On a GPU, times are measured between events, and data larger than half the level-2 cache is evicted
-before each run; smaller data stays cached. On the CPU the copy is memcpy, and times are the
-processor time of one thread.
+before each run; smaller data stays cached. On the CPU with one thread the copy is memcpy, and times
+are the processor time of that thread; with --threads they are times by the clock.
 """
 
 import argparse
 import ctypes
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -23,13 +24,15 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.kernels import other_libraries
-from benchmarks.kernels.adam_kernel import adam_cases, torch_adamw
+from benchmarks.kernels.adam_kernel import adam_cases, adam_peers
 from benchmarks.kernels.instruction_sets import use_isa
 from benchmarks.kernels.other_libraries import Peer
 from benchmarks.kernels.timed_cases import ROWS, Case, cases, code_step_cases
+from benchmarks.shared.benchmark import Benchmark, Flag
 from benchmarks.shared.interleaved import interleaved, ratio_summary
-from benchmarks.shared.result import begin, benchmark_parser, finish, heading, parse_with_device
-from benchmarks.shared.timers import THREAD_CLOCK, CpuTimer, GpuTimer, Timer
+from benchmarks.shared.table import RATIOS, Column, table
+from benchmarks.shared.timers import THREAD_CLOCK, WALL_CLOCK, CpuTimer, GpuTimer, Timer
+from zeropp.errors import InputError
 from zeropp.native.kernels import ISAS
 from zeropp.quant import cpu, cuda, reference
 
@@ -54,68 +57,57 @@ class Place:
     def copy(self, size: int) -> Callable[[], object]:
         """A function that copies so many bytes."""
         source, target = (torch.ones(size, dtype=torch.uint8, device=self.device) for _ in (0, 1))
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" or torch.get_num_threads() > 1:
             return lambda: target.copy_(source)
         copy = ctypes.CDLL(None).memcpy
         copy.argtypes, copy.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
         return lambda: copy(target.data_ptr(), source.data_ptr(), size)
 
 
-def main() -> int:
-    """Verify, time, print a table; 1 if a kernel does not write what it should."""
-    options = read_options()
-    place = on_gpu() if options.device == "cuda" else on_cpu(options.isa)
-    sizes = options.elements or (CUDA_ELEMENTS if options.device == "cuda" else CPU_ELEMENTS)
-    checked = all_cases(place, min(CHECKED, max(sizes)))
-    result = {
-        **begin(__spec__.name),
+def check(options: argparse.Namespace) -> None:
+    """Raise InputError for what cannot be timed."""
+    if any(count % (256 * ROWS) for count in options.elements or ()):
+        raise InputError(f"--elements: give multiples of {256 * ROWS}")
+    if options.device == "cuda" and (options.isa or options.threads > 1):
+        raise InputError("--isa and --threads are for the CPU: give --device cpu too")
+
+
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Verify and time."""
+    on_cuda = options.device == "cuda"
+    place = on_gpu() if on_cuda else on_cpu(options.isa, options.threads)
+    sizes = options.elements or (CUDA_ELEMENTS if on_cuda else CPU_ELEMENTS)
+    checked = all_cases(place, min(CHECKED, max(sizes)), options.only)
+    result |= {
         "device": options.device,
-        "kernels": options.isa or best_isa() if options.device == "cpu" else "CUDA",
+        "kernels": "CUDA" if on_cuda else options.isa or best_isa(),
+        "threads": options.threads,
         "libraries": other_libraries.versions(),
         "rounds": options.rounds,
         "wrong": [case.name for case in checked if not is_right(case, "cpu")],
         "rows": [],
     }
     for elements in sizes:
-        for case in all_cases(place, elements):
+        for case in all_cases(place, elements, options.only):
             if case.name in result["wrong"]:
                 continue
             if is_right(case, place.device):
                 result["rows"].append(time_case(place, case, elements, options.rounds))
             else:
                 result["wrong"].append(f"{case.name}, {elements} elements")
-    finish(result, show, options.json)
-    return 1 if result["wrong"] else 0
 
 
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(__doc__)
-    parser.add_argument(
-        "--elements", type=int, nargs="+", metavar="N",
-        help=f"multiples of {256 * ROWS}; default on the CPU: {CPU_ELEMENTS}, on a GPU: "
-        f"{CUDA_ELEMENTS}",
-    )  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=15, help="samples of each (default: 15)")
-    parser.add_argument("--isa", choices=ISAS, help="of the CPU; default: the best it has")
-    options = parse_with_device(parser)
-    if any(count % (256 * ROWS) for count in options.elements or ()):
-        parser.error(f"--elements: give multiples of {256 * ROWS}")
-    if options.isa and options.device == "cuda":
-        parser.error("--isa is for the CPU: give --device cpu too")
-    return options
-
-
-def on_cpu(isa: str | None) -> Place:
-    """One thread, and the kernels of an instruction set."""
+def on_cpu(isa: str | None, threads: int = 1) -> Place:
+    """So many threads, and the kernels of an instruction set."""
     kernels = cpu.backend()
     if kernels is reference:
-        sys.exit("error: there are no kernels to time; build them with make setup")
+        raise InputError("there are no kernels to time; build them with make setup")
     if isa is not None and not use_isa(isa):
-        sys.exit(f"error: this processor has no {isa}; give one of {' '.join(ISAS)}")
-    torch.set_num_threads(1)
+        raise InputError(f"this processor has no {isa}; give one of {' '.join(ISAS)}")
+    torch.set_num_threads(threads)
+    timer = CpuTimer(THREAD_CLOCK if threads == 1 else WALL_CLOCK)
     return Place(
-        device=torch.device("cpu"), kernels=kernels, timer=CpuTimer(THREAD_CLOCK), cache=0,
+        device=torch.device("cpu"), kernels=kernels, timer=timer, cache=0,
         sample=1 << 26, most=1 << 20, plain_rounds=1,
     )  # fmt: skip
 
@@ -125,8 +117,10 @@ def on_gpu() -> Place:
     device = torch.device("cuda", 0)
     kernels = cuda.backend()
     if kernels is reference:
-        sys.exit("error: there are no CUDA kernels to time; run python setup.py build_ext "
-                 "--inplace where nvcc is")  # fmt: skip
+        raise InputError(
+            "there are no CUDA kernels to time; run python setup.py build_ext --inplace where "
+            "nvcc is"
+        )
     cache = torch.cuda.get_device_properties(device).L2_cache_size // 2
     return Place(
         device=device, kernels=kernels, timer=GpuTimer(device), cache=cache,
@@ -139,11 +133,14 @@ def best_isa() -> str:
     return next(name for name in reversed(ISAS) if use_isa(name))
 
 
-def all_cases(place: Place, elements: int) -> Iterator[Case]:
-    """All kernels at one size."""
-    yield from cases(place.kernels, elements, place.device)
-    yield from code_step_cases(place.kernels, elements, place.device)
-    yield from adam_cases(elements, place.device)
+def all_cases(place: Place, elements: int, only: str) -> Iterator[Case]:
+    """All kernels at one size whose names contain `only`."""
+    found = (
+        cases(place.kernels, elements, place.device),
+        code_step_cases(place.kernels, elements, place.device),
+        adam_cases(elements, place.device),
+    )
+    yield from (case for case in itertools.chain(*found) if only in case.name)
 
 
 def is_right(case: Case, device: torch.device | str) -> bool:
@@ -184,7 +181,7 @@ def time_case(place: Place, case: Case, elements: int, rounds: int) -> dict:
 def peers_of(case: Case) -> Iterator[Peer]:
     """What other libraries have for the same purpose."""
     if case.op == "adam":
-        yield from torch_adamw(*case.inputs)
+        yield from adam_peers(*case.inputs)
     elif case.values is not None:
         find = {"quantize": other_libraries.quantizers, "dequantize": other_libraries.dequantizers}
         yield from find[case.op](case.values, case.bits)
@@ -220,50 +217,70 @@ def slower(seconds: dict[str, list[float]], name: str) -> float:
     return statistics.median(seconds[name]) / statistics.median(seconds["kernel"])
 
 
-def show(result: dict) -> None:
-    """Print the tables."""
-    on_gpu = result["device"] == "cuda"
-    print(heading(result, "torch"))
-    where = "GPU" if on_gpu else f"{result['kernels']}, one thread"
-    print(f"kernels: {where}; every one wrote the reference's bytes before it was timed")
-    for name in result["wrong"]:
-        print(f"not timed, for it does NOT write what the reference writes: {name}")
-    print()
-    print(
-        f"  {'':28} {'elements':>10} {'MB':>7} {'GB/s':>7} {'copy':>7} {'ratio':>6}   "
-        f"{'its quartiles':14} plain torch"
+def show(result: dict) -> str:
+    """The kernels beside a copy, other libraries, and what is wrong."""
+    on_gpu, rows = result["device"] == "cuda", result["rows"]
+    where = "GPU" if on_gpu else f"{result['kernels']}, {result['threads']} threads"
+    kernels = table(
+        rows,
+        Column("", "kernel"),
+        Column("elements", "elements"),
+        Column("MB", "bytes", ".1f", 1e-6),
+        Column("GB/s", "gb_per_s", ".1f"),
+        Column("copy, GB/s", "copy_gb_per_s", ".1f"),
+        *RATIOS,
+        Column("plain torch, x slower", "plain_times_slower", ".1f"),
+        Column("in cache", lambda row: {True: "yes", False: "no"}.get(row["in_cache"])),
     )
-    for row in result["rows"]:
-        low, high = row["quartiles"]
-        print(
-            f"  {row['kernel']:28} {row['elements']:10} {row['bytes'] / 1e6:7.1f} "
-            f"{row['gb_per_s']:7.1f} {row['copy_gb_per_s']:7.1f} {row['ratio']:6.2f}   "
-            f"{low:.2f} to {high:.2f}   {row['plain_times_slower']:7.1f} x slower"
-            + (", in cache" if row["in_cache"] else "")
-        )
-    print("\nMB, GB/s: bytes read and written; the copy moves as many, half read and half written.")
-    show_peers(result)
+    peers = [peer | row for row in rows for peer in row["peers"]]
+    lines = [
+        f"kernels: {where}; every one wrote the reference's bytes before it was timed",
+        *(f"not timed, for it does NOT write what the reference writes: {name}"
+          for name in result["wrong"]),
+        f"\n{kernels}\n",
+        "MB, GB/s: bytes read and written; the copy moves as many, half read and half written.",
+        "other libraries: "
+        + ", ".join(f"{name} {version}" for name, version in result["libraries"].items()),
+        *(f"{row['kernel']}, {row['elements']} elements, not compared: {why}"
+          for row in rows for why in row["failed"]),
+    ]  # fmt: skip
+    if peers:
+        columns = Column("", "kernel"), Column("elements", "elements")
+        times = Column("x the time", "times_slower", ".2f")
+        names = Column("library", "name"), Column("which differs", "differs")
+        lines.append(f"\n{table(peers, *columns, times, *names)}")
     if on_gpu:
-        large = [row for row in result["rows"] if row["bytes"] >= LARGE]
+        large = [row for row in rows if row["bytes"] >= LARGE]
         below = [f"{row['kernel']}, {row['elements']} elements: {row['ratio']:.2f}"
                  for row in large if row["ratio"] < GOAL]  # fmt: skip
-        print(f"of {len(large)} rows of 64 MiB and more, {len(large) - len(below)} have "
-              f"{GOAL:.0%} or more of the copy's speed", *below, sep="\n  ")  # fmt: skip
+        lines.append(f"of {len(large)} rows of 64 MiB and more, {len(large) - len(below)} have "
+                     f"{GOAL:.0%} or more of the copy's speed")  # fmt: skip
+        lines += below
+    return "\n".join(lines)
 
 
-def show_peers(result: dict) -> None:
-    """Print what other libraries take, in units of the kernel's time."""
-    print(
-        "other libraries: "
-        + ", ".join(f"{name} {version}" for name, version in result["libraries"].items())
-    )
-    for row in result["rows"]:
-        for peer in row["peers"]:
-            print(f"  {row['kernel']:28} {row['elements']:10} {peer['times_slower']:6.2f} x the "
-                  f"time: {peer['name']} ({peer['differs']})")  # fmt: skip
-        for why in row["failed"]:
-            print(f"  {row['kernel']:28} {row['elements']:10} not compared: {why}")
-
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(
+        Flag(
+            "--elements",
+            (),
+            f"multiples of {256 * ROWS}; default on the CPU: {CPU_ELEMENTS}, on a GPU: "
+            f"{CUDA_ELEMENTS}",
+            type=int,
+        ),
+        Flag("--rounds", 15, "samples of each"),
+        Flag("--only", "", "kernels whose names contain this, as in AdamW"),
+        Flag("--isa", help="of the CPU; default: the best it has", choices=ISAS),
+        Flag("--threads", 1, "of the CPU", least=1),
+    ),
+    has_device=True,
+    check=check,
+    measure=measure,
+    show=show,
+    succeeded=lambda result: not result["wrong"],
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

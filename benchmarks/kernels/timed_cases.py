@@ -44,6 +44,27 @@ class Case:
     bits: int | None = None
 
 
+def _case(
+    backend: object, plain: object, op: str, name: str, inputs: tuple[Tensor, ...], out: Tensor,
+    *others: object, values: Tensor | None = None, bits: int | None = None,
+) -> Case:  # fmt: skip
+    """A case of `op`, a function of a backend and of plain torch alike.
+
+    It takes the inputs, the output and `others`.
+    """
+
+    def expected(*inputs: Tensor) -> tuple[Tensor, ...]:
+        result = torch.empty(out.shape, dtype=out.dtype, device=inputs[0].device)
+        getattr(plain, op)(*inputs, result, *others)
+        return (result,)
+
+    return Case(
+        name=name, op=op, run=lambda: getattr(backend, op)(*inputs, out, *others), inputs=inputs,
+        outputs=(out,), expected=expected, values=values, bits=bits,
+        num_bytes=sum(tensor.nbytes for tensor in (*inputs, out)),
+    )  # fmt: skip
+
+
 def cases(backend: Backend, elements: int, device: torch.device) -> Iterator[Case]:
     """The ops of a step's weights and gradients by a backend, on `elements` in all.
 
@@ -107,95 +128,46 @@ def _packed(backend: Backend, rows: Tensor, layout: RowLayout) -> Tensor:
 
 def _quantize(backend: Backend, name: str, rows: Tensor, layout: RowLayout, fold: int = 1) -> Case:
     packed = torch.ones(ROWS, layout.packed_bytes, dtype=torch.uint8, device=rows.device)
-
-    def expected(rows: Tensor) -> tuple[Tensor, ...]:
-        result = rows.new_empty(packed.shape, dtype=torch.uint8)
-        reference.quantize(rows, result, layout.table, fold)
-        return (result,)
-
     has_peers = len(layout.sizes) == 1 and layout.bits[0] != 3
-    return Case(
-        name=name, op="quantize", inputs=(rows,), outputs=(packed,), expected=expected,
-        run=lambda: backend.quantize(rows, packed, layout.table, fold),
-        num_bytes=rows.nbytes + packed.nbytes,
-        values=rows if has_peers else None, bits=layout.bits[0] if has_peers else None,
-    )  # fmt: skip
+    peers = {"values": rows, "bits": layout.bits[0]} if has_peers else {}
+    return _case(backend, reference, "quantize", name, (rows,), packed, layout.table, fold, **peers)
 
 
 def _dequantize(backend: Backend, name: str, rows: Tensor, layout: RowLayout) -> Case:
     packed, out = _packed(backend, rows, layout), torch.ones_like(rows)
-
-    def expected(packed: Tensor) -> tuple[Tensor, ...]:
-        result = packed.new_empty(out.shape, dtype=out.dtype)
-        reference.dequantize(packed, result, layout.table, 1)
-        return (result,)
-
-    return Case(
-        name=name, op="dequantize", inputs=(packed,), outputs=(out,), expected=expected,
-        run=lambda: backend.dequantize(packed, out, layout.table, 1),
-        num_bytes=packed.nbytes + out.nbytes, values=rows, bits=layout.bits[0],
-    )  # fmt: skip
+    peers = {"values": rows, "bits": layout.bits[0]}
+    return _case(backend, reference, "dequantize", name, (packed,), out, layout.table, 1, **peers)
 
 
 def _reduce_quantize(
     backend: Backend, packed: Tensor, layout: RowLayout, layout_out: RowLayout, terms: int
 ) -> Case:
-    shape = (ROWS // terms, layout_out.packed_bytes)
-    reduced = torch.ones(shape, dtype=torch.uint8, device=packed.device)
-
-    def expected(packed: Tensor) -> tuple[Tensor, ...]:
-        result = packed.new_empty(shape)
-        reference.reduce_quantize(packed, result, layout.table, layout_out.table, terms)
-        return (result,)
-
-    return Case(
-        name=f"{terms} x INT8 -> sum -> INT{layout_out.bits[0]}", op="reduce_quantize",
-        inputs=(packed,), outputs=(reduced,), expected=expected,
-        num_bytes=packed.nbytes + reduced.nbytes,
-        run=lambda: backend.reduce_quantize(
-            packed, reduced, layout.table, layout_out.table, terms
-        ),
-    )  # fmt: skip
+    reduced = packed.new_ones(ROWS // terms, layout_out.packed_bytes)
+    name = f"{terms} x INT8 -> sum -> INT{layout_out.bits[0]}"
+    others = layout.table, layout_out.table, terms
+    return _case(backend, reference, "reduce_quantize", name, (packed,), reduced, *others)
 
 
 def _reduce_dequantize(backend: Backend, packed: Tensor, layout: RowLayout) -> Case:
     out = torch.ones(layout.elements, device=packed.device)
-
-    def expected(packed: Tensor) -> tuple[Tensor, ...]:
-        result = packed.new_empty(layout.elements, dtype=torch.float32)
-        reference.reduce_dequantize(packed, result, layout.table)
-        return (result,)
-
-    return Case(
-        name=f"{ROWS} x INT{layout.bits[0]} -> sum -> fp32", op="reduce_dequantize",
-        inputs=(packed,), outputs=(out,), expected=expected, num_bytes=packed.nbytes + out.nbytes,
-        run=lambda: backend.reduce_dequantize(packed, out, layout.table),
-    )  # fmt: skip
+    name = f"{ROWS} x INT{layout.bits[0]} -> sum -> fp32"
+    return _case(backend, reference, "reduce_dequantize", name, (packed,), out, layout.table)
 
 
 def _code_steps(
     backend: StepBackend, name: str, rows: Tensor, packed: Tensor, message: StepLayout
 ) -> Case:
-    messages = torch.ones(ROWS, message.num_bytes, dtype=torch.uint8, device=rows.device)
-
-    def expected(rows: Tensor, packed: Tensor) -> tuple[Tensor, ...]:
-        result = packed.new_empty(messages.shape)
-        code_step_reference.code_steps(rows, packed, result, message.table)
-        return (result,)
-
-    return Case(
-        name=f"{name}, INT8 -> steps, reach {message.reach}", op="code_steps",
-        inputs=(rows, packed), outputs=(messages,), expected=expected,
-        run=lambda: backend.code_steps(rows, packed, messages, message.table),
-        num_bytes=rows.nbytes + packed.nbytes + messages.nbytes,
-    )  # fmt: skip
+    messages = packed.new_ones(ROWS, message.num_bytes)
+    name = f"{name}, INT8 -> steps, reach {message.reach}"
+    inputs = rows, packed
+    return _case(backend, code_step_reference, "code_steps", name, inputs, messages, message.table)
 
 
 def _apply_code_steps(
     backend: StepBackend, rows: Tensor, packed: Tensor, message: StepLayout
 ) -> Case:
     """Applied again and again, the codes go on and wrap around, in the same time."""
-    messages = torch.empty(ROWS, message.num_bytes, dtype=torch.uint8, device=rows.device)
+    messages = packed.new_empty(ROWS, message.num_bytes)
     backend.code_steps(rows, packed, messages, message.table)
     moved = packed.clone()
 

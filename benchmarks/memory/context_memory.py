@@ -10,19 +10,15 @@ and the most at any time. The losses must be the same on any number of ranks.
 import argparse
 import sys
 import time
-from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-
-from benchmarks.convergence.parallel_losses import CPU, FLAGS, GATHERED, Meshes, open_run
+from benchmarks.convergence.parallel_zeropp import Meshes, flags_of, join_cpu_ranks, open_run
+from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.pretrain_run import training_batches
-from benchmarks.shared.rank_launch import run_on_ranks, write_answer
-from benchmarks.shared.result import begin, benchmark_parser, finish, heading, markdown_table
-from benchmarks.shared.training_setup import largest_of_ranks
+from benchmarks.shared.rank_launch import run_on_ranks
+from benchmarks.shared.table import Column, table
+from benchmarks.shared.training_setup import CPU, largest_of_ranks
 from megatron_zpp.planner.activations import LiveBytes
-from zeropp.ranks.process_group import start_process_group
-from zeropp.ranks.topology import Environment
 
 MIB = 2**20
 MODEL = (
@@ -30,44 +26,28 @@ MODEL = (
     "--hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 "
     "--num-workers 0 --eval-iters 0 --train-iters 1 --zero-stage 3 "
 )
-KINDS = {"a2a": "", "allgather": GATHERED}
+KINDS = {"a2a": "cp{}", "allgather": "cp{} gathered"}  # the sizes of the axes
+TOLERANCE = 1e-5  # relative: fp32 sums in another order
 
 
-def main() -> int:
-    """Measure on each number of ranks and print the table, or be one of the ranks."""
-    options = read_options()
-    if options.on_ranks is not None:
-        measure(options)
-        return 0
-    result = begin(__spec__.name)
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Measure on each number of ranks; raises Disagreement where the losses differ."""
     result["seq_length"], result["rows"] = options.seq_length, []
     for num_ranks in options.ranks:
         for kind in KINDS if num_ranks > 1 else ("a2a",):
             arguments = ["--seq-length", str(options.seq_length), "--kind", kind]
             answer = run_on_ranks(__spec__.name, num_ranks, arguments)
             result["rows"].append({"ranks": num_ranks, "kind": kind, **answer})
-    finish(result, show, options.json)
     losses = [row["loss"] for row in result["rows"]]
-    return int(max(losses) - min(losses) > 1e-5 * min(losses))
+    if max(losses) - min(losses) > TOLERANCE * min(losses):
+        raise Disagreement(f"the losses differ: {losses}")
 
 
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(__doc__)
-    parser.add_argument("--seq-length", type=int, default=32768, metavar="N")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], metavar="N")
-    parser.add_argument("--kind", choices=KINDS, default="a2a", help=argparse.SUPPRESS)
-    parser.add_argument("--on-ranks", metavar="FILE", help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-def measure(options: argparse.Namespace) -> None:
-    """Run one pass over a sequence; rank 0 writes the bytes of the rank with most."""
-    environment = Environment.read()
-    torch.set_num_threads(1)
-    start_process_group(environment, CPU, timedelta(minutes=10), "gloo")
+def on_rank(options: argparse.Namespace) -> dict:
+    """Run one pass over a sequence; return the bytes of the rank with most."""
+    environment = join_cpu_ranks()
     size = environment.world_size
-    sizes = f"{FLAGS['cp']} {size} {KINDS[options.kind] if size > 1 else ''}"
+    sizes = flags_of(KINDS[options.kind].format(size)) if size > 1 else ""
     flags = f"{MODEL} --seq-length {options.seq_length} {sizes}"
     run = open_run(flags, environment, Meshes())
     run.trainer.sharding.model.train()
@@ -82,28 +62,42 @@ def measure(options: argparse.Namespace) -> None:
         loss.backward()
     seconds = time.perf_counter() - began
     mean = run.ranks.sum(float(loss.detach()))[0] / size
-    answer = {"saved": largest_of_ranks(saved, CPU), "peak": largest_of_ranks(live.peak, CPU)}
-    if environment.rank == 0:
-        write_answer(options.on_ranks, answer | {"loss": mean, "seconds": seconds})
-    dist.destroy_process_group()
+    return {
+        "saved": largest_of_ranks(saved, CPU),
+        "peak": largest_of_ranks(live.peak, CPU),
+        "loss": mean,
+        "seconds": seconds,
+    }
 
 
-def show(result: dict) -> None:
-    """Print a line for each number of ranks."""
-    print(heading(result, "torch"))
-    print(f"one sequence of {result['seq_length']:,} tokens")
-    whole = result["rows"][0]
-    lines = [
-        [
-            str(row["ranks"]), row["kind"] if row["ranks"] > 1 else "",
-            *(f"{row[name] / MIB:.1f}" for name in ("saved", "peak")),
-            f"{row['saved'] / whole['saved']:.3f}", f"{row['loss']:.6f}", f"{row['seconds']:.0f}",
-        ]
-        for row in result["rows"]
-    ]  # fmt: skip
-    columns = "ranks", "kind", "saved, MiB", "peak, MiB", "saved, of one rank's", "loss", "seconds"
-    print(markdown_table(columns, lines))
+def show(result: dict) -> str:
+    """A line for each number of ranks."""
+    whole = result["rows"][0]["saved"]
+    rows = table(
+        result["rows"],
+        Column("ranks", "ranks"),
+        Column("kind", lambda row: row["kind"] if row["ranks"] > 1 else None),
+        Column("saved, MiB", "saved", ".1f", 1 / MIB),
+        Column("peak, MiB", "peak", ".1f", 1 / MIB),
+        Column("saved, of one rank's", lambda row: row["saved"] / whole, ".3f"),
+        Column("loss", "loss", ".6f"),
+        Column("seconds", "seconds", ".0f"),
+    )
+    return f"one sequence of {result['seq_length']:,} tokens\n\n{rows}"
 
+
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(
+        Flag("--seq-length", 32768),
+        Flag("--ranks", (1, 2, 4)),
+        Flag("--kind", "a2a", "of a rank", choices=tuple(KINDS)),
+    ),
+    measure=measure,
+    on_rank=on_rank,
+    show=show,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

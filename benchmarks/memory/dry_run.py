@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from benchmarks.shared.result import markdown_table
+from benchmarks.shared.table import markdown_table
 from benchmarks.shared.training_setup import largest_of_ranks
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.parallel.mesh import Ranks, build_mesh

@@ -1,6 +1,6 @@
 """The memory that frozen weights take on a rank, as zeropp counts it and as the system does.
 
-    zeropp --num_ranks 2 --module benchmarks.memory.frozen_memory [--layers 16] [--hidden 4096]
+    python -m benchmarks.memory.frozen_memory [--ranks 2] [--layers 16] [--hidden 4096]
 
 Each rank holds its shards of some square matrices: first loaded one by one into INT8, then in bf16,
 then these converted to INT8. Resident memory and its peak are what the system counts for the
@@ -10,14 +10,16 @@ process. All numbers are those of rank 0, without what the process held before.
 import argparse
 import ctypes
 import gc
-import json
 import os
+import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.rank_launch import run_on_ranks
+from benchmarks.shared.table import Column, table
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.settings.config import ParallelConfig
 from zeropp import Sharding, ZeroConfig, shard
@@ -37,17 +39,18 @@ CONFIG = ZeroConfig.from_json(
 RESET_PEAK = "5"  # resets the peak of resident memory: proc(5), clear_refs
 
 
-def main() -> None:
-    """Measure both ways to INT8 weights; rank 0 prints the numbers as JSON."""
-    options = read_options()
-    ranks = join_ranks(Environment.read(), ParallelConfig())
-    result = {"ranks": ranks.num_ranks, **load(options, ranks), **quantize(options, ranks)}
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Measure on ranks, and what share of bf16's bytes there is."""
+    result |= run_on_ranks(__spec__.name, options.ranks, sys.argv[1:])
     result["share"] = result["bytes_int8"] / result["bytes_bf16"]
     result["resident_share"] = result["resident_int8"] / result["resident_bf16"]
     result["loading_share"] = result["loading_peak"] / result["resident_bf16"]
-    if ranks.rank == 0:
-        print(json.dumps(result))
-    dist.destroy_process_group()
+
+
+def on_rank(options: argparse.Namespace) -> dict:
+    """Measure both ways to INT8 weights."""
+    ranks = join_ranks(Environment.read(), ParallelConfig())
+    return {"ranks": ranks.num_ranks, **load(options, ranks), **quantize(options, ranks)}
 
 
 def load(options: argparse.Namespace, ranks: Ranks) -> dict[str, int]:
@@ -92,16 +95,6 @@ def sharded(options: argparse.Namespace, ranks: Ranks) -> Sharding:
     return shard(model, ranks.mesh, CONFIG, units=list(model))
 
 
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=32, help="matrices (default: 32)")
-    parser.add_argument("--hidden", type=int, default=4096, help="rows, columns (default: 4096)")
-    return parser.parse_args()
-
-
 def resident() -> int:
     """Resident bytes of this process, after free memory was returned to the system."""
     gc.collect()
@@ -116,5 +109,34 @@ def peak() -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
+def show(result: dict) -> str:
+    """The bytes of bf16 and INT8 weights, and the peak of loading."""
+    rows = [
+        {"what": what, "bytes": result[name], "share": share}
+        for what, name, share in (
+            ("bf16 shards", "bytes_bf16", None),
+            ("bf16 shards, resident", "resident_bf16", None),
+            ("INT8 shards", "bytes_int8", result["share"]),
+            ("INT8 shards, resident", "resident_int8", result["resident_share"]),
+            ("peak while INT8 shards are loaded", "loading_peak", result["loading_share"]),
+        )
+    ]
+    megabytes = Column("MB of a rank", "bytes", ".1f", 1e-6)
+    return table(rows, Column("", "what"), megabytes, Column("of bf16", "share", ".3f"))
+
+
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(
+        Flag("--ranks", 2, least=1),
+        Flag("--layers", 32, "matrices"),
+        Flag("--hidden", 4096, "rows and columns of each"),
+    ),
+    measure=measure,
+    on_rank=on_rank,
+    show=show,
+)
+
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARK.main())

@@ -3,7 +3,7 @@
 import csv
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,11 @@ class Prediction:
     predicted: float
     measured: float
     is_fitted: bool
+
+    @classmethod
+    def of_json(cls, cell: Mapping) -> "Prediction":
+        """A prediction out of its JSON, which has its error too."""
+        return cls(**{name: value for name, value in cell.items() if name != "error"})
 
     @property
     def error(self) -> float:

@@ -13,42 +13,32 @@ import logging
 import sys
 from pathlib import Path
 
-from benchmarks.plan import emulated_cluster, megatron_runs, published_runs, sdp4bit, zeropp_figures
-from benchmarks.plan.cells import CheckedSet, summary_rows
-from benchmarks.plan.check_chart import draw
-from benchmarks.shared.charts import require_matplotlib
-from benchmarks.shared.result import begin, benchmark_parser, finish, heading, markdown_table
+from benchmarks.plan import (
+    check_chart,
+    emulated_cluster,
+    megatron_runs,
+    published_runs,
+    sdp4bit,
+    zeropp_figures,
+)
+from benchmarks.plan.cells import CheckedSet, Prediction, summary_rows
+from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.table import Column, markdown_table, table
 
 SETS = ("figures", "sdp4bit", "published", "megatron", "emulated")
 SUMMARY = ("cells", "quantity", "", "number", "median error", "largest", "target")
 
 
-def main() -> int:
-    """Predict every cell, print the tables, write the files asked for."""
-    options = read_options()
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Predict every cell."""
     logging.basicConfig(level=logging.ERROR)
-    if options.plot is not None:
-        require_matplotlib(options.plot)
-    result = begin(__spec__.name)
-    checked = [each for name in options.only or SETS for each in check(name)]
+    checked = [each for name in options.only for each in check(name)]
     result["sets"] = [as_json(each) for each in checked]
     result["wrong_orders"] = [
         row for each in checked if each.name.startswith("emulated cluster")
         for row in emulated_cluster.wrong_orders(each)
     ]  # fmt: skip
     result["left_out"] = dict(published_runs.left_out())
-    finish(result, lambda result: print(tables(result, checked)), options.json)
-    if options.plot is not None:
-        draw([each for each in checked if not is_variant(each)], options.plot)
-    return 0
-
-
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=SETS, help="some of the sets")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw predicted and measured")
-    return parser.parse_args()
 
 
 def check(name: str) -> list[CheckedSet]:
@@ -68,35 +58,60 @@ def is_variant(checked: CheckedSet) -> bool:
     return any(checked.name.endswith(f"width {width}") for width in widths)
 
 
-def tables(result: dict, checked: list[CheckedSet]) -> str:
-    """Return the summary, the fitted constants and all cells, as Markdown."""
-    parts = [heading(result), markdown_table(SUMMARY, summary_rows(checked))]
-    parts.append("\n".join(f"- {each.name}: {each.constants}" for each in checked))
-    if result["wrong_orders"]:
-        parts.append("Predicted in another order: " + "; ".join(result["wrong_orders"]))
-    counts = [f"{count} cells: {reason}" for reason, count in result["left_out"].items()]
-    parts.append("Of the published runs these are not predicted: " + "; ".join(counts) + ".")
-    for each in checked:
-        cells = [
-            (
-                p.of, p.quantity, f"{p.predicted:.3g}", f"{p.measured:.3g}", f"{p.error:+.1%}",
-                "fitted" if p.is_fitted else "",
-            )
-            for p in each.predictions
-        ]  # fmt: skip
-        columns = ("cell", "quantity", "predicted", "measured", "error", "")
-        parts.append(f"## {each.name}\n\n{markdown_table(columns, cells)}")
-    return "\n\n".join(parts)
-
-
 def as_json(checked: CheckedSet) -> dict:
     """Return a set for the JSON."""
     return {
         "name": checked.name,
         "constants": checked.constants,
+        "targets": checked.targets,
         "cells": [{**vars(each), "error": each.error} for each in checked.predictions],
     }
 
 
+def sets_of(result: dict) -> list[CheckedSet]:
+    """Return the sets of a result."""
+    return [
+        CheckedSet(
+            name=each["name"], constants=each["constants"], targets=each["targets"],
+            predictions=tuple(Prediction.of_json(cell) for cell in each["cells"]),
+        )
+        for each in result["sets"]
+    ]  # fmt: skip
+
+
+def show(result: dict) -> str:
+    """The summary, the fitted constants and all cells."""
+    parts = [markdown_table(SUMMARY, summary_rows(sets_of(result)))]
+    parts.append("\n".join(f"- {each['name']}: {each['constants']}" for each in result["sets"]))
+    if result["wrong_orders"]:
+        parts.append("Predicted in another order: " + "; ".join(result["wrong_orders"]))
+    counts = [f"{count} cells: {reason}" for reason, count in result["left_out"].items()]
+    parts.append("Of the published runs these are not predicted: " + "; ".join(counts) + ".")
+    columns = (
+        Column("cell", "of"),
+        Column("quantity", "quantity"),
+        Column("predicted", "predicted", ".3g"),
+        Column("measured", "measured", ".3g"),
+        Column("error", "error", "+.1%"),
+        Column("", lambda cell: "fitted" if cell["is_fitted"] else ""),
+    )
+    parts += [f"## {each['name']}\n\n{table(each['cells'], *columns)}" for each in result["sets"]]
+    return "\n\n".join(parts)
+
+
+def draw(result: dict, path: Path) -> None:
+    """Write a chart of the sets, without those at another unknown width."""
+    check_chart.draw([each for each in sets_of(result) if not is_variant(each)], path)
+
+
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(Flag("--only", SETS, "some of the sets", choices=SETS),),
+    measure=measure,
+    show=show,
+    draw=draw,
+)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -20,7 +20,7 @@ OUTPUT_LINES = 40  # of failed steps and of tests that are shown
 ENVIRONMENT_PROGRAM = """
 import json
 import torch
-from benchmarks.shared.environment_report import environment_report
+from benchmarks.shared.result import environment_report
 print(json.dumps([environment_report(), torch.version.cuda]))
 """
 

@@ -40,3 +40,8 @@ def quartiles(values: Sequence[float]) -> list[float]:
         return [min(values), max(values)]
     low, _, high = statistics.quantiles(values, n=4)
     return [low, high]
+
+
+def median_of(name: str) -> Callable[[Mapping], float]:
+    """A function of a row that returns the median of its values of that name."""
+    return lambda row: statistics.median(row[name])

@@ -8,17 +8,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.shared.result import write_text
-
 ROOT = Path(__file__).resolve().parents[2]
+ON_RANKS = "--on-ranks"  # a flag of every benchmark: the file for rank 0's answer
 
 
 class RanksFailed(RuntimeError):
-    """Ranks ended without an answer; their own messages are on standard error."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(f"the ranks exited with status {status}")
-        self.status = status
+    """Ranks ended without an answer; their own messages are on standard error or in the text."""
 
 
 def run_on_ranks(
@@ -28,8 +23,8 @@ def run_on_ranks(
     *,
     ranks_per_node: int | None = None,
     variables: Mapping[str, str] | None = None,
-) -> dict | list:
-    """Run `python -m module ARGUMENTS --on-ranks FILE` on each rank; return rank 0's JSON.
+) -> object:
+    """Run `python -m module ARGUMENTS --on-ranks FILE` on each rank; return rank 0's answer.
 
     `variables` are added to the environment. Raises RanksFailed if there is no answer.
     """
@@ -38,14 +33,9 @@ def run_on_ranks(
         launcher += ["--ranks_per_node", str(ranks_per_node)]
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        command = [*launcher, "--module", module, *arguments, "--on-ranks", str(answer)]
+        command = [*launcher, "--module", module, *arguments, ON_RANKS, str(answer)]
         environment = {**os.environ, **(variables or {})}
         done = subprocess.run(command, cwd=ROOT, stdout=sys.stderr, env=environment)
         if done.returncode != 0 or not answer.exists():
-            raise RanksFailed(done.returncode)
+            raise RanksFailed(f"the ranks exited with status {done.returncode}")
         return json.loads(answer.read_text())
-
-
-def write_answer(path: str, answer: dict | list) -> None:
-    """What rank 0 calls with the value of --on-ranks, for `run_on_ranks` to return."""
-    write_text(path, json.dumps(answer))

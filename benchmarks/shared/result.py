@@ -1,41 +1,21 @@
-"""The command line, the JSON and the heading that all benchmarks have in common."""
+"""A benchmark's result: what a reader needs to judge it, and the files that it is written to."""
 
-import argparse
 import json
 import os
+import platform
 import shlex
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 
-from benchmarks.shared.environment_report import environment_report
 from zeropp.atomic import write_atomically
 
-
-def benchmark_parser(description: str) -> argparse.ArgumentParser:
-    """A parser with the flag --json whose help shows `description`, a module's docstring."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the result here; - prints only it")
-    return parser
-
-
-def parse_with_device(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the command line with a flag --device; `device` is "cpu" or "cuda" afterwards.
-
-    Hides the GPUs where it is the CPU, exits where a GPU is missing.
-    """
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
-    options = parser.parse_args()
-    if options.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("PyTorch sees no GPU; give --device cpu")
-    return options
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("zeropp", "megatron_zpp", "benchmarks", "csrc")
 
 
 def begin(module: str) -> dict:
@@ -48,14 +28,47 @@ def begin(module: str) -> dict:
     return {"benchmark": name, "command": command, **environment_report()}
 
 
-def finish(result: dict, show: Callable[[dict], None], target: str | None) -> None:
-    """Print the table with `show` and write the JSON to `target`; for "-", print only the JSON."""
-    result["load"]["after"] = os.getloadavg()[0]
-    if target == "-":
-        print(json.dumps(result, indent=1))
-        return
-    show(result)
-    save(result, target)
+def environment_report() -> dict:
+    """Date, commit, machine, versions and load, as JSON; the load is the one-minute average."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD").strip() or None,
+        "uncommitted": _git("status", "--porcelain", "--", *SOURCES).splitlines(),
+        "machine": {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "memory_gib": round(memory / 2**30, 1),
+            "gpus": gpus,
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+        "load": {"before": os.getloadavg()[0]},
+    }
+
+
+def heading(result: dict) -> str:
+    """Two lines: date and commit; machine, versions, and load."""
+    machine, load = result["machine"], result["load"]
+    changes = " + changes" if result["uncommitted"] else ""
+    versions = [f"{name} {version}" for name, version in result["versions"].items()]
+    gpus = " ".join(machine["gpus"]) or "no GPU"
+    parts = [f"{machine['processor']}, {machine['cores']} cores, {gpus}", *versions]
+    return (
+        f"{result['date']}  commit {result['commit'] or 'unknown'}{changes}\n"
+        f"{'; '.join(parts)}; load {load['before']:.1f} to {load['after']:.1f}"
+    )
+
+
+def page(result: dict, text: str) -> str:
+    """A dated Markdown page for benchmarks/results/ with what a benchmark prints."""
+    title = result["benchmark"].replace("_", " ").capitalize()
+    facts = "\n".join(f"- {line}" for line in heading(result).splitlines())
+    return f"# {title}, {result['date'][:10]}\n\n`{result['command']}`\n\n{facts}\n\n{text}\n"
 
 
 def save(result: dict, target: str | None) -> None:
@@ -69,20 +82,18 @@ def write_text(path: Path | str, text: str) -> None:
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
-def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table of cells that are text already."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def _processor() -> str:
+    """The processor's model, and the vector instructions that PyTorch uses."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    model = models[0] if models else platform.processor()
+    return f"{model}, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def heading(result: dict, *libraries: str) -> str:
-    """Two lines: date and commit; machine, versions of the `libraries`, and load."""
-    machine, load = result["machine"], result["load"]
-    changes = " + changes" if result["uncommitted"] else ""
-    versions = [f"{name} {result['versions'][name]}" for name in libraries]
-    gpus = " ".join(machine["gpus"]) or "no GPU"
-    parts = [f"{machine['processor']}, {machine['cores']} cores, {gpus}", *versions]
-    return (
-        f"{result['date']}  commit {result['commit'] or 'unknown'}{changes}\n"
-        f"{'; '.join(parts)}; load {load['before']:.1f} to {load['after']:.1f}"
-    )
+def _git(*arguments: str) -> str:
+    """The output of a git command in this clone; empty if there is no git or no clone."""
+    if shutil.which("git") is None:
+        return ""
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True).stdout

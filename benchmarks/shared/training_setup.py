@@ -3,7 +3,6 @@
 Everything is passed to Megatron-Z++ as its own flags, so a comparison runs what a user runs.
 """
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,18 +16,8 @@ from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config
 
+CPU = torch.device("cpu")
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
-SHAPE = MappingProxyType(
-    {
-        "layers": (4, "transformer blocks"),
-        "hidden": (256, "width of the residual stream"),
-        "heads": (4, "attention heads"),
-        "seq": (128, "tokens of a sample"),
-        "vocab": (8192, "size of the vocabulary"),
-        "micro-batch": (1, "samples of one forward pass on one rank"),
-        "micro-batches": (2, "forward passes of one step"),
-    }
-)
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-3, 0.01, 1.0
 MANY_ITERATIONS = 100_000  # more than any comparison runs
 
@@ -84,19 +73,6 @@ def largest_of_ranks(value: float, device: torch.device) -> float:
     result = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(result, op=dist.ReduceOp.MAX)
     return result.item()
-
-
-def add_shape_flags(parser: argparse.ArgumentParser, **defaults: int) -> None:
-    """Add a flag for each part of the shape; `defaults` override those of `SHAPE`."""
-    for name, (default, meaning) in SHAPE.items():
-        default = defaults.get(name.replace("-", "_"), default)
-        help_text = f"{meaning} (default: {default})"
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=help_text)
-
-
-def shape_of(options: argparse.Namespace) -> dict[str, int]:
-    """The shape that parsed flags give."""
-    return {name: getattr(options, name.replace("-", "_")) for name in SHAPE}
 
 
 def flags(shape: Mapping[str, int], num_ranks: int) -> str:

@@ -10,7 +10,6 @@ whole text, including its prompt.
 """
 
 import argparse
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -21,26 +20,29 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.shared.interleaved import time_interleaved
-from benchmarks.shared.result import begin, benchmark_parser, finish, heading
+from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.interleaved import Disagreement, median_of, time_interleaved
+from benchmarks.shared.table import Column, table
 from benchmarks.shared.timers import WALL_CLOCK, CpuTimer
 from megatron_zpp.interchange.open_model import load_model
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.text.generate import Request, stream
 from megatron_zpp.text.sampling import Sampling
 from megatron_zpp.tokenizer.null import NullTokenizer
+from zeropp.errors import InputError
 
 CACHED, UNCACHED, TRANSFORMERS = "with the cache", "without it", "transformers"
 Generator = Callable[[torch.Tensor], list[list[int]]]  # of prompts [rows, tokens]: new tokens
 
 
-def main() -> int:
-    """Make or open the model, verify, time, print a table."""
-    options = read_options()
+def check(options: argparse.Namespace) -> None:
+    """Raise InputError without the peer."""
     if find_spec("transformers") is None:
-        print("error: transformers is needed: pip install transformers", file=sys.stderr)
-        return 1
-    result = begin(__spec__.name)
+        raise InputError("transformers is needed: pip install transformers")
+
+
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Make or open the model, verify, time."""
     result["versions"]["transformers"] = version("transformers")
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.load or save_random_llama(Path(temporary), options)
@@ -59,22 +61,6 @@ def main() -> int:
         size = (rows, options.prompt)
         prompts = torch.randint(1, model.padded_vocab_size, size, generator=generator)
         result["sizes"].append({"rows": rows, **compare(generators, prompts, options.rounds)})
-    finish(result, show, options.json)
-    return 0
-
-
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(__doc__)
-    add = parser.add_argument
-    add("--load", metavar="FOLDER", help="a Hugging Face folder")
-    add("--prompt", type=int, default=128, help="tokens of a prompt (default: 128)")
-    add("--tokens", type=int, default=48, help="tokens to generate (default: 48)")
-    add("--rows", type=int, nargs="+", default=[1, 4], help="texts at once (default: 1 4)")
-    add("--rounds", type=int, default=3, help="timed runs of each (default: 3)")
-    add("--layers", type=int, default=8, help="of a model with random weights (default: 8)")
-    add("--hidden", type=int, default=576, help="of such a model; heads have 64 (default: 576)")
-    return parser.parse_args()
 
 
 def save_random_llama(folder: Path, options: argparse.Namespace) -> Path:
@@ -127,30 +113,46 @@ def transformers_generator(folder: Path | str, tokens: int) -> Generator:
 
 
 def compare(generators: Mapping[str, Generator], prompts: torch.Tensor, rounds: int) -> dict:
-    """Seconds of each generator for all texts; raises SystemExit if their tokens differ."""
+    """Seconds of each generator for all texts; raises Disagreement if their tokens differ."""
     expected = generators[CACHED](prompts)
     for name, generate in generators.items():
         if generate(prompts) != expected:
-            raise SystemExit(f"error: {name}: other tokens than {CACHED}; nothing is timed")
+            raise Disagreement(f"{name}: other tokens than {CACHED}; nothing is timed")
     runs = {name: partial(generate, prompts) for name, generate in generators.items()}
     return {"seconds": time_interleaved(runs, rounds, CpuTimer(WALL_CLOCK).seconds)}
 
 
-def show(result: dict) -> None:
-    """Print tokens per second."""
-    print(heading(result, "torch", "transformers"))
-    print(
-        f"{result['parameters'] / 1e6:.1f} M parameters, prompts of {result['prompt']} tokens, "
-        f"{result['tokens']} generated, {result['threads']} threads; tokens equal"
-    )
-    names = (CACHED, UNCACHED, TRANSFORMERS)
-    print(f"{'texts at once':>14}" + "".join(f"{name:>18}" for name in names))
-    for size in result["sizes"]:
-        medians = {name: statistics.median(times) for name, times in size["seconds"].items()}
-        generated = result["tokens"] * size["rows"]
-        rates = "".join(f"{generated / medians[name]:>16.1f}/s" for name in medians)
-        print(f"{size['rows']:>14}{rates}")
+def show(result: dict) -> str:
+    """Tokens per second."""
 
+    def rate(name: str) -> Callable[[dict], float]:
+        return lambda size: result["tokens"] * size["rows"] / median_of(name)(size["seconds"])
+
+    names = (CACHED, UNCACHED, TRANSFORMERS)
+    columns = [Column(f"{name}, tokens/s", rate(name), ".1f") for name in names]
+    return (
+        f"{result['parameters'] / 1e6:.1f} M parameters, prompts of {result['prompt']} tokens, "
+        f"{result['tokens']} generated, {result['threads']} threads; tokens equal\n\n"
+        f"{table(result['sizes'], Column('texts at once', 'rows'), *columns)}"
+    )
+
+
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(
+        Flag("--load", help="a Hugging Face folder"),
+        Flag("--prompt", 128, "tokens of a prompt"),
+        Flag("--tokens", 48, "tokens to generate"),
+        Flag("--rows", (1, 4), "texts at once"),
+        Flag("--rounds", 3, "timed runs of each"),
+        Flag("--layers", 8, "of a model with random weights"),
+        Flag("--hidden", 576, "of such a model; heads have 64"),
+    ),
+    check=check,
+    measure=measure,
+    show=show,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

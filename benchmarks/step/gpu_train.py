@@ -15,31 +15,25 @@ several sizes each runs in its own process.
 import argparse
 import gc
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
-import torch.distributed as dist
 
-from benchmarks.shared.result import (
-    begin,
-    benchmark_parser,
-    finish,
-    heading,
-    parse_with_device,
-    save,
-)
-from benchmarks.shared.training_setup import SHAPE, TrainingSetup
+from benchmarks.shared.benchmark import SHAPE, Benchmark, Flag
+from benchmarks.shared.result import save
+from benchmarks.shared.table import RATIOS, Column, table
+from benchmarks.shared.training_setup import TrainingSetup
 from benchmarks.step.device_comparison import DeviceComparison
 from benchmarks.step.device_loops import DEVICE_LOOPS
-from benchmarks.step.gpu_utilization import show_size, speeds
 from benchmarks.step.hugging_face_peer import is_installed
 from benchmarks.step.training_loops import unsharded
 from megatron_zpp.model.flops import flops_per_token
@@ -62,12 +56,10 @@ DEFAULT_PEERS = ("blocks", "hf", "whole")
 SECONDS_TO_END = 30.0  # beyond --minutes, for a size in its own process
 
 
-def main() -> int:
-    """Run the sizes asked for and print a table of each; 1 if a loop failed."""
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Run the sizes asked for; what is measured is saved after each part."""
     started = time.monotonic()
-    options = read_options()
-    result = {
-        **begin(__spec__.name),
+    result |= {
         "device": options.device,
         "transformers": version("transformers") if is_installed() else "not installed",
         "rounds": options.rounds,
@@ -83,27 +75,6 @@ def main() -> int:
         else:
             result["sizes"].append(measure_in_own_process(name, options, left))
             save(result, options.json)
-    finish(result, show, options.json)
-    return 1 if any(size["failed"] for size in result["sizes"]) else 0
-
-
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(__doc__)
-    add = parser.add_argument
-    add("--sizes", nargs="+", choices=tuple(SIZES), default=DEFAULT_SIZES, help="in this order")
-    add("--peers", nargs="*", choices=tuple(DEVICE_LOOPS), default=DEFAULT_PEERS,
-        help="in this order")  # fmt: skip
-    add("--micro-batch", type=int, metavar="N", help="samples of a forward pass, for all sizes")
-    add("--micro-batches", type=int, metavar="N", help="forward passes of a step, for all sizes")
-    add("--zero-stage", type=int, default=0, metavar="N", help="of ours (default: 0)")
-    add("--num-workers", type=int, default=2, metavar="N",
-        help="processes that read our samples (default: 2)")  # fmt: skip
-    add("--no-compile", action="store_true", help="ours without --compile")
-    add("--rounds", type=int, default=6, help="timed samples of each loop (default: 6)")
-    add("--steps", type=int, default=2, help="consecutive steps of a sample (default: 2)")
-    add("--minutes", type=float, default=5.0, help="no peer begins later (default: 5)")
-    return parse_with_device(parser)
 
 
 def new_size(name: str, options: argparse.Namespace) -> dict:
@@ -149,7 +120,6 @@ def measure_size(
     except RuntimeError as error:
         record_failure(size, "ours", error)
     save_result()
-    dist.destroy_process_group()
 
 
 def compare_all(
@@ -221,16 +191,77 @@ def measure_in_own_process(name: str, options: argparse.Namespace, seconds: floa
     return size
 
 
-def show(result: dict) -> None:
-    """Print the tables."""
-    print(heading(result, "torch"))
-    print(
+def speeds(seconds: Sequence[float], size: Mapping) -> dict[str, float]:
+    """The median of step times in seconds, and the rates it means for a size of `gpu_train`."""
+    median = statistics.median(seconds)
+    tokens = size["tokens_per_step"] / median
+    flops = tokens * size["flops_per_token"]
+    return {
+        "median": median,
+        "tokens_per_s": tokens,
+        "flops_per_s": flops,
+        "mfu": flops / size["product_rate"],
+    }
+
+
+def show(result: dict) -> str:
+    """A section for each size."""
+    title = (
         f"transformers {result['transformers']}; {result['rounds']} rounds of "
         f"{result['steps']} steps; bf16; medians"
     )
-    for size in result["sizes"]:
-        show_size(size)
+    return "\n\n".join([title, *map(show_size, result["sizes"])])
 
+
+def show_size(size: Mapping) -> str:
+    """The table of one size, and what did not run."""
+    shape = ", ".join(f"{name} {value}" for name, value in size["shape"].items())
+    lines = [f"{size['size']}: {shape}" + ("" if size["compiled"] else "; ours not compiled")]
+    if "product_rate" in size:
+        lines.append(
+            f"{size['parameters']:,} parameters, {size['flops_per_token'] / 1e9:.4g} GFLOP per "
+            f"token; bf16 products: {size['product_rate'] / 1e12:.4g} TFLOP/s"
+        )
+    ours = [{"ratio": None, "quartiles": None} | size["ours"]] if size["ours"] else []
+    loops = table(
+        [*ours, *size["peers"]],
+        Column("", "name"),
+        Column("ms/step", "median", ".2f", 1e3),
+        Column("tokens/s", "tokens_per_s", ".0f"),
+        Column("TFLOP/s", "flops_per_s", ".4g", 1e-12),
+        Column("MFU", "mfu", ".1%"),
+        Column("peak, GB", "peak_bytes", ".2f", 1e-9),
+        *RATIOS,
+    )
+    lines += ["", loops, ""]
+    for peer in size["peers"]:
+        differences = [f"{what} within {value:.1e}" for what, value in peer["verified"].items()]
+        lines.append(f"{peer['name']}: verified, {', '.join(differences)}")
+    lines += [f"failed: {reason}" for reason in size["failed"]]
+    lines += [f"not run: {reason}" for reason in size["not_run"]]
+    return "\n".join(lines)
+
+
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(
+        Flag("--sizes", DEFAULT_SIZES, "in this order", choices=tuple(SIZES)),
+        Flag("--peers", DEFAULT_PEERS, "in this order", choices=tuple(DEVICE_LOOPS)),
+        Flag("--micro-batch", help="samples of a forward pass, for all sizes", type=int),
+        Flag("--micro-batches", help="forward passes of a step, for all sizes", type=int),
+        Flag("--zero-stage", 0, "of ours"),
+        Flag("--num-workers", 2, "processes that read our samples"),
+        Flag("--no-compile", False, "ours without --compile"),
+        Flag("--rounds", 6, "timed samples of each loop"),
+        Flag("--steps", 2, "consecutive steps of a sample"),
+        Flag("--minutes", 5.0, "no peer begins later"),
+    ),
+    has_device=True,
+    measure=measure,
+    show=show,
+    succeeded=lambda result: not any(size["failed"] for size in result["sizes"]),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -25,16 +25,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.shared.interleaved import interleaved, quartiles, ratio_summary
-from benchmarks.shared.rank_launch import RanksFailed, run_on_ranks, write_answer
-from benchmarks.shared.result import begin, benchmark_parser, finish, heading, parse_with_device
-from benchmarks.shared.timers import timer_for
-from benchmarks.shared.training_setup import (
-    TrainingSetup,
-    add_shape_flags,
-    largest_of_ranks,
-    shape_of,
+from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.interleaved import (
+    Disagreement,
+    interleaved,
+    median_of,
+    quartiles,
+    ratio_summary,
 )
+from benchmarks.shared.rank_launch import run_on_ranks
+from benchmarks.shared.table import RATIOS, Column, table
+from benchmarks.shared.timers import timer_for
+from benchmarks.shared.training_setup import TrainingSetup, largest_of_ranks
 from benchmarks.step.copy_overlap import hidden_share
 from benchmarks.step.device_comparison import Measurements, allocated_bytes, time_with_peak
 from benchmarks.step.training_loops import TrainingLoop, ours
@@ -53,46 +55,15 @@ VERIFIED_STEPS = 3
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 
 
-def main() -> int:
-    """Run the parts asked for and print their tables."""
-    options = read_options()
-    if options.on_ranks is not None:
-        seconds, rank = time_updates(options)
-        if rank == 0:
-            write_answer(options.on_ranks, seconds)
-        return 0
-    try:
-        result = {
-            **begin(__spec__.name),
-            "device": options.device,
-            "shape": shape_of(options),
-            "rounds": options.rounds,
-            "train": compare_steps(options) if "train" in options.parts else [],
-            "ranks": compare_rank_counts(options) if "ranks" in options.parts else [],
-        }
-    except RanksFailed as failure:
-        return failure.status
-    finish(result, show, options.json)
-    return 0
-
-
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(__doc__)
-    add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, default=PARTS)
-    add("--dtype", choices=("fp32", "bf16"), help="of `train`; default: bf16, on a CPU fp32")
-    add("--rounds", type=int, default=10, help="timed steps of each (default: 10)")
-    add("--turns", type=int, default=3, help="runs of each number of ranks (default: 3)")
-    add("--ranks", type=int, nargs="+", default=(1, 2, 4), metavar="N",
-        help="for the part ranks (default: 1 2 4)")  # fmt: skip
-    add("--parameters", type=float, default=50.0, metavar="M",
-        help="for the part ranks, in millions (default: 50)")  # fmt: skip
-    add("--on-ranks", help=argparse.SUPPRESS)  # set where this process is a rank
-    add_shape_flags(parser, layers=4, hidden=512, heads=8)
-    options = parse_with_device(parser)
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Run the parts asked for."""
     options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
-    return options
+    result |= {
+        "device": options.device,
+        "rounds": options.rounds,
+        "train": compare_steps(options) if "train" in options.parts else [],
+        "ranks": compare_rank_counts(options) if "ranks" in options.parts else [],
+    }
 
 
 def compare_steps(options: argparse.Namespace) -> list[dict]:
@@ -110,7 +81,7 @@ def compare_steps(options: argparse.Namespace) -> list[dict]:
     }
     setups = {
         name: TrainingSetup(
-            shape=shape_of(options),
+            shape=options.shape,
             ranks=ranks,
             dtype=options.dtype,
             stage=2,
@@ -118,9 +89,7 @@ def compare_steps(options: argparse.Namespace) -> list[dict]:
         )
         for name, extra_flags in flags.items()
     }
-    rows = time_steps(setups, options.rounds)
-    dist.destroy_process_group()
-    return rows
+    return time_steps(setups, options.rounds)
 
 
 def time_steps(setups: Mapping[str, TrainingSetup], rounds: int) -> list[dict]:
@@ -153,14 +122,14 @@ def time_steps(setups: Mapping[str, TrainingSetup], rounds: int) -> list[dict]:
 
 
 def verify(loops: Mapping[str, TrainingLoop]) -> None:
-    """Exit unless the first losses and norms of all loops are equal to the last digit."""
+    """Raise Disagreement unless all first losses and norms are equal to the last digit."""
     histories = {
         name: [loop.step()() for _ in range(VERIFIED_STEPS)] for name, loop in loops.items()
     }
     expected = next(iter(histories.values()))
     for name, history in histories.items():
         if history != expected:
-            sys.exit(f"error: losses and norms differ {name}: {histories}")
+            raise Disagreement(f"losses and norms differ {name}: {histories}")
 
 
 def row(
@@ -215,8 +184,8 @@ def matrices(options: argparse.Namespace) -> int:
     return max(1, round(options.parameters * 1e6 / MATRIX**2))
 
 
-def time_updates(options: argparse.Namespace) -> tuple[list[float], int]:
-    """On each rank: the slowest rank's seconds, round by round, and the number of this rank."""
+def time_updates(options: argparse.Namespace) -> list[float]:
+    """On each rank: the slowest rank's seconds, round by round."""
     ranks = join_ranks(Environment.read(), ParallelConfig())
     torch.set_num_threads(threads_per_rank(ranks.num_ranks))
     config = ZeroConfig.from_json(
@@ -235,38 +204,58 @@ def time_updates(options: argparse.Namespace) -> tuple[list[float], int]:
         start = time.perf_counter()
         optimizer_step(optimizer, sharding, clip_grad=1.0)
         seconds.append(largest_of_ranks(time.perf_counter() - start, ranks.device))
-    dist.destroy_process_group()
-    return seconds[1:], ranks.rank  # the first step allocates the optimizer's state
+    return seconds[1:]  # the first step allocates the optimizer's state
 
 
-def show(result: dict) -> None:
-    """Print the tables."""
-    print(heading(result, "torch"))
+def show(result: dict) -> str:
+    """A table for each part that ran."""
+    parts = []
     if result["train"]:
         shape = ", ".join(f"{name} {value}" for name, value in result["shape"].items())
-        print(f"\none rank, {shape}")
-        print(f"  {'fp32 weights and Adam':36} {'ms/step':>9} {'tokens/s':>9} {'time':>6}")
-    for loop in result["train"]:
-        low, high = loop["quartiles"]
-        memory = ""
-        if loop["peak_bytes"]:
-            memory = f"  peak {loop['peak_bytes'] / 1e9:.2f} GB"
-            memory += f", {loop['hidden_share']:.0%} of the copies hidden"
-        print(
-            f"  {loop['name']:36} {1e3 * statistics.median(loop['seconds']):9.1f} "
-            f"{loop['tokens_per_s']:9.0f} {loop['ratio']:6.3f}, {low:.3f} to {high:.3f}{memory}"
+        parts.append(f"one rank, {shape}")
+        parts.append(
+            table(
+                result["train"],
+                Column("fp32 weights and Adam", "name"),
+                Column("ms/step", median_of("seconds"), ".1f", 1e3),
+                Column("tokens/s", "tokens_per_s", ".0f"),
+                *RATIOS,
+                Column("peak, GB", "peak_bytes", ".2f", 1e-9),
+                Column("copies hidden", "hidden_share", ".0%"),
+            )
         )
     if result["ranks"]:
-        print("\nthe update, sharded over ranks of this machine, the slowest")
-    for update in result["ranks"]:
-        low, high = update["quartiles"]
-        print(
-            f"  {update['ranks']} ranks x {update['threads']} threads "
-            f"{1e3 * statistics.median(update['seconds']):9.1f} ms "
-            f"{update['gb_per_s']:6.1f} GB/s, "
-            f"time {update['ratio']:.3f}, {low:.3f} to {high:.3f}"
+        parts.append("the update, sharded over ranks of this machine, the slowest")
+        parts.append(
+            table(
+                result["ranks"],
+                Column("ranks", "ranks"),
+                Column("threads of each", "threads"),
+                Column("ms", median_of("seconds"), ".1f", 1e3),
+                Column("GB/s", "gb_per_s", ".1f"),
+                *RATIOS,
+            )
         )
+    return "\n\n".join(parts)
 
+
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(
+        Flag("--parts", PARTS, choices=PARTS),
+        Flag("--dtype", help="of `train`; default: bf16, on a CPU fp32", choices=("fp32", "bf16")),
+        Flag("--rounds", 10, "timed steps of each"),
+        Flag("--turns", 3, "runs of each number of ranks"),
+        Flag("--ranks", (1, 2, 4), "for the part ranks"),
+        Flag("--parameters", 50.0, "for the part ranks, in millions"),
+    ),
+    shape={"hidden": 512, "heads": 8},
+    has_device=True,
+    measure=measure,
+    on_rank=time_updates,
+    show=show,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -11,18 +11,16 @@ one training step is timed, and another one when it is complete.
 import argparse
 import filecmp
 import shutil
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
-
-from benchmarks.shared.interleaved import Disagreement, interleaved, ratio_summary
-from benchmarks.shared.result import begin, benchmark_parser, finish, heading
-from benchmarks.shared.training_setup import TrainingSetup, add_shape_flags, shape_of
+from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.interleaved import Disagreement, interleaved, median_of, ratio_summary
+from benchmarks.shared.table import RATIOS, Column, table
+from benchmarks.shared.training_setup import TrainingSetup
 from benchmarks.step.training_loops import TrainingLoop, ours
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.training_state import TrainingState
@@ -38,33 +36,18 @@ STATE = TrainingState(
 )
 
 
-def main() -> int:
-    """Build the state, verify, time, print a table."""
-    options = read_options()
-    result = begin(__spec__.name)
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Build the state, verify, time."""
     ranks = join_ranks(Environment.read(), ParallelConfig())
-    shape = shape_of(options)
-    loop = ours(TrainingSetup(shape=shape, ranks=ranks), "one rank")
+    loop = ours(TrainingSetup(shape=options.shape, ranks=ranks), "one rank")
     loop.step()()  # the moments are there after it
     with tempfile.TemporaryDirectory(dir=options.folder) as folder, AsyncWriter() as writer:
         saves = Saves(loop, Path(folder), writer)
         first_stall = verify(saves)
         times = [time_round(saves, way) for way in interleaved(WAYS, options.rounds)]
-    result |= {"shape": shape, "rounds": options.rounds, "first_stall": first_stall}
+    result |= {"rounds": options.rounds, "first_stall": first_stall}
     result |= saves.size() | summary(times)
     loop.close()
-    dist.destroy_process_group()
-    finish(result, show, options.json)
-    return 0
-
-
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=10, help="saves of each kind (default: 10)")
-    parser.add_argument("--folder", help="where to save (default: the folder for temporary files)")
-    add_shape_flags(parser, layers=12, hidden=768, heads=12, seq=64, vocab=20480, micro_batches=1)
-    return parser.parse_args()
 
 
 class Saves:
@@ -146,26 +129,41 @@ def summary(times: list[dict]) -> dict:
     }
 
 
-def show(result: dict) -> None:
-    """Print the table."""
-    stall, step = result["stall_ratio"], result["step_ratio"]
-    low, high = stall["quartiles"]
-    step_low, step_high = step["quartiles"]
-    print(heading(result, "torch"))
-    print(
+def show(result: dict) -> str:
+    """What was saved, and how long training stopped."""
+    median = {name: median_of(name)(result["stall"]) for name in WAYS}
+    rows = [
+        {"what": f"{way} save: training stops for", "seconds": median[way]} for way in WAYS
+    ]  # fmt: skip
+    rows += [
+        {"what": "first asynchronous save, into new memory", "seconds": result["first_stall"]},
+        {"what": "asynchronous save complete after", "seconds": median_of("complete")(result)},
+    ]
+    ratios = [
+        {"what": "asynchronous / synchronous stall"} | result["stall_ratio"],
+        {"what": "a step beside a save / a step alone"} | result["step_ratio"],
+    ]
+    return (
         f"{result['parameters'] / 1e6:.1f} M parameters, checkpoints of "
-        f"{result['bytes'] / 1e9:.2f} GB, equal byte by byte; {result['rounds']} rounds"
-    )
-    for way, seconds in result["stall"].items():
-        print(f"{way + ' save: training stops for':42} {statistics.median(seconds):8.3f} s")
-    print(f"{'asynchronous / synchronous':42} {stall['ratio']:8.3f}   ({low:.3f} to {high:.3f})")
-    print(f"{'first asynchronous save, into new memory':42} {result['first_stall']:8.3f} s")
-    print(f"{'complete after':42} {statistics.median(result['complete']):8.3f} s")
-    print(
-        f"{'a step beside it / a step alone':42} {step['ratio']:8.3f}   "
-        f"({step_low:.3f} to {step_high:.3f})"
+        f"{result['bytes'] / 1e9:.2f} GB, equal byte by byte; {result['rounds']} rounds\n\n"
+        f"{table(rows, Column('', 'what'), Column('seconds', 'seconds', '.3f'))}\n\n"
+        f"{table(ratios, Column('', 'what'), *RATIOS)}"
     )
 
+
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(
+        Flag("--rounds", 10, "saves of each kind"),
+        Flag("--folder", help="where to save (default: the folder for temporary files)"),
+    ),
+    shape={
+        "layers": 12, "hidden": 768, "heads": 12, "seq": 64, "vocab": 20480, "micro_batches": 1,
+    },
+    measure=measure,
+    show=show,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -3,18 +3,40 @@
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.training_setup import TrainingSetup
-from benchmarks.step.training_loops import TrainingLoop
+from benchmarks.step.training_loops import TrainingLoop, local_weights
 
 # Adam with its own eps makes a full step of a gradient that is nothing but rounding (the gradient
 # of the keys' bias has no other part). With this eps, far above the clipped gradients, updates are
 # smooth in them: an error of 1% in the gradients is at most an error of 1% in the updates.
 SMOOTH_EPS, EPS = 1e-2, 1e-8
 
+VERIFIED_STEPS = 3
 LossesAndNorms = Sequence[tuple[float, float]]  # of the first steps
+
+
+def verify(loops: Sequence[TrainingLoop], setup: TrainingSetup) -> dict:
+    """Train each for a few steps; raise Disagreement unless all agree with the first.
+
+    Returns the largest relative differences: of losses, of gradient norms, and of the updates of
+    all weights (L2 norm of the difference over that of the first's update).
+    """
+    reference, *others = loops
+    before = _copied_weights(reference)
+    history = first_steps(reference, setup, VERIFIED_STEPS)
+    expected = _update(reference, before)
+    allowed = tolerances(setup.dtype, setup.ranks.num_ranks)
+    largest = dict.fromkeys(allowed, 0.0)
+    for loop in others:
+        differences = largest_differences(first_steps(loop, setup, VERIFIED_STEPS), history)
+        differences["update"] = _distance(_update(loop, before), expected, setup)
+        require_agreement(loop.name, reference.name, differences, allowed)
+        largest = {name: max(largest[name], differences[name]) for name in largest}
+    return {"steps": VERIFIED_STEPS, "differences": largest, "allowed": allowed}
 
 
 def tolerances(dtype: str, num_ranks: int) -> dict[str, float]:
@@ -71,3 +93,23 @@ def require_agreement(
 def _set_eps(optimizer: torch.optim.Optimizer, eps: float) -> None:
     for group in optimizer.param_groups:
         group["eps"] = eps
+
+
+def _copied_weights(loop: TrainingLoop) -> list[Tensor]:
+    """Copies of this rank's shards in fp64."""
+    return [weight.double() for weight in local_weights(loop.model).values()]
+
+
+def _update(loop: TrainingLoop, before: Sequence[Tensor]) -> list[Tensor]:
+    """How far this rank's weights have moved from `before`."""
+    pairs = zip(_copied_weights(loop), before, strict=True)
+    return [after - start for after, start in pairs]
+
+
+def _distance(update: Sequence[Tensor], expected: Sequence[Tensor], setup: TrainingSetup) -> float:
+    """L2 norm of the difference over all ranks, relative to that of `expected`."""
+    pairs = zip(update, expected, strict=True)
+    squares = sum((mine - right).square().sum().item() for mine, right in pairs)
+    length = sum(right.square().sum().item() for right in expected)
+    squares, length = setup.ranks.sum(squares, length)
+    return (squares / length) ** 0.5

@@ -12,142 +12,174 @@ per parameter at every stage, beside the formula of docs/memory.md.
 import argparse
 import dataclasses
 import json
+import statistics
 import sys
+import time
+from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 from benchmarks.memory.model_state import count_stages
-from benchmarks.shared.interleaved import Disagreement
-from benchmarks.shared.rank_launch import RanksFailed, run_on_ranks, write_answer
-from benchmarks.shared.result import begin, benchmark_parser, finish, heading
-from benchmarks.shared.training_setup import DTYPES, TrainingSetup, add_shape_flags, shape_of
+from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.interleaved import interleaved, ratio_summary
+from benchmarks.shared.rank_launch import run_on_ranks
+from benchmarks.shared.table import RATIOS, Column, table
+from benchmarks.shared.training_setup import DTYPES, TrainingSetup, largest_of_ranks
 from benchmarks.shared.zero_json import zero_json
-from benchmarks.step.rank_comparison import (
-    compare_attached,
-    compare_on_many_ranks,
-    compare_on_one_rank,
-)
+from benchmarks.step.step_verification import VERIFIED_STEPS, verify
+from benchmarks.step.training_loops import TrainingLoop, fsdp2, ours, plain_pytorch, sharded
 from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.config import ParallelConfig
 from zeropp.ranks.topology import Environment
 
 PARTS = ("one-rank", "many-ranks", "attach", "memory")
+WARM_UP = 1  # steps of each loop after verification
 
 
-def main() -> int:
-    """Run the parts asked for and print their tables."""
-    options = read_options()
-    if options.on_ranks is not None:
-        answer = measure_on_rank(options)
-        if answer["rank"] == 0:
-            write_answer(options.on_ranks, answer)
-        return 0
-    result = {
-        **begin(__spec__.name),
-        "shape": shape_of(options),
-        "rounds": options.rounds,
-        "comparisons": [],
-        "memory": [],
-    }
-    try:
-        for count in rank_counts(options):
-            if count == 1:
-                answer = measure_on_rank(options)
-            else:
-                answer = run_on_ranks(__spec__.name, count, sys.argv[1:])
-            result["comparisons"] += answer["comparisons"]
-            result["memory"] += answer["memory"]
-    except RanksFailed as failure:
-        return failure.status
-    finish(result, show, options.json)
-    return 0
-
-
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(__doc__)
-    add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, default=PARTS)
-    add("--dtypes", nargs="+", choices=tuple(DTYPES), default=tuple(DTYPES))
-    add("--ranks", type=int, default=4, help="for many-ranks and attach (default: 4)")
-    add("--memory-ranks", type=int, nargs="+", default=(1, 2, 4), metavar="N",
-        help="for the part memory (default: 1 2 4)")  # fmt: skip
-    add("--rounds", type=int, default=12, help="timed steps of each loop (default: 12)")
-    add("--on-ranks", help=argparse.SUPPRESS)  # set where this process is a rank
-    add_shape_flags(parser)
-    return parser.parse_args()
-
-
-def rank_counts(options: argparse.Namespace) -> list[int]:
-    """Every number of ranks that some part needs."""
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Run the parts asked for, on as many ranks as each needs."""
+    result |= {"rounds": options.rounds, "comparisons": [], "memory": []}
     needed = {
         "one-rank": (1,),
         "many-ranks": (options.ranks,),
         "attach": (options.ranks,),
-        "memory": tuple(options.memory_ranks),
+        "memory": options.memory_ranks,
     }
-    return sorted({count for part in options.parts for count in needed[part]})
+    for count in sorted({count for part in options.parts for count in needed[part]}):
+        alone = count == 1
+        answer = on_rank(options) if alone else run_on_ranks(__spec__.name, count, sys.argv[1:])
+        result["comparisons"] += answer["comparisons"]
+        result["memory"] += answer["memory"]
 
 
-def measure_on_rank(options: argparse.Namespace) -> dict:
+def on_rank(options: argparse.Namespace) -> dict:
     """This rank's part of everything that needs as many ranks as there are."""
     ranks = join_ranks(Environment.read(), ParallelConfig())
-    setup = TrainingSetup(shape=shape_of(options), ranks=ranks)
-    answer = {"rank": ranks.rank, "comparisons": [], "memory": []}
-    try:
-        if "one-rank" in options.parts and ranks.num_ranks == 1:
-            answer["comparisons"].append(compare_on_one_rank(setup, options.rounds))
-        if "many-ranks" in options.parts and ranks.num_ranks == options.ranks:
+    setup = TrainingSetup(shape=options.shape, ranks=ranks)
+    count, answer = ranks.num_ranks, {"comparisons": [], "memory": []}
+    if "one-rank" in options.parts and count == 1:
+        answer["comparisons"].append(compare("one rank", setup, options.rounds))
+    for part, title in (("many-ranks", "stage 3"), ("attach", "ZeRO++")):
+        if part in options.parts and count == options.ranks:
             for dtype in options.dtypes:
-                dtype_setup = dataclasses.replace(setup, dtype=dtype)
-                comparison = compare_on_many_ranks(dtype_setup, options.rounds)
+                of_dtype = dataclasses.replace(setup, dtype=dtype)
+                comparison = compare(f"{count} ranks, {title}", of_dtype, options.rounds)
                 answer["comparisons"].append(comparison)
-        if "attach" in options.parts and ranks.num_ranks == options.ranks:
-            text = json.dumps(zero_json("zeropp", ranks.num_ranks // 2), separators=(",", ":"))
-            for dtype in options.dtypes:
-                flags = f"--deepspeed-config {text}"
-                nodes = dataclasses.replace(setup, dtype=dtype, extra_flags=flags)
-                answer["comparisons"].append(compare_attached(nodes, options.rounds))
-    except Disagreement as disagreement:
-        sys.exit(f"error: {disagreement}" if ranks.rank == 0 else 1)
-    if "memory" in options.parts and ranks.num_ranks in options.memory_ranks:
+    if "memory" in options.parts and count in options.memory_ranks:
         for dtype in options.dtypes:
             answer["memory"] += count_stages(setup, dtype)
-    dist.destroy_process_group()
     return answer
 
 
-def show(result: dict) -> None:
-    """Print the tables."""
-    print(heading(result, "torch"))
-    print("shape: " + ", ".join(f"{name} {value}" for name, value in result["shape"].items()))
-    for comparison in result["comparisons"]:
-        _show_comparison(comparison)
+def compare(title: str, setup: TrainingSetup, rounds: int) -> dict:
+    """Verify the loops that a title is about, and time one step of each in turn."""
+    loops = loops_of(title, setup, VERIFIED_STEPS + WARM_UP + rounds)
+    verified = verify(loops, setup)
+    for loop in loops:
+        for _ in range(WARM_UP):
+            loop.step()()
+    return {
+        "name": f"{title}, {setup.dtype}",
+        "ranks": setup.ranks.num_ranks,
+        "dtype": setup.dtype,
+        "device": setup.ranks.device.type,
+        "threads": torch.get_num_threads(),
+        "verified": verified,
+        "reference": loops[0].name,
+        "loops": time_loops(loops, setup, rounds),
+    }
+
+
+def loops_of(title: str, setup: TrainingSetup, num_steps: int) -> list[TrainingLoop]:
+    """The loops of a comparison; the first one is the reference."""
+    steps = setup.steps(num_steps)
+    if title == "one rank":
+        return [plain_pytorch(setup, "bare PyTorch loop", iter(steps)), ours(setup)]
+    if title.endswith("stage 3"):
+        return [fsdp2(setup, "plain FSDP2", iter(steps)), ours(setup)]
+    zero = json.dumps(zero_json("zeropp", setup.ranks.num_ranks // 2), separators=(",", ":"))
+    nodes = dataclasses.replace(setup, extra_flags=f"--deepspeed-config {zero}")
+    return [
+        sharded(nodes, "zeropp.shard", iter(steps)),
+        sharded(nodes, "zeropp.shard again", iter(steps)),
+        fsdp2(nodes, "zeropp.attach", iter(steps), attached=True),
+    ]
+
+
+def time_loops(loops: Sequence[TrainingLoop], setup: TrainingSetup, rounds: int) -> list[dict]:
+    """A row for each loop: seconds on the slowest rank, processor seconds of all ranks.
+
+    Only medians, and ratios of steps of the same round, are to be compared.
+    """
+    device = setup.ranks.device
+    rows = {loop.name: {"name": loop.name, "seconds": [], "processor": []} for loop in loops}
+    for loop in interleaved(loops, rounds):
+        dist.barrier()
+        wall, processor = time.perf_counter(), time.process_time()
+        loop.step()()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        wall, processor = time.perf_counter() - wall, time.process_time() - processor
+        rows[loop.name]["seconds"].append(largest_of_ranks(wall, device))
+        rows[loop.name]["processor"] += setup.ranks.sum(processor)
+    first = rows[loops[0].name]
+    median, processor = (statistics.median(first[key]) for key in ("seconds", "processor"))
+    for row in rows.values():
+        row["median"] = statistics.median(row["seconds"])
+        row["ratio"] = row["median"] / median
+        row["quartiles"] = ratio_summary(row["seconds"], first["seconds"])["quartiles"]
+        row["processor_ratio"] = statistics.median(row["processor"]) / processor
+    return list(rows.values())
+
+
+def show(result: dict) -> str:
+    """A table for each comparison, and one of the memory."""
+    parts = ["shape: " + ", ".join(f"{name} {value}" for name, value in result["shape"].items())]
+    for each in result["comparisons"]:
+        differences = each["verified"]["differences"].items()
+        verified = ", ".join(f"{quantity} within {value:.1e}" for quantity, value in differences)
+        threads = f"{each['ranks']} x {each['threads']} threads, {each['device']}"
+        parts.append(f"{each['name']} ({threads}); verified: {verified}")
+        parts.append(
+            table(
+                each["loops"],
+                Column("", "name"),
+                Column("median, ms", "median", ".1f", 1e3),
+                *RATIOS,
+                Column("processor time", "processor_ratio", ".3f"),
+            )
+        )
     if result["memory"]:
-        print("\nbytes per parameter: weights, gradients, Adam's moments, between micro-batches")
-        print("  ranks stage dtype  measured formula difference   paper")
-    for row in result["memory"]:
-        print(
-            f"  {row['ranks']:5} {row['stage']:5} {row['dtype']:5} {row['measured']:9.2f} "
-            f"{row['formula']:7.2f} {100 * row['difference']:+9.1f}% {row['paper']:7.2f}"
+        parts.append("bytes per parameter: weights, gradients, Adam's moments, in a step")
+        parts.append(
+            table(
+                result["memory"],
+                *(Column(name, name) for name in ("ranks", "stage", "dtype")),
+                Column("measured", "measured", ".2f"),
+                Column("formula", "formula", ".2f"),
+                Column("difference", "difference", "+.1%"),
+                Column("paper", "paper", ".2f"),
+            )
         )
+    return "\n\n".join(parts)
 
 
-def _show_comparison(comparison: dict) -> None:
-    differences = comparison["verified"]["differences"].items()
-    verified = ", ".join(f"{quantity} within {value:.1e}" for quantity, value in differences)
-    print(
-        f"\n{comparison['name']} ({comparison['ranks']} x {comparison['threads']} threads, "
-        f"{comparison['device']}); verified: {verified}"
-    )
-    print(f"  {'':28} {'median ms':>10} {'ratio':>7}   {'its quartiles':16} processor time")
-    for loop in comparison["loops"]:
-        low, high = loop["quartiles"]
-        print(
-            f"  {loop['name']:28} {1e3 * loop['median']:10.1f} {loop['ratio']:7.3f}   "
-            f"{low:.3f} to {high:.3f}   {loop['processor_ratio']:8.3f}"
-        )
-
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(
+        Flag("--parts", PARTS, choices=PARTS),
+        Flag("--dtypes", tuple(DTYPES), choices=tuple(DTYPES)),
+        Flag("--ranks", 4, "for many-ranks and attach"),
+        Flag("--memory-ranks", (1, 2, 4), "for the part memory"),
+        Flag("--rounds", 12, "timed steps of each loop"),
+    ),
+    shape={},
+    measure=measure,
+    on_rank=on_rank,
+    show=show,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

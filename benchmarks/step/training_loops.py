@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn import functional as F
 
 from benchmarks.shared.pretrain_run import silent_run, training_batches
 from benchmarks.shared.training_setup import CLIP, LEARNING_RATE, WEIGHT_DECAY, TrainingSetup
@@ -20,14 +19,8 @@ from megatron_zpp.data.loader import Batch
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.train.pending_iteration import PendingIteration
-from zeropp import attach, optimizer_step, shard
-from zeropp.fsdp_adapter import gather_ahead
+from zeropp import attach, shard
 from zeropp.optim.step import local_part
-from zeropp.sharding.grid import find_nodes, ranks_of
-from zeropp.sharding.plan import DataAxis
-from zeropp.sharding.wiring import Wiring
-from zeropp.wire.gradient_use import GradientUse
-from zeropp.wire.traffic import Traffic
 
 LossOf = Callable[[Batch], Tensor]
 Steps = Iterator[Sequence[Batch]]  # the micro-batches of one step after another
@@ -84,65 +77,26 @@ def ours(setup: TrainingSetup, name: str = "ours") -> TrainingLoop:
     )
 
 
-def plain_pytorch(
-    setup: TrainingSetup, name: str, steps: Steps, *, torch_loss: bool = False
-) -> TrainingLoop:
-    """The same layers on one rank in a plain loop, with our loss or PyTorch's cross-entropy."""
+def plain_pytorch(setup: TrainingSetup, name: str, steps: Steps) -> TrainingLoop:
+    """The same layers on one rank in a plain loop."""
     model = unsharded(setup)
-    _initialize(model, setup)
-    return _clipping_loop(name, model, steps, torch_loss_of(model) if torch_loss else None)
-
-
-def fsdp2(
-    setup: TrainingSetup,
-    name: str,
-    steps: Steps,
-    *,
-    all_to_all: bool = False,
-    ahead: bool = False,
-    attached: bool = False,
-) -> TrainingLoop:
-    """Plain FSDP2 with our dtypes on the wire.
-
-    `all_to_all` adds our reduce-scatter, `ahead` our gathering of the next block's weights;
-    `attached` is `zeropp.attach`.
-    """
-    zero, mesh, model = setup.config.zero, setup.ranks.mesh, unsharded(setup)
-    wire_dtype = getattr(torch, zero.wire_format)
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, zero.compute_format),
-        reduce_dtype=torch.float32 if all_to_all else wire_dtype,
-    )
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    if all_to_all:
-        ranks, place = ranks_of(mesh), mesh.get_local_rank()
-        axis = DataAxis.of(zero, find_nodes(mesh, zero), ranks, place)
-        wiring = Wiring(Traffic(), GradientUse(mesh.get_group(), setup.ranks.device))
-        for unit in (*model.blocks, model):
-            wiring.use_mean(unit, axis, wire_dtype)
-    if ahead:
-        gather_ahead(model, [*model.blocks])
-    if attached:
-        attach(model, zero)
     _initialize(model, setup)
     return _clipping_loop(name, model, steps)
 
 
-def zeropp_loop(setup: TrainingSetup, name: str, steps: Steps) -> TrainingLoop:
-    """`zeropp.shard` and `zeropp.optimizer_step` in a plain loop, without Megatron-Z++."""
-    model = unsharded(setup)
-    sharding = shard(model, setup.ranks.mesh, setup.config.zero)
+def fsdp2(setup: TrainingSetup, name: str, steps: Steps, *, attached: bool = False) -> TrainingLoop:
+    """Plain FSDP2 with our dtypes on the wire; `attached`: with our collectives (`attach`)."""
+    model, zero = unsharded(setup), setup.config.zero
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, zero.compute_format),
+        reduce_dtype=getattr(torch, zero.wire_format),
+    )
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=setup.ranks.mesh, mp_policy=policy)
+    if attached:
+        attach(model, zero)
     _initialize(model, setup)
-    optimizer = adamw(model.parameters())
-
-    def step() -> StepNumbers:
-        loss = accumulate(next(steps), model_loss_of(model), sharding.micro_step)
-        result = optimizer_step(optimizer, sharding, clip_grad=CLIP)
-        return lambda: (loss.item(), result.grad_norm)
-
-    return TrainingLoop(name=name, model=model, optimizer=optimizer, step=step)
+    return _clipping_loop(name, model, steps)
 
 
 def sharded(setup: TrainingSetup, name: str, steps: Steps) -> TrainingLoop:
@@ -176,16 +130,6 @@ def model_loss_of(model: nn.Module) -> LossOf:
     return lambda batch: model(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)
 
 
-def torch_loss_of(model: nn.Module) -> LossOf:
-    """PyTorch's cross-entropy of the model's logits."""
-
-    def loss_of(batch: Batch) -> Tensor:
-        logits = model(batch.tokens, position_ids=batch.position_ids)
-        return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
-
-    return loss_of
-
-
 def unsharded(setup: TrainingSetup) -> GPT:
     """The model on the meta device, without memory."""
     with torch.device("meta"):
@@ -211,12 +155,9 @@ def local_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: local_part(parameter.detach()) for name, parameter in named}
 
 
-def _clipping_loop(
-    name: str, model: nn.Module, steps: Steps, loss_of: LossOf | None = None
-) -> TrainingLoop:
-    """Accumulate, clip, update; with the model's own loss unless `loss_of` is given."""
-    optimizer = adamw(model.parameters())
-    loss_of = loss_of or model_loss_of(model)
+def _clipping_loop(name: str, model: nn.Module, steps: Steps) -> TrainingLoop:
+    """Accumulate, clip, update."""
+    optimizer, loss_of = adamw(model.parameters()), model_loss_of(model)
 
     def step() -> StepNumbers:
         loss = accumulate(next(steps), loss_of)

@@ -13,7 +13,7 @@ from benchmarks.plan.cells import (
 )
 from benchmarks.plan.check_chart import draw
 from benchmarks.plan.deepspeed_fetches import fetches
-from benchmarks.plan.plan_check import as_json, tables
+from benchmarks.plan.plan_check import as_json, show
 
 
 def test_a_narrow_model_is_fetched_twice_and_a_wide_one_more():
@@ -63,12 +63,10 @@ def test_published_runs_are_predicted_or_have_a_reason():
     assert len(checked.predictions) + left_out.total() == 123
     assert all(not p.is_fitted for p in checked.predictions)
     result = {
-        "date": "today", "commit": None, "uncommitted": False, "versions": {},
-        "machine": {"processor": "p", "cores": 1, "gpus": []}, "load": {"before": 0.0, "after": 0},
         "wrong_orders": [], "left_out": dict(left_out), "sets": [as_json(checked)],
     }  # fmt: skip
-    text = tables(result, [checked])
-    assert "| published FSDP runs |" in text and "FP8 products" in text
+    text = show(result)
+    assert "| published FSDP runs " in text and "FP8 products" in text
 
 
 def test_on_the_emulated_cluster_fsdp2_computes_and_then_waits_for_three_times_the_model():

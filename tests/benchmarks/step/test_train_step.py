@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.training_setup import TrainingSetup
-from benchmarks.step.rank_comparison import VERIFIED_STEPS, verify
-from benchmarks.step.training_loops import fsdp2, zeropp_loop
+from benchmarks.step.step_verification import VERIFIED_STEPS, verify
+from benchmarks.step.training_loops import fsdp2, sharded
 from megatron_zpp.parallel.mesh import Ranks
 from tests.benchmarks.started import run_benchmark
 from tests.ranks import ranks
@@ -91,6 +91,6 @@ def test_loops_that_train_differently_are_not_timed():
     with pytest.raises(Disagreement, match="wrong and right do not train alike: update"):
         verify([right, wrong], setup)
     late_steps = iter(steps[1:])  # other micro-batches than the rest
-    loops = [fsdp2(setup, "right", iter(steps)), zeropp_loop(setup, "late", late_steps)]
+    loops = [fsdp2(setup, "right", iter(steps)), sharded(setup, "late", late_steps)]
     with pytest.raises(Disagreement, match="late and right do not train alike: loss"):
         verify(loops, setup)

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from benchmarks.shared.lightning_llama import LaunchedRanks
+from benchmarks.convergence.lightning_llama import LaunchedRanks
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp.integrations.lightning import ZeroppCallback
 

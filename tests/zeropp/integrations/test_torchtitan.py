@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.shared.torchtitan_llama import sharded_llama
+from benchmarks.convergence.torchtitan_llama import sharded_llama
 from tests.ranks import ranks
 
 PLAIN = {"zero_optimization": {"stage": 3}, "zeropp": {"ranks_per_node": 2}}
