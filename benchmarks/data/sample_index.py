@@ -29,7 +29,7 @@ from benchmarks.shared.interleaved import Disagreement, time_interleaved
 from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import Column, table
 from benchmarks.shared.timers import CpuTimer
-from megatron_zpp.data.blend import blend_in_stretches
+from megatron_zpp.data.blend import blend_in_python
 from megatron_zpp.data.native_index import native_index
 from megatron_zpp.data.sample_index import sample_starts
 from zeropp.errors import InputError
@@ -115,7 +115,7 @@ def builders(task: Task, part: str, document: np.ndarray, core: ModuleType | Non
         size = len(document)
         implementations = {
             OURS: partial(native_index().blend, SHARES, size),
-            NUMPY: partial(blend_in_stretches, SHARES, size),
+            NUMPY: partial(blend_in_python, SHARES, size),
         }
         core_build = partial(_core_blend, size, core)
     return implementations if core is None else implementations | {CORE: core_build}

@@ -1,4 +1,4 @@
-"""The compiled loops of csrc/index/, if they were built; otherwise NumPy is used instead."""
+"""The compiled loops of csrc/index/, if they were built; otherwise Python and NumPy do the work."""
 
 import ctypes
 import logging
@@ -12,14 +12,16 @@ import numpy as np
 from zeropp.native.library import ADDRESS, INT, LibraryError, load
 
 FOLDER = Path(__file__).parent
-FUNCTIONS = MappingProxyType({
-    # data, its size, key and position of the random state
-    "zpp_index_shuffle": (ADDRESS, INT, ADDRESS, ADDRESS),
-    # lengths, documents, number of documents, sequence length, rows, out, whether out is int64
-    "zpp_index_starts": (ADDRESS, ADDRESS, INT, INT, INT, ADDRESS, INT),
-    # shares, limits, number of datasets, size, dataset, sample
-    "zpp_index_blend": (ADDRESS, ADDRESS, INT, INT, ADDRESS, ADDRESS),
-})  # fmt: skip
+FUNCTIONS = MappingProxyType(
+    {
+        # data, its size, key and position of the random state
+        "zpp_index_shuffle": (ADDRESS, INT, ADDRESS, ADDRESS),
+        # lengths, documents, number of documents, sequence length, rows, out, whether out is int64
+        "zpp_index_starts": (ADDRESS, ADDRESS, INT, INT, INT, ADDRESS, INT),
+        # shares, limits, number of datasets, size, dataset, sample
+        "zpp_index_blend": (ADDRESS, ADDRESS, INT, INT, ADDRESS, ADDRESS),
+    }
+)
 MAX_SHUFFLED = 1 << 31  # a longer array would need more than 32 random bits for each swap
 
 log = logging.getLogger("megatron_zpp")
@@ -84,5 +86,5 @@ def native_index() -> NativeIndex | None:
     try:
         return NativeIndex(library=load(FOLDER, "_index", FUNCTIONS))
     except LibraryError as error:
-        log.info("sample indices are built by NumPy, which takes longer: %s", error)
+        log.info("sample indices are built by NumPy and Python, which takes longer: %s", error)
         return None

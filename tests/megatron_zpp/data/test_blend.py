@@ -1,5 +1,7 @@
 """Blending against the sequential recurrence, and what `--data-path` may say."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_zpp.data import blend as module
 from megatron_zpp.data.blend import (
     BlendedDataset,
-    blend_in_stretches,
+    blend_in_python,
     blend_index,
     count_samples,
     exhaustive_blend_index,
@@ -36,20 +38,26 @@ weights = st.one_of(
 
 
 @settings(max_examples=60, deadline=None)
-@given(weights=weights, size=st.integers(1, 700), stretch=st.sampled_from([1, 3, 40, 512]))
-def test_stretches_side_by_side_equal_one_by_one(weights, size, stretch) -> None:
-    dataset, sample = blend_in_stretches(np.array(normalize(weights)), size, stretch)
-    assert (dataset.tolist(), sample.tolist()) == one_by_one(weights, size)
-    assert dataset.dtype == np.int16 and sample.dtype == np.int64
+@given(weights=weights, size=st.integers(1, 700))
+def test_a_blend_takes_from_the_dataset_that_is_furthest_behind(weights, size) -> None:
+    for blend in (partial(blend_index, weights), partial(blend_in_python, shares_of(weights))):
+        dataset, sample = blend(size)
+        assert (dataset.tolist(), sample.tolist()) == one_by_one(weights, size)
+        assert dataset.dtype == np.int16 and sample.dtype == np.int64
 
 
 @settings(max_examples=60, deadline=None)
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=9))
 def test_an_exhaustive_blend_takes_every_sample_once(sizes: list[int]) -> None:
-    dataset, sample = exhaustive_blend_index(sizes)
-    pairs = sorted(zip(dataset.tolist(), sample.tolist(), strict=True))
-    assert pairs == [(number, k) for number, size in enumerate(sizes) for k in range(size)]
-    assert dataset.tolist() == one_by_one(sizes, sum(sizes))[0]
+    in_python = blend_in_python(shares_of(sizes), sum(sizes), np.array(sizes))
+    for dataset, sample in (exhaustive_blend_index(sizes), in_python):
+        pairs = sorted(zip(dataset.tolist(), sample.tolist(), strict=True))
+        assert pairs == [(number, k) for number, size in enumerate(sizes) for k in range(size)]
+        assert dataset.tolist() == one_by_one(sizes, sum(sizes))[0]
+
+
+def shares_of(weights: list[float]) -> np.ndarray:
+    return np.array(normalize(weights))
 
 
 def test_samples_are_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

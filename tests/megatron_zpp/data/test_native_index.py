@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_zpp.data import native_index as module
-from megatron_zpp.data.blend import blend_in_stretches
+from megatron_zpp.data.blend import blend_in_python
 from megatron_zpp.data.native_index import NativeIndex, native_index
 from megatron_zpp.data.sample_index import sample_starts
 from megatron_zpp.data.split import normalize
@@ -63,10 +63,10 @@ def test_places_are_numpys(loops, lengths: list, seq_length: int, epochs: int, k
 
 @settings(max_examples=60, deadline=None)
 @given(weights=st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=9), size=st.integers(0, 700))
-def test_a_blend_is_numpys(loops, weights: list, size: int) -> None:
+def test_a_blend_is_pythons(loops, weights: list, size: int) -> None:
     shares = np.array(normalize(weights))
     for array, expected in zip(
-        loops.blend(shares, size), blend_in_stretches(shares, size), strict=True
+        loops.blend(shares, size), blend_in_python(shares, size), strict=True
     ):
         assert array.dtype == expected.dtype and (array == expected).all()
 
@@ -80,7 +80,9 @@ def test_without_a_library_it_says_so_and_numpy_does_the_work(tmp_path, caplog, 
     monkeypatch.setattr(module, "FOLDER", tmp_path)
     with caplog.at_level(logging.INFO, "megatron_zpp"):
         assert native_index.__wrapped__() is None
-    assert "built by NumPy" in caplog.text and "csrc/ was not built" in caplog.text
+    assert (
+        "sample indices are built by NumPy" in caplog.text and "csrc/ was not built" in caplog.text
+    )
 
 
 def test_a_library_of_other_sources_is_not_used(loops, monkeypatch, caplog) -> None:
