@@ -4,9 +4,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain
 
 from megatron_zpp.settings.flag import NoEffect, Section, flag
 from zeropp.errors import InputError
+from zeropp.settings.schema import Rule, one_of, requires
 
 _OWN_SOURCES = NoEffect(
     "each split has its own source",
@@ -113,6 +115,18 @@ class DataConfig(Section):
         None, "A:B ...: leave out the global batches with any of samples A to B-1 of the run"
     )
 
+    rules = (
+        *(
+            one_of("mock_data", name, message="{} contradict: leave one out")
+            for name in chain.from_iterable(SOURCES)
+        ),
+        *(
+            one_of(name, f"{name}_path", message="{} contradict: give one of them")
+            for name in SOURCES[-1]
+            if not name.endswith("_path")
+        ),
+    )
+
     @property
     def skipped(self) -> tuple[range, ...]:
         """The ranges of `--skip-samples`."""
@@ -143,20 +157,12 @@ class DataConfig(Section):
                     f"--skip-samples {text}: expected A:B with A < B, for the samples A to B-1 in "
                     "the order of the run, counted from 0"
                 )
-        sources = [self._typed(names) for names in SOURCES]
-        sources = [flags for flags in sources if flags]
+        sources = [flags for flags in map(self._typed, SOURCES) if flags]
         if len(sources) > 1:
             raise InputError(
                 f"{sources[0][0]} and {sources[1][0]} contradict: give one blend that --split "
                 "divides, or one blend for each split"
             )
-        if self.mock_data and sources:
-            raise InputError(f"--mock-data and {sources[0][0]} contradict: leave one out")
-        for split in ("train", "valid", "test"):
-            name = f"{split}_weighted_split_paths"
-            both = self._typed((name, f"{name}_path"))
-            if len(both) > 1:
-                raise InputError(f"{both[0]} and {both[1]} contradict: give one of them")
 
     def _typed(self, names: Iterable[str]) -> list[str]:
         """The flags among the fields of these names that have a value."""
@@ -196,6 +202,34 @@ class BatchConfig(Section):
         "B, T: powers of 1000)",
     )
 
+    rules = (
+        one_of(
+            "step_batch_size_schedule",
+            "rampup_batch_size",
+            message="{} are two ways to change the batch size: give one of them",
+        ),
+        requires(
+            "rampup_batch_size",
+            "global_batch_size",
+            "{} needs --global-batch-size: the size at its end",
+        ),
+        Rule(
+            ("rampup_batch_size",),
+            lambda ramp: ramp and 0 in ramp[:2],
+            "{}: start and increment must be at least 1",
+        ),
+        Rule(
+            ("rampup_batch_size", "global_batch_size"),
+            lambda ramp, final: ramp and ramp[0] > final,
+            "{}: the start is larger than {}",
+        ),
+        Rule(
+            ("rampup_batch_size", "global_batch_size"),
+            lambda ramp, final: ramp and (final - ramp[0]) % ramp[1],
+            "{}: steps of the increment from the start never reach {} exactly",
+        ),
+    )
+
     @property
     def batch_sizes(self) -> tuple[tuple[int, int], ...]:
         """`step_batch_size_schedule` as (tokens, size) pairs, ascending; empty without one.
@@ -213,35 +247,13 @@ class BatchConfig(Section):
         return pairs
 
     def check(self) -> None:
-        """Raise InputError for batch sizes on the way that do not fit the global batch size."""
+        """Raise InputError for a schedule that is none or does not fit the global batch size."""
         super().check()
         largest = max((size for _, size in self.batch_sizes), default=self.global_batch_size)
-        if self.batch_sizes and self.rampup_batch_size is not None:
-            raise InputError(
-                "--step-batch-size-schedule and --rampup-batch-size are two ways to change the "
-                "batch size: give one of them"
-            )
         if self.global_batch_size is not None and largest != self.global_batch_size:
             raise InputError(
                 f"--global-batch-size {self.global_batch_size} is not the largest size of "
                 f"--step-batch-size-schedule, {largest}: leave it out, or give that"
-            )
-        if self.rampup_batch_size is None:
-            return
-        start, increment, samples = self.rampup_batch_size
-        shown = f"--rampup-batch-size {start} {increment} {samples}"
-        if self.global_batch_size is None:
-            raise InputError(f"{shown} needs --global-batch-size: the size at its end")
-        if start < 1 or increment < 1:
-            raise InputError(f"{shown}: start and increment must be at least 1")
-        if start > self.global_batch_size:
-            raise InputError(
-                f"{shown}: the start is larger than --global-batch-size {self.global_batch_size}"
-            )
-        if (self.global_batch_size - start) % increment:
-            raise InputError(
-                f"{shown}: steps of {increment} from {start} never reach --global-batch-size "
-                f"{self.global_batch_size} exactly"
             )
 
 

@@ -62,7 +62,9 @@ class Flag(Setting):
         return f"{value:.15g}" if isinstance(value, float) else str(value)
 
     def assignment(self, value: Any, name: str = "") -> str:
-        """For example `--lr 0.0001`."""
+        """For example `--lr 0.0001`, or `--fp16` for one that is true or false."""
+        if value is True and self.type is bool:
+            return name or self.shown
         values = value if isinstance(value, tuple) else (value,)
         return " ".join([name or self.shown, *(self.text(item) for item in values)])
 

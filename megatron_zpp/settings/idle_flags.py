@@ -10,10 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp.settings.flag import Flag, SameAs, Section
-from zeropp.settings.schema import NoEffect
-from zeropp.settings.toml_file import read_toml
-
-_TYPES = MappingProxyType({"switch": bool, "integer": int, "number": float, "string": str})
+from zeropp.settings.idle import Table, idle_settings, read_toml
 
 
 @cache
@@ -28,11 +25,9 @@ def refused_flags() -> Mapping[str, Sequence[str]]:
     return MappingProxyType(read_toml(__package__, "refused.toml"))
 
 
-def flags_of(table: Mapping[str, Mapping[str, Any]]) -> tuple[Flag, ...]:
+def flags_of(table: Table) -> tuple[Flag, ...]:
     """The flags of a table like `no_effect.toml`: by reason, by name, what follows the name."""
-    return tuple(
-        _flag(name, why, facts) for why, rows in table.items() for name, facts in rows.items()
-    )
+    return tuple(idle_settings(_flag, table, section=Section).values())
 
 
 def what_is_missing(name: str) -> str:
@@ -43,25 +38,5 @@ def what_is_missing(name: str) -> str:
     return ""
 
 
-def _flag(name: str, why: str, facts: str | list | Mapping[str, Any]) -> Flag:
-    if isinstance(facts, str):
-        facts = {"type": facts}
-    elif isinstance(facts, list):
-        facts = {"values": facts}
-    more = dict(facts)
-    choices = tuple(more.pop("values", ()))
-    kind = more.pop("type", "")
-    key = more.pop("same_as", None)
-    return Flag(
-        name=name,
-        section=Section,
-        type=_TYPES[kind.removesuffix("s")] if kind else type(choices[0]),
-        count="+" if kind.endswith("s") else None,
-        optional=False,
-        default=None,
-        choices=choices,
-        why_no_others=f"{why}; leave it out" if choices else "",
-        same_as=SameAs(key) if key else None,
-        no_effect=(NoEffect(why),),
-        **more,
-    )
+def _flag(same_as: str | None = None, **facts: Any) -> Flag:
+    return Flag(same_as=SameAs(same_as) if same_as else None, **facts)

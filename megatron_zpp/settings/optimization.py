@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megatron_zpp.settings.flag import NoEffect, SameAs, Section, flag, needs, shared
 from megatron_zpp.settings.run import NEEDS_LOAD
-from zeropp.errors import InputError
+from zeropp.settings.schema import Rule, at_most, one_of
 
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
@@ -28,6 +28,7 @@ _NO_DECAY = NoEffect(
 )
 _NEEDS_DECOUPLED = needs("--decoupled-lr", lambda c: c.optimizer.decoupled_lr is not None)
 _NO_WARMUP = NoEffect("there is no warm-up", when=lambda c: not c.schedule.has_warmup)
+_ONE_UNIT = "{}: give the length in one unit only"
 
 
 def _power_of_two(scale: float) -> int | None:
@@ -63,14 +64,13 @@ class RecomputeConfig(Section):
         no_effect=_NEEDS_FULL,
     )
 
-    def check(self) -> None:
-        """Raise InputError for a method without full recomputation."""
-        super().check()
-        if self.recompute_method is not None and self.recompute_granularity != "full":
-            raise InputError(
-                f"--recompute-method {self.recompute_method} needs --recompute-granularity full, "
-                f"not {self.recompute_granularity or 'none'}"
-            )
+    rules = (
+        Rule(
+            ("recompute_method", "recompute_granularity"),
+            lambda method, granularity: method is not None and granularity != "full",
+            "{} needs --recompute-granularity full",
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,23 +127,17 @@ class PrecisionConfig(Section):
         same_as=SameAs("fp16.hysteresis", key_counts=True),
     )
 
+    rules = (
+        one_of("fp16", "bf16", message="{} contradict: leave one out"),
+        at_most("min_loss_scale", "initial_loss_scale", "{1} is below {0}"),
+    )
+
     @property
     def format(self) -> str:
         """Number format of weights and activations in forward and backward, as torch calls it."""
         if self.fp16:
             return "float16"
         return "bfloat16" if self.bf16 else "float32"
-
-    def check(self) -> None:
-        """Raise InputError for two formats at once or a first scale below the smallest."""
-        super().check()
-        if self.fp16 and self.bf16:
-            raise InputError("--fp16 and --bf16 contradict: leave one out")
-        if self.initial_loss_scale < self.min_loss_scale:
-            raise InputError(
-                f"--initial-loss-scale {self.initial_loss_scale:g} is below --min-loss-scale "
-                f"{self.min_loss_scale:g}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,14 +195,14 @@ class OptimizerConfig(Section):
         0.9,
         "decay of the first moment",
         minimum=0,
-        maximum=1,
+        below=1,
         same_as=SameAs("optimizer.params.betas", index=0),
     )
     adam_beta2: float = flag(
         0.999,
         "decay of the second moment",
         minimum=0,
-        maximum=1,
+        below=1,
         same_as=SameAs("optimizer.params.betas", index=1),
     )
     adam_eps: float = flag(
@@ -221,37 +215,27 @@ class OptimizerConfig(Section):
         same_as="optimizer.params.torch_adam",
     )
 
-    def check(self) -> None:
-        """Raise InputError for bounds in the wrong order or half a weight-decay schedule."""
-        super().check()
-        if self.min_lr > self.lr:
-            raise InputError(f"--min-lr {self.min_lr:g} is larger than --lr {self.lr:g}")
-        if self.decoupled_lr is not None:
-            name = "--min-lr" if self.decoupled_min_lr is None else "--decoupled-min-lr"
-            lowest = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
-            if lowest > self.decoupled_lr:
-                raise InputError(
-                    f"{name} {lowest:g} is larger than --decoupled-lr {self.decoupled_lr:g}"
-                )
-        for name in ("adam_beta1", "adam_beta2"):
-            if getattr(self, name) == 1:
-                raise InputError(f"--{name.replace('_', '-')} 1: expected less than 1")
-        ends = (self.start_weight_decay, self.end_weight_decay)
-        if self.weight_decay_incr_style == "constant":
-            if any(end not in (None, self.weight_decay) for end in ends):
-                raise InputError(
-                    "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style "
-                    "linear or cosine"
-                )
-        elif None in ends:
-            raise InputError(
-                f"--weight-decay-incr-style {self.weight_decay_incr_style} needs both "
-                "--start-weight-decay and --end-weight-decay"
-            )
-        elif ends[0] > ends[1]:
-            raise InputError(
-                f"--start-weight-decay {ends[0]:g} is larger than --end-weight-decay {ends[1]:g}"
-            )
+    rules = (
+        at_most("min_lr", "lr"),
+        at_most("decoupled_min_lr", "decoupled_lr"),
+        Rule(
+            ("min_lr", "decoupled_lr", "decoupled_min_lr"),
+            lambda lowest, rate, own: rate is not None and own is None and lowest > rate,
+            "{} is larger than {}: lower it, or give --decoupled-min-lr",
+        ),
+        Rule(
+            ("weight_decay_incr_style", "weight_decay", "start_weight_decay", "end_weight_decay"),
+            lambda style, decay, *ends: style == "constant" and {*ends} - {None, decay},
+            "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or "
+            "cosine",
+        ),
+        Rule(
+            ("weight_decay_incr_style", "start_weight_decay", "end_weight_decay"),
+            lambda style, *ends: style != "constant" and None in ends,
+            "{} needs both --start-weight-decay and --end-weight-decay",
+        ),
+        at_most("start_weight_decay", "end_weight_decay"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,41 +277,25 @@ class ScheduleConfig(Section):
         False, "on resuming, the checkpoint's settings replace these", no_effect=NEEDS_LOAD
     )
 
+    rules = (
+        one_of("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens", message=_ONE_UNIT),
+        one_of(*(f"lr_warmup_{unit}" for unit in ("fraction", *UNITS)), message=_ONE_UNIT),
+        one_of("lr_wsd_decay_iters", "lr_wsd_decay_samples", message=_ONE_UNIT),
+        Rule(
+            ("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+            lambda style, *lengths: style == "WSD" and not any(lengths),
+            "{} needs --lr-wsd-decay-iters or --lr-wsd-decay-samples: the length of its last part",
+        ),
+        at_most("lr_warmup_init", "lr", "{} is above {}"),
+        at_most("lr_warmup_init", "decoupled_lr", "{} is above {}"),
+        one_of(
+            "override_opt_param_scheduler",
+            "use_checkpoint_opt_param_scheduler",
+            message="{} contradict: leave one out",
+        ),
+    )
+
     @property
     def has_warmup(self) -> bool:
         """Whether a warm-up was asked for, in any unit."""
         return any(getattr(self, f"lr_warmup_{unit}") for unit in ("fraction", *UNITS))
-
-    def check(self) -> None:
-        """Raise InputError for a length given twice and for bounds in the wrong order."""
-        super().check()
-        for kind in ("decay", "warmup", "wsd-decay"):
-            self._check_one_unit(kind)
-        if self.lr_decay_style == "WSD" and not (
-            self.lr_wsd_decay_iters or self.lr_wsd_decay_samples
-        ):
-            raise InputError(
-                "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples: "
-                "the length of its last part"
-            )
-        if self.lr_warmup_init > self.lr:
-            raise InputError(f"--lr-warmup-init {self.lr_warmup_init:g} is above --lr {self.lr:g}")
-        if self.decoupled_lr is not None and self.lr_warmup_init > self.decoupled_lr:
-            raise InputError(
-                f"--lr-warmup-init {self.lr_warmup_init:g} is above --decoupled-lr "
-                f"{self.decoupled_lr:g}"
-            )
-        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
-            raise InputError(
-                "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler "
-                "contradict: leave one out"
-            )
-
-    def _check_one_unit(self, kind: str) -> None:
-        typed = []
-        for unit in ("fraction", *UNITS):
-            length = getattr(self, f"lr_{kind.replace('-', '_')}_{unit}", None)
-            if length:
-                typed.append(f"--lr-{kind}-{unit} {length}")
-        if len(typed) > 1:
-            raise InputError(f"{typed[0]} and {typed[1]}: give the length in one unit only")

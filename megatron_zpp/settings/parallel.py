@@ -7,9 +7,14 @@ from math import prod
 
 from megatron_zpp.settings.flag import Section, flag, needs
 from zeropp.errors import InputError
+from zeropp.settings.schema import Rule, one_of
 
 SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 STAGES_PER_RANK = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+_NO_RING = (
+    "not available: allgather sends the same bytes as a ring of p2p messages, and a2a fewer "
+    "if there are few heads"
+)
 LAYERS_OF_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 
 
@@ -39,7 +44,8 @@ class ParallelConfig(Section):
     cp_comm_type: str = flag(
         "a2a",
         "how ranks that split sequences attend to each other's tokens",
-        choices=("a2a", "allgather", "p2p", "a2a+p2p"),
+        choices=("a2a", "allgather"),
+        refused=dict.fromkeys(("p2p", "a2a+p2p"), _NO_RING),
         no_effect=needs("--context-parallel-size", lambda c: c.parallel.context_parallel_size > 1),
     )
     sequence_parallel: bool = flag(
@@ -57,26 +63,18 @@ class ParallelConfig(Section):
         10.0, "a collective fails, and a rank that hangs ends the run, after so long", above=0
     )
 
-    def check(self) -> None:
-        """Raise InputError for settings that contradict each other or are not built yet."""
-        super().check()
-        if self.cp_comm_type not in ("a2a", "allgather"):
-            raise InputError(
-                f"--cp-comm-type {self.cp_comm_type} is not available: allgather sends the same "
-                "bytes as a ring of p2p messages, and a2a fewer where there are few heads"
+    rules = (
+        *(
+            Rule(
+                (name, "pipeline_model_parallel_size"),
+                lambda layers, size: layers is not None and size == 1,
+                "{} divides the layers of a pipeline: give --pipeline-model-parallel-size 2 or "
+                "more, or leave it out",
             )
-        if self.pipeline_model_parallel_size == 1:
-            for name in (*STAGES_PER_RANK, *LAYERS_OF_ENDS):
-                if getattr(self, name) is not None:
-                    raise InputError(
-                        f"{self._shown(name)} divides the layers of a pipeline: give "
-                        "--pipeline-model-parallel-size 2 or more, or leave it out"
-                    )
-        if None not in (getattr(self, name) for name in STAGES_PER_RANK):
-            raise InputError(
-                f"{' and '.join(map(self._shown, STAGES_PER_RANK))} say the same in two ways: "
-                "give one of them"
-            )
+            for name in (*STAGES_PER_RANK, *LAYERS_OF_ENDS)
+        ),
+        one_of(*STAGES_PER_RANK, message="{} say the same in two ways: give one of them"),
+    )
 
     def num_replicas(self, world_size: int) -> int:
         """Return how many ranks, or groups of ranks that split a model, see different samples.

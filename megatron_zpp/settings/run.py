@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
-from zeropp.errors import InputError
+from zeropp.settings.schema import Rule, one_of, requires
 
 _NO_EVALUATION = NoEffect(
     "--eval-iters 0 switches evaluation off", when=lambda c: c.evaluation.eval_iters == 0
@@ -70,19 +70,14 @@ class TrainingConfig(Section):
         None, "ranks of the run to estimate (default: those launched)", minimum=1
     )
 
-    def check(self) -> None:
-        """Raise InputError for a length given in iterations and in samples, and for idle ranks."""
-        super().check()
-        if self.dry_run_ranks is not None and not self.dry_run:
-            raise InputError(
-                f"--dry-run-ranks {self.dry_run_ranks} needs --dry-run; a run's own number of "
-                "ranks is given to torchrun or zeropp"
-            )
-        if self.train_iters is not None and self.train_samples is not None:
-            raise InputError(
-                f"--train-iters {self.train_iters} and --train-samples {self.train_samples} "
-                "contradict: give the length in one unit"
-            )
+    rules = (
+        requires(
+            "dry_run_ranks",
+            "dry_run",
+            "{} needs --dry-run; a run's own number of ranks is given to torchrun or zeropp",
+        ),
+        one_of("train_iters", "train_samples", message="{}: give the length in one unit only"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,19 +147,15 @@ class CheckpointConfig(Section):
     )
     exit_on_missing_checkpoint: bool = flag(False, "fail if --load holds no checkpoint")
 
-    def check(self) -> None:
-        """Raise InputError for demands on a checkpoint that is not saved or not loaded."""
-        super().check()
-        if self.save_retain_interval is not None and self.save_interval is not None:
-            if self.save_retain_interval % self.save_interval:
-                raise InputError(
-                    f"--save-retain-interval {self.save_retain_interval} is not a multiple of "
-                    f"--save-interval {self.save_interval}: change one of them"
-                )
-        if self.load is None:
-            for name in ("exit_on_missing_checkpoint", "use_checkpoint_args"):
-                if getattr(self, name):
-                    raise InputError(f"--{name.replace('_', '-')} needs --load FOLDER")
+    rules = (
+        Rule(
+            ("save_retain_interval", "save_interval"),
+            lambda retained, interval: retained and interval and retained % interval,
+            "{} is not a multiple of {}: change one of them",
+        ),
+        requires("exit_on_missing_checkpoint", "load", "{} needs --load FOLDER"),
+        requires("use_checkpoint_args", "load", "{} needs --load FOLDER"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,13 +224,15 @@ class LogConfig(Section):
         None, "folder of the Weights & Biases files", no_effect=_NEEDS_WANDB
     )
 
-    def check(self) -> None:
-        """Raise InputError for a profile without a folder or without an iteration."""
-        super().check()
-        if self.profile and self.tensorboard_dir is None:
-            raise InputError("--profile needs --tensorboard-dir FOLDER, where the trace is written")
-        if self.profile and self.profile_step_end <= self.profile_step_start:
-            raise InputError(
-                f"--profile-step-end {self.profile_step_end}: expected more than "
-                f"--profile-step-start {self.profile_step_start}"
-            )
+    rules = (
+        requires(
+            "profile",
+            "tensorboard_dir",
+            "{} needs --tensorboard-dir FOLDER, where the trace is written",
+        ),
+        Rule(
+            ("profile", "profile_step_start", "profile_step_end"),
+            lambda profile, start, end: profile and end <= start,
+            "{2}: expected more than {1}",
+        ),
+    )

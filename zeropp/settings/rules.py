@@ -1,97 +1,77 @@
 """Which keys of the JSON contradict each other."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from zeropp.settings.schema import Rule, one_of, requires
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """Keys whose values contradict each other: when, and why."""
-
-    keys: tuple[str, ...]
-    broken: Callable[[Any], bool]  # of a ZeroConfig
-    why: str
-
-
-_STAGE = "zero_optimization.stage"
 _ZERO = "zero_optimization."
+_STAGE = _ZERO + "stage"
+_QUANTIZED_WEIGHTS = _ZERO + "zero_quantized_weights"
+_STORED_FROZEN = _ZERO + "zero_quantized_nontrainable_weights"
+_HPZ = _ZERO + "zero_hpz_partition_size"
+_WEIGHTS_ON = _ZERO + "offload_param.device"
+_OPTIMIZER_ON = _ZERO + "offload_optimizer.device"
+
 RULES = (
+    one_of("fp16.enabled", "bf16.enabled", message="{}: only one of them can be true"),
     Rule(
-        keys=("fp16.enabled", "bf16.enabled"),
-        broken=lambda c: c.fp16.enabled and c.bf16.enabled,
-        why="only one of them can be true",
+        (_HPZ, _STAGE),
+        lambda size, stage: size > 1 and stage != 3,
+        "{} and {}: hpZ keeps a second copy of gathered weights, so it needs stage 3",
+    ),
+    *(
+        requires(name, _STAGE, f"{{}} and {{}}: {why}; it needs stage 1, 2 or 3")
+        for name, why in (
+            (_QUANTIZED_WEIGHTS, "stage 0 gathers no weights to quantize"),
+            (_ZERO + "zero_quantized_gradients", "stage 0 shards no gradients to quantize"),
+            (_STORED_FROZEN, "stage 0 shards no weights"),
+        )
     ),
     Rule(
-        keys=(_ZERO + "zero_hpz_partition_size", _STAGE),
-        broken=lambda c: c.zero_optimization.zero_hpz_partition_size > 1 and c.stage != 3,
-        why="hpZ keeps a second copy of gathered weights, so it needs stage 3",
+        (_OPTIMIZER_ON, _STAGE),
+        lambda device, stage: device != "none" and stage == 0,
+        "{} and {}: offload moves a rank's shard to the CPU; stage 0 has none, and stages 1, 2 "
+        "and 3 have one",
     ),
     Rule(
-        keys=(_ZERO + "zero_quantized_weights", _STAGE),
-        broken=lambda c: c.zero_optimization.zero_quantized_weights and c.stage == 0,
-        why="stage 0 gathers no weights to quantize; it needs stage 1, 2 or 3",
+        (_WEIGHTS_ON, _ZERO + "offload_optimizer.ratio", _STAGE),
+        lambda device, ratio, stage: device == "cpu" and ratio < 1 and stage == 3,
+        "{} and {}: a part of the optimizer on the device needs its weights there",
     ),
     Rule(
-        keys=(_ZERO + "zero_quantized_gradients", _STAGE),
-        broken=lambda c: c.zero_optimization.zero_quantized_gradients and c.stage == 0,
-        why="stage 0 shards no gradients to quantize; it needs stage 1, 2 or 3",
+        (_STORED_FROZEN, _WEIGHTS_ON, _STAGE),
+        lambda stored, device, stage: stored and device == "cpu" and stage == 3,
+        "{} and {}: frozen weights that are stored quantized stay on the device",
     ),
     Rule(
-        keys=(_ZERO + "zero_quantized_nontrainable_weights", _STAGE),
-        broken=lambda c: c.zero_optimization.zero_quantized_nontrainable_weights and c.stage == 0,
-        why="stage 0 shards no weights; it needs stage 1, 2 or 3",
+        ("zeropp.delayed_param_update", _OPTIMIZER_ON),
+        lambda delayed, device: delayed and device != "cpu",
+        "{} and {}: the update that runs beside the next step is the CPU's; it needs the "
+        "optimizer there",
     ),
     Rule(
-        keys=(_ZERO + "offload_optimizer.device", _STAGE),
-        broken=lambda c: c.zero_optimization.offload_optimizer.device != "none" and c.stage == 0,
-        why="offload moves a rank's shard to the CPU; stage 0 has none, stages 1, 2 and 3 have",
+        ("zeropp.gradient_bits",),
+        lambda bits: bits[0] == 3,
+        "{}: 3 bits are for the hop across nodes, as in [8, 3]; twice they cost accuracy",
+    ),
+    requires(
+        "zeropp.weight_steps",
+        _QUANTIZED_WEIGHTS,
+        "{} and {}: the steps are those of INT8 codes, which quantized weights have",
     ),
     Rule(
-        keys=(_ZERO + "offload_param.device", _ZERO + "offload_optimizer.ratio"),
-        broken=lambda c: c.offloads_weights and c.zero_optimization.offload_optimizer.ratio < 1,
-        why="a part of the optimizer on the device needs its weights there",
+        ("zeropp.weight_steps", "zeropp.weight_bits"),
+        lambda steps, bits: steps and bits != 8,
+        "{} and {}: the steps are those of INT8 codes; they need 8 bits",
     ),
     Rule(
-        keys=(_ZERO + "zero_quantized_nontrainable_weights", _ZERO + "offload_param.device"),
-        broken=lambda c: c.stores_frozen and c.offloads_weights,
-        why="frozen weights that are stored quantized stay on the device",
+        ("zeropp.weight_steps", _HPZ),
+        lambda steps, size: steps and size == 1,
+        "{} and {}: a node takes steps from the codes that it keeps: it needs hpZ, with the ranks "
+        "of a node as the partition",
     ),
     Rule(
-        keys=("zeropp.delayed_param_update", _ZERO + "offload_optimizer.device"),
-        broken=lambda c: c.zeropp.delayed_param_update and not c.offloads_optimizer,
-        why="the update that runs beside the next step is the CPU's; it needs the optimizer there",
-    ),
-    Rule(
-        keys=("zeropp.gradient_bits",),
-        broken=lambda c: c.zeropp.gradient_bits[0] == 3,
-        why="3 bits are for the hop across nodes, as in [8, 3]; twice they cost accuracy",
-    ),
-    Rule(
-        keys=("zeropp.weight_steps", _ZERO + "zero_quantized_weights"),
-        broken=lambda c: c.zeropp.weight_steps and not c.zero_optimization.zero_quantized_weights,
-        why="the steps are those of INT8 codes, which quantized weights have",
-    ),
-    Rule(
-        keys=("zeropp.weight_steps", "zeropp.weight_bits"),
-        broken=lambda c: c.zeropp.weight_steps and c.zeropp.weight_bits != 8,
-        why="the steps are those of INT8 codes; it needs 8 bits",
-    ),
-    Rule(
-        keys=("zeropp.weight_steps", _ZERO + "zero_hpz_partition_size"),
-        broken=lambda c: c.zeropp.weight_steps and c.zero_optimization.zero_hpz_partition_size == 1,
-        why="a node takes steps from the codes that it keeps: it needs hpZ, with the ranks of a "
-        "node as the partition",
-    ),
-    Rule(
-        keys=BATCH_KEYS,
-        broken=lambda c: (
-            (c.train_batch_size or 0)
-            % ((c.train_micro_batch_size_per_gpu or 1) * (c.gradient_accumulation_steps or 1))
-            != 0
-        ),
-        why="the first must be the product of the other two and the number of ranks",
+        BATCH_KEYS,
+        lambda samples, micro, steps: (samples or 0) % ((micro or 1) * (steps or 1)) != 0,
+        "{} and {} and {}: the first must be the product of the other two and the number of ranks",
     ),
 )

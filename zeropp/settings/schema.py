@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from zeropp.errors import InputError
 
@@ -43,14 +43,15 @@ class Setting:
     name: str
     section: "type[Section]"
     type: Any
-    count: int | str | None
-    optional: bool
+    count: int | str | None = None
+    optional: bool = False
     default: Any
     help: str = ""
     choices: tuple = ()
     minimum: float | None = None
     above: float | None = None
     maximum: float | None = None
+    below: float | None = None
     refused: Mapping[Any, str] = field(default_factory=dict)
     why_no_others: str = ""
     no_effect: tuple[NoEffect, ...] = ()
@@ -70,6 +71,8 @@ class Setting:
             words = f"one of {', '.join(self.text(choice) for choice in self.choices)}"
         elif self.minimum is not None and self.maximum is not None:
             words += f" from {self.text(self.minimum)} to {self.text(self.maximum)}"
+        elif self.minimum is not None and self.below is not None:
+            words += f" of at least {self.text(self.minimum)} and below {self.text(self.below)}"
         elif self.minimum is not None:
             words += f" of at least {self.text(self.minimum)}"
         elif self.above is not None:
@@ -111,6 +114,8 @@ class Setting:
             raise self._unexpected(value, f"more than {self.text(self.above)}", name)
         if self.maximum is not None and value > self.maximum:
             raise self._unexpected(value, f"at most {self.text(self.maximum)}", name)
+        if self.below is not None and value >= self.below:
+            raise self._unexpected(value, f"less than {self.text(self.below)}", name)
 
     @property
     def why_ignored(self) -> str:
@@ -139,14 +144,66 @@ class Setting:
         return InputError(f"{self.assignment(value, name)}: expected {expected}")
 
 
+@dataclass(frozen=True)
+class Rule:
+    """Settings that contradict each other if `broken` is true of their values.
+
+    `message` says why: each {} in it is replaced by a setting with its value, as a user writes
+    them, or with `joins_given` the first one by all that were given.
+    """
+
+    names: tuple[str, ...]
+    broken: Callable[..., Any]
+    message: str
+    joins_given: bool = False
+
+    def check(self, section: "Section") -> None:
+        """Raise InputError if the values of the section break the rule."""
+        values = {name: section.value(name) for name in self.names}
+        if self.broken(*values.values()):
+            shown = [section.setting(name).assignment(value) for name, value in values.items()]
+            if self.joins_given:
+                given = zip(shown, values.values(), strict=True)
+                shown = [" and ".join(text for text, value in given if value)]
+            raise InputError(self.message.format(*shown))
+
+
+def one_of(*names: str, message: str) -> Rule:
+    """At most one of the settings may be given: neither false, 0 nor None."""
+    return Rule(names, lambda *values: sum(map(bool, values)) > 1, message, joins_given=True)
+
+
+def requires(name: str, other: str, message: str) -> Rule:
+    """The first setting may be given only together with the other."""
+    return Rule((name, other), lambda value, needed: value and not needed, message)
+
+
+def at_most(lower: str, upper: str, message: str = "{} is larger than {}") -> Rule:
+    """The first setting must not exceed the second if both are given."""
+    return Rule((lower, upper), lambda low, high: None not in (low, high) and low > high, message)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """A group of settings: a frozen dataclass, built by keyword."""
 
+    rules: ClassVar[tuple[Rule, ...]] = ()
+
+    @classmethod
+    def setting(cls, name: str) -> Any:
+        """The setting of that name."""
+        return next(entry for entry in settings_of(cls) if entry.name == name)
+
+    def value(self, name: str) -> Any:
+        """The value of the setting of that name."""
+        return getattr(self, name)
+
     def check(self) -> None:
-        """Raise InputError for a value of the wrong type or out of its setting's range."""
+        """Raise InputError for values out of range, and for those that break a rule."""
         for entry in settings_of(type(self)):
             entry.check(getattr(self, entry.name))
+        for rule in self.rules:
+            rule.check(self)
 
 
 def setting(

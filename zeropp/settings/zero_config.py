@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 from zeropp.errors import InputError
 from zeropp.settings.idle_keys import idle_keys
 from zeropp.settings.json_file import OLD_NAMES, JsonValues, all_keys, build, read_json, unknown_key
-from zeropp.settings.json_keys import JsonSection, Key, NoEffect, json_text, key
+from zeropp.settings.json_keys import JsonSection, Key, NoEffect, key
 from zeropp.settings.rules import BATCH_KEYS, RULES
 from zeropp.settings.sections import (
     Bf16,
@@ -62,6 +62,7 @@ class ZeroConfig(JsonSection):
     """
 
     path: ClassVar[str] = ""
+    rules = RULES
 
     train_batch_size: int | None = key(None, minimum=1, auto=True)  # samples
     train_micro_batch_size_per_gpu: int | None = key(None, minimum=1, auto=True)  # samples
@@ -81,13 +82,6 @@ class ZeroConfig(JsonSection):
     auto_keys: frozenset[str] = frozenset()
     old_names: tuple[str, ...] = ()
     source: str = field(default="configuration", compare=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for rule in RULES:
-            if rule.broken(self):
-                values = [f"{name} = {json_text(self.value(name))}" for name in rule.keys]
-                raise InputError(f"{' and '.join(values)}: {rule.why}")
 
     @classmethod
     def from_json(
@@ -194,10 +188,16 @@ class ZeroConfig(JsonSection):
                 ignored_sections += (f"{dotted}.",)
         return tuple(lines)
 
-    def value(self, dotted: str) -> Any:
-        """The value under a dotted key; raises `InputError` for one that does not exist."""
+    @classmethod
+    def setting(cls, dotted: str) -> Key:
+        """A key by its dotted name; raises `InputError` for one that does not exist."""
         if dotted not in all_keys(ZeroConfig):
             raise unknown_key(dotted, ZeroConfig)
+        return all_keys(ZeroConfig)[dotted]
+
+    def value(self, dotted: str) -> Any:
+        """The value under a dotted key; raises `InputError` for one that does not exist."""
+        self.setting(dotted)
         return self.idle_values.get(dotted) if dotted in idle_keys() else attrgetter(dotted)(self)
 
     def to_dict(self) -> dict[str, Any]:

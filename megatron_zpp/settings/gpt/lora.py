@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_zpp.settings.flag import Section, flag, needs
-from zeropp.errors import InputError
+from zeropp.settings.schema import requires
 
 _NEEDS_LORA = needs("--lora-rank", lambda c: c.lora.lora_rank)
 
@@ -26,18 +26,17 @@ class LoraConfig(Section):
         None, "layers that get adapters (default: all of attention and MLP)"
     )
 
+    rules = (
+        requires(
+            "lora_rank",
+            "pretrained_checkpoint",
+            "{} freezes the model's weights: name the model that has them, "
+            "--pretrained-checkpoint FOLDER",
+        ),
+        requires("lora_target_modules", "lora_rank", "{} needs --lora-rank above 0"),
+    )
+
     @property
     def scaling(self) -> float:
         """What the adapters' product is multiplied by."""
         return self.lora_alpha / self.lora_rank
-
-    def check(self) -> None:
-        """Raise InputError for adapters of nothing, and for what needs them."""
-        super().check()
-        if self.lora_rank and self.pretrained_checkpoint is None:
-            raise InputError(
-                f"--lora-rank {self.lora_rank} freezes the model's weights: name the model that "
-                "has them, --pretrained-checkpoint FOLDER"
-            )
-        if self.lora_target_modules and not self.lora_rank:
-            raise InputError("--lora-target-modules needs --lora-rank above 0")

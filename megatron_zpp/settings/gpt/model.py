@@ -6,7 +6,7 @@ from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
 from megatron_zpp.settings.gpt.layer_pattern import marks_of, parse_window
 from megatron_zpp.settings.gpt.positions import PositionConfig
 from megatron_zpp.settings.gpt.sizes import model_flag
-from zeropp.errors import InputError
+from zeropp.settings.schema import Rule, one_of
 
 NORM_PLACEMENTS = ("pre", "post", "sandwich")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
@@ -15,6 +15,8 @@ _NEEDS_GELU = needs("an MLP with GELU", lambda c: c.model.has_gelu)
 _NEEDS_WINDOW = needs("--window-size", lambda c: c.model.window_size)
 _NEEDS_QK_NORM = needs("--qk-layernorm", lambda c: c.model.qk_layernorm)
 _NEEDS_NO_BIAS = needs("--disable-bias-linear", lambda c: c.model.disable_bias_linear)
+_NORMS = "{} contradict: there is not one normalization that the residual could follow"
+_ACTIVATIONS = "{} contradict: the MLP has one activation"
 _ALL_FP32 = NoEffect("everything is fp32", when=lambda c: c.precision.format == "float32")
 
 
@@ -103,6 +105,25 @@ class ModelConfig(PositionConfig):
         False, "keep the residual stream in fp32", no_effect=(_ALL_FP32,)
     )
 
+    rules = (
+        *PositionConfig.rules,
+        one_of("apply_residual_connection_post_layernorm", "use_parallel_residual", message=_NORMS),
+        Rule(
+            ("apply_residual_connection_post_layernorm", "norm_placement"),
+            lambda after, placement: after and placement == "post",
+            f"{{}} and {_NORMS}",
+        ),
+        Rule(
+            ("qk_layernorm", "qk_layernorm_across_heads", "normalization", "apply_layernorm_1p"),
+            lambda used, across, kind, less_1: used and across and (kind != "RMSNorm" or less_1),
+            "{1} needs --normalization RMSNorm without --apply-layernorm-1p",
+        ),
+        *(
+            one_of("swiglu", gelu, "reglu", "relu", "squared_relu", message=_ACTIVATIONS)
+            for gelu in ("geglu", "openai_gelu")  # these two go together
+        ),
+    )
+
     @property
     def ffn_size(self) -> int:
         """Width inside the MLP."""
@@ -157,33 +178,6 @@ class ModelConfig(PositionConfig):
         """Raise InputError for settings that do not fit each other."""
         super().check()
         assert len(self.windows) == len(self.layers_without_rope)  # or they raise
-        self._check_activation()
-        self._check_normalization()
-
-    def _check_normalization(self) -> None:
-        if self.apply_residual_connection_post_layernorm:
-            for flag_text, contradicts in (
-                ("--use-parallel-residual", self.use_parallel_residual),
-                ("--norm-placement post", self.norm_placement == "post"),
-            ):
-                if contradicts:
-                    raise InputError(
-                        f"{flag_text} and --apply-residual-connection-post-layernorm contradict: "
-                        "there is not one normalization that the residual could follow"
-                    )
-        across_heads = self.qk_layernorm and self.qk_layernorm_across_heads
-        if across_heads and (self.normalization != "RMSNorm" or self.apply_layernorm_1p):
-            raise InputError(
-                "--qk-layernorm-across-heads needs --normalization RMSNorm without "
-                "--apply-layernorm-1p"
-            )
-
-    def _check_activation(self) -> None:
-        gelu = "geglu" if self.geglu else "openai_gelu"
-        names = ("swiglu", gelu, "reglu", "relu", "squared_relu")
-        activations = ["--" + name.replace("_", "-") for name in names if getattr(self, name)]
-        if len(activations) > 1:
-            raise InputError(f"{' and '.join(activations)} contradict: the MLP has one activation")
 
 
 @dataclass(frozen=True, kw_only=True)

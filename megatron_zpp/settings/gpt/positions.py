@@ -7,6 +7,7 @@ from megatron_zpp.settings.flag import needs
 from megatron_zpp.settings.gpt.layer_pattern import marks_of
 from megatron_zpp.settings.gpt.sizes import SizeConfig, model_flag
 from zeropp.errors import InputError
+from zeropp.settings.schema import Rule
 
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "alibi", "none")
 ROPE_TYPES = ("rope", "yarn")
@@ -111,6 +112,15 @@ class PositionConfig(SizeConfig):
         1.0, "what LongRoPE multiplies queries and keys by", above=0
     )
 
+    rules = (
+        *SizeConfig.rules,
+        Rule(
+            ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"),
+            lambda low, high: low >= high,
+            "{} is not below {}: frequencies between them are mixed",
+        ),
+    )
+
     @property
     def layers_without_rope(self) -> tuple[bool, ...]:
         """Whether a layer has no rotary positions though others may have them, for each layer."""
@@ -144,12 +154,6 @@ class PositionConfig(SizeConfig):
             raise InputError(
                 f"{texts} numbers: expected {expected} of each, one for each pair of channels that "
                 "rotary positions turn"
-            )
-        low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
-        if low >= high:
-            raise InputError(
-                f"--rope-scaling-low-freq-factor {low:g} is not below "
-                f"--rope-scaling-high-freq-factor {high:g}: frequencies between them are mixed"
             )
         scalings = {
             "--use-rope-scaling": self.use_rope_scaling,

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_zpp.settings.flag import NoEffect, Section, flag
 from megatron_zpp.settings.gpt.layer_pattern import MAX_LAYERS
-from zeropp.errors import InputError
+from zeropp.settings.schema import Rule, at_most
 
 _PRETRAINED = NoEffect(
     "the model in --pretrained-checkpoint says what it is",
@@ -25,7 +25,11 @@ class SizeConfig(Section):
     """Layers, widths, heads, lengths and the vocabulary's multiple."""
 
     num_layers: int = model_flag(
-        4, "transformer blocks", minimum=1, aliases=("encoder-num-layers",)
+        4,
+        "transformer blocks",
+        minimum=1,
+        maximum=MAX_LAYERS,
+        aliases=("encoder-num-layers",),
     )
     hidden_size: int = model_flag(256, "width of the residual stream", minimum=1)
     ffn_hidden_size: int | None = model_flag(
@@ -54,6 +58,24 @@ class SizeConfig(Section):
         shorthands={"no-pad-vocab-size": 1, "disable-pad-vocab-size": 1},
     )
 
+    rules = (
+        Rule(
+            ("hidden_size", "num_attention_heads", "kv_channels"),
+            lambda width, heads, channels: channels is None and width % heads,
+            "{} is not divisible by {}: change one of them, or give --kv-channels",
+        ),
+        Rule(
+            ("num_attention_heads", "num_query_groups"),
+            lambda heads, groups: groups is not None and heads % groups,
+            "{} is not divisible by {}: each group needs as many heads",
+        ),
+        at_most(
+            "seq_length",
+            "max_position_embeddings",
+            "{} is longer than {}: lower the first or raise the second",
+        ),
+    )
+
     @property
     def head_dim(self) -> int:
         """Channels of one attention head."""
@@ -73,24 +95,3 @@ class SizeConfig(Section):
         """`vocab_size` rounded up to a multiple of `make_vocab_size_divisible_by`."""
         multiple = self.make_vocab_size_divisible_by
         return (vocab_size + multiple - 1) // multiple * multiple
-
-    def check(self) -> None:
-        """Raise InputError unless the sizes fit each other."""
-        super().check()
-        if self.num_layers > MAX_LAYERS:
-            raise InputError(f"--num-layers {self.num_layers}: at most {MAX_LAYERS} are supported")
-        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
-            raise InputError(
-                f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
-                f"{self.num_attention_heads}: change one of them or give --kv-channels"
-            )
-        if self.num_attention_heads % self.kv_heads:
-            raise InputError(
-                f"--num-attention-heads {self.num_attention_heads} is not divisible by "
-                f"--num-query-groups {self.num_query_groups}: each group needs as many heads"
-            )
-        if self.seq_length > self.num_positions:
-            raise InputError(
-                f"--seq-length {self.seq_length} is longer than --max-position-embeddings "
-                f"{self.max_position_embeddings}: lower the first or raise the second"
-            )

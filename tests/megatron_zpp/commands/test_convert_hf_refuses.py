@@ -104,7 +104,7 @@ SETTINGS = {
     "tied": ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; expected true or false"),
     "width": ({"n_embd": 10**30}, "expected a whole number above 0"),
     "depth": ({"n_layer": 10**3}, "28 tensors cannot be the 1,000 layers"),
-    "most layers": ({"n_layer": 2 * 10**9}, "--num-layers 2000000000: at most 10000"),
+    "most layers": ({"n_layer": 2 * 10**9}, "--num-layers 2000000000: expected at most 10000"),
 }
 
 

@@ -73,7 +73,7 @@ def test_the_parts_of_a_sequence_drop_other_elements(tmp_path):
         (2, CP2 + "--seq-length 15", "--seq-length 15 cannot be split over --context-.* is 16"),
         (8, "--context-parallel-size 8", "--num-attention-heads 4 cannot be split over"),
         (2, CP2 + GATHERED + "--seq-length 18", "18 cannot .* two parts each .* that can is 16"),
-        (2, CP2 + "--cp-comm-type p2p", "--cp-comm-type p2p is not available: allgather sends"),
+        (2, CP2 + "--cp-comm-type p2p", "--cp-comm-type p2p: not available: allgather sends"),
     ],
 )
 def test_sizes_that_do_not_fit(num_ranks: int, flags: str, message: str) -> None:

@@ -118,7 +118,7 @@ def test_values_out_of_range_are_named(values, message):
         (
             DataConfig,
             {"test_weighted_split_paths": ("g",), "test_weighted_split_paths_path": "f"},
-            ["--test-weighted-split-paths and --test-weighted-split-paths-path"],
+            ["--test-weighted-split-paths g and --test-weighted-split-paths-path f contradict"],
         ),
         (DataConfig, {"split_ranges": ("0:1", "0:1", "1:0.5")}, ["1:0.5 is no FROM:TO"]),
         (
@@ -143,13 +143,17 @@ def test_values_out_of_range_are_named(values, message):
             ["start", "size 8"],
         ),
         (BatchConfig, {"rampup_batch_size": (2, 4, 9), "global_batch_size": 8}, ["never reach"]),
-        (ParallelConfig, {"cp_comm_type": "p2p"}, ["--cp-comm-type p2p is not available"]),
+        (ParallelConfig, {"cp_comm_type": "p2p"}, ["--cp-comm-type p2p: not available: allgather"]),
         (ParallelConfig, {"num_layers_per_virtual_pipeline_stage": 1}, ["virtual-pipeline-stage"]),
-        (RecomputeConfig, {"recompute_method": "block"}, ["--recompute-method block", "none"]),
+        (
+            RecomputeConfig,
+            {"recompute_method": "block"},
+            ["--recompute-method block needs --recompute-granularity full"],
+        ),
         (
             RecomputeConfig,
             {"recompute_method": "uniform", "recompute_granularity": "selective"},
-            ["not selective"],
+            ["--recompute-method uniform needs --recompute-granularity full"],
         ),
         (PrecisionConfig, {"fp16": True, "bf16": True}, ["--fp16 and --bf16"]),
         (PrecisionConfig, {"initial_loss_scale": 1.0, "min_loss_scale": 2.0}, ["below", "2"]),

@@ -134,7 +134,7 @@ def test_settings_that_contradict_each_other_are_both_named(values: dict) -> Non
     message = error_of(nested(values))
     for dotted, value in values.items():
         assert f"{dotted} = {json.dumps(value)}" in message
-    assert set(values) in [set(rule.keys) for rule in RULES]
+    assert set(values) in [set(rule.names) for rule in RULES]
 
 
 def test_defaults_fill_what_the_file_leaves_out_or_to_auto() -> None:
