@@ -23,7 +23,6 @@ MAX_FUNCTION_LINES = 60
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 # Whose objects of others get functions, outside fsdp_adapter; the list only gets shorter.
 REPLACES_FUNCTIONS = {
-    "zeropp/native/kernels.py",
     "zeropp/sharding/materialize.py",
 }
 VAGUE_NAMES = ("utils", "util", "helpers", "misc", "common")

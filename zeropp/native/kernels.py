@@ -6,33 +6,37 @@ and allocate nothing, so that a CUDA graph can capture them.
 """
 
 import ctypes
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
 from zeropp.native.library import ADDRESS, INT, LibraryError, load
 
 FOLDER = Path(__file__).parent
+NO_CUDA = "they were not built here (no nvcc, or a PyTorch without CUDA at that time)"
 ISAS = ("plain", "avx2", "avx512")  # instruction sets, in the order of csrc/shared/isa.h
-FUNCTIONS = MappingProxyType({
-    # layout, rows, type of the rows, packed, number of rows, fold
-    "zpp_quantize": (ADDRESS, ADDRESS, INT, ADDRESS, INT, INT),
-    # layout, packed, out, type of out, number of rows, fold
-    "zpp_dequantize": (ADDRESS, ADDRESS, ADDRESS, INT, INT, INT),
-    # layout, packed, layout of the sums, packed sums, number of sums, terms
-    "zpp_reduce_quantize": (ADDRESS, ADDRESS, ADDRESS, ADDRESS, INT, INT),
-    # layout, packed, out, type of out, terms
-    "zpp_reduce_dequantize": (ADDRESS, ADDRESS, ADDRESS, INT, INT),
-    # layout, rows, type of the rows, packed, messages, number of rows
-    "zpp_code_steps": (ADDRESS, ADDRESS, INT, ADDRESS, ADDRESS, INT),
-    # layout, messages, packed, number of rows
-    "zpp_apply_code_steps": (ADDRESS, ADDRESS, ADDRESS, INT),
-    # an AdamCall, see csrc/adam/call.h
-    "zpp_adam": (ADDRESS,),
-})  # fmt: skip
+FUNCTIONS = MappingProxyType(
+    {
+        # layout, rows, type of the rows, packed, number of rows, fold
+        "zpp_quantize": (ADDRESS, ADDRESS, INT, ADDRESS, INT, INT),
+        # layout, packed, out, type of out, number of rows, fold
+        "zpp_dequantize": (ADDRESS, ADDRESS, ADDRESS, INT, INT, INT),
+        # layout, packed, layout of the sums, packed sums, number of sums, terms
+        "zpp_reduce_quantize": (ADDRESS, ADDRESS, ADDRESS, ADDRESS, INT, INT),
+        # layout, packed, out, type of out, terms
+        "zpp_reduce_dequantize": (ADDRESS, ADDRESS, ADDRESS, INT, INT),
+        # layout, rows, type of the rows, packed, messages, number of rows
+        "zpp_code_steps": (ADDRESS, ADDRESS, INT, ADDRESS, ADDRESS, INT),
+        # layout, messages, packed, number of rows
+        "zpp_apply_code_steps": (ADDRESS, ADDRESS, ADDRESS, INT),
+        # an AdamCall, see csrc/adam/call.h
+        "zpp_adam": (ADDRESS,),
+    }
+)
 
 
 @cache
@@ -42,37 +46,49 @@ def cpu_library() -> ctypes.CDLL:
     return load(FOLDER, "_cpu", functions | {"zpp_set_isa": (INT,)})
 
 
-@cache
-def cuda_library() -> ctypes.CDLL:
-    """The kernels for GPUs. Raises LibraryError if there are none, or none for the current GPU.
+@dataclass(frozen=True)
+class CudaLibrary:
+    """The kernels for GPUs, which raise RuntimeError with CUDA's own message if a launch fails."""
 
-    Its functions raise RuntimeError with CUDA's own message if a launch fails.
-    """
-    library = load_cuda(FOLDER)
-    if error := library.zpp_ready(torch.cuda.current_device()):
-        raise LibraryError(
-            f"{library._name} does not run on {torch.cuda.get_device_name()}: "
-            f"{library.zpp_error(error).decode()}"
-        )
-    return library
+    library: ctypes.CDLL
 
+    @property
+    def path(self) -> str:
+        return self.library._name
 
-def load_cuda(folder: Path) -> ctypes.CDLL:
-    """The library for GPUs in `folder`, without asking whether it runs here."""
-    functions = {name: (*types, INT, ADDRESS) for name, types in FUNCTIONS.items()}
-    library = load(
-        folder, "_cuda", functions | {"zpp_ready": (INT,), "zpp_error": (INT,)},
-        "they were not built here (no nvcc, or a PyTorch without CUDA at that time)",
-    )  # fmt: skip
-    library.zpp_error.restype = ctypes.c_char_p
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name not in FUNCTIONS:
+            raise AttributeError(f"the library for GPUs has no function {name}")
+        return partial(self._launch, name)
 
-    def raise_on_error(error: int, function: Any, arguments: tuple[Any, ...]) -> None:
-        if error:
-            device = f"cuda:{arguments[-2]}"
-            raise RuntimeError(
-                f"{function.__name__} on {device}: {library.zpp_error(error).decode()}"
+    def require_device(self, index: int) -> None:
+        """Raise LibraryError if the kernels do not run on this GPU."""
+        if error := self.library.zpp_ready(index):
+            raise LibraryError(
+                f"{self.path} does not run on {torch.cuda.get_device_name()}: "
+                f"{self._message(error)}"
             )
 
-    for name in FUNCTIONS:
-        getattr(library, name).errcheck = raise_on_error
+    def _launch(self, name: str, *arguments: int) -> None:
+        if error := getattr(self.library, name)(*arguments):
+            raise RuntimeError(f"{name} on cuda:{arguments[-2]}: {self._message(error)}")
+
+    def _message(self, error: int) -> str:
+        return self.library.zpp_error(error).decode()
+
+
+@cache
+def cuda_library() -> CudaLibrary:
+    """The kernels for GPUs. Raises LibraryError if there are none, or none for the current GPU."""
+    library = load_cuda(FOLDER)
+    library.require_device(torch.cuda.current_device())
     return library
+
+
+def load_cuda(folder: Path) -> CudaLibrary:
+    """The library for GPUs in `folder`, without asking whether it runs here."""
+    functions = {name: (*types, INT, ADDRESS) for name, types in FUNCTIONS.items()}
+    functions |= {"zpp_ready": (INT,), "zpp_error": (INT,)}
+    library = load(folder, "_cuda", functions, NO_CUDA)
+    library.zpp_error.restype = ctypes.c_char_p
+    return CudaLibrary(library)

@@ -1,6 +1,5 @@
 """The ops on tensors of NVIDIA GPUs: kernels in CUDA C++, on the current stream of their device."""
 
-import ctypes
 import logging
 from array import array
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from zeropp.native.kernels import cuda_library
+from zeropp.native.kernels import CudaLibrary, cuda_library
 from zeropp.native.library import LibraryError
 from zeropp.quant import reference
 from zeropp.quant.packing import ALIGN, FLOATS
@@ -27,7 +26,7 @@ def backend() -> "CudaKernels | ModuleType":
     except LibraryError as error:
         _log.info("quantization on GPUs runs in plain PyTorch, not in CUDA kernels: %s", error)
         return reference
-    _log.info("quantization on GPUs runs in the kernels of %s", kernels.library._name)
+    _log.info("quantization on GPUs runs in the kernels of %s", kernels.library.path)
     return kernels
 
 
@@ -40,7 +39,7 @@ class CudaKernels:
     start at a multiple of 16 bytes, RuntimeError with CUDA's own message if a launch fails.
     """
 
-    library: ctypes.CDLL
+    library: CudaLibrary
 
     def quantize(self, rows: Tensor, packed: Tensor, layout: Sequence[int], fold: int) -> None:
         table = array("q", layout)

@@ -3,7 +3,6 @@
 tests/zeropp/quant/emulated_cuda/cuda_runtime.h says what this does not show.
 """
 
-import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.zeropp.quant.layout_ops import LayoutOps
-from zeropp.native.kernels import load_cuda
+from zeropp.native.kernels import CudaLibrary, load_cuda
 from zeropp.native.library import SUFFIX
 from zeropp.native.source_hash import source_hash
 from zeropp.quant.cpu import CpuKernels
@@ -35,7 +34,7 @@ class EmulatedLibrary:
     Its functions take a device and a stream where those take the number of threads.
     """
 
-    library: ctypes.CDLL
+    library: CudaLibrary
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         function = getattr(self.library, name)

@@ -244,4 +244,4 @@ def test_a_failed_launch_says_why(kernels):
     layout = array("q", RowLayout(sizes=(8,), bits=(8,), wire=torch.bfloat16).table)
     with pytest.raises(RuntimeError, match="zpp_quantize on cuda:99: .*device"):
         library.zpp_quantize(layout.buffer_info()[0], 0, 0, 0, 1, 1, 99, None)
-    assert library.zpp_ready(0) == 0
+    assert library.library.zpp_ready(0) == 0

@@ -96,7 +96,8 @@ def test_a_copy_catches_up_by_messages(kernels):
 
 def test_an_error_has_cudas_message(emulated):
     layout = step_layout(RowLayout(sizes=(8,), bits=(8,), wire=torch.bfloat16), 2)
-    table = array("q", layout.table).buffer_info()[0]
+    numbers = array("q", layout.table)
+    table = numbers.buffer_info()[0]
     with pytest.raises(RuntimeError, match="^zpp_code_steps on cuda:99: invalid device ordinal$"):
         emulated.library.zpp_code_steps(table, 0, 0, 0, 0, 1, 99, None)
     with pytest.raises(RuntimeError, match="^zpp_apply_code_steps on cuda:99: invalid device"):

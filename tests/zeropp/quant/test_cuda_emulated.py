@@ -99,8 +99,8 @@ def test_without_the_library_the_reference_runs_and_the_log_says_so_once(
 
 
 def test_an_error_has_cudas_message(emulated):
-    assert emulated.library.zpp_ready(0) == 0
-    assert emulated.library.zpp_ready(99) != 0
+    assert emulated.library.library.zpp_ready(0) == 0
+    assert emulated.library.library.zpp_ready(99) != 0
     layout = array("q", RowLayout(sizes=(8,), bits=(8,), wire=torch.bfloat16).table)
     with pytest.raises(RuntimeError, match="^zpp_quantize on cuda:99: invalid device ordinal$"):
         emulated.library.zpp_quantize(layout.buffer_info()[0], 0, 0, 0, 1, 1, 99, None)
