@@ -6,6 +6,7 @@ The state is that of `torch.optim.AdamW`, so that each loads the other's checkpo
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,14 @@ from zeropp.optim.host_values import HostValues
 from zeropp.optim.step import local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# What torch's AdamW has besides, so that each loads what the other saved.
+OPTIONS_OF_TORCH = MappingProxyType(
+    {
+        **dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False),
+        "foreach": None,
+        "fused": True,
+    }
+)
 UNAVAILABLE = ("amsgrad", "maximize")  # options that a state dict of torch's may contain
 log = logging.getLogger("zeropp")
 
@@ -59,13 +68,14 @@ class FusedAdam(torch.optim.Optimizer):
         self.copies = dict(copies or {})
         self._counted: list[Tensor] = []  # step counts that the last step incremented
         self._factor: HostValues | None = None  # of the last step
-        # All options of torch's AdamW, so that each loads what the other saved.
         options = dict(
-            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=False, maximize=False,
-            foreach=None, capturable=False, differentiable=False, fused=True,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
             decoupled_weight_decay=adam_w_mode,
-        )  # fmt: skip
-        super().__init__(params, options)
+        )
+        super().__init__(params, options | OPTIONS_OF_TORCH)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as every optimizer does; raises InputError as the constructor does."""
@@ -182,10 +192,16 @@ class FusedAdam(torch.optim.Optimizer):
     def _settings(self, group: dict[str, Any], step: int, seed: int) -> AdamSettings:
         beta1, beta2 = group["betas"]
         return AdamSettings(
-            lr=float(group["lr"]), beta1=float(beta1), beta2=float(beta2), eps=group["eps"],
-            weight_decay=group["weight_decay"], step=step,
-            decoupled=group["decoupled_weight_decay"], corrected=self.bias_correction, seed=seed,
-        )  # fmt: skip
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=step,
+            decoupled=group["decoupled_weight_decay"],
+            corrected=self.bias_correction,
+            seed=seed,
+        )
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]

@@ -37,24 +37,30 @@ class Scalars(ctypes.Structure):
     """What all elements share, in fp32; AdamScalars in csrc/adam/math.h."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_float)
-            for name in (
-                "keep", "decay", "mean_rate", "square_keep", "square_rate", "root_correction",
-                "eps", "step_size",
-            )
-        ),
+        ("keep", ctypes.c_float),
+        ("decay", ctypes.c_float),
+        ("mean_rate", ctypes.c_float),
+        ("square_keep", ctypes.c_float),
+        ("square_rate", ctypes.c_float),
+        ("root_correction", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("step_size", ctypes.c_float),
         ("keys", ctypes.c_uint32 * 2),
-    )  # fmt: skip
+    )
 
 
 class _Call(ctypes.Structure):
     """AdamCall in csrc/adam/call.h."""
 
     _fields_ = (
-        ("tensors", ADDRESS), ("count", INT), ("gradient_type", INT), ("copy_type", INT),
-        ("moment_type", INT), ("factor", ADDRESS), ("scalars", Scalars),
-    )  # fmt: skip
+        ("tensors", ADDRESS),
+        ("count", INT),
+        ("gradient_type", INT),
+        ("copy_type", INT),
+        ("moment_type", INT),
+        ("factor", ADDRESS),
+        ("scalars", Scalars),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,20 +172,20 @@ def run_kernel(launch: Launch, arrays: Arrays, factor: Tensor | None, scalars: S
     copies = arrays.copies or [None] * len(arrays.parameters)
     for parameter, gradient, mean, square, copy in zip(*arrays[:4], copies, strict=True):
         if size := parameter.numel():
-            numbers += [
-                gradient.data_ptr(), parameter.data_ptr(), mean.data_ptr(), square.data_ptr(),
-                0 if copy is None else copy.data_ptr(), size,
-            ]  # fmt: skip
+            numbers += [each.data_ptr() for each in (gradient, parameter, mean, square)]
+            numbers += [0 if copy is None else copy.data_ptr(), size]
     if not numbers:
         return
     table = (INT * len(numbers))(*numbers)
     call = _Call(
-        tensors=ctypes.addressof(table), count=len(numbers) // 6,
+        tensors=ctypes.addressof(table),
+        count=len(numbers) // 6,
         gradient_type=FLOATS.index(arrays.gradients[0].dtype),
         copy_type=FLOATS.index(arrays.copies[0].dtype) if arrays.copies else 0,
         moment_type=FLOATS.index(arrays.means[0].dtype),
-        factor=None if factor is None else factor.data_ptr(), scalars=scalars,
-    )  # fmt: skip
+        factor=None if factor is None else factor.data_ptr(),
+        scalars=scalars,
+    )
     launch(ctypes.addressof(call), arrays.parameters[0].device)
 
 
@@ -227,9 +233,13 @@ def _check_tensor(name: str, tensor: Tensor, shape: torch.Size, device: torch.de
 
 
 def _updated(
-    parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, factor: Tensor | None,
+    parameter: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    factor: Tensor | None,
     scalars: Scalars,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """The new (parameter, mean, square); torch's lerp, addcmul and addcdiv round differently."""
     gradient = gradient.float()
     if factor is not None:

@@ -216,10 +216,11 @@ class Offload:
             for size in sizes
         )
         free = free_bytes()
+        pinned = ", pinned" if self._pinned else ""
         log.info(
-            "offload: weights, gradients and moments of %s parameters of this rank in host memory, "
-            "%.2f GiB%s", f"{sum(sizes):,}", needed / 2**30, ", pinned" if self._pinned else "",
-        )  # fmt: skip
+            f"offload: weights, gradients and moments of {sum(sizes):,} parameters of this rank in "
+            f"host memory, {needed / 2**30:.2f} GiB{pinned}"
+        )
         if free is not None and needed * ranks > free:
             raise InputError(
                 f"offload_optimizer needs {needed * ranks / 2**30:.1f} GiB of host memory for the "

@@ -48,14 +48,20 @@ log = logging.getLogger("zeropp")
 STAGE = "zero_optimization.stage"
 HONOURED = frozenset(
     {
-        "communication_data_type", "zeropp.ranks_per_node", "zeropp.weight_bits",
-        "zeropp.gradient_bits", "zeropp.weight_steps", "zeropp.weight_step_levels",
-        "zeropp.weight_step_check_interval", "zeropp.secondary_in_evaluation",
+        "communication_data_type",
         STAGE,
-        "zero_optimization.zero_quantized_weights", "zero_optimization.zero_hpz_partition_size",
+        "zero_optimization.zero_quantized_weights",
+        "zero_optimization.zero_hpz_partition_size",
         "zero_optimization.zero_quantized_gradients",
+        "zeropp.ranks_per_node",
+        "zeropp.weight_bits",
+        "zeropp.gradient_bits",
+        "zeropp.weight_steps",
+        "zeropp.weight_step_levels",
+        "zeropp.weight_step_check_interval",
+        "zeropp.secondary_in_evaluation",
     }
-)  # fmt: skip
+)
 
 
 def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Attached":
@@ -84,10 +90,12 @@ def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Atta
         attached = _plan_attachment(model, named, config)
     with fail_together_along(lines):
         require_same_on_all_ranks(
-            attached.group, fsdp.device_of(next(iter(attached.units.values()))),
-            attached.settings(), caller="zeropp.attach",
+            attached.group,
+            fsdp.device_of(next(iter(attached.units.values()))),
+            attached.settings(),
+            caller="zeropp.attach",
             remedy="give all ranks the same settings and the same units",
-        )  # fmt: skip
+        )
     attached.install()
     if dist.get_rank() == 0:
         _log(attached)
@@ -124,9 +132,12 @@ def _plan_attachment(
     require_types(units, {name: plan.wire_dtype for name, plan in planned.items()})
     first, *_ = planned.values()
     plan = Plan(
-        stage=3, reduces_once=True, keeps_roots=False, compute_dtype=first.dtype,
+        stage=3,
+        reduces_once=True,
+        keeps_roots=False,
+        compute_dtype=first.dtype,
         units=tuple(planned.values()),
-    )  # fmt: skip
+    )
     return Attached(model, units, skipped, group, plan, config)
 
 

@@ -36,10 +36,9 @@ def require_same_model(
     values = parameter_values(model.named_parameters())
     if with_buffers:
         values |= {f"buffer {name}": list(each.shape) for name, each in model.named_buffers()}
-    require_same_on_all_ranks(
-        mesh.get_group(), mesh.device_type, values,
-        caller=caller, remedy="build the same model on all ranks",
-    )  # fmt: skip
+    remedy = "build the same model on all ranks"
+    group = mesh.get_group()
+    require_same_on_all_ranks(group, mesh.device_type, values, caller=caller, remedy=remedy)
 
 
 def require_shardable(places: Iterable[Place]) -> None:

@@ -24,12 +24,13 @@ from zeropp.errors import InputError
 aten = torch.ops.aten
 RECORDED_ATTRIBUTES = ("geometry", "tape")  # which an ordinary tensor does not have
 _FILL_OPS = (  # write every element of their first argument and read none
-    aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.fill_.Scalar,
-)  # fmt: skip
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+)
 _NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _RANDOM = torch.Tag.nondeterministic_seeded
-
-
 _PAUSED: ContextVar[bool] = ContextVar("paused", default=False)
 
 

@@ -43,9 +43,13 @@ class Root:
         self.kept = KeptWeights(model, self.copies, changing, self.scalars)
         self.use = GradientUse(group, device, self.gradients) if self._num_ranks > 1 else None
         self.passes = Passes(
-            model, accumulates=self.reduces_once, use=self.use, copies=self.copies,
-            scalars=self.scalars, gradients=self.gradients,
-        )  # fmt: skip
+            model,
+            accumulates=self.reduces_once,
+            use=self.use,
+            copies=self.copies,
+            scalars=self.scalars,
+            gradients=self.gradients,
+        )
         self._wiring = Wiring(self.traffic, self.use, self.kept)
 
     def add(self, units: Sequence[fsdp.FSDPModule], plans: Sequence[UnitPlan]) -> None:

@@ -141,9 +141,9 @@ def store_frozen(
         )
     sharding.weights_changed()
     log.info(
-        "MixZ++: %s frozen weights of this rank are stored as INT%d, %.1f MiB (%.1f in bf16)",
-        f"{elements:,}", bits, num_bytes / MIB, 2 * elements / MIB,
-    )  # fmt: skip
+        f"MixZ++: {elements:,} frozen weights of this rank are stored as INT{bits}, "
+        f"{num_bytes / MIB:.1f} MiB ({2 * elements / MIB:.1f} in bf16)"
+    )
     return replace(sharding, plan=sharding.plan.with_specs_of(sharding.units))
 
 

@@ -56,9 +56,13 @@ class Sharding:
         roots = tuple(root for part in parts for root in part.roots)
         plan = replace(first.plan, units=units)
         return replace(
-            first, model=model, plan=plan, roots=roots, gradients=Gradients(),
+            first,
+            model=model,
+            plan=plan,
+            roots=roots,
+            gradients=Gradients(),
             at_both_ends=tuple(at_both_ends),
-        )  # fmt: skip
+        )
 
     @property
     def num_ranks(self) -> int:
