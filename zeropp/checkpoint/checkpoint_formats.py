@@ -1,7 +1,7 @@
-"""Which program wrote a checkpoint, by the names of its files; nothing is read but small texts.
+"""Which program wrote a checkpoint, by the names of its files; only small text files are read.
 
-A checkpoint of another program is not damaged: it has a format of its own, and is told from a
-damaged one of ours by the files that each program writes beside the tensors.
+A checkpoint of another program is not damaged, but has another format. The files beside the tensors
+distinguish it from a damaged checkpoint of ours.
 """
 
 import re
@@ -47,9 +47,8 @@ class FormatKind(Enum):
 class CheckpointFormat:
     """How a program lays out a checkpoint.
 
-    `name` is what it is, in words; `files` are patterns, of which each must match a file; `export`
-    says how it becomes a Hugging Face folder, "" for one that is; `ours`: another door of this
-    project wrote it.
+    `name` describes it; each pattern in `files` must match a file; `export` says how to convert it
+    to a Hugging Face folder ("" if it is one); `ours` marks formats of this project.
     """
 
     kind: FormatKind
@@ -152,7 +151,7 @@ _MEGATRON_POINTER = "latest_checkpointed_iteration.txt"  # a number, or "release
 
 
 def format_of(checkpoint: Path) -> CheckpointFormat | None:
-    """Return the format of a checkpoint's folder; None for one that is not known."""
+    """Return the format of a checkpoint's folder; None if it is unknown."""
     for known in FORMATS:
         if all(any(checkpoint.glob(pattern)) for pattern in known.files):
             return known
@@ -185,7 +184,7 @@ def _places(folder: Path) -> Iterator[Path]:
 
 
 def foreign_error(path: Path, found: CheckpointFormat, named_by: str, to_import: str) -> InputError:
-    """The error for a checkpoint of another format than that of the loader.
+    """Return the error for a checkpoint in a format that the loader does not read.
 
     `named_by` is the flag or the call that names it, `to_import` what reads a Hugging Face folder.
     """

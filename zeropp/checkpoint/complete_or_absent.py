@@ -44,8 +44,8 @@ class CheckpointFolder:
         own_names: glob pattern of checkpoint names that only this job writes. What interrupted
             saves left of these is removed before the next save; None stands for the name that is
             saved, as other jobs may be writing other names.
-        owner: the label of the process whose job writes. Of others, what they leave is removed
-            once they are known to have ended, or have written nothing for a day.
+        owner: the label of the process whose job writes. What other jobs leave is removed once
+            they are known to have ended, or have written nothing for a day.
         lock: this job's lock of the folder, with which no other job writes there.
         disk_full_advice: the last sentence of the error message when the disk is full.
     """

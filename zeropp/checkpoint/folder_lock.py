@@ -75,7 +75,7 @@ class Process:
         return f"{self.machine}-{self.pid}-{self.ticks}"
 
     def is_alive(self) -> bool | None:
-        """Whether it runs; None if it is on another machine, of which this one knows nothing."""
+        """Whether the process runs; None if it is on another machine."""
         if self.machine != _machine(socket.gethostname()):
             return None
         found = _state_and_ticks(self.pid)
@@ -107,7 +107,7 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class FolderLock:
-    """This job's lock of a folder, the same on all its ranks; `token` is that of no other lock."""
+    """This job's lock of a folder, the same on all its ranks; each lock has its own `token`."""
 
     folder: Path
     process: Process
@@ -132,7 +132,7 @@ class FolderLock:
             return None
 
     def take(self) -> Seen | None:
-        """Take the folder if nobody holds it; return None, or the lock file of who holds it.
+        """Take the folder if it is free; return None, or the lock file of the job that holds it.
 
         Raises OSError if the folder cannot be written.
         """

@@ -3,10 +3,10 @@
     rank3.codes.<unit>    uint8 (P,)   the codes that all nodes hold of rank 3's shard
     rank3.kept.<unit>     int64        `_Record`: what these codes are of, and what follows them
 
-A run that goes on from them takes the steps that it would have taken. They are of no use where
-shards differ, or numbers have another format: then whole codes cross the nodes once again, of all
-units and on all ranks alike. On other nodes the codes of a shard are what they were, but the ranks
-that exchange messages are not: they agree anew how far codes may move.
+A run that resumes from them takes the same steps as one that was not interrupted. They cannot be
+used if shards or the format of numbers differ: then the whole codes of all units cross the nodes
+once more, on all ranks. If ranks were moved to other nodes, the codes are still valid, but other
+ranks exchange messages, and agree anew on how far codes may move.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ log = logging.getLogger("zeropp")
 
 
 class _Record(NamedTuple):
-    """What a rank's codes of a unit are of, and what belongs to them."""
+    """Identifies the shards that a rank's codes of a unit represent, and their state."""
 
     shards: int  # a digest of the shards of its weights, and of how the row holds them
     members: int  # a digest of the ranks that exchange messages
@@ -168,8 +168,8 @@ def codes_to_load(
 def _units(model: nn.Module) -> dict[str, _Unit]:
     """Return the units that keep codes, by names that are the rank's own.
 
-    A model may consist of several that are called by themselves, as of a pipeline's stages; it has
-    them as its attribute `roots`.
+    A model may consist of several that are called on their own, such as the stages of a pipeline,
+    which are then its attribute `roots`.
     """
     units = {}
     for prefix, root in _roots(model):

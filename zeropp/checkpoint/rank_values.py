@@ -1,7 +1,7 @@
 """Tensors that are not shards and differ between ranks: each rank's has a name of its own.
 
     rank2.model.norm.running_mean     rank 2's
-    model.norm.running_mean           rank 0's, for whoever reads a whole model
+    model.norm.running_mean           rank 0's, for programs that read a whole model
 
 Statistics of batches in a model's buffers are such tensors, and what an optimizer computes from its
 shards alone. Tensors that are equal on all ranks are saved once.
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from zeropp.errors import InputError, first_few
 from zeropp.ranks.coordination import gather_objects, rank, world_size
 
-# Of an optimizer's tensor: it has the shape of this rank's shard, or any other.
+# Prefixes of an optimizer's tensors: those with the shape of this rank's shard, and all others.
 LOCAL, PLAIN = "local.", "plain."
 _OF_RANK = re.compile(r"rank(\d+)\.(.+)", re.DOTALL)
 log = logging.getLogger("zeropp")

@@ -55,7 +55,8 @@ def hold_folder(folder: Path, flag: str, *, is_first_on_machine: bool) -> Iterat
 def _take_over(lock: FolderLock, seen: Seen, flag: str) -> None:
     """Replace the lock of a job that has ended; raise InputError on all ranks if it has not.
 
-    A rank on the machine of the holder knows; else nobody touches the lock of a job that has ended.
+    A rank on the holder's machine can look for its process. Otherwise the job has ended if its lock
+    is no longer touched.
     """
     answers = gather_objects(seen.holder and seen.holder.is_alive())
     is_stale = False in answers

@@ -5,7 +5,7 @@
     local.<parameter>.<state>              the optimizer's, as tensors of this rank's shard alone
     plain.<parameter>.<state>              the optimizer's, of any shape, not sharded
     number.<parameter>.<state>             the optimizer's, as a number of Python
-    behind.<parameter>                     the weights of one update before (delayed updates)
+    behind.<parameter>                     the weights before the last update (delayed updates)
 
 and what `kept_codes.py` adds.
 
@@ -127,7 +127,7 @@ def model_tensors(
 def without_frozen(
     tensors: Mapping[str, torch.Tensor], model: nn.Module
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors but those of the model's frozen parameters."""
+    """Return the tensors without those of the model's frozen parameters."""
     frozen = {
         MODEL + _plain_name(name)
         for name, parameter in model.named_parameters()
@@ -150,7 +150,7 @@ def masters_of(optimizer: torch.optim.Optimizer | None) -> Masters:
 def _delayed_weights(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, torch.Tensor]:
-    """Return the weights of a model that computes with those of one update before.
+    """Return the weights of a model that computes with the weights before the last update.
 
     They share the model's memory. Empty unless the optimizer delays its updates.
     """
@@ -240,9 +240,9 @@ def _as_held(saved_name: str, tensor: torch.Tensor) -> Any:
 
 
 def names_elsewhere(model: nn.Module) -> frozenset[str]:
-    """Return the names of parameters that only other ranks hold, as those of a pipeline's stages.
+    """Return the names of parameters that only other ranks hold, such as other pipeline stages.
 
-    A model that is such a part has them as its attribute `names_elsewhere`.
+    A model that is a part of another one has them as its attribute `names_elsewhere`.
     """
     return getattr(model, "names_elsewhere", frozenset())
 
@@ -272,7 +272,7 @@ def shape_differences(
 
 
 def model_part(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of all tensors the model's, by the names that the model gives them."""
+    """Return the model's tensors by the names that the model gives them."""
     return {
         name.removeprefix(MODEL): tensor
         for name, tensor in tensors.items()
@@ -281,7 +281,7 @@ def model_part(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _state_names(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Of all names the optimizer's, by the parameter's name, then by the name of the state."""
+    """Return the names of optimizer state, by the parameter's name, then by the state's name."""
     grouped: dict[str, dict[str, str]] = {}
     for name in names:
         if name.startswith(_OPTIMIZERS):

@@ -1,9 +1,9 @@
 """The process beside a rank that writes its part of a checkpoint; rank 0's also publishes it.
 
-It is a new interpreter, so that it shares no thread and no lock with the rank, and it does not
-import torch: it starts in a fraction of a second and holds little more than one block of a file.
-The rank's files are in shared memory (`memory_files.py`); what to do with them comes as a `Job`
-through a pipe, `Report`s go back.
+It is a new interpreter, so that it shares no thread and no lock with the rank. It does not import
+torch, starts in a fraction of a second, and needs little more memory than one block of a file. The
+rank's files are in shared memory (`memory_files.py`). The rank sends a `Job` through a pipe; the
+process answers with `Written` and, on rank 0, `Published`.
 
     .NAME.OWNER.tmp/__2_0.distcp   written by rank 2's process, with its checksum
     .NAME.OWNER.tmp/.2.written     then this: the names and checksums of rank 2's files

@@ -92,7 +92,7 @@ def gathered_dtypes(unit: FSDPModule) -> set[torch.dtype]:
 
 
 def has_gather_hooks(unit: FSDPModule) -> bool:
-    """Whether parameters of a unit say themselves what is gathered of them."""
+    """Whether parameters of a unit have all-gather hooks."""
     return any(map(_has_gather_hooks, parameters_of(unit)))
 
 

@@ -178,7 +178,7 @@ def set_gradient_dtypes(unit: FSDPModule) -> None:
 
 
 def forget_forward(group: object) -> None:
-    """Let no reduction be due of these parameters, whose last forward pass counts no more."""
+    """Let no reduction of these parameters be due: their last forward pass was abandoned."""
     if reducer := getattr(group, "zeropp_reducer", None):
         reducer.is_due = False
 

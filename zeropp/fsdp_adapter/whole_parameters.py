@@ -21,8 +21,8 @@ from zeropp.fsdp_adapter.param_groups import groups_of, parameters_of
 
 
 def gather_whole(tensor: DTensor) -> torch.Tensor:
-    """Return the whole of a tensor; all ranks call it. Of one without elements, which DTensor
-    cannot gather, that is a new one."""
+    """Return the whole tensor; all ranks call it. For a tensor without elements, which DTensor
+    cannot gather, return a new one."""
     if not tensor.numel():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor.full_tensor()

@@ -101,7 +101,7 @@ def own_gradients(optimizer: torch.optim.Optimizer) -> Parts:
 def gradient_parts(
     optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]
 ) -> list[torch.Tensor]:
-    """This rank's slices of the gradients of a model's parameters, wherever the optimizer has them.
+    """Return this rank's slices of the gradients of a model's parameters, or of their masters.
 
     Plain tensors that share their memory; parameters without a gradient are left out.
     """

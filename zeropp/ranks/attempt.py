@@ -27,8 +27,8 @@ def attempt_store(store: dist.Store, environment: Environment) -> dist.Store:
     """Return the part of `store` that only the ranks of this attempt use; all ranks call it.
 
     Every rank announces itself under a name of its own. Rank 0 answers each announcement with the
-    attempt's name until all ranks have confirmed it: what a rank of an earlier attempt announced is
-    answered too, and nobody reads that. Raises `dist.DistStoreError` after the store's timeout.
+    attempt's name until all ranks have confirmed it. Announcements by ranks of an earlier attempt
+    are answered too, without an effect. Raises `dist.DistStoreError` after the store's timeout.
     """
     meeting = dist.PrefixStore("attempts", store)
     if environment.rank == 0:
@@ -57,7 +57,7 @@ def _answer(meeting: dist.Store, key: str, environment: Environment) -> str:
 
 
 def _admit(meeting: dist.Store, name: str, environment: Environment) -> None:
-    """Answer with the attempt's name whoever announces itself, until all ranks have confirmed."""
+    """Answer each announcement with the attempt's name until all ranks have confirmed it."""
     began = time.monotonic()
     deadline, notice = began + meeting.timeout.total_seconds(), began + NOTICE_SECONDS
     missing, answered = set(range(1, environment.world_size)), set()

@@ -1,4 +1,4 @@
-"""What ranks do together: exchange Python objects, fail together, report an error once.
+"""Operations of all ranks: exchange Python objects, fail together, report an error once.
 
 If a block raises on one rank, it raises on all of them, so that no collective waits for a rank that
 is gone. Every function also works without a process group, as on a single rank. The ranks are all
@@ -101,7 +101,7 @@ def fail_together() -> Iterator[None]:
 
 @contextmanager
 def fail_together_along(groups: Iterable[dist.ProcessGroup]) -> Iterator[None]:
-    """As `fail_together`, along each axis of a mesh: what one rank raises, all ranks of it raise.
+    """As `fail_together`, along each axis of a mesh: an exception of one rank is raised on all.
 
     `groups` are this rank's lines of ranks, one for each axis, in the same order on all ranks.
     """

@@ -20,7 +20,7 @@ SET_TIMEOUT = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
 
 
 def shared_group(purpose: str, members: Sequence[int], axis: Sequence[int]) -> dist.ProcessGroup:
-    """Return the group of `members` for `purpose`, created where there is none yet.
+    """Return the group of `members` for `purpose`; create it if there is none yet.
 
     `members` are global ranks in ascending order, this one included, and part of `axis`, the ranks
     of a mesh. Models on one mesh share the group: all members use its models in the same order, as

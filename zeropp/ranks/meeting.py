@@ -36,8 +36,8 @@ class AbsentRanksError(RuntimeError):
 def meet(group: dist.ProcessGroup, subject: str, limit: timedelta) -> None:
     """Return when all ranks of `group` have called this; all of them then return.
 
-    Raises AbsentRanksError if some have not within `limit`. Those that call it later begin a new
-    meeting, together with whoever calls it again.
+    Raises AbsentRanksError if some have not within `limit`. Ranks that call it later begin a new
+    meeting, which the others can join by another call.
     """
     store, rank = store_of(group, subject), dist.get_rank(group)
     number = store.add(f"{rank}/calls", 1)

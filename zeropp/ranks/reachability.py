@@ -1,8 +1,9 @@
-"""Before the ranks connect: can they? Each says where others will dial it, and some try.
+"""Checks that ranks can connect: each says at which address others will dial it, and some try.
 
-Without this, a host name that resolves to a loopback address, or an interface that other machines
-do not reach, fails on one machine with a traceback and leaves the others waiting. All ranks meet in
-the launcher's store, which they have reached; rank 0 judges, and all raise the same error.
+Without this check, a host name that resolves to a loopback address, or an interface that other
+machines cannot reach, fails on one machine with a traceback and leaves the others waiting. All
+ranks use the launcher's store, which they have reached; rank 0 decides, and all raise the same
+error.
 """
 
 import json
@@ -43,7 +44,7 @@ ADVICE = (
 class Place:
     """Where a rank will be dialed: (ip, port, reason) of each address, on which `host`.
 
-    world_size: the number of ranks that this one was told of.
+    world_size: the number of ranks that this one was started with.
     network: identifies its network stack. interfaces: those of its machine, for a person.
     problem: what is wrong with its settings.
     refusal: why it does not start at all.
@@ -87,7 +88,7 @@ def require_reachable(store: dist.Store, environment: Environment, *, with_nccl:
 
 
 def refuse(store: dist.Store, environment: Environment, reason: str) -> None:
-    """Say to the others, which call or will call `require_reachable`, why this rank never will."""
+    """Tell the ranks that call `require_reachable` why this rank does not start."""
     place = Place(
         host=socket.gethostname(),
         world_size=environment.world_size,
@@ -159,7 +160,7 @@ def _wait_until_heard(store: dist.Store, environment: Environment) -> None:
 
 
 def _refusals(places: Sequence[Place]) -> list[str]:
-    """Which ranks do not start, and why."""
+    """Name the ranks that do not start, and why."""
     return [
         f"rank {rank} on {place.host} has ended: {place.refusal}"
         for rank, place in enumerate(places)
@@ -168,7 +169,7 @@ def _refusals(places: Sequence[Place]) -> list[str]:
 
 
 def _mismatches(places: Sequence[Place]) -> list[str]:
-    """Which ranks were told of another number of ranks."""
+    """Name the ranks that were started with another number of ranks."""
     return [
         f"rank {rank} on {place.host} was started with WORLD_SIZE={place.world_size}, rank 0 on "
         f"{places[0].host} with WORLD_SIZE={len(places)}: give all of them the same number"
@@ -178,7 +179,7 @@ def _mismatches(places: Sequence[Place]) -> list[str]:
 
 
 def _problems(places: Sequence[Place]) -> list[str]:
-    """What is known before anybody has dialed."""
+    """Name the problems that are known before any rank dials."""
     problems = [
         f"rank {rank}: {place.problem}" for rank, place in enumerate(places) if place.problem
     ]
@@ -203,7 +204,7 @@ def _firsts(places: Sequence[Place]) -> list[int]:
 
 
 def _plan(places: Sequence[Place]) -> dict[str, dict]:
-    """Whom each rank dials that stands for its machine: the one of the next machine, in a ring."""
+    """Return which rank dials which: the first rank of each machine dials that of the next one."""
     firsts = _firsts(places)
     if len(firsts) == 1:
         return {}

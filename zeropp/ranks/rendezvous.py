@@ -1,4 +1,4 @@
-"""How a rank gets to the store in which all ranks meet, and what it says if it does not.
+"""How a rank connects to the store in which all ranks meet, and the errors if it cannot.
 
 The store is at MASTER_ADDR and MASTER_PORT. A launcher (torchrun, `zeropp`) has opened it before it
 starts the ranks. Otherwise rank 0 opens it, and the others wait until rank 0 has started, which

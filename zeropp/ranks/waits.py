@@ -1,11 +1,11 @@
-"""What a rank waits for, and which ranks have not come: said when a wait fails.
+"""When a wait fails, the error names what the rank waits for, and which ranks have not come.
 
-A collective of gloo that lacks a rank ends with "timed out" or a broken connection on all others,
-which names neither. Here a rank that has waited for long, or whose wait has failed, writes to the
-store of the default group in what it waits; whose wait fails reads what the others have written.
-Nothing is written or read otherwise, and no thread is needed.
+If a rank does not come to a collective of gloo, all others fail with "timed out" or a broken
+connection, which names neither. Here a rank that has waited for long, or whose wait has failed,
+writes what it waits for to the store of the default group. A rank whose wait has failed reads what
+the others have written. Otherwise nothing is written or read, and no thread is needed.
 
-    waits/2     what rank 2 waits in, and with which ranks; empty when it goes on
+    waits/2     the collective in which rank 2 waits, and its ranks; empty when rank 2 goes on
 """
 
 import json

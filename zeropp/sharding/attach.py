@@ -1,10 +1,10 @@
-"""ZeRO++ for a model that is sharded already, by whomever: one call sets its collectives.
+"""ZeRO++ for a model that another program has sharded: one call sets its collectives.
 
     attached = zeropp.attach(model, "ds_zeropp_config.json")
 
-The model consists of units of FSDP2's `fully_shard`. They keep what their owner has set: which
-modules they are, dtypes, prefetching, when gradients are reduced, and the factor by which FSDP2
-divides their sums. Only what travels is changed: weights by qwZ and hpZ, gradients by qgZ.
+The model consists of units made by FSDP2's `fully_shard`. They keep their modules, dtypes,
+prefetching, the times at which gradients are reduced, and the factor by which FSDP2 divides the
+sums. Only what is sent changes: weights by qwZ and hpZ, gradients by qgZ.
 """
 
 import logging
@@ -67,20 +67,21 @@ HONOURED = frozenset(
 def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Attached":
     """Let a model that `fully_shard` has sharded send what ZeRO++ sends; undone by `detach()`.
 
-    `config` is DeepSpeed's JSON as a file, a text or a mapping, or read already. Of it count
+    `config` is a `ZeroConfig`, or DeepSpeed's JSON as a file, a text or a mapping. Only
     `zero_quantized_weights`, `zero_hpz_partition_size`, `zero_quantized_gradients`,
-    `communication_data_type` and the section `zeropp`. What is not quantized has the dtype that
-    FSDP2 would send. All ranks call it, between two steps, before or after the optimizer is made.
+    `communication_data_type` and the section `zeropp` have an effect. Values that are not quantized
+    are sent in the dtype that FSDP2 would use. All ranks call `attach` between two steps, before or
+    after the optimizer is made.
 
-    Units whose parameters are on several meshes, that are only replicated, that already have other
-    collectives than FSDP2's own, or, where weights are quantized or kept, whose parameters have
-    all-gather hooks, keep what they have; `Attached.skipped` says which and why. With HSDP
-    the sum over replicas stays FSDP2's own, which is not quantized.
+    A unit keeps its collectives if its parameters are on several meshes, if it is only replicated,
+    or if it has collectives that are not FSDP2's. So does a unit whose parameters have all-gather
+    hooks, if weights are to be quantized or kept. `Attached.skipped` says which ones and why. With
+    HSDP, FSDP2 still sums over the replicas, without quantization.
 
     Raises InputError on all ranks, before anything is changed, for a model that is not sharded or
     attached already, stage 0, an hpZ partition that does not fit, units on different meshes, 64-bit
     weights or gradients, settings that need `zeropp.shard`, and ranks whose settings, units
-    or parameters differ. What else fails on one rank raises RankError on the others.
+    or parameters differ. Any other exception of one rank raises RankError on the others.
     """
     require_module(model, "zeropp.attach")
     named = fsdp.named_units(model)
@@ -176,7 +177,7 @@ class Attached:
         self._wiring.undo.callback(self._kept.close)
 
     def detach(self) -> None:
-        """Give the units back the collectives that they had; all ranks call it, between steps."""
+        """Restore the units' previous collectives; all ranks call it between steps."""
         self.weights_changed()
         self._wiring.undo.close()
 
@@ -225,9 +226,9 @@ class Attached:
     ) -> dict[tuple[str, str], int]:
         """Return the bytes this rank sends per step, by (purpose, hop).
 
-        A step `reduces_once` where a trainer accumulates gradients with `no_sync` or its like, and
-        else after each micro-batch. Not counted is what FSDP2 sends by itself: the gradients of
-        skipped units, and with HSDP the sums over replicas.
+        With `reduces_once`, gradients are reduced once per step, as by a trainer that accumulates
+        them under `no_sync`; otherwise after each micro-batch. The forecast leaves out what FSDP2's
+        own collectives send: gradients of skipped units and, with HSDP, the sums over replicas.
         """
         return rank_bytes(replace(self.plan, reduces_once=reduces_once), num_micro_batches)
 
@@ -252,7 +253,7 @@ class Attached:
 
 
 def _log(attached: Attached) -> None:
-    """Say what is sent from now on, and what of the settings has no effect."""
+    """Log what is sent from now on, and which settings have no effect."""
     for name, text in attached.describe():
         if name != "sends":
             log.info("zeropp.attach, %s: %s", name, text.replace("\n", "; "))

@@ -111,7 +111,7 @@ def find_nodes(mesh: DeviceMesh, config: ZeroConfig, data: DeviceMesh | None = N
 
 
 def find_nodes_of(group: dist.ProcessGroup, config: ZeroConfig) -> Nodes:
-    """Return which ranks of a group share a node, as this rank sees it; others may see less.
+    """Return which ranks of a group share a node, as far as this rank knows.
 
     The other ranks of a node are taken to hold other parts of the model. Raises InputError if the
     nodes would have different numbers of the group's ranks.

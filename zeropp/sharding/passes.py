@@ -1,4 +1,4 @@
-"""The passes of one root: what holds before one begins, and what is left when one ends or fails.
+"""The passes of one root: what must hold before a pass begins, and what it leaves behind.
 
 A pass without backward leaves the root's weights gathered, at stages 1 and 2 all of them, so that
 evaluation and generation do not gather them again. FSDP2 leaves them in the modules, too. An

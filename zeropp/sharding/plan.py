@@ -59,10 +59,10 @@ class UnitPlan:
     modules: whose forward passes gather it; collectives are set on the first.
     parameters: its own, whole, until it is cut.
     specs: each parameter's part of the buffers, as FSDP2 pads it.
-    dtype: what it is gathered in. wire_dtype: what of its gradients is not quantized travels in.
+    dtype: in which it is gathered. wire_dtype: in which unquantized gradients are sent.
     casts_inputs: whether FSDP2 casts floating-point inputs to `dtype`.
-    is_root: it is called by itself, and stays gathered from its forward to its backward pass.
-    is_apart: its modules are inside those of another unit, which has the rest of them.
+    is_root: it is called on its own, and stays gathered from its forward to its backward pass.
+    is_apart: its modules are inside those of another unit, which has their other parameters.
     regathers: weights are freed after forward and gathered again for backward.
     """
 
@@ -136,7 +136,7 @@ class Plan:
 def spec_of(parameter: nn.Parameter, num_shards: int, stored_bits: int | None = None) -> ShardSpec:
     """Return one rank's part of a parameter; frozen matrices become codes of `stored_bits`, if set.
 
-    Of a parameter that is split over other axes, that is a part of this rank's part.
+    If the parameter is split over other axes too, this is a part of this rank's part of it.
     """
     shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
     row = math.prod(shape[1:])

@@ -1,4 +1,4 @@
-"""What a plan comes to, in words: the collectives as they run, and the bytes that a node sends."""
+"""Describes a plan in words: the collectives as they run, and the bytes that a node sends."""
 
 from types import MappingProxyType
 
@@ -17,8 +17,7 @@ Rows = tuple[tuple[str, str], ...]  # (name, text); a text may have several line
 def describe(plan: Plan, num_micro_batches: int = 1, sent: Sent | None = None) -> Rows:
     """Return table rows: the nodes, the collectives, and the bytes that a node sends in a step.
 
-    `sent` are the bytes of a node where others are to be shown than the forecast's, which does not
-    know what is sent besides weights and gradients.
+    `sent` replaces the forecast of a node's bytes, which only covers weights and gradients.
     """
     if plan.num_ranks == 1:
         alone = ("collectives", "none: one rank" + (" of the data axis" if sent else ""))

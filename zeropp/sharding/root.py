@@ -1,4 +1,4 @@
-"""A module that is called by itself: its units, and what acts before, in and after its passes."""
+"""A module that is called on its own: its units, and what acts before, in and after its passes."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ from zeropp.wire.traffic import Traffic
 
 
 class Root:
-    """A sharded model that is called by itself: a whole one, or a stage of a pipeline.
+    """A sharded model that is called on its own: a whole model, or a stage of a pipeline.
 
     units: its blocks in forward order, and then itself. `group` are the data ranks.
     """
@@ -62,8 +62,8 @@ class Root:
     def order(self, units: Sequence[fsdp.FSDPModule], *, in_turn: bool = False) -> None:
         """Set the order of all units, and which are gathered while others compute.
 
-        On CPUs, blocks are gathered ahead of their forward passes. With `in_turn`, they are one
-        after the other in backward passes that follow those of other batches.
+        On CPUs, blocks are gathered ahead of their forward passes. With `in_turn`, each backward
+        pass gathers the blocks one after another, although passes of other batches came between.
         """
         self.units = tuple(units)
         *blocks, _ = self.units
@@ -82,7 +82,7 @@ class Root:
             unit.set_reshard_after_backward(last or not stays, recurse=False)
 
     def discard_gradients(self, set_to_none: bool = True) -> None:
-        """Clear all gradients of a step, those included that no parameter holds as `.grad`."""
+        """Clear all gradients of a step, including those that are not in any `.grad`."""
         if set_to_none:
             self.passes.discard()
             return

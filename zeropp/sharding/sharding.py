@@ -26,8 +26,8 @@ from zeropp.wire.weight_steps import StepCounts
 class Sharding:
     """A sharded model: what was planned, its roots with their units, and its ledger.
 
-    `model` holds the parameters of all roots. Without roots nothing was to be sharded. Of the
-    modules in `at_both_ends`, another stage of a pipeline holds the same parameters.
+    `model` holds the parameters of all roots; there are no roots if nothing had to be sharded.
+    Another stage of the pipeline holds the same parameters as the modules in `at_both_ends`.
     """
 
     model: nn.Module
@@ -46,10 +46,10 @@ class Sharding:
         *,
         at_both_ends: Sequence[nn.Module] = (),
     ) -> "Sharding":
-        """Return the shardings of one mesh and one configuration as that of `model`.
+        """Return several shardings of one mesh and one configuration as the sharding of `model`.
 
-        They are of the stages of a pipeline that a rank computes, each with passes of its own.
-        `model` is none of their models, and holds all their parameters.
+        Each part is a stage of a pipeline with its own passes. `model` is not one of their models;
+        it holds all their parameters.
         """
         first = parts[0]
         units = tuple(unit for part in parts for unit in part.plan.units)
@@ -106,10 +106,10 @@ class Sharding:
             root.begin_micro_step(last=last)
 
     def discard_gradients(self, set_to_none: bool = True) -> None:
-        """Clear all gradients of a step, to begin it again; an optimizer clears only its own.
+        """Clear all gradients of a step that is to be repeated.
 
-        Until the last micro-batch of a step, whole gradients may be accumulated that no parameter
-        holds as `.grad`.
+        This includes the whole gradients that FSDP2 accumulates until the last micro-batch, which
+        are not in any `.grad`, so that an optimizer's `zero_grad` does not clear them.
         """
         self.model.zero_grad(set_to_none)
         for root in self.roots:
@@ -123,8 +123,8 @@ class Sharding:
     def require_same_order(self) -> None:
         """Raise InputError if the ranks reduced different units in the last backward pass.
 
-        On GPUs this is noticed in the next pass otherwise. All ranks call it, and the host waits
-        until that pass has ended.
+        Without this call, GPUs report it in the next pass. All ranks call it, and the host waits
+        until the backward pass has ended.
         """
         for root in self.roots:
             if root.use is not None:
@@ -155,7 +155,7 @@ class Sharding:
             close_groups(dist.get_process_group_ranks(self.group))
 
     def num_copies(self, parameter: torch.Tensor) -> int:
-        """Return on how many ranks a part of a parameter is, of those whose parts are added up."""
+        """Return how many of the ranks whose parts are summed hold the same part of a parameter."""
         is_on_all = self.shards_gradients and not isinstance(parameter, DTensor)
         return self.num_copies_beside(parameter) * (self.num_ranks if is_on_all else 1)
 
@@ -164,7 +164,7 @@ class Sharding:
         return self.grid.num_copies(parameter) * self.num_stages(parameter)
 
     def num_stages(self, parameter: torch.Tensor) -> int:
-        """Return how many stages of a pipeline hold a parameter, or the one of a master."""
+        """Return how many stages of a pipeline hold a parameter, or the parameter of a master."""
         own = self.gradients.parameter_of(parameter)
         ends = (each for module in self.at_both_ends for each in module.parameters(recurse=False))
         return 2 if any(each is own for each in ends) else 1
@@ -185,7 +185,7 @@ class Sharding:
     def describe(self, num_micro_batches: int = 1, sent: Sent | None = None) -> Rows:
         """Return table rows (name, text): the collectives as they run, and the bytes a node sends.
 
-        A text may have several lines. `sent` are the bytes of a node where others are to be shown
-        than the forecast's, which does not know what is sent besides weights and gradients.
+        A text may have several lines. `sent` replaces the forecast of a node's bytes, which only
+        covers weights and gradients.
         """
         return describe(self.plan, num_micro_batches, sent)

@@ -20,10 +20,10 @@ Communicators = tuple[Communicator | None, Communicator | None]  # the inner and
 
 
 class Wiring:
-    """Connects the units of one root; `undo` gives back the collectives that they had.
+    """Connects the units of one root; `undo` restores the collectives that they had.
 
-    With `divides`, gradients are averaged by us; else FSDP2 divides sums by the factor of the one
-    who sharded the units.
+    With `divides`, our collective averages gradients. Without it, FSDP2 divides their sums by the
+    factor that was set when the units were sharded.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Wiring:
         self._communicators: dict[tuple[DataAxis, str], Communicators] = {}
 
     def connect(self, unit: fsdp.FSDPModule, plan: UnitPlan, *, stage: int) -> None:
-        """Let a unit send what is planned; at stage 0, and on one rank, FSDP2 does as ever."""
+        """Install the planned collectives; stage 0 and a single rank keep those of FSDP2."""
         if not plan.specs:
             return
         if stage == 0 or plan.axis.nodes.num_ranks == 1:
@@ -52,7 +52,7 @@ class Wiring:
         self.use_mean(unit, plan.axis, plan.wire_dtype)
 
     def watch(self, unit: fsdp.FSDPModule) -> None:
-        """Take note of the gradients that FSDP2 reduces."""
+        """Note which gradients FSDP2 reduces."""
         note: Callable | None = None
         if self._use is not None:
             self._use.add(unit)
