@@ -20,10 +20,17 @@ SENTENCEPIECE = "tokenizer.model"
 SETTINGS = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 FILES = (
-    TOKENIZER_JSON, VOCABULARY, MERGES, SENTENCEPIECE, SETTINGS,
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+    TOKENIZER_JSON,
+    VOCABULARY,
+    MERGES,
+    SENTENCEPIECE,
+    SETTINGS,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
     GENERATION,
-)  # fmt: skip
+)
 
 
 def copy_files(source: Path, target: Path, names: tuple[str, ...] = FILES) -> list[str]:

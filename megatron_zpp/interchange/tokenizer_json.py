@@ -39,9 +39,13 @@ def sentence_piece_json(content: bytes, tokenizer: Tokenizer, *, opens: bool) ->
     model = Model(_model(proto, kind))
     model.normalizer = _normalizer(proto.normalizer_spec)
     model.decoder = decoders.Sequence(
-        [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(),
-         decoders.Strip(" ", 1, 0)]
-    )  # fmt: skip
+        [
+            decoders.Replace(BLANK, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     special = [piece.piece for piece in proto.pieces if piece.type in (kind.CONTROL, kind.UNKNOWN)]
     _add_special(model, [*special, *tokenizer.reserved.values()])
     if opens:
@@ -75,9 +79,12 @@ def _model(proto: Any, kind: Any) -> models.Model:
         if piece[:cut] in ids and piece[cut:] in ids
     ]
     return models.BPE(
-        ids, [pair for *_, pair in sorted(merges)], unk_token=scores[unknown][0], fuse_unk=True,
+        ids,
+        [pair for *_, pair in sorted(merges)],
+        unk_token=scores[unknown][0],
+        fuse_unk=True,
         byte_fallback=has_bytes,
-    )  # fmt: skip
+    )
 
 
 def _normalizer(spec: Any) -> normalizers.Normalizer:

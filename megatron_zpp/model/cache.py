@@ -91,9 +91,14 @@ class LayerCache:
             )
             return attended.reshape(q.shape)
         attended = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, attn_mask=cache.mask, is_causal=cache.was_empty,
-            enable_gqa=heads > k.shape[2], scale=scores.scale,
-        )  # fmt: skip
+            q.transpose(1, 2),
+            keys,
+            values,
+            attn_mask=cache.mask,
+            is_causal=cache.was_empty,
+            enable_gqa=heads > k.shape[2],
+            scale=scores.scale,
+        )
         return attended.transpose(1, 2)
 
     def _attend_by(self, scores: Scores, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

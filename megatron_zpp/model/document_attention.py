@@ -18,9 +18,14 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, edges: Tensor | None, dropout: float, first: int = 0,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    edges: Tensor | None,
+    dropout: float,
+    first: int = 0,
     scores: Scores = CAUSAL,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Map q [B, R, N, D] of the R tokens of each row from `first` on to [B, R, N, D].
 
     k and v [B, S, K, D] are those of whole rows, which are one document each without `edges`.
@@ -35,9 +40,14 @@ def attend(
 
 
 def attend_documents(
-    q: Tensor, k: Tensor, v: Tensor, edges: Tensor, dropout: float, first: int = 0,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    edges: Tensor,
+    dropout: float,
+    first: int = 0,
     scores: Scores = CAUSAL,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Map q [B, R, N, D] of the R tokens of each row from `first` on to [B, R, N, D].
 
     k and v [B, S, K, D] are those of whole rows, and edges int32 [n + 1] their documents.
@@ -53,9 +63,16 @@ def attend_documents(
         # The kernel of torch 2.11 needs a key and a value for each query head.
         flat_k, flat_v = (part.repeat_interleave(group_size, dim=1) for part in (flat_k, flat_v))
         attended = varlen_attn(
-            flat_q, flat_k, flat_v, q_edges, k_edges, num_queries, end, window_size=(-1, 0),
+            flat_q,
+            flat_k,
+            flat_v,
+            q_edges,
+            k_edges,
+            num_queries,
+            end,
+            window_size=(-1, 0),
             scale=scores.scale,
-        )  # fmt: skip
+        )
     else:
         attended = _attend_each((flat_q, flat_k, flat_v), q_edges, k_edges, dropout, scores)
     return attended.view(q.shape)
@@ -63,9 +80,12 @@ def attend_documents(
 
 @torch.compiler.disable
 def _attend_each(
-    flat_qkv: tuple[Tensor, Tensor, Tensor], q_edges: Tensor, k_edges: Tensor, dropout: float,
+    flat_qkv: tuple[Tensor, Tensor, Tensor],
+    q_edges: Tensor,
+    k_edges: Tensor,
+    dropout: float,
     scores: Scores,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the attention of each document by itself, [B * R, N, D].
 
     The queries of a document are its last tokens; some documents have none.

@@ -32,9 +32,11 @@ class Execution:
     """
 
     def __init__(
-        self, recompute: RecomputeConfig = NO_RECOMPUTATION, backend: Backend | None = None,
+        self,
+        recompute: RecomputeConfig = NO_RECOMPUTATION,
+        backend: Backend | None = None,
         cross_entropy: CrossEntropy | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         is_full = recompute.recompute_granularity == "full"
         size = recompute.recompute_num_layers
         is_block_method = recompute.recompute_method == "block"

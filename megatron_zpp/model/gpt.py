@@ -55,10 +55,12 @@ class GPT(nn.Module):
         if part.is_first and config.embed_layernorm:
             self.embed_norm = make_norm(config, norms=part.norms)
         again = execution.recomputed(layers)
-        self.blocks = Blocks({
-            layer: self.block_class(config, layer, part, is_recomputed=layer in again)
-            for layer in layers
-        })  # fmt: skip
+        self.blocks = Blocks(
+            {
+                layer: self.block_class(config, layer, part, is_recomputed=layer in again)
+                for layer in layers
+            }
+        )
         self.groups = execution.groups(layers)
         if part.is_last:
             self.norm = make_norm(config, norms=part.norms)
@@ -102,9 +104,12 @@ class GPT(nn.Module):
         if splits_rows and part.is_first:
             x = self._own_rows(x)
         sequences = Sequences(
-            rotary=self._rotary(tokens, position_ids, cache), edges=edges, cache=cache,
-            is_split=share is not None, splits_rows=splits_rows,
-        )  # fmt: skip
+            rotary=self._rotary(tokens, position_ids, cache),
+            edges=edges,
+            cache=cache,
+            is_split=share is not None,
+            splits_rows=splits_rows,
+        )
         for layers in self.groups:
             x = part.execution.run_group(self._run_blocks, layers, x, sequences)
         if not part.is_last:
@@ -155,9 +160,13 @@ class GPT(nn.Module):
         if axis is not None:
             cross_entropy = partial(parallel_cross_entropy, peers=axis.peers)
         return head_loss(
-            hidden.flatten(0, 1), weight, labels.flatten(), mask.flatten(), cross_entropy,
+            hidden.flatten(0, 1),
+            weight,
+            labels.flatten(),
+            mask.flatten(),
+            cross_entropy,
             self.config.final_logit_softcapping,
-        )  # fmt: skip
+        )
 
     def _output_layer(self, x: Tensor, splits_rows: bool) -> tuple[Tensor, Tensor]:
         """Return what the output layer computes with: its input, and this rank's weights."""

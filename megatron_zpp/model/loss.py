@@ -24,9 +24,13 @@ LogitsKernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def head_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor,
-    cross_entropy: CrossEntropy | None = None, cap: float | None = None,
-) -> Tensor:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    cross_entropy: CrossEntropy | None = None,
+    cap: float | None = None,
+) -> Tensor:
     """Return the mean cross-entropy Σ(loss·mask)/Σmask of logits hidden·weightᵀ, an fp32 scalar.
 
     hidden [T, H], weight [V, H], labels int64 [T] below V, mask [T]. The loss is zero if the mask
@@ -151,9 +155,13 @@ def _capped_cross_entropy(
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor,
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        mask: Tensor,
         cross_entropy: CrossEntropy,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         logits = F.linear(hidden, weight)  # [T, V]
         losses = cross_entropy(logits, labels, mask)  # logits now hold their gradient
         count = _count(mask)

@@ -19,9 +19,7 @@ def attend_last(q: Tensor, k: Tensor, v: Tensor, dropout: float, scores: Scores 
     """Map q [B, N, R, D] of the last R of S tokens to [B, N, R, D]; k and v [B, K, S, D]."""
     if not scores.is_causal_only(k.shape[2]):
         return attend_in_blocks(q, k, v, scores, dropout)
-    options = {
-        "dropout_p": dropout, "enable_gqa": q.shape[1] > k.shape[1], "scale": scores.scale
-    }  # fmt: skip
+    options = {"dropout_p": dropout, "enable_gqa": q.shape[1] > k.shape[1], "scale": scores.scale}
     if q.shape[2] == k.shape[2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
     if q.is_cuda:

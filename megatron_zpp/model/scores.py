@@ -84,9 +84,14 @@ def attend_at(
     bias = bias.to(q.dtype).masked_fill(is_hidden, float("-inf"))
     if scores.cap is None:
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias, dropout_p=dropout, scale=scores.scale,
+            q,
+            k,
+            v,
+            attn_mask=bias,
+            dropout_p=dropout,
+            scale=scores.scale,
             enable_gqa=q.shape[1] > k.shape[1],
-        )  # fmt: skip
+        )
     groups, scale = (k.shape[1], -1), scores.scale or q.shape[-1] ** -0.5
     products = (q.unflatten(1, groups) @ k[:, :, None].transpose(-1, -2)).flatten(1, 2) * scale
     capped = scores.cap * torch.tanh(products / scores.cap) + bias

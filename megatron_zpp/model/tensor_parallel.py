@@ -54,21 +54,37 @@ class LocalLinear(nn.Linear):
         return F.linear(x, local_part(self.weight), local_part(self.bias))
 
 
-class ColumnParallelLinear(LocalLinear):
-    """A linear layer whose output channels are split, and those of its adapter with them.
+class ParallelLinear(LocalLinear):
+    """A linear layer that is split in dimension `dim`, and the same of its adapter, A and B.
+
+    The other matrix of the adapter is whole on every rank.
+    """
+
+    dim: int
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        axis: TensorAxis | None = None,
+        lora: LoraConfig | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, axis, self.dim)
+        self.lora = lora
+        if lora is not None:
+            axis_a, axis_b = (axis if self.dim == dim else None for dim in (1, 0))
+            self.lora_A = LocalLinear(in_features, lora.lora_rank, False, axis_a, dim=1)
+            self.lora_B = LocalLinear(lora.lora_rank, out_features, False, axis_b, dim=0)
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """A linear layer whose output channels are split.
 
     The columns are those of Megatron's weight, which is the transpose of PyTorch's.
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool, axis: TensorAxis | None = None,
-        lora: LoraConfig | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(in_features, out_features, bias, axis, dim=0)
-        self.lora = lora
-        if lora is not None:
-            self.lora_A = nn.Linear(in_features, lora.lora_rank, bias=False)
-            self.lora_B = LocalLinear(lora.lora_rank, out_features, False, axis, dim=0)
+    dim = 0
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., in] to this rank's channels [..., out/T]."""
@@ -76,21 +92,13 @@ class ColumnParallelLinear(LocalLinear):
         return y if self.lora is None else y + adapt(self, x)
 
 
-class RowParallelLinear(LocalLinear):
-    """A linear layer whose input channels are split, and those of its adapter with them.
+class RowParallelLinear(ParallelLinear):
+    """A linear layer whose input channels are split.
 
     Its bias is whole, and added to the sum of what the ranks compute.
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool, axis: TensorAxis | None = None,
-        lora: LoraConfig | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(in_features, out_features, bias, axis, dim=1)
-        self.lora = lora
-        if lora is not None:
-            self.lora_A = LocalLinear(in_features, lora.lora_rank, False, axis, dim=1)
-            self.lora_B = nn.Linear(lora.lora_rank, out_features, bias=False)
+    dim = 1
 
     def forward(self, x: Tensor, splits_rows: bool = False) -> Tensor:
         """Map x [B, S, in/T] to [B, S, out], or to this rank's rows of it."""

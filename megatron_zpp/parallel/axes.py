@@ -70,9 +70,13 @@ class TensorAxis:
         part = parameter.new_empty(shape)
         if self.mesh is not None:
             part = DTensor.from_local(
-                part, self.mesh, [Shard(dim)], run_check=False, shape=parameter.shape,
+                part,
+                self.mesh,
+                [Shard(dim)],
+                run_check=False,
+                shape=parameter.shape,
                 stride=parameter.stride(),
-            )  # fmt: skip
+            )
         return nn.Parameter(part)
 
     def enter(self, x: Tensor, splits_rows: bool) -> Tensor:

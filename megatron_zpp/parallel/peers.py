@@ -14,6 +14,7 @@ from zeropp.wire.communicator import ALL_GATHER, traced
 from zeropp.wire.route import Hop
 from zeropp.wire.traffic import Traffic
 
+GATHER, EXCHANGE, REDUCE = "gather", "exchange", "reduce"
 AXES = ("tensor", "context", "pipeline")  # the purposes of what is sent, beside those of ZeRO
 
 
@@ -43,7 +44,7 @@ class Peers:
 
     def gather(self, part: Tensor, whole: Tensor) -> None:
         """Write the parts of all ranks to `whole` [T, ...]."""
-        self.count_gather(part.nbytes)
+        self.count(GATHER, part.nbytes)
         if self.group is None:
             return
         with traced("all_gather", self.purpose, self.hop):
@@ -51,7 +52,7 @@ class Peers:
 
     def exchange(self, parts: Tensor, received: Tensor) -> None:
         """Send part i of `parts` [T, ...] to rank i; write to `received` what the others send."""
-        self.count_exchange(parts.nbytes // self.size)
+        self.count(EXCHANGE, parts.nbytes // self.size)
         if self.group is None:
             return
         with traced("all_to_all", self.purpose, self.hop):
@@ -59,7 +60,7 @@ class Peers:
 
     def maximize(self, x: Tensor) -> None:
         """Replace each element of x by the largest of all ranks."""
-        self.count_reduce(x.nbytes)
+        self.count(REDUCE, x.nbytes)
         if self.group is None:
             return
         with traced("all_reduce", self.purpose, self.hop):
@@ -70,14 +71,13 @@ class Peers:
         shared = 0 if self.group is None else int(torch.randint(2**31, ()))
         return shared + self.place
 
-    def count_gather(self, num_bytes: int) -> None:
-        """Enter an all-gather of `num_bytes` from each rank."""
-        self.traffic.add(self.purpose, self.hop.gather_bytes(self.rank, num_bytes))
+    def count(self, kind: str, num_bytes: int) -> None:
+        """Enter a collective into the ledger.
 
-    def count_exchange(self, num_bytes: int) -> None:
-        """Enter an all-to-all of `num_bytes` to each rank."""
-        self.traffic.add(self.purpose, self.hop.exchange_bytes(self.rank, num_bytes))
-
-    def count_reduce(self, num_bytes: int) -> None:
-        """Enter an all-reduce of `num_bytes`, which passes each rank's share around twice."""
-        self.count_gather(2 * num_bytes // self.size)
+        num_bytes: of a gather from each rank, of an exchange to each rank, of a reduction in all,
+        which passes each rank's share around twice.
+        """
+        if kind == REDUCE:
+            kind, num_bytes = GATHER, 2 * num_bytes // self.size
+        sent = self.hop.gather_bytes if kind == GATHER else self.hop.exchange_bytes
+        self.traffic.add(self.purpose, sent(self.rank, num_bytes))

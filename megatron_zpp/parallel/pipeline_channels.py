@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.parallel.peers import Peers
+from megatron_zpp.parallel.peers import EXCHANGE, Peers
 from zeropp.wire.communicator import traced
 
 
@@ -26,7 +26,7 @@ class Channel:
     def send(self, x: Tensor) -> "Transfer":
         """Begin to send x."""
         x = x.detach().contiguous()
-        self.peers.count_exchange(x.nbytes)
+        self.peers.count(EXCHANGE, x.nbytes)
         with traced("send", self.peers.purpose, self.peers.hop):
             return Transfer(x, dist.isend(x, self.peer, group=self.peers.group))
 

@@ -115,9 +115,10 @@ class RankGrid(ABC):
         if self.tensor_size == 1:
             return None
         return TensorAxis(
-            peers=self.tensor_peers, sequence_parallel=config.sequence_parallel,
+            peers=self.tensor_peers,
+            sequence_parallel=config.sequence_parallel,
             mesh=self.tensor_mesh,
-        )  # fmt: skip
+        )
 
     def context_axis(self, config: ParallelConfig) -> ContextAxis | None:
         """Return the axis over which sequences are split, if they are."""

@@ -16,7 +16,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.part import Part
 from megatron_zpp.model.tensor_parallel import partial_parameters
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.parallel.peers import AXES, Peers
+from megatron_zpp.parallel.peers import AXES, EXCHANGE, GATHER, REDUCE, Peers
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
@@ -25,7 +25,7 @@ from zeropp.wire.route import Hop
 from zeropp.wire.traffic import Traffic
 
 FP32_BYTES = 4
-GATHER, EXCHANGE, REDUCE = "gather", "exchange", "reduce"
+SUM = (EXCHANGE, GATHER)  # of parts of a sum on all ranks, and then of the sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,7 @@ class Move:
     def count(self, rank: int, ledger: Traffic) -> None:
         """Enter into a ledger what a rank of the hop sends."""
         peers = Peers(purpose=self.axis, rank=rank, group=None, hop=self.hop, traffic=ledger)
-        counts = {
-            GATHER: peers.count_gather, EXCHANGE: peers.count_exchange, REDUCE: peers.count_reduce
-        }  # fmt: skip
-        counts[self.kind](self.times * self.num_bytes)
+        peers.count(self.kind, self.times * self.num_bytes)
 
 
 def activation_traffic(
@@ -124,33 +121,27 @@ class Forecast:
         if stage.is_last:
             yield Move(axis="tensor", kind=REDUCE, hop=hop, num_bytes=self.tokens * FP32_BYTES)
             yield from _sum("tensor", hop, 2 * self.tokens, FP32_BYTES)
-        for is_forward, times in enumerate(reversed(self._norms_of_heads(stage))):
-            yield from _sum(
-                "tensor", hop, self.tokens, FP32_BYTES,
-                times=times, is_forward=bool(is_forward), in_layers=True,
-            )  # fmt: skip
+        squares = _part_bytes(hop, self.tokens, FP32_BYTES)
+        yield from _in_layers("tensor", hop, SUM, squares, *self._norms_of_heads(stage))
 
     def _entries_and_exits(self, stage: Part, hop: Hop) -> Iterator[Move]:
         """Yield the moves where activations enter layers that are split, and where they leave."""
-        into = out = 2 * len(stage.layers)
+        num_moves = 2 * len(stage.layers)
         back_into, _, back_out = self._moves_back(stage)
         again_into, again_out = self._recomputed_moves(stage)
-        splits_rows, row = self.config.parallel.sequence_parallel, self.elements * self.width
-        for is_forward, gathers, sums in (
-            (True, into, out), (False, back_out + again_into, back_into + again_out)
-        ):  # fmt: skip
-            common = {"axis": "tensor", "hop": hop, "is_forward": is_forward}
-            if splits_rows:
-                part = {"num_bytes": row // hop.size, **common}
-                yield Move(kind=GATHER, times=gathers, in_layers=True, **part)
-                yield Move(kind=EXCHANGE, times=sums, in_layers=True, **part)
-                if stage.is_last:  # into the output layer
-                    yield Move(kind=GATHER if is_forward else EXCHANGE, **part)
-                continue
-            layers = {"times": sums, "is_forward": is_forward, "in_layers": True}
-            yield from _sum("tensor", hop, self.elements, self.width, **layers)
-            if stage.is_last and not is_forward:
+        sums = num_moves, back_into + again_out
+        if not self.config.parallel.sequence_parallel:
+            part = _part_bytes(hop, self.elements, self.width)
+            yield from _in_layers("tensor", hop, SUM, part, *sums)
+            if stage.is_last:
                 yield from _sum("tensor", hop, self.elements, self.width, is_forward=False)
+            return
+        row = self.elements * self.width // hop.size
+        yield from _in_layers("tensor", hop, (EXCHANGE,), row, *sums)
+        yield from _in_layers("tensor", hop, (GATHER,), row, num_moves, back_out + again_into)
+        if stage.is_last:  # into the output layer
+            for kind, is_forward in ((GATHER, True), (EXCHANGE, False)):
+                yield Move(axis="tensor", kind=kind, hop=hop, num_bytes=row, is_forward=is_forward)
 
     def _norms_of_heads(self, stage: Part) -> tuple[int, int]:
         """Return how many normalizations of all heads sum squares, or their gradients.
@@ -173,38 +164,33 @@ class Forecast:
         _, back, _ = self._moves_back(stage)
         again = self._recomputed(stage)
         head_bytes = self.tokens * model.head_dim * self.width
-        common = {"axis": "context", "hop": hop, "in_layers": True}
         if self.config.parallel.cp_comm_type == "allgather":
-            part = {"num_bytes": 2 * kv_heads * head_bytes, **common}
-            again = layers if is_selective else again
-            yield Move(kind=GATHER, times=layers, **part)
-            yield Move(kind=GATHER, times=again, is_forward=False, **part)
-            yield Move(kind=EXCHANGE, times=back, is_forward=False, **part)
+            both, again = 2 * kv_heads * head_bytes, layers if is_selective else again
+            yield from _in_layers("context", hop, (GATHER,), both, layers, again)
+            yield from _in_layers("context", hop, (EXCHANGE,), both, 0, back)
             return
         kv_heads *= hop.size // gcd(hop.size, kv_heads)
-        for moved in (heads, kv_heads, kv_heads, heads):  # queries, keys, values, the result
-            part = {"kind": EXCHANGE, "num_bytes": moved * head_bytes // hop.size, **common}
-            yield Move(times=layers, **part)
-            yield Move(times=back + again, is_forward=False, **part)
-        if is_selective:  # again, up to the attention itself
-            for moved in (heads, kv_heads, kv_heads):
-                part = {"kind": EXCHANGE, "num_bytes": moved * head_bytes // hop.size, **common}
-                yield Move(times=layers, is_forward=False, **part)
+        times = layers, back + again
+        up_to_attention = layers, back + again + (layers if is_selective else 0)
+        queries, keys = (count * head_bytes // hop.size for count in (heads, kv_heads))
+        for num_bytes in (queries, keys, keys):
+            yield from _in_layers("context", hop, (EXCHANGE,), num_bytes, *up_to_attention)
+        yield from _in_layers("context", hop, (EXCHANGE,), queries, *times)
 
     def _pipeline(self, stage: Part) -> Iterator[Move]:
         """Yield the activations sent onward, and their gradients sent back."""
-        splits_rows = self.config.parallel.sequence_parallel
-        rows = self.ranks.tensor_size if splits_rows else 1
+        rows = self.ranks.tensor_size if self.config.parallel.sequence_parallel else 1
+        sent = {
+            "axis": "pipeline",
+            "kind": EXCHANGE,
+            "num_bytes": self.elements // rows * self.residual_width,
+        }
         line, place = self.ranks.pipeline, self.ranks.pipeline_place
         for is_end, step in ((stage.is_last, 1), (stage.is_first, -1)):
             if not is_end:
-                other = line[(place + step) % len(line)]
-                hop = Hop(members=tuple(sorted((line[place], other))), nodes=self.ranks.nodes)
-                num_bytes = self.elements // rows * self.residual_width
-                yield Move(
-                    axis="pipeline", kind=EXCHANGE, hop=hop, num_bytes=num_bytes,
-                    is_forward=step == 1,
-                )  # fmt: skip
+                members = sorted((line[place], line[(place + step) % len(line)]))
+                hop = Hop(members=tuple(members), nodes=self.ranks.nodes)
+                yield Move(hop=hop, is_forward=step == 1, **sent)
 
     def _moves_back(self, stage: Part) -> tuple[int, int, int]:
         """Return how many gradients are moved: at entries of layers, inside attention, at exits.
@@ -263,14 +249,25 @@ def _num_local(parameter: nn.Parameter) -> int:
     return local_part(parameter).numel()
 
 
+def _in_layers(
+    axis: str, hop: Hop, kinds: Iterable[str], num_bytes: int, forward: int, backward: int
+) -> Iterator[Move]:
+    """Yield moves that layers make so many times in their passes forward and backward."""
+    common = {"axis": axis, "hop": hop, "num_bytes": num_bytes, "in_layers": True}
+    for kind in kinds:
+        yield Move(kind=kind, times=forward, **common)
+        yield Move(kind=kind, times=backward, is_forward=False, **common)
+
+
 def _sum(
-    axis: str, hop: Hop, elements: int, width: int, *,
-    times: int = 1, is_forward: bool = True, in_layers: bool = False,
-) -> Iterator[Move]:  # fmt: skip
-    """Yield a sum on all ranks: an exchange of its parts, and a gather of their sums."""
-    part = -(-elements // hop.size) * width
-    for kind in (EXCHANGE, GATHER):
-        yield Move(
-            axis=axis, kind=kind, hop=hop, num_bytes=part,
-            times=times, is_forward=is_forward, in_layers=in_layers,
-        )  # fmt: skip
+    axis: str, hop: Hop, elements: int, width: int, *, is_forward: bool = True
+) -> Iterator[Move]:
+    """Yield a sum on all ranks."""
+    part = _part_bytes(hop, elements, width)
+    for kind in SUM:
+        yield Move(axis=axis, kind=kind, hop=hop, num_bytes=part, is_forward=is_forward)
+
+
+def _part_bytes(hop: Hop, elements: int, width: int) -> int:
+    """Return the bytes of the part that a rank sums."""
+    return -(-elements // hop.size) * width

@@ -98,7 +98,11 @@ def _shard_model(model: GPT, config: Config, ranks: Ranks, *, keeps_root: bool =
     """Shard a model that is on the meta device over the data axis, and allocate the shards."""
     # Blocks cast their own inputs, as the residual may be fp32 (--fp32-residual-connection).
     sharding = shard(
-        model, ranks.mesh, config.zero, axis="data", cast_forward_inputs=False,
+        model,
+        ranks.mesh,
+        config.zero,
+        axis="data",
+        cast_forward_inputs=False,
         keeps_root=keeps_root,
-    )  # fmt: skip
+    )
     return allocate_parameters(sharding, config.zero, ranks.device)

@@ -74,9 +74,14 @@ class Pipeline(nn.Module):
     """
 
     def __init__(
-        self, whole: GPT, stages: Sequence[Sharding], ranks: Ranks, dtype: torch.dtype,
-        *, splits_rows: bool,
-    ) -> None:  # fmt: skip
+        self,
+        whole: GPT,
+        stages: Sequence[Sharding],
+        ranks: Ranks,
+        dtype: torch.dtype,
+        *,
+        splits_rows: bool,
+    ) -> None:
         super().__init__()
         self.config, self.vocab_size = whole.config, whole.vocab_size
         self.stages, self._ranks, self._dtype = tuple(stages), ranks, dtype
@@ -95,17 +100,21 @@ class Pipeline(nn.Module):
         self._sent: Transfer | None = None  # the last one that nobody waits for elsewhere
 
     def forward_backward(
-        self, samples: Iterator[tuple[int, Batch]], scales: Sequence[float | Tensor],
+        self,
+        samples: Iterator[tuple[int, Batch]],
+        scales: Sequence[float | Tensor],
         seed_dropout: SeedDropout,
-    ) -> list[Tensor]:  # fmt: skip
+    ) -> list[Tensor]:
         """Run all passes of a step; return the losses, unscaled, 0-d, on the last stage's ranks.
 
         Gradients are those of the sum of the losses, each times its scale.
         """
         step = Step(
-            samples=samples, scales=scales, seed_dropout=seed_dropout,
+            samples=samples,
+            scales=scales,
+            seed_dropout=seed_dropout,
             shape_of=partial(self._shape, splits=True),
-        )  # fmt: skip
+        )
         place, size = self._ranks.pipeline_place, self._ranks.pipeline_size
         order = passes(place, size, len(scales), len(self.stages))
         arriving = self._expect(step, order[0])
@@ -170,9 +179,9 @@ class Pipeline(nn.Module):
                 owners = (getattr(root, name) for root in self.roots)
                 self.add_module(name, next((each for each in owners if each is not None), None))
                 continue
-            self.blocks = Blocks({
-                layer: root.blocks[layer] for root in self.roots for layer in root.part.layers
-            })  # fmt: skip
+            self.blocks = Blocks(
+                {layer: root.blocks[layer] for root in self.roots for layer in root.part.layers}
+            )
 
     def _expect(self, step: Step, each: Pass) -> Transfer | None:
         """Begin to receive what a pass needs of the rank before or after this one."""

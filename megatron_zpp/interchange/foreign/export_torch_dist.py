@@ -38,9 +38,12 @@ from zeropp.errors import InputError
 RELEASE = "release"
 # Modules of which megatron-core expects a state of their own beside the weights; None is no state.
 STATEFUL = (
-    "self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention",
-    "mlp.linear_fc1", "mlp.linear_fc2",
-)  # fmt: skip
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "self_attention.core_attention",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
 
 
 def export_torch_dist(opened: OpenedModel, output: Path, dtype: str | None = None) -> Path:
@@ -62,9 +65,11 @@ def export_torch_dist(opened: OpenedModel, output: Path, dtype: str | None = Non
     common = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 0}
     write_atomically(folder / COMMON, lambda file: torch.save(common, file))
     facts = {
-        "sharded_backend": "torch_dist", "sharded_backend_version": 1,
-        "common_backend": "torch", "common_backend_version": 1,
-    }  # fmt: skip
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
     _write_text(folder / "metadata.json", json.dumps(facts))
     _write_text(output / POINTER, RELEASE)
     return folder
@@ -121,14 +126,12 @@ class _Planner(DefaultSavePlanner):
         shard = f"/shard_{{}}_{self._num_layers}"
         states = [
             WriteItem(
-                index=MetadataIndex(
-                    f"decoder.layers.{module}._extra_state{shard.format(layer)}"
-                ),
+                index=MetadataIndex(f"decoder.layers.{module}._extra_state{shard.format(layer)}"),
                 type=WriteItemType.BYTE_IO,
             )
             for module in STATEFUL
             for layer in range(self._num_layers)
-        ]  # fmt: skip
+        ]
         self.plan = SavePlan([*(part.write_item() for part in self._parts.values()), *states])
         return self.plan
 

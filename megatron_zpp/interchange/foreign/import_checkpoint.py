@@ -149,9 +149,14 @@ def _surprises_as_input_errors(path: Path) -> Iterator[None]:
     except InputError:
         raise
     except (
-        ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        RuntimeError,
+        TypeError,
         ValueError,
-    ) as error:  # fmt: skip
+    ) as error:
         raise InputError(
             f"{path}: its files are not laid out as those of its program "
             f"({type(error).__name__}: {error}); is it of a very old or new version?"
@@ -197,8 +202,9 @@ def _saved_tokenizer(args: Mapping[str, Any], rows: int) -> TokenizerConfig:
     if name not in (None, "NullTokenizer"):
         log.warning(
             "its tokenizer, %s, is not here: token ids are numbers (NullTokenizer); give "
-            "--tokenizer-type and its files to name it", name
-        )  # fmt: skip
+            "--tokenizer-type and its files to name it",
+            name,
+        )
     return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=rows)
 
 

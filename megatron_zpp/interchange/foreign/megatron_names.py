@@ -65,10 +65,14 @@ _SPELLINGS = (
 # The dim along which tensor-parallel ranks have parts of a weight, by its module; others have all.
 _SPLIT_DIMS = MappingProxyType(
     {
-        "word_embeddings": 0, "output_layer": 0, "linear_qkv": 0, "linear_fc1": 0,
-        "linear_proj": 1, "linear_fc2": 1,
+        "word_embeddings": 0,
+        "output_layer": 0,
+        "linear_qkv": 0,
+        "linear_fc1": 0,
+        "linear_proj": 1,
+        "linear_fc2": 1,
     }
-)  # fmt: skip
+)
 
 
 def core_name(name: str) -> str:

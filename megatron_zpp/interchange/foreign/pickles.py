@@ -20,23 +20,50 @@ from zeropp.errors import InputError, first_few
 NAMESPACE = "argparse.Namespace"
 # Modules of which classes and functions are read as stand-ins, never imported or called.
 INERT = (
-    "megatron.", "deepspeed.", "transformer_engine.", "numpy.", "pathlib.", "types.SimpleNamespace",
-    "signal.Signals", "io.BytesIO", "_codecs.encode", "apex.", "random.",
-)  # fmt: skip
+    "megatron.",
+    "deepspeed.",
+    "transformer_engine.",
+    "numpy.",
+    "pathlib.",
+    "types.SimpleNamespace",
+    "signal.Signals",
+    "io.BytesIO",
+    "_codecs.encode",
+    "apex.",
+    "random.",
+)
 _DCP = "torch.distributed.checkpoint"
 METADATA_CLASSES = (
-    *(f"{_DCP}.metadata.{name}" for name in (
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-        "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    )),
-    *(f"{_DCP}.planner.{name}" for name in (
-        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData",
-    )),
-    f"{_DCP}.filesystem._StorageInfo", "torch.Size", "torch.serialization._get_layout",
+    *(
+        f"{_DCP}.metadata.{name}"
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "MetadataIndex",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    *(
+        f"{_DCP}.planner.{name}"
+        for name in (
+            "SavePlan",
+            "WriteItem",
+            "WriteItemType",
+            "TensorWriteData",
+        )
+    ),
+    f"{_DCP}.filesystem._StorageInfo",
+    "torch.Size",
+    "torch.serialization._get_layout",
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
-    "collections.OrderedDict", "pathlib.PosixPath",
-)  # fmt: skip
+    "collections.OrderedDict",
+    "pathlib.PosixPath",
+)
 
 
 class StandIn:

@@ -29,8 +29,10 @@ STATE = "optimizer.state."
 STEP = "train_state.step"
 NOT_WEIGHTS = ("optimizer.", "train_state", "lr_scheduler", "dataloader", "freqs_cis")
 EMBEDDING, QUERIES, KEYS = (
-    "tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.attention.wk.weight",
-)  # fmt: skip
+    "tok_embeddings.weight",
+    "layers.0.attention.wq.weight",
+    "layers.0.attention.wk.weight",
+)
 
 
 def read_torchtitan(folder: Path) -> ForeignCheckpoint:

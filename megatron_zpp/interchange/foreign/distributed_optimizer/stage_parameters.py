@@ -20,9 +20,13 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _BEFORE = ("embedding.word_embeddings", "embedding.position_embeddings")
 _BEHIND = ("decoder.final_layernorm", "output_layer")
 _REST = (
-    "self_attention.linear_qkv", "self_attention.q_layernorm", "self_attention.k_layernorm",
-    "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2",
-)  # fmt: skip
+    "self_attention.linear_qkv",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "pre_mlp_layernorm",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
 # The modules of a layer by --transformer-impl. Transformer Engine's linear layers contain the
 # normalizations before them.
 ORDERS = MappingProxyType(
