@@ -43,4 +43,5 @@ def _draw_curve(axes, rows: Sequence[dict], data: str, label: str, colour: str) 
     for row, point in zip(rows, points, strict=True):
         if is_zeropp(row):
             axes.plot(*point, marker="o", markersize=10, fillstyle="none", color=colour)
-            axes.annotate(f"blocks of {row['block']}", point, color=colour)
+            place = {"xytext": (-6, -14), "textcoords": "offset points", "ha": "right"}
+            axes.annotate(f"blocks of {row['block']}", point, color=colour, **place)

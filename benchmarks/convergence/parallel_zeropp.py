@@ -14,25 +14,27 @@ import json
 import statistics
 import sys
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.cluster.configurations import AXES
 from benchmarks.shared.benchmark import Benchmark, Flag
-from benchmarks.shared.pretrain_run import run_step, silent_run, training_batches
+from benchmarks.shared.pretrain_run import (
+    Meshes,
+    cpu_ranks,
+    join_cpu_ranks,
+    run_step,
+    silent_run,
+    training_batches,
+)
 from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import Column, table
-from benchmarks.shared.training_setup import CPU
 from benchmarks.shared.zero_json import zero_json
 from megatron_zpp.monitor.communication import Communication
-from megatron_zpp.parallel.mesh import Ranks, build_mesh
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.train.run import Run
 from zeropp.optim.step import own_gradients
-from zeropp.ranks.process_group import start_process_group
 from zeropp.ranks.topology import Environment
 
 FLAGS = {**AXES, "v": "--num-virtual-stages-per-pipeline-rank"}
@@ -49,7 +51,6 @@ PLACES = {
     "": (4, 2), "tp2": (4, 2), "tp2 sp": (4, 2), "pp2": (4, 1), "pp2 v2": (4, 1), "cp2": (4, 2),
     "cp2 gathered": (4, 2), "tp2 sp pp2": (8, 2), "pp2 cp2": (8, 2),
 }  # fmt: skip
-Meshes = dict[tuple[int, int], DeviceMesh]
 
 
 def measure(options: argparse.Namespace, result: dict) -> None:
@@ -84,14 +85,6 @@ def compare(options: argparse.Namespace) -> dict:
     return row | {"sent": sum(sent.sent.values()), "expected": sum(sent.expected.values())}
 
 
-def join_cpu_ranks() -> Environment:
-    """Start the process group over gloo, with one thread for each rank."""
-    environment = Environment.read()
-    torch.set_num_threads(1)
-    start_process_group(environment, CPU, timedelta(minutes=10), "gloo")
-    return environment
-
-
 def flags_of(sizes: str) -> str:
     """The flags of a row's sizes, as in "tp2 sp pp2"."""
     words = []
@@ -104,16 +97,7 @@ def flags_of(sizes: str) -> str:
 def open_run(flags: str, environment: Environment, meshes: Meshes) -> Run:
     """Return a run before its first step; `meshes` are those made so far, by their sizes."""
     config = parse(flags.split(), environment.world_size)
-    sizes = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    if sizes not in meshes:  # each has process groups of its own
-        meshes[sizes] = build_mesh(CPU, environment.world_size, config.parallel)
-    mesh = meshes[sizes]
-    ranks = Ranks(
-        environment=environment, device=CPU, mesh=mesh, store=None,
-        context_size=config.parallel.context_parallel_size,
-        ranks_per_node=config.zero.zeropp.ranks_per_node,
-    )  # fmt: skip
-    return silent_run(config, ranks)
+    return silent_run(config, cpu_ranks(config, environment, meshes))
 
 
 def gain(exact: Run, quantized: Run) -> float:

@@ -11,10 +11,10 @@ import argparse
 import sys
 import time
 
-from benchmarks.convergence.parallel_zeropp import Meshes, flags_of, join_cpu_ranks, open_run
+from benchmarks.convergence.parallel_zeropp import flags_of, open_run
 from benchmarks.shared.benchmark import Benchmark, Flag
 from benchmarks.shared.interleaved import Disagreement
-from benchmarks.shared.pretrain_run import training_batches
+from benchmarks.shared.pretrain_run import Meshes, join_cpu_ranks, training_batches
 from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import Column, table
 from benchmarks.shared.training_setup import CPU, largest_of_ranks

@@ -1,20 +1,24 @@
 """The memory that `--dry-run` predicts beside the peak of real steps on the CPU, as a table.
 
-    torchrun --nproc-per-node 4 -m benchmarks.memory.dry_run
+    python -m benchmarks.memory.dry_run
 
 The bytes of all live tensors are measured after every op, on the rank that has most.
 """
 
+import argparse
 import json
-from datetime import timedelta
+import sys
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.shared.table import markdown_table
-from benchmarks.shared.training_setup import largest_of_ranks
+from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.pretrain_run import cpu_ranks, join_cpu_ranks
+from benchmarks.shared.rank_launch import run_on_ranks
+from benchmarks.shared.table import Column, table
+from benchmarks.shared.training_setup import CPU, largest_of_ranks
 from megatron_zpp.data.loader import Batch
-from megatron_zpp.parallel.mesh import Ranks, build_mesh
+from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.planner.activations import LiveBytes
 from megatron_zpp.planner.estimate import Estimate, estimate
 from megatron_zpp.recipe.model import build_model
@@ -23,10 +27,8 @@ from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config
 from zeropp import optimizer_step
-from zeropp.ranks.process_group import start_process_group
 from zeropp.ranks.topology import Environment
 
-CPU = torch.device("cpu")
 VOCABULARY = 1000
 MIB = 2**20
 MODEL = (
@@ -83,7 +85,7 @@ def predict_and_measure(flags: str) -> tuple[Estimate | None, int]:
     peak of any rank in bytes."""
     words = f"--mock-data --lr 1e-3 --eval-iters 0 --train-iters 9 {flags}".split()
     config = parse(words, dist.get_world_size())
-    ranks, prediction = ranks_of(config), None
+    ranks, prediction = cpu_ranks(config, Environment.read()), None
     if ranks.rank == 0:
         prediction = estimate(config, VOCABULARY, ranks.nodes, is_cpu=True)
     with LiveBytes() as live:
@@ -111,41 +113,50 @@ def _train(config: Config, ranks: Ranks) -> None:
         optimizer_step(optimizer, sharding, clip_grad=1.0)
 
 
-def ranks_of(config: Config) -> Ranks:
-    """Return this process among the ranks of a run of `config`."""
-    environment, parallel = Environment.read(), config.parallel
-    return Ranks(
-        environment=environment,
-        device=CPU,
-        mesh=build_mesh(CPU, environment.world_size, parallel),
-        store=None,
-        context_size=parallel.context_parallel_size,
-        ranks_per_node=config.zero.zeropp.ranks_per_node,
-    )
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Run all cases on the ranks."""
+    result["rows"] = run_on_ranks(__spec__.name, options.ranks, sys.argv[1:])
 
 
-def main() -> None:
-    """Print a row for each of `CASES`."""
+def on_rank(options: argparse.Namespace) -> list[dict]:
+    """A row for each of `CASES`."""
     rows = []
-    environment = Environment.read()
-    start_process_group(environment, CPU, timedelta(minutes=5), "gloo")
-    for case in CASES:
+    join_cpu_ranks()
+    for case in (each for each in CASES if options.only in each):
         flags = case
         for name, zero in JSONS.items():
             text = json.dumps(NODES | {"zero_optimization": zero}, separators=(",", ":"))
             flags = flags.replace(name, f"--deepspeed-config {text}")
         prediction, measured = predict_and_measure(MODEL + flags)
-        if prediction is None:
-            continue
-        total = prediction.host_bytes
-        difference = f"{total / measured - 1:+.1%}".replace("-0.0%", "0.0%")
-        sizes = (f"{total / MIB:.1f}", f"{measured / MIB:.1f}")
-        rows.append([f"`{case}`", *sizes, difference])
-    if rows:
-        columns = ["flags", "predicted, MiB", "measured, MiB", "difference"]
-        print(markdown_table(columns, rows))
-    dist.destroy_process_group()
+        predicted = None if prediction is None else prediction.host_bytes
+        rows.append({"flags": case, "predicted": predicted, "measured": measured})
+    return rows
 
+
+def show(result: dict) -> str:
+    """A line for each case."""
+    return table(
+        result["rows"],
+        Column("flags", lambda row: f"`{row['flags']}`"),
+        Column("predicted, MiB", "predicted", ".1f", 1 / MIB),
+        Column("measured, MiB", "measured", ".1f", 1 / MIB),
+        Column(
+            "difference", lambda row: round(row["predicted"] / row["measured"] - 1, 3) + 0.0, "+.1%"
+        ),
+    )
+
+
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(
+        Flag("--ranks", 4, least=1),
+        Flag("--only", "", "cases whose flags contain this, as in cpu-optimizer"),
+    ),
+    measure=measure,
+    on_rank=on_rank,
+    show=show,
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARK.main())

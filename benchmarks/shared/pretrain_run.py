@@ -1,11 +1,16 @@
 """What benchmarks share that train with pretrain_gpt.py's own step."""
 
 import io
+from datetime import timedelta
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from benchmarks.shared.training_setup import CPU
 from megatron_zpp.data.loader import Loader
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.metrics import Iteration
-from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.parallel.mesh import Ranks, build_mesh
 from megatron_zpp.settings.config import Config
 from megatron_zpp.train.build import build_run
 from megatron_zpp.train.evaluate import evaluate
@@ -13,6 +18,31 @@ from megatron_zpp.train.inputs import TRAIN, VALIDATION
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
 from zeropp.errors import InputError
+from zeropp.ranks.process_group import start_process_group
+from zeropp.ranks.topology import Environment
+
+Meshes = dict[tuple[int, int], DeviceMesh]  # by the sizes of the axes tensor and pipe
+
+
+def join_cpu_ranks() -> Environment:
+    """Start the process group over gloo, with one thread for each rank."""
+    environment = Environment.read()
+    torch.set_num_threads(1)
+    start_process_group(environment, CPU, timedelta(minutes=10), "gloo")
+    return environment
+
+
+def cpu_ranks(config: Config, environment: Environment, meshes: Meshes | None = None) -> Ranks:
+    """This process among the ranks of a run of `config`; `meshes` are those made so far."""
+    parallel, meshes = config.parallel, Meshes() if meshes is None else meshes
+    sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if sizes not in meshes:  # each has process groups of its own
+        meshes[sizes] = build_mesh(CPU, environment.world_size, parallel)
+    return Ranks(
+        environment=environment, device=CPU, mesh=meshes[sizes], store=None,
+        context_size=parallel.context_parallel_size,
+        ranks_per_node=config.zero.zeropp.ranks_per_node,
+    )  # fmt: skip
 
 
 def silent_run(config: Config, ranks: Ranks) -> Run:

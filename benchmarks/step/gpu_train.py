@@ -32,9 +32,9 @@ from benchmarks.shared.benchmark import SHAPE, Benchmark, Flag
 from benchmarks.shared.result import save
 from benchmarks.shared.table import RATIOS, Column, table
 from benchmarks.shared.training_setup import TrainingSetup
-from benchmarks.step.device_comparison import DeviceComparison
 from benchmarks.step.device_loops import DEVICE_LOOPS
 from benchmarks.step.hugging_face_peer import is_installed
+from benchmarks.step.loop_comparison import DeviceComparison
 from benchmarks.step.training_loops import unsharded
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.monitor.matmul_rate import measure_matmul_rate

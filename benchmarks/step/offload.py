@@ -19,7 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -31,15 +31,13 @@ from benchmarks.shared.interleaved import (
     interleaved,
     median_of,
     quartiles,
-    ratio_summary,
 )
 from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import RATIOS, Column, table
-from benchmarks.shared.timers import timer_for
 from benchmarks.shared.training_setup import TrainingSetup, largest_of_ranks
 from benchmarks.step.copy_overlap import hidden_share
-from benchmarks.step.device_comparison import Measurements, allocated_bytes, time_with_peak
-from benchmarks.step.training_loops import TrainingLoop, ours
+from benchmarks.step.loop_comparison import TimedLoop, time_in_turn
+from benchmarks.step.training_loops import ours
 from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.config import ParallelConfig
 from zeropp import ZeroConfig, optimizer_step, shard
@@ -89,68 +87,26 @@ def compare_steps(options: argparse.Namespace) -> list[dict]:
         )
         for name, extra_flags in flags.items()
     }
-    return time_steps(setups, options.rounds)
-
-
-def time_steps(setups: Mapping[str, TrainingSetup], rounds: int) -> list[dict]:
-    """Verify each loop against the first, then time one step of each in turn."""
-    first_setup = next(iter(setups.values()))
-    device, timer = first_setup.ranks.device, timer_for(first_setup.ranks.device)
-    loops, measured, before = {}, {}, allocated_bytes(device)
-    for name, setup in setups.items():
-        loops[name] = ours(setup, name)
-        after = allocated_bytes(device)
-        measured[name] = Measurements(name=name, held_bytes=after - before)
-        before = after
-    verify(loops)
-    all_held = sum(measurements.held_bytes for measurements in measured.values())
-    for loop in loops.values():
-        loop.step()()
-    for name in interleaved(list(loops), rounds):
-        seconds, peak = time_with_peak(timer, device, lambda name=name: loops[name].step()())
-        own_peak = peak - (all_held - measured[name].held_bytes)
-        measured[name].seconds.append(seconds)
-        measured[name].peak_bytes = max(measured[name].peak_bytes, own_peak)
-    reference = measured[next(iter(loops))].seconds
-    rows = [
-        row(loop, measured[name], reference, setups[name], on_gpu=device.type == "cuda")
-        for name, loop in loops.items()
+    loops = [
+        TimedLoop.build(partial(ours, setup, name), setup, VERIFIED_STEPS)
+        for name, setup in setups.items()
     ]
-    for loop in loops.values():
-        loop.close()
-    return rows
-
-
-def verify(loops: Mapping[str, TrainingLoop]) -> None:
-    """Raise Disagreement unless all first losses and norms are equal to the last digit."""
-    histories = {
-        name: [loop.step()() for _ in range(VERIFIED_STEPS)] for name, loop in loops.items()
-    }
-    expected = next(iter(histories.values()))
-    for name, history in histories.items():
-        if history != expected:
-            raise Disagreement(f"losses and norms differ {name}: {histories}")
-
-
-def row(
-    loop: TrainingLoop,
-    measured: Measurements,
-    reference: list[float],
-    setup: TrainingSetup,
-    *,
-    on_gpu: bool,
-) -> dict:
-    """The numbers of one loop; `reference` are the first loop's seconds."""
-    shape = setup.shape
+    for each in loops:
+        if each.history != loops[0].history:
+            raise Disagreement(f"losses and norms differ {each.name}: {each.history}")
+    setup = setups[loops[0].name]
+    time_in_turn(loops, setup, options.rounds)
+    shape, on_gpu = options.shape, setup.ranks.device.type == "cuda"
     tokens = shape["seq"] * shape["micro-batch"] * shape["micro-batches"]
-    return {
-        "name": loop.name,
-        "seconds": measured.seconds,
-        "tokens_per_s": tokens / statistics.median(measured.seconds),
-        **ratio_summary(measured.seconds, reference),
-        "peak_bytes": measured.peak_bytes if on_gpu else None,
-        "hidden_share": hidden_share(lambda: loop.step()()) if on_gpu else None,
-    }
+    rows = []
+    for each in loops:
+        step = each.loop.step
+        row = each.row(loops[0])
+        row["tokens_per_s"] = tokens / row["median"]
+        row["hidden_share"] = hidden_share(lambda step=step: step()()) if on_gpu else None
+        rows.append(row)
+        each.loop.close()
+    return rows
 
 
 def compare_rank_counts(options: argparse.Namespace) -> list[dict]:

@@ -12,21 +12,17 @@ per parameter at every stage, beside the formula of docs/memory.md.
 import argparse
 import dataclasses
 import json
-import statistics
 import sys
-import time
-from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.memory.model_state import count_stages
 from benchmarks.shared.benchmark import Benchmark, Flag
-from benchmarks.shared.interleaved import interleaved, ratio_summary
 from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import RATIOS, Column, table
-from benchmarks.shared.training_setup import DTYPES, TrainingSetup, largest_of_ranks
+from benchmarks.shared.training_setup import DTYPES, TrainingSetup
 from benchmarks.shared.zero_json import zero_json
+from benchmarks.step.loop_comparison import TimedLoop, time_in_turn
 from benchmarks.step.step_verification import VERIFIED_STEPS, verify
 from benchmarks.step.training_loops import TrainingLoop, fsdp2, ours, plain_pytorch, sharded
 from megatron_zpp.parallel.mesh import join_ranks
@@ -76,9 +72,8 @@ def compare(title: str, setup: TrainingSetup, rounds: int) -> dict:
     """Verify the loops that a title is about, and time one step of each in turn."""
     loops = loops_of(title, setup, VERIFIED_STEPS + WARM_UP + rounds)
     verified = verify(loops, setup)
-    for loop in loops:
-        for _ in range(WARM_UP):
-            loop.step()()
+    timed = [TimedLoop(loop=loop) for loop in loops]
+    time_in_turn(timed, setup, rounds)
     return {
         "name": f"{title}, {setup.dtype}",
         "ranks": setup.ranks.num_ranks,
@@ -87,7 +82,7 @@ def compare(title: str, setup: TrainingSetup, rounds: int) -> dict:
         "threads": torch.get_num_threads(),
         "verified": verified,
         "reference": loops[0].name,
-        "loops": time_loops(loops, setup, rounds),
+        "loops": [each.row(timed[0]) for each in timed],
     }
 
 
@@ -105,32 +100,6 @@ def loops_of(title: str, setup: TrainingSetup, num_steps: int) -> list[TrainingL
         sharded(nodes, "zeropp.shard again", iter(steps)),
         fsdp2(nodes, "zeropp.attach", iter(steps), attached=True),
     ]
-
-
-def time_loops(loops: Sequence[TrainingLoop], setup: TrainingSetup, rounds: int) -> list[dict]:
-    """A row for each loop: seconds on the slowest rank, processor seconds of all ranks.
-
-    Only medians, and ratios of steps of the same round, are to be compared.
-    """
-    device = setup.ranks.device
-    rows = {loop.name: {"name": loop.name, "seconds": [], "processor": []} for loop in loops}
-    for loop in interleaved(loops, rounds):
-        dist.barrier()
-        wall, processor = time.perf_counter(), time.process_time()
-        loop.step()()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        wall, processor = time.perf_counter() - wall, time.process_time() - processor
-        rows[loop.name]["seconds"].append(largest_of_ranks(wall, device))
-        rows[loop.name]["processor"] += setup.ranks.sum(processor)
-    first = rows[loops[0].name]
-    median, processor = (statistics.median(first[key]) for key in ("seconds", "processor"))
-    for row in rows.values():
-        row["median"] = statistics.median(row["seconds"])
-        row["ratio"] = row["median"] / median
-        row["quartiles"] = ratio_summary(row["seconds"], first["seconds"])["quartiles"]
-        row["processor_ratio"] = statistics.median(row["processor"]) / processor
-    return list(rows.values())
 
 
 def show(result: dict) -> str:

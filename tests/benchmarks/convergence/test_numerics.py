@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.convergence.numerics import HOPS, error_statistics, one_hop, two_hops
+from benchmarks.convergence.numerics import HOPS, error_statistics, one_hop, two_hops, verify
 from benchmarks.convergence.numerics_chart import draw
 from benchmarks.convergence.numerics_report import DATA, tables
 from benchmarks.convergence.quantization_schemes import CODES, SCALES, Scheme, zeropp_round_trip
@@ -21,6 +21,7 @@ def values() -> torch.Tensor:
 def test_the_model_of_the_format_is_the_format(values, bits):
     scheme = Scheme(bits=bits, block=BLOCK[bits])
     assert torch.equal(scheme.round_trip(values), zeropp_round_trip(values, bits))
+    verify([values])
     layout = RowLayout(sizes=(1 << 15,), bits=(bits,), wire=torch.float32)
     assert scheme.bytes_per_element == layout.packed_bytes / (1 << 15)
 

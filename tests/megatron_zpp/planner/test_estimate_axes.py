@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 import torch.distributed as dist
 
-from benchmarks.memory.dry_run import VOCABULARY, ranks_of
+from benchmarks.memory.dry_run import VOCABULARY
+from benchmarks.shared.pretrain_run import cpu_ranks
 from megatron_zpp.planner.estimate import ACTIVATIONS, MOMENTS, WEIGHTS, estimate
 from megatron_zpp.planner.node_traffic import mean_of_nodes
 from megatron_zpp.planner.planned_run import plan_places, plan_run
@@ -17,6 +18,7 @@ from tests.megatron_zpp.parallel.flags import CP2, GATHERED, PP2, PP4, SP, TP2, 
 from tests.megatron_zpp.planner.peaks import assert_peak_is_foretold
 from tests.ranks import ranks
 from zeropp.errors import InputError
+from zeropp.ranks.topology import Environment
 from zeropp.sharding.plan import Plan
 from zeropp.wire.route import Nodes
 
@@ -52,7 +54,7 @@ def test_the_forecast_of_a_planned_rank_is_that_of_the_rank(flags, tmp_path):
     path.write_text(json.dumps({"zeropp": {"ranks_per_node": 2}}))
     text = f"{MODEL}--zero-stage 3 --global-batch-size 8 {flags} --deepspeed-config {path}"
     config = parse(f"--mock-data --lr 1 --train-iters 1 {text}".split(), 4)
-    started = ranks_of(config)
+    started = cpu_ranks(config, Environment.read())
     sharding = build_model(config, VOCABULARY, started, apex=None)
     nodes, place = Nodes.of(range(4), 2), started.pipeline_place
     run = plan_run(config, VOCABULARY, nodes, is_cpu=True, place=place)
