@@ -2,14 +2,10 @@
 
 from pathlib import Path
 
-from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_zpp.data.indexed_dataset import write_dataset
 
 
 def write(prefix: Path, documents: list[list[list[int]]], vocab_size: int = 100) -> str:
     """Write documents of sequences of token ids; returns the prefix."""
-    with IndexedDatasetWriter(prefix, vocab_size) as writer:
-        for document in documents:
-            for sequence in document:
-                writer.add_item(sequence)
-            writer.end_document()
+    write_dataset(prefix, vocab_size, documents)
     return str(prefix)

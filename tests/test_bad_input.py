@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_zpp.commands.pretrain import main
-from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_zpp.data.indexed_dataset import write_dataset
 from tests.full_disk import full_disk
 from zeropp.checkpoint.folder_lock import FolderLock
 
@@ -52,11 +52,7 @@ def fails(capsys):
 def prefix(tmp_path) -> Path:
     """A dataset of 40 documents of 12 tokens below 20."""
     path = tmp_path / "text_document"
-    writer = IndexedDatasetWriter(path, vocab_size=20)
-    for document in range(40):
-        writer.add_item(np.arange(12) % (document % 7 + 2))
-        writer.end_document()
-    writer.finalize()
+    write_dataset(path, 20, ([np.arange(12) % (document % 7 + 2)] for document in range(40)))
     return path
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Model
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_zpp.data.indexed_dataset import write_dataset
 from megatron_zpp.data.split import parse_split, sequence_range
 from megatron_zpp.tokenizer.base import END_OF_DOCUMENT
 from megatron_zpp.tokenizer.hugging_face import HFTokenizer
@@ -190,7 +190,9 @@ def _write_corpus(folder: Path, texts: Sequence[str], vocab_size: int) -> None:
     model = train_tokenizer(training_texts, vocab_size)
     definition = model.to_str(pretty=True).encode()
     write_atomically(folder / TOKENIZER, lambda file: file.write(definition))
-    num_tokens = _write_dataset(folder, texts)
+    tokenizer = HFTokenizer(str(folder))
+    documents = _encoded(texts, tokenizer)
+    num_tokens = write_dataset(folder / PREFIX, tokenizer.vocab_size, documents)
     corpus = {
         "split": SPLIT,
         "num_documents": len(texts),
@@ -202,23 +204,19 @@ def _write_corpus(folder: Path, texts: Sequence[str], vocab_size: int) -> None:
     write_atomically(folder / MANIFEST, lambda file: file.write(text))
 
 
-def _write_dataset(folder: Path, texts: Sequence[str]) -> int:
-    """Write one document for each text, with end of document; return the number of tokens."""
-    tokenizer = HFTokenizer(str(folder))
+def _encoded(texts: Sequence[str], tokenizer: HFTokenizer) -> Iterator[list[list[int]]]:
+    """Yield each text as a document of one sequence, with end of document."""
     num_tokens = 0
-    with IndexedDatasetWriter(folder / PREFIX, tokenizer.vocab_size) as writer:
-        for start in range(0, len(texts), BATCH):
-            batch = texts[start : start + BATCH]
-            for ids in tokenizer.encode_batch(batch):
-                writer.add_item([*ids, tokenizer.eod])
-                writer.end_document()
-                num_tokens += len(ids) + 1
-            if start // BATCH % 4 == 3 or start + BATCH >= len(texts):
-                logger.info(
-                    "default corpus: %d of %d files encoded, %d tokens",
-                    *(start + len(batch), len(texts), num_tokens),
-                )
-    return num_tokens
+    for start in range(0, len(texts), BATCH):
+        batch = texts[start : start + BATCH]
+        for ids in tokenizer.encode_batch(batch):
+            num_tokens += len(ids) + 1
+            yield [[*ids, tokenizer.eod]]
+        if start // BATCH % 4 == 3 or start + BATCH >= len(texts):
+            logger.info(
+                "default corpus: %d of %d files encoded, %d tokens",
+                *(start + len(batch), len(texts), num_tokens),
+            )
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:

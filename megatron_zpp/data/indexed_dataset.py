@@ -8,15 +8,15 @@ none. The modes are optional and not used in training. All numbers are little en
 """
 
 import glob
-import os
 import struct
 from array import array
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from zeropp.atomic import sync_folder, write_atomically
+from zeropp.atomic import write_atomically
 from zeropp.errors import InputError, first_few
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -103,71 +103,46 @@ class IndexedDataset:
             )
 
 
-class IndexedDatasetWriter:
-    """Write a dataset sequence by sequence; both files appear complete at `finalize`, or never.
+def write_dataset(
+    prefix: str | Path, vocab_size: int, documents: Iterable[Iterable[Sequence[int] | np.ndarray]]
+) -> int:
+    """Write documents, each the token ids of its sequences; return the number of tokens.
 
-    Used as a context manager, it finalizes at the end, or aborts after an exception.
+    Both files are complete, or they are as they were before. Raises InputError if there are no
+    tokens, and for ids outside the vocabulary.
     """
+    idx_path, bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    dtype = token_dtype(vocab_size)
+    lengths, bounds = array("i"), array("q", [0])  # int32, int64
 
-    def __init__(self, prefix: str | Path, vocab_size: int) -> None:
-        self.idx_path, self.bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-        self.vocab_size, self.dtype = vocab_size, token_dtype(vocab_size)
-        self.bin_path.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary_path = self.bin_path.with_name(f".{self.bin_path.name}.{os.getpid()}.tmp")
-        self._file = open(self._temporary_path, "wb")  # noqa: SIM115 (closed by finalize or abort)
-        self._lengths = array("i")  # int32
-        self._documents = array("q", [0])  # int64
+    def write_tokens(file: BinaryIO) -> None:
+        for document in documents:
+            for sequence in document:
+                tokens = np.asarray(sequence, dtype=np.int64)
+                _check_ids(tokens, vocab_size, bin_path)
+                file.write(tokens.astype(dtype).tobytes())
+                lengths.append(tokens.size)
+            bounds.append(len(lengths))
+        if not any(lengths):
+            raise InputError(f"no tokens for {bin_path}: the text is empty")
+        # Without an index there is no dataset: a new .bin is never read with an old .idx.
+        idx_path.unlink(missing_ok=True)
 
-    def __enter__(self) -> "IndexedDatasetWriter":
-        return self
+    bin_path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(bin_path, write_tokens)
+    arrays = np.frombuffer(lengths, dtype=np.int32), np.frombuffer(bounds, dtype=np.int64)
+    write_atomically(idx_path, lambda file: write_index(file, dtype, *arrays))
+    return sum(lengths)
 
-    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        if kind is not None:
-            self.abort()
-        elif not self._file.closed:
-            self.finalize()
 
-    def add_item(self, tokens: np.ndarray | list[int]) -> None:
-        """Append one sequence of token ids [length]; InputError for ids outside the vocabulary."""
-        tokens = np.asarray(tokens, dtype=np.int64)
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
-            invalid = tokens[(tokens < 0) | (tokens >= self.vocab_size)][0]
-            raise InputError(
-                f"token id {invalid} does not fit {self.bin_path}: the vocabulary has "
-                f"{self.vocab_size} entries (ids 0 to {self.vocab_size - 1})"
-            )
-        self._file.write(tokens.astype(self.dtype).tobytes())
-        self._lengths.append(tokens.size)
-
-    def end_document(self) -> None:
-        """End the current document, which is empty if no sequence was added to it."""
-        self._documents.append(len(self._lengths))
-
-    def finalize(self) -> None:
-        """Move both files to their final paths; raise InputError if there are no tokens."""
-        lengths = np.frombuffer(self._lengths, dtype=np.int32)
-        if not lengths.any():
-            self.abort()
-            raise InputError(f"no tokens for {self.bin_path}: the text is empty")
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            # Without an index there is no dataset: a new .bin is never read with an old .idx.
-            self.idx_path.unlink(missing_ok=True)
-            os.replace(self._temporary_path, self.bin_path)
-        finally:
-            self.abort()
-        sync_folder(self.bin_path.parent)
-        documents = np.frombuffer(self._documents, dtype=np.int64)
-        write_atomically(
-            self.idx_path, lambda file: write_index(file, self.dtype, lengths, documents)
+def _check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
+    """Raise InputError for ids int64 [length] outside the vocabulary of the dataset at `path`."""
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        invalid = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+        raise InputError(
+            f"token id {invalid} does not fit {path}: the vocabulary has {vocab_size} entries "
+            f"(ids 0 to {vocab_size - 1})"
         )
-
-    def abort(self) -> None:
-        """Remove what was written so far."""
-        self._file.close()
-        self._temporary_path.unlink(missing_ok=True)
 
 
 def _check_pair(prefix: str, idx_path: Path, bin_path: Path) -> None:

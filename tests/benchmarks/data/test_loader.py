@@ -5,15 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_zpp.data.indexed_dataset import write_dataset
 from tests.benchmarks.started import run_benchmark
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "text", 50) as writer:
-        for length in range(1, 60):
-            writer.add_item(np.arange(length) % 50)
-            writer.end_document()
+    write_dataset(tmp_path / "text", 50, ([np.arange(length) % 50] for length in range(1, 60)))
     flags = (
         f"--data-path {tmp_path}/text --split 1 --tokenizer-type NullTokenizer --vocab-size 50 "
         "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_zpp.commands.dump_samples import main
-from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from tests.full_disk import full_disk
+from tests.indexed import write
 
 FILES = Path(__file__).parents[2] / "data"
 CASES = {
@@ -60,15 +60,6 @@ def test_arrays_are_those_of_megatron_core(name: str, tmp_path: Path) -> None:
             assert sha(positions[:ROWS], "<i8") == expected["position_ids"]
         if "dataset_index" in expected:
             assert sha(index, "<i2") == expected["dataset_index"]
-
-
-def write(prefix: Path, documents: list[list[list[int]]]) -> str:
-    with IndexedDatasetWriter(prefix, 100) as writer:
-        for document in documents:
-            for sequence in document:
-                writer.add_item(sequence)
-            writer.end_document()
-    return str(prefix)
 
 
 def small(folder: Path, *more: str) -> list[str]:

@@ -155,7 +155,7 @@ def test_a_build_that_fails_leaves_nothing(
         assert (folder / module.TOKENIZER).exists()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "_write_dataset", full)
+    monkeypatch.setattr(module, "write_dataset", full)
     with pytest.raises(InputError, match=f"{tmp_path}: No space left .*--data-cache-path"):
         build(tmp_path, library)
     assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_zpp.data.gpt_dataset import GPTDataset, build_datasets
-from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_zpp.data.indexed_dataset import write_dataset
 from megatron_zpp.data.loader import Loader
 from megatron_zpp.data.mock_dataset import MockDataset
 from megatron_zpp.data.split import parse_split
@@ -85,10 +85,7 @@ def build(data: DataConfig, sizes=(5, 0, 0), seq_length=8, vocab_size=VOCAB_SIZE
 
 def text(folder: Path, name: str, documents: int, length: int) -> str:
     """A dataset of equally long documents of the tokens 1, 2 ..."""
-    with IndexedDatasetWriter(folder / name, VOCAB_SIZE) as writer:
-        for _ in range(documents):
-            writer.add_item(np.arange(1, length + 1))
-            writer.end_document()
+    write_dataset(folder / name, VOCAB_SIZE, [[np.arange(1, length + 1)]] * documents)
     return str(folder / name)
 
 

@@ -2,6 +2,7 @@
 
 import pickle
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megatron_zpp.data.indexed_dataset import IndexedDataset, token_dtype, write_dataset
 from tests import indexed
 from zeropp.errors import InputError
 
@@ -76,9 +77,13 @@ def test_a_token_out_of_the_vocabulary_leaves_no_file(token: int, tmp_path: Path
 
 def test_an_unfinished_rewrite_leaves_the_old_pair(tmp_path: Path) -> None:
     write(tmp_path / "text", [[[1, 2]]])
-    with pytest.raises(RuntimeError), IndexedDatasetWriter(tmp_path / "text", 100) as writer:
-        writer.add_item([3])
+
+    def broken() -> Iterator[list]:
+        yield [[3]]
         raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_dataset(tmp_path / "text", 100, broken())
     assert IndexedDataset(tmp_path / "text").get(0).tolist() == [1, 2]
     assert len(list(tmp_path.iterdir())) == 2
 

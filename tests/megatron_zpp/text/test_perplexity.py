@@ -3,10 +3,9 @@
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_zpp.data.indexed_dataset import write_dataset
 from megatron_zpp.text.perplexity import Perplexity, measure_perplexity
 from tests.megatron_zpp.data.instructions.test_examples import write
 from tests.megatron_zpp.text.peaked_model import CLOSE, log_probabilities, peaked_model
@@ -57,17 +56,11 @@ def test_examples(tmp_path: Path) -> None:
 def test_an_indexed_dataset(tmp_path: Path) -> None:
     """Documents of several sequences, and of one token, which has no prediction."""
     documents = [[[1, 2, 3], [4, 5, EOD]], [[7]], [[9, 8, EOD]]]
-    with IndexedDatasetWriter(tmp_path / "a", 258) as writer:
-        for sequences in documents:
-            for sequence in sequences:
-                writer.add_item(np.array(sequence))
-            writer.end_document()
+    write_dataset(tmp_path / "a", 258, documents)
     result = measure_perplexity(MODEL, str(tmp_path / "a"))
     reference = expected(([1, 2, 3, 4, 5, EOD], 1), ([9, 8, EOD], 1))
     assert (result.loss, result.tokens, result.documents) == (reference.loss, 7, 3)
-    with IndexedDatasetWriter(tmp_path / "b", 400) as writer:
-        writer.add_item(np.array([3, 300]))
-        writer.end_document()
+    write_dataset(tmp_path / "b", 400, [[[3, 300]]])
     with pytest.raises(InputError, match="ids 3 to 300, but the model's tokenizer has 257"):
         measure_perplexity(MODEL, str(tmp_path / "b"))
 

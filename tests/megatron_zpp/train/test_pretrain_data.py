@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_zpp.data.indexed_dataset import write_dataset
 from tests.megatron_zpp.train.training_runs import log_of, loss_values, losses, on_1, on_4
 from tests.ranks import ranks
 from zeropp.errors import InputError
@@ -24,12 +24,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     random = np.random.default_rng(0)
     for name, step in (("a", 1), ("b", 3)):
-        with IndexedDatasetWriter(folder / name, VOCAB) as writer:
-            for length in random.integers(1, 41, 300):
-                start = random.integers(EOD)
-                tokens = (start + step * np.arange(length)) % EOD
-                writer.add_item(np.append(tokens, EOD))
-                writer.end_document()
+        documents = []
+        for length in random.integers(1, 41, 300):
+            start = random.integers(EOD)
+            tokens = (start + step * np.arange(length)) % EOD
+            documents.append([np.append(tokens, EOD)])
+        write_dataset(folder / name, VOCAB, documents)
     return folder
 
 

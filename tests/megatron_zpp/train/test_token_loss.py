@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_zpp.data.indexed_dataset import write_dataset
 from megatron_zpp.train.inputs import TRAIN
 from tests.megatron_zpp.train.training_runs import built_run, field, log_of, loss_values, run
 from tests.ranks import ranks
@@ -23,12 +23,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """
     prefix = tmp_path_factory.mktemp("data") / "text"
     random = np.random.default_rng(0)
-    with IndexedDatasetWriter(prefix, VOCAB) as writer:
-        for number, length in enumerate(random.integers(1, 41, 300)):
-            start = random.integers(EOD)
-            text = np.append((start + np.arange(length)) % EOD, EOD)
-            writer.add_item(np.full(50, EOD) if number % 5 == 0 else text)
-            writer.end_document()
+    documents = []
+    for number, length in enumerate(random.integers(1, 41, 300)):
+        start = random.integers(EOD)
+        text = np.append((start + np.arange(length)) % EOD, EOD)
+        documents.append([np.full(50, EOD) if number % 5 == 0 else text])
+    write_dataset(prefix, VOCAB, documents)
     return (
         f"--data-path {prefix} --split 80,20,0 --eod-mask-loss --hidden-dropout 0 "
         "--attention-dropout 0 --global-batch-size 8 --train-iters 3 --eval-iters 1 "
@@ -115,10 +115,7 @@ def evaluate_masked(prefix: Path) -> None:
 
 def test_an_evaluation_without_any_token_reports_no_loss(tmp_path):
     prefix = tmp_path / "ends"
-    with IndexedDatasetWriter(prefix, VOCAB) as writer:
-        for _ in range(10):
-            writer.add_item(np.full(50, EOD))
-            writer.end_document()
+    write_dataset(prefix, VOCAB, [[np.full(50, EOD)]] * 10)
     evaluate_masked(prefix=prefix)
 
 
