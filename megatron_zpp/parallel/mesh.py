@@ -27,7 +27,7 @@ from zeropp.wire.route import Hop, Nodes
 from zeropp.wire.traffic import Traffic
 
 SAME_COMMAND = (
-    "Start all ranks with the same command line, the same JSON and the same versions; only paths "
+    "start all ranks with the same command line, the same JSON and the same versions; only paths "
     "may differ between machines"
 )
 

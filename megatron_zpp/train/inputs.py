@@ -24,7 +24,7 @@ from zeropp.ranks.coordination import fail_together, require_same
 
 TRAIN, VALIDATION, TEST = range(3)
 DIGITS = 8  # of a hash, to show
-SAME_FILES = "Give all machines the same data and the same tokenizer"
+SAME_FILES = "give all machines the same data and the same tokenizer"
 
 log = logging.getLogger("megatron_zpp")
 

@@ -6,6 +6,7 @@ there are, or those of the group that an enclosing `with among(group)` names; th
 those in the group.
 """
 
+import hashlib
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -112,23 +113,36 @@ def fail_together_along(groups: Iterable[dist.ProcessGroup]) -> Iterator[None]:
         yield
 
 
-def require_same(values: Mapping[str, str], advice: str) -> None:
-    """Raise InputError on all ranks if one has other values than rank 0; all ranks call it.
+def require_same(values: Mapping[str, object], advice: str, *, caller: str = "") -> None:
+    """Raise InputError on all ranks if one has other values than the first; all ranks call it.
 
-    `values` are shown by their names, with `advice` as the last sentence.
+    The error names the values that differ, as text, after the `caller` and before the `advice`. As
+    long as none does, only a digest is exchanged.
     """
-    host, first = broadcast_object((socket.gethostname(), dict(values)))
-    with fail_together():
+    texts = {name: str(value) for name, value in values.items()}
+    digest = hashlib.blake2b(repr([*texts.items()]).encode(), digest_size=8).digest()
+    if len({*gather_objects(digest)}) == 1:
+        return
+    (host, first), *others = gather_objects((socket.gethostname(), texts))
+    for position, (other_host, other) in enumerate(others, start=1):
+        ranks = f"rank {_global_rank(0)}", f"rank {_global_rank(position)}"
         differing = [
-            f"{name}: {values.get(name, 'not there')} and {first.get(name, 'not there')}"
-            for name in dict.fromkeys((*values, *first))
-            if values.get(name) != first.get(name)
+            f"{name} is {first.get(name, 'absent')} on {ranks[0]} and "
+            f"{other.get(name, 'absent')} on {ranks[1]}"
+            for name in dict.fromkeys((*first, *other))
+            if first.get(name) != other.get(name)
         ]
         if differing:
+            where = f" ({ranks[0]} is {host}, {ranks[1]} is {other_host})"
             raise InputError(
-                f"rank {rank()} on {socket.gethostname()} and rank 0 on {host} differ:\n  "
-                f"{first_lines(differing, MOST_SHOWN)}\n{advice}"
+                f"{caller}{': ' if caller else ''}{first_lines(differing, MOST_SHOWN)}"
+                f"{where if host != other_host else ''}: {advice}"
             )
+
+
+def _global_rank(position: int) -> int:
+    group = current_group()
+    return position if group is None else dist.get_global_rank(group, position)
 
 
 def report_once(environment: Environment, report: Callable[[], None]) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
-from zeropp.ranks.coordination import fail_together_along
+from zeropp.ranks.coordination import among, fail_together_along, require_same
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import (
     GATHER_HOOKS,
@@ -29,7 +29,6 @@ from zeropp.sharding.checks import (
     obstacles,
     require_attachable_settings,
     require_module,
-    require_same_on_all_ranks,
     require_sharded,
     require_types,
     unit_values,
@@ -89,13 +88,11 @@ def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Atta
     with fail_together_along(lines):
         require_sharded(model, named)
         attached = _plan_attachment(model, named, config)
-    with fail_together_along(lines):
-        require_same_on_all_ranks(
-            attached.group,
-            fsdp.device_of(next(iter(attached.units.values()))),
+    with fail_together_along(lines), among(attached.group):
+        require_same(
             attached.settings(),
+            "give all ranks the same settings and the same units",
             caller="zeropp.attach",
-            remedy="give all ranks the same settings and the same units",
         )
     attached.install()
     if dist.get_rank() == 0:

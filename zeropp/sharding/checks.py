@@ -3,7 +3,6 @@
 FSDP2 reports some of these problems only in the first forward pass, and less clearly.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -16,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.quant.packing import FLOATS
-from zeropp.ranks.coordination import among, gather_objects
+from zeropp.ranks.coordination import among, require_same
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.cut import Place
 from zeropp.wire.collectives import WeightGather
@@ -36,9 +35,8 @@ def require_same_model(
     values = parameter_values(model.named_parameters())
     if with_buffers:
         values |= {f"buffer {name}": list(each.shape) for name, each in model.named_buffers()}
-    remedy = "build the same model on all ranks"
-    group = mesh.get_group()
-    require_same_on_all_ranks(group, mesh.device_type, values, caller=caller, remedy=remedy)
+    with among(mesh.get_group()):
+        require_same(values, "build the same model on all ranks", caller=caller)
 
 
 def require_shardable(places: Iterable[Place]) -> None:
@@ -223,39 +221,6 @@ def require_types(units: Units, wire_dtypes: Mapping[str, torch.dtype]) -> None:
                     f"zeropp.attach: {name or 'the model'} {what} in {others.pop()}, and bf16, "
                     "fp16 and fp32 can be sent: convert the model before it is sharded, as by "
                     "model.float(), or shard it with a MixedPrecisionPolicy"
-                )
-
-
-def require_same_on_all_ranks(
-    group: dist.ProcessGroup,
-    device: torch.device | str,
-    values: Mapping[str, object],
-    *,
-    caller: str,
-    remedy: str,
-) -> None:
-    """Raise InputError on all ranks of the group if `values` are not the same on all of them.
-
-    The first of the values that differs is named. As long as none does, only digests are sent, by
-    the device on which the ranks have a backend.
-    """
-    digest = hashlib.blake2b(repr([*values.items()]).encode(), digest_size=7).digest()
-    number = int.from_bytes(digest, "little")
-    extremes = torch.tensor([number, -number], device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    most, least = extremes[0].item(), -extremes[1].item()
-    if most == least:
-        return
-    with among(group):
-        everyones = gather_objects({name: str(value) for name, value in values.items()})
-    for name in dict.fromkeys(name for each in everyones for name in each):
-        first, *others = (each.get(name, "absent") for each in everyones)
-        for position, other in enumerate(others, start=1):
-            if other != first:
-                ranks = [dist.get_global_rank(group, each) for each in (0, position)]
-                raise InputError(
-                    f"{caller}: {name} is {first} on rank {ranks[0]} and {other} on rank "
-                    f"{ranks[1]}: {remedy}"
                 )
 
 

@@ -52,7 +52,7 @@ def test_ranks_and_stages_see_the_same_documents(
 @ranks(2, timeout=120)
 def test_machines_with_other_data_are_told(corpus: Path) -> None:
     name = "ab"[dist.get_rank()]
-    with pytest.raises(InputError, match="train data: .* hash .* and .* hash"):
+    with pytest.raises(InputError, match="train data is .* hash .* on rank 0 and .* hash"):
         log_of(f"{BATCH} --data-path {corpus}/{name} --split 1,0,0 --train-iters 1")
 
 
