@@ -151,8 +151,8 @@ def test_builders_at_the_same_time(library: Path, corpus: Corpus, tmp_path: Path
 def test_a_build_that_fails_leaves_nothing(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(folder: Path, documents: object) -> int:
-        assert (folder / module.TOKENIZER).exists()
+    def full(prefix: Path, vocab_size: int, documents: object) -> int:
+        assert prefix.with_name(module.TOKENIZER).exists()
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "write_dataset", full)
