@@ -1,8 +1,8 @@
-"""Checkpoints that are written beside training: it stops only while the state is copied.
+"""Checkpoints that are written while training goes on: it only stops to copy the state.
 
 Each rank copies its shards to shared memory, in the form of the files that a synchronous save would
 write, and hands them to a process of its own (`writer_process.py`). One save is under way at a
-time. What goes wrong in it is raised by the next `save` or by `finish`, on all ranks.
+time. Its errors are raised by the next `save` or by `finish`, on all ranks.
 
 torch.distributed.checkpoint's own `async_save` is not used. It pickles tensors to a process that
 imports torch and opens a second process group, whose collectives wait up to 30 minutes for a rank
@@ -68,7 +68,7 @@ class _Save:
 
 
 class AsyncWriter(AbstractContextManager):
-    """Saves checkpoints beside training; all ranks have one, and leave its context together.
+    """Saves checkpoints while training goes on; all ranks have one, and leave its context together.
 
     The context's end ends the process, without waiting for a save that is under way: `finish` does.
     """
@@ -97,8 +97,8 @@ class AsyncWriter(AbstractContextManager):
         """Copy `tensors` and let them be written as checkpoint `name`; all ranks call it.
 
         Waits for the save before. When this returns, `tensors` may change. Raises InputError on all
-        ranks for what went wrong in the save before, for a folder that cannot be written, and for
-        too little disk space or host memory.
+        ranks for errors of the save before, for a folder that cannot be written, and for too little
+        disk space or host memory.
         """
         self.finish()
         checkpoints = with_owner(checkpoints)

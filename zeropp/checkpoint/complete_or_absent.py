@@ -1,4 +1,4 @@
-"""What decides that a checkpoint is complete, and how a folder never holds half of one.
+"""When a checkpoint is complete, and why its folder never holds half of one.
 
     FOLDER/NAME              a complete checkpoint
     FOLDER/.NAME.OWNER.tmp   a checkpoint that is being written, or was when its job was killed
@@ -8,8 +8,8 @@
 A checkpoint is complete when its last file is there (`CheckpointFolder.is_complete`). All ranks
 write into `.NAME.OWNER.tmp`, rank 0 adds the last file, flushes the folder to disk and renames it
 to `NAME`; only then the pointer file is replaced. A job that is killed at any moment leaves the
-previous checkpoint or the new one. Files that were lost or changed later are a different matter:
-see `megatron_zpp.checkpoint.manifest`. OWNER is the label of the job's first process
+previous checkpoint or the new one. Files that are lost or changed later are found by
+`megatron_zpp.checkpoint.manifest`. OWNER is the label of the job's first process
 (`folder_lock.py`).
 
 `shared_folder.py` does this with all ranks while training stops, `async_save.py` in processes

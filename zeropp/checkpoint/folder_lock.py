@@ -1,4 +1,4 @@
-"""Which job saves checkpoints in a folder: one at a time, which a lock file names.
+"""A lock file in a folder of checkpoints names the one job that may save there.
 
     FOLDER/.lock    the process that holds the folder, as JSON; it touches the file now and then
 

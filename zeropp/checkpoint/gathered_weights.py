@@ -1,4 +1,4 @@
-"""A sharded model's weights gathered, and written to one 16-bit file, which the plain model loads.
+"""Writes a sharded model's weights to one 16-bit file, which the plain model loads.
 
 Weights are converted to 16 bit and gathered one at a time, and only rank 0 keeps them, in host
 memory: no device ever holds the whole model.

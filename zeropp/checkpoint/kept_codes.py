@@ -1,4 +1,4 @@
-"""The codes that nodes keep of the weights, where they move by steps: each rank saves its own row.
+"""Saves the codes of weights that nodes keep and update by steps: each rank saves its own row.
 
     rank3.codes.<unit>    uint8 (P,)   the codes that all nodes hold of rank 3's shard
     rank3.kept.<unit>     int64        `_Record`: what these codes are of, and what follows them

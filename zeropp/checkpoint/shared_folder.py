@@ -1,4 +1,4 @@
-"""What all ranks do together with a folder of checkpoints: hold it, and write a new checkpoint."""
+"""Operations of all ranks on a folder of checkpoints: hold it, and write a new checkpoint."""
 
 import logging
 import socket

@@ -254,7 +254,7 @@ def shape_differences(
 ) -> list[str]:
     """Describe how the model's tensors differ from a checkpoint's in name and shape; [] if not.
 
-    `elsewhere` are names that the model need not have, as other ranks do.
+    `elsewhere` are names that the model need not have, because other ranks have them.
     """
     lines = [
         f"{name} has shape {list(saved[name].shape)} in the checkpoint, "

@@ -1,4 +1,4 @@
-"""What is gathered of a unit: when it is used, seen by others, and freed."""
+"""A unit's gathered weights: when they are used, shown by modules, and freed."""
 
 from collections.abc import Callable
 from functools import partial

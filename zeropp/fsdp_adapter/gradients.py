@@ -72,7 +72,7 @@ def before_reduction(
     different parameters would add up the wrong ones. Here trained parameters of a unit that was
     used get zeros instead. `report` gets indices in `own_specs`: of the parameters that have a
     gradient of their own, and of all that are in the buffer, in its order. Without `report`, as on
-    one rank, gradients only get one dtype: FSDP2 has it of those that earlier micro-batches left.
+    one rank, gradients are only converted to the dtype of those that FSDP2 has accumulated.
 
     Returns what undoes this.
     """

@@ -1,4 +1,4 @@
-"""The parameters of a unit, as FSDP2 groups them, by its version."""
+"""The groups of a unit's parameters, in each version of FSDP2."""
 
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam

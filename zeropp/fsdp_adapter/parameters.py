@@ -56,7 +56,7 @@ def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
 
 
 def inherit_when_gathered(parameter: Any) -> None:
-    """Give the whole parameter of an `FSDPParam` what the sharded one has, in each gather.
+    """In each gather, give an `FSDPParam`'s whole parameter what the sharded one has.
 
     Gradient hooks are thus called with this rank's whole gradient; FSDP2 would never call them.
     Hooks that follow the accumulation are not for whole gradients: FSDP2 calls them itself.

@@ -1,4 +1,4 @@
-"""Forward and backward passes: which is running, what follows it, and what if it failed."""
+"""Forward and backward passes: which one runs, what follows it, and how a failed one ends."""
 
 from collections.abc import Callable, Set
 from contextlib import AbstractContextManager

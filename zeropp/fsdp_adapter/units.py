@@ -96,7 +96,7 @@ def use_all_gather(unit: FSDPModule, comm: AllGather) -> None:
 def use_reduce_scatter(unit: FSDPModule, comm: ReduceScatter, *, divides: bool) -> None:
     """Use `comm` to reduce the unit's gradients: it is called with the op SUM.
 
-    It `divides`, or else FSDP2 does afterwards.
+    With `divides`, `comm` averages them; otherwise FSDP2 divides afterwards.
     """
     unit.set_custom_reduce_scatter(comm)
     unit.set_force_sum_reduction_for_comms(True)
@@ -123,7 +123,7 @@ def gather_in_turn(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:
 
 
 def gather_back(blocks: Sequence[FSDPModule]) -> None:
-    """Issue the gather of the block before each block in backward, and none before the first.
+    """In backward, issue each block's gather while the block after it computes.
 
     After several forward passes FSDP2 takes the last block of an earlier pass to be the one before
     the first.

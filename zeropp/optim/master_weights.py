@@ -1,4 +1,4 @@
-"""State dicts of a model whose weights an offloaded optimizer updates hold its fp32 masters.
+"""Lets the state dicts of a model with an offloaded optimizer hold the fp32 master weights.
 
 The model's own parameters are rounded to 16 bit, and those of a delayed update are one step behind.
 """

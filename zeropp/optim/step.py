@@ -54,8 +54,8 @@ def optimizer_step(
     """Update the parameters from their gradients, which are cleared; the same on every rank.
 
     Gradients are divided by the scaler's scale and, where their global L2 norm exceeds
-    `clip_grad` > 0, scaled down to it. A norm that is not finite, or a `loss` (0-d, the same on all
-    ranks), skips the update and, with a scaler, lowers its scale. An optimizer that `takes_factor`,
+    `clip_grad` > 0, scaled down to it. A norm or a `loss` (0-d, the same on all ranks) that is not
+    finite skips the update and, with a scaler, lowers its scale. An optimizer that `takes_factor`,
     as `zeropp.optim.FusedAdam`, scales and skips by itself: without a scaler the host then waits
     for nothing. Raises InputError where no parameter of the optimizer has a gradient, for
     optimizers that cannot update shards, and after a backward pass that failed, or in which ranks

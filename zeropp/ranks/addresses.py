@@ -1,8 +1,8 @@
 """The addresses of this machine at which other ranks will connect to this one.
 
 Gloo listens on the interfaces that GLOO_SOCKET_IFNAME names, or else at the address to which the
-machine's host name resolves, or else on the loopback interface. PyTorch says nowhere which one it
-took, so that its rules are repeated here.
+machine's host name resolves, or else on the loopback interface. PyTorch does not tell which one it
+chose, so its rules are repeated here.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ def require_nccl_interface(setting: str | None, *, alone: bool) -> None:
 def list_interfaces() -> dict[str, list[str]]:
     """Return the addresses of each interface of this machine; empty if unknown.
 
-    In the order in which gloo finds them: IPv4 first, then IPv6, those of the link alone last.
+    They are in the order in which gloo finds them: IPv4, then IPv6, link-local addresses last.
     """
     if sys.platform != "linux":
         return {}

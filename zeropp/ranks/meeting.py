@@ -1,4 +1,4 @@
-"""Ranks that meet at the store before a collective, where some of them may never come.
+"""Meetings of ranks at the store, before a collective to which some of them may never come.
 
 A collective waits for all ranks of its group, however long. Here a rank learns which ones are
 absent, or that one of them has failed, and raises instead. Ranks that do something else meanwhile
@@ -43,10 +43,7 @@ def meet(group: dist.ProcessGroup, subject: str, limit: timedelta) -> None:
     number = store.add(f"{rank}/calls", 1)
     while store.check([f"{number}/outcome"]):  # others have given up without this rank
         number = store.add(f"{rank}/calls", 1)
-    _arrive(store, number, group)
-    if _outcome(store, number, limit) == MISSED:
-        size = group.size()
-        raise AbsentRanksError([each for each in range(size) if not _came(store, number, each)])
+    _hold(store, number, group, limit)
 
 
 @contextmanager
@@ -66,23 +63,23 @@ def raising_together(group: dist.ProcessGroup, subject: str) -> Iterator[None]:
         failure = picklable(error, lambda text: RankError(as_rank_error(text)))
         store.compare_set(f"{number}/outcome", "", pickle.dumps(failure).hex())
         raise
-    _arrive(store, number, group)
-    outcome = _outcome(store, number, time_limit(group))
-    if outcome == MISSED:
-        size = group.size()
-        raise AbsentRanksError([each for each in range(size) if not _came(store, number, each)])
-    if outcome != HELD:
-        raise pickle.loads(bytes.fromhex(outcome.decode()))
+    _hold(store, number, group, time_limit(group))
 
 
-def _arrive(store: dist.Store, number: int, group: dist.ProcessGroup) -> None:
+def _hold(
+    store: dist.Store, number: int, group: dist.ProcessGroup, limit: timedelta | None
+) -> None:
+    """Come to a meeting and wait for its end; raise what ended it, or AbsentRanksError."""
     store.set(f"{number}/{dist.get_rank(group)}", "")
     if store.add(f"{number}/arrived", 1) == group.size():
         store.compare_set(f"{number}/outcome", "", HELD.decode())
-
-
-def _came(store: dist.Store, number: int, rank: int) -> bool:
-    return store.check([f"{number}/{rank}"])
+    outcome = _outcome(store, number, limit)
+    if outcome == MISSED:
+        raise AbsentRanksError(
+            [each for each in range(group.size()) if not store.check([f"{number}/{each}"])]
+        )
+    if outcome != HELD:
+        raise pickle.loads(bytes.fromhex(outcome.decode()))
 
 
 def _outcome(store: dist.Store, number: int, limit: timedelta | None) -> bytes:

@@ -80,7 +80,7 @@ def _create_store(environment: Environment, timeout: timedelta) -> dist.Store:
 
 
 def _connect_to_store(environment: Environment, patience: float) -> dist.Store:
-    """Return the store, if that is what answers: torch would wait for ever for another program."""
+    """Return the store; raise NetworkError if another program answers, as torch would not."""
     answer: Future[dist.Store] = Future()
 
     def connect() -> None:
