@@ -274,13 +274,13 @@ def plan_run(
     stride = nodes.num_ranks // config.parallel.pipeline_model_parallel_size
     ranks = PlannedRanks(parallel=config.parallel, nodes=nodes, rank=place * stride)
     data_nodes, stages = ranks.data_nodes, model.stages(ranks)
-    num_shards = 1 if zero.stage == 0 else data_nodes.num_ranks
-    bits = zero.zeropp.nontrainable_weight_bits if zero.stores_frozen else None
     like = UnitPlan(
         specs=(),
         axis=DataAxis.of(zero, data_nodes),
         dtype=getattr(torch, zero.compute_format),
         wire_dtype=getattr(torch, zero.wire_format),
+        num_shards=1 if zero.stage == 0 else data_nodes.num_ranks,
+        stored_bits=zero.zeropp.nontrainable_weight_bits if zero.stores_frozen else None,
     )
     subunits, planned = [], []
     for stage in stages:
@@ -288,9 +288,8 @@ def plan_run(
         subunits += [len(unit) for unit in (*blocks, root)]
         for unit in (*blocks, root):
             for parameters in unit:
-                specs = tuple(spec_of(each, num_shards, bits) for each in parameters)
                 regathers = zero.stage == 3 and unit is not root
-                planned.append(replace(like, specs=specs, regathers=regathers))
+                planned.append(replace(like.with_parameters((), parameters), regathers=regathers))
         planned[-1] = replace(planned[-1], is_root=True)
     plan = Plan(
         stage=zero.stage,

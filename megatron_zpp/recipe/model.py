@@ -96,13 +96,14 @@ def _build_meta_model(config: Config, vocab_size: int, part: Part) -> GPT:
 
 def _shard_model(model: GPT, config: Config, ranks: Ranks, *, keeps_root: bool = False) -> Sharding:
     """Shard a model that is on the meta device over the data axis, and allocate the shards."""
+    zero = config.zero
     # Blocks cast their own inputs, as the residual may be fp32 (--fp32-residual-connection).
     sharding = shard(
         model,
         ranks.mesh,
-        config.zero,
+        zero,
         axis="data",
         cast_forward_inputs=False,
         keeps_root=keeps_root,
     )
-    return allocate_parameters(sharding, config.zero, ranks.device)
+    return allocate_parameters(sharding, zero, ranks.device)

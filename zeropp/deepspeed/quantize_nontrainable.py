@@ -16,7 +16,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.deepspeed.fp32_weights import HALVES
 from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.cut import Place, Subunits, by_unit, by_user, cut, places_of, with_parameters
+from zeropp.sharding.cut import Place, Subunits, by_unit, by_user, cut, offload_policy, places_of
 from zeropp.sharding.materialize import copy_from_first_rank
 from zeropp.sharding.plan import UnitPlan
 from zeropp.sharding.shard import store_frozen
@@ -97,8 +97,8 @@ def _adopt_into(
     for module in added:
         copy_from_first_rank(module, mesh.get_group(), device)
     like = replace(plan, is_root=False, is_apart=True, casts_inputs=True)
-    adopted = with_parameters(like, added, [*plain.values()], config)
-    (module,) = cut([adopted], mesh, config)
+    adopted = like.with_parameters(added, plain.values())
+    (module,) = cut([adopted], mesh, offload_policy(mesh, config))
     return {module: adopted}
 
 

@@ -124,6 +124,7 @@ def _plan_attachment(
             wire_dtype=_wire_dtype(unit, config),
             is_root=unit is model,
             regathers=fsdp.frees_after_forward(unit, is_root=unit is model),
+            num_shards=len(ranks),
         )
         for name, unit in units.items()
     }

@@ -20,7 +20,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from zeropp import fsdp_adapter as fsdp
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.grid import replicas
-from zeropp.sharding.plan import DataAxis, UnitPlan, spec_of
+from zeropp.sharding.plan import DataAxis, UnitPlan
 
 
 class Place(NamedTuple):
@@ -64,20 +64,20 @@ def plan_units(
         wire_dtype=getattr(torch, config.wire_format),
         regathers=config.stage == 3 and has_shards,
         casts_inputs=casts_inputs,
+        num_shards=1 if config.stage == 0 else axis.nodes.num_ranks,
+        stored_bits=config.zeropp.nontrainable_weight_bits if config.stores_frozen else None,
     )
     units: list[UnitPlan] = []
     own = by_unit(places)
     for block in blocks:
-        units += _plan_unit(block, own.get(block, ()), like, config)
+        units += _plan_unit(block, own.get(block, ()), like)
     # The root's own parameters are used first in forward and last in backward or, as with a tied
     # head, at both ends: they stay gathered from its forward to its backward.
-    root, *subunits = _plan_unit(model, own.get(model, ()), replace(like, regathers=False), config)
+    root, *subunits = _plan_unit(model, own.get(model, ()), replace(like, regathers=False))
     return (*units, *subunits, replace(root, is_root=True))
 
 
-def _plan_unit(
-    unit: nn.Module, places: Places, like: UnitPlan, config: ZeroConfig
-) -> list[UnitPlan]:
+def _plan_unit(unit: nn.Module, places: Places, like: UnitPlan) -> list[UnitPlan]:
     """Return a unit, and what is gathered apart from it as one or two more.
 
     These are, under MixZ++, the trained parameters beside its frozen ones, and in 16 bit the
@@ -87,46 +87,26 @@ def _plan_unit(
     statistical = {} if like.dtype == torch.float32 else _statistical_layers(places)
     in_fp32 = replace(like, dtype=torch.float32, casts_inputs=False)
     if unit in statistical:  # alone
-        return [with_parameters(in_fp32, [unit], own, config)]
+        return [in_fp32.with_parameters([unit], own)]
     apart = set().union(*statistical.values())
-    trained = trained_subunits(unit, places, apart) if config.stores_frozen else {}
+    trained = trained_subunits(unit, places, apart) if like.stored_bits else {}
     apart.update(*trained.values())
-    rest = with_parameters(like, [unit], [each for each in own if each not in apart], config)
-    units = [rest]
+    units = [like.with_parameters([unit], (each for each in own if each not in apart))]
     for users, kind in ((trained, like), (statistical, in_fp32)):
         if users:
             used = set().union(*users.values())
-            parameters = [each for each in own if each in used]
-            kind = replace(kind, is_apart=True)
-            units.append(with_parameters(kind, users, parameters, config))
+            subunit = replace(kind, is_apart=True)
+            units.append(subunit.with_parameters(users, (each for each in own if each in used)))
     return units
 
 
-def with_parameters(
-    like: UnitPlan,
-    modules: Iterable[nn.Module],
-    parameters: Sequence[nn.Parameter],
-    config: ZeroConfig,
-) -> UnitPlan:
-    """Return a unit like another, of parameters that these modules use."""
-    num_shards = 1 if config.stage == 0 else like.axis.nodes.num_ranks
-    bits = config.zeropp.nontrainable_weight_bits if config.stores_frozen else None
-    return replace(
-        like,
-        modules=tuple(modules),
-        parameters=tuple(parameters),
-        specs=tuple(spec_of(parameter, num_shards, bits) for parameter in parameters),
-    )
-
-
 def cut(
-    plans: Sequence[UnitPlan], mesh: DeviceMesh, config: ZeroConfig
+    plans: Sequence[UnitPlan], mesh: DeviceMesh, place: fsdp.OffloadPolicy
 ) -> tuple[fsdp.FSDPModule, ...]:
     """Make FSDP2's units as planned, in place, over the data axis `mesh`; return them in order."""
-    if config.stage == 0 and mesh.size() > 1:  # replicas: shards of one rank, averaged over all
+    if plans[0].num_shards < mesh.size():  # replicas: shards of one rank, averaged over all
         parameters = (parameter for plan in plans for parameter in plan.parameters)
         mesh = replicas(mesh, with_others=any(isinstance(each, DTensor) for each in parameters))
-    place = _offload_policy(mesh, config)
     for plan in sorted(plans, key=lambda plan: plan.is_apart):  # a unit cut first hides its modules
         fsdp.shard_unit(
             plan.modules,
@@ -148,7 +128,8 @@ def _precision(plan: UnitPlan) -> fsdp.MixedPrecisionPolicy:
     )
 
 
-def _offload_policy(mesh: DeviceMesh, config: ZeroConfig) -> fsdp.OffloadPolicy:
+def offload_policy(mesh: DeviceMesh, config: ZeroConfig) -> fsdp.OffloadPolicy:
+    """Return where the configuration keeps the shards of models on the data axis `mesh`."""
     if not config.offloads_weights:
         return fsdp.ON_DEVICE
     pinned = config.zero_optimization.offload_param.pin_memory

@@ -64,6 +64,8 @@ class UnitPlan:
     is_root: it is called on its own, and stays gathered from its forward to its backward pass.
     is_apart: its modules are inside those of another unit, which has their other parameters.
     regathers: weights are freed after forward and gathered again for backward.
+    num_shards: over how many ranks it is cut; 1 where each rank has a replica.
+    stored_bits: of the codes as which its frozen matrices are stored; None for numbers.
     """
 
     specs: tuple[ShardSpec, ...]
@@ -74,8 +76,18 @@ class UnitPlan:
     is_apart: bool = False
     regathers: bool = False
     casts_inputs: bool = True
+    num_shards: int = 1
+    stored_bits: int | None = None
     modules: tuple[nn.Module, ...] = field(default=(), compare=False, repr=False)
     parameters: tuple[nn.Parameter, ...] = field(default=(), compare=False, repr=False)
+
+    def with_parameters(
+        self, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
+    ) -> "UnitPlan":
+        """Return a unit like this one, of parameters that these modules use."""
+        parameters = tuple(parameters)
+        specs = (spec_of(each, self.num_shards, self.stored_bits) for each in parameters)
+        return replace(self, modules=tuple(modules), parameters=parameters, specs=tuple(specs))
 
 
 @dataclass(frozen=True, kw_only=True)

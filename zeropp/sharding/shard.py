@@ -36,7 +36,7 @@ from zeropp.sharding.checks import (
     require_same_model,
     require_shardable,
 )
-from zeropp.sharding.cut import cut, places_of, plan_units
+from zeropp.sharding.cut import cut, offload_policy, places_of, plan_units
 from zeropp.sharding.grid import Grid, data_axis, find_nodes, ranks_of
 from zeropp.sharding.materialize import (
     allocate_meta_tensors,
@@ -216,7 +216,7 @@ def _carry_out(
     )
     if not plan.units:
         return sharding
-    units = cut(plan.units, data, config)
+    units = cut(plan.units, data, offload_policy(data, config))
     root = Root(model, plan, config, sharding.group, _device_of(data))
     root.add(units, plan.units)
     root.order(units, in_turn=in_turn)
