@@ -20,13 +20,13 @@ from megatron_zpp.commands.__main__ import COMMANDS
 from megatron_zpp.commands.consolidate import ConsolidateConfig
 from megatron_zpp.commands.convert_hf import ConvertConfig
 from megatron_zpp.commands.dump_samples import DumpConfig
-from megatron_zpp.commands.evaluate import PERPLEXITY_SECTIONS, split_flags
+from megatron_zpp.commands.evaluate import PERPLEXITY_SECTIONS, TASK_SECTIONS
 from megatron_zpp.commands.inspect_dataset import InspectConfig
 from megatron_zpp.commands.merge_datasets import MergeConfig
 from megatron_zpp.commands.plan import PlanFlags
 from megatron_zpp.preprocess import PreprocessConfig, preprocess_config
 from megatron_zpp.settings.arguments import FLAG_SECTIONS, VOCABULARY, parse
-from megatron_zpp.settings.command_line import read, vocabulary
+from megatron_zpp.settings.command_line import read, split_flags, vocabulary
 from megatron_zpp.settings.config import DataConfig, TokenizerConfig
 from megatron_zpp.settings.gpt.shape_flags import ShapeFlags
 from megatron_zpp.settings.idle_flags import idle_flags
@@ -230,7 +230,7 @@ def _script(script: str, arguments: list[str], ranks: int) -> str | None:
     if any(word in ("-h", "--help") for word in arguments):
         return None
     if "--tasks" in arguments:
-        arguments = split_flags(arguments)[0]
+        arguments = split_flags(arguments, vocabulary(TASK_SECTIONS), short=True)[0]
     if script in PRETRAIN:
         parse(arguments, ranks)
     elif script in SECTIONS:

@@ -22,7 +22,6 @@ from megatron_zpp.checkpoint.safetensors_files import (
 from megatron_zpp.checkpoint.training_state import read_state
 from megatron_zpp.commands.run_command import run_command
 from megatron_zpp.settings.flag import Section, flag
-from zeropp.errors import InputError
 
 USAGE = "usage: {program} --load FOLDER --output FILE.safetensors [flags]"
 
@@ -31,21 +30,16 @@ USAGE = "usage: {program} --load FOLDER --output FILE.safetensors [flags]"
 class ConsolidateConfig(Section):
     """What to read and what to write"""
 
-    load: str | None = flag(None, "folder of checkpoints, or the folder of one checkpoint")
-    output: str | None = flag(None, "file to write, or a folder for model.safetensors")
+    load: str | None = flag(
+        None, "folder of checkpoints, or the folder of one checkpoint", required=True
+    )
+    output: str | None = flag(
+        None, "file to write, or a folder for model.safetensors", required=True
+    )
     dtype: str = flag("fp32", "type of the numbers written", choices=tuple(DTYPES))
     max_shard_size: str | None = flag(
         None, "maximum size of a file, for example 5GB or 500MiB (default: a single file)"
     )
-
-    def check(self) -> None:
-        """Raise InputError for a value out of range or a missing path."""
-        super().check()
-        for name, value in (("load", self.load), ("output", self.output)):
-            if value is None:
-                raise InputError(
-                    f"--{name} is missing: give --load FOLDER and --output FILE.safetensors"
-                )
 
 
 def main(argv: Sequence[str], program: str = "megatron-zpp consolidate") -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_zpp.commands.run_command import require_writable, run_command
 from megatron_zpp.data.indexed_dataset import datasets_beside
-from megatron_zpp.settings.command_line import HELP, vocabulary
+from megatron_zpp.settings.command_line import HELP, split_flags, vocabulary
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.settings.flag import Section, flag
 from megatron_zpp.text.perplexity import measure_perplexity
@@ -73,23 +73,9 @@ def main(argv: Sequence[str], program: str = "megatron-zpp evaluate") -> int:
     is_perplexity = any(word.partition("=")[0] in DATA_FLAGS for word in argv)
     if is_perplexity or any(word in HELP for word in argv):
         return run_command(argv, usage, PERPLEXITY_SECTIONS, run_perplexity, joins_ranks=True)
-    ours, others = split_flags(argv)
+    ours, others = split_flags(argv, vocabulary(TASK_SECTIONS), short=True)
     run = partial(run_tasks, arguments=others)
     return run_command(ours, usage, TASK_SECTIONS, run, joins_ranks=True)
-
-
-def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our flags for tasks with their values, and all other words, which are lm-eval's."""
-    names = vocabulary(TASK_SECTIONS)
-    ours: list[str] = []
-    others: list[str] = []
-    words = others
-    for word in argv:
-        if word.startswith("-"):
-            name = word.removeprefix("--").partition("=")[0].replace("_", "-")
-            words = ours if word.startswith("--") and name in names else others
-        words.append(word)
-    return ours, others
 
 
 def run_tasks(

@@ -24,7 +24,6 @@ from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.settings.flag import Section, flag
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 from zeropp.atomic import write_atomically
-from zeropp.errors import InputError
 
 USAGE = "usage: {program} --input PREFIX [--histogram FILE.png] [flags]"
 CHUNK = 1 << 22  # tokens read at once
@@ -39,7 +38,7 @@ INK, BAR, PAPER = "#404040", "#4c8bf5", "#ffffff"
 class InspectConfig(Section):
     """What to inspect"""
 
-    input: str | None = flag(None, "prefix of the dataset, without .bin and .idx")
+    input: str | None = flag(None, "prefix of the dataset, without .bin and .idx", required=True)
     histogram: str | None = flag(None, "write a histogram of the documents' lengths to this .png")
     largest: int = flag(5, "largest documents to list", minimum=0)
     skip_tokens: bool = flag(False, "read the index only, not the tokens")
@@ -97,8 +96,6 @@ def inspect(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
 
     Raises InputError for a damaged dataset, and if the tokenizer's files cannot be read.
     """
-    if not config.input:
-        raise InputError("give --input PREFIX")
     has_tokenizer = tokenizer_config != TokenizerConfig()
     tokenizer = build_tokenizer(tokenizer_config) if has_tokenizer else None
     dataset = IndexedDataset(config.input)

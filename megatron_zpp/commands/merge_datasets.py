@@ -30,8 +30,12 @@ COPY_BYTES = 1 << 24  # bytes copied at once
 class MergeConfig(Section):
     """What to merge, and into what"""
 
-    input: tuple[str, ...] | None = flag(None, "folders of datasets, or prefixes of single ones")
-    output_prefix: str | None = flag(None, "names of the two files to write, without .bin and .idx")
+    input: tuple[str, ...] | None = flag(
+        None, "folders of datasets, or prefixes of single ones", required=True
+    )
+    output_prefix: str | None = flag(
+        None, "names of the two files to write, without .bin and .idx", required=True
+    )
 
 
 def main(argv: Sequence[str], program: str = "megatron-zpp merge") -> int:
@@ -86,8 +90,6 @@ def merge(inputs: Sequence[str], output: str) -> None:
 
 
 def _run(config: MergeConfig) -> None:
-    if not config.input or not config.output_prefix:
-        raise InputError("give --input FOLDER|PREFIX ... and --output-prefix PREFIX")
     merge(prefixes(config.input), config.output_prefix)
 
 

@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from rich.console import Console
 
@@ -25,7 +25,14 @@ from megatron_zpp.planner.plan_table import plan_json, print_plan
 from megatron_zpp.planner.search import Plan, Search
 from megatron_zpp.planner.timing.hardware import Cluster, Description, find_cluster
 from megatron_zpp.settings.arguments import FLAG_SECTIONS, VOCABULARY, parse
-from megatron_zpp.settings.command_line import HELP, help_text, read, vocabulary
+from megatron_zpp.settings.command_line import (
+    HELP,
+    build_section,
+    help_text,
+    read,
+    split_flags,
+    vocabulary,
+)
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.flag import Section, flag
 from megatron_zpp.settings.idle_flags import idle_flags
@@ -71,12 +78,8 @@ class PlanFlags(Section):
 
     def describe(self) -> Description:
         """Return the cluster as the user describes it."""
-        return Description(
-            cluster=self.cluster, gpu=self.gpu, num_nodes=self.nodes,
-            gpus_per_node=self.gpus_per_node, link=self.link, gpu_tflops=self.gpu_tflops,
-            gpu_bandwidth=self.gpu_bandwidth, gpu_memory=self.gpu_memory,
-            node_bandwidth=self.node_bandwidth,
-        )  # fmt: skip
+        given = {each.name: getattr(self, each.name, None) for each in fields(Description)}
+        return Description(**{**given, "num_nodes": self.nodes})
 
 
 def main(argv: Sequence[str], program: str = "megatron-zpp plan") -> int:
@@ -128,16 +131,8 @@ def split(argv: Sequence[str]) -> tuple[PlanFlags, list[str]]:
     """
     own = vocabulary((PlanFlags,))
     typed = read(argv, {**VOCABULARY, **own})
-    run_argv: list[str] = []
-    is_own = False
-    for word in argv:
-        if word.startswith("--"):
-            is_own = word[2:].partition("=")[0].replace("_", "-") in own
-        if not is_own:
-            run_argv.append(word)
-    names = PlanFlags.__dataclass_fields__.keys() & typed.keys()
-    flags = PlanFlags(**{name: typed[name].value for name in names})
-    flags.check()
+    _, run_argv = split_flags(argv, own)
+    flags = build_section(PlanFlags, typed)
     if flags.batch_tokens is not None and "global_batch_size" in typed:
         raise InputError("--batch-tokens and --global-batch-size set the same: give one of them")
     return flags, run_argv

@@ -9,7 +9,13 @@ from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
-from megatron_zpp.settings.command_line import HELP, Assignment, help_text, read, vocabulary
+from megatron_zpp.settings.command_line import (
+    HELP,
+    build_section,
+    help_text,
+    read,
+    vocabulary,
+)
 from megatron_zpp.settings.flag import Flag, Section
 from zeropp.errors import InputError, NetworkError
 from zeropp.ranks.topology import Environment
@@ -57,7 +63,7 @@ def run_command(
         for name, assignment in typed.items():
             if reason := assignment.flag.why_ignored or no_effect.get(name):
                 log.warning("%s has no effect here: %s", assignment, reason)
-        run(*(_build_section(section, typed) for section in sections))
+        run(*(build_section(section, typed) for section in sections))
     except (InputError, OSError) as error:
         keeps_apart = isinstance(error, NetworkError)  # ranks cannot tell each other
         if (environment.local_rank if keeps_apart else environment.rank) == 0:
@@ -92,17 +98,6 @@ def require_writable(path: str, flag: str) -> None:
         raise InputError(f"{flag} {path}: there is no folder {file.parent}")
     if not os.access(file.parent, os.W_OK):
         raise InputError(f"{flag} {path}: nothing can be written in {file.parent}")
-
-
-def _build_section(kind: type[Section], typed: Mapping[str, Assignment]) -> Section:
-    """A section with the flags that were typed and defaults for the others.
-
-    Raises InputError for a value out of range or values that contradict each other.
-    """
-    names = kind.__dataclass_fields__.keys() & typed.keys()
-    section = kind(**{name: typed[name].value for name in names})
-    section.check()
-    return section
 
 
 def _print_error(message: object) -> None:

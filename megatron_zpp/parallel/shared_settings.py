@@ -14,7 +14,7 @@ from megatron_zpp.settings.config import SECTIONS, Config
 from megatron_zpp.settings.data import SOURCES
 from zeropp import __version__
 from zeropp.native import source_hash
-from zeropp.settings.json_file import all_keys
+from zeropp.settings.deepspeed_json import all_keys
 from zeropp.settings.schema import settings_of
 from zeropp.settings.zero_config import ZeroConfig
 

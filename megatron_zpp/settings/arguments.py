@@ -19,7 +19,7 @@ from megatron_zpp.settings.json_flags import REASONS, ZeroFlags
 from megatron_zpp.settings.merge import json_values, merge
 from megatron_zpp.settings.schedule import Schedules
 from zeropp.errors import InputError
-from zeropp.settings.json_file import JsonValues, read_json
+from zeropp.settings.deepspeed_json import JsonValues, read_json
 from zeropp.settings.schema import settings_of
 from zeropp.settings.zero_config import ZeroConfig
 

@@ -7,7 +7,7 @@ name. Names cannot be abbreviated, and an unknown one is an error.
 import difflib
 import logging
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -85,6 +85,35 @@ def read(argv: Sequence[str], meanings: Mapping[str, Meaning]) -> dict[str, Assi
             log.info("%s is given twice: the last, %s, is used", old.spelling, new)
         typed[new.flag.name] = new
     return typed
+
+
+def split_flags(
+    argv: Sequence[str], names: Container[str], *, short: bool = False
+) -> tuple[list[str], list[str]]:
+    """The flags of these names with their values, and all other words.
+
+    The names are as `vocabulary` has them. `short`: other flags may begin with one dash.
+    """
+    ours: list[str] = []
+    others: list[str] = []
+    words = others
+    for word in argv:
+        if word.startswith("-" if short else "--"):
+            is_ours = word.startswith("--") and _plain(word[2:].partition("=")[0]) in names
+            words = ours if is_ours else others
+        words.append(word)
+    return ours, others
+
+
+def build_section(kind: type[Section], typed: Mapping[str, Assignment]) -> Section:
+    """A section with the flags that were typed and defaults for the others.
+
+    Raises InputError for a value out of range or values that contradict each other.
+    """
+    names = kind.__dataclass_fields__.keys() & typed.keys()
+    section = kind(**{name: typed[name].value for name in names})
+    section.check()
+    return section
 
 
 def help_text(usage: str, sections: Iterable[type[Section]], idle: Iterable[Flag] = ()) -> str:

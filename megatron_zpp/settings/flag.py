@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zeropp.settings.json_file import all_keys
+from zeropp.errors import InputError
+from zeropp.settings.deepspeed_json import all_keys
 from zeropp.settings.schema import NoEffect, Section, Setting, setting
 from zeropp.settings.zero_config import ZeroConfig
 
@@ -37,10 +38,11 @@ class SameAs:
 class Flag(Setting):
     """A flag; names are without the dashes in front.
 
-    `aliases` are further names; `shorthands` are names that take no value and the value that each
-    of them stands for.
+    `required` flags must be given; `aliases` are further names; `shorthands` are names that take no
+    value and the value that each of them stands for.
     """
 
+    required: bool = False
     aliases: tuple[str, ...] = ()
     shorthands: Mapping[str, Any] = field(default_factory=dict)
     same_as: SameAs | None = None
@@ -67,6 +69,12 @@ class Flag(Setting):
             return name or self.shown
         values = value if isinstance(value, tuple) else (value,)
         return " ".join([name or self.shown, *(self.text(item) for item in values)])
+
+    def check(self, value: Any, name: str = "") -> None:
+        """As for every setting; raises InputError for a flag that is required and not given."""
+        if self.required and value is None:
+            raise InputError(f"{self.shown} is missing: {self.help}")
+        super().check(value, name)
 
 
 def flag(

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_zpp.settings.command_line import Assignment
 from megatron_zpp.settings.flag import Flag
 from zeropp.errors import InputError
-from zeropp.settings.json_file import JsonValues
+from zeropp.settings.deepspeed_json import JsonValues
 from zeropp.settings.zero_config import ZeroConfig
 
 _STAGE = "zero_optimization.stage"

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_zpp.commands.evaluate import main, split_flags
+from megatron_zpp.commands.evaluate import TASK_SECTIONS, main
 from megatron_zpp.interchange.open_model import load_model
+from megatron_zpp.settings.command_line import split_flags, vocabulary
 from megatron_zpp.settings.config import TokenizerConfig
 from tests.launched import ROOT, zeropp
 from tests.megatron_zpp.interchange.foreign_models import add_tokenizer, llama, save_own, saved
@@ -121,7 +122,7 @@ def test_lm_eval_is_named_where_it_is_missing(checkpoints: str, monkeypatch, cap
 
 def test_flags_are_ours_or_those_of_lm_eval() -> None:
     words = "--load x -t a b --dtype=bf16 --num_fewshot 2 --seq_length 9 --batch_size 8 --limit 3"
-    assert split_flags(words.split()) == (
+    assert split_flags(words.split(), vocabulary(TASK_SECTIONS), short=True) == (
         ["--load", "x", "--dtype=bf16", "--seq_length", "9"],
         ["-t", "a", "b", "--num_fewshot", "2", "--batch_size", "8", "--limit", "3"],
     )

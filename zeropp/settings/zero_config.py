@@ -3,7 +3,7 @@
 Nothing is ignored silently: a key is honoured, or a notice says why it has no effect, or
 constructing the configuration raises `InputError`. The keys that are honoured are in
 `zeropp.settings.sections`, those that change nothing in `no_effect.toml` and `refused.toml`, how
-the text is read in `zeropp.settings.json_file`, and which keys contradict each other in
+the text is read in `zeropp.settings.deepspeed_json`, and which keys contradict each other in
 `zeropp.settings.rules`.
 """
 
@@ -16,8 +16,15 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from zeropp.errors import InputError
+from zeropp.settings.deepspeed_json import (
+    OLD_NAMES,
+    JsonValues,
+    all_keys,
+    build,
+    read_json,
+    unknown_key,
+)
 from zeropp.settings.idle_keys import idle_keys
-from zeropp.settings.json_file import OLD_NAMES, JsonValues, all_keys, build, read_json, unknown_key
 from zeropp.settings.json_keys import JsonSection, Key, NoEffect, key
 from zeropp.settings.rules import BATCH_KEYS, RULES
 from zeropp.settings.sections import (

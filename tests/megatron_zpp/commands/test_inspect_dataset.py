@@ -81,7 +81,7 @@ def test_the_picture_has_a_bar_for_each_power_of_two(tmp_path: Path, capsys) -> 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "give --input PREFIX"),
+        ([], "--input is missing: prefix of the dataset"),
         (["--input", "nowhere"], "no dataset at nowhere"),
         (["--input", "text", "--largest", "-1"], "--largest -1"),
         (["--input", "text", "--histogramm", "x"], "did you mean --histogram?"),

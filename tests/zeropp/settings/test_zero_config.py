@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.zeropp.settings.json_sources import error_of, nested
 from zeropp.errors import InputError
+from zeropp.settings.deepspeed_json import OLD_NAMES, all_keys
 from zeropp.settings.idle_keys import idle_keys
-from zeropp.settings.json_file import OLD_NAMES, all_keys
 from zeropp.settings.json_keys import Key
 from zeropp.settings.rules import RULES
 from zeropp.settings.sections import ZeroOptimization

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.zeropp.settings.json_sources import error_of, nested
-from zeropp.settings.json_file import OLD_NAMES, all_keys
+from zeropp.settings.deepspeed_json import OLD_NAMES, all_keys
 from zeropp.settings.zero_config import ZeroConfig
 
 KEYS = {dotted: entry for dotted, entry in all_keys(ZeroConfig).items() if entry.subsection is None}
