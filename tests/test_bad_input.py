@@ -142,8 +142,8 @@ def test_empty_data(fails, tmp_path):
 @pytest.mark.parametrize("weight", ["-1", "nan", "inf", "-inf", "0", "much"])
 def test_a_weight_that_is_none(fails, prefix, weight):
     message = fails(f"{DATA} {weight} {prefix} 2 {prefix}")
-    assert f"'{weight}' is no weight above 0" in message
-    assert f"'{weight}' is no weight above 0" in fails(f"{DATA} 2 {prefix} {weight} {prefix}")
+    assert f"'{weight}' is not a weight above 0" in message
+    assert f"'{weight}' is not a weight above 0" in fails(f"{DATA} 2 {prefix} {weight} {prefix}")
 
 
 @pytest.mark.parametrize("split", ["0,0,0", "-1,2", "nan,1,1", "1,2,3,4", ","])
@@ -205,7 +205,7 @@ def test_the_name_of_a_file_in_place_of_the_prefix(fails, prefix):
     ("place", "content", "culprits"),
     [
         (slice(300, None), b"", ["300 bytes", "40 sequences"]),  # truncated
-        (slice(10), b"", ["no Megatron index"]),
+        (slice(10), b"", ["not a Megatron index"]),
         (slice(9, 10), b"\2", ["version 2", "version 1"]),
         (slice(17, 18), b"\11", ["code 9"]),
         (slice(34 + 4 * 40, 34 + 4 * 40 + 8), struct.pack("<q", 1 << 40), ["960", "109951162"]),

@@ -80,8 +80,8 @@ def save(
 ) -> Path:
     """Write `folder/iter_N`, and let the pointer file name it; return its path.
 
-    Of older checkpoints those stay that `keep` says. With a `writer`, this only copies the state,
-    and waits for the writer's save before; the writer's `finish` waits until the checkpoint is
+    Older checkpoints are kept as `keep` says. With a `writer`, this waits until its previous save
+    is done, and then only copies the state; the writer's `finish` waits until the checkpoint is
     complete. `lock` is the run's lock of the folder. Raises InputError on all ranks if the folder
     cannot be written, the disk is full, or another job has taken the folder over; it is then as it
     was before.

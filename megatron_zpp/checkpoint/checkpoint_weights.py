@@ -31,7 +31,7 @@ def find_checkpoint(folder: Path, flag: str = "--load") -> Path:
 class CheckpointWeights:
     """A `WeightSource` of the model's parameters and buffers in the checkpoint at `path`.
 
-    keep: which of them to show, by name; all by default.
+    keep: which of them to include, by name; all by default.
     """
 
     def __init__(self, path: Path, keep: Callable[[str], bool] = lambda name: True) -> None:

@@ -63,9 +63,9 @@ def iteration_of(checkpoint: Path) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which checkpoints stay: the `newest` so many, and those of every `interval` iterations.
+    """Which checkpoints are kept: the last `newest` ones, and those of every `interval` iterations.
 
-    With an `interval` alone, the newest one. The default is all.
+    With an `interval` alone, the newest one is kept as well. By default all are.
     """
 
     newest: int | None = None
@@ -167,7 +167,7 @@ def require_own(folder: Path, checkpoints: Sequence[Path], flag: str) -> None:
 
 
 def prune(checkpoints: CheckpointFolder, iteration: int, keep: Retention) -> list[Path]:
-    """Remove complete checkpoints older than `iteration` which, beside its own, need not stay.
+    """Remove complete checkpoints older than `iteration` that `keep` does not retain.
 
     Returns those that were removed. Newer ones (after a step back) and folders that are not
     complete checkpoints are left alone. Raises OSError.

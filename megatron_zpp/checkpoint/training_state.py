@@ -1,4 +1,4 @@
-"""state.json: what a checkpoint holds beside the tensors, and which runs may load it."""
+"""state.json: what a checkpoint holds besides the tensors, and which runs may load it."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ ROPE_SCALING = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """The state of training beside the tensors. Everything in it can be written as JSON.
+    """The state of training other than the tensors. Everything in it can be written as JSON.
 
     `architecture` holds what must be equal in a model that loads the checkpoint, `configuration`
     all settings of the run that saved it, `tokenizer` the fingerprint of its tokenizer.

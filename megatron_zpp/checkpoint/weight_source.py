@@ -57,7 +57,7 @@ def fill_parameters(model: nn.Module, weights: WeightSource) -> None:
     """Copy weights into all parameters of a model but LoRA's adapters, cast to their dtypes.
 
     The parameters' memory must be allocated. They are plain tensors, or DTensors placed by Shard
-    and Replicate, of which only the local part is written; each rank reads for itself. Raises
+    and Replicate, whose local part alone is written; each rank reads for itself. Raises
     InputError, before anything is written, if names or shapes of parameters and weights differ.
     """
     parameters = {

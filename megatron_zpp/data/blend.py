@@ -34,7 +34,7 @@ def parse_blend(paths: tuple[str, ...]) -> tuple[list[str], list[float] | None]:
     for text, weight in zip(paths[::2], weights, strict=True):
         if weight is None or not 0 < weight < math.inf:
             raise InputError(
-                f"data path {' '.join(paths)!r}: {text!r} is no weight above 0; "
+                f"data path {' '.join(paths)!r}: {text!r} is not a weight above 0; "
                 "give weight and prefix pairs, or prefixes alone"
             )
     return [path.strip() for path in paths[1::2]], normalize(weights)

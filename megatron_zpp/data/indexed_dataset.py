@@ -148,7 +148,7 @@ def _check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
 def _check_pair(prefix: str, idx_path: Path, bin_path: Path) -> None:
     missing = [path for path in (idx_path, bin_path) if not path.is_file()]
     if not missing and not idx_path.stat().st_size:
-        raise InputError(f"{idx_path} has 0 bytes, expected at least {HEADER.size}: it is no index")
+        raise InputError(f"{idx_path} has 0 bytes, expected {HEADER.size} or more: not an index")
     if not missing:
         return
     if len(missing) == 1:
@@ -180,7 +180,7 @@ def _parse(index: np.memmap, path: Path) -> tuple[np.dtype, np.ndarray, np.ndarr
     """
     if len(index) < HEADER.size or bytes(index[: len(MAGIC)]) != MAGIC:
         raise InputError(
-            f"{path} is no Megatron index: {len(index)} bytes that begin with "
+            f"{path} is not a Megatron index: {len(index)} bytes that begin with "
             f"{bytes(index[: len(MAGIC)])!r}, expected at least {HEADER.size} and {MAGIC!r}"
         )
     _, version, code, sequences, entries = HEADER.unpack(bytes(index[: HEADER.size]))

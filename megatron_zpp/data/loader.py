@@ -1,7 +1,7 @@
 """Micro-batches of one rank. The entire state is the number of consumed samples.
 
 The samples of all ranks form one sequence. A micro-step takes the next `micro_batch_size * world`
-samples, of which rank r takes the r-th slice, so that neither the number of ranks nor a restart
+samples, and rank r takes the r-th slice of them, so neither the number of ranks nor a restart
 changes the order. A larger global batch, as in a ramp-up, is more micro-steps.
 """
 

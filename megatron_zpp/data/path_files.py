@@ -20,8 +20,8 @@ WEIGHTED = "weighted_split_paths"
 def with_named_paths(data: DataConfig) -> DataConfig:
     """Return `data` with the paths that its files and weighted ranges name, and without those.
 
-    Raises InputError for a file that cannot be read or is none of the kind, and for what this
-    program's splits cannot be.
+    Raises InputError for a file that cannot be read or has another format, and for splits that this
+    program does not support.
     """
     if data.data_args_path is not None:
         words = _read(data.data_args_path, "--data-args-path").split()
@@ -94,13 +94,13 @@ def _parse_group(group: str, flag: str) -> tuple[tuple[str, ...], str]:
         ranges.append(bounds)
         if range_of_documents(bounds) is None:
             raise InputError(
-                f"{flag} {group!r}: {bounds} is no FROM:TO with 0 <= FROM < TO <= 1, as in 0:0.95"
+                f"{flag} {group!r}: {bounds} is not FROM:TO with 0 <= FROM < TO <= 1, as in 0:0.95"
             )
         if prefix.endswith(EXAMPLES_SUFFIX):
             raise InputError(f"{flag} {group!r}: examples have no ranges: give --train-data-path")
     if len(set(map(range_of_documents, ranges))) > 1:
         raise InputError(
-            f"{flag} {group!r}: the datasets of a split have other ranges; they must have the same"
+            f"{flag} {group!r}: the datasets of a split have different ranges: give all the same"
         )
     return tuple(words), ranges[0]
 

@@ -3,7 +3,7 @@
 The documents of E epochs are shuffled and concatenated; sample k is the S + 1 tokens from k * S on,
 so that neighbouring samples share one token. Whole epochs are used, so that there are at least as
 many samples as requested. If less than 0.8 of the samples of the last epoch are needed, that epoch
-is shuffled separately, so that no document is seen again before all were seen equally often.
+is shuffled separately, so that no document is seen again before all have been seen equally often.
 """
 
 from dataclasses import dataclass

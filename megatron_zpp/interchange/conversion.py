@@ -98,8 +98,9 @@ def export_model(
 ) -> tuple[list[Path], bool]:
     """Write one of our models as a Hugging Face folder.
 
-    Returns the files of weights, and whether the folder has the tokenizer: Hugging Face's libraries
-    do not have all. Tensors keep their dtype without `dtype`. Files have at most `max_bytes`.
+    Returns the files of weights, and whether the folder has the tokenizer, as Hugging Face's
+    libraries do not have all tokenizers. Tensors keep their dtype without `dtype`. Files have at
+    most `max_bytes`.
     config.json is written last. Raises InputError for a model that no supported family can express,
     and if `output` holds a model or checkpoints already.
     """

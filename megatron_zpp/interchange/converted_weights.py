@@ -1,6 +1,6 @@
 """Other programs' tensors as the weights of our GPT, and ours as theirs, one at a time.
 
-What is said of Hugging Face's tensors goes for those of any table of names.
+This works for any table of names; comments speak of Hugging Face's tensors.
 """
 
 from collections.abc import Mapping, Sequence

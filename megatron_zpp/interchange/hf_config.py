@@ -155,7 +155,7 @@ def _canonical(model: ModelConfig) -> ModelConfig:
 
 
 def _canonical_layers(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields that say something of some layers only, each in one of its spellings."""
+    """Return the fields that concern only some layers, each in its canonical spelling."""
     windows, without_rope = model.windows, model.layers_without_rope
     window = max((each for each in windows if each is not None), default=None)
     marks = [each is not None for each in windows]

@@ -278,7 +278,7 @@ def _open_peft(
     else:
         folder = Path(base_name or "")
         problem = (
-            f"{path}: its base model {base_name!r} is no folder here: name the one it is in "
+            f"{path}: its base model {base_name!r} is not a folder here: name the one it is in "
             "(--base FOLDER)"
         )
     is_named = bool(base_folder or base_name)

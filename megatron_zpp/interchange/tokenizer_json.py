@@ -61,7 +61,7 @@ def sentence_piece_json(content: bytes, tokenizer: Tokenizer, *, opens: bool) ->
 
 
 def _add_special(model: Model, names: Iterable[str]) -> None:
-    """Add tokens, of which those that are not in the vocabulary get the next ids."""
+    """Add tokens; those that are not in the vocabulary get the next ids."""
     model.add_special_tokens([AddedToken(name, normalized=False) for name in names])
 
 

@@ -197,7 +197,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with a nonlinearity between them, or three, of which one is a gate."""
+    """Two linear layers with a nonlinearity between them, and perhaps a third one as a gate."""
 
     def __init__(self, config: ModelConfig, layer: int = 0, part: Part = WHOLE) -> None:
         super().__init__()

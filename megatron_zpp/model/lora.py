@@ -1,4 +1,4 @@
-"""LoRA: a trained low-rank product beside each frozen linear layer (Hu et al. 2021, section 4.1).
+"""LoRA: a trained low-rank product next to each frozen linear layer (Hu et al. 2021, section 4.1).
 
     y = W x + b + (alpha / rank) · B A dropout(x)        A [rank, in], B [out, rank]
 
@@ -37,7 +37,7 @@ def adapters_of(config: LoraConfig | None, layer: int, name: str) -> LoraConfig 
 
 
 def train_adapters_only(model: nn.Module, config: LoraConfig) -> None:
-    """Freeze the weights of a model beside its adapters.
+    """Freeze all weights of a model but its adapters.
 
     Raises InputError for a target that matches no layer, and suggests the nearest names.
     """

@@ -55,7 +55,7 @@ class LocalLinear(nn.Linear):
 
 
 class ParallelLinear(LocalLinear):
-    """A linear layer that is split in dimension `dim`, and the same of its adapter, A and B.
+    """A linear layer whose weight is split in dimension `dim`, as is one matrix of its adapter.
 
     The other matrix of the adapter is whole on every rank.
     """
@@ -174,7 +174,7 @@ def sum_partial_gradients(
     *,
     sequence_parallel: bool,
 ) -> None:
-    """Sum the gradients of whole parameters of which each rank has a term, in place."""
+    """Sum in place the gradients of whole parameters, as each rank has a term of each."""
     parts = gradient_parts(optimizer, partial_parameters(model, sequence_parallel))
     if not parts:
         return
@@ -184,7 +184,7 @@ def sum_partial_gradients(
 
 
 def partial_parameters(model: nn.Module, sequence_parallel: bool) -> Iterator[nn.Parameter]:
-    """Yield the whole parameters of which each rank computes a term of the gradient.
+    """Yield the whole parameters whose gradient is a sum over ranks, each with its term.
 
     Those are what computes with its own rows or its own heads, and the matrix of an adapter whose
     other is split.

@@ -35,8 +35,8 @@ MARGIN_SECONDS = 3.0  # before the time limit, or a quarter of it: to notice and
 class Beat:
     """What a rank writes: its number of beats, and for how many seconds `glance` has not changed.
 
-    (As a main thread waits for one collective after the other, it may look the same, but its marks
-    change.)
+    A main thread that waits for one collective after the other may look the same, but its marks
+    change.
     """
 
     count: int
@@ -76,7 +76,7 @@ class Heartbeat:
         self._closed.set()
         self._thread.join()
         deadline = time.monotonic() + (GRACE_SECONDS if keeps_store else 0)
-        with suppress(RuntimeError):  # the store is gone, and whom this would tell as well
+        with suppress(RuntimeError):  # the store is gone, and so is everybody who would read it
             self._store.set(f"done/{self.rank}", "")
             while time.monotonic() < deadline and not all(map(self._is_done, self._others())):
                 time.sleep(BEAT_SECONDS / 20)

@@ -15,12 +15,12 @@ from zeropp.wire.route import Hop
 from zeropp.wire.traffic import Traffic
 
 GATHER, EXCHANGE, REDUCE = "gather", "exchange", "reduce"
-AXES = ("tensor", "context", "pipeline")  # the purposes of what is sent, beside those of ZeRO
+AXES = ("tensor", "context", "pipeline")  # the purposes of what is sent, in addition to ZeRO's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """The ranks of `group`, of which this is `rank`; `hop` and `rank` count all ranks of the run.
+    """The ranks of `group`; this one is `rank`. `hop` and `rank` count all ranks of the run.
 
     `purpose` is one of `AXES`. Ranks that are only planned have no group: what they would send is
     counted, and what they would receive is allocated.

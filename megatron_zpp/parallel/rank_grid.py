@@ -107,7 +107,7 @@ class RankGrid(ABC):
 
     @property
     def ends_of_pipeline(self) -> Peers:
-        """The first and the last rank of the pipeline, of which this is one."""
+        """The first and the last rank of the pipeline; this rank is one of them."""
         return self.peers("pipeline", (self.pipeline[0], self.pipeline[-1]))
 
     def tensor_axis(self, config: ParallelConfig) -> TensorAxis | None:

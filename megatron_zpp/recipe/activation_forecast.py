@@ -1,4 +1,4 @@
-"""The messages that a step will send along the axes beside the data axis, computed from shapes.
+"""The messages that a step will send along all axes but the data axis, computed from shapes.
 
 What is sent is counted where it is sent (`peers.py`), and tests compare the two.
 """
@@ -252,7 +252,7 @@ def _num_local(parameter: nn.Parameter) -> int:
 def _in_layers(
     axis: str, hop: Hop, kinds: Iterable[str], num_bytes: int, forward: int, backward: int
 ) -> Iterator[Move]:
-    """Yield moves that layers make so many times in their passes forward and backward."""
+    """Yield moves that layers make, `forward` times and `backward` times in these passes."""
     common = {"axis": axis, "hop": hop, "num_bytes": num_bytes, "in_layers": True}
     for kind in kinds:
         yield Move(kind=kind, times=forward, **common)

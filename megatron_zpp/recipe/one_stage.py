@@ -21,7 +21,7 @@ class OneStage:
 
     @property
     def roots(self) -> tuple[GPT, ...]:
-        """The models that are called for themselves: the whole one."""
+        """The models that are called one by one: only the whole one."""
         return (self.sharding.model,)
 
     def forward_backward(

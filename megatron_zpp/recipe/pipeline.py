@@ -153,7 +153,7 @@ class Pipeline(nn.Module):
 
     @property
     def roots(self) -> tuple[GPT, ...]:
-        """The models of the stages, each of which is called for itself."""
+        """The models of the stages, which are called one by one."""
         return tuple(stage.model for stage in self.stages)
 
     def num_parameters(self, *, trained_only: bool = False) -> int:
@@ -220,7 +220,7 @@ class Pipeline(nn.Module):
             self._sent = self.channels.gradients_out.send(entry.received.grad)
 
     def _shape(self, tokens: Tensor, *, splits: bool) -> tuple[int, ...]:
-        """Return the shape of what a stage returns for tokens [B, S], of which it may have rows."""
+        """Return the shape of a stage's output for tokens [B, S], or with `splits` of its rows."""
         rows = tokens.shape[1] // (self._rows if splits else 1)
         return len(tokens), rows, self.config.hidden_size
 

@@ -2,8 +2,8 @@
 
 With a sharded model every rank calls with the same arguments, since all ranks together gather the
 weights of each layer. Rank 0 draws the tokens and broadcasts them, so that all ranks continue and
-stop together. Each text has its own settings and random generator and does not depend on the texts
-generated beside it.
+stop together. Each text has its own settings and random generator, and does not depend on the texts
+that are generated with it.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -2,7 +2,7 @@
 
 Ids run from 0 to vocab_size - 1. Encoding never returns the end-of-document id `eod`: its name in a
 text is ordinary text. Ids that are not in the vocabulary files (added by the tokenizer, or by
---vocab-extra-ids) have a name in `reserved`, to which they decode.
+--vocab-extra-ids) have a name in `reserved`, and decode to it.
 """
 
 import hashlib

@@ -108,7 +108,7 @@ def build_instructions(
             pieces, seq_length, tokenizer.eod, size, seed=seed, shuffles=split == SPLITS[0]
         )
         logger.info(
-            "%s: %d examples in %d rows of %d tokens, %.1f%% of which they fill",
+            "%s: %d examples in %d rows of %d tokens, %.1f%% full",
             *(split, len(examples), dataset.num_rows, seq_length + 1, 100 * dataset.fill_ratio),
         )
         datasets.append(dataset)

@@ -100,7 +100,7 @@ def _split_fused_qkv(qkv: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
 
 
 def _half(index: int) -> Form:
-    """A half of the rows of a tensor, of which another row of the table has the other half."""
+    """One half of a tensor's rows; another row of the table has the other half."""
     return Form(
         join=lambda parts, sizes: parts[0].chunk(2)[index],
         split=lambda tensor, sizes: (tensor,),

@@ -1,4 +1,4 @@
-"""Settings of a family's config.json that say something of some layers only."""
+"""Settings of a family's config.json that concern only some layers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

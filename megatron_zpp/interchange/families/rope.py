@@ -22,8 +22,8 @@ class Rotary:
     """Rotary positions: the keys for the base and for the share of rotated channels, and the types.
 
     `default_share` is the share where config.json does not have the key; a family that is not
-    `is_partial` rotates all channels. LongRoPE is read in every family, and written as the one that
-    `writes_longrope`, which other programs know it of.
+    `is_partial` rotates all channels. LongRoPE is read in every family, and written
+    only for the one that `writes_longrope`, where other programs expect it.
     """
 
     base: str = "rope_theta"

@@ -36,7 +36,7 @@ from zeropp.checkpoint.shard_files import write_plan
 from zeropp.errors import InputError
 
 RELEASE = "release"
-# Modules of which megatron-core expects a state of their own beside the weights; None is no state.
+# Modules for which megatron-core expects a state in addition to the weights; None stands for none.
 STATEFUL = (
     "self_attention.linear_qkv",
     "self_attention.linear_proj",
@@ -77,7 +77,7 @@ def export_torch_dist(opened: OpenedModel, output: Path, dtype: str | None = Non
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """A tensor, and where it lies in the one that is saved: `size` of all, `offsets` of this."""
+    """A tensor, and its place in the one that is saved, whose shape is `size`, at `offsets`."""
 
     item: Item
     name: str

@@ -185,7 +185,7 @@ def _vocab_rows(weights: NamedTensors, table: NameTable) -> int:
     if embedding is None:
         names = ", ".join(list(weights.facts())[:3]) or "none"
         raise InputError(
-            f"{weights.location}: has no {table.embedding}, so it is no GPT; its tensors are "
+            f"{weights.location}: has no {table.embedding}, so it is not a GPT; its tensors are "
             f"{names} ..."
         )
     return embedding.shape[0]

@@ -113,7 +113,7 @@ def split_dim(core: str) -> int | None:
 
 
 def is_constant(name: str) -> bool:
-    """Whether an entry of a checkpoint is no weight."""
+    """Whether an entry of a checkpoint is not a weight."""
     return MEGATRON.is_constant(name)
 
 

@@ -27,7 +27,7 @@ class Grid:
 
 
 def flat_tensors(content: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    """Return the tensors of nested dicts by megatron-core's names, without what is no weight."""
+    """Return the tensors of nested dicts by megatron-core's names, weights only."""
     tensors: dict[str, Tensor] = {}
     for key, value in content.items():
         name = f"{prefix}{key}"

@@ -68,7 +68,7 @@ def torchtitan_fields(weights: NamedTensors, flags: ShapeFlags) -> dict[str, Any
     ffn_name = "layers.0.feed_forward.w1.weight"
     if missing := [name for name in (EMBEDDING, QUERIES, KEYS, ffn_name) if name not in shapes]:
         raise InputError(
-            f"{weights.location}: has no {missing[0]}, so it is no Llama 3 of torchtitan, the only "
+            f"{weights.location}: has no {missing[0]}, so it is not torchtitan's Llama 3, the only "
             "model of torch.distributed.checkpoint without a description that is imported"
         )
     heads = flags.num_attention_heads

@@ -203,7 +203,7 @@ def test_a_base_that_was_moved(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     assert "cannot be its own base" in message
     moved.rename(tmp_path / "gone")
     message = error(capsys, "--load", out, "--to-hf", tmp_path / "merged")
-    assert f"its base model '{moved}' is no folder here" in message and "--base" in message
+    assert f"its base model '{moved}' is not a folder here" in message and "--base" in message
     message = error(capsys, "--load", out, "--to-hf", tmp_path / "merged", "--base", moved)
     assert f"--base {moved}: there is no model" in message
     assert not (tmp_path / "merged").exists() and not (tmp_path / "no").exists()
@@ -293,7 +293,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (setting(base_model_name_or_path=["x"]), ["_path is ['x']; expected a name"]),
         (setting(use_dora=True), ["only plain LoRA is supported: use_dora is True"]),
         (setting(peft_type="IA3"), ["peft_type is 'IA3', not 'LORA'"]),
-        (setting(base_model_name_or_path=None), ["its base model None is no folder here"]),
+        (setting(base_model_name_or_path=None), ["its base model None is not a folder here"]),
         (lambda folder: (folder / CONFIG).write_text("[]"), ["expected an object in braces"]),
         (lambda folder: (folder / TENSORS).unlink(), [f"neither {TENSORS} nor"]),
     ],

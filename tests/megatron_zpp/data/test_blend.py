@@ -87,5 +87,5 @@ def test_what_a_blend_may_say(paths: tuple, expected: tuple) -> None:
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "nan", "inf", "c"])
 def test_a_weight_that_is_none_is_named(wrong: str) -> None:
-    with pytest.raises(InputError, match=f"'{wrong}' is no weight above 0"):
+    with pytest.raises(InputError, match=f"'{wrong}' is not a weight above 0"):
         parse_blend(("1", "a", wrong, "b"))

@@ -87,10 +87,10 @@ def test_ranges_of_several_datasets_have_their_weights(tmp_path):
     [
         ("train", "expected NAME: WEIGHT FROM:TO PREFIX"),
         ("train: 1 p", "expected NAME: WEIGHT FROM:TO PREFIX"),
-        ("train: 1 0:1 p, 1 0:0.5 q", "must have the same"),
-        ("train: 1 0.5:0.5 p", "0.5:0.5 is no FROM:TO"),
-        ("train: 1 0:1.5 p", "0:1.5 is no FROM:TO"),
-        ("train: 1 0:.. p", "0:.. is no FROM:TO"),
+        ("train: 1 0:1 p, 1 0:0.5 q", "different ranges"),
+        ("train: 1 0.5:0.5 p", "0.5:0.5 is not FROM:TO"),
+        ("train: 1 0:1.5 p", "0:1.5 is not FROM:TO"),
+        ("train: 1 0:.. p", "0:.. is not FROM:TO"),
         ("train: 1 0:1 p.jsonl", "examples have no ranges"),
     ],
 )

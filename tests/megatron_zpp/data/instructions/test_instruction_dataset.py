@@ -149,7 +149,7 @@ def test_what_is_too_long_is_cut_or_divided(
     )
     assert "2 examples are longer than 5 tokens and are cut; 1 of them are left out" in caplog.text
     assert "1 texts are longer than 5 tokens and are divided" in caplog.text
-    assert "3 examples in 4 rows of 5 tokens, 100.0% of which they fill" in caplog.text
+    assert "3 examples in 4 rows of 5 tokens, 100.0% full" in caplog.text
 
 
 @pytest.mark.parametrize("length", range(1, 14))

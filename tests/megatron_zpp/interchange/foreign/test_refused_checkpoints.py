@@ -131,7 +131,7 @@ def test_settings_that_do_not_describe_the_tensors(tmp_path, capsys):
     for name, value, expected in (
         ("num_layers", 3, "missing: decoder.layers.2."),
         ("num_layers", 9999, "cannot be the 9,999 layers"),
-        ("num_layers", 10**9, "--num-layers 1000000000: at most 10000"),
+        ("num_layers", 10**9, "--num-layers 1000000000: expected at most 10000"),
         ("hidden_size", "16", "hidden-size"),
         ("num_experts", 8, "--num-experts is 8: not available here: a mixture of experts"),
         ("hybrid_layer_pattern", "M*-", "--hybrid-layer-pattern is 'M*-'"),
